@@ -1,0 +1,72 @@
+"""One unit's flat buffer: where each parameter lies in it, and which slice each rank owns.
+
+The buffer is cut by the fastest level first and each piece by the next, so that a rank's shard of
+every state is one contiguous slice, and the deeper shard lies inside the shallower one.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+SHARD_ALIGNMENT = 128
+"""Elements: every shard is a multiple of 256 bytes in a 2-byte type (RCCL is slow below)."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter in a unit: elements [offset, offset + numel) of the flat buffer, row-major."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parameters of one unit in order, and the padded length of their flat buffer."""
+
+    name: str
+    entries: tuple[Entry, ...]
+    numel: int
+
+    @classmethod
+    def build(
+        cls, name: str, shapes: Iterable[tuple[str, Sequence[int]]], pieces: int
+    ) -> "Layout":
+        """Lay the parameters end to end and pad to `pieces` equal, aligned shards."""
+        entries = []
+        offset = 0
+        for parameter, shape in shapes:
+            entries.append(Entry(parameter, tuple(shape), offset))
+            offset += prod(shape)
+        multiple = pieces * SHARD_ALIGNMENT
+        return cls(name, tuple(entries), -(-offset // multiple) * multiple)
+
+    def within(self, start: int, stop: int) -> list[tuple[Entry, int, int]]:
+        """The parts of parameters inside [start, stop) of the buffer.
+
+        Each is (entry, first, last): elements [first, last) of that parameter, row-major.
+        """
+        parts = []
+        for entry in self.entries:
+            first = max(start, entry.offset)
+            last = min(stop, entry.offset + entry.numel)
+            if first < last:
+                parts.append((entry, first - entry.offset, last - entry.offset))
+        return parts
+
+
+def shard_range(
+    numel: int, sizes: Sequence[int], coordinates: Sequence[int], depth: int
+) -> tuple[int, int]:
+    """The slice [start, stop) of a buffer of `numel` that a rank holds when it is cut through
+    the first `depth` levels, whose sizes and the rank's coordinates are given fastest first."""
+    start, length = 0, numel
+    for size, coordinate in zip(sizes[:depth], coordinates[:depth], strict=True):
+        length //= size
+        start += coordinate * length
+    return start, start + length
