@@ -1,0 +1,204 @@
+"""Values that are right one by one but do not fit each other, or lie out of range."""
+
+from typing import Any, get_args
+
+from megafrontier.config.schema import (
+    Config,
+    LevelConfig,
+    MachineConfig,
+    ModelConfig,
+    WireFormat,
+    WiresConfig,
+)
+from megafrontier.errors import UserError
+
+
+def check(config: Config) -> None:
+    """Refuse values that do not fit each other. Raises UserError naming key, value and fix."""
+    _check_ranges(config)
+    _check_model(config.model)
+    _check_data(config)
+    _check_steps(config)
+    _check_wires(config.partition.wires)
+
+
+def check_machine(machine: MachineConfig, origin: str) -> None:
+    """Refuse a machine that `origin` does not describe whole. Raises UserError."""
+    names = list(machine.levels)
+    key = f"{origin}: levels"
+    _need(1 <= len(names) <= 5, key, names or "none", "need 1 to 5 levels, fastest link first")
+    _need("none" not in names, key, names, "need other names than 'none', which means unsharded")
+    for name, level in machine.levels.items():
+        _check_level(f"{key}.{name}", level, outermost=name == names[-1])
+    device = machine.device
+    _need_positive(
+        {
+            f"{origin}: device.memory_gib": device.memory_gib,
+            f"{origin}: device.peak_tflops": device.peak_tflops,
+            f"{origin}: device.ranks_per_host": device.ranks_per_host,
+        }
+    )
+
+
+def _check_level(key: str, level: LevelConfig, outermost: bool) -> None:
+    _need(
+        outermost or level.size is not None,
+        f"{key}.size",
+        "not given",
+        "only the outermost level may leave it open",
+    )
+    _need(level.size is None or level.size >= 1, f"{key}.size", level.size, "need at least 1")
+    _need_positive({f"{key}.gigabytes_per_second": level.gigabytes_per_second})
+
+
+def _need(condition: bool, key: str, value: Any, fits: str) -> None:
+    if not condition:
+        raise UserError(f"{key}: {value}, {fits}")
+
+
+def _need_positive(values: dict[str, float | None]) -> None:
+    for key, value in values.items():
+        _need(value is None or value > 0, key, value, "need more than 0")
+
+
+def _check_ranges(config: Config) -> None:
+    model, train = config.model, config.train
+    at_least_one: dict[str, int | None] = {
+        "model.layers": model.layers,
+        "model.hidden": model.hidden,
+        "model.heads": model.heads,
+        "model.kv_heads": model.kv_heads,
+        "model.head_size": model.head_size,
+        "model.ffn_hidden": model.ffn_hidden,
+        "model.sequence_length": model.sequence_length,
+        "model.vocab_size": model.vocab_size,
+        "model.vocab_multiple": model.vocab_multiple,
+        "train.steps": train.steps,
+        "train.global_batch": train.global_batch,
+        "train.micro_batch": train.micro_batch,
+        "train.loss_chunk_tokens": train.loss_chunk_tokens,
+        "train.nonfinite_limit": train.nonfinite_limit,
+        "log.every": config.log.every,
+    }
+    for key, count in at_least_one.items():
+        _need(count is None or count >= 1, key, count, "need at least 1")
+    not_negative: dict[str, float] = {
+        "run.seed": config.run.seed,
+        "train.clip_grad_norm": train.clip_grad_norm,
+        "optimizer.lr": config.optimizer.lr,
+        "optimizer.eps": config.optimizer.eps,
+        "optimizer.weight_decay": config.optimizer.weight_decay,
+        "schedule.warmup_steps": config.schedule.warmup_steps,
+        "schedule.min_lr": config.schedule.min_lr,
+        "checkpoint.every": config.checkpoint.every,
+        "checkpoint.keep": config.checkpoint.keep,
+        "checkpoint.keep_every": config.checkpoint.keep_every,
+        "evaluate.every": config.evaluate.every,
+        "evaluate.batches": config.evaluate.batches,
+    }
+    for key, value in not_negative.items():
+        _need(value >= 0, key, value, "need at least 0")
+    _need_positive(
+        {
+            "model.norm_eps": model.norm_eps,
+            "model.rotary_base": model.rotary_base,
+            "model.init_std": model.init_std,
+            "train.loss_scale": train.loss_scale,
+        }
+    )
+
+
+def _check_model(model: ModelConfig) -> None:
+    kv_heads = model.heads if model.kv_heads is None else model.kv_heads
+    _need(
+        model.head_size is not None or model.hidden % model.heads == 0,
+        "model.heads",
+        model.heads,
+        f"must divide model.hidden ({model.hidden})",
+    )
+    _need(
+        model.heads % kv_heads == 0,
+        "model.kv_heads",
+        kv_heads,
+        f"must divide model.heads ({model.heads})",
+    )
+    head_size = model.head_size or model.hidden // model.heads
+    rotary = round(head_size * model.rotary_fraction)
+    _need(
+        model.position == "learned"
+        or (0 < model.rotary_fraction <= 1 and rotary > 0 and rotary % 2 == 0),
+        "model.rotary_fraction",
+        model.rotary_fraction,
+        f"must be above 0, at most 1, and leave an even number of rotating dimensions (2 or "
+        f"more) in a head of {head_size}",
+    )
+    _need(0 <= model.dropout < 1, "model.dropout", model.dropout, "need 0 or more, below 1")
+
+
+def _check_data(config: Config) -> None:
+    data = config.data
+    for key, corpora in (("train", data.train), ("valid", data.valid)):
+        for i, corpus in enumerate(corpora):
+            _need(corpus.path != "", f"data.{key}[{i}].path", "empty", "need a corpus prefix")
+            _need(corpus.weight > 0, f"data.{key}[{i}].weight", corpus.weight, "need more than 0")
+    _need(
+        len(data.split) == 2 and min(data.split) >= 0 and data.split[0] > 0,
+        "data.split",
+        data.split,
+        "need two parts, training above 0 and validation 0 or more",
+    )
+    for i, start_stop in enumerate(data.skip):
+        _need(
+            len(start_stop) == 2 and 0 <= start_stop[0] < start_stop[1],
+            f"data.skip[{i}]",
+            start_stop,
+            "need [from, to] with 0 <= from < to",
+        )
+
+
+def _check_steps(config: Config) -> None:
+    train, schedule, optimizer = config.train, config.schedule, config.optimizer
+    _need(
+        train.global_batch % train.micro_batch == 0,
+        "train.global_batch",
+        train.global_batch,
+        f"must be a multiple of train.micro_batch ({train.micro_batch})",
+    )
+    _need(
+        all(0 <= beta < 1 for beta in optimizer.betas),
+        "optimizer.betas",
+        list(optimizer.betas),
+        "need two numbers, each 0 or more, below 1",
+    )
+    _need(
+        schedule.warmup_steps <= train.steps,
+        "schedule.warmup_steps",
+        schedule.warmup_steps,
+        f"need at most train.steps ({train.steps})",
+    )
+    _need(
+        schedule.min_lr <= optimizer.lr,
+        "schedule.min_lr",
+        schedule.min_lr,
+        f"need at most optimizer.lr ({optimizer.lr})",
+    )
+    _need(
+        0 <= schedule.decay_fraction <= 1,
+        "schedule.decay_fraction",
+        schedule.decay_fraction,
+        "need 0 to 1",
+    )
+    _need(
+        train.stop_at is None or 1 <= train.stop_at <= train.steps,
+        "train.stop_at",
+        train.stop_at,
+        f"need 1 to train.steps ({train.steps})",
+    )
+
+
+def _check_wires(wires: WiresConfig) -> None:
+    known = get_args(WireFormat)
+    for move, formats in (("gather", wires.gather), ("reduce", wires.reduce)):
+        for level, wire in formats.items():
+            key = f"partition.wires.{move}.{level}"
+            _need(wire in known, key, wire, f"need one of {', '.join(known)}")

@@ -1,0 +1,124 @@
+"""Reading and writing: YAML with inheritance, `key=value` overrides, machine files."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from megafrontier.config.checks import check, check_machine
+from megafrontier.config.fitting import check_fit
+from megafrontier.config.schema import Config, MachineConfig
+from megafrontier.errors import UserError
+
+_SHIPPED_MACHINES = Path(__file__).resolve().parents[2] / "configs" / "machines"
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, the files it inherits from, and `key=value` overrides into a Config.
+
+    Raises UserError for a missing file, broken YAML, unknown keys, wrong types, and values that
+    do not fit each other.
+    """
+    values = _read_yaml(Path(path))
+    for override in overrides:
+        _apply_override(values, override)
+    config: Config = _structure(Config, values, str(path))
+    check(config)
+    return config
+
+
+def config_from_dict(values: dict[str, Any], origin: str) -> Config:
+    """The Config saved by `config_to_dict`; `origin` names its file in errors."""
+    config: Config = _structure(Config, OmegaConf.create(values), origin)
+    return config
+
+
+def config_to_dict(config: Config) -> dict[str, Any]:
+    """Plain containers that YAML and JSON can hold."""
+    return asdict(config)
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Write the resolved config as YAML."""
+    OmegaConf.save(OmegaConf.create(config_to_dict(config)), path)
+
+
+def load_machine(machine: Any) -> MachineConfig:
+    """The machine that `config.machine` names, points to or spells out.
+
+    Raises UserError when there is no such file or it does not describe levels and a device.
+    """
+    if isinstance(machine, dict):
+        values, origin = OmegaConf.create(machine), "machine"
+    else:
+        path = _machine_file(str(machine))
+        values, origin = _read_yaml(path), str(path)
+    structured: MachineConfig = _structure(MachineConfig, values, origin)
+    check_machine(structured, origin)
+    return structured
+
+
+def _machine_file(name: str) -> Path:
+    folders = [Path("configs/machines"), _SHIPPED_MACHINES]
+    for path in (Path(name), *(folder / f"{name}.yaml" for folder in folders)):
+        if path.is_file():
+            return path
+    known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+    raise UserError(f"machine: {name}, need the path of a machine file or one of {known}")
+
+
+def _read_yaml(path: Path, children: tuple[Path, ...] = ()) -> DictConfig:
+    """One file merged over the one that its `defaults` key names, relative to it."""
+    asked = f" (the defaults of {children[-1]})" if children else ""
+    if path.resolve() in [child.resolve() for child in children]:
+        raise UserError(f"{path}{asked}: the files inherit from each other in a circle")
+    try:
+        values = OmegaConf.load(path)
+    except OSError as error:
+        raise UserError(f"{path}{asked}: cannot read the config: {error.strerror}") from error
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise UserError(f"{path}{asked}: not valid YAML: {error}") from error
+    if not isinstance(values, DictConfig):
+        raise UserError(f"{path}{asked}: a list or a single value, need keys and values at the top")
+    parent = values.pop("defaults", None)
+    if parent is None:
+        return values
+    if not isinstance(parent, str):
+        raise UserError(f"{path}: defaults: {parent}, need the path of one file")
+    merged = OmegaConf.merge(_read_yaml(path.parent / parent, (*children, path)), values)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _apply_override(values: DictConfig, override: str) -> None:
+    """Set one `key=value` in place; lists are reached by index, as in data.train[0].weight=2."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"override {override!r}: expected key=value, as in train.steps=100")
+    if key.startswith("machine.") and isinstance(values.get("machine"), str):
+        values["machine"] = _read_yaml(_machine_file(values["machine"]))
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+        assert isinstance(parsed, dict)
+        OmegaConf.update(values, key, parsed["value"], merge=True)
+    except YAMLError as error:
+        raise UserError(f"override {override!r}: not valid YAML after the '=': {error}") from error
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        reason = str(error).split("\n")[0]
+        raise UserError(f"override {override!r}: no such place in the config: {reason}") from error
+
+
+def _structure(schema: type, values: Any, origin: str) -> Any:
+    try:
+        check_fit(schema, OmegaConf.to_container(values, resolve=False))
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
+    except UserError as error:
+        raise UserError(f"{origin}: {error}") from error
+    except OmegaConfBaseException as error:  # what is left are interpolations
+        key = getattr(error, "full_key", None)
+        reason = str(error).split("\n")[0]
+        raise UserError(f"{origin}: {f'{key}: ' if key else ''}{reason}") from error

@@ -1,0 +1,248 @@
+"""Every option there is, as dataclasses.
+
+The docstring under a field is its documentation: `scripts/config_reference.py` turns this file
+into `docs/configuration.md`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+WireFormat = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass
+class RunConfig:
+    name: str = "run"
+    """Name of the run, also of its folder."""
+    directory: str = "runs/${run.name}"
+    """Run directory: config, metrics, log, checkpoints, report."""
+    seed: int = 1234
+    """Seed of initial weights, sample order and dropout."""
+
+
+@dataclass
+class ModelConfig:
+    layers: int = 12
+    """Transformer blocks."""
+    hidden: int = 768
+    """Width of the residual stream."""
+    heads: int = 12
+    """Query heads; divides `hidden` unless `head_size` is given."""
+    kv_heads: int | None = None
+    """Key and value heads (grouped-query attention); divides `heads`. Default: `heads`."""
+    head_size: int | None = None
+    """Width of one head. Default: hidden / heads."""
+    ffn_hidden: int | None = None
+    """Width inside the MLP. Default: 4 · hidden; with swiglu 8/3 · hidden rounded up to 64."""
+    sequence_length: int = 1024
+    """Tokens in one sequence."""
+    vocab_size: int = 50304
+    """Token ids the model knows; at least the tokenizer's."""
+    vocab_multiple: int = 128
+    """The embedding's rows are padded up to a multiple of this; padded ids never get any loss."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation before attention, MLP and head."""
+    norm_eps: float = 1e-5
+    """Epsilon of the normalisation."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
+    """Non-linearity of the MLP."""
+    position: Literal["learned", "rotary"] = "learned"
+    """Learned absolute positions (GPT-2) or rotary ones (GPT-NeoX, Llama)."""
+    rotary_fraction: float = 1.0
+    """Part of each head that rotates, in (0, 1]; GPT-NeoX uses 0.25."""
+    rotary_base: float = 10000.0
+    """Base of the rotary frequencies."""
+    parallel_residual: bool = False
+    """Attention and MLP side by side on the same residual (GPT-NeoX)."""
+    tie_embeddings: bool = False
+    """The head uses the embedding's matrix (GPT-2)."""
+    bias: bool = True
+    """Biases in the linear layers of the blocks."""
+    dropout: float = 0.0
+    """Dropout after the embedding, on attention weights and before each residual sum."""
+    init: Literal["gpt2", "neox"] = "gpt2"
+    """gpt2: normal(0, init_std), output projections over sqrt(2 · layers). neox: normal(0,
+    sqrt(2 / (5 · hidden))), output projections normal(0, 2 / (layers · sqrt(hidden)))."""
+    init_std: float = 0.02
+    """Standard deviation of `init: gpt2`, and of the learned positions in either."""
+
+
+@dataclass
+class CorpusConfig:
+    path: str = ""
+    """Prefix of PREFIX.bin and PREFIX.idx."""
+    weight: float = 1.0
+    """Share of the samples drawn from this corpus, relative to the others'."""
+
+
+@dataclass
+class DataConfig:
+    train: list[CorpusConfig] = field(default_factory=list)
+    """Corpora to train on, blended by weight."""
+    valid: list[CorpusConfig] = field(default_factory=list)
+    """Corpora to evaluate on. Empty: the last part of each training corpus, as `split` says."""
+    split: list[float] = field(default_factory=lambda: [0.99, 0.01])
+    """Parts of each training corpus for training and validation, used when `valid` is empty."""
+    document_mask: bool = False
+    """Attention and loss do not cross a document's end, and positions restart there."""
+    skip: list[list[int]] = field(default_factory=list)
+    """Ranges [from, to] of steps whose batches are left out (`to` not included), for instance
+    after a loss spike; later steps move up."""
+
+
+@dataclass
+class TrainConfig:
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    stop_at: int | None = None
+    """Stop (with a checkpoint) after this step, though the schedule runs to `steps`."""
+    global_batch: int = 8
+    """Sequences in one optimizer step, over all ranks."""
+    micro_batch: int = 1
+    """Sequences one rank runs at a time; the rest is gradient accumulation."""
+    precision: Literal["bf16", "fp32", "fp16"] = "bf16"
+    """Type of weights and activations in computation; masters, sums and moments are fp32."""
+    clip_grad_norm: float = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+    activation_checkpointing: Literal["none", "block"] = "none"
+    """block: keep only each block's input and run the block again in backward."""
+    loss_chunk_tokens: int = 1024
+    """Tokens whose logits exist at one time in the loss."""
+    nonfinite_limit: int = 10
+    """Stop after this many steps in a row with a non-finite loss or gradient (each is skipped)."""
+    loss_scale: float = 65536.0
+    """First loss scale of fp16; halved at an overflow, doubled after 1000 good steps."""
+    deterministic: bool = False
+    """Only kernels that give the same bits every time (on a GPU slower; the CPU's always do)."""
+
+
+@dataclass
+class OptimizerConfig:
+    name: Literal["adamw"] = "adamw"
+    """AdamW with decoupled weight decay."""
+    lr: float = 3e-4
+    """Learning rate at the end of the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of Adam's first and second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay."""
+    no_decay: list[Literal["norm", "bias", "embedding"]] = field(
+        default_factory=lambda: ["norm", "bias", "embedding"]
+    )
+    """Kinds of parameters without weight decay."""
+    fused: Literal["torch", "apex", "none"] = "torch"
+    """Whose fused AdamW: torch's, apex's (NVIDIA's or ROCm's, on an accelerator), or none."""
+
+
+@dataclass
+class ScheduleConfig:
+    name: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    """Course of the learning rate after the warm-up, to `min_lr` at `train.steps`."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    min_lr: float = 0.0
+    """Learning rate at the end."""
+    decay_fraction: float = 0.2
+    """wsd: the last part of the steps, in which the rate falls linearly."""
+
+
+@dataclass
+class WiresConfig:
+    # str and not WireFormat: OmegaConf refuses every value of a dict of literals; `check` looks.
+    gather: dict[str, str] = field(default_factory=dict)
+    """Format of weights on the wire of each level, `{LEVEL: FORMAT}`: fp32, bf16 or fp16.
+    Default: the precision."""
+    reduce: dict[str, str] = field(default_factory=dict)
+    """Format of gradients on the wire of each level. Default: the precision. Sums are fp32."""
+
+
+@dataclass
+class PartitionConfig:
+    strategy: Literal["ddp", "zero1", "zero2", "zero3", "mics", "hpz", "topo"] | None = None
+    """A named placement; topo when neither this nor a placement is given."""
+    weights: str | None = None
+    """Level through which weights are sharded, or `none`."""
+    backward_weights: str | None = None
+    """Level of the secondary copy that gathers read from. Default: `weights`, no copy."""
+    gradients: str | None = None
+    """Level through which gradients are sharded, or `none`."""
+    optimizer: str | None = None
+    """Level through which masters and optimizer state are sharded, or `none`."""
+    wires: WiresConfig = field(default_factory=WiresConfig)
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 1000
+    """Steps between checkpoints; 0 saves only at the end."""
+    keep: int = 2
+    """Newest checkpoints to keep; 0 keeps all."""
+    keep_every: int = 0
+    """Checkpoints of every such step are kept for good; 0: none."""
+    resume: str = "auto"
+    """auto: the run's newest whole checkpoint, if any. never. Or the path of a checkpoint."""
+
+
+@dataclass
+class EvaluateConfig:
+    every: int = 0
+    """Steps between evaluations; 0 evaluates only at the end."""
+    batches: int = 10
+    """Global batches of one evaluation; 0: no evaluation."""
+
+
+@dataclass
+class LogConfig:
+    every: int = 10
+    """Steps between lines on the terminal and in log.txt (metrics.jsonl has every step)."""
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    """Weights & Biases."""
+    tensorboard: bool = False
+    """Write TensorBoard events into the run directory."""
+
+
+@dataclass
+class LevelConfig:
+    size: int | None = None
+    """Units of the level below joined by this level; the outermost level may leave it open."""
+    gigabytes_per_second: float | None = None
+    """Bandwidth of one rank over this level, one direction."""
+
+
+@dataclass
+class DeviceConfig:
+    name: str = "cpu"
+    """Name of the device, for logs."""
+    memory_gib: float | None = None
+    """Memory of one device."""
+    peak_tflops: float | None = None
+    """Dense peak of one device in the training precision, for MFU; unknown: no MFU."""
+    ranks_per_host: int | None = None
+    """Ranks that Slurm or torchrun must start on each host; unknown: not checked."""
+
+
+@dataclass
+class MachineConfig:
+    levels: dict[str, LevelConfig] = field(default_factory=dict)
+    """Levels, fastest link first."""
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+
+
+@dataclass
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tokenizer: str = "bytes"
+    """SentencePiece file, Hugging Face tokenizer folder or name, or `bytes`."""
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    machine: Any = "laptop"
+    """A name from configs/machines, the path of a machine file, or levels and device inline."""
+    partition: PartitionConfig = field(default_factory=PartitionConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    log: LogConfig = field(default_factory=LogConfig)
