@@ -1,0 +1,64 @@
+"""Causal self-attention with grouped keys and values, rotary positions and an optional cache."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megafrontier.config import ModelConfig
+from megafrontier.model.cache import LayerCache
+from megafrontier.model.positions import Rotary, rotate
+from megafrontier.model.sizes import head_size, kv_heads
+
+
+class Attention(nn.Module):
+    """`qkv` holds the rows of the query, key and value projections, in this order."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = config.heads, kv_heads(config)
+        self.head_size = head_size(config)
+        self.dropout = config.dropout
+        inner, kv_inner = self.heads * self.head_size, self.kv_heads * self.head_size
+        self._widths = [inner, kv_inner, kv_inner]
+        self.qkv = nn.Linear(config.hidden, sum(self._widths), bias=config.bias)
+        self.out = nn.Linear(inner, config.hidden, bias=config.bias)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: Rotary | None,
+        mask: Tensor | None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """hidden [b, s, hidden] → [b, s, hidden].
+
+        `mask`: boolean, broadcast to [b, heads, s, keys]; None: plain causal, or for a single
+        token everything cached.
+        """
+        query, key, value = (self._by_head(p) for p in self.qkv(hidden).split(self._widths, -1))
+        if rotary is not None:
+            query, key = rotate(query, rotary), rotate(key, rotary)
+        if cache is not None:
+            key, value = cache.extend(key, value)
+        mixed = self._attend(query, key, value, mask)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+    def _by_head(self, projected: Tensor) -> Tensor:
+        """[b, s, heads · head_size] → [b, heads, s, head_size]."""
+        return projected.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        grouped = self.kv_heads != self.heads
+        if grouped and mask is not None:
+            # The fused GPU kernels take a mask or grouped heads, not both; without one of them
+            # the whole score matrix would be written out.
+            key, value = (t.repeat_interleave(self.heads // self.kv_heads, 1) for t in (key, value))
+            grouped = False
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=mask is None and query.shape[2] > 1,
+            enable_gqa=grouped,
+        )

@@ -1,0 +1,159 @@
+"""One GPT that is GPT-2, GPT-NeoX or Llama by configuration.
+
+A module's parameters are touched only inside its own `forward`, so that the partition engine can
+gather them when it begins and let them go when it ends. The one exception is a tied matrix, used
+at both ends of the model: it belongs to no unit and stays gathered for the whole pass.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megafrontier.config import ModelConfig
+from megafrontier.model.block import Block, make_norm
+from megafrontier.model.cache import KVCache
+from megafrontier.model.loss import linear_cross_entropy
+from megafrontier.model.positions import (
+    cached_mask,
+    document_mask,
+    document_positions,
+    rotary_tables,
+)
+from megafrontier.model.sizes import padded_vocab, rotary_size
+
+
+class Embedding(nn.Module):
+    """Token vectors, plus those of learned positions."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.dropout = config.dropout
+        self.tokens = nn.Embedding(padded_vocab(config), config.hidden)
+        if config.position == "learned":
+            self.positions = nn.Embedding(config.sequence_length, config.hidden)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """tokens [b, s], positions [b or 1, s] → [b, s, hidden]."""
+        hidden = self.tokens(tokens)
+        if hasattr(self, "positions"):
+            hidden = hidden + self.positions(positions)
+        return F.dropout(hidden, self.dropout, self.training)
+
+
+class Head(nn.Module):
+    """Last normalisation, output projection, and the loss."""
+
+    def __init__(self, config: ModelConfig, loss_chunk_tokens: int) -> None:
+        super().__init__()
+        self.vocab_size = config.vocab_size
+        self.loss_chunk_tokens = loss_chunk_tokens
+        self.norm = make_norm(config)
+        if not config.tie_embeddings:
+            self.output = nn.Linear(config.hidden, padded_vocab(config), bias=False)
+
+    def forward(
+        self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None
+    ) -> Tensor:
+        """hidden [b, s, hidden] → logits [b, s, vocab_size]; with targets [b, s] the fp32 sum of
+        their cross-entropies. `tied` [rows, hidden]: the matrix to use when there is none here."""
+        weight = self.output.weight if tied is None else tied
+        hidden = self.norm(hidden)
+        if targets is None:
+            return F.linear(hidden, weight)[..., : self.vocab_size]
+        return linear_cross_entropy(
+            hidden.flatten(0, 1),
+            weight,
+            targets.flatten(),
+            vocab_size=self.vocab_size,
+            chunk_tokens=self.loss_chunk_tokens,
+        )
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer. May be built on the meta device and filled later.
+
+    A model built on a real device holds torch's default values: fill it with
+    `initialise.initialise`, or load weights.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        loss_chunk_tokens: int = 1024,
+        checkpoint_blocks: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config)
+        self.blocks = nn.ModuleList(
+            Block(config, keep_input_only=checkpoint_blocks) for _ in range(config.layers)
+        )
+        self.head = Head(config, loss_chunk_tokens)
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        """The modules whose parameters are gathered one module at a time, in forward order.
+
+        With tied embeddings only the blocks: the matrix is used at both ends, so it, and with it
+        the rest of the embedding and the head, belongs to the root.
+        """
+        blocks = [(f"blocks.{i}", block) for i, block in enumerate(self.blocks)]
+        if self.config.tie_embeddings:
+            return blocks
+        return [("embedding", self.embedding), *blocks, ("head", self.head)]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Logits [b, s, vocab_size], or with `targets` the fp32 sum of the cross-entropies.
+
+        tokens, targets, documents, positions: all int64 [b, s]. Targets of -100 have no loss; the
+        sum is for the caller to divide by the global count of the others. Tokens attend only to
+        the same number in `documents`. `positions` default to 0, 1, 2…, from 0 again at each new
+        document, and go on after what is in `cache`, which takes up the new tokens.
+
+        Raises ValueError for more tokens than the sequence length, or a cache with documents.
+        """
+        past = cache.length if cache is not None else 0
+        self._check(tokens, past, documents, cache)
+        if positions is None:
+            positions = self._positions(tokens, past, documents)
+        if documents is not None:
+            mask: Tensor | None = document_mask(documents)
+        else:
+            mask = cached_mask(past, tokens.shape[1], tokens.device)
+        turning = rotary_size(self.config)
+        rotary = rotary_tables(positions, turning, self.config.rotary_base) if turning else None
+        hidden = self.embedding(tokens, positions)
+        for i, block in enumerate(self.blocks):
+            hidden = block(hidden, rotary, mask, cache.layers[i] if cache is not None else None)
+        if cache is not None:
+            cache.length += tokens.shape[1]
+        tied = self.embedding.tokens.weight if self.config.tie_embeddings else None
+        return self.head(hidden, targets, tied)
+
+    def _check(
+        self, tokens: Tensor, past: int, documents: Tensor | None, cache: KVCache | None
+    ) -> None:
+        room = self.config.sequence_length if cache is None else cache.capacity
+        if past + tokens.shape[1] > room:
+            raise ValueError(f"{past + tokens.shape[1]} tokens, the model has room for {room}")
+        if documents is not None and cache is not None:
+            raise ValueError("a cache holds one document a row: give `documents` or `cache`")
+
+    def _positions(self, tokens: Tensor, past: int, documents: Tensor | None) -> Tensor:
+        if documents is not None:
+            return document_positions(documents)
+        return torch.arange(past, past + tokens.shape[1], device=tokens.device)[None]
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter, in the model's order; allocates nothing."""
+    with torch.device("meta"):
+        model = GPT(config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -1,0 +1,64 @@
+"""What tokens need to know about each other's places: positions, rotary tables, masks.
+
+All are computed once per micro-batch from a few integers and shared by every block. They are no
+buffers of the model, so that it can be built on the meta device and moved freely.
+"""
+
+import torch
+from torch import Tensor
+
+Rotary = tuple[Tensor, Tensor]
+"""Cosine and sine, each fp32 [b or 1, s, rotary_size / 2]."""
+
+
+def document_positions(documents: Tensor) -> Tensor:
+    """Positions [b, s] that restart at 0 wherever the document number [b, s] changes."""
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    starts = torch.zeros_like(index)
+    changes = documents[:, 1:] != documents[:, :-1]
+    starts[:, 1:] = torch.where(changes, index[:, 1:], 0)
+    return index - starts.cummax(dim=1).values
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """Who may attend to whom, boolean [b, 1, s, s] (query, key): the past of its own document.
+
+    `documents` [b, s]: any numbers, different for different documents of one sequence.
+    """
+    same = documents[:, :, None] == documents[:, None, :]
+    return same.tril_()[:, None]
+
+
+def cached_mask(past: int, new: int, device: torch.device) -> Tensor | None:
+    """Boolean [new, past + new] (query, key) for `new` tokens that follow `past` cached ones.
+
+    None where the kernel's own rule does: one token sees everything, no past is plain causal.
+    """
+    if past == 0 or new == 1:
+        return None
+    return torch.ones(new, past + new, dtype=torch.bool, device=device).tril_(past)
+
+
+def rotary_tables(positions: Tensor, rotary_size: int, base: float) -> Rotary:
+    """Cosine and sine of the angles position · base^(-2i / rotary_size), fp32 [b, s, size / 2].
+
+    `positions` [b, s]. Su et al. 2021, arXiv:2104.09864, equation 15. fp32 whatever the model's
+    type: in bf16 neighbouring positions beyond 256 would get the same angle.
+    """
+    exponents = torch.arange(0, rotary_size, 2, device=positions.device).float() / rotary_size
+    angles = positions[..., None].float() * (1.0 / base**exponents)
+    return angles.cos(), angles.sin()
+
+
+def rotate(heads: Tensor, rotary: Rotary) -> Tensor:
+    """Turn the first dimensions of each head [b, heads, s, head_size] by its position's angles.
+
+    Dimension i is paired with i + rotary_size / 2, the convention of GPT-NeoX and of Llama in
+    `transformers`; the dimensions beyond rotary_size pass through. Returns the type it was given.
+    """
+    cos, sin = (table[:, None] for table in rotary)
+    half = cos.shape[-1]
+    first, second = heads[..., :half], heads[..., half : 2 * half]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    rest = heads[..., 2 * half :]
+    return torch.cat([part.to(heads.dtype) for part in (*turned, rest)], dim=-1)

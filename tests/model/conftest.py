@@ -1,0 +1,87 @@
+"""Small models of each family, with weights far enough from 0 for differences to show."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megafrontier.config import ModelConfig
+from megafrontier.model.gpt import GPT
+
+SMALL = {
+    "layers": 2,
+    "hidden": 32,
+    "heads": 4,
+    "sequence_length": 24,
+    "vocab_size": 50,
+    "vocab_multiple": 16,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {"activation": "gelu_tanh", "tie_embeddings": True},
+    "gpt2 untied, exact gelu, odd width": {"ffn_hidden": 40},
+    "neox": {"position": "rotary", "rotary_fraction": 0.25, "parallel_residual": True},
+    "neox sequential, tied, half rotary": {
+        "position": "rotary",
+        "rotary_fraction": 0.5,
+        "tie_embeddings": True,
+        "activation": "gelu_tanh",
+    },
+    "llama": {"position": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False},
+    "llama grouped, tied": {
+        "position": "rotary",
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "bias": False,
+        "kv_heads": 2,
+        "tie_embeddings": True,
+    },
+    "llama one kv head, biases, wide heads, other base": {
+        "position": "rotary",
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "kv_heads": 1,
+        "head_size": 16,
+        "rotary_base": 500000.0,
+        "norm_eps": 1e-6,
+        "vocab_multiple": 1,
+    },
+}
+
+
+def small_config(**changes: Any) -> ModelConfig:
+    return ModelConfig(**{**SMALL, **changes})
+
+
+def filled(config: ModelConfig, seed: int = 0, **options: Any) -> GPT:
+    """A model in eval mode whose every parameter, biases and norms too, is random."""
+    model = GPT(config, **options)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(0, 0.2, generator=generator)
+            if "norm" in name and name.endswith("weight"):
+                parameter += 1
+    return model.eval()
+
+
+@pytest.fixture
+def make_config() -> Callable[..., ModelConfig]:
+    return small_config
+
+
+@pytest.fixture
+def make_model() -> Callable[..., GPT]:
+    return filled
+
+
+@pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
+def shape(request: pytest.FixtureRequest) -> ModelConfig:
+    """One configuration after another of every family."""
+    return small_config(**request.param)
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    """Token ids [2, 24]."""
+    return torch.randint(0, 50, (2, 24), generator=torch.Generator().manual_seed(1))

@@ -1,0 +1,184 @@
+"""What the model promises to those that train it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megafrontier.model.block import make_norm
+from megafrontier.model.gpt import GPT, parameter_shapes
+from megafrontier.model.sizes import ffn_hidden, padded_vocab
+
+
+def gradients(model, loss):
+    return torch.autograd.grad(loss, list(model.parameters()))
+
+
+def assert_same(ours, theirs, **tolerance):
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+def test_loss_is_the_sum_of_cross_entropies_of_the_logits(shape, make_model, tokens):
+    model = make_model(shape, loss_chunk_tokens=7)
+    targets = tokens.roll(-1, 1)
+    targets[:, -1] = -100
+    logits = model(tokens)
+    assert logits.shape == (2, 24, shape.vocab_size)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    loss = model(tokens, targets)
+    torch.testing.assert_close(loss, expected)
+    assert_same(gradients(model, loss), gradients(model, expected), rtol=1e-4, atol=1e-4)
+
+
+def test_no_token_sees_the_future(shape, make_model, tokens):
+    model = make_model(shape)
+    changed = tokens.clone()
+    changed[:, 12:] = (changed[:, 12:] + 1) % shape.vocab_size
+    torch.testing.assert_close(model(tokens)[:, :12], model(changed)[:, :12])
+    assert not torch.allclose(model(tokens)[:, 12:], model(changed)[:, 12:])
+
+
+def test_documents_in_one_sequence_are_as_documents_alone(shape, make_model, tokens):
+    """Lengths 5, 11 and 8 in one row: same loss, same gradients as three rows of their own."""
+    model = make_model(shape)
+    row, lengths = tokens[:1], [5, 11, 8]
+    documents = torch.repeat_interleave(torch.tensor([7, 3, 9]), torch.tensor(lengths))[None]
+    targets = row.roll(-1, 1)
+    targets[:, [4, 15, 23]] = -100
+    together = model(row, targets, documents)
+    parts = zip(row.split(lengths, 1), targets.split(lengths, 1), strict=True)
+    apart = sum(model(part, goal) for part, goal in parts)
+    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
+    assert_same(gradients(model, together), gradients(model, apart), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(together, model(row, targets))
+
+
+def test_given_positions_are_used(shape, make_model, tokens):
+    model = make_model(shape)
+    counted = torch.arange(24).expand(2, -1)
+    torch.testing.assert_close(model(tokens, positions=counted), model(tokens))
+    stretched = torch.where(counted < 12, counted, 23)
+    assert not torch.allclose(model(tokens, positions=stretched), model(tokens), atol=1e-3)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_checkpointing_changes_no_gradient(shape, dropout, make_model, tokens):
+    shape.dropout = dropout
+    results = []
+    for checkpoint_blocks in (False, True):
+        model = make_model(shape, checkpoint_blocks=checkpoint_blocks).train()
+        torch.manual_seed(5)
+        loss = model(tokens, tokens)
+        results.append([loss, *gradients(model, loss)])
+    assert_same(*results, rtol=0, atol=0)
+
+
+def test_checkpointing_keeps_only_the_inputs_of_blocks(make_config, make_model, tokens):
+    def saved(checkpoint_blocks):
+        sizes = []
+        model = make_model(make_config(), checkpoint_blocks=checkpoint_blocks).train()
+        owned = {p.data_ptr() for p in model.parameters()}
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (t.data_ptr() in owned or sizes.append(t.numel()), t)[1], lambda t: t
+        )
+        with hooks:
+            model(tokens, tokens)
+        return sum(sizes)
+
+    assert saved(True) < saved(False) / 5
+
+
+def test_hooks_on_a_checkpointed_block_run_once(make_config, make_model, tokens):
+    model = make_model(make_config(), checkpoint_blocks=True).train()
+    calls = []
+    model.blocks[0].register_forward_hook(lambda *_: calls.append("forward"))
+    model(tokens, tokens).backward()
+    assert calls == ["forward"]
+
+
+def test_dropout_follows_the_seed_and_only_training_drops(make_config, make_model, tokens):
+    model = make_model(make_config(dropout=0.2))
+
+    def loss(seed):
+        torch.manual_seed(seed)
+        return model(tokens, tokens).item()
+
+    assert loss(1) == loss(2)
+    model.train()
+    assert loss(1) == loss(1) != loss(2)
+
+
+def test_builds_on_the_meta_device_and_computes_after_filling(shape, make_model, tokens):
+    with torch.device("meta"):
+        model = GPT(shape)
+    assert all(p.is_meta for p in model.parameters())
+    assert not list(model.buffers()), "a buffer would be lost on the meta device"
+    model.to_empty(device="cpu")
+    real = make_model(shape)
+    model.load_state_dict(real.state_dict())
+    torch.testing.assert_close(model.eval()(tokens), real(tokens), rtol=0, atol=0)
+
+
+def test_units_hold_every_parameter_once_and_leave_the_tied_to_the_root(shape):
+    model = GPT(shape)
+    units = model.units()
+    held = [f"{name}.{p}" for name, unit in units for p, _ in unit.named_parameters()]
+    rest = [name for name in parameter_shapes(shape) if name not in held]
+    assert len(held) == len(set(held))
+    assert all(dict(model.named_modules())[name] is unit for name, unit in units)
+    if shape.tie_embeddings:
+        assert [n.split(".")[0] for n, _ in units] == ["blocks"] * shape.layers
+        assert all(name.startswith(("embedding.", "head.norm.")) for name in rest)
+        assert "head.output.weight" not in rest
+    else:
+        assert not rest
+
+
+def test_a_unit_touches_its_parameters_only_inside_its_own_forward(shape, make_model, tokens):
+    """What the engine relies on: give weights only while a unit's forward or backward runs."""
+    model = make_model(shape)
+    expected = model(tokens, tokens)
+    running = []
+    owner = {id(p): name for name, unit in model.units() for p in unit.parameters()}
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            for argument in args:
+                assert owner.get(id(argument)) in (None, *running)
+            return func(*args, **(kwargs or {}))
+
+    for name, unit in model.units():
+        unit.register_forward_pre_hook(lambda *_, name=name: running.append(name))
+        unit.register_forward_hook(lambda *_: running.pop() and None)
+    with Watch():
+        torch.testing.assert_close(model(tokens, tokens), expected)
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_norms_compute_in_fp32_and_return_their_inputs_type(norm, make_config):
+    """Large and nearly equal values, whose statistics bf16 could not hold."""
+    config = make_config(norm=norm, hidden=512, heads=4)
+    values = (torch.randn(4, 512, generator=torch.Generator().manual_seed(0)) * 3 + 200).bfloat16()
+    low = make_norm(config).bfloat16()(values)
+    exact = make_norm(config)(values.float())
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low, exact.bfloat16(), rtol=2**-7, atol=0)
+
+
+def test_bf16_model_is_near_the_fp32_one(shape, make_model, tokens):
+    model = make_model(shape)
+    exact = model(tokens, tokens)
+    low = model.bfloat16()(tokens, tokens)
+    assert low.dtype == torch.float32
+    torch.testing.assert_close(low, exact, rtol=3e-2, atol=0)
+
+
+def test_more_tokens_than_the_sequence_length_are_refused(make_config, make_model):
+    with pytest.raises(ValueError, match="25 tokens, the model has room for 24"):
+        make_model(make_config())(torch.zeros(1, 25, dtype=torch.int64))
+
+
+def test_default_sizes(make_config):
+    assert padded_vocab(make_config(vocab_size=50257, vocab_multiple=128)) == 50304
+    assert ffn_hidden(make_config(hidden=4096, activation="swiglu")) == 10944
+    assert ffn_hidden(make_config(hidden=768)) == 3072
