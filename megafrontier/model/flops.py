@@ -1,0 +1,34 @@
+"""How many parameters a model has, and how much arithmetic one token of training costs."""
+
+from math import prod
+
+from megafrontier.config import ModelConfig
+from megafrontier.model.gpt import parameter_shapes
+from megafrontier.model.initialise import parameter_kind
+from megafrontier.model.sizes import head_size
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Parameters of the model, a tied matrix counted once, rows of padded token ids included."""
+    return sum(prod(shape) for shape in parameter_shapes(config).values())
+
+
+def flops_per_token(config: ModelConfig) -> float:
+    """Floating-point operations that training spends on one token of a full sequence.
+
+    "Model FLOPs" of Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, appendix B): 6 for each
+    parameter of a matrix multiplication (2 forward, 4 backward), plus attention, 12 · layers ·
+    heads · head_size · sequence_length there. Counted differently in two places: attention is
+    halved, because a causal token sees half of the sequence on average, and the matrices are the
+    blocks' and the head's (tied or not, without padded ids), because looking a vector up in the
+    embedding multiplies nothing. Recomputation, norms and softmax are not counted.
+    """
+    in_blocks = sum(
+        prod(shape)
+        for name, shape in parameter_shapes(config).items()
+        if name.startswith("blocks.") and parameter_kind(name) == "matrix"
+    )
+    in_head = config.vocab_size * config.hidden
+    width = config.heads * head_size(config)
+    attention = 6 * config.layers * width * config.sequence_length
+    return float(6 * (in_blocks + in_head) + attention)

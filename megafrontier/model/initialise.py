@@ -1,0 +1,92 @@
+"""Initial weights as a function of (seed, name, element), so that no rank needs a whole model.
+
+Each parameter is a row of chunks with a generator of its own each: a rank draws just the chunks
+that its slice touches, and gets the same numbers however the parameter is cut.
+"""
+
+import hashlib
+from math import prod, sqrt
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megafrontier.config import ModelConfig
+
+ParameterKind = Literal["norm", "bias", "embedding", "matrix"]
+
+CHUNK = 2**18
+"""Elements per generator; part of what a seed means, so never to be changed."""
+
+
+def parameter_kind(name: str) -> ParameterKind:
+    """What a parameter of GPT is, by its name: decides weight decay and the initial values.
+
+    A norm's bias is `norm`; learned positions are `embedding`; the head's matrix is `matrix`.
+    """
+    *modules, last = name.split(".")
+    if modules and modules[-1].startswith("norm"):
+        return "norm"
+    if last == "bias":
+        return "bias"
+    return "embedding" if "embedding" in modules else "matrix"
+
+
+def initial_slice(
+    config: ModelConfig, seed: int, name: str, shape: tuple[int, ...], start: int, stop: int
+) -> Tensor:
+    """Elements [start, stop), row-major, of parameter `name`: fp32 [stop - start] on the CPU.
+
+    Norms are 1 (their biases 0), biases 0, the rest normal as `config.init` says (see
+    `ModelConfig.init`: Radford et al. 2019, section 2.3; Black et al. 2022, arXiv:2204.06745,
+    section 2.1.2, after Nguyen and Salazar 2019 and Wang and Komatsuzaki 2021); rows of padded
+    token ids are 0. Raises ValueError for a slice outside the parameter.
+    """
+    numel = prod(shape)
+    if not 0 <= start <= stop <= numel:
+        raise ValueError(f"{name}: slice [{start}, {stop}) of {numel} elements")
+    kind = parameter_kind(name)
+    if kind == "norm" or kind == "bias":
+        return torch.full((stop - start,), float(name.endswith(".weight")))
+    values = _normal(f"{seed}/{name}", numel, start, stop) * _deviation(config, name)
+    if name in ("embedding.tokens.weight", "head.output.weight"):
+        values[max(0, config.vocab_size * shape[1] - start) :] = 0.0
+    return values
+
+
+def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
+    """Fill a whole GPT, on whatever device and of whatever type, with its initial values."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            shape = tuple(parameter.shape)
+            values = initial_slice(config, seed, name, shape, 0, parameter.numel())
+            parameter.copy_(values.view(shape))
+
+
+def _deviation(config: ModelConfig, name: str) -> float:
+    """Standard deviation of a matrix; smaller where the output is added to the residual."""
+    if name == "embedding.positions.weight":
+        return config.init_std
+    to_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+    if config.init == "neox":
+        if to_residual:
+            return 2 / (config.layers * sqrt(config.hidden))
+        return sqrt(2 / (5 * config.hidden))
+    return config.init_std / sqrt(2 * config.layers) if to_residual else config.init_std
+
+
+def _normal(stream: str, numel: int, start: int, stop: int) -> Tensor:
+    """Elements [start, stop) of a stream of `numel` standard normal numbers."""
+    values = torch.empty(stop - start)
+    for chunk in range(start // CHUNK, -(-stop // CHUNK)):
+        first, last = chunk * CHUNK, min((chunk + 1) * CHUNK, numel)
+        # A chunk is always drawn whole: what randn gives depends on how much is asked for.
+        drawn = torch.randn(last - first, generator=_generator(f"{stream}/{chunk}"))
+        low, high = max(start, first), min(stop, last)
+        values[low - start : high - start] = drawn[low - first : high - first]
+    return values
+
+
+def _generator(key: str) -> torch.Generator:
+    digest = hashlib.sha256(key.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))

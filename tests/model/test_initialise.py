@@ -1,0 +1,112 @@
+"""Initial weights are a pure function of (seed, name, element)."""
+
+import itertools
+from math import prod, sqrt
+
+import pytest
+import torch
+
+from megafrontier.model import initialise as module
+from megafrontier.model.gpt import GPT, parameter_shapes
+from megafrontier.model.initialise import initial_slice, initialise, parameter_kind
+
+KNOWN = [0.002406746, 0.02491387, -0.005563564]
+
+
+def whole(config, name, seed=3):
+    shape = parameter_shapes(config)[name]
+    return initial_slice(config, seed, name, shape, 0, prod(shape))
+
+
+@pytest.mark.parametrize("cuts", [(0, 1, 100, 1000, 5000), (0, 999, 1001), (0, 2500, 2501, 9000)])
+def test_any_cut_gives_the_same_values(cuts, make_config, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", 1000)
+    config = make_config(hidden=128, vocab_size=77)
+    for name, shape in parameter_shapes(config).items():
+        numel = prod(shape)
+        edges = [c for c in cuts if c < numel] + [numel]
+        parts = [initial_slice(config, 3, name, shape, a, b) for a, b in itertools.pairwise(edges)]
+        assert torch.equal(torch.cat(parts), whole(config, name)), name
+
+
+def test_a_slice_draws_only_the_chunks_it_touches(make_config, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", 1000)
+    drawn, randn = [], torch.randn
+    monkeypatch.setattr(torch, "randn", lambda n, **kw: drawn.append(n) or randn(n, **kw))
+    initial_slice(make_config(), 3, "blocks.0.mlp.up.weight", (128, 32), 1500, 2500)
+    assert sum(drawn) == 2000
+
+
+def test_seed_name_and_chunk_each_give_other_values(make_config, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", 1024)
+    config = make_config()
+    first = whole(config, "blocks.0.mlp.up.weight")
+    assert not torch.equal(first, whole(config, "blocks.0.mlp.up.weight", seed=4))
+    assert not torch.equal(first, whole(config, "blocks.1.mlp.up.weight"))
+    assert not torch.equal(first[:1024], first[1024:2048])
+
+
+def test_a_model_is_filled_with_the_slices(shape):
+    model = GPT(shape)
+    initialise(model, shape, seed=3)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.flatten(), whole(shape, name)), name
+
+
+@pytest.mark.parametrize("init", ["gpt2", "neox"])
+def test_spread_is_what_the_papers_say(init, make_config):
+    config = make_config(init=init, hidden=256, layers=3, vocab_size=1000)
+    plain = 0.02 if init == "gpt2" else sqrt(2 / (5 * 256))
+    residual = 0.02 / sqrt(6) if init == "gpt2" else 2 / (3 * 16)
+    expected = {
+        "blocks.1.attention.qkv.weight": plain,
+        "blocks.1.mlp.up.weight": plain,
+        "blocks.1.attention.out.weight": residual,
+        "blocks.1.mlp.down.weight": residual,
+        "head.output.weight": plain,
+    }
+    for name, deviation in expected.items():
+        values = whole(config, name)[: 1000 * 256]
+        assert values.std().item() == pytest.approx(deviation, rel=0.02), name
+        assert abs(values.mean().item()) < 5 * deviation / sqrt(values.numel()), name
+    positions = whole(config, "embedding.positions.weight")
+    assert positions.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+def test_norms_biases_and_padded_rows_start_plain(make_config):
+    config = make_config()
+    assert (whole(config, "blocks.0.norm1.weight") == 1).all()
+    assert not whole(config, "head.norm.bias").any()
+    assert not whole(config, "blocks.0.attention.qkv.bias").any()
+    for name in ("embedding.tokens.weight", "head.output.weight"):
+        values = whole(config, name).view(64, 32)
+        assert values[:50].all()
+        assert not values[50:].any()
+        tail = initial_slice(config, 3, name, (64, 32), 50 * 32 - 5, 50 * 32 + 5)
+        assert tail.bool().tolist() == [True] * 5 + [False] * 5
+
+
+def test_the_function_never_changes(make_config):
+    """Seeds in old configs must go on meaning the same weights."""
+    values = initial_slice(make_config(), 1234, "blocks.0.mlp.up.weight", (128, 32), 0, 3)
+    torch.testing.assert_close(values, torch.tensor(KNOWN), rtol=1e-5, atol=0)
+
+
+def test_a_slice_outside_the_parameter_is_refused(make_config):
+    with pytest.raises(ValueError, match=r"slice \[0, 11\) of 10 elements"):
+        initial_slice(make_config(), 1, "x.weight", (10,), 0, 11)
+
+
+def test_kinds_decide_weight_decay(make_config):
+    kinds = {
+        "embedding.tokens.weight": "embedding",
+        "embedding.positions.weight": "embedding",
+        "blocks.3.norm1.weight": "norm",
+        "blocks.3.norm2.bias": "norm",
+        "blocks.3.attention.qkv.weight": "matrix",
+        "blocks.3.attention.qkv.bias": "bias",
+        "blocks.3.mlp.down.bias": "bias",
+        "head.norm.weight": "norm",
+        "head.output.weight": "matrix",
+    }
+    assert {name: parameter_kind(name) for name in kinds} == kinds
