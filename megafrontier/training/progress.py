@@ -1,0 +1,131 @@
+"""What a person sees of a running training: one live line, or plain lines in a log."""
+
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+from types import TracebackType
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+
+class Progress:
+    """Shows each step on `stream`; a context manager that gives the terminal back at the end.
+
+    On a terminal the newest step is one live line below what was printed before. Anywhere else,
+    and in `log` on any stream, every `every`-th step is a plain line.
+    """
+
+    def __init__(self, steps: int, stream: TextIO, every: int, log: TextIO | None = None) -> None:
+        """`steps` is the step the run ends at; `log` is a file that gets the plain lines."""
+        self._steps, self._every = steps, every
+        self._stream, self._log = stream, log
+        # The median forgets a step that compiled, evaluated or hung; 20 steps follow a change.
+        self._recent_seconds: deque[float] = deque(maxlen=20)
+        self._live = _open_live(stream) if stream.isatty() else None
+
+    def update(self, values: dict[str, Any]) -> None:
+        """Show one line of metrics, in the format of metrics.jsonl."""
+        if values.get("step_seconds") is not None:
+            self._recent_seconds.append(values["step_seconds"])
+        line = format_line(values, self._steps, self._eta_seconds(values))
+        if self._is_kept(values):
+            self.note(line)
+        elif self._live is not None:
+            self._live.update(_one_line(line), refresh=True)
+
+    def note(self, line: str) -> None:
+        """Print a line that stays, above the live one and in the log."""
+        if self._live is not None:
+            self._live.console.print(Text(line), soft_wrap=True)
+        else:
+            print(line, file=self._stream, flush=True)
+        if self._log is not None:
+            print(line, file=self._log, flush=True)
+
+    def close(self) -> None:
+        """Remove the live line; what was printed stays."""
+        if self._live is not None:
+            self._live.stop()
+
+    def _is_kept(self, values: dict[str, Any]) -> bool:
+        step = values["step"]
+        special = "valid_loss" in values or values.get("skipped", False)
+        return special or step % self._every == 0 or step >= self._steps
+
+    def _eta_seconds(self, values: dict[str, Any]) -> float | None:
+        if "valid_loss" in values or not self._recent_seconds:
+            return None
+        return median(self._recent_seconds) * max(self._steps - values["step"], 0)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+_PARTS: dict[str, Callable[[float], str]] = {
+    "loss": lambda nats: f"loss {nats:.3f}",
+    "valid_loss": lambda nats: f"valid loss {nats:.3f}",
+    "grad_norm": lambda norm: f"grad {norm:.2f}",
+    "lr": lambda rate: f"lr {rate:.1e}",
+    "tokens_per_second": lambda speed: f"{format_count(speed)} tok/s",
+    "tflops_per_device": lambda speed: f"{speed:.3g} TF/s",
+    "mfu": lambda part: f"MFU {part:.1%}",
+    "memory_gib": lambda memory: f"{memory:.1f} GiB",
+}
+
+
+def format_line(values: dict[str, Any], steps: int, eta_seconds: float | None) -> str:
+    """One line of metrics for people; what is null or absent is left out.
+
+    `steps` is the run's last step, `mfu` a part of 1 shown in percent; `eta_seconds` None leaves
+    the time to go out.
+    """
+    parts = [f"step {values['step']}/{steps}"]
+    if values.get("skipped"):
+        parts.append("skipped: loss or gradient not finite")
+    parts += [show(values[key]) for key, show in _PARTS.items() if values.get(key) is not None]
+    if eta_seconds is not None:
+        parts.append(f"ETA {format_duration(eta_seconds)}")
+    return "  ".join(parts)
+
+
+def format_count(number: float) -> str:
+    """Three digits and a suffix: 950, 12.3k, 4.56M, 1.2G."""
+    for suffix in ("", "k", "M", "G"):
+        # 999.5 would round to four digits, so it belongs to the next suffix.
+        if abs(number) < 999.5:
+            return f"{number:.3g}{suffix}"
+        number /= 1000
+    return f"{number:.3g}T"
+
+
+def format_duration(seconds: float) -> str:
+    """The two largest units: 42s, 3m12s, 1h04m, 2d03h."""
+    whole = round(seconds)
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if days:
+        return f"{days}d{hours % 24:02d}h"
+    if hours:
+        return f"{hours}h{minutes % 60:02d}m"
+    return f"{minutes}m{whole % 60:02d}s" if minutes else f"{whole}s"
+
+
+def _open_live(stream: TextIO) -> Live:
+    # transient: the live line repeats a step; when it goes, only the lines that stay are left.
+    live = Live(console=Console(file=stream), auto_refresh=False, transient=True)
+    live.start()
+    return live
+
+
+def _one_line(line: str) -> Text:
+    return Text(line, no_wrap=True, overflow="ellipsis")

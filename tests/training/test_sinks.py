@@ -1,0 +1,170 @@
+"""Metrics come back from every sink as they went in, also after a kill and a resume."""
+
+import json
+import math
+import struct
+import sys
+
+import pytest
+
+from megafrontier.config import Config
+from megafrontier.errors import UserError
+from megafrontier.training.sinks import JsonLines, TensorboardSink, WandbSink, open_sinks
+
+STEP = {
+    "step": 1,
+    "loss": 3.5,
+    "mfu": None,
+    "skipped": True,
+    "comm": {"pair": {"bytes": 4096, "seconds": 0.25}},
+}
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_steps(sink, first, last):
+    for step in range(first, last + 1):
+        sink.write({"step": step, "loss": float(step)})
+
+
+def test_every_line_is_readable_as_soon_as_it_is_written(tmp_path):
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    sink.write(STEP)
+    assert lines(tmp_path / "metrics.jsonl") == [STEP]
+    sink.close()
+
+
+def test_what_json_lacks_becomes_null(tmp_path):
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    sink.write({"step": 1, "loss": math.nan, "comm": {"pair": {"seconds": math.inf}}})
+    sink.close()
+    written = {"step": 1, "loss": None, "comm": {"pair": {"seconds": None}}}
+    assert lines(tmp_path / "metrics.jsonl") == [written]
+
+
+def test_a_resumed_run_drops_the_steps_after_its_checkpoint(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    first = JsonLines(path, resume_step=0)
+    write_steps(first, 1, 9)
+    first.write({"step": 6, "valid_loss": 1.0})
+    first.close()
+    second = JsonLines(path, resume_step=6)
+    write_steps(second, 7, 8)
+    second.close()
+    assert [line["step"] for line in lines(path)] == [1, 2, 3, 4, 5, 6, 6, 7, 8]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    sink = JsonLines(path)
+    write_steps(sink, 2, 2)
+    sink.close()
+    assert [line["step"] for line in lines(path)] == [1, 2]
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/metrics\.jsonl: cannot write metrics"):
+        JsonLines(tmp_path / "file" / "metrics.jsonl")
+
+
+def test_tensorboard_reads_back_nested_metrics(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorboardSink(tmp_path)
+    sink.write(STEP)
+    sink.write({"step": 2, "valid_loss": 2.0})
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    tags = set(events.Tags()["scalars"])
+    assert tags == {"loss", "skipped", "comm/pair/bytes", "comm/pair/seconds", "valid_loss"}
+    assert [(e.step, e.value) for e in events.Scalars("comm/pair/bytes")] == [(1, 4096.0)]
+
+
+def test_tensorboard_forgets_the_steps_that_a_resumed_run_repeats(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = TensorboardSink(tmp_path)
+    write_steps(first, 1, 4)
+    first.close()
+    second = TensorboardSink(tmp_path, resume_step=2)
+    write_steps(second, 3, 3)
+    second.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("loss")] == [1, 2, 3]
+
+
+def log_records(data):
+    """The records of W&B's offline file: LevelDB's log format after a header of 7 bytes."""
+    position, block, record = 7, 32768, b""
+    while position + 7 <= len(data):
+        if block - position % block < 7:  # no header fits: the block's end is padding
+            position += block - position % block
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        record += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield record
+            record = b""
+
+
+def offline_records(directory):
+    """What the one offline run in `directory` holds: its id, and history as {name: value}."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (file,) = directory.glob("wandb/offline-run-*/*.wandb")
+    run_id, history = "", []
+    for data in log_records(file.read_bytes()):
+        record = Record.FromString(data)
+        run_id = record.run.run_id or run_id
+        if record.WhichOneof("record_type") == "history":
+            pairs = [(i.key or ".".join(i.nested_key), i.value_json) for i in record.history.item]
+            history.append({name: json.loads(value) for name, value in pairs})
+    return run_id, history
+
+
+def test_wandb_offline_reads_back_nested_metrics(tmp_path, monkeypatch):
+    # No route to anywhere: offline must not even try.
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    sink = WandbSink(Config(), tmp_path, "offline")
+    sink.write(STEP)
+    sink.write({"step": 1, "valid_loss": 2.0})
+    sink.write({"step": 2, "loss": 3.25})
+    sink.close()
+    run_id, history = offline_records(tmp_path)
+    assert run_id == (tmp_path / "wandb" / "id").read_text().strip()
+    first, second = history
+    assert first["_step"] == 1
+    assert (first["loss"], first["valid_loss"], first["comm/pair/bytes"]) == (3.5, 2.0, 4096)
+    assert "mfu" not in first
+    assert (second["_step"], second["loss"]) == (2, 3.25)
+
+
+@pytest.mark.parametrize(
+    ("module", "key", "extra"),
+    [
+        ("wandb", "wandb", "wandb"),
+        ("torch.utils.tensorboard", "tensorboard", "tensorboard"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_install_command(
+    tmp_path, monkeypatch, module, key, extra
+):
+    monkeypatch.setitem(sys.modules, module, None)
+    config = Config()
+    config.log.wandb = "offline" if key == "wandb" else "disabled"
+    config.log.tensorboard = key == "tensorboard"
+    with pytest.raises(UserError, match=rf"log\.{key}: .*pip install megafrontier\[{extra}\]"):
+        open_sinks(config, tmp_path)
+
+
+def test_without_any_option_only_the_json_lines_are_written(tmp_path):
+    (sink,) = open_sinks(Config(), tmp_path / "run")
+    sink.write(STEP)
+    sink.close()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
