@@ -6,6 +6,8 @@ Imports stand inside the functions because `--help` must not wait for torch.
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from megafrontier.errors import UserError
 
@@ -27,6 +29,25 @@ def _parser() -> argparse.ArgumentParser:
         "to its own level of the machine.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in ():
+    for add in (_add_checkpoint,):
         add(commands)
     return parser
+
+
+def _add_checkpoint(commands: Any) -> None:
+    parser = commands.add_parser("checkpoint", help="what is there, and is it whole")
+    parser.add_argument("action", choices=("list", "show", "verify"))
+    parser.add_argument("path", type=Path, help="a run, its checkpoints folder, or one checkpoint")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(command=_checkpoint)
+
+
+def _checkpoint(arguments: argparse.Namespace) -> int:
+    from megafrontier.checkpoint import commands
+
+    actions = {
+        "list": commands.list_command,
+        "show": commands.show_command,
+        "verify": commands.verify_command,
+    }
+    return actions[arguments.action](arguments.path, arguments.json)

@@ -1,0 +1,113 @@
+"""The folder of a run's checkpoints: names, which are there, which are kept.
+
+A checkpoint appears under its name `step-00000100` by one rename and disappears by one. Hidden
+names are work in progress: `.step-00000100.partial` is being written, `.step-00000100.removed`
+deleted. `step-00000100.superseded` was given up for another line of training and is nobody's but
+the user's: never resumed from, counted or deleted.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from megafrontier.checkpoint.manifest import FILE_NAME
+
+_NAME = re.compile(r"step-(\d{8,})")
+_HIDDEN = re.compile(r"\.step-\d{8,}\.(partial|removed)")
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return root / f"step-{step:08d}"
+
+
+def partial_folder(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies while it is being written."""
+    return root / f".step-{step:08d}.partial"
+
+
+def step_of(path: Path) -> int | None:
+    """The step in a checkpoint's name, None for every other name."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def candidates(root: Path) -> Iterator[Path]:
+    """Folders with a checkpoint's name, newest step first, whole or not."""
+    if not root.is_dir():
+        return
+    found = [(step, path) for path in root.iterdir() if (step := step_of(path)) is not None]
+    yield from (path for _, path in sorted(found, reverse=True) if path.is_dir())
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """The published checkpoints, oldest step first: those whose manifest is there. Whether every
+    byte is right, `verify` says."""
+    return [path for path in candidates(root) if (path / FILE_NAME).is_file()][::-1]
+
+
+def prune(root: Path, keep: int, keep_every: int) -> list[Path]:
+    """Delete all published checkpoints but the newest `keep` and those of every `keep_every`-th
+    step; 0 newest keeps all, 0 steps keeps none for good. One rank calls it.
+
+    Returns what was deleted. Raises OSError.
+    """
+    if keep == 0:
+        return []
+    removed = []
+    for path in list_checkpoints(root)[:-keep]:
+        step = step_of(path)
+        assert step is not None
+        if keep_every == 0 or step % keep_every != 0:
+            remove(path)
+            removed.append(path)
+    return removed
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint. A kill in between leaves no half of it under its name."""
+    hidden = path.with_name(f".{path.name}.removed")
+    _delete(hidden)
+    path.rename(hidden)
+    fsync_folder(path.parent)
+    _delete(hidden)
+
+
+def clean_partials(root: Path) -> list[Path]:
+    """Delete what killed saves and deletions left behind. One rank calls it, while no other saves
+    into `root`. Returns what was deleted. Raises OSError."""
+    if not root.is_dir():
+        return []
+    left = [path for path in root.iterdir() if _HIDDEN.fullmatch(path.name)]
+    for path in left:
+        _delete(path)
+    return left
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint to the first free `NAME.superseded`. Returns the new path."""
+    aside = path.with_name(f"{path.name}.superseded")
+    count = 1
+    while aside.exists():
+        count += 1
+        aside = path.with_name(f"{path.name}.superseded-{count}")
+    path.rename(aside)
+    return aside
+
+
+def fsync_folder(path: Path) -> None:
+    """Bring a folder's names to the disk: without it a rename may be lost with the power."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _delete(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)

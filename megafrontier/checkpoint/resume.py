@@ -1,0 +1,92 @@
+"""Resume from the newest checkpoint that is whole."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from megafrontier.checkpoint.crowd import Crowd, from_rank_0
+from megafrontier.checkpoint.errors import CheckpointCorrupt
+from megafrontier.checkpoint.folder import candidates
+from megafrontier.checkpoint.read import Checkpoint, open_checkpoint
+from megafrontier.errors import UserError
+
+
+def open_newest(
+    root: Path,
+    load: Callable[[Checkpoint], None],
+    crowd: Crowd,
+    warn: Callable[[str], None],
+) -> Checkpoint | None:
+    """Load the newest whole checkpoint in `root`. All ranks call it and get the same one; None
+    where there is no checkpoint at all.
+
+    `load` takes the rank's part out of an open checkpoint. It must make no collective call, for
+    another rank may be failing, and may be called again with an older checkpoint after one that
+    turned out to be damaged half-way, so it must overwrite all that it sets. Each damaged one is
+    named in a call of `warn`, on rank 0.
+
+    Raises UserError on all ranks when there are checkpoints and none is whole (to start over in
+    silence would waste what can perhaps be saved), or when one does not fit the model or was
+    written by a later version: then an older one is not what is wanted.
+    """
+    names = [path.name for path in candidates(root)] if crowd.rank == 0 else []
+    refused = []
+    # One rank's listing for all: file systems do not show all nodes the same at every moment.
+    for name in json.loads(from_rank_0(crowd, json.dumps(names))):
+        checkpoint, problem = _attempt(root / name, load, crowd)
+        if checkpoint is not None:
+            return checkpoint
+        refused.append(problem)
+        if crowd.rank == 0:
+            warn(f"checkpoint refused, trying the one before: {problem}")
+    if refused:
+        raise UserError(
+            f"{root}: none of {len(refused)} checkpoints is whole: {'; '.join(refused)}; to start "
+            "over, move them away or set checkpoint.resume=never"
+        )
+    return None
+
+
+def load_checkpoint(path: Path, load: Callable[[Checkpoint], None], crowd: Crowd) -> Checkpoint:
+    """Load the checkpoint at `path`, `load` as in `open_newest`. Raises UserError on all ranks
+    alike when any of them cannot (CheckpointCorrupt where it is damaged)."""
+    checkpoint, problem = _attempt(path, load, crowd)
+    if checkpoint is None:
+        raise CheckpointCorrupt(problem)
+    return checkpoint
+
+
+def _attempt(
+    path: Path, load: Callable[[Checkpoint], None], crowd: Crowd
+) -> tuple[Checkpoint | None, str]:
+    """The checkpoint, or None and why it is damaged; every other failure is raised by all."""
+    checkpoint: Checkpoint | None = None
+
+    def open_share() -> None:
+        nonlocal checkpoint
+        checkpoint = open_checkpoint(path, crowd.rank, crowd.size)
+
+    def load_share() -> None:
+        assert checkpoint is not None
+        load(checkpoint)
+        checkpoint.close()
+
+    problem = _agree(open_share, crowd) or _agree(load_share, crowd)
+    return (None, problem) if problem else (checkpoint, "")
+
+
+def _agree(act: Callable[[], None], crowd: Crowd) -> str | None:
+    """Act on every rank. Returns the first rank's word of damage, raises any other failure."""
+    corrupt = failure = None
+    try:
+        act()
+    except CheckpointCorrupt as error:
+        corrupt = str(error)
+    except Exception as error:
+        failure = error
+    fatal = crowd.first_error(None if failure is None else str(failure) or repr(failure))
+    if failure is not None:
+        raise failure
+    if fatal is not None:
+        raise UserError(fatal)
+    return crowd.first_error(corrupt)
