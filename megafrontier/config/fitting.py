@@ -48,7 +48,7 @@ def _check_fields(kind: Any, value: Any, key: str) -> None:
 
 def _check_container(kind: Any, value: Any, key: str) -> None:
     container, parts = get_origin(kind), get_args(kind)
-    fits = isinstance(value, dict if container is dict else list)
+    fits = isinstance(value, dict if container is dict else list | tuple)
     if not fits or (container is tuple and len(value) != len(parts)):
         raise UserError(f"{key}: {_shown(value)}, need {_described(kind)}")
     if container is dict:

@@ -1,0 +1,369 @@
+"""Configurations are read whole or refused in one line: the key, its value, what would fit."""
+
+import dataclasses
+
+import pytest
+import yaml
+
+from megafrontier.config import (
+    Config,
+    check,
+    config_from_dict,
+    config_to_dict,
+    load_config,
+    load_machine,
+    save_config,
+)
+from megafrontier.errors import UserError
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(name, text):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write_file
+
+
+@pytest.fixture
+def base(write):
+    return write("base.yaml", "model: {layers: 2, hidden: 64, heads: 4}\n")
+
+
+def refusal(call, *arguments):
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_the_defaults_fit_each_other():
+    check(Config())
+
+
+def test_a_file_changes_what_it_names_and_nothing_else(base):
+    config = load_config(base)
+    assert (config.model.layers, config.model.hidden) == (2, 64)
+    assert config.train == Config().train
+
+
+# Values that are out of range or do not fit the others: overrides, then key, value and fix.
+REFUSED = [
+    *[
+        ([f"{key}=0"], f"{key}: 0, need at least 1")
+        for key in (
+            "model.layers",
+            "model.hidden",
+            "model.heads",
+            "model.kv_heads",
+            "model.head_size",
+            "model.ffn_hidden",
+            "model.sequence_length",
+            "model.vocab_size",
+            "model.vocab_multiple",
+            "train.steps",
+            "train.global_batch",
+            "train.micro_batch",
+            "train.loss_chunk_tokens",
+            "train.nonfinite_limit",
+            "log.every",
+        )
+    ],
+    *[
+        ([f"{key}=-1"], f"{key}: -1, need at least 0")
+        for key in (
+            "run.seed",
+            "schedule.warmup_steps",
+            "checkpoint.every",
+            "checkpoint.keep",
+            "checkpoint.keep_every",
+            "evaluate.every",
+            "evaluate.batches",
+        )
+    ],
+    *[
+        ([f"{key}=-1"], f"{key}: -1.0, need at least 0")
+        for key in (
+            "train.clip_grad_norm",
+            "optimizer.lr",
+            "optimizer.eps",
+            "optimizer.weight_decay",
+            "schedule.min_lr",
+        )
+    ],
+    *[
+        ([f"{key}=0"], f"{key}: 0.0, need more than 0")
+        for key in ("model.norm_eps", "model.rotary_base", "model.init_std", "train.loss_scale")
+    ],
+    (["model.heads=5"], "model.heads: 5, must divide model.hidden (64)"),
+    (["model.kv_heads=3"], "model.kv_heads: 3, must divide model.heads (4)"),
+    (["model.position=rotary", "model.rotary_fraction=0"], "model.rotary_fraction: 0.0, must be"),
+    (["model.position=rotary", "model.rotary_fraction=1.5"], "rotary_fraction: 1.5, must be"),
+    (
+        ["model.position=rotary", "model.rotary_fraction=0.2"],
+        "even number of rotating dimensions (2 or more) in a head of 16",
+    ),
+    (
+        ["model.position=rotary", "model.rotary_fraction=0.01"],
+        "even number of rotating dimensions (2 or more) in a head of 16",
+    ),
+    (["model.dropout=1"], "model.dropout: 1.0, need 0 or more, below 1"),
+    (["data.train=[{weight: 1}]"], "data.train[0].path: empty, need a corpus prefix"),
+    (
+        ["data.valid=[{path: a}, {path: b, weight: 0}]"],
+        "data.valid[1].weight: 0.0, need more than 0",
+    ),
+    (["data.split=[1, 0, 0]"], "data.split: [1.0, 0.0, 0.0], need two parts"),
+    (["data.split=[0, 1]"], "data.split: [0.0, 1.0], need two parts, training above 0"),
+    (["data.split=[1, -1]"], "data.split: [1.0, -1.0], need two parts"),
+    (["data.skip=[[1, 2], [5, 5]]"], "data.skip[1]: [5, 5], need [from, to] with 0 <= from < to"),
+    (["data.skip=[[1]]"], "data.skip[0]: [1], need [from, to]"),
+    (
+        ["train.global_batch=8", "train.micro_batch=3"],
+        "train.global_batch: 8, must be a multiple of train.micro_batch (3)",
+    ),
+    (["optimizer.betas=[0.9, 1]"], "optimizer.betas: [0.9, 1.0], need two numbers, each 0 or more"),
+    (
+        ["train.steps=5", "schedule.warmup_steps=6"],
+        "schedule.warmup_steps: 6, need at most train.steps (5)",
+    ),
+    (
+        ["optimizer.lr=0.1", "schedule.min_lr=0.2"],
+        "schedule.min_lr: 0.2, need at most optimizer.lr (0.1)",
+    ),
+    (["schedule.decay_fraction=2"], "schedule.decay_fraction: 2.0, need 0 to 1"),
+    (["train.steps=5", "train.stop_at=6"], "train.stop_at: 6, need 1 to train.steps (5)"),
+    (["train.stop_at=0"], "train.stop_at: 0, need 1 to train.steps (1000)"),
+    (
+        ["partition.wires.reduce.pair=int3"],
+        "partition.wires.reduce.pair: int3, need one of fp32, bf16, fp16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "expected"), REFUSED, ids=lambda v: str(v)[:60])
+def test_values_that_do_not_fit_are_refused(base, overrides, expected):
+    assert expected in refusal(load_config, base, overrides)
+
+
+# Wrong keys and types: an override, then key, value and fix.
+MISFITS = [
+    ("modell.layers=2", "modell: {'layers': 2}, no such key; did you mean model? known keys: run,"),
+    ("model.layer=2", "model.layer: 2, no such key; did you mean layers? known keys: layers,"),
+    ("zzz=1", "zzz: 1, no such key; known keys: run, model"),
+    (
+        "data.train=[{path: a}, {path: b, wei: 2}]",
+        "data.train[1].wei: 2, no such key; did you mean weight? known keys: path, weight",
+    ),
+    ("partition.wires.x={a: b}", "partition.wires.x: {'a': 'b'}, no such key; known keys: gather"),
+    ("model=3", "model: 3, need keys among layers, hidden"),
+    ("data.train=[a]", "data.train[0]: a, need keys among path, weight"),
+    ("data.train=a", "data.train: a, need a list"),
+    ("data.skip=[3]", "data.skip[0]: 3, need a list"),
+    ("data.skip=[[1, b]]", "data.skip[0][1]: b, need an integer"),
+    ("partition.wires.gather=fp32", "partition.wires.gather: fp32, need keys and values"),
+    ("model.layers=two", "model.layers: two, need an integer"),
+    ("model.layers=1.5", "model.layers: 1.5, need an integer"),
+    ("model.layers=true", "model.layers: True, need an integer"),
+    ("model.kv_heads=x", "model.kv_heads: x, need an integer"),
+    ("train.steps=null", "train.steps: null, need an integer"),
+    ("train.steps=???", "train.steps: ???, need an integer"),
+    ("model.bias=7", "model.bias: 7, need true or false"),
+    ("optimizer.lr=fast", "optimizer.lr: fast, need a finite number"),
+    ("optimizer.lr=.nan", "optimizer.lr: nan, need a finite number"),
+    ("optimizer.lr=.inf", "optimizer.lr: inf, need a finite number"),
+    ("optimizer.betas=[1]", "optimizer.betas: [1], need a list of 2"),
+    ("optimizer.betas=[0.9, b]", "optimizer.betas[1]: b, need a finite number"),
+    ("model.norm=batch", "model.norm: batch, need one of layernorm, rmsnorm"),
+    ("partition.strategy=fsdp", "partition.strategy: fsdp, need one of ddp, zero1,"),
+    ("optimizer.no_decay=[head]", "optimizer.no_decay[0]: head, need one of norm, bias, embedding"),
+    ("tokenizer={a: 1}", "tokenizer: {'a': 1}, need text"),
+    ("tokenizer=true", "tokenizer: True, need text"),
+    ("run.name=", "run.name: null, need text"),
+    ("run.name=${nothing}", "run.name: Interpolation key 'nothing' not found"),
+]
+
+
+@pytest.mark.parametrize(("override", "expected"), MISFITS, ids=lambda v: v[:60])
+def test_unknown_keys_and_wrong_types_are_refused(base, override, expected):
+    message = refusal(load_config, base, [override])
+    assert message.startswith(f"{base}: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("steps", "expected key=value, as in train.steps=100"),
+        ("=3", "expected key=value"),
+        ("train.steps=[", "not valid YAML after the '='"),
+        ("data.train[0].weight=2", "no such place in the config"),
+        ("data.train.x=2", "no such place in the config"),
+    ],
+)
+def test_overrides_that_cannot_be_read_are_refused(write, override, reason):
+    path = write("a.yaml", "data: {train: []}")
+    message = refusal(load_config, path, [override])
+    assert message.startswith(f"override {override!r}: ")
+    assert reason in message
+
+
+def test_overrides_apply_in_order_and_keep_their_neighbours(base):
+    config = load_config(
+        base,
+        [
+            "model.layers=3",
+            "model.layers=4",
+            "data.train=[{path: a}, {path: b}]",
+            "data.train[1].weight=2",
+            "optimizer={lr: 1e-4, betas: [0.8, 0.9]}",
+            "partition.wires.gather.pair=bf16",
+            "run.name=2024",
+        ],
+    )
+    assert (config.model.layers, config.model.hidden) == (4, 64)
+    assert [(corpus.path, corpus.weight) for corpus in config.data.train] == [("a", 1), ("b", 2)]
+    assert (config.optimizer.lr, config.optimizer.betas) == (1e-4, (0.8, 0.9))
+    assert config.partition.wires.gather == {"pair": "bf16"}
+    assert config.run.directory == "runs/2024"
+
+
+def test_a_file_inherits_from_another_beside_it(write):
+    write("shared/base.yaml", "model: {layers: 2, hidden: 64}\ntrain: {steps: 7}\n")
+    write("middle.yaml", "defaults: shared/base.yaml\nmodel: {layers: 3}\n")
+    config = load_config(write("top.yaml", "defaults: middle.yaml\nmodel: {heads: 4}\n"))
+    assert (config.model.layers, config.model.hidden, config.model.heads) == (3, 64, 4)
+    assert config.train.steps == 7
+
+
+def test_a_circle_of_inheritance_is_refused(write):
+    write("a.yaml", "defaults: b.yaml")
+    path = write("b.yaml", "defaults: a.yaml")
+    message = refusal(load_config, path)
+    assert "b.yaml" in message
+    assert "inherit from each other in a circle" in message
+
+
+def test_a_missing_parent_names_the_file_that_asked(write):
+    path = write("a.yaml", "defaults: gone.yaml")
+    message = refusal(load_config, path)
+    assert "gone.yaml" in message
+    assert f"(the defaults of {path}): cannot read the config: No such file" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("model: {layers: 2", "not valid YAML"),
+        ("a: 1\na: 2", "not valid YAML"),
+        ("- a\n- b", "need keys and values at the top"),
+        ("defaults: [a, b]", "defaults: ['a', 'b'], need the path of one file"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(write, text, reason):
+    path = write("bad.yaml", text)
+    message = refusal(load_config, path)
+    assert message.startswith(str(path))
+    assert reason in message
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    (tmp_path / "bad.yaml").write_bytes(b"a: \xff\xfe")
+    assert "not valid YAML" in refusal(load_config, tmp_path / "bad.yaml")
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path):
+    assert "No such file" in refusal(load_config, tmp_path / "gone.yaml")
+    assert "Is a directory" in refusal(load_config, tmp_path)
+
+
+def test_the_resolved_config_survives_saving(base, tmp_path):
+    config = load_config(
+        base,
+        [
+            "run.name=x",
+            "machine={levels: {pair: {size: 2}, world: {}}}",
+            "data.train=[{path: a, weight: 3}]",
+            "data.skip=[[1, 2]]",
+            "partition.wires.gather.world=fp32",
+            "train.stop_at=5",
+        ],
+    )
+    saved = tmp_path / "config.yaml"
+    save_config(config, saved)
+    assert load_config(saved) == config
+    assert config_from_dict(config_to_dict(config), "saved") == config
+    assert yaml.safe_load(saved.read_text())["run"]["directory"] == "runs/x"
+
+
+def test_a_saved_config_with_a_foreign_key_names_its_file():
+    values = config_to_dict(Config()) | {"future": 1}
+    assert refusal(config_from_dict, values, "step-1").startswith("step-1: future: 1, no such key")
+
+
+@pytest.mark.parametrize(
+    ("name", "levels"),
+    [
+        ("frontier", {"pair": 2, "node": 4, "world": None}),
+        ("lumi", {"pair": 2, "node": 4, "world": None}),
+        ("nvlink8", {"node": 8}),
+        ("laptop", {"world": None}),
+    ],
+)
+def test_the_machines_that_come_along_load_from_anywhere(tmp_path, monkeypatch, name, levels):
+    monkeypatch.chdir(tmp_path)
+    machine = load_machine(name)
+    assert {level: values.size for level, values in machine.levels.items()} == levels
+
+
+def test_a_machine_comes_from_a_path_or_inline(write):
+    text = "levels: {node: {size: 2}}\ndevice: {memory_gib: 8}\n"
+    from_file = load_machine(str(write("mine.yaml", text)))
+    assert from_file == load_machine(yaml.safe_load(text))
+    assert from_file.device.memory_gib == 8
+
+
+def test_an_override_changes_one_value_of_a_named_machine(write):
+    path = write("a.yaml", "machine: frontier")
+    config = load_config(path, ["machine.levels.world.size=9408"])
+    machine = load_machine(config.machine)
+    expected = load_machine("frontier")
+    expected.levels["world"].size = 9408
+    assert dataclasses.asdict(machine) == dataclasses.asdict(expected)
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [
+        ("fronteer", "machine: fronteer, need the path of a machine file or one of ['frontier',"),
+        ({}, "machine: levels: none, need 1 to 5 levels"),
+        ({"levels": {f"l{i}": {"size": 2} for i in range(6)}}, "'l5'], need 1 to 5 levels"),
+        ({"levels": {"none": {}}}, "need other names than 'none'"),
+        (
+            {"levels": {"a": {}, "b": {}}},
+            "machine: levels.a.size: not given, only the outermost level may leave it open",
+        ),
+        ({"levels": {"a": {"size": 0}}}, "machine: levels.a.size: 0, need at least 1"),
+        (
+            {"levels": {"a": {"gigabytes_per_second": 0}}},
+            "machine: levels.a.gigabytes_per_second: 0.0, need more than 0",
+        ),
+        *[
+            (
+                {"levels": {"a": {}}, "device": {key: 0}},
+                f"machine: device.{key}: {zero}, need more than 0",
+            )
+            for key, zero in (("memory_gib", 0.0), ("peak_tflops", 0.0), ("ranks_per_host", 0))
+        ],
+        ({"level": {}}, "machine: level: {}, no such key; did you mean levels?"),
+        (
+            {"levels": {"a": {"sise": 2}}},
+            "machine: levels.a.sise: 2, no such key; did you mean size?",
+        ),
+    ],
+)
+def test_machines_that_are_not_whole_are_refused(machine, expected):
+    assert expected in refusal(load_machine, machine)
