@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megafrontier.errors import UserError
 
@@ -81,7 +82,7 @@ def _wait_for(children: list[int]) -> int:
     return first_failure
 
 
-def _forward_signals(living: set[int]) -> dict[int, object]:
+def _forward_signals(living: set[int]) -> dict[int, Any]:
     """Pass what the parent is told on to the ranks, and keep waiting for them."""
 
     def forward(number: int, _frame: object) -> None:

@@ -34,9 +34,7 @@ class Layout:
     numel: int
 
     @classmethod
-    def build(
-        cls, name: str, shapes: Iterable[tuple[str, Sequence[int]]], pieces: int
-    ) -> "Layout":
+    def build(cls, name: str, shapes: Iterable[tuple[str, Sequence[int]]], pieces: int) -> "Layout":
         """Lay the parameters end to end and pad to `pieces` equal, aligned shards."""
         entries = []
         offset = 0

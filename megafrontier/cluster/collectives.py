@@ -1,0 +1,23 @@
+"""The collectives of flat buffers that the engine uses, under one name for every torch release.
+
+torch 2.13 renamed `all_gather_into_tensor` to `all_gather_single`; the old name warns there and
+older releases know no other.
+"""
+
+import torch
+import torch.distributed as dist
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def all_gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `out` [size · n] with every peer's `shard` [n] in rank order.
+
+    `shard` may be this rank's own part of `out`.
+    """
+    _all_gather(out, shard, group=group)
+
+
+def all_to_all(out: torch.Tensor, pieces: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Send piece i of `pieces` [size · n] to peer i; `out` [size · n] gets one from each."""
+    dist.all_to_all_single(out, pieces, group=group)

@@ -1,0 +1,177 @@
+"""One process's view of the machine: its coordinates and a process group for each level."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from megafrontier.cluster.identity import Identity
+from megafrontier.cluster.levels import Levels
+from megafrontier.errors import UserError
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """Levels, this rank's coordinates, and the group of its peers at each level.
+
+    The group of a level of size 1 is None: nothing crosses it.
+    """
+
+    levels: Levels
+    rank: int
+    groups: tuple[dist.ProcessGroup | None, ...]
+    device: torch.device
+    coordinates: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "coordinates", self.levels.coordinates(self.rank))
+
+    @property
+    def size(self) -> int:
+        return self.levels.ranks
+
+    def piece(self, depth: int) -> tuple[int, int]:
+        """(number, count) of this rank's piece of a buffer cut through `depth` levels."""
+        number = 0
+        for size, coordinate in zip(
+            self.levels.sizes[:depth], self.coordinates[:depth], strict=True
+        ):
+            number = number * size + coordinate
+        return number, prod(self.levels.sizes[:depth])
+
+    def is_first_replica(self, depth: int) -> bool:
+        """Whether this rank is the first of those that hold the same piece at `depth`."""
+        return all(coordinate == 0 for coordinate in self.coordinates[depth:])
+
+    def sum(self, values: torch.Tensor, depth: int | None = None) -> torch.Tensor:
+        """Sum a small float64 tensor [n] over the first `depth` levels (default: all).
+
+        Each level gathers and adds in the order of the coordinates, so that every rank holds the
+        same bits; an all-reduce promises that only within one group.
+        """
+        for group in self.groups[:depth]:
+            if group is not None:
+                parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+                dist.all_gather(parts, values.contiguous(), group=group)
+                values = torch.stack(parts).sum(0)
+        return values
+
+    def all_true(self, ok: bool) -> bool:
+        """Whether `ok` holds on every rank. Also a barrier."""
+        failures = torch.tensor([0.0 if ok else 1.0], dtype=torch.float64, device=self.device)
+        return bool(self.sum(failures).item() == 0)
+
+    def first_error(self, message: str | None) -> str | None:
+        """The message of the lowest rank that has one, on every rank. Also a barrier."""
+        if self.all_true(message is None):
+            return None
+        far = float(self.size)
+        mine = far if message is None else float(self.rank)
+        lowest = int(self._minimum(mine))
+        return self._broadcast_text(message or "", lowest)
+
+    def _minimum(self, value: float) -> float:
+        found = torch.tensor([value], dtype=torch.float64, device=self.device)
+        for group in self.groups:
+            if group is not None:
+                dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
+        return found.item()
+
+    def _broadcast_text(self, text: str, source: int) -> str:
+        """Text of rank `source`, at most 1000 bytes, summed up from zeros elsewhere."""
+        data = torch.zeros(1000, dtype=torch.float64, device=self.device)
+        if self.rank == source:
+            raw = text.encode()[:1000]
+            data[: len(raw)] = torch.tensor(list(raw), dtype=torch.float64, device=self.device)
+        raw = bytes(int(x) for x in self.sum(data).tolist())
+        return raw.rstrip(b"\0").decode(errors="replace")
+
+
+@contextmanager
+def join(
+    identity: Identity, levels: Levels, device: torch.device, timeout_seconds: float = 1800
+) -> Iterator[Hierarchy]:
+    """Meet the other ranks, make a group for each level, and leave in order at the end.
+
+    Raises UserError when the host names contradict the levels. Works with gloo on a CPU and with
+    NCCL or RCCL (both are torch's `nccl`) on a GPU.
+    """
+    if levels.ranks != identity.world_size:
+        raise UserError(
+            f"machine.levels: hold {levels.ranks} ranks, but {identity.world_size} were started"
+        )
+    if identity.world_size == 1:
+        yield Hierarchy(levels, 0, (None,) * len(levels.sizes), device)
+        return
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=identity.rendezvous,
+        rank=identity.rank,
+        world_size=identity.world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+    try:
+        hierarchy = Hierarchy(levels, identity.rank, _groups(levels, identity.rank), device)
+        _check_hosts(hierarchy, identity.host)
+        yield hierarchy
+    finally:
+        dist.destroy_process_group()
+
+
+def _groups(levels: Levels, rank: int) -> tuple[dist.ProcessGroup | None, ...]:
+    # Each rank creates only its own groups: creating everybody's would be O(world) work a rank.
+    return tuple(
+        dist.new_group(levels.peers(rank, i), use_local_synchronization=True) if size > 1 else None
+        for i, size in enumerate(levels.sizes)
+    )
+
+
+def _check_hosts(hierarchy: Hierarchy, host: str) -> None:
+    """Refuse levels that hosts cut through: peers of a level share one host, or no two do.
+
+    Hosts nest with the levels then: once a level leaves the host, every slower one must too.
+    """
+    mine = int.from_bytes(hashlib.sha256(host.encode()).digest()[:6], "big")
+    problem = None
+    inside = True
+    for name, group in zip(hierarchy.levels.names, hierarchy.groups, strict=True):
+        if group is None:
+            continue
+        kinds = _host_kinds(mine, group, hierarchy.device)
+        if kinds == "mixed" or (kinds == "same" and not inside):
+            problem = problem or f"level {name!r} mixes ranks of one host ({host}) with others"
+        inside = inside and kinds == "same"
+    error = hierarchy.first_error(problem)
+    if error is not None:
+        raise UserError(
+            f"machine.levels: {error}; make the sizes up to a host's edge multiply to its ranks"
+        )
+
+
+def _host_kinds(mine: int, group: dist.ProcessGroup, device: torch.device) -> str:
+    value = torch.tensor([mine], dtype=torch.int64, device=device)
+    found = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, value, group=group)
+    hosts = {int(x) for x in found}
+    if len(hosts) == 1:
+        return "same"
+    return "different" if len(hosts) == len(found) else "mixed"
+
+
+def check_ranks_per_host(identity: Identity, expected: int | None) -> None:
+    """Refuse a launch whose ranks on a host are not the machine file's.
+
+    Local ranks are an arrangement made on purpose and are not checked. Raises UserError.
+    """
+    if expected is None or identity.source in ("local", "alone"):
+        return
+    if identity.local_rank >= expected or identity.rank % expected != identity.local_rank:
+        raise UserError(
+            f"machine.device.ranks_per_host: rank {identity.rank} is local rank "
+            f"{identity.local_rank} on {identity.host}, need {expected} consecutive ranks a host"
+        )

@@ -1,0 +1,84 @@
+"""Who am I: this process's rank, as Slurm, torchrun, the local parent or nobody tells it."""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from megafrontier.errors import UserError
+
+DEFAULT_PORT = 3442
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One process's place among all.
+
+    `rendezvous` is the address at which the ranks meet, in the form
+    `torch.distributed.init_process_group` takes; empty for a process alone.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    source: Literal["slurm", "torchrun", "local", "alone"]
+    rendezvous: str = ""
+    host: str = ""
+
+
+def identify(environment: Mapping[str, str]) -> Identity:
+    """Read the identity from environment variables.
+
+    A local parent wins over Slurm (`--nproc` inside an allocation), and torchrun over Slurm
+    (torchrun started by srun). Raises UserError when what is set does not fit together.
+    """
+    if "MEGAFRONTIER_LOCAL" in environment:
+        found = _from_local(environment)
+    elif "TORCHELASTIC_RUN_ID" in environment or "LOCAL_WORLD_SIZE" in environment:
+        found = _from_torchrun(environment)
+    elif "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
+        found = _from_slurm(environment)
+    else:
+        found = Identity(0, 1, 0, "alone", host=socket.gethostname())
+    if not 0 <= found.rank < found.world_size:
+        raise UserError(f"{found.source}: rank {found.rank}, need 0 to {found.world_size - 1}")
+    return found
+
+
+def _from_local(environment: Mapping[str, str]) -> Identity:
+    rank, size = (int(part) for part in environment["MEGAFRONTIER_LOCAL"].split("/"))
+    store = f"file://{environment['MEGAFRONTIER_STORE']}"
+    return Identity(rank, size, rank, "local", store, socket.gethostname())
+
+
+def _from_torchrun(environment: Mapping[str, str]) -> Identity:
+    return Identity(
+        _number(environment, "RANK"),
+        _number(environment, "WORLD_SIZE"),
+        _number(environment, "LOCAL_RANK"),
+        "torchrun",
+        "env://",
+        socket.gethostname(),
+    )
+
+
+def _from_slurm(environment: Mapping[str, str]) -> Identity:
+    master = environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR")
+    if not master:
+        raise UserError("MASTER_ADDR: not set, need the address of the job's first node")
+    port = environment.get("MASTER_PORT", str(DEFAULT_PORT))
+    return Identity(
+        _number(environment, "SLURM_PROCID"),
+        _number(environment, "SLURM_NTASKS"),
+        _number(environment, "SLURM_LOCALID"),
+        "slurm",
+        f"tcp://{master}:{port}",
+        environment.get("SLURMD_NODENAME") or socket.gethostname(),
+    )
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    value = environment.get(name, "")
+    if not value.isdigit():
+        raise UserError(f"{name}: {value!r}, need a whole number from the launcher")
+    return int(value)

@@ -1,0 +1,10 @@
+"""The placement engine: shard weights, gradients and optimizer state to different levels.
+
+It knows nothing of GPT: `shard` takes any `nn.Module` and the list of its blocks.
+"""
+
+from megafrontier.partition.engine import Engine, shard
+from megafrontier.partition.placement import STRATEGIES, Placement
+from megafrontier.partition.wires import Wires
+
+__all__ = ["STRATEGIES", "Engine", "Placement", "Wires", "shard"]

@@ -1,0 +1,236 @@
+"""The engine: hooks that gather a unit when its module runs and reduce its gradient when done.
+
+    engine = shard(model, blocks, placement, hierarchy)
+    for batch in micro_batches:
+        engine.backward(model(batch))          # a sum over tokens, not a mean
+    gradients = engine.finish_gradients()
+    ... update each unit.master with its finished gradient, then engine.clear_gradients() ...
+    engine.publish()
+
+Note on order. Every rank runs the same modules in the same order, so hooks issue the same
+collectives in the same order on every rank; nothing here depends on timing.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.errors import UserError
+from megafrontier.partition.ledger import Ledger
+from megafrontier.partition.moves import Moves
+from megafrontier.partition.placement import Placement
+from megafrontier.partition.unit import InitialSlice, Named, Phase, Unit
+from megafrontier.partition.wires import Wires
+
+Decay = Callable[[str], bool]
+ROOT = "root"
+
+
+def shard(
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    placement: Placement,
+    hierarchy: Hierarchy,
+    *,
+    dtype: torch.dtype = torch.float32,
+    wires: Wires | None = None,
+    initial: InitialSlice | None = None,
+    decay: Decay = lambda name: True,
+) -> "Engine":
+    """Place a model's state on a hierarchy. The model keeps its class and is called as before.
+
+    `blocks` are (name, module) in the order in which they run; each becomes a unit that is
+    gathered only while it runs. What lies outside them is one more unit, gathered for the whole
+    pass. A parameter must be used inside the block that holds it. `dtype` is the type of weights
+    and gradients in computation; masters are fp32. `wires` default to that type. `initial` gives
+    first values slice by slice, for a model on the meta device; without it the model's own values
+    are taken, which must be the same on every rank. `decay` says by name which parameters have
+    weight decay. Raises UserError for frozen parameters and overlapping blocks.
+    """
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    wires = wires or Wires.build(hierarchy.levels, names[dtype])
+    return Engine(model, blocks, placement, hierarchy, dtype, wires, initial, decay)
+
+
+class Engine:
+    """Units of one model on one hierarchy. Made by `shard`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[tuple[str, nn.Module]],
+        placement: Placement,
+        hierarchy: Hierarchy,
+        dtype: torch.dtype,
+        wires: Wires,
+        initial: InitialSlice | None,
+        decay: Decay,
+    ) -> None:
+        self.placement = placement
+        self.hierarchy = hierarchy
+        self.ledger = Ledger(hierarchy.levels.names, hierarchy.device)
+        self._moves = Moves(hierarchy, wires, self.ledger)
+        self._missing: dict[Unit, int] = {}
+        initial = initial or _own_values(model)
+        _settle_buffers(model, hierarchy.device)
+        owned = list(_assign(model, blocks))
+        self.units = []
+        for name, _, parameters in owned:
+            unit = self._make_unit(name, parameters, dtype, decay)
+            unit.initialise(initial)
+            self.units.append(unit)
+        _replace_parameters(model, self.units)
+        for unit, (_, module, _) in zip(self.units, owned, strict=True):
+            self._attach(module, unit, stays=self.stays_gathered(unit))
+        self.publish()
+
+    def _make_unit(
+        self, name: str, parameters: list[Named], dtype: torch.dtype, decay: Decay
+    ) -> Unit:
+        decayed = [named for named in parameters if decay(named[0])]
+        return Unit(name, parameters, decayed, self.placement, self._moves, dtype)
+
+    def stays_gathered(self, unit: Unit) -> bool:
+        """Whether a unit is gathered once for forward and backward: the root unit, which runs all
+        the while, and the last block, whose backward follows its forward at once."""
+        return unit.name == ROOT or unit is self.units[-1]
+
+    def _attach(self, module: nn.Module, unit: Unit, stays: bool) -> None:
+        def before(*_: Any) -> None:
+            unit.gather()
+
+        def after(_module: nn.Module, _arguments: Any, output: Any) -> None:
+            self._after_forward(unit, output, stays)
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+        for index, parameter in enumerate(unit.parameters):
+            parameter.register_post_accumulate_grad_hook(self._on_gradient(unit, index))
+
+    def _after_forward(self, unit: Unit, output: Any, stays: bool) -> None:
+        if unit.phase is Phase.BACKWARD:
+            return  # recomputed within its own backward, which still needs the weights
+        tensors = [t for t in _tensors(output) if t.requires_grad]
+        for tensor in tensors:
+            tensor.register_hook(lambda _gradient: self._before_backward(unit))
+        if not (stays and tensors):
+            unit.release()
+
+    def _before_backward(self, unit: Unit) -> None:
+        unit.gather()
+        unit.phase = Phase.BACKWARD
+
+    def _on_gradient(self, unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
+        def ready(_parameter: torch.Tensor) -> None:
+            unit.take_gradient(index)
+            missing = self._missing.get(unit, len(unit.parameters)) - 1
+            self._missing[unit] = missing
+            if missing == 0:
+                self._finish_backward(unit)
+
+        return ready
+
+    def _finish_backward(self, unit: Unit) -> None:
+        self._missing.pop(unit, None)
+        unit.reduce()
+        unit.release()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward of one micro-batch; gradients end on their shards, summed over the ranks.
+
+        `loss` is a scalar sum (over tokens): dividing is left to the end of the step.
+        """
+        loss.backward()
+        # Units of which some parameter took no part are still waiting for it.
+        for unit in reversed(self.units):
+            if unit in self._missing or unit.phase is not Phase.RELEASED:
+                self._finish_backward(unit)
+
+    def finish_gradients(self) -> list[torch.Tensor]:
+        """Reduce from the gradient level to the optimizer level, once per step.
+
+        Returns this rank's shard of each unit, fp32, summed over everything since `clear`.
+        """
+        return [unit.finish_gradient() for unit in self.units]
+
+    def clear_gradients(self) -> None:
+        """Start the next accumulation from zero."""
+        for unit in self.units:
+            unit.gradient.zero_()
+
+    def publish(self) -> None:
+        """Bring the masters' present values to the weights of every rank."""
+        for unit in self.units:
+            unit.release()
+            unit.publish()
+
+
+def _assign(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]
+) -> Iterator[tuple[str, nn.Module, list[Named]]]:
+    """(unit name, module, its parameters): the root unit first, if anything is left for it."""
+    owners: dict[str, set[str]] = {}
+    names = dict(model.named_parameters())
+    by_identity = {id(parameter): name for name, parameter in names.items()}
+    for block, module in blocks:
+        for parameter in module.parameters():
+            if id(parameter) not in by_identity:
+                raise UserError(f"block {block!r} holds a parameter that is not in the model")
+            owners.setdefault(by_identity[id(parameter)], set()).add(block)
+    for name, parameter in names.items():
+        if not parameter.requires_grad:
+            raise UserError(f"parameter {name}: frozen, every parameter must require a gradient")
+    # A parameter that several blocks share must be whole while any of them runs.
+    root = [(n, p) for n, p in names.items() if len(owners.get(n, ())) != 1]
+    if root:
+        yield ROOT, model, root
+    for block, module in blocks:
+        yield block, module, [(n, p) for n, p in names.items() if owners.get(n) == {block}]
+
+
+def _own_values(model: nn.Module) -> InitialSlice:
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def initial(name: str, _shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
+        if values[name].is_meta:
+            raise UserError(f"parameter {name}: on the meta device, need `initial` for its values")
+        return values[name].reshape(-1)[start:stop].float()
+
+    return initial
+
+
+def _settle_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                if buffer.is_meta:
+                    raise UserError(f"buffer {name}: on the meta device, need one with values")
+                module._buffers[name] = buffer.to(device)
+
+
+def _replace_parameters(model: nn.Module, units: Iterable[Unit]) -> None:
+    """Put the units' parameters in place of the model's, wherever one is used."""
+    old = dict(model.named_parameters())
+    new = {
+        id(old[entry.name]): parameter
+        for unit in units
+        for entry, parameter in zip(unit.layout.entries, unit.parameters, strict=True)
+    }
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = new[id(parameter)]
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a module's output, however nested."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):
+        yield from _tensors(list(output.values()))
+    elif isinstance(output, (list, tuple)):
+        for item in output:
+            yield from _tensors(item)

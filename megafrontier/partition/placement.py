@@ -1,0 +1,151 @@
+"""A placement: through how many levels each state is sharded.
+
+The named strategies are points in this space; any nesting combination is one too.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+from megafrontier.cluster.levels import Levels
+from megafrontier.config import PartitionConfig
+from megafrontier.errors import UserError
+
+STRATEGIES = {
+    "ddp": ("none", "none", "none", "none"),
+    "zero1": ("none", "none", "none", "world"),
+    "zero2": ("none", "none", "world", "world"),
+    "zero3": ("world", "world", "world", "world"),
+    "mics": ("node", "node", "node", "node"),
+    "hpz": ("world", "node", "world", "world"),
+    "topo": ("pair", "pair", "node", "world"),
+}
+"""Levels of weights, backward weights, gradients, optimizer state."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Depths: the number of levels, fastest first, through which each state is cut.
+
+    0 is "not sharded". `backward_weights` below `weights` means a secondary copy at that depth.
+    """
+
+    weights: int
+    backward_weights: int
+    gradients: int
+    optimizer: int
+
+    def __post_init__(self) -> None:
+        if not self.backward_weights <= self.weights <= self.gradients <= self.optimizer:
+            raise UserError(
+                f"partition: placement {self} does not nest, need "
+                "backward_weights within weights within gradients within optimizer"
+            )
+
+    @property
+    def has_secondary(self) -> bool:
+        return self.backward_weights < self.weights
+
+    @classmethod
+    def named(cls, strategy: str, levels: Levels) -> "Placement":
+        """The named strategy on these levels; see `_stand_in` for machines without its names.
+
+        Raises UserError for an unknown name.
+        """
+        if strategy not in STRATEGIES:
+            raise UserError(
+                f"partition.strategy: {strategy!r}, need one of {', '.join(STRATEGIES)}"
+            )
+        return cls(*(_stand_in(name, levels) for name in STRATEGIES[strategy]))
+
+    @classmethod
+    def from_config(cls, config: PartitionConfig, levels: Levels) -> "Placement":
+        """The placement a configuration asks for. Raises UserError when it cannot be."""
+        chosen = {
+            key: getattr(config, key)
+            for key in ("weights", "backward_weights", "gradients", "optimizer")
+        }
+        given = {key: value for key, value in chosen.items() if value is not None}
+        if not given:
+            return cls.named(config.strategy or "topo", levels)
+        if config.strategy is not None:
+            raise UserError(
+                f"partition.strategy: {config.strategy}, and also partition.{next(iter(given))}: "
+                "give a strategy or a placement, not both"
+            )
+        missing = [k for k in chosen if k not in given and k != "backward_weights"]
+        if missing:
+            raise UserError(
+                f"partition.{missing[0]}: missing, a placement needs weights, gradients, optimizer"
+            )
+        depths = {k: levels.depth(v, f"partition.{k}") for k, v in given.items()}
+        depths.setdefault("backward_weights", depths["weights"])
+        _check_nesting(given, depths)
+        return cls(**depths)
+
+
+def _stand_in(name: str, levels: Levels) -> int:
+    """Depth of a strategy's level on any machine.
+
+    `pair` is the fastest level and `world` the slowest, whatever they are called; `node` is the
+    level of that name or else the last but one.
+    """
+    count = len(levels.names)
+    node = levels.depth("node") if "node" in levels.names else max(1, count - 1)
+    return {"none": 0, "pair": 1, "node": node, "world": count}[name]
+
+
+def _check_nesting(given: dict[str, str], depths: dict[str, int]) -> None:
+    order = ("backward_weights", "weights", "gradients", "optimizer")
+    for inner, outer in pairwise(order):
+        if depths[inner] > depths[outer]:
+            raise UserError(
+                f"partition.{inner}: {given.get(inner)} reaches further than partition.{outer} "
+                f"({given.get(outer)}), need a level within it"
+            )
+
+
+def state_bytes(numel: int, placement: Placement, levels: Levels, itemsize: int) -> dict[str, int]:
+    """Bytes one rank holds for a unit of `numel` padded elements, by state.
+
+    Weights (and the secondary copy) in the computing type of `itemsize` bytes, gradients in fp32,
+    optimizer state as fp32 master and two moments.
+    """
+
+    def shard(depth: int) -> int:
+        return numel // prod(levels.sizes[:depth])
+
+    return {
+        "weights": shard(placement.weights) * itemsize,
+        "secondary": shard(placement.backward_weights) * itemsize * placement.has_secondary,
+        "gradients": shard(placement.gradients) * 4,
+        "optimizer": shard(placement.optimizer) * 12,
+    }
+
+
+def traffic_bytes(
+    numel: int,
+    placement: Placement,
+    levels: Levels,
+    gather_itemsize: tuple[int, ...],
+    reduce_itemsize: tuple[int, ...],
+    micro_batches: int,
+    gathers: int,
+) -> list[int]:
+    """Bytes one rank sends over each level in one optimizer step, for one unit.
+
+    `gathers` is how often a micro-batch gathers the unit: 2 (forward and backward), or 1 for a
+    unit that stays gathered between them. A crossing of a level of size s moves s - 1 pieces.
+    """
+    source = placement.backward_weights
+    totals = []
+    for i, size in enumerate(levels.sizes):
+        pieces = (size - 1) * (numel // prod(levels.sizes[: i + 1]))
+        gathered = (gathers * micro_batches if i < source else 0) + (
+            source <= i < placement.optimizer
+        )
+        reduced = micro_batches if i < placement.gradients else 1
+        if i >= placement.optimizer:
+            reduced += 1  # the sum comes back to every replica
+        totals.append(pieces * (gathered * gather_itemsize[i] + reduced * reduce_itemsize[i]))
+    return totals

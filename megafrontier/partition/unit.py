@@ -1,0 +1,166 @@
+"""A unit: the parameters of one block in one flat buffer, and this rank's shard of each state.
+
+Note on storage. `full` is one tensor whose storage is emptied and refilled, never replaced:
+autograd may have saved views of a parameter (a transposed weight, say) during forward, and they
+see the weights gathered again for backward because they share the storage. While the storage is
+empty the parameters point at a NaN, so that a stray read shows instead of crashing.
+"""
+
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+
+import torch
+from torch import nn
+
+from megafrontier.partition.layout import Layout
+from megafrontier.partition.moves import Moves
+from megafrontier.partition.placement import Placement
+
+Named = tuple[str, nn.Parameter]
+InitialSlice = Callable[[str, tuple[int, ...], int, int], torch.Tensor]
+"""(parameter, shape, start, stop) → fp32 elements [start, stop) of its first value."""
+
+
+class Phase(Enum):
+    """What a unit's gathered weights are being used for."""
+
+    RELEASED = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+
+
+class Unit:
+    """Flat buffers of one block; every tensor a 1-D contiguous slice of the same layout."""
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[Named],
+        decayed: Sequence[Named],
+        placement: Placement,
+        moves: Moves,
+        dtype: torch.dtype,
+    ) -> None:
+        """`decayed` are those of `parameters` with weight decay; they lie first in the buffer."""
+        first = {parameter for parameter, _ in decayed}
+        ordered = [*decayed, *(named for named in parameters if named[0] not in first)]
+        hierarchy = moves.hierarchy
+        self.name = name
+        self.placement = placement
+        self.layout = Layout.build(name, ((n, p.shape) for n, p in ordered), hierarchy.size)
+        self._moves = moves
+        self._device = hierarchy.device
+        self._dtype = dtype
+        self._decay_numel = sum(parameter.numel() for _, parameter in decayed)
+        self.phase = Phase.RELEASED
+        self._allocate()
+        self.parameters = [self._parameter() for _ in ordered]
+        self._views = [
+            self.full[e.offset : e.offset + e.numel].view(e.shape) for e in self.layout.entries
+        ]
+        self._nan = torch.full((), float("nan"), dtype=dtype, device=self._device)
+        self.is_persistent = placement.backward_weights == 0
+        if self.is_persistent:
+            self._point(self._views)
+        else:
+            self.release()
+        self.gradient_full: torch.Tensor | None = None
+
+    def _allocate(self) -> None:
+        place = self.placement
+        self.full = self._empty(0, self._dtype)
+        self.weights = self.full if place.weights == 0 else self._empty(place.weights, self._dtype)
+        self.source = self.weights
+        if place.has_secondary:
+            depth = place.backward_weights
+            self.source = self.full if depth == 0 else self._empty(depth, self._dtype)
+        self.gradient = self._empty(place.gradients, torch.float32).zero_()
+        self.master = self._empty(place.optimizer, torch.float32).zero_()
+
+    def _empty(self, depth: int, dtype: torch.dtype) -> torch.Tensor:
+        _, pieces = self._moves.hierarchy.piece(depth)
+        return torch.empty(self.layout.numel // pieces, dtype=dtype, device=self._device)
+
+    def _parameter(self) -> nn.Parameter:
+        return nn.Parameter(torch.empty(0, dtype=self._dtype, device=self._device))
+
+    def _point(self, tensors: Sequence[torch.Tensor]) -> None:
+        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            parameter.data = tensor
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """[start, stop) of this rank's optimizer shard in the flat buffer."""
+        number, pieces = self._moves.hierarchy.piece(self.placement.optimizer)
+        length = self.layout.numel // pieces
+        return number * length, (number + 1) * length
+
+    @property
+    def decay_stop(self) -> int:
+        """Elements of the optimizer shard, from its start, that have weight decay."""
+        start, stop = self.range
+        return max(0, min(self._decay_numel, stop) - start)
+
+    def initialise(self, initial: InitialSlice) -> None:
+        """Fill the master shard; padding stays zero."""
+        start, stop = self.range
+        for entry, first, last in self.layout.within(start, stop):
+            at = entry.offset + first - start
+            self.master[at : at + last - first] = initial(entry.name, entry.shape, first, last)
+
+    # Weights
+
+    def publish(self) -> None:
+        """Gather the masters, optimizer level → weights level, and refresh the secondary copy."""
+        place = self.placement
+        own = self._moves.inside(self.weights, place.weights, place.optimizer)
+        own.copy_(self.master)
+        self._moves.gather(own, self.weights, place.optimizer, place.weights)
+        if place.has_secondary:
+            self._moves.gather(self.weights, self.source, place.weights, place.backward_weights)
+
+    def gather(self) -> None:
+        """Make the parameters whole. Does nothing when they are."""
+        if self.phase is not Phase.RELEASED:
+            return
+        self.phase = Phase.FORWARD
+        if not self.is_persistent:
+            self.full.untyped_storage().resize_(self.layout.numel * self.full.itemsize)
+            self._moves.gather(self.source, self.full, self.placement.backward_weights, 0)
+            self._point(self._views)
+
+    def release(self) -> None:
+        """Give the gathered weights back; the shards stay."""
+        self.phase = Phase.RELEASED
+        if not self.is_persistent:
+            self._point([self._nan.expand(entry.shape) for entry in self.layout.entries])
+            self.full.untyped_storage().resize_(0)
+
+    # Gradients
+
+    def take_gradient(self, index: int) -> None:
+        """Move one parameter's fresh gradient into the flat one."""
+        parameter, entry = self.parameters[index], self.layout.entries[index]
+        assert parameter.grad is not None
+        fresh = parameter.grad.reshape(-1)
+        parameter.grad = None
+        if self.placement.gradients == 0:
+            self.gradient[entry.offset : entry.offset + entry.numel].add_(fresh)
+            return
+        if self.gradient_full is None:
+            # Zeros for the padding, and for parameters that get no gradient this time.
+            self.gradient_full = torch.zeros_like(self.full)
+        self.gradient_full[entry.offset : entry.offset + entry.numel] = fresh
+
+    def reduce(self) -> None:
+        """Add this micro-batch's gradient, reduced to the gradient level, to its shard."""
+        if self.gradient_full is not None:
+            self.gradient.add_(self._moves.reduce(self.gradient_full, 0, self.placement.gradients))
+            self.gradient_full = None
+
+    def finish_gradient(self) -> torch.Tensor:
+        """The sum over all ranks and micro-batches of this rank's optimizer shard, fp32."""
+        place = self.placement
+        shard = self._moves.reduce(self.gradient, place.gradients, place.optimizer)
+        self._moves.sum_replicas(shard, place.optimizer)
+        return shard

@@ -1,0 +1,73 @@
+"""With fp32 wires every placement gives the losses of one process."""
+
+import pytest
+import torch
+
+from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.partition import STRATEGIES, Placement, Wires
+from tests.partition.tiny import train_alone, train_sharded
+from tests.ranks import make_levels, run_ranks
+
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return {tied: train_alone(tied, STEPS) for tied in (False, True)}
+
+
+def assert_equal_losses(found: list[float], expected: list[float]) -> None:
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_every_strategy_gives_the_losses_of_one_process(alone, accumulation, tied):
+    levels = make_levels((2, 2, 2))
+
+    def body(hierarchy):
+        return {
+            name: train_sharded(hierarchy, Placement.named(name, levels), tied, STEPS, accumulation)
+            for name in STRATEGIES
+        }
+
+    for rank in run_ranks((2, 2, 2), body):
+        for losses in rank.values():
+            assert_equal_losses(losses, alone[tied])
+            assert losses[-1] < 0.9 * losses[0]
+
+
+FREE = [
+    ((8,), Placement(1, 1, 1, 1)),
+    ((2, 4), Placement(0, 0, 1, 2)),
+    ((4, 2), Placement(1, 0, 2, 2)),
+    ((2, 1, 2, 2), Placement(2, 1, 3, 4)),
+    ((1, 2, 2, 1, 2), Placement(3, 2, 4, 5)),
+    ((2, 2, 2), Placement(0, 0, 1, 1)),
+    ((2, 2, 2), Placement(2, 2, 2, 3)),
+]
+
+
+@pytest.mark.parametrize(("sizes", "placement"), FREE)
+def test_any_nesting_on_1_to_5_levels_gives_the_losses_of_one_process(alone, sizes, placement):
+    found = run_ranks(sizes, lambda h: train_sharded(h, placement, False, 10, 2))
+    for losses in found:
+        assert_equal_losses(losses, alone[False][:10])
+
+
+def test_one_rank_needs_no_process_group(alone):
+    hierarchy = Hierarchy(make_levels((1, 1, 1)), 0, (None,) * 3, torch.device("cpu"))
+    losses = train_sharded(hierarchy, Placement(1, 1, 2, 3), True, STEPS, 2)
+    assert_equal_losses(losses, alone[True])
+
+
+def test_bf16_wires_stay_near_and_equal_on_every_rank(alone):
+    def body(hierarchy):
+        wires = Wires.build(hierarchy.levels, "fp32", {"world": "bf16"}, {"node": "bf16"})
+        placement = Placement.named("topo", hierarchy.levels)
+        return train_sharded(hierarchy, placement, False, STEPS, 2, wires)
+
+    found = run_ranks((2, 2, 2), body)
+    assert all(losses == found[0] for losses in found)
+    assert found[0] == pytest.approx(alone[False], rel=2e-2)
+    assert found[0] != pytest.approx(alone[False], rel=1e-6)

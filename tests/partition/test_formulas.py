@@ -1,0 +1,153 @@
+"""Bytes on the wire and bytes held are what the formulas say, and weights are gone when released."""
+
+import gc
+
+import pytest
+import torch
+
+from megafrontier.partition import STRATEGIES, Placement, shard
+from megafrontier.partition.placement import state_bytes, traffic_bytes
+from tests.partition.tiny import LENGTH, VOCABULARY, TinyModel, batch, engine_step
+from tests.ranks import make_levels, run_ranks
+
+LEVELS = make_levels((2, 2, 2))
+FORMATS = {torch.float32: 4, torch.bfloat16: 2}
+
+
+def build(hierarchy, strategy, dtype=torch.float32, tied=False):
+    model = TinyModel(tied)
+    placement = Placement.named(strategy, hierarchy.levels)
+    engine = shard(model, model.units(), placement, hierarchy, dtype=dtype)
+    engine.ledger.take()
+    return model, engine
+
+
+def make_optimizer(engine):
+    return torch.optim.AdamW([unit.master for unit in engine.units], lr=0.01)
+
+
+def expected_traffic(engine, itemsize, accumulation):
+    formats = (itemsize,) * 3
+    parts = [
+        traffic_bytes(
+            unit.layout.numel,
+            engine.placement,
+            LEVELS,
+            formats,
+            formats,
+            accumulation,
+            1 if engine.stays_gathered(unit) else 2,
+        )
+        for unit in engine.units
+    ]
+    return [sum(level) for level in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_per_level_and_step_equal_the_formula(dtype):
+    def body(hierarchy):
+        found = []
+        for strategy in STRATEGIES:
+            for accumulation in (1, 4):
+                model, engine = build(hierarchy, strategy, dtype, tied=accumulation == 4)
+                engine_step(engine, model, make_optimizer(engine), 0, accumulation)
+                sent, seconds = engine.ledger.take()
+                expected = expected_traffic(engine, FORMATS[dtype], accumulation)
+                found.append((strategy, sent, expected, seconds))
+        return found
+
+    for rank in run_ranks((2, 2, 2), body):
+        for strategy, sent, expected, seconds in rank:
+            assert sent == expected, strategy
+            assert all(s > 0 for s in seconds)
+
+
+def test_slow_levels_are_crossed_once_a_step_by_topo_and_every_time_by_zero3():
+    numel = 8 * 1024
+    sizes = (2, 2)
+    world = [
+        [
+            traffic_bytes(numel, Placement.named(s, LEVELS), LEVELS, (2,) * 3, (2,) * 3, a, 2)[-1]
+            for a in (1, 4)
+        ]
+        for s in ("topo", "zero3")
+    ]
+    piece = numel // 8
+    assert world[0] == [piece * sum(sizes)] * 2
+    assert world[1] == [piece * 6, piece * 24]
+
+
+def tensor_bytes():
+    """Bytes of all storages alive in this process that belong to the engine's tensors."""
+    gc.collect()
+    storages = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for t in gc.get_objects()
+        if isinstance(t, torch.Tensor) and not t.is_meta
+    }
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_state_held_between_steps_equals_the_formula_within_two_percent(strategy):
+    def body(hierarchy):
+        before = tensor_bytes()
+        model, engine = build(hierarchy, strategy, torch.bfloat16)
+        optimizer = make_optimizer(engine)
+        engine_step(engine, model, optimizer, 0, 2)
+        optimizer.zero_grad(set_to_none=True)
+        held = tensor_bytes() - before
+        parts = [
+            state_bytes(u.layout.numel, engine.placement, LEVELS, 2).values() for u in engine.units
+        ]
+        return held, sum(map(sum, parts))
+
+    for held, formula in run_ranks((2, 2, 2), body):
+        assert held == pytest.approx(formula, rel=0.02)
+
+
+def test_in_flight_are_the_running_unit_and_those_that_stay():
+    def body(hierarchy):
+        model, engine = build(hierarchy, "topo")
+        gathered = []
+
+        def note(*_):
+            gathered.append({u.name for u in engine.units if u.full.untyped_storage().nbytes()})
+
+        for block in model.blocks:
+            block.register_forward_pre_hook(note)
+        loss = model(batch(0)[:2])
+        after_forward = {u.name for u in engine.units if u.full.untyped_storage().nbytes()}
+        engine.backward(loss)
+        after = sum(u.full.untyped_storage().nbytes() for u in engine.units)
+        return gathered, after_forward, after
+
+    for gathered, after_forward, after in run_ranks((2, 2, 2), body):
+        assert gathered == [{f"blocks.{i}"} for i in range(3)]
+        assert after_forward == {"head"}
+        assert after == 0
+
+
+def test_a_stray_read_of_released_weights_shows_as_nan():
+    def body(hierarchy):
+        model, _ = build(hierarchy, "zero3")
+        weight = model.blocks[0].up.weight
+        return tuple(weight.shape), bool(weight.isnan().all())
+
+    assert run_ranks((2,), body) == [((31, 13), True)] * 2
+
+
+def test_evaluation_needs_no_gradient_and_leaves_nothing_gathered():
+    def body(hierarchy):
+        model, engine = build(hierarchy, "mics")
+        with torch.no_grad():
+            loss = model(batch(0)[:4])
+        left = sum(u.full.untyped_storage().nbytes() for u in engine.units)
+        return loss.item() / (4 * (LENGTH - 1)), left
+
+    with torch.no_grad():
+        alone = TinyModel(False)(batch(0)[:4]).item() / (4 * (LENGTH - 1))
+    assert alone < 3 * torch.tensor(float(VOCABULARY)).log().item()
+    for loss, left in run_ranks((2, 2), body):
+        assert loss == pytest.approx(alone, rel=1e-6)
+        assert left == 0

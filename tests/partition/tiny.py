@@ -1,0 +1,121 @@
+"""A small language model and its training on one process or on a hierarchy, for comparison."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.partition import Placement, Wires, shard
+from megafrontier.partition.engine import Engine
+
+VOCABULARY, WIDTH, LENGTH, GLOBAL_BATCH = 37, 13, 9, 32
+CLIP = 0.5
+
+
+class TinyBlock(nn.Module):
+    """Odd sizes, biases, and parameters smaller than a shard's alignment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 31)
+        self.down = nn.Linear(31, WIDTH)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = torch.cumsum(self.norm(x), dim=1) / LENGTH
+        return x + self.scale * self.down(F.gelu(self.up(mixed)))
+
+
+class TinyModel(nn.Module):
+    def __init__(self, tied: bool, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(TinyBlock() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        blocks = [(f"blocks.{i}", block) for i, block in enumerate(self.blocks)]
+        if self.head.weight is self.embedding.weight:
+            return blocks
+        return [("embedding", self.embedding), *blocks, ("head", self.head)]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x).float()
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+
+
+def batch(step: int) -> torch.Tensor:
+    """Sequences that can be learnt: each token is twice the one before, plus one."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = [torch.randint(VOCABULARY, (GLOBAL_BATCH,), generator=generator)]
+    for _ in range(LENGTH - 1):
+        tokens.append((2 * tokens[-1] + 1) % VOCABULARY)
+    return torch.stack(tokens, dim=1)
+
+
+def train_alone(tied: bool, steps: int) -> list[float]:
+    """The reference: plain PyTorch on one process."""
+    model = TinyModel(tied)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+    losses = []
+    for step in range(steps):
+        tokens = batch(step)
+        loss = model(tokens) / (GLOBAL_BATCH * (LENGTH - 1))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def engine_step(
+    engine: Engine,
+    model: Callable[[torch.Tensor], torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    accumulation: int,
+) -> float:
+    """One optimizer step on this rank's part of the global batch; the global mean loss."""
+    hierarchy = engine.hierarchy
+    mine = batch(step).chunk(hierarchy.size)[hierarchy.rank].chunk(accumulation)
+    total = torch.zeros(1, dtype=torch.float64)
+    for tokens in mine:
+        loss = model(tokens)
+        engine.backward(loss)
+        total += loss.detach()
+    count = GLOBAL_BATCH * (LENGTH - 1)
+    gradients = engine.finish_gradients()
+    squares = sum(g.double().square().sum() for g in gradients)
+    norm = hierarchy.sum(torch.stack([squares]), engine.placement.optimizer).sqrt() / count
+    clip = min(1.0, CLIP / (norm.item() + 1e-6))
+    for unit, gradient in zip(engine.units, gradients, strict=True):
+        unit.master.grad = gradient * (clip / count)
+    optimizer.step()
+    engine.clear_gradients()
+    engine.publish()
+    return (hierarchy.sum(total) / count).item()
+
+
+def train_sharded(
+    hierarchy: Hierarchy,
+    placement: Placement,
+    tied: bool,
+    steps: int,
+    accumulation: int,
+    wires: Wires | None = None,
+) -> list[float]:
+    model = TinyModel(tied)
+    engine = shard(model, model.units(), placement, hierarchy, wires=wires)
+    masters = [unit.master for unit in engine.units]
+    optimizer = torch.optim.AdamW(masters, lr=0.02, weight_decay=0.1)
+    return [engine_step(engine, model, optimizer, step, accumulation) for step in range(steps)]

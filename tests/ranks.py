@@ -1,0 +1,39 @@
+"""Run a function on several ranks: forked from this process, which has already imported torch."""
+
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megafrontier.cluster.hierarchy import Hierarchy, join
+from megafrontier.cluster.identity import identify
+from megafrontier.cluster.levels import Levels
+from megafrontier.cluster.local import fork_ranks
+
+NAMES = ("pair", "node", "rack", "site", "world")
+
+
+def make_levels(sizes: Sequence[int]) -> Levels:
+    """Levels of these sizes: pair, node, …, the last called world."""
+    return Levels((*NAMES[: len(sizes) - 1], "world"), tuple(sizes))
+
+
+def run_ranks(sizes: Sequence[int], body: Callable[[Hierarchy], Any]) -> list[Any]:
+    """What `body` returns on each rank of a gloo hierarchy of these sizes, in rank order."""
+    levels = make_levels(sizes)
+    with tempfile.TemporaryDirectory() as folder:
+
+        def rank_body() -> int:
+            identity = identify(os.environ)
+            with join(identity, levels, torch.device("cpu"), timeout_seconds=60) as hierarchy:
+                result = body(hierarchy)
+            Path(folder, str(identity.rank)).write_bytes(pickle.dumps(result))
+            return 0
+
+        code = fork_ranks(levels.ranks, rank_body)
+        assert code == 0, f"a rank ended with code {code}; its traceback is above"
+        return [pickle.loads(Path(folder, str(r)).read_bytes()) for r in range(levels.ranks)]
