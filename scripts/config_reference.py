@@ -1,0 +1,199 @@
+"""Write docs/configuration.md from the dataclasses in megafrontier/config/schema.py.
+
+    python scripts/config_reference.py            write the file
+    python scripts/config_reference.py --check    exit 1 when the file is stale
+
+Only the source is parsed: it takes no import of the package, and the text between the fields,
+which Python itself throws away, is there.
+"""
+
+import argparse
+import ast
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SCHEMA = ROOT / "megafrontier" / "config" / "schema.py"
+REFERENCE = ROOT / "docs" / "configuration.md"
+
+HEAD = """\
+<!-- Written by scripts/config_reference.py from megafrontier/config/schema.py; do not edit. -->
+
+# Configuration
+
+A run is described by one YAML file and changed on the command line:
+
+```
+megafrontier train configs/quickstart.yaml train.steps=200 optimizer.lr=1e-3
+```
+
+- **Keys.** Every key below has its default; a file names only what differs. An unknown key, a
+  value of the wrong type, and values that do not fit each other are refused in one line that
+  names the key, the value and what would fit, before any process starts.
+- **Inheritance.** `defaults: other.yaml` at the top of a file, relative to that file, reads the
+  other one first; this file's keys win. Sections are merged, lists are replaced whole. The other
+  file may inherit in turn.
+- **Overrides.** `key=value` on the command line wins over every file; the value is YAML, so
+  `data.skip=[[100,120]]` and `model.kv_heads=null` work (quote them for the shell). Items of a
+  list are reached by index: `data.train[0].weight=2`.
+- **References.** `${run.name}` stands for another key's value, `${oc.env:SCRATCH}` for an
+  environment variable.
+- **Machines.** `machine` is a name from `configs/machines/` (in the current directory, then among
+  those that come along), the path of such a file, or its content inline. Only the outermost level
+  may leave its `size` open. `machine.levels.world.size=16` changes one value of a named machine.
+- **What ran.** The run directory holds `config.yaml` with every key and every reference resolved.
+
+"""
+
+
+@dataclass
+class Option:
+    """One field of a dataclass, as source text."""
+
+    name: str
+    kind: str
+    default: str
+    text: str
+
+
+Sections = dict[str, list[Option]]
+
+
+def read_sections(source: str) -> Sections:
+    """The fields of every class in `source`, with the docstring that follows each."""
+    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    return {node.name: _options(node) for node in classes}
+
+
+def _options(node: ast.ClassDef) -> list[Option]:
+    followers = [*node.body[1:], ast.Pass()]
+    return [
+        Option(
+            name=ast.unparse(statement.target),
+            kind=ast.unparse(statement.annotation),
+            default=_default(statement.value),
+            text=_docstring(follower),
+        )
+        for statement, follower in zip(node.body, followers, strict=True)
+        if isinstance(statement, ast.AnnAssign)
+    ]
+
+
+def _docstring(node: ast.stmt) -> str:
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return " ".join(str(node.value.value).split())
+    return ""
+
+
+def _default(value: ast.expr | None) -> str:
+    """The default as it would stand in YAML."""
+    if isinstance(value, ast.Call):  # field(default_factory=…)
+        factory = value.keywords[0].value
+        if isinstance(factory, ast.Lambda):
+            return _yaml(ast.literal_eval(factory.body))
+        return {"list": "[]", "dict": "{}"}.get(ast.unparse(factory), "")
+    return "" if value is None else _yaml(ast.literal_eval(value))
+
+
+def _yaml(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_yaml(part) for part in value)}]"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return str(value) or '""'
+
+
+def write_reference(sections: Sections) -> str:
+    """The whole page, one table a section, in the order of `Config`."""
+    top = [option for option in sections["Config"] if option.kind not in sections]
+    nested = [option for option in sections["Config"] if option.kind in sections]
+    pages = [HEAD, _table("Top level", "", top, sections)]
+    pages += [_section(option.name, option.kind, sections) for option in nested]
+    pages.append(_section("machine", "MachineConfig", sections))
+    return "\n".join(pages)
+
+
+def _section(path: str, kind: str, sections: Sections) -> str:
+    """The table of one class, then those of the classes its fields hold."""
+    tables = [
+        _section(f"{path}.{option.name}{_index(option.kind)}", inner, sections)
+        for option in sections[kind]
+        if (inner := _inner(option.kind, sections))
+    ]
+    return "\n".join([_table(f"`{path}`", path, sections[kind], sections), *tables])
+
+
+def _inner(kind: str, sections: Sections) -> str:
+    """The class that a field's type holds, as CorpusConfig in list[CorpusConfig]."""
+    return next((name for name in sections if name in kind), "")
+
+
+def _index(kind: str) -> str:
+    if kind.startswith("list"):
+        return "[N]"
+    return ".LEVEL" if kind.startswith("dict") else ""
+
+
+def _table(title: str, path: str, options: list[Option], sections: Sections) -> str:
+    rows = [f"## {title}\n", "| key | type | default | |", "|---|---|---|---|"]
+    for option in options:
+        key = f"{path}.{option.name}" if path else option.name
+        inner = _inner(option.kind, sections)
+        kind = "section below" if inner == option.kind else _kind(option.kind, inner)
+        default = f"`{option.default}`" if option.default else ""
+        rows.append(f"| `{key}` | {kind} | {default} | {_cell(option.text)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _kind(kind: str, inner: str) -> str:
+    """A Python type in a reader's words."""
+    optional = kind.endswith(" | None")
+    kind = kind.removesuffix(" | None")
+    if inner:
+        words = f"{'list' if kind.startswith('list') else 'keys'} of sections below"
+    elif "Literal" in kind:
+        choices = ast.literal_eval(f"({kind[kind.index('Literal[') + 8 :].rstrip(']')},)")
+        words = ("list of " if kind.startswith("list") else "") + ", ".join(
+            f"`{choice}`" for choice in choices
+        )
+    else:
+        words = _WORDS.get(kind, kind)
+    return f"{words} or `null`" if optional else words
+
+
+_WORDS = {
+    "str": "text",
+    "int": "integer",
+    "float": "number",
+    "bool": "`true`, `false`",
+    "Any": "text or section below",
+    "list[float]": "list of numbers",
+    "list[list[int]]": "list of [from, to]",
+    "tuple[float, float]": "two numbers",
+    "dict[str, str]": "`{LEVEL: FORMAT}`",
+}
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def main() -> int:
+    """Write the page, or with --check compare it. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="only compare, exit 1 when stale")
+    arguments = parser.parse_args()
+    page = write_reference(read_sections(SCHEMA.read_text(encoding="utf-8")))
+    if not arguments.check:
+        REFERENCE.parent.mkdir(exist_ok=True)
+        REFERENCE.write_text(page, encoding="utf-8")
+    elif not REFERENCE.is_file() or REFERENCE.read_text(encoding="utf-8") != page:
+        name = REFERENCE.relative_to(ROOT)
+        print(f"{name} is stale: run python scripts/config_reference.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
