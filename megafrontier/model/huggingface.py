@@ -1,0 +1,281 @@
+"""A model as a Hugging Face folder, and a Hugging Face folder as a model.
+
+Only config.json and safetensors are read: no code and no pickle. Neither way imports
+`transformers`.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megafrontier.config import Config, ModelConfig, check
+from megafrontier.errors import UserError
+from megafrontier.model.families import Family, Settings, family_for, family_of
+from megafrontier.model.families.base import HEAD, Translation
+from megafrontier.model.gpt import parameter_shapes
+
+SHARD_BYTES = 4 * 1024**3
+"""Larger models are split into files of about this size."""
+
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+_DERIVED = (*_BUFFERS, "rotary_emb.inv_freq")
+"""Ends of names under which old files keep causal masks and rotary tables."""
+
+
+class SavedTokenizer(Protocol):
+    """A tokenizer that can write its files into a folder."""
+
+    @property
+    def eod(self) -> int:
+        """Id that ends a document."""
+
+    def save(self, folder: Path) -> None:
+        """Write the files that `transformers` loads it from."""
+
+
+def export_model(
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    out: Path,
+    tokenizer: SavedTokenizer | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> str:
+    """Write config.json, safetensors and the tokenizer's files; returns the architecture's name.
+
+    `weights` holds GPT's parameters by name; it is asked for one at a time and may load them
+    lazily. The folder appears whole or not at all. Padded token ids are cut off; a model without
+    biases becomes one with zero biases where its family always has them.
+
+    Raises UserError when no family can express the model, when a weight is missing or has
+    another shape, when `out` is not empty, or cannot be written.
+    """
+    family = family_for(config)
+    with _new_folder(out) as folder:
+        _write_weights(_exported(config, family, weights, dtype), folder)
+        written = _config_json(config, family, tokenizer, dtype)
+        (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+        if tokenizer is not None:
+            tokenizer.save(folder)
+    return family.architecture
+
+
+def import_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """The model in a Hugging Face folder: its config, and GPT's parameters by name.
+
+    Tensors come in the type they are stored in; rows of padded token ids are zero. Raises
+    UserError for anything missing, damaged, or beyond what GPT does.
+    """
+    path = folder / "config.json"
+    settings = Settings(path, _read_json(path))
+    family = family_of(settings)
+    config = family.read_config(settings)
+    try:
+        check(Config(model=config))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    files = _TensorFiles(folder, family)
+    weights = {}
+    for translation in family.tensors(config):
+        weights[translation.ours] = _load(translation, files)
+    files.refuse_unread(config)
+    shapes = parameter_shapes(config)
+    for name, tensor in weights.items():
+        if tuple(tensor.shape) != shapes[name]:
+            raise UserError(f"{folder}: {name}: shape {list(tensor.shape)}, need {shapes[name]}")
+    return config, {name: weights[name] for name in shapes}
+
+
+def _config_json(
+    config: ModelConfig, family: Family, tokenizer: SavedTokenizer | None, dtype: torch.dtype
+) -> dict[str, Any]:
+    # Without this, transformers would fill in ids of the family's own tokenizer.
+    end = None if tokenizer is None else tokenizer.eod
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **family.write_config(config),
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": end,
+        "eos_token_id": end,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def _exported(
+    config: ModelConfig, family: Family, weights: Mapping[str, Tensor], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """The family's tensors under the names of its files, one at a time."""
+    shapes = parameter_shapes(replace(config, bias=True))
+    for translation in family.tensors(config):
+        ours = _weight(config, weights, translation.ours, shapes[translation.ours])
+        for theirs, tensor in zip(translation.theirs, translation.export(ours), strict=True):
+            name = family.head if theirs == HEAD else family.prefix + theirs
+            # A copy of its own: safetensors refuses tensors that share memory.
+            yield name, tensor.detach().to("cpu", dtype, copy=True).contiguous()
+
+
+def _weight(
+    config: ModelConfig, weights: Mapping[str, Tensor], name: str, shape: tuple[int, ...]
+) -> Tensor:
+    if name.endswith(".bias") and "norm" not in name and not config.bias:
+        return torch.zeros(shape)
+    if name not in weights:
+        raise UserError(f"weights: {name}: missing, need a tensor of shape {list(shape)}")
+    tensor = weights[name]
+    if tuple(tensor.shape) != shape:
+        raise UserError(f"weights: {name}: shape {list(tensor.shape)}, need {list(shape)}")
+    return tensor
+
+
+def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
+    """One model.safetensors, or several and their index, of about SHARD_BYTES each."""
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total = size = 0
+
+    def flush() -> None:
+        save_file(pending, folder / f"{len(shards)}.part", metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+
+    for name, tensor in tensors:
+        if pending and size + tensor.nbytes > SHARD_BYTES:
+            flush()
+            size = 0
+        pending[name] = tensor
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    flush()
+    _name_shards(shards, total, folder)
+
+
+def _name_shards(shards: list[list[str]], total_bytes: int, folder: Path) -> None:
+    """Give the parts their final names, which hold how many there are."""
+    if len(shards) == 1:
+        (folder / "0.part").rename(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for i, names in enumerate(shards):
+        final = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        (folder / f"{i}.part").rename(folder / final)
+        weight_map.update(dict.fromkeys(names, final))
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `out` when everything went well, and vanishes if not."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out}: exists and is not an empty folder; choose another --out")
+    folder = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        folder.mkdir(parents=True)
+        yield folder
+        folder.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{out}: cannot write: {error}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _TensorFiles:
+    """The tensors of a folder by the family's names, read when asked for."""
+
+    def __init__(self, folder: Path, family: Family) -> None:
+        self.folder, self._family = folder, family
+        self._files: dict[str, Path] = {}
+        self._names: dict[str, str] = {}
+        self._read: set[str] = set()
+        for path in _safetensors_in(folder):
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118 - not a dictionary
+                    self._names[self._canonical(name)] = name
+                    self._files[self._canonical(name)] = path
+
+    def get(self, name: str) -> Tensor:
+        """One tensor. Raises UserError when it is missing, damaged, or holds no floats."""
+        if name not in self._files:
+            raise UserError(f"{self.folder}: tensor {self._spelled(name)}: missing")
+        self._read.add(name)
+        with _opened(self._files[name]) as file:
+            tensor: Tensor = file.get_tensor(self._names[name])
+        if not tensor.is_floating_point():
+            found = f"{self.folder}: tensor {self._names[name]}: type {tensor.dtype}"
+            raise UserError(f"{found}, need floating point")
+        return tensor
+
+    def refuse_unread(self, config: ModelConfig) -> None:
+        """Raise UserError if a tensor was left over: then this is not the model it says it is."""
+        for name in sorted(self._files.keys() - self._read):
+            if name.endswith(_DERIVED) or (name == HEAD and config.tie_embeddings):
+                continue
+            found = f"{self._files[name]}: tensor {self._names[name]}"
+            raise UserError(f"{found}: not part of a {self._family.architecture}")
+
+    def _canonical(self, name: str) -> str:
+        # transformers 5 calls every head lm_head, 4 and its files GPT-NeoX's embed_out.
+        if name in ("lm_head.weight", "embed_out.weight"):
+            return HEAD
+        return name.removeprefix(self._family.prefix)
+
+    def _spelled(self, name: str) -> str:
+        return self._family.head if name == HEAD else self._family.prefix + name
+
+
+def _load(translation: Translation, files: _TensorFiles) -> Tensor:
+    tensors = [files.get(name) for name in translation.theirs]
+    try:
+        return translation.load(tensors).contiguous()
+    except (RuntimeError, ValueError) as error:
+        names = ", ".join(translation.theirs)
+        raise UserError(
+            f"{files.folder}: tensor {names}: not as config.json says: {error}"
+        ) from error
+
+
+def _safetensors_in(folder: Path) -> list[Path]:
+    """The weight files of a folder. Raises UserError when there are none, or one is missing."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UserError(f"{index}: weight_map: missing, need tensor names and their files")
+        names = sorted({str(name) for name in weight_map.values()})
+    else:
+        names = ["model.safetensors"]
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise UserError(f"{folder / name}: missing; weights are read from safetensors only")
+    return [folder / name for name in names]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: not a whole safetensors file: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: expected keys and values at the top")
+    return values

@@ -1,0 +1,323 @@
+"""Models go to `transformers` and come back, and what cannot is refused by name."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from megafrontier.errors import UserError
+from megafrontier.model import huggingface
+from megafrontier.model.gpt import GPT
+from megafrontier.model.huggingface import export_model, import_model
+
+ROTARY = {"rope_type": "default", "rope_theta": 5000.0}
+FOREIGN = {
+    "gpt2": transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=24, vocab_size=50),
+    "gpt2 untied, exact gelu": transformers.GPT2Config(
+        n_embd=24,
+        n_layer=1,
+        n_head=2,
+        n_inner=40,
+        n_positions=24,
+        vocab_size=50,
+        activation_function="gelu",
+        tie_word_embeddings=False,
+    ),
+    "neox parallel": transformers.GPTNeoXConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=72,
+        max_position_embeddings=24,
+        vocab_size=50,
+        rope_parameters={**ROTARY, "partial_rotary_factor": 0.25},
+    ),
+    "neox sequential, tied, whole heads turn": transformers.GPTNeoXConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=128,
+        max_position_embeddings=24,
+        vocab_size=50,
+        hidden_act="gelu_fast",
+        use_parallel_residual=False,
+        tie_word_embeddings=True,
+        rope_parameters={**ROTARY, "partial_rotary_factor": 1.0},
+    ),
+    "llama": transformers.LlamaConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=88,
+        max_position_embeddings=24,
+        vocab_size=50,
+        rope_parameters=ROTARY,
+    ),
+    "llama grouped, tied, biases, wide heads": transformers.LlamaConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=88,
+        max_position_embeddings=24,
+        vocab_size=50,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters=ROTARY,
+    ),
+}
+ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "neox": "GPTNeoXForCausalLM", "llama": "Llama"}
+
+
+def theirs_at(folder):
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, dtype=torch.float32
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    return model.eval()
+
+
+def assert_same_logits(ours, theirs, tokens):
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=1e-4)
+    assert expected.std() > 0.1, "logits of 0 would agree whatever the model"
+
+
+def loaded(config, weights):
+    model = GPT(config)
+    model.load_state_dict(weights)
+    return model.eval()
+
+
+@pytest.fixture
+def exported(make_config, make_model, tmp_path):
+    """A GPT-2 on disk."""
+    config = make_config()
+    export_model(config, make_model(config).state_dict(), tmp_path / "out")
+    return tmp_path / "out"
+
+
+def test_exported_logits_are_transformers(shape, make_model, tokens, tmp_path, request):
+    model = make_model(shape)
+    architecture = export_model(shape, model.state_dict(), tmp_path / "out")
+    family = request.node.callspec.id.split()[0]
+    assert architecture.startswith(ARCHITECTURES[family])
+    theirs = theirs_at(tmp_path / "out")
+    assert type(theirs).__name__ == architecture
+    assert_same_logits(model, theirs, tokens)
+
+
+@pytest.mark.parametrize("config", FOREIGN.values(), ids=FOREIGN.keys())
+def test_imported_logits_are_transformers(config, tokens, tmp_path):
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, 0.1, 0.2)
+    theirs.save_pretrained(tmp_path)
+    assert_same_logits(loaded(*import_model(tmp_path)), theirs, tokens)
+
+
+def test_there_and_back_is_the_same_model(shape, make_model, tmp_path):
+    shape.vocab_multiple = 128
+    weights = make_model(shape).state_dict()
+    for name in ("embedding.tokens.weight", "head.output.weight"):
+        if name in weights:
+            weights[name][shape.vocab_size :] = 0
+    export_model(shape, weights, tmp_path / "out")
+    config, back = import_model(tmp_path / "out")
+    assert list(back) == list(weights)
+    assert all(torch.equal(back[name], weights[name]) for name in weights)
+    sizes = {"ffn_hidden": config.ffn_hidden, "kv_heads": config.kv_heads}
+    assert config == replace(shape, **sizes, init=config.init)
+
+
+@pytest.mark.parametrize("position", ["learned", "rotary"])
+def test_a_model_without_biases_exports_where_families_have_them(
+    position, make_config, make_model, tokens, tmp_path
+):
+    config = make_config(bias=False, position=position, rotary_fraction=0.5)
+    model = make_model(config)
+    export_model(config, model.state_dict(), tmp_path / "out")
+    assert_same_logits(model, theirs_at(tmp_path / "out"), tokens)
+    assert_same_logits(loaded(*import_model(tmp_path / "out")), theirs_at(tmp_path / "out"), tokens)
+
+
+def test_a_fraction_that_rounds_up_turns_as_many_dimensions_there(
+    make_config, make_model, tokens, tmp_path
+):
+    """0.24 of 8 dimensions is 1.92: 2 by our rounding, 1 by that of transformers."""
+    config = make_config(position="rotary", rotary_fraction=0.24)
+    model = make_model(config)
+    export_model(config, model.state_dict(), tmp_path / "out")
+    assert_same_logits(model, theirs_at(tmp_path / "out"), tokens)
+    assert_same_logits(loaded(*import_model(tmp_path / "out")), theirs_at(tmp_path / "out"), tokens)
+
+
+def test_large_models_are_split_and_indexed(shape, make_model, tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", 20_000)
+    model = make_model(shape)
+    export_model(shape, model.state_dict(), tmp_path / "out")
+    files = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    assert len(files) > 1
+    assert_same_logits(model, theirs_at(tmp_path / "out"), tokens)
+    assert_same_logits(loaded(*import_model(tmp_path / "out")), theirs_at(tmp_path / "out"), tokens)
+
+
+def test_base_models_old_names_and_derived_buffers_are_understood(exported, make_config, tokens):
+    """The files of `openai-community/gpt2`: no prefix, and causal masks among the weights."""
+    path = exported / "model.safetensors"
+    before = loaded(*import_model(exported))
+    stored = {k.removeprefix("transformer."): v for k, v in load_file(path).items()}
+    save_file({**stored, "h.0.attn.bias": torch.ones(1, 1, 24, 24)}, path)
+    after = loaded(*import_model(exported))
+    torch.testing.assert_close(after(tokens), before(tokens), rtol=0, atol=0)
+
+
+def test_weights_are_taken_one_at_a_time(make_config, make_model, tmp_path):
+    """So that a checkpoint larger than memory can be exported."""
+    config = make_config()
+    stored = make_model(config).state_dict()
+    asked = []
+
+    class Lazy(Mapping):
+        def __getitem__(self, name):
+            asked.append(name)
+            return stored[name]
+
+        def __contains__(self, name):
+            return name in stored
+
+        def __iter__(self):
+            raise AssertionError("nobody needs all names")
+
+        def __len__(self):
+            return len(stored)
+
+    export_model(config, Lazy(), tmp_path / "out")
+    assert sorted(asked) == sorted(stored)
+
+
+def test_type_tokenizer_and_end_of_document_are_written(make_config, make_model, tmp_path):
+    class Tokenizer:
+        eod = 7
+
+        def save(self, folder):
+            (folder / "tokenizer.json").write_text("{}")
+
+    config = make_config()
+    weights = make_model(config).state_dict()
+    export_model(config, weights, tmp_path / "out", Tokenizer(), torch.bfloat16)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 7
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert {t.dtype for t in stored.values()} == {torch.bfloat16}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert theirs.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm": "rmsnorm"}, "model.norm: rmsnorm .* GPT2LMHeadModel, which needs layernorm"),
+        ({"activation": "swiglu"}, "model.activation: swiglu .* needs gelu or gelu_tanh"),
+        ({"parallel_residual": True}, "model.parallel_residual: True .* needs False"),
+        ({"kv_heads": 2}, "model.kv_heads: 2 .* needs 4"),
+        ({"position": "rotary", "head_size": 16}, "model.head_size: 16 .* GPTNeoX.* needs 8"),
+        (
+            {"position": "rotary", "norm": "rmsnorm"},
+            "model.activation: gelu .* LlamaForCausalLM, which needs swiglu",
+        ),
+        (
+            {
+                "position": "rotary",
+                "norm": "rmsnorm",
+                "activation": "swiglu",
+                "rotary_fraction": 0.5,
+            },
+            "model.rotary_fraction: 0.5 .* needs 1.0",
+        ),
+    ],
+)
+def test_what_no_family_can_express_is_refused_by_name(changes, message, make_config, tmp_path):
+    with pytest.raises(UserError, match=message):
+        export_model(make_config(**changes), {}, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_or_misshapen_weight_leaves_nothing_behind(make_config, make_model, tmp_path):
+    config = make_config()
+    weights = make_model(config).state_dict()
+    missing = {k: v for k, v in weights.items() if k != "blocks.1.mlp.up.weight"}
+    with pytest.raises(UserError, match=r"blocks.1.mlp.up.weight: missing"):
+        export_model(config, missing, tmp_path / "out")
+    weights["blocks.1.mlp.up.weight"] = torch.zeros(3, 3)
+    with pytest.raises(
+        UserError, match=r"blocks.1.mlp.up.weight: shape \[3, 3\], need \[128, 32\]"
+    ):
+        export_model(config, weights, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_occupied_folder_is_not_overwritten(exported, make_config):
+    before = (exported / "config.json").read_bytes()
+    with pytest.raises(UserError, match="not an empty folder"):
+        export_model(make_config(), {}, exported)
+    assert (exported / "config.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "bert"}, "model_type: 'bert', need 'gpt2' or 'gpt_neox' or 'llama'"),
+        ({"n_embd": "wide"}, "n_embd: 'wide', need a number"),
+        ({"n_head": 5}, "model.heads: 5"),
+        ({"n_layer": 3}, "transformer.h.2.ln_1.weight: missing"),
+        ({"n_layer": 1}, "transformer.h.1.* not part of a GPT2LMHeadModel"),
+        ({"vocab_size": 49}, "wte.weight: .*50 rows, need vocab_size"),
+        ({"n_positions": 25}, r"embedding.positions.weight: shape \[24, 32\], need \(25, 32\)"),
+        ({"activation_function": "relu"}, "activation_function: 'relu', need"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: True"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused_by_key(exported, change, message):
+    path = exported / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(UserError, match=message):
+        import_model(exported)
+
+
+def test_scaled_rotary_frequencies_are_refused(make_config, make_model, tmp_path):
+    config = make_config(position="rotary")
+    export_model(config, make_model(config).state_dict(), tmp_path / "out")
+    path = tmp_path / "out" / "config.json"
+    values = json.loads(path.read_text())
+    for scaled in ({"rope_type": "yarn", "factor": 4.0}, {"type": "linear", "factor": 2.0}):
+        path.write_text(json.dumps({**values, "rope_parameters": None, "rope_scaling": scaled}))
+        with pytest.raises(UserError, match=r"type: '(yarn|linear)', need 'default'"):
+            import_model(tmp_path / "out")
+
+
+def test_damaged_folders_are_refused_by_file(exported, tmp_path):
+    weights = exported / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"model.safetensors: not a whole safetensors file"):
+        import_model(exported)
+    weights.unlink()
+    (exported / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(UserError, match="weights are read from safetensors only"):
+        import_model(exported)
+    (exported / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config.json: not valid JSON"):
+        import_model(exported)
+    with pytest.raises(UserError, match=r"config.json: cannot read: No such file"):
+        import_model(tmp_path / "nowhere")
