@@ -1,0 +1,147 @@
+"""Text comes out a token at a time, the same as without a cache, from the right distribution."""
+
+from itertools import islice
+
+import pytest
+import torch
+
+from megafrontier.errors import UserError
+from megafrontier.model.generate import (
+    KVCache,
+    generate,
+    next_token_probabilities,
+    stream_text,
+)
+from megafrontier.model.huggingface import export_model
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+@pytest.mark.parametrize("pieces", [[24], [1] * 24, [5, 1, 1, 7, 10]])
+def test_cached_logits_are_the_uncached_ones(shape, pieces, make_model, tokens):
+    model = make_model(shape)
+    cache = KVCache(shape, batch=2)
+    with torch.no_grad():
+        logits = torch.cat([model(part, cache=cache) for part in tokens.split(pieces, 1)], 1)
+        torch.testing.assert_close(logits, model(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_greedy_text_is_that_of_transformers(shape, make_model, tmp_path):
+    import transformers
+
+    model = make_model(shape)
+    export_model(shape, model.state_dict(), tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    expected = theirs.generate(torch.tensor([PROMPT]), max_new_tokens=15, do_sample=False)
+    found = list(generate(model, PROMPT, max_new_tokens=15, temperature=0))
+    assert found == expected[0, len(PROMPT) :].tolist()
+
+
+def test_a_seed_gives_the_same_text_and_another_seed_another(make_config, make_model):
+    model = make_model(make_config())
+
+    def text(seed):
+        return list(generate(model, PROMPT, max_new_tokens=15, seed=seed))
+
+    assert text(1) == text(1) != text(2)
+    assert len({tuple(text(None)) for _ in range(3)}) > 1
+
+
+def test_stops_at_the_sequence_length_the_count_and_the_stop_token(make_config, make_model):
+    model = make_model(make_config())
+    greedy = list(generate(model, PROMPT, max_new_tokens=1000, temperature=0))
+    assert len(PROMPT) + len(greedy) == model.config.sequence_length
+    assert list(generate(model, PROMPT, max_new_tokens=3, temperature=0)) == greedy[:3]
+    stop = greedy[4]
+    stopped = list(generate(model, PROMPT, max_new_tokens=1000, temperature=0, stop=stop))
+    assert stopped == greedy[: greedy.index(stop)]
+
+
+def test_tokens_come_one_by_one_and_leave_the_callers_modes_alone(make_config, make_model):
+    model = make_model(make_config(dropout=0.5)).train()
+    tokens = generate(model, PROMPT, max_new_tokens=15, temperature=0)
+    forwards = []
+    model.register_forward_hook(lambda *_: forwards.append(1))
+    first = next(tokens)
+    assert len(forwards) == 1
+    assert torch.is_grad_enabled()
+    tokens.close()
+    assert model.training
+    again = list(islice(generate(model, PROMPT, max_new_tokens=15, temperature=0), 1))
+    assert again == [first], "dropout must be off"
+
+
+def test_probabilities_keep_just_the_likeliest():
+    base = torch.tensor([0.05, 0.4, 0.25, 0.2, 0.1])
+    logits = base.log() + 3
+
+    def close(found, expected):
+        torch.testing.assert_close(
+            found, torch.tensor(expected, dtype=torch.float32), rtol=1e-5, atol=1e-7
+        )
+
+    close(next_token_probabilities(logits), base.tolist())
+    close(next_token_probabilities(logits, top_k=2), [0, 0.4 / 0.65, 0.25 / 0.65, 0, 0])
+    close(next_token_probabilities(logits, top_k=9), base.tolist())
+    close(next_token_probabilities(logits, top_p=0.6), [0, 0.4 / 0.65, 0.25 / 0.65, 0, 0])
+    close(next_token_probabilities(logits, top_p=0.7), [0, 0.4 / 0.85, 0.25 / 0.85, 0.2 / 0.85, 0])
+    close(next_token_probabilities(logits, top_p=0.01), [0, 1, 0, 0, 0])
+    close(next_token_probabilities(logits, top_k=2, top_p=0.61), [0, 1, 0, 0, 0])
+    squared = (base**2 / (base**2).sum()).tolist()
+    close(next_token_probabilities(logits, temperature=0.5), squared)
+
+
+def test_tiny_temperatures_do_not_overflow():
+    probabilities = next_token_probabilities(torch.tensor([1e3, 2e3, -1e3]), temperature=1e-37)
+    assert probabilities.tolist() == [0, 1, 0]
+
+
+def test_sampled_tokens_follow_the_probabilities(make_config, make_model):
+    """4000 first tokens against their exact distribution: chi-square below its 99.9 % point."""
+    model = make_model(make_config(vocab_size=6, vocab_multiple=1))
+    with torch.no_grad():
+        exact = next_token_probabilities(model(torch.tensor([[3, 1]]))[0, -1], 2.0, 4)
+    draws = torch.tensor(
+        [
+            next(generate(model, [3, 1], max_new_tokens=1, temperature=2.0, top_k=4, seed=i))
+            for i in range(4000)
+        ]
+    )
+    counts = torch.bincount(draws, minlength=6)
+    kept = exact > 0
+    assert kept.sum() == 4
+    assert not counts[~kept].any()
+    expected = exact[kept] * 4000
+    assert ((counts[kept] - expected) ** 2 / expected).sum() < 16.27
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": []}, "prompt: no tokens"),
+        ({"prompt": [1] * 24}, "prompt: 24 tokens, at most 23"),
+        ({"prompt": [1, 50]}, "prompt: token 50, need 0 to 49"),
+        ({"temperature": -1.0}, "temperature: -1.0, need 0 or more"),
+        ({"top_p": 0.0}, "top_p: 0.0, need more than 0"),
+        ({"top_k": -1}, "top_k: -1"),
+        ({"max_new_tokens": -1}, "max_new_tokens: -1"),
+    ],
+)
+def test_bad_input_is_refused_at_once(changes, message, make_config, make_model):
+    arguments = {"prompt": PROMPT, "max_new_tokens": 3, **changes}
+    with pytest.raises(UserError, match=message):
+        generate(make_model(make_config()), **arguments)
+
+
+def test_streamed_text_has_no_half_characters():
+    text = "naïve 🎉 日本"
+    pieces = list(stream_text(iter(text.encode()), lambda b: bytes(b).decode(errors="replace")))
+    assert pieces == list(text)
+
+
+def test_bytes_that_never_become_a_character_are_shown():
+    def decode(tokens):
+        return bytes(tokens).decode(errors="replace")
+
+    assert "".join(stream_text(iter(b"a\xf0\x9fb"), decode)) == "a\ufffdb"
+    assert "".join(stream_text(iter(b"ab\xf0\x9f"), decode)) == "ab\ufffd"
