@@ -1,0 +1,1 @@
+"""From text to batches: tokenizers, corpora on disk, and the order in which they are read."""

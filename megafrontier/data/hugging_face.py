@@ -1,0 +1,79 @@
+"""A SentencePiece model written again as a fast tokenizer that `transformers` loads."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def save_fast_tokenizer(model: Any, eod: int, lossless: bool, folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json of a SentencePieceProcessor into `folder`.
+
+    `lossless` says that it came from `megafrontier tokenizer`, whose rules are known exactly; any
+    other model is left to `transformers`' own conversion of tokenizer.model, already there.
+    """
+    config: dict[str, Any] = {"eos_token": model.id_to_piece(eod)}
+    if lossless:
+        fast = _fast_tokenizer(model)
+        fast.add_special_tokens([_special(config["eos_token"])])
+        fast.save(str(folder / "tokenizer.json"))
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    else:
+        config["tokenizer_class"] = "LlamaTokenizer"
+    config["clean_up_tokenization_spaces"] = False
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _special(piece: str) -> Any:
+    from tokenizers import AddedToken
+
+    return AddedToken(piece, special=True, normalized=False)
+
+
+def _fast_tokenizer(model: Any) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+
+    fast = Tokenizer(_fast_model(model))
+    fast.normalizer = normalizers.Replace(" ", "▁")
+    user_defined = Regex("\n|\t")
+    fast.pre_tokenizer = pre_tokenizers.Split(user_defined, "isolated")
+    fast.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return fast
+
+
+def _fast_model(model: Any) -> Any:
+    from tokenizers import models
+
+    pieces = [model.id_to_piece(i) for i in range(model.get_piece_size())]
+    scores = [model.get_score(i) for i in range(len(pieces))]
+    unknown = pieces[model.unk_id()]
+    # BPE's scores are minus the rank of the merge; unigram's are logarithms of a probability.
+    if _is_bpe(model, scores):
+        ids = {piece: i for i, piece in enumerate(pieces)}
+        merges = [pair for _, pair in sorted(_merges(model, ids), key=lambda merge: merge[0])]
+        return models.BPE(vocab=ids, merges=merges, byte_fallback=True, unk_token=unknown)
+    scored = list(zip(pieces, scores, strict=True))
+    return models.Unigram(scored, unk_id=model.unk_id(), byte_fallback=True)
+
+
+def _is_bpe(model: Any, scores: list[float]) -> bool:
+    plain = [s for i, s in enumerate(scores) if _is_plain(model, i)]
+    return all(score == -rank for rank, score in enumerate(plain))
+
+
+def _is_plain(model: Any, i: int) -> bool:
+    special = model.is_byte(i) or model.is_control(i) or model.is_unknown(i)
+    return not special and model.id_to_piece(i) not in ("\n", "\t")
+
+
+def _merges(model: Any, ids: dict[str, int]) -> Iterator[tuple[tuple, tuple[str, str]]]:
+    """((rank of the piece, ids of its halves), its halves) for every way to merge two pieces."""
+    for piece, i in ids.items():
+        if not _is_plain(model, i):
+            continue
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in ids and right in ids:
+                yield (-model.get_score(i), ids[left], ids[right]), (left, right)

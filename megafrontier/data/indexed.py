@@ -1,0 +1,160 @@
+"""A corpus on disk in Megatron's indexed format: PREFIX.bin (tokens) and PREFIX.idx (where).
+
+The .idx is: b"MMIDIDX\\0\\0", uint64 version, uint8 dtype code, uint64 sequences, uint64 entries of
+the document index, int32 tokens of each sequence, int64 byte offset of each sequence in the .bin,
+int64 document index (the first sequence of each document, and the number of sequences at the end).
+Little endian, no padding. `docs/data-format.md` tells the rest.
+"""
+
+import mmap
+import struct
+from bisect import bisect_right
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megafrontier.errors import UserError
+
+HEADER = struct.Struct("<9sQBQQ")
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+DTYPES: dict[int, np.dtype] = {
+    1: np.dtype(np.uint8),
+    2: np.dtype(np.int8),
+    3: np.dtype(np.int16),
+    4: np.dtype(np.int32),
+    5: np.dtype(np.int64),
+    8: np.dtype(np.uint16),
+}
+"""Dtype codes of token ids; 6 and 7 are the floating-point types, which no token has."""
+
+
+def bin_path(prefix: str | Path) -> Path:
+    """PREFIX.bin."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    """PREFIX.idx."""
+    return Path(f"{prefix}.idx")
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The type Megatron stores ids of such a vocabulary in: uint16 below 65500, else int32."""
+    return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
+
+
+def dtype_code(dtype: np.dtype) -> int:
+    """Megatron's code of a token type."""
+    return next(code for code, known in DTYPES.items() if known == dtype)
+
+
+class IndexedDataset:
+    """A memory-mapped corpus. Opening reads a few bytes only, whatever its size.
+
+    `tokens` are all tokens in the order of the .bin, `sizes` the tokens of each sequence [n],
+    `pointers` their byte offsets [n], `document_index` the first sequence of each document [d+1].
+
+    Raises UserError when a file is missing, foreign, truncated, or holds no token.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        idx = _map(idx_path(prefix))
+        self.dtype, sequences, entries = _read_header(idx_path(prefix), idx)
+        at = HEADER.size
+        self.sizes: NDArray[np.int32] = np.frombuffer(idx, "<i4", sequences, at)
+        at += 4 * sequences
+        self.pointers: NDArray[np.int64] = np.frombuffer(idx, "<i8", sequences, at)
+        at += 8 * sequences
+        self.document_index: NDArray[np.int64] = np.frombuffer(idx, "<i8", entries, at)
+        self._check_index()
+        data = _map(bin_path(prefix))
+        self._check_bin(len(data))
+        self.tokens: NDArray = np.frombuffer(data, self.dtype)
+
+    def __len__(self) -> int:
+        """Number of documents."""
+        return len(self.document_index) - 1
+
+    def document(self, number: int) -> NDArray:
+        """Tokens of one document [tokens], its sequences joined."""
+        return self.tokens[self.document_start(number) : self.document_start(number + 1)]
+
+    def document_start(self, number: int) -> int:
+        """Token at which document `number` starts; that of `len(self)` is the end of the .bin."""
+        sequence = int(self.document_index[number])
+        if sequence == len(self.pointers):
+            return len(self.tokens)
+        return int(self.pointers[sequence]) // self.dtype.itemsize
+
+    def document_starts(self, first: int, stop: int) -> NDArray[np.int64]:
+        """Tokens in [first, stop) at which a document starts, ascending [starts].
+
+        A binary search on the mapped index: no array of the corpus' length is ever made.
+        """
+        begin = bisect_right(range(len(self)), first - 1, key=self.document_start)
+        end = bisect_right(range(len(self)), stop - 1, lo=begin, key=self.document_start)
+        sequences = self.document_index[begin:end]
+        # Documents without a sequence at the very end of the corpus point behind the last one.
+        sequences = sequences[sequences < len(self.pointers)]
+        return self.pointers[sequences] // self.dtype.itemsize
+
+    def _check_index(self) -> None:
+        ends = int(self.document_index[0]), int(self.document_index[-1])
+        if ends != (0, len(self.sizes)):
+            raise UserError(
+                f"{idx_path(self.prefix)}: byte {HEADER.size + 12 * len(self.sizes)}: the document "
+                f"index runs from {ends[0]} to {ends[1]}, need 0 to {len(self.sizes)} sequences"
+            )
+
+    def _check_bin(self, length: int) -> None:
+        need = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize
+        if length == need:
+            return
+        path = bin_path(self.prefix)
+        if length < need:
+            raise UserError(
+                f"{path}: truncated at byte {length}, its .idx needs {need}; copy or prepare again"
+            )
+        raise UserError(f"{path}: {length} bytes, its .idx knows {need}; it is another corpus'")
+
+
+def _map(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the corpus: {error.strerror}") from error
+    except ValueError as error:  # mmap refuses to map nothing
+        raise UserError(f"{path}: empty at byte 0, need a corpus with tokens") from error
+
+
+def _read_header(path: Path, idx: mmap.mmap) -> tuple[np.dtype, int, int]:
+    """(token type, sequences, entries of the document index), checked against the file's size."""
+    if len(idx) < HEADER.size:
+        raise UserError(f"{path}: truncated at byte {len(idx)}, need a header of {HEADER.size}")
+    magic, version, code, sequences, entries = HEADER.unpack_from(idx)
+    if magic != MAGIC:
+        raise UserError(
+            f"{path}: byte 0: {magic!r} is no Megatron index, need {MAGIC!r}; "
+            "make one with `megafrontier prepare`"
+        )
+    if version != VERSION:
+        raise UserError(f"{path}: byte 9: index version {version}, need {VERSION}")
+    if code not in DTYPES:
+        raise UserError(f"{path}: byte 17: dtype code {code}, need an integer type {set(DTYPES)}")
+    _check_length(path, len(idx), sequences, entries)
+    return DTYPES[code], sequences, entries
+
+
+def _check_length(path: Path, length: int, sequences: int, entries: int) -> None:
+    need = HEADER.size + 12 * sequences + 8 * entries
+    if sequences == 0 or entries < 2:
+        raise UserError(f"{path}: byte 18: {sequences} sequences, need a corpus with at least one")
+    if length < need:
+        raise UserError(f"{path}: truncated at byte {length}, its header needs {need}")
+    # A multimodal corpus ends with one int8 mode for each sequence; text has no use for them.
+    if length not in (need, need + sequences):
+        raise UserError(f"{path}: {length} bytes, its header announces {need}; not this format")

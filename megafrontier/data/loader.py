@@ -1,0 +1,103 @@
+"""Hands a rank its micro-batches of each optimizer step, the next step's read in the background."""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from megafrontier.data.samples import Batch, Samples
+from megafrontier.errors import UserError
+
+
+def data_step(step: int, skip: Sequence[Sequence[int]]) -> int:
+    """The step of the data's own count that optimizer step `step` reads, when the data steps in
+    each range [from, to) of `skip` are left out. Both count from 0; ranges may overlap."""
+    for start, stop in _joined(skip):
+        if step < start:
+            break
+        step += stop - start
+    return step
+
+
+def _joined(ranges: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """The ranges in order, those that touch joined."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted((start, stop) for start, stop in ranges):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+class Loader:
+    """Micro-batches of the `dp_rank`-th of `dp_size` data-parallel ranks.
+
+    Of the `global_batch` samples of a step, rank d takes the d-th stretch and cuts it into
+    micro-batches in order; so the samples of a step, and their order, are the same at any number of
+    ranks and any micro-batch size. Keeps no state that a checkpoint would have to hold.
+    Raises UserError when the batch sizes do not divide.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        global_batch: int,
+        micro_batch: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        skip: Sequence[Sequence[int]] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        at_a_time = micro_batch * dp_size
+        if global_batch % at_a_time:
+            raise UserError(
+                f"train.global_batch: {global_batch}, need a multiple of {at_a_time} "
+                f"(train.micro_batch {micro_batch} x {dp_size} data-parallel ranks)"
+            )
+        self._samples = samples
+        self._global_batch, self._micro_batch = global_batch, micro_batch
+        self._first = dp_rank * (global_batch // dp_size)
+        self._skip = [list(pair) for pair in skip]
+        self._device = torch.device(device)
+        self.micro_batches = global_batch // at_a_time
+        """Micro-batches of one rank in a step."""
+        self._thread: ThreadPoolExecutor | None = None
+        self._process = os.getpid()
+        self._ahead: dict[int, Future[list[Batch]]] = {}
+
+    def first_sample(self, step: int) -> int:
+        """Global number of the first sample of optimizer step `step`, over all ranks."""
+        return data_step(step, self._skip) * self._global_batch
+
+    def step(self, step: int) -> list[Batch]:
+        """This rank's micro-batches of optimizer step `step` (from 0), on the device.
+
+        Any step may be asked for; the one after it is read meanwhile. Raises what reading raises.
+        """
+        self._forget_parent()
+        future = self._ahead.pop(step, None)
+        self._ahead.clear()
+        batches = self._read(step) if future is None else future.result()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "data")
+        self._ahead[step + 1] = self._thread.submit(self._read, step + 1)
+        return [batch.to(self._device) for batch in batches]
+
+    def close(self) -> None:
+        """Stop the background thread; `step` would start it again."""
+        if self._thread is not None and self._process == os.getpid():
+            self._thread.shutdown(cancel_futures=True)
+        self._thread, self._ahead = None, {}
+
+    def _read(self, step: int) -> list[Batch]:
+        first = self.first_sample(step) + self._first
+        size = self._micro_batch
+        batches = [self._samples.batch(first + i * size, size) for i in range(self.micro_batches)]
+        return [b.pin_memory() for b in batches] if self._device.type == "cuda" else batches
+
+    def _forget_parent(self) -> None:
+        """A thread does not live on in a forked child, which starts its own."""
+        if self._process != os.getpid():
+            self._thread, self._ahead, self._process = None, {}, os.getpid()

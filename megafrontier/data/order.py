@@ -1,0 +1,86 @@
+"""Which window of which corpus is global sample n: pure functions, O(1) memory, nothing cached.
+
+Three of them, composed by `samples.py`: the blend sends sample n to (corpus, number within the
+corpus); the number falls into (epoch, place in the epoch); a permutation keyed by seed, corpus and
+epoch turns the place into a window. Every rank can so ask for any sample at any time.
+"""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import lcm
+
+import numpy as np
+from numpy.typing import NDArray
+
+Uint64 = NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ROUND_KEYS = np.arange(6, dtype=np.uint64) * _GOLDEN
+
+
+class Blend:
+    """Sends sample n to a corpus, so that every corpus' own numbers run 0, 1, 2, …
+
+    The heaviest corpus takes round(n · w / W) of the first n samples, the next heaviest its part of
+    those that are left, and so on, in exact integers. A corpus' count is thereby never more than
+    half a sample off its share of two corpora, and within two of any number of them.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        exact = [Fraction(str(weight)) for weight in weights]
+        unit = lcm(*(weight.denominator for weight in exact))
+        self._weights = [int(weight * unit) for weight in exact]
+        self._order = sorted(range(len(exact)), key=lambda c: (-self._weights[c], c))
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """(corpus, number within that corpus) of global sample `sample`."""
+        before, after, left = sample, sample + 1, sum(self._weights)
+        for corpus in self._order:
+            weight = self._weights[corpus]
+            mine, mine_after = _share(before, weight, left), _share(after, weight, left)
+            if mine_after > mine:
+                return corpus, mine
+            before, after, left = before - mine, after - mine_after, left - weight
+        raise AssertionError("the last corpus takes every sample that is left")
+
+
+def _share(count: int, weight: int, total: int) -> int:
+    """count · weight / total, rounded to the nearest integer, halves up."""
+    return (2 * count * weight + total) // (2 * total)
+
+
+def permute(place: Uint64, size: int, key: Uint64) -> Uint64:
+    """A bijection of 0 … size-1 for every key: where `place` [n] goes under `key` [n].
+
+    A Feistel network on the smallest even number of bits that holds `size`, walked along its cycle
+    until the result is below `size` again (Black and Rogaway, Ciphers with Arbitrary Finite
+    Domains, 2002): at most four steps on average.
+    """
+    half = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))
+    result = _feistel(place, half, key)
+    while len(outside := np.flatnonzero(result >= size)):
+        result[outside] = _feistel(result[outside], half, key[outside])
+    return result
+
+
+def _feistel(value: Uint64, half: np.uint64, key: Uint64) -> Uint64:
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    left, right = value >> half, value & mask
+    for round_key in _ROUND_KEYS:
+        scrambled = _mix(_mix(key + round_key) ^ right)
+        left, right = right, left ^ (scrambled & mask)
+    return (left << half) | right
+
+
+def make_key(seed: int, corpus: int, epoch: Uint64) -> Uint64:
+    """Key of the permutation of `corpus` in each `epoch` [n] → [n]."""
+    start = np.array([seed % 2**64], np.uint64)
+    return _mix(_mix(_mix(start) + np.uint64(corpus)) + epoch)
+
+
+def _mix(value: Uint64) -> Uint64:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every bit moves every other."""
+    value = value + _GOLDEN
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))

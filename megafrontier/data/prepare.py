@@ -1,0 +1,193 @@
+"""`megafrontier prepare`: text to a corpus, by many processes, the same bytes at any number."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megafrontier.data.indexed import token_dtype
+from megafrontier.data.report import Progress
+from megafrontier.data.sources import Piece, Reader, find_sources
+from megafrontier.data.texts import BadText, read_texts
+from megafrontier.data.tokenizer import Tokenizer, load_tokenizer
+from megafrontier.data.writer import Corpus, DocumentWriter
+from megafrontier.errors import UserError
+
+
+@dataclass
+class Encoded:
+    """What became of one batch of pieces."""
+
+    tokens: NDArray
+    """All runs' ids, one after the other [tokens]."""
+    sizes: NDArray[np.int32]
+    """Tokens of each run [runs]; a run is a document, or a part of one."""
+    ends: NDArray[np.bool_]
+    """Whether a document ends with the run [runs]."""
+    bad: NDArray[np.bool_]
+    """Whether the run's text was bad [runs], and so its document is to be left out."""
+    messages: list[str] = field(default_factory=list)
+    """Why, for each bad one."""
+    text_bytes: int = 0
+    """UTF-8 bytes tokenised."""
+
+
+@dataclass
+class Summary:
+    """What a corpus was made of."""
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    bad: int = 0
+    """Bad lines, rows and texts left out."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker has to know."""
+
+    tokenizer: Tokenizer
+    key: str
+    append_eod: bool
+    skip_bad: bool
+
+    def encode(self, pieces: Sequence[Piece]) -> Encoded:
+        """Tokenise a batch. Raises UserError at the first bad text, unless `skip_bad`."""
+        texts = [(text, p.last) for p in pieces for text in read_texts(p, self.key)]
+        messages = [str(text) for text, _ in texts if isinstance(text, BadText)]
+        if messages and not self.skip_bad:
+            raise UserError(f"{messages[0]}; --skip-bad leaves such texts out")
+        good = [text for text, _ in texts if isinstance(text, str)]
+        runs = iter(self.tokenizer.encode_batch(good))
+        ids: list[int] = []
+        sizes = []
+        for text, last in texts:
+            run = [] if isinstance(text, BadText) else next(runs)
+            if run and last and self.append_eod:
+                run = [*run, self.tokenizer.eod]
+            ids += run
+            sizes.append(len(run))
+        return Encoded(
+            np.array(ids, token_dtype(self.tokenizer.vocab_size)),
+            np.array(sizes, np.int32),
+            np.array([last for _, last in texts], bool),
+            np.array([isinstance(text, BadText) for text, _ in texts], bool),
+            messages,
+            sum(len(text.encode()) for text in good),
+        )
+
+
+def prepare(
+    inputs: Sequence[str],
+    tokenizer: str,
+    out: str | Path,
+    workers: int | None = None,
+    append_eod: bool = False,
+    skip_bad: bool = False,
+    key: str = "text",
+    split: str = "train",
+) -> Summary:
+    """Tokenise every text of the inputs, in order, into OUT.bin and OUT.idx.
+
+    `workers` processes (default: one a core), `append_eod` ends each document with the tokenizer's
+    eod, `skip_bad` leaves out and counts what is no text, `key` is the field or column that holds
+    the text, `split` the part of a `datasets` dataset. Empty texts are left out. Raises UserError
+    for inputs that cannot be read, bad text, and when no text is left.
+    """
+    workers = workers if workers is not None else len(os.sched_getaffinity(0))
+    if workers < 1:
+        raise UserError(f"--workers: {workers}, need at least 1")
+    job = Job(load_tokenizer(tokenizer), key, append_eod, skip_bad)
+    reader = Reader(find_sources(inputs, split), key)
+    total = sum(source.file_bytes for source in reader.sources)
+    with _Workers(job, workers) as pool, Corpus(out, _dtype(job)) as corpus, Progress(total) as bar:
+        summary = _write(pool.encode(reader.batches()), corpus, bar, reader)
+        if summary.tokens == 0:
+            raise UserError(f"{', '.join(inputs)}: no text in it, need a corpus with some")
+        corpus.publish()
+    return summary
+
+
+def _dtype(job: Job) -> np.dtype:
+    return token_dtype(job.tokenizer.vocab_size)
+
+
+def _write(results: Iterator[Encoded], corpus: Corpus, bar: Progress, reader: Reader) -> Summary:
+    writer = DocumentWriter(corpus)
+    summary = Summary()
+    for encoded in results:
+        writer.write_runs(encoded.tokens, encoded.sizes, encoded.ends, encoded.bad)
+        summary.text_bytes += encoded.text_bytes
+        summary.bad += len(encoded.messages)
+        for message in encoded.messages:
+            bar.skipped(message)
+        summary.tokens, summary.documents = writer.tokens, corpus.index.documents
+        bar.update(reader.done_bytes, summary.text_bytes, summary.tokens)
+    return summary
+
+
+class _Workers:
+    """Processes that encode batches. Results come in the order of the batches; few are under way
+    at any time, so that memory does not grow with the corpus."""
+
+    def __init__(self, job: Job, count: int) -> None:
+        self._ahead = 2 * count + 2
+        # fork: workers share the tokenizer, and need not import anything again.
+        context = multiprocessing.get_context("fork")
+        self._pool = ProcessPoolExecutor(count, context, _start_worker, (job,))
+        # All workers fork now, before any thread or lock of ours exists.
+        self._pool.submit(int).result()
+
+    def __enter__(self) -> "_Workers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def encode(self, batches: Iterator[list[Piece]]) -> Iterator[Encoded]:
+        """The encoded batches. Raises UserError when a worker is killed."""
+        under_way: deque[Future[Encoded]] = deque()
+        try:
+            for batch in batches:
+                under_way.append(self._pool.submit(_encode, batch))
+                if len(under_way) >= self._ahead:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        except BrokenProcessPool as error:
+            raise UserError(
+                "prepare: a worker was killed, perhaps for want of memory; try fewer --workers"
+            ) from error
+
+
+_job: Job
+"""The worker's own, set when it starts: a tokenizer need not be picklable."""
+
+
+def _start_worker(job: Job) -> None:
+    global _job
+    _job = job
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _encode(pieces: list[Piece]) -> Encoded:
+    return _job.encode(pieces)

@@ -1,0 +1,238 @@
+"""What text there is and where: inputs become sources, sources become pieces to tokenise.
+
+Only bytes are moved here; decoding and parsing them is the workers' part (`texts.py`).
+"""
+
+import glob
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megafrontier.data.streams import BLOCK_BYTES, Stream, cut_characters
+from megafrontier.errors import UserError
+
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
+"""Plain text taken from a folder; a file that is named itself may have any suffix."""
+
+_ROWS = 512  # rows of a table read and shipped at a time
+_DATASET_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
+
+Rows = list[Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file, or one table that the `datasets` library reads."""
+
+    name: str
+    kind: Literal["text", "lines", "parquet", "dataset"]
+    file_bytes: int
+    """Bytes on disk, for the progress bar."""
+    table: Any = None
+    """The `datasets.Dataset`, for kind dataset."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some text of one source, in the order of the source."""
+
+    name: str
+    kind: Literal["text", "lines", "rows"]
+    position: int
+    """Byte (text), line counted from 1 (lines) or row counted from 0 (rows) of its beginning."""
+    payload: bytes | Rows
+    last: bool = True
+    """Whether the document ends with this piece; only a long text comes in several."""
+
+
+def find_sources(inputs: Sequence[str], split: str = "train") -> list[Source]:
+    """Every file and table that the inputs name, each input's in the order of their names.
+
+    An input is a file, a folder, a glob, a folder written by `datasets`' save_to_disk or holding a
+    script-free dataset, or a dataset's name, NAME or NAME:CONFIG, of which `split` is taken.
+    Raises UserError when an input is nothing of the sort or holds no text.
+    """
+    return [source for name in inputs for source in _find(name, split)]
+
+
+def _find(name: str, split: str) -> list[Source]:
+    path = Path(name)
+    if path.is_dir():
+        return _find_folder(path, split)
+    if path.exists():
+        return [_file_source(path)]
+    if glob.has_magic(name):
+        matches = [s for m in sorted(glob.glob(name, recursive=True)) for s in _find_match(m)]
+        if not matches:
+            raise UserError(f"input {name!r}: no file matches; need .txt, .jsonl, .parquet, …")
+        return matches
+    if not _DATASET_NAME.fullmatch(name) or _kind(path) != "text" or path.suffix in TEXT_SUFFIXES:
+        raise UserError(f"input {name!r}: no such file or folder")
+    dataset, _, config = name.partition(":")
+    return [_dataset_source(name, "load_dataset", split, dataset, config or None)]
+
+
+def _find_match(match: str) -> list[Source]:
+    """A match of a glob: folders are left to patterns that say so, with `**`."""
+    return [_file_source(Path(match))] if os.path.isfile(match) else []
+
+
+def _find_folder(folder: Path, split: str) -> list[Source]:
+    name = str(folder)
+    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        return [_dataset_source(name, "load_from_disk", split, name)]
+    if _describes_dataset(folder / "README.md"):
+        return [_dataset_source(name, "load_dataset", split, name)]
+    found = [_file_source(path) for path in _walk(folder)]
+    if not found:
+        known = ", ".join(TEXT_SUFFIXES)
+        raise UserError(f"input {name!r}: no {known}, .jsonl, .jsonl.gz, .jsonl.zst or .parquet")
+    return found
+
+
+def _describes_dataset(readme: Path) -> bool:
+    """Whether a folder's README is a dataset card that says how to read the folder."""
+    if not readme.is_file():
+        return False
+    head = readme.read_bytes()[:65536].split(b"\n---", 1)[0]
+    return head.startswith(b"---") and bool(re.search(rb"^(configs|dataset_info):", head, re.M))
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for parent, folders, files in os.walk(folder):
+        folders[:] = sorted(f for f in folders if not f.startswith("."))
+        for path in (Path(parent, file) for file in sorted(files)):
+            known = _kind(path) != "text" or path.suffix in TEXT_SUFFIXES
+            if known and not path.name.startswith(".") and path.is_file():
+                yield path
+
+
+def _kind(path: Path) -> Literal["text", "lines", "parquet"]:
+    name = path.name.removesuffix(".gz").removesuffix(".zst")
+    if name.endswith(".jsonl"):
+        return "lines"
+    return "parquet" if name.endswith(".parquet") else "text"
+
+
+def _file_source(path: Path) -> Source:
+    return Source(str(path), _kind(path), path.stat().st_size)
+
+
+def _dataset_source(name: str, loader: str, split: str, *arguments: str | None) -> Source:
+    import datasets
+
+    try:
+        table = getattr(datasets, loader)(*arguments)
+    except Exception as error:  # whatever a library that reads a dozen formats may raise
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(f"input {name!r}: no file, and no dataset either: {reason}") from error
+    if isinstance(table, dict):
+        if split not in table:
+            raise UserError(f"input {name!r}: no split {split!r}; it has {', '.join(table)}")
+        table = table[split]
+    return Source(name, "dataset", int(table.data.nbytes), table)
+
+
+class Reader:
+    """Reads sources as batches of pieces, about BLOCK_BYTES each; `done_bytes` tells how far, in
+    bytes on disk."""
+
+    def __init__(self, sources: Sequence[Source], key: str) -> None:
+        self.sources = sources
+        self.key = key
+        self.done_bytes = 0
+
+    def batches(self) -> Iterator[list[Piece]]:
+        """All pieces in order, small ones together. Raises UserError as reading a source does."""
+        batch: list[Piece] = []
+        size = 0
+        for piece, piece_bytes in self._pieces():
+            batch.append(piece)
+            size += piece_bytes
+            if size >= BLOCK_BYTES:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+
+    def _pieces(self) -> Iterator[tuple[Piece, int]]:
+        for source in self.sources:
+            before = self.done_bytes
+            for piece in self._read(source, before):
+                yield piece, _payload_bytes(piece.payload)
+            self.done_bytes = before + source.file_bytes
+
+    def _read(self, source: Source, before: int) -> Iterator[Piece]:
+        if source.kind in ("parquet", "dataset"):
+            rows = _parquet_rows if source.kind == "parquet" else _dataset_rows
+            yield from self._read_rows(source, before, rows(source, self.key))
+            return
+        stream = Stream(Path(source.name))
+        read = _read_text if source.kind == "text" else _read_lines
+        for piece in read(source.name, stream):
+            self.done_bytes = before + stream.position
+            yield piece
+
+    def _read_rows(self, source: Source, before: int, tables: Iterator[Rows]) -> Iterator[Piece]:
+        at = 0
+        for rows in tables:
+            yield Piece(source.name, "rows", at, rows)
+            at += len(rows)
+            self.done_bytes = min(
+                before + source.file_bytes, self.done_bytes + _payload_bytes(rows)
+            )
+
+
+def _payload_bytes(payload: bytes | Rows) -> int:
+    if isinstance(payload, bytes):
+        return len(payload)
+    return sum(len(row) for row in payload if isinstance(row, str))
+
+
+def _read_lines(name: str, stream: Stream) -> Iterator[Piece]:
+    line = 1
+    for block in stream.blocks():
+        yield Piece(name, "lines", line, block)
+        line += block.count(b"\n")
+
+
+def _read_text(name: str, stream: Stream) -> Iterator[Piece]:
+    """One document, in pieces if it is long. A piece is held back until it is known whether it is
+    the last one."""
+    held, at = b"", 0
+    for chunk in stream.chunks():
+        while len(held) > BLOCK_BYTES:
+            cut = cut_characters(held[:BLOCK_BYTES])
+            yield Piece(name, "text", at, held[:cut], last=False)
+            held, at = held[cut:], at + cut
+        held += chunk
+    if held:
+        yield Piece(name, "text", at, held)
+
+
+def _parquet_rows(source: Source, key: str) -> Iterator[Rows]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(source.name) as file:
+            _check_column(source, key, file.schema_arrow.names)
+            for rows in file.iter_batches(_ROWS, columns=[key]):
+                yield rows.column(0).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{source.name}: cannot read the parquet file: {error}") from error
+
+
+def _dataset_rows(source: Source, key: str) -> Iterator[Rows]:
+    _check_column(source, key, source.table.column_names)
+    for rows in source.table.select_columns([key]).iter(_ROWS):
+        yield rows[key]
+
+
+def _check_column(source: Source, key: str, columns: list[str]) -> None:
+    if key not in columns:
+        known = ", ".join(columns)
+        raise UserError(f"{source.name}: no column {key!r}; give --json-key, one of: {known}")

@@ -1,0 +1,229 @@
+"""One face for every tokenizer: SentencePiece, Hugging Face, and plain bytes."""
+
+import json
+import os
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+from megafrontier.errors import UserError
+
+MARKER = "megafrontier_tokenizer.json"
+"""File that tells a folder written by `save` which kind of tokenizer it holds."""
+
+MODEL_FILE = "tokenizer.model"
+_SPACE = "\u2581"  # what SentencePiece writes for a space, and so cannot tell from one
+
+
+class Tokenizer(Protocol):
+    """What the rest of the program knows of a tokenizer. Safe to use in forked processes."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids; every id is below it."""
+
+    @property
+    def eod(self) -> int:
+        """Id that ends a document."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without any special ones at its ends."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; `eod` has none in SentencePiece and bytes."""
+
+    def save(self, folder: Path) -> None:
+        """Write into `folder` what `load_tokenizer(folder)` reads back, and, but for `bytes`, what
+        `transformers.AutoTokenizer.from_pretrained(folder)` reads too."""
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8, and 256 as end of document. `transformers` has none like it, so a
+    saved one is only a marker for `load_tokenizer`."""
+
+    vocab_size = 257
+    eod = 256
+
+    def encode(self, text: str) -> list[int]:
+        """One id a byte."""
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """One id a byte, for each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text; bytes that are no UTF-8 become U+FFFD, ids beyond the bytes nothing."""
+        return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
+
+    def save(self, folder: Path) -> None:
+        """Write the marker."""
+        _write_marker(folder, "bytes")
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model. With one from `megafrontier tokenizer`, decode(encode(text)) == text
+    for every text.
+
+    Raises UserError when `path` is no SentencePiece model, or has nothing to end a document with.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        import sentencepiece
+
+        self.path = Path(path)
+        self._model = sentencepiece.SentencePieceProcessor()
+        try:
+            self._proto = self.path.read_bytes()
+            self._model.LoadFromSerializedProto(self._proto)
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"tokenizer {str(path)!r}: no SentencePiece model: {error}") from error
+        self.vocab_size: int = self._model.get_piece_size()
+        self.eod = self._find_eod()
+        self._lines_stand_alone = self._is_lossless()
+        self._space_ids = [self._model.piece_to_id(f"<0x{b:02X}>") for b in _SPACE.encode()]
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text."""
+        if not self._lines_stand_alone:
+            return self._model.encode(list(texts), num_threads=1)
+        return [self._encode_lines(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+        return self._model.decode([int(i) for i in ids])
+
+    def save(self, folder: Path) -> None:
+        """Write the model and, for `transformers`, the same as a fast tokenizer.
+
+        Its ids are the model's, but where unigram finds two cuts of a text equally likely, and
+        for the character U+2581, which it takes for a space.
+        """
+        from megafrontier.data.hugging_face import save_fast_tokenizer
+
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MODEL_FILE).write_bytes(self._proto)
+        save_fast_tokenizer(self._model, self.eod, self._lines_stand_alone, folder)
+        _write_marker(folder, "sentencepiece")
+
+    def _encode_lines(self, text: str) -> list[int]:
+        """As one call on the whole text would, in half the time: BPE takes longer than linear, and
+        no piece crosses a line."""
+        if _SPACE not in text:
+            return list(chain.from_iterable(self._model.encode(text.splitlines(keepends=True))))
+        parts = [self._encode_lines(part) for part in text.split(_SPACE)]
+        return parts[0] + [i for part in parts[1:] for i in (*self._space_ids, *part)]
+
+    def _find_eod(self) -> int:
+        named = (self._model.piece_to_id(piece) for piece in ("<|endoftext|>", "</s>", "<eod>"))
+        candidates = [self._model.eos_id(), *(i for i in named if not self._model.is_unknown(i))]
+        for candidate in candidates:
+            if candidate >= 0:
+                return candidate
+        raise UserError(f"tokenizer {self.path}: no end-of-sequence piece, need one to end texts")
+
+    def _is_lossless(self) -> bool:
+        """Whether line ends are pieces of their own, spaces are kept, and bytes catch the rest: so
+        `megafrontier tokenizer` makes them."""
+        newline = self._model.piece_to_id("\n")
+        probe = "  a \n"
+        return (
+            not self._model.is_unknown(newline)
+            and self._model.encode("\n") == [newline]
+            and self._model.decode(self._model.encode(probe)) == probe
+            and not self._model.is_unknown(self._model.piece_to_id("<0x00>"))
+        )
+
+
+class HuggingFaceTokenizer:
+    """Any tokenizer that `transformers` loads without running code from its folder.
+
+    Raises UserError when there is none of that name, or it has nothing to end a document with.
+    """
+
+    def __init__(self, name: str) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        except Exception as error:  # the library raises a dozen kinds for a folder it cannot read
+            reason = str(error).strip().split("\n")[0]
+            raise UserError(
+                f"tokenizer {name!r}: no SentencePiece file, and not a Hugging Face tokenizer "
+                f"either: {reason}"
+            ) from error
+        self.vocab_size = len(self._tokenizer)
+        self.eod = self._find_eod(name)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text."""
+        # verbose: a document longer than the model's context is nothing to warn of here.
+        return self._tokenizer(
+            list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False
+        )["input_ids"]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+        plain = [int(i) for i in ids]
+        return self._tokenizer.decode(plain, clean_up_tokenization_spaces=False)
+
+    def save(self, folder: Path) -> None:
+        """Write it as `transformers` does."""
+        self._tokenizer.save_pretrained(folder)
+
+    def _find_eod(self, name: str) -> int:
+        tokenizer = self._tokenizer
+        for candidate in (tokenizer.eos_token_id, tokenizer.sep_token_id):
+            if candidate is not None:
+                return int(candidate)
+        raise UserError(f"tokenizer {name!r}: no eos token, need one to end documents")
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer that `spec` names: `bytes`, a SentencePiece .model file, a folder that `save`
+    wrote, or the folder or name of a Hugging Face tokenizer.
+
+    Raises UserError when it is none of these.
+    """
+    # Its threads do not survive a fork, and workers are processes here.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    path = Path(spec)
+    if spec == "bytes" or _read_marker(path) == "bytes":
+        return ByteTokenizer()
+    if path.is_file():
+        return SentencePieceTokenizer(path)
+    if _read_marker(path) == "sentencepiece":
+        return SentencePieceTokenizer(path / MODEL_FILE)
+    if path.is_dir() or not _is_a_path(spec):
+        return HuggingFaceTokenizer(spec)
+    raise UserError(
+        f"tokenizer {spec!r}: no such file or folder; give a SentencePiece .model, a Hugging Face "
+        "tokenizer folder or name, or `bytes`"
+    )
+
+
+def _is_a_path(spec: str) -> bool:
+    """Whether it cannot be the name of a tokenizer, OWNER/NAME or NAME."""
+    return spec.startswith((".", "/", "~")) or spec.count("/") > 1 or spec.endswith(".model")
+
+
+def _write_marker(folder: Path, kind: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARKER).write_text(json.dumps({"kind": kind}) + "\n")
+
+
+def _read_marker(folder: Path) -> str | None:
+    marker = folder / MARKER
+    return json.loads(marker.read_text())["kind"] if marker.is_file() else None

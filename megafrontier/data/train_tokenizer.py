@@ -1,0 +1,176 @@
+"""Trains a SentencePiece tokenizer that keeps every character of every text."""
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from megafrontier.data.sources import Reader, find_sources
+from megafrontier.data.texts import BadText, read_texts
+from megafrontier.data.tokenizer import MARKER, SentencePieceTokenizer
+from megafrontier.errors import UserError
+
+EOD_PIECE = "<|endoftext|>"
+
+_SMALLEST_VOCABULARY = 300  # 256 bytes, four special pieces, and a few characters
+_LONGEST_LINE = 4096  # characters; SentencePiece leaves out longer sentences than its limit
+_THREADS = 16  # fixed: unigram's sums, and so its pieces, depend on how the work is shared out
+
+
+@dataclass
+class Sample:
+    """Lines of text for the trainer, thinned evenly to a size; counts what it passes over."""
+
+    inputs: Sequence[str]
+    max_megabytes: float
+    key: str = "text"
+    skip_bad: bool = False
+    bad: list[str] = field(default_factory=list)
+    text_bytes: int = 0
+
+    def lines(self) -> Iterator[str]:
+        """The lines. Raises UserError for an input that cannot be read, and for bad text unless
+        `skip_bad`."""
+        limit = self.max_megabytes * 1e6
+        sources = find_sources(self.inputs)
+        total = sum(source.file_bytes for source in sources)
+        keep = min(1.0, limit / max(1, total))
+        for number, text in enumerate(self._texts(Reader(sources, self.key))):
+            # One text in every 1 / keep, spread over all inputs.
+            if int((number + 1) * keep) == int(number * keep):
+                continue
+            yield from _cut(text)
+            self.text_bytes += len(text.encode())
+            if self.text_bytes > limit:
+                return
+
+    def _texts(self, reader: Reader) -> Iterator[str]:
+        for batch in reader.batches():
+            for text in (text for piece in batch for text in read_texts(piece, self.key)):
+                if isinstance(text, str):
+                    yield text
+                else:
+                    self._refuse(text)
+
+    def _refuse(self, bad: BadText) -> None:
+        if not self.skip_bad:
+            raise UserError(f"{bad}; --skip-bad leaves such texts out")
+        self.bad.append(str(bad))
+
+
+def _cut(text: str) -> Iterator[str]:
+    for line in text.splitlines():
+        for start in range(0, len(line), _LONGEST_LINE):
+            yield line[start : start + _LONGEST_LINE]
+
+
+def train_tokenizer(
+    inputs: Sequence[str],
+    vocab_size: int,
+    out: str | Path,
+    kind: Literal["bpe", "unigram"] = "bpe",
+    max_megabytes: float = 500,
+    key: str = "text",
+    skip_bad: bool = False,
+) -> Sample:
+    """Train on the inputs (see `find_sources`) and write the folder `out`, whole or not at all.
+
+    At most `max_megabytes` of text are used, taken evenly from all of it; the trainer needs some
+    ten times that in memory. The same inputs give the same bytes. Returns what was read.
+    Raises UserError for bad inputs, too little text for the vocabulary, or no place to write.
+    """
+    if vocab_size < _SMALLEST_VOCABULARY:
+        raise UserError(f"--vocab-size: {vocab_size}, need at least {_SMALLEST_VOCABULARY}")
+    if max_megabytes <= 0:
+        raise UserError(f"--max-megabytes: {max_megabytes}, need more than 0")
+    sample = Sample(inputs, max_megabytes, key, skip_bad)
+    out = Path(out)
+    _check_replaceable(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
+            _train(sample.lines(), vocab_size, kind, Path(folder) / "trained.model")
+            SentencePieceTokenizer(Path(folder) / "trained.model").save(Path(folder) / "whole")
+            _replace(Path(folder) / "whole", out)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot write there: {error.strerror}") from error
+    return sample
+
+
+class _Guard:
+    """Passes lines on and keeps the error that ends them, of which SentencePiece, in between,
+    would only tell the text."""
+
+    def __init__(self, lines: Iterator[str]) -> None:
+        self._lines = lines
+        self.error: BaseException | None = None
+        self.empty = True
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            for line in self._lines:
+                self.empty = False
+                yield line
+        except BaseException as error:
+            self.error = error
+            raise
+
+
+def _train(lines: Iterator[str], vocab_size: int, kind: str, path: Path) -> None:
+    guard = _Guard(lines)
+    with path.open("wb") as file:
+        try:
+            _run_trainer(iter(guard), vocab_size, kind, file)
+        except RuntimeError as error:
+            if guard.error is not None:
+                raise guard.error from None
+            if guard.empty:
+                raise UserError("tokenizer: the inputs hold no text, need some") from error
+            reason = str(error).rsplit("] ", 1)[-1]
+            raise UserError(f"--vocab-size {vocab_size}: SentencePiece says: {reason}") from error
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _run_trainer(lines: Iterator[str], vocab_size: int, kind: str, file: BinaryIO) -> None:
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines,
+        model_writer=file,
+        vocab_size=vocab_size,
+        model_type=kind,
+        # Every text comes back as it was: no normalisation, all spaces, bytes for the rest.
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        byte_fallback=True,
+        user_defined_symbols=["\n", "\t"],
+        allow_whitespace_only_pieces=True,
+        split_digits=True,
+        max_sentence_length=4 * _LONGEST_LINE,
+        character_coverage=0.9998,
+        train_extremely_large_corpus=True,
+        unk_id=0,
+        eos_id=1,
+        bos_id=-1,
+        pad_id=-1,
+        eos_piece=EOD_PIECE,
+        num_threads=_THREADS,
+        minloglevel=2,
+    )
+
+
+def _replace(whole: Path, out: Path) -> None:
+    """Put a finished folder in the place of an older one, which moves out of the way first."""
+    if out.exists():
+        out.rename(whole.with_name("old"))
+    whole.rename(out)
+
+
+def _check_replaceable(out: Path) -> None:
+    free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    if not free and not (out / MARKER).is_file():
+        raise UserError(f"--out {out}: exists and is no tokenizer folder; give another name")
