@@ -29,7 +29,17 @@ def _parser() -> argparse.ArgumentParser:
         "to its own level of the machine.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_tokenizer, _add_prepare, _add_merge, _add_checkpoint, _add_report):
+    for add in (
+        _add_tokenizer,
+        _add_prepare,
+        _add_merge,
+        _add_train,
+        _add_evaluate,
+        _add_generate,
+        _add_export,
+        _add_import,
+        _add_checkpoint,
+    ):
         add(commands)
     return parser
 
@@ -120,6 +130,97 @@ def _merge(arguments: argparse.Namespace) -> None:
 
     documents = merge(arguments.prefixes, arguments.out, arguments.workers)
     print(f"{arguments.out}: {documents} documents")
+
+
+def _add_train(commands: Any) -> None:
+    parser = commands.add_parser("train", help="train; joins Slurm or torchrun, or starts ranks")
+    parser.add_argument("config", help="YAML file, see docs/configuration.md")
+    _add_ranks(parser)
+    parser.set_defaults(command=_train)
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nproc", type=int, metavar="N", help="start N local ranks; default: join the launcher's"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as in train.steps=100")
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from megafrontier.config import load_config
+    from megafrontier.training.launch import train
+
+    return train(load_config(arguments.config, arguments.overrides), arguments.nproc)
+
+
+def _add_evaluate(commands: Any) -> None:
+    parser = commands.add_parser("evaluate", help="loss, perplexity and bits per byte")
+    parser.add_argument(
+        "target", type=Path, help="a config (its run's newest checkpoint), a run, or a checkpoint"
+    )
+    _add_ranks(parser)
+    parser.set_defaults(command=_evaluate)
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from megafrontier.training.standalone import evaluate_command
+
+    a = arguments
+    return evaluate_command(a.target, a.overrides, a.nproc, print)
+
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser("generate", help="continue a text")
+    parser.add_argument("checkpoint", type=Path, help="a run (its newest) or a checkpoint")
+    parser.add_argument("--prompt", required=True, help="text to continue; may be empty")
+    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default: 200")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy; default: 1")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="default: 0, all tokens")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="default: 1")
+    parser.add_argument("--seed", type=int, help="default: another text each time")
+    parser.set_defaults(command=_generate)
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    from megafrontier.training.standalone import generate_command
+
+    def show(text: str) -> None:
+        print(text, end="", flush=True)
+
+    keys = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    sampling = {key: getattr(arguments, key) for key in keys}
+    generate_command(arguments.checkpoint, arguments.prompt, show, **sampling)
+    print()
+
+
+def _add_export(commands: Any) -> None:
+    parser = commands.add_parser("export", help="checkpoint to Hugging Face model folder")
+    parser.add_argument("checkpoint", type=Path, help="a run (its newest) or a checkpoint")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+    parser.set_defaults(command=_export)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from megafrontier.training.standalone import export_command
+
+    name = export_command(arguments.checkpoint, arguments.out, arguments.precision)
+    print(f"{arguments.out}: {name}")
+
+
+def _add_import(commands: Any) -> None:
+    parser = commands.add_parser("import", help="Hugging Face model folder to checkpoint")
+    parser.add_argument("folder", type=Path, help="config.json, safetensors, tokenizer files")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder to put the checkpoint in"
+    )
+    parser.set_defaults(command=_import)
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    from megafrontier.training.standalone import import_command
+
+    print(import_command(arguments.folder, arguments.out))
 
 
 def _add_checkpoint(commands: Any) -> None:

@@ -70,26 +70,25 @@ class Hierarchy:
         """The message of the lowest rank that has one, on every rank. Also a barrier."""
         if self.all_true(message is None):
             return None
-        far = float(self.size)
-        mine = far if message is None else float(self.rank)
-        lowest = int(self._minimum(mine))
-        return self._broadcast_text(message or "", lowest)
+        mine = self.size if message is None else self.rank
+        lowest = -int(self.maximum(torch.tensor([-mine], device=self.device)).item())
+        return self._broadcast_text(message if self.rank == lowest else None)
 
-    def _minimum(self, value: float) -> float:
-        found = torch.tensor([value], dtype=torch.float64, device=self.device)
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        """Elementwise largest value of a small tensor [n] over all ranks."""
+        found = values.clone()
         for group in self.groups:
             if group is not None:
-                dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
-        return found.item()
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        return found
 
-    def _broadcast_text(self, text: str, source: int) -> str:
-        """Text of rank `source`, at most 1000 bytes, summed up from zeros elsewhere."""
-        data = torch.zeros(1000, dtype=torch.float64, device=self.device)
-        if self.rank == source:
-            raw = text.encode()[:1000]
-            data[: len(raw)] = torch.tensor(list(raw), dtype=torch.float64, device=self.device)
-        raw = bytes(int(x) for x in self.sum(data).tolist())
-        return raw.rstrip(b"\0").decode(errors="replace")
+    def _broadcast_text(self, text: str | None) -> str:
+        """The text of the one rank that has one; the others give None and add zeros to it."""
+        raw = b"" if text is None else text.encode()
+        length = int(self.maximum(torch.tensor([len(raw)], device=self.device)).item())
+        data = torch.zeros(length, dtype=torch.float64, device=self.device)
+        data[: len(raw)] = torch.tensor(list(raw), dtype=torch.float64, device=self.device)
+        return bytes(int(x) for x in self.sum(data).tolist()).decode()
 
 
 @contextmanager

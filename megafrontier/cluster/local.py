@@ -14,9 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megafrontier.errors import UserError
+from megafrontier.errors import RankError, RunFailed, UserError
 
 GRACE_SECONDS = 10.0
+PEER_SECONDS = 1.0
 
 
 def fork_ranks(count: int, body: Callable[[], int]) -> int:
@@ -40,20 +41,30 @@ def _fork_one(rank: int, count: int, folder: Path, body: Callable[[], int]) -> i
     try:
         os.environ["MEGAFRONTIER_LOCAL"] = f"{rank}/{count}"
         os.environ["MEGAFRONTIER_STORE"] = str(folder / "store")
-        code = body()
-    except SystemExit as ending:
-        code = ending.code if isinstance(ending.code, int) else 1
-    except UserError as error:
-        # All ranks meet the same bad input; one of them says so.
-        code = 2
-        if rank == 0:
-            print(f"megafrontier: {error}", file=sys.stderr)
+        code = exit_code(body, speaks=rank == 0)
     except BaseException:
+        # Most likely a peer is gone and its own word says why. Then the parent ends this rank
+        # now, before it adds a traceback to that.
+        time.sleep(PEER_SECONDS)
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def exit_code(body: Callable[[], int], speaks: bool = True) -> int:
+    """What `body` returns, or the code of the one-line error it ends with.
+
+    All ranks meet the same bad input; the one that `speaks` says so. A RankError is one rank's
+    own, which says so itself.
+    """
+    try:
+        return body()
+    except (UserError, RunFailed) as error:
+        if speaks or isinstance(error, RankError):
+            print(f"megafrontier: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 3
 
 
 def _wait_for(children: list[int]) -> int:

@@ -23,17 +23,24 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises UserError for a missing file, broken YAML, unknown keys, wrong types, and values that
     do not fit each other.
     """
-    values = _read_yaml(Path(path))
+    return _resolve(_read_yaml(Path(path)), overrides, str(path))
+
+
+def config_from_dict(values: dict[str, Any], origin: str, overrides: Sequence[str] = ()) -> Config:
+    """The Config saved by `config_to_dict`, with overrides; `origin` names its file in errors.
+
+    Raises UserError as `load_config`.
+    """
+    created = OmegaConf.create(values)
+    assert isinstance(created, DictConfig)
+    return _resolve(created, overrides, origin)
+
+
+def _resolve(values: DictConfig, overrides: Sequence[str], origin: str) -> Config:
     for override in overrides:
         _apply_override(values, override)
-    config: Config = _structure(Config, values, str(path))
+    config: Config = _structure(Config, values, origin)
     check(config)
-    return config
-
-
-def config_from_dict(values: dict[str, Any], origin: str) -> Config:
-    """The Config saved by `config_to_dict`; `origin` names its file in errors."""
-    config: Config = _structure(Config, OmegaConf.create(values), origin)
     return config
 
 

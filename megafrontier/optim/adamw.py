@@ -1,0 +1,116 @@
+"""AdamW on flat fp32 shards, through torch's or apex's fused implementation."""
+
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+
+from megafrontier.config import OptimizerConfig
+from megafrontier.errors import UserError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ShardedAdamW:
+    """Decoupled weight decay (Loshchilov & Hutter 2019) over the engine's master shards.
+
+    Each shard is cut once, at its `decay_stops` element: decayed parameters lie before it, the
+    others after. Both parts are views, and so are their moments, so that a shard's moments are
+    contiguous like the shard itself.
+    """
+
+    def __init__(
+        self,
+        masters: Sequence[torch.Tensor],
+        decay_stops: Sequence[int],
+        config: OptimizerConfig,
+    ) -> None:
+        self._moments = {name: [torch.zeros_like(m) for m in masters] for name in MOMENTS}
+        self._parts: list[tuple[torch.Tensor, int, slice]] = []
+        groups: list[list[torch.Tensor]] = [[], []]
+        for index, (master, stop) in enumerate(zip(masters, decay_stops, strict=True)):
+            for group, part in zip(groups, (slice(0, stop), slice(stop, None)), strict=True):
+                if master[part].numel():
+                    self._parts.append((master[part], index, part))
+                    group.append(self._parts[-1][0])
+        decays = (config.weight_decay, 0.0)
+        self._optimizer = _build(
+            [
+                {"params": group, "weight_decay": decay}
+                for group, decay in zip(groups, decays, strict=True)
+                if group
+            ],
+            config,
+        )
+        self.steps = 0
+        self._place_state()
+
+    def _place_state(self) -> None:
+        """Give the optimizer our views as its state, so that it allocates none of its own."""
+        for part, index, where in self._parts:
+            state = self._optimizer.state[part]
+            state["step"] = torch.tensor(float(self.steps), device=self._step_device(part))
+            for name in MOMENTS:
+                state[name] = self._moments[name][index][where]
+        for group in self._optimizer.param_groups:
+            group["step"] = self.steps  # where apex counts
+
+    def _step_device(self, part: torch.Tensor) -> torch.device:
+        fused = self._optimizer.param_groups[0].get("fused")
+        return part.device if fused else torch.device("cpu")
+
+    def step(self, gradients: Sequence[torch.Tensor], lr: float) -> None:
+        """Update the masters in place from `gradients`, one 1-D fp32 shard for each."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        for part, index, where in self._parts:
+            part.grad = gradients[index][where]
+        self._optimizer.step()
+        for part, _, _ in self._parts:
+            part.grad = None
+        self.steps += 1
+
+    @property
+    def moments(self) -> dict[str, list[torch.Tensor]]:
+        """First and second moments, one 1-D shard for each master, under Adam's names."""
+        return self._moments
+
+    def restore(self, steps: int) -> None:
+        """Go on as after `steps` updates; the moments have been filled in place."""
+        self.steps = steps
+        self._place_state()
+
+
+def _build(groups: list[dict[str, object]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    betas = (config.betas[0], config.betas[1])
+    if config.fused == "apex":
+        fused_adam = find_apex().FusedAdam
+        return fused_adam(groups, lr=config.lr, betas=betas, eps=config.eps, adam_w_mode=True)
+    fused = config.fused == "torch"
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
+
+
+def find_apex() -> ModuleType:
+    """apex's optimizers module, NVIDIA's or ROCm's, on an accelerator.
+
+    Raises UserError where there is none, and for the unrelated package of that name on PyPI.
+    """
+    if not torch.cuda.is_available():
+        raise UserError("optimizer.fused: apex, but no accelerator is here; need torch or off")
+    try:
+        module = importlib.import_module("apex.optimizers")
+    except ImportError as error:
+        raise UserError(f"optimizer.fused: apex, but {_which_apex()}; need torch or off") from error
+    return module
+
+
+def _which_apex() -> str:
+    try:
+        importlib.import_module("apex")
+    except ImportError:
+        return "apex is not installed (build NVIDIA's or ROCm's from source, not from PyPI)"
+    return (
+        "the installed package apex is not NVIDIA's or ROCm's (PyPI's apex is an unrelated "
+        "web-authentication package: uninstall it)"
+    )

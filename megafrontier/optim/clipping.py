@@ -1,0 +1,23 @@
+"""The global gradient norm over shards, and the factor that clips to it."""
+
+from collections.abc import Sequence
+
+import torch
+
+from megafrontier.cluster.hierarchy import Hierarchy
+
+
+def global_norm(
+    gradients: Sequence[torch.Tensor], hierarchy: Hierarchy, depth: int
+) -> torch.Tensor:
+    """Euclidean norm, float64 [1], of gradients whose 1-D shards lie cut through `depth` levels.
+
+    The same bits on every rank.
+    """
+    norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
+    return hierarchy.sum(norms.double().square().sum().view(1), depth).sqrt()
+
+
+def clip_factor(norm: float, largest: float) -> float:
+    """What to multiply gradients of global norm `norm` by; 1 when `largest` is 0 (no clipping)."""
+    return min(1.0, largest / (norm + 1e-6)) if largest > 0 else 1.0

@@ -1,0 +1,63 @@
+"""What a configuration means on a given number of ranks, checked before any of them starts."""
+
+from dataclasses import dataclass
+
+import torch
+
+from megafrontier.cluster.levels import Levels
+from megafrontier.config import Config, MachineConfig, load_machine
+from megafrontier.data.tokenizer import load_tokenizer
+from megafrontier.errors import UserError
+from megafrontier.optim.adamw import find_apex
+from megafrontier.partition import Placement, Wires
+from megafrontier.training.batches import PARTS, make_loader, open_part
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A machine's levels for this many ranks, the placement on them, and their wires."""
+
+    machine: MachineConfig
+    levels: Levels
+    placement: Placement
+    wires: Wires
+
+
+def arrange(config: Config, ranks: int) -> Arrangement:
+    """Raises UserError when the machine cannot hold the ranks or the placement does not fit."""
+    machine = load_machine(config.machine)
+    levels = Levels.resolve(machine.levels, ranks)
+    wires = config.partition.wires
+    return Arrangement(
+        machine,
+        levels,
+        Placement.from_config(config.partition, levels),
+        Wires.build(levels, config.train.precision, wires.gather, wires.reduce),
+    )
+
+
+def check_training(config: Config, ranks: int) -> None:
+    """Refuse what would fail later: placement, batch, vocabulary, corpora, apex.
+
+    Opens files but computes nothing, so that ranks may be forked after it. Raises UserError.
+    """
+    arrange(config, ranks)
+    check_vocabulary(config)
+    for part in PARTS:
+        samples = open_part(config, part)
+        if samples is not None:
+            make_loader(config, samples, part, 0, ranks)
+    if config.optimizer.fused == "apex":
+        find_apex()
+
+
+def check_vocabulary(config: Config) -> None:
+    """Raises UserError when the tokenizer has ids that the model does not know."""
+    need = load_tokenizer(config.tokenizer).vocab_size
+    if config.model.vocab_size < need:
+        raise UserError(
+            f"model.vocab_size: {config.model.vocab_size}, need at least {need} for tokenizer "
+            f"{config.tokenizer}"
+        )

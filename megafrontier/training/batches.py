@@ -1,0 +1,35 @@
+"""Which samples and loaders a configuration means."""
+
+from typing import Literal
+
+import torch
+
+from megafrontier.config import Config
+from megafrontier.data.loader import Loader
+from megafrontier.data.samples import Samples, open_samples
+
+Part = Literal["train", "valid"]
+PARTS: tuple[Part, ...] = ("train", "valid")
+
+
+def open_part(config: Config, part: Part) -> Samples | None:
+    """The training or validation samples; None where nothing is kept for validation.
+
+    Raises UserError for a corpus that cannot be read.
+    """
+    model = config.model
+    return open_samples(config.data, model.sequence_length, config.run.seed, model.vocab_size, part)
+
+
+def make_loader(
+    config: Config,
+    samples: Samples,
+    part: Part,
+    rank: int,
+    ranks: int,
+    device: torch.device | str = "cpu",
+) -> Loader:
+    """One rank's micro-batches of `samples`. Raises UserError when the batch does not divide."""
+    skip = config.data.skip if part == "train" else []
+    train = config.train
+    return Loader(samples, train.global_batch, train.micro_batch, rank, ranks, skip, device)

@@ -1,0 +1,25 @@
+"""What a callback is: something that happens after a step, on every rank alike."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megafrontier.training.loop import StepResult
+    from megafrontier.training.trainer import Trainer
+
+
+class Callback:
+    """Called in the order of the list after each step, and once at the end of the run.
+
+    Every rank calls the same methods in the same order, so a callback may use collectives.
+    """
+
+    def after_step(self, trainer: "Trainer", result: "StepResult") -> None:
+        """A step is done; `trainer.step` counts it."""
+
+    def at_end(self, trainer: "Trainer") -> None:
+        """The last step is done and every callback has seen it."""
+
+
+def is_due(every: int, step: int) -> bool:
+    """Whether something that happens each `every` steps (0: never) happens after `step`."""
+    return every > 0 and step % every == 0

@@ -1,0 +1,82 @@
+"""Loss on held-out data, with the model as it is sharded."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.data.loader import Loader
+from megafrontier.data.samples import Batch
+from megafrontier.model.gpt import GPT
+from megafrontier.training.callback import Callback, is_due
+from megafrontier.training.logbook import Logbook
+from megafrontier.training.loop import StepResult
+from megafrontier.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Sum of cross-entropies in nats over `tokens`, which stand for `utf8_bytes` of text (0 where
+    they were not counted)."""
+
+    loss_sum: float
+    tokens: int
+    utf8_bytes: int
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.loss_sum / max(self.tokens, 1)
+
+
+def no_bytes(_batch: Batch) -> int:
+    """Do not count the text's bytes."""
+    return 0
+
+
+@torch.no_grad()
+def evaluate(
+    model: GPT,
+    loader: Loader,
+    hierarchy: Hierarchy,
+    batches: int,
+    count_bytes: Callable[[Batch], int] = no_bytes,
+) -> Evaluation:
+    """Loss over the first `batches` global batches of `loader`; the same on every rank."""
+    totals = torch.zeros(3, dtype=torch.float64, device=hierarchy.device)
+    model.eval()
+    for step in range(batches):
+        for batch in loader.step(step):
+            loss = model(batch.tokens, batch.targets, batch.documents, batch.positions)
+            tokens = (batch.targets >= 0).sum()
+            text_bytes = torch.tensor(float(count_bytes(batch)), device=hierarchy.device)
+            totals += torch.stack([loss.double(), tokens.double(), text_bytes.double()])
+    model.train()
+    loss_sum, tokens_sum, bytes_sum = hierarchy.sum(totals).tolist()
+    return Evaluation(loss_sum, int(tokens_sum), int(bytes_sum))
+
+
+class Evaluate(Callback):
+    """Evaluate every so many steps and at the end, and write it to the logbook."""
+
+    def __init__(self, logbook: Logbook) -> None:
+        self._logbook = logbook
+        self._last = 0
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        if is_due(trainer.config.evaluate.every, trainer.step):
+            self._run(trainer)
+
+    def at_end(self, trainer: Trainer) -> None:
+        if self._last != trainer.step:
+            self._run(trainer)
+
+    def _run(self, trainer: Trainer) -> None:
+        batches = trainer.config.evaluate.batches
+        if trainer.valid_loader is None or batches == 0:
+            return
+        self._last = trainer.step
+        found = evaluate(trainer.model, trainer.valid_loader, trainer.hierarchy, batches)
+        trainer.engine.ledger.take()  # its traffic is no training step's
+        self._logbook.write({"step": trainer.step, "valid_loss": found.loss})

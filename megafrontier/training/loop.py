@@ -1,0 +1,93 @@
+"""The loop and one optimizer step. Everything that is not a step is a callback."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megafrontier.data.samples import Batch
+from megafrontier.errors import RankError, UserError
+from megafrontier.optim.clipping import clip_factor, global_norm
+from megafrontier.optim.schedule import learning_rate
+from megafrontier.training.callback import Callback
+from megafrontier.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did. `samples` is the range of global sample numbers it used."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    seconds: float
+    skipped: bool
+    samples: tuple[int, int]
+
+
+def run(trainer: Trainer, callbacks: Sequence[Callback]) -> None:
+    """Train from where the trainer stands to its last step."""
+    while trainer.step < trainer.last_step:
+        try:
+            result = train_step(trainer)
+        except UserError as error:  # its own part of the data, say
+            raise RankError(f"rank {trainer.hierarchy.rank}: {error}") from error
+        for callback in callbacks:
+            callback.after_step(trainer, result)
+    for callback in callbacks:
+        callback.at_end(trainer)
+
+
+def train_step(trainer: Trainer) -> StepResult:
+    """One optimizer step: every micro-batch forward and backward, then one update.
+
+    The loss is a sum over tokens until the end, where it is divided once by the exact number of
+    tokens in the global batch. A step with a non-finite loss or gradient changes no weight.
+    """
+    begin = time.perf_counter()
+    config, engine, scale = trainer.config, trainer.engine, trainer.loss_scale
+    lr = learning_rate(trainer.step, config.train.steps, config.optimizer, config.schedule)
+    first_sample = trainer.loader.first_sample(trainer.step)
+    micro_batches = trainer.loader.step(trainer.step)
+    totals = torch.zeros(2, dtype=torch.float64, device=trainer.hierarchy.device)
+    for batch in micro_batches:
+        seed_dropout(config.run.seed, batch)
+        loss = trainer.model(batch.tokens, batch.targets, batch.documents, batch.positions)
+        engine.backward(loss * scale.scale)
+        totals += torch.stack([loss.detach().double(), (batch.targets >= 0).sum().double()])
+
+    gradients = engine.finish_gradients()
+    loss_sum, tokens = trainer.hierarchy.sum(totals).tolist()
+    count = max(tokens, 1.0)
+    norm = global_norm(gradients, trainer.hierarchy, engine.placement.optimizer).item()
+    norm /= count * scale.scale
+    finite = math.isfinite(norm) and math.isfinite(loss_sum)
+    if finite:
+        factor = clip_factor(norm, config.train.clip_grad_norm) / (count * scale.scale)
+        torch._foreach_mul_(gradients, factor)
+        trainer.optimizer.step(gradients, lr)
+        engine.publish()
+    engine.clear_gradients()
+    scale.update(finite)
+    trainer.step += 1
+    trainer.tokens += int(tokens)
+    return StepResult(
+        trainer.step,
+        loss_sum / count,
+        norm,
+        lr,
+        int(tokens),
+        time.perf_counter() - begin,
+        not finite,
+        (first_sample, first_sample + config.train.global_batch),
+    )
+
+
+def seed_dropout(seed: int, batch: Batch) -> None:
+    """Make dropout a pure function of the run's seed and the samples, so that there is no random
+    state to save and a resumed run draws what the unbroken one would have."""
+    torch.manual_seed((seed * 0x9E3779B97F4A7C15 + batch.first_sample) & 0x7FFF_FFFF_FFFF_FFFF)

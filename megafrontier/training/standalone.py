@@ -1,0 +1,202 @@
+"""What is done with a finished checkpoint: evaluate, generate, export; and import makes one."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megafrontier.checkpoint.commands import find
+from megafrontier.checkpoint.crowd import Alone
+from megafrontier.checkpoint.manifest import Manifest
+from megafrontier.checkpoint.read import Checkpoint, open_checkpoint, read_manifest
+from megafrontier.checkpoint.write import save
+from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.config import Config, config_from_dict, config_to_dict, load_config
+from megafrontier.data.samples import Batch
+from megafrontier.data.tokenizer import load_tokenizer
+from megafrontier.errors import UserError
+from megafrontier.model.generate import generate, stream_text
+from megafrontier.model.gpt import GPT, parameter_shapes
+from megafrontier.model.huggingface import export_model, import_model
+from megafrontier.partition.layout import Layout
+from megafrontier.training.arrangement import DTYPES, Arrangement, check_training
+from megafrontier.training.evaluation import Evaluation, evaluate
+from megafrontier.training.launch import joined, launch
+from megafrontier.training.saving import attach_tokenizer
+from megafrontier.training.trainer import build_model, open_loader
+
+
+def newest(path: Path) -> Path:
+    """The checkpoint that a path stands for; of a run or a checkpoints folder the newest.
+
+    Raises UserError when there is none.
+    """
+    return find(path)[-1]
+
+
+def saved_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config a checkpoint was trained with, and its own copy of the tokenizer.
+
+    Raises UserError for overrides that do not fit it.
+    """
+    config = config_from_dict(dict(read_manifest(path).config), str(path), overrides)
+    if (path / "tokenizer").is_dir():
+        config.tokenizer = str(path / "tokenizer")
+    return config
+
+
+class Weights(Mapping[str, torch.Tensor]):
+    """A checkpoint's weights by parameter name, fp32, each read when it is asked for."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._checkpoint.shapes:
+            raise KeyError(name)
+        return self._checkpoint.tensor("weight", name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._checkpoint.shapes)
+
+    def __len__(self) -> int:
+        return len(self._checkpoint.shapes)
+
+
+def load_model(path: Path, device: torch.device) -> tuple[Config, GPT]:
+    """A whole fp32 model on one device. Raises UserError when the checkpoint is not whole."""
+    config = saved_config(path)
+    with torch.device("meta"):
+        model = GPT(config.model)
+    model.to_empty(device=device)
+    weights = Weights(open_checkpoint(path))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    return config, model
+
+
+def generate_command(
+    path: Path,
+    prompt: str,
+    show: Callable[[str], Any],
+    **sampling: Any,
+) -> None:
+    """Continue `prompt` with the model of a checkpoint, handing each piece of text to `show`.
+
+    `sampling` as in `model.generate.generate`. Raises UserError for a bad checkpoint or value.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config, model = load_model(newest(path), device)
+    tokenizer = load_tokenizer(config.tokenizer)
+    # An empty prompt starts where a document starts.
+    tokens = tokenizer.encode(prompt) or [tokenizer.eod]
+    show(prompt)
+    for text in stream_text(
+        generate(model, tokens, stop=tokenizer.eod, **sampling), tokenizer.decode
+    ):
+        show(text)
+
+
+def export_command(path: Path, out: Path, precision: str) -> str:
+    """Write a checkpoint as a Hugging Face model folder; returns the architecture's name."""
+    source = newest(path)
+    config = saved_config(source)
+    weights = Weights(open_checkpoint(source))
+    return export_model(
+        config.model, weights, out, load_tokenizer(config.tokenizer), DTYPES[precision]
+    )
+
+
+def import_command(folder: Path, out: Path) -> Path:
+    """Make a checkpoint, at step 0 and of weights alone, of a Hugging Face model folder.
+
+    `out` is the checkpoints folder to write it into. Raises UserError for what GPT does not do.
+    """
+    model, tensors = import_model(folder)
+    config = Config(model=model, tokenizer=str(folder))
+    layout = Layout.build("imported", parameter_shapes(model).items(), 1)
+    flat = torch.zeros(layout.numel)
+    for entry in layout.entries:
+        flat[entry.offset : entry.offset + entry.numel] = tensors[entry.name].reshape(-1)
+    manifest = Manifest(0, 0, [layout], 1, {"weight": flat.dtype}, config_to_dict(config))
+    return save(
+        out, manifest, {"weight": [flat]}, 0, True, Alone(), partial(attach_tokenizer, str(folder))
+    )
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to evaluate: a checkpoint, with this configuration."""
+
+    checkpoint: Path
+    config: Config
+
+
+def find_target(path: Path, overrides: Sequence[str]) -> Target:
+    """A YAML config stands for its run's newest checkpoint, evaluated as the file says; a
+    checkpoint (or a run) is evaluated as it was trained. Raises UserError when there is none."""
+    if path.is_file():
+        config = load_config(path, overrides)
+        return Target(newest(Path(config.run.directory)), config)
+    checkpoint = newest(path)
+    return Target(checkpoint, saved_config(checkpoint, overrides))
+
+
+def evaluate_command(
+    path: Path, overrides: Sequence[str], nproc: int | None, show: Callable[[str], Any]
+) -> int:
+    """Loss, perplexity and bits per byte on the validation data, over one or more ranks."""
+    target = find_target(path, overrides)
+    if target.config.evaluate.batches == 0:
+        raise UserError("evaluate.batches: 0, need at least 1")
+
+    def body() -> int:
+        with joined(target.config) as (arrangement, hierarchy):
+            found = _evaluate(target, arrangement, hierarchy)
+            if hierarchy.rank == 0:
+                show(describe(target.checkpoint, found))
+        return 0
+
+    return launch(body, nproc, partial(check_training, target.config))
+
+
+def _evaluate(target: Target, arrangement: Arrangement, hierarchy: Hierarchy) -> Evaluation:
+    config = target.config
+    checkpoint = open_checkpoint(target.checkpoint, hierarchy.rank, hierarchy.size)
+    model, _ = build_model(config, arrangement, hierarchy, partial(_read_slice, checkpoint))
+    loader = open_loader(config, "valid", hierarchy)
+    if loader is None:
+        raise UserError("data.split: keeps nothing for validation; need data.valid or a part")
+    tokenizer = load_tokenizer(config.tokenizer)
+
+    def text_bytes(batch: Batch) -> int:
+        kept = (row[row >= 0].tolist() for row in batch.targets)
+        return sum(len(tokenizer.decode(ids).encode()) for ids in kept)
+
+    try:
+        return evaluate(model, loader, hierarchy, config.evaluate.batches, text_bytes)
+    finally:
+        loader.close()
+
+
+def _read_slice(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], start: int, stop: int
+) -> torch.Tensor:
+    found = checkpoint.shapes.get(name)
+    if found != shape:
+        raise UserError(f"{checkpoint.path}: {name}: shape {found}, the model needs {shape}")
+    return checkpoint.read("weight", name, start, stop)
+
+
+def describe(checkpoint: Path, found: Evaluation) -> str:
+    """One line: nats per token, perplexity, and bits per byte of UTF-8 text."""
+    bits = found.loss_sum / math.log(2) / max(found.utf8_bytes, 1)
+    return (
+        f"{checkpoint}: loss {found.loss:.4f}  perplexity {math.exp(min(found.loss, 700)):.2f}  "
+        f"bits per byte {bits:.4f}  ({found.tokens} tokens, {found.utf8_bytes} bytes)"
+    )

@@ -1,0 +1,107 @@
+"""Everything one rank trains with, put together from a configuration."""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.config import Config
+from megafrontier.data.loader import Loader
+from megafrontier.model.gpt import GPT
+from megafrontier.model.initialise import initial_slice, parameter_kind
+from megafrontier.optim.adamw import ShardedAdamW
+from megafrontier.optim.loss_scale import LossScale
+from megafrontier.partition import Engine, shard
+from megafrontier.partition.unit import InitialSlice
+from megafrontier.training.arrangement import DTYPES, Arrangement
+from megafrontier.training.batches import PARTS, Part, make_loader, open_part
+
+
+@dataclass
+class Trainer:
+    """One rank's model, data and state. `step` and `tokens` count what is done."""
+
+    config: Config
+    arrangement: Arrangement
+    hierarchy: Hierarchy
+    model: GPT
+    engine: Engine
+    optimizer: ShardedAdamW
+    loader: Loader
+    valid_loader: Loader | None
+    loss_scale: LossScale
+    step: int = 0
+    tokens: int = 0
+    skipped_in_a_row: int = field(default=0)
+
+    @property
+    def last_step(self) -> int:
+        """The step after which this process stops."""
+        return self.config.train.stop_at or self.config.train.steps
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all: logs, metrics, manifests."""
+        return self.hierarchy.rank == 0
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        for loader in (self.loader, self.valid_loader):
+            if loader is not None:
+                loader.close()
+
+
+def build_trainer(config: Config, arrangement: Arrangement, hierarchy: Hierarchy) -> Trainer:
+    """Model, optimizer and data at step 0, sharded; no rank ever holds the whole model."""
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    model, engine = build_model(config, arrangement, hierarchy)
+    masters = [unit.master for unit in engine.units]
+    optimizer = ShardedAdamW(masters, [u.decay_stop for u in engine.units], config.optimizer)
+    loaders = {part: open_loader(config, part, hierarchy) for part in PARTS}
+    assert loaders["train"] is not None
+    return Trainer(
+        config,
+        arrangement,
+        hierarchy,
+        model,
+        engine,
+        optimizer,
+        loaders["train"],
+        loaders["valid"],
+        LossScale.create(config.train.precision, config.train.loss_scale),
+    )
+
+
+def build_model(
+    config: Config,
+    arrangement: Arrangement,
+    hierarchy: Hierarchy,
+    initial: InitialSlice | None = None,
+) -> tuple[GPT, Engine]:
+    """A GPT sharded over the hierarchy, with its seeded first values or those of `initial`."""
+    with torch.device("meta"):
+        model = GPT(
+            config.model,
+            loss_chunk_tokens=config.train.loss_chunk_tokens,
+            checkpoint_blocks=config.train.activation_checkpointing == "block",
+        )
+    engine = shard(
+        model,
+        model.units(),
+        arrangement.placement,
+        hierarchy,
+        dtype=DTYPES[config.train.precision],
+        wires=arrangement.wires,
+        initial=initial or partial(initial_slice, config.model, config.run.seed),
+        decay=lambda name: parameter_kind(name) not in config.optimizer.no_decay,
+    )
+    return model, engine
+
+
+def open_loader(config: Config, part: Part, hierarchy: Hierarchy) -> Loader | None:
+    """This rank's loader of a part, None where nothing is kept for validation."""
+    samples = open_part(config, part)
+    if samples is None:
+        return None
+    return make_loader(config, samples, part, hierarchy.rank, hierarchy.size, hierarchy.device)
