@@ -6,8 +6,11 @@ from typing import Protocol
 class Crowd(Protocol):
     """All ranks that save or load together. Every rank makes the same calls in the same order."""
 
-    rank: int
-    size: int
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
 
     def all_true(self, ok: bool) -> bool:
         """Whether `ok` holds on every rank. Returns on no rank before all have called."""

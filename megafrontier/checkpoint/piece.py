@@ -7,7 +7,7 @@ global tensor. `__metadata__` holds the CRC-32 of every slice and one of the hea
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,18 +44,24 @@ class Slice:
 
 def plan(manifest: Manifest, piece: int) -> list[Slice]:
     """The slices of a piece's file in order. Padding is left out."""
+    parts = list(_parts(manifest, piece))
     slices = []
     # Wide types first: then every slice starts at a multiple of its type's size.
     for state, dtype in sorted(manifest.states.items(), key=lambda item: -item[1].itemsize):
-        for index, unit in enumerate(manifest.units):
-            length = unit.numel // manifest.pieces
-            begin = piece * length
-            for entry, first, last in unit.within(begin, begin + length):
-                for start in range(first, last, manifest.slice_elements):
-                    count = min(manifest.slice_elements, last - start)
-                    at = entry.offset + start - begin
-                    slices.append(Slice(state, entry.name, start, count, dtype, index, at))
+        for unit, name, first, last, at in parts:
+            for start in range(first, last, manifest.slice_elements):
+                count = min(manifest.slice_elements, last - start)
+                slices.append(Slice(state, name, start, count, dtype, unit, at + start - first))
     return slices
+
+
+def _parts(manifest: Manifest, piece: int) -> Iterator[tuple[int, str, int, int, int]]:
+    """Unit's index, parameter, its elements [first, last) and their place in the shard."""
+    for index, unit in enumerate(manifest.units):
+        length = unit.numel // manifest.pieces
+        begin = piece * length
+        for entry, first, last in unit.within(begin, begin + length):
+            yield index, entry.name, first, last, entry.offset + first - begin
 
 
 def encode_header(

@@ -1,0 +1,186 @@
+"""A small model's state, cut as a run would cut it, and ranks that are threads."""
+
+import os
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megafrontier.checkpoint.manifest import Manifest
+from megafrontier.checkpoint.read import Checkpoint
+from megafrontier.checkpoint.write import Attach, save
+from megafrontier.partition.layout import Layout
+
+Tensors = dict[str, dict[str, torch.Tensor]]
+STATES = {"weight": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+SHAPES = {
+    "embedding.weight": (37, 13),
+    "blocks.0.attention.weight": (13, 39),
+    "blocks.0.norm.weight": (13,),
+    "blocks.0.mlp.weight": (3, 5, 67),
+    "blocks.1.attention.weight": (13, 39),
+    "blocks.1.norm.weight": (1,),
+    "head.weight": (37, 13),
+}
+BY_BLOCK = [
+    ("embedding", ["embedding.weight"]),
+    ("block 0", [name for name in SHAPES if name.startswith("blocks.0")]),
+    ("block 1", [name for name in SHAPES if name.startswith("blocks.1")]),
+    ("head", ["head.weight"]),
+]
+ALL_IN_ONE = [("all", [*reversed(SHAPES)])]
+EACH_ALONE = [(name, [name]) for name in SHAPES]
+
+
+class Threads:
+    """One rank of a crowd of threads."""
+
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, slots: list) -> None:
+        self.rank, self.size = rank, size
+        self._barrier, self._slots = barrier, slots
+
+    def all_true(self, ok: bool) -> bool:
+        return self.first_error(None if ok else "no") is None
+
+    def first_error(self, message: str | None) -> str | None:
+        self._slots[self.rank] = message
+        self._barrier.wait(20)
+        found = next((message for message in self._slots if message is not None), None)
+        self._barrier.wait(20)
+        return found
+
+
+def run_crowd(size: int, body: Callable[[Threads], Any]) -> list[Any]:
+    """What `body` returns or raises on each of `size` ranks."""
+    barrier, slots = threading.Barrier(size), [None] * size
+    results: list[Any] = [None] * size
+
+    def rank_body(rank: int) -> None:
+        try:
+            results[rank] = body(Threads(rank, size, barrier, slots))
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=rank_body, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def make_tensors(seed: int = 0, states: dict[str, torch.dtype] = STATES) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        state: {n: torch.randn(s, generator=generator).to(dtype) for n, s in SHAPES.items()}
+        for state, dtype in states.items()
+    }
+
+
+def make_layouts(groups: Sequence[tuple[str, list[str]]], pieces: int) -> list[Layout]:
+    return [Layout.build(unit, [(n, SHAPES[n]) for n in names], pieces) for unit, names in groups]
+
+
+def cut(layouts: Sequence[Layout], tensors: Tensors, piece: int, pieces: int) -> dict[str, list]:
+    """A rank's shards of every state and unit."""
+    shards: dict[str, list] = {}
+    for state, values in tensors.items():
+        for unit in layouts:
+            flat = torch.zeros(unit.numel, dtype=values[unit.entries[0].name].dtype)
+            for entry in unit.entries:
+                stop = entry.offset + entry.numel
+                flat[entry.offset : stop] = values[entry.name].flatten()
+            shards.setdefault(state, []).append(flat.chunk(pieces)[piece].clone())
+    return shards
+
+
+def make_manifest(step: int, layouts: Sequence[Layout], pieces: int, **more: Any) -> Manifest:
+    defaults = {"tokens": step * 1000, "states": STATES, "slice_elements": 100}
+    return Manifest(step=step, units=layouts, pieces=pieces, **(defaults | more))
+
+
+def save_all(
+    root: Path,
+    step: int = 100,
+    pieces: int = 8,
+    groups: Sequence[tuple[str, list[str]]] = BY_BLOCK,
+    tensors: Tensors | None = None,
+    attach: Attach | None = None,
+    **more: Any,
+) -> Path:
+    """Save from as many ranks as there are pieces; every rank must return the same folder."""
+    layouts = make_layouts(groups, pieces)
+    tensors = make_tensors(step) if tensors is None else tensors
+    manifest = make_manifest(step, layouts, pieces, **more)
+
+    def body(crowd: Threads) -> Path:
+        shards = cut(layouts, tensors, crowd.rank, pieces)
+        return save(root, manifest, shards, crowd.rank, True, crowd, attach)
+
+    results = run_crowd(pieces, body)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    assert len(set(results)) == 1
+    return results[0]
+
+
+def load_all(
+    checkpoint: Checkpoint,
+    pieces: int,
+    groups: Sequence[tuple[str, list[str]]],
+    states: dict[str, torch.dtype] = STATES,
+) -> Tensors:
+    """Fill the shards of all pieces and put the tensors together again; checks the padding."""
+    layouts = make_layouts(groups, pieces)
+    loaded: Tensors = {state: {} for state in states}
+    shards = [
+        {s: [torch.zeros(u.numel // pieces, dtype=d) for u in layouts] for s, d in states.items()}
+        for _ in range(pieces)
+    ]
+    for piece in range(pieces):
+        checkpoint.fill(layouts, shards[piece], piece, pieces)
+    for state in states:
+        for u, unit in enumerate(layouts):
+            flat = torch.cat([shards[piece][state][u] for piece in range(pieces)])
+            for e in unit.entries:
+                loaded[state][e.name] = flat[e.offset : e.offset + e.numel].view(e.shape).clone()
+                flat[e.offset : e.offset + e.numel] = 0
+            assert not flat.any(), "padding must stay as it was"
+    return loaded
+
+
+def assert_same(found: Tensors, need: Tensors) -> None:
+    for state, values in need.items():
+        for name, tensor in values.items():
+            assert torch.equal(found[state][name], tensor), f"{state}/{name}"
+
+
+def flip(path: Path, at: int, mask: int = 0x10) -> None:
+    """Change one byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= mask
+    path.write_bytes(data)
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """Every file under a folder, by relative path."""
+    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+def in_child(body: Callable[[], bool]) -> int:
+    """Run `body` in a forked process. Returns 0 where it returns True, 1 where it does not, and
+    minus the signal's number where one killed it."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = 0 if body() else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -1,0 +1,70 @@
+"""`megafrontier checkpoint` tells what is there and whether it is whole."""
+
+import json
+
+import pytest
+
+from megafrontier.checkpoint.manifest import piece_file
+from megafrontier.cli import main
+from tests.checkpoint.helpers import SHAPES, flip, save_all
+
+
+@pytest.fixture
+def run(tmp_path):
+    for step in (100, 200):
+        save_all(tmp_path / "checkpoints", step, 2, config={"model": {"layers": 2}})
+    return tmp_path
+
+
+def test_list_shows_all_of_a_run_whatever_path_it_is_given_by(run, capsys):
+    for path in (run, run / "checkpoints"):
+        assert main(["checkpoint", "list", str(path)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in lines] == ["100", "200"]
+        assert all(line.endswith("whole") for line in lines)
+    assert main(["checkpoint", "list", str(run / "checkpoints" / "step-00000200")]) == 0
+    assert capsys.readouterr().out.split()[0] == "200"
+
+
+def test_list_names_what_is_not_whole(run, capsys):
+    (run / "checkpoints" / "step-00000100" / piece_file(1)).unlink()
+    assert main(["checkpoint", "list", str(run), "--json"]) == 2
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["whole"], second["whole"]) == (False, True)
+    assert "00000001.safetensors: missing" in first["problem"]
+
+
+def test_show_tells_tensors_states_and_config_of_the_newest(run, capsys):
+    assert main(["checkpoint", "show", str(run)]) == 0
+    text = capsys.readouterr().out
+    assert "step:        200" in text
+    assert 'config:      model: {"layers": 2}' in text
+    assert main(["checkpoint", "show", str(run), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["tensors"] == {name: list(shape) for name, shape in SHAPES.items()}
+    assert facts["states"] == {"weight": "F32", "exp_avg": "F32", "exp_avg_sq": "F32"}
+    assert facts["tokens"] == 200_000
+
+
+def test_verify_says_whole_or_names_every_damaged_file(run, capsys):
+    assert main(["checkpoint", "verify", str(run)]) == 0
+    assert capsys.readouterr().out.count("whole, 3 files") == 2
+    broken = [run / "checkpoints" / "step-00000200" / piece_file(piece) for piece in (0, 1)]
+    for path in broken:
+        flip(path, 99)
+    assert main(["checkpoint", "verify", str(run)]) == 2
+    out, err = capsys.readouterr()
+    assert [line.split(": ")[1] for line in err.splitlines()] == [str(path) for path in broken]
+    assert "step-00000100: whole" in out
+    assert main(["checkpoint", "verify", str(run), "--json"]) == 2
+    assert [r["whole"] for r in json.loads(capsys.readouterr().out)] == [True, False]
+
+
+def test_a_path_without_checkpoints_is_refused_in_one_line(tmp_path, capsys):
+    for action in ("list", "show", "verify"):
+        assert main(["checkpoint", action, str(tmp_path)]) == 2
+        err = capsys.readouterr().err
+        assert f"{tmp_path}: no checkpoints" in err
+        assert err.count("\n") == 1
+    assert main(["checkpoint", "list", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere: no such folder" in capsys.readouterr().err

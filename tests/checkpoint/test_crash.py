@@ -1,0 +1,217 @@
+"""A save that fails or is killed at any moment harms nothing that was there."""
+
+import errno
+import os
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megafrontier.checkpoint import folder, piece, write
+from megafrontier.checkpoint.crowd import Alone
+from megafrontier.checkpoint.errors import CheckpointWriteError
+from megafrontier.checkpoint.folder import list_checkpoints
+from megafrontier.checkpoint.read import open_checkpoint
+from megafrontier.checkpoint.verify import verify
+from megafrontier.checkpoint.write import save
+from tests.checkpoint.helpers import (
+    ALL_IN_ONE,
+    BY_BLOCK,
+    assert_same,
+    contents,
+    cut,
+    in_child,
+    load_all,
+    make_layouts,
+    make_manifest,
+    make_tensors,
+    run_crowd,
+    save_all,
+)
+
+
+def _save_on_ranks(root: Path, step: int, pieces: int = 4, attach=None) -> list:
+    layouts = make_layouts(BY_BLOCK, pieces)
+    manifest = make_manifest(step, layouts, pieces)
+
+    def body(crowd):
+        shards = cut(layouts, make_tensors(step), crowd.rank, pieces)
+        return save(root, manifest, shards, crowd.rank, True, crowd, attach)
+
+    return run_crowd(pieces, body)
+
+
+def _assert_all_refused(results: list, reason: str) -> None:
+    assert [type(result) for result in results] == [CheckpointWriteError] * len(results)
+    assert {str(result) for result in results} == {str(results[0])}, "all ranks say the same"
+    assert reason in str(results[0])
+
+
+def test_a_disk_full_on_one_rank_stops_all_alike_and_harms_nothing(tmp_path, monkeypatch):
+    save_all(tmp_path, 100, 4)
+    before = contents(tmp_path)
+    real_write_piece = write.write_piece
+    full_file = partial(open, mode="wb")  # "xb" would refuse the link.
+
+    def full_disk(path, manifest, number, shards):
+        if number == 2:
+            path.symlink_to("/dev/full")
+            monkeypatch.setattr(piece, "open", lambda path, _mode: full_file(path), raising=False)
+        real_write_piece(path, manifest, number, shards)
+
+    monkeypatch.setattr(write, "write_piece", full_disk)
+    _assert_all_refused(_save_on_ranks(tmp_path, 200), "rank 2: write: No space left on device")
+    assert contents(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000100"]
+    monkeypatch.undo()
+    assert _save_on_ranks(tmp_path, 200) == [tmp_path / "step-00000200"] * 4
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename", "mkdir"])
+def test_an_error_at_any_system_call_of_any_rank_stops_all_alike(tmp_path, monkeypatch, call):
+    save_all(tmp_path, 100, 4)
+    before = contents(tmp_path)
+    owner = Path if call == "mkdir" else os
+    real = getattr(owner, call)
+    fails_at = 0
+    while True:
+        calls = []
+
+        def failing(*args, calls=calls, fails_at=fails_at, **kwargs):
+            calls.append(None)
+            if len(calls) == fails_at + 1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, call, failing)
+        results = _save_on_ranks(tmp_path, 200)
+        monkeypatch.undo()
+        if len(calls) <= fails_at:
+            break
+        _assert_all_refused(results, "No space left on device")
+        if not (tmp_path / "step-00000200").exists():
+            assert contents(tmp_path) == before
+        else:  # Published in full; only that it survives a power cut is not sure.
+            assert verify(tmp_path / "step-00000200").whole
+            shutil.rmtree(tmp_path / "step-00000200")
+        fails_at += 1
+    assert fails_at >= {"fsync": 8, "rename": 1, "mkdir": 4}[call]
+    assert results == [tmp_path / "step-00000200"] * 4
+
+
+def test_a_failing_attach_is_a_failed_save_on_all_ranks(tmp_path):
+    def attach(partial):
+        raise RuntimeError("no tokenizer")
+
+    _assert_all_refused(_save_on_ranks(tmp_path, 1, attach=attach), "RuntimeError: no tokenizer")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_piece_without_a_writer_or_with_two_is_not_published(tmp_path):
+    layouts = make_layouts(BY_BLOCK, 2)
+    manifest = make_manifest(1, layouts, 2)
+
+    def body(crowd):
+        number = piece_of[crowd.rank]
+        shards = cut(layouts, make_tensors(), number, 2)
+        return save(tmp_path, manifest, shards, number, number in writers, crowd)
+
+    piece_of, writers = [0, 1], {0}
+    _assert_all_refused(run_crowd(2, body), "1 piece files, need 2")
+    piece_of, writers = [0, 0], {0}
+    _assert_all_refused(run_crowd(2, body), "File exists")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_published_before_all_of_it_is_on_the_disk(tmp_path, monkeypatch):
+    events = []
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def fsync(descriptor):
+        events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real_fsync(descriptor)
+
+    def rename(source, target):
+        events.append("rename")
+        needed = {str(source), *(str(path) for path in Path(source).rglob("*"))}
+        assert needed <= set(events)
+        real_rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    save_all(tmp_path, attach=lambda path: (path / "note").write_text("x") and None)
+    assert events[-2:] == ["rename", str(tmp_path)]
+
+
+def test_a_kill_at_any_moment_of_a_save_leaves_only_whole_checkpoints(tmp_path):
+    """Kills at the n-th of all calls that change the disk or look at a slice, for every n."""
+    origin = save_all(tmp_path / "origin", 100, 1)
+    layouts = make_layouts(ALL_IN_ONE, 1)
+    shards = cut(layouts, make_tensors(200), 0, 1)
+    manifest = make_manifest(200, layouts, 1, slice_elements=1000)
+
+    def killed_save(root: Path, at: int) -> int:
+        def child() -> bool:
+            counter = [0]
+            for owner, name in [
+                (os, "fsync"),
+                (os, "rename"),
+                (Path, "mkdir"),
+                (piece, "crc32_hex"),
+            ]:
+                _kill_at(owner, name, counter, at)
+            save(root, manifest, shards, 0, True, Alone())
+            return True
+
+        return in_child(child)
+
+    at, outcomes = 1, set()
+    while True:
+        root = tmp_path / "run"
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(origin.parent, root)
+        code = killed_save(root, at)
+        found = list_checkpoints(root)
+        outcomes.add(tuple(path.name for path in found))
+        assert all(verify(path).whole for path in found)
+        assert found[0].name == "step-00000100"
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        save_all(root, 300, 1)
+        assert [path.name for path in root.iterdir() if path.name.startswith(".")] == []
+        assert_same(
+            load_all(open_checkpoint(list_checkpoints(root)[-1]), 2, BY_BLOCK), make_tensors(300)
+        )
+        at += 1
+    assert at > 12
+    assert outcomes == {("step-00000100",), ("step-00000100", "step-00000200")}
+
+
+def _kill_at(owner, name: str, counter: list[int], at: int) -> None:
+    real = getattr(owner, name)
+
+    def counted(*args, **kwargs):
+        counter[0] += 1
+        if counter[0] == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+
+    setattr(owner, name, counted)
+
+
+def test_a_kill_during_a_deletion_leaves_no_half_of_a_checkpoint(tmp_path):
+    for step in (1, 2, 3):
+        save_all(tmp_path, step, 1)
+
+    def child() -> bool:
+        _kill_at(shutil, "rmtree", [0], 1)
+        folder.prune(tmp_path, 2, 0)
+        return True
+
+    assert in_child(child) == -signal.SIGKILL
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
+    assert folder.clean_partials(tmp_path) == [tmp_path / ".step-00000001.removed"]
+    assert all(verify(path).whole for path in list_checkpoints(tmp_path))

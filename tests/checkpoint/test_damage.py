@@ -1,0 +1,180 @@
+"""Whatever happens to a checkpoint's files is found and named."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from megafrontier.checkpoint.crowd import Alone
+from megafrontier.checkpoint.errors import CheckpointCorrupt
+from megafrontier.checkpoint.manifest import FILE_NAME, SEAL_PREFIX, Manifest, piece_file
+from megafrontier.checkpoint.read import open_checkpoint
+from megafrontier.checkpoint.seal import seal
+from megafrontier.checkpoint.verify import verify
+from megafrontier.checkpoint.write import save
+from megafrontier.errors import UserError
+from megafrontier.partition.layout import Layout
+from tests.checkpoint.helpers import BY_BLOCK, flip, load_all, save_all
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A checkpoint of one piece of about a kilobyte."""
+    layouts = [Layout.build("unit", [("a", (3, 7)), ("b", (5,))], 1)]
+    manifest = Manifest(7, 70, layouts, 1, {"weight": torch.float32}, slice_elements=8)
+    shard = torch.arange(layouts[0].numel).float()
+    return save(tmp_path, manifest, {"weight": [shard]}, 0, True, Alone())
+
+
+@pytest.mark.parametrize("name", [FILE_NAME, piece_file(0)])
+@pytest.mark.parametrize("mask", [0x01, 0x20, 0xFF])
+def test_every_flipped_byte_of_every_file_is_found_and_its_file_named(small, name, mask):
+    path = small / name
+    sound = path.read_bytes()
+    assert verify(small).whole
+    for at in range(len(sound)):
+        flip(path, at, mask)
+        report = verify(small)
+        assert not report.whole, f"byte {at}"
+        assert report.problems[0].startswith(f"{path}: "), f"byte {at}"
+        path.write_bytes(sound)
+    assert verify(small).whole
+
+
+@pytest.mark.parametrize("name", [FILE_NAME, piece_file(0)])
+def test_every_truncation_is_found(small, name):
+    path = small / name
+    sound = path.read_bytes()
+    for size in range(len(sound)):
+        path.write_bytes(sound[:size])
+        with pytest.raises(CheckpointCorrupt, match=path.name):
+            open_checkpoint(small)
+        assert verify(small).problems[0].startswith(f"{path}: ")
+
+
+def test_a_file_that_has_grown_is_refused(small):
+    with open(small / piece_file(0), "ab") as file:
+        file.write(b"\0")
+    with pytest.raises(CheckpointCorrupt, match="cut short or grown"):
+        open_checkpoint(small)
+    assert "cut short or grown" in verify(small).problems[0]
+
+
+@pytest.mark.parametrize("part", ["header", "payload"])
+def test_a_flipped_byte_is_found_while_loading(tmp_path, part):
+    path = save_all(tmp_path)
+    file = path / piece_file(1)
+    flip(file, 200 if part == "header" else file.stat().st_size - 5)
+    with pytest.raises(CheckpointCorrupt, match=r"00000001\.safetensors"):
+        load_all(open_checkpoint(path), 4, BY_BLOCK)
+
+
+def test_a_missing_piece_file_is_refused_by_name(tmp_path):
+    path = save_all(tmp_path)
+    (path / piece_file(5)).unlink()
+    with pytest.raises(CheckpointCorrupt, match=r"00000005\.safetensors: missing"):
+        open_checkpoint(path)
+    assert "00000005.safetensors: missing" in verify(path).problems[0]
+
+
+def test_each_rank_checks_its_share_of_the_files_and_together_all(tmp_path):
+    path = save_all(tmp_path)
+    (path / piece_file(5)).unlink()
+    for rank in (0, 2):
+        open_checkpoint(path, rank, 3 if rank == 0 else 8)
+    with pytest.raises(CheckpointCorrupt):
+        open_checkpoint(path, 2, 3)
+
+
+def test_a_half_written_folder_is_refused(tmp_path):
+    path = save_all(tmp_path)
+    (path / FILE_NAME).unlink()
+    with pytest.raises(CheckpointCorrupt, match=r"step-00000100: no checkpoint\.json"):
+        open_checkpoint(path)
+
+
+def test_a_foreign_folder_is_refused(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"what")
+    with pytest.raises(CheckpointCorrupt, match="not a megafrontier checkpoint"):
+        open_checkpoint(tmp_path)
+    (tmp_path / FILE_NAME).write_text('{"step": 3}')
+    with pytest.raises(CheckpointCorrupt, match=r"checkpoint\.json: not a megafrontier manifest"):
+        open_checkpoint(tmp_path)
+
+
+def _rewrite(path, **changes):
+    """Change a manifest as a program would that knows how to seal it."""
+    text = (path / FILE_NAME).read_text()
+    values = json.loads(text) | changes
+    lines = ",\n".join(f'"{key}": {json.dumps(value)}' for key, value in values.items())
+    (path / FILE_NAME).write_bytes(seal(("{\n" + lines + "\n}\n").encode(), len(SEAL_PREFIX)))
+
+
+def test_a_version_from_the_future_is_refused_as_such(small):
+    _rewrite(small, version=2)
+    with pytest.raises(UserError, match="version 2, this megafrontier reads version 1") as caught:
+        open_checkpoint(small)
+    assert not isinstance(caught.value, CheckpointCorrupt)
+    assert "version 2" in verify(small).problems[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": "other"},
+        {"states": {"weight": "F33"}},
+        {"units": [{"name": "u", "numel": 128, "tensors": [["a", [3], 126]]}]},
+        {"units": [{"name": "u", "numel": 128, "tensors": [["a", [3], 0], ["b", [3], 2]]}]},
+        {"pieces": 3},
+        {"units": None},
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(small, changes):
+    _rewrite(small, **changes)
+    with pytest.raises(CheckpointCorrupt, match=r"checkpoint\.json"):
+        open_checkpoint(small)
+
+
+def test_a_piece_of_another_checkpoint_or_of_another_number_is_refused(tmp_path):
+    tensors = {}
+    paths = [save_all(tmp_path / run, groups=BY_BLOCK, **tensors) for run in "ab"]
+    shutil.copy(paths[0] / piece_file(1), paths[1] / piece_file(1))
+    with pytest.raises(CheckpointCorrupt, match="is piece 1 of 8 of another checkpoint"):
+        load_all(open_checkpoint(paths[1]), 1, BY_BLOCK)
+    assert "of another checkpoint" in verify(paths[1]).problems[0]
+    shutil.copy(paths[0] / piece_file(2), paths[0] / piece_file(1))
+    assert any("is piece 2 of 8" in problem for problem in verify(paths[0]).problems)
+
+
+def test_verify_lists_all_problems_and_not_only_the_first(tmp_path):
+    path = save_all(tmp_path)
+    (path / piece_file(0)).unlink()
+    flip(path / piece_file(1), 100)
+    flip(path / piece_file(2), (path / piece_file(2)).stat().st_size - 1)
+    named = [problem.split(": ")[0] for problem in verify(path).problems]
+    assert named == [str(path / piece_file(piece)) for piece in (0, 1, 2)]
+
+
+def test_verify_finds_elements_that_no_piece_holds_or_two_hold(small):
+    unit = {"name": "unit", "numel": 128, "tensors": [["a", [3, 7], 0], ["b", [6], 21]]}
+    _rewrite(small, units=[unit])
+    assert verify(small).problems == (f"{small}: weight/b: ends at element 5, need 6",)
+    unit["tensors"] = [["a", [20], 0], ["b", [5], 21]]
+    _rewrite(small, units=[unit])
+    assert verify(small).problems == (f"{small}: weight/a: ends at element 21, need 20",)
+    unit["tensors"] = [["a", [3, 7], 0]]
+    _rewrite(small, units=[unit])
+    assert "weight/b: in the pieces but not in the manifest" in verify(small).problems[0]
+
+
+def test_nothing_in_the_package_can_load_a_pickle():
+    import megafrontier.checkpoint as package
+
+    folder = package.__path__[0]
+    import pathlib
+
+    for path in pathlib.Path(folder).glob("*.py"):
+        text = path.read_text()
+        for word in ("torch.load", "pickle", "eval(", "exec("):
+            assert word not in text, f"{path.name}: {word}"

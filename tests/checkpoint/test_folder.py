@@ -1,0 +1,79 @@
+"""Which checkpoints are there and which are kept."""
+
+import pytest
+
+from megafrontier.checkpoint.folder import (
+    candidates,
+    clean_partials,
+    list_checkpoints,
+    prune,
+    step_folder,
+    step_of,
+)
+from megafrontier.checkpoint.manifest import FILE_NAME
+
+
+@pytest.fixture
+def root(tmp_path):
+    for step in (100, 200, 300, 400, 500, 100_000_000):
+        step_folder(tmp_path, step).mkdir()
+        (step_folder(tmp_path, step) / FILE_NAME).touch()
+    for name in ("step-00000600", "step-7", "other", ".step-00000700.partial"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000800").touch()
+    return tmp_path
+
+
+def steps(paths):
+    return [step_of(path) for path in paths]
+
+
+def test_names_tell_the_step_and_only_of_checkpoints(tmp_path):
+    assert step_folder(tmp_path, 100).name == "step-00000100"
+    assert step_of(step_folder(tmp_path, 123_456_789)) == 123_456_789
+    for name in ("step-7", ".step-00000100.partial", "step-00000100.superseded", "x"):
+        assert step_of(tmp_path / name) is None
+
+
+def test_only_published_checkpoints_are_listed_in_order_of_steps(root):
+    assert steps(list_checkpoints(root)) == [100, 200, 300, 400, 500, 100_000_000]
+    assert list_checkpoints(root / "nowhere") == []
+
+
+def test_candidates_come_newest_first_and_include_the_half_written(root):
+    assert steps(candidates(root)) == [100_000_000, 600, 500, 400, 300, 200, 100]
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_every", "left"),
+    [
+        (0, 0, [100, 200, 300, 400, 500, 100_000_000]),
+        (1, 0, [100_000_000]),
+        (2, 0, [500, 100_000_000]),
+        (2, 200, [200, 400, 500, 100_000_000]),
+        (9, 0, [100, 200, 300, 400, 500, 100_000_000]),
+    ],
+)
+def test_the_newest_and_every_nth_are_kept(root, keep, keep_every, left):
+    removed = prune(root, keep, keep_every)
+    assert steps(list_checkpoints(root)) == left
+    assert sorted(steps(removed) + left) == [100, 200, 300, 400, 500, 100_000_000]
+    others = {"step-00000600", "step-7", "other", ".step-00000700.partial", "step-00000800"}
+    assert others <= {path.name for path in root.iterdir()}, "what is not ours is left alone"
+
+
+def test_a_link_is_unlinked_and_what_it_leads_to_stays(root, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / FILE_NAME).touch()
+    (root / "step-00000050").symlink_to(elsewhere)
+    assert steps(prune(root, 5, 0)) == [50, 100]
+    assert (elsewhere / FILE_NAME).exists()
+
+
+def test_left_overs_of_killed_saves_and_deletions_are_cleaned_and_nothing_else(root):
+    (root / ".step-00000100.removed").mkdir()
+    (root / ".step-mine.partial").mkdir()
+    before = {path.name for path in root.iterdir()}
+    cleaned = {path.name for path in clean_partials(root)}
+    assert cleaned == {".step-00000700.partial", ".step-00000100.removed"}
+    assert {path.name for path in root.iterdir()} == before - cleaned

@@ -1,0 +1,151 @@
+"""Training goes on from the newest whole checkpoint, on all ranks the same."""
+
+import pytest
+import torch
+
+from megafrontier.checkpoint.crowd import Alone
+from megafrontier.checkpoint.errors import CheckpointCorrupt
+from megafrontier.checkpoint.manifest import FILE_NAME, Manifest, piece_file
+from megafrontier.checkpoint.resume import load_checkpoint, open_newest
+from megafrontier.errors import UserError
+from tests.checkpoint import helpers
+from tests.checkpoint.helpers import (
+    BY_BLOCK,
+    cut,
+    flip,
+    make_layouts,
+    make_tensors,
+    run_crowd,
+    save_all,
+)
+
+
+def resume(root, ranks=4):
+    """The step whose state all ranks have, and the warnings; or raises the error that all raise."""
+    warnings = []
+    layouts = make_layouts(BY_BLOCK, ranks)
+
+    def body(crowd):
+        shards = cut(layouts, make_tensors(0), crowd.rank, ranks)
+        checkpoint = open_newest(
+            root,
+            lambda found: found.fill(layouts, shards, crowd.rank, ranks),
+            crowd,
+            warnings.append,
+        )
+        if checkpoint is None:
+            return None
+        need = cut(layouts, make_tensors(checkpoint.manifest.step), crowd.rank, ranks)
+        for state in need:
+            assert all(map(torch.equal, shards[state], need[state]))
+        return checkpoint.manifest.step
+
+    results = run_crowd(ranks, body)
+    assert len({str(result) for result in results}) == 1, "all ranks agree"
+    if isinstance(results[0], Exception):
+        raise results[0]
+    return results[0], warnings
+
+
+def test_the_newest_is_resumed_on_all_ranks(tmp_path):
+    for step in (100, 200, 1000):
+        save_all(tmp_path, step)
+    assert resume(tmp_path) == (1000, [])
+
+
+def test_where_nothing_is_training_starts_new(tmp_path):
+    (tmp_path / ".step-00000100.partial").mkdir()
+    assert resume(tmp_path) == (None, [])
+    assert resume(tmp_path / "nowhere") == (None, [])
+
+
+def _flip_payload(path):
+    flip(path / piece_file(3), (path / piece_file(3)).stat().st_size - 1)
+
+
+def _truncate(path):
+    with open(path / piece_file(3), "ab") as file:
+        file.truncate(300)
+
+
+DAMAGES = {
+    "flipped byte of a piece": _flip_payload,
+    "flipped byte of the manifest": lambda path: flip(path / FILE_NAME, 150),
+    "truncated file": _truncate,
+    "missing file": lambda path: (path / piece_file(3)).unlink(),
+    "half-written folder": lambda path: (path / FILE_NAME).unlink(),
+    "foreign folder": lambda path: (path / FILE_NAME).write_text("{}"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_resumed(tmp_path, damage):
+    save_all(tmp_path, 100)
+    DAMAGES[damage](save_all(tmp_path, 200))
+    step, warnings = resume(tmp_path)
+    assert step == 100
+    assert len(warnings) == 1
+    assert "step-00000200" in warnings[0]
+
+
+def test_where_none_is_whole_training_does_not_start_over_in_silence(tmp_path):
+    for step in (100, 200):
+        _truncate(save_all(tmp_path, step))
+    with pytest.raises(UserError, match=r"none of 2 .*step-00000200.*step-00000100.*resume=never"):
+        resume(tmp_path)
+
+
+def test_a_checkpoint_of_another_model_stops_all_ranks_and_is_no_reason_to_go_back(
+    tmp_path, monkeypatch
+):
+    save_all(tmp_path, 100)
+    monkeypatch.setitem(helpers.SHAPES, "head.weight", (37, 14))
+    save_all(tmp_path, 200)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=r"head\.weight: shape \[37, 14\] in the checkpoint"):
+        resume(tmp_path)
+
+
+def test_a_failure_of_one_rank_alone_stops_all(tmp_path):
+    save_all(tmp_path, 100)
+
+    def body(crowd):
+        def load(checkpoint):
+            if crowd.rank == 1:
+                raise RuntimeError("out of memory")
+
+        return open_newest(tmp_path, load, crowd, print)
+
+    results = run_crowd(3, body)
+    assert [type(result) for result in results] == [UserError, RuntimeError, UserError]
+    assert {str(result) for result in results} == {"out of memory"}
+
+
+def test_a_checkpoint_given_by_path_is_loaded_or_refused_but_never_replaced(tmp_path):
+    save_all(tmp_path, 100)
+    path = save_all(tmp_path, 200)
+    steps = []
+    load = lambda checkpoint: steps.append(checkpoint.manifest.step)  # noqa: E731
+    assert load_checkpoint(tmp_path / "step-00000100", load, Alone()).manifest.step == 100
+    _truncate(path)
+    with pytest.raises(CheckpointCorrupt, match="step-00000200"):
+        load_checkpoint(path, load, Alone())
+    assert steps == [100]
+
+
+def test_later_checkpoints_of_a_line_given_up_are_set_aside_and_not_resumed(tmp_path):
+    """Back to step 100 after a spike at 300: what follows is not mixed up with what was."""
+    for step in (100, 200, 300):
+        save_all(tmp_path, step, tokens=1)
+    save_all(tmp_path, 200, tokens=2)
+    step, warnings = resume(tmp_path)
+    assert (step, warnings) == (200, [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-00000100",
+        "step-00000200",
+        "step-00000200.superseded",
+        "step-00000300.superseded",
+    ]
+    assert (
+        Manifest.decode((tmp_path / "step-00000200" / FILE_NAME).read_bytes(), tmp_path).tokens == 2
+    )

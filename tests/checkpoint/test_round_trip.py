@@ -1,0 +1,276 @@
+"""What is saved is what is loaded, on any number of ranks, and no more than that is read."""
+
+import builtins
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from megafrontier.checkpoint import read
+from megafrontier.checkpoint.crowd import Alone
+from megafrontier.checkpoint.manifest import Manifest, piece_file
+from megafrontier.checkpoint.piece import PieceFile, file_size
+from megafrontier.checkpoint.read import open_checkpoint
+from megafrontier.checkpoint.verify import verify
+from megafrontier.checkpoint.write import save
+from megafrontier.errors import UserError
+from megafrontier.partition.layout import Layout
+from tests.checkpoint.helpers import (
+    ALL_IN_ONE,
+    BY_BLOCK,
+    EACH_ALONE,
+    SHAPES,
+    STATES,
+    assert_same,
+    cut,
+    in_child,
+    load_all,
+    make_layouts,
+    make_manifest,
+    make_tensors,
+    run_crowd,
+    save_all,
+)
+
+
+def test_a_checkpoint_goes_through_8_4_1_and_8_pieces_unchanged(tmp_path):
+    tensors = first = make_tensors()
+    chain = [(8, BY_BLOCK), (4, ALL_IN_ONE), (1, EACH_ALONE), (8, BY_BLOCK)]
+    for step, (pieces, groups) in enumerate(chain):
+        path = save_all(tmp_path, step, pieces, groups, tensors)
+        next_pieces, next_groups = chain[(step + 1) % len(chain)]
+        tensors = load_all(open_checkpoint(path), next_pieces, next_groups)
+        assert_same(tensors, first)
+
+
+@pytest.mark.parametrize("slice_elements", [1, 7, 128, 10**9])
+def test_the_size_of_slices_changes_nothing(tmp_path, slice_elements):
+    path = save_all(tmp_path, pieces=4, slice_elements=slice_elements)
+    assert verify(path).problems == ()
+    assert_same(load_all(open_checkpoint(path), 3, ALL_IN_ONE), make_tensors(100))
+
+
+def test_states_may_have_different_types(tmp_path):
+    states = {"weight": torch.bfloat16, "exp_avg": torch.float32, "count": torch.int64}
+    tensors = make_tensors(states=states)
+    path = save_all(tmp_path, pieces=4, tensors=tensors, states=states)
+    assert_same(load_all(open_checkpoint(path), 8, ALL_IN_ONE, states), tensors)
+
+
+def test_fill_converts_to_the_type_of_the_shard(tmp_path):
+    path = save_all(tmp_path)
+    loaded = load_all(open_checkpoint(path), 2, BY_BLOCK, {"weight": torch.bfloat16})
+    need = {n: t.bfloat16() for n, t in make_tensors(100)["weight"].items()}
+    assert_same(loaded, {"weight": need})
+
+
+def test_every_part_of_every_tensor_can_be_read(tmp_path):
+    checkpoint = open_checkpoint(save_all(tmp_path))
+    tensors = make_tensors(100)
+    for name, shape in SHAPES.items():
+        whole = tensors["exp_avg"][name]
+        assert torch.equal(checkpoint.tensor("exp_avg", name), whole)
+        assert checkpoint.shapes[name] == shape
+        for start in range(0, whole.numel(), 97):
+            stop = min(start + 150, whole.numel())
+            part = checkpoint.read("exp_avg", name, start, stop)
+            assert torch.equal(part, whole.flatten()[start:stop])
+
+
+def test_the_manifest_brings_back_all_that_was_given(tmp_path):
+    more = {
+        "config": {"run": {"seed": 3, "name": "ü"}, "betas": [0.9, 0.95]},
+        "rng": {"seed": 3},
+        "extra": {"loss_scale": 65536.0, "good_steps": 17, "third": 1 / 3},
+    }
+    found = open_checkpoint(save_all(tmp_path, 1700, **more)).manifest
+    assert (found.step, found.tokens, found.pieces) == (1700, 1_700_000, 8)
+    assert {key: getattr(found, key) for key in more} == more
+    assert found.states == STATES
+    assert list(found.units) == make_layouts(BY_BLOCK, 8)
+    assert len(found.id) == 16
+    assert found.saved_at.endswith("+00:00")
+
+
+def test_piece_files_are_safetensors_that_others_can_read(tmp_path):
+    path = save_all(tmp_path)
+    found = {state: {n: torch.zeros(SHAPES[n]) for n in SHAPES} for state in STATES}
+    for file in path.glob("pieces/*/*.safetensors"):
+        with safe_open(file, "pt") as slices:
+            for key in slices.keys():  # noqa: SIM118 (safe_open is no mapping)
+                state, name, start = key.split("/")
+                part = slices.get_tensor(key)
+                found[state][name].view(-1)[int(start) : int(start) + len(part)] = part
+    assert_same(found, make_tensors(100))
+
+
+def test_a_piece_of_padding_alone_is_a_sound_file(tmp_path):
+    path = save_all(tmp_path, groups=[("norm", ["blocks.0.norm.weight"])])
+    with safe_open(path / piece_file(7), "pt") as slices:
+        assert list(slices.keys()) == []
+    assert verify(path).whole
+
+
+def test_no_folder_holds_more_than_256_pieces():
+    assert piece_file(255) == "pieces/00000/00000255.safetensors"
+    assert piece_file(256) == "pieces/00001/00000256.safetensors"
+    assert piece_file(75_263) == "pieces/00293/00075263.safetensors"
+
+
+def test_the_size_of_a_file_is_known_without_looking(tmp_path):
+    path = save_all(tmp_path)
+    manifest = open_checkpoint(path).manifest
+    sizes = [(path / piece_file(piece)).stat().st_size for piece in range(8)]
+    assert sizes == [file_size(manifest, piece) for piece in range(8)]
+
+
+def test_only_one_replica_writes_and_all_return(tmp_path):
+    layouts = make_layouts(BY_BLOCK, 4)
+    manifest = make_manifest(100, layouts, 4)
+
+    def body(crowd):
+        piece, replica = crowd.rank % 4, crowd.rank // 4
+        shards = cut(layouts, make_tensors(100), piece, 4)
+        return save(tmp_path, manifest, shards, piece, replica == 0, crowd)
+
+    assert run_crowd(8, body) == [tmp_path / "step-00000100"] * 8
+    assert verify(tmp_path / "step-00000100").whole
+
+
+def test_attached_files_are_saved_and_checked(tmp_path):
+    def attach(folder: Path) -> None:
+        (folder / "tokenizer").mkdir()
+        (folder / "tokenizer" / "vocab.json").write_text("{}")
+
+    path = save_all(tmp_path, attach=attach)
+    assert (path / "tokenizer" / "vocab.json").read_text() == "{}"
+    assert verify(path).whole
+    (path / "tokenizer" / "vocab.json").write_text("[]")
+    assert "vocab.json: checksum does not match" in verify(path).problems[0]
+    (path / "tokenizer" / "vocab.json").unlink()
+    with pytest.raises(UserError, match=r"vocab\.json: missing"):
+        open_checkpoint(path)
+
+
+def test_a_rank_opens_only_the_files_that_overlap_its_piece(tmp_path, monkeypatch):
+    checkpoint = open_checkpoint(save_all(tmp_path, pieces=8, groups=ALL_IN_ONE))
+    layouts = make_layouts(ALL_IN_ONE, 4)
+    shards = cut(layouts, make_tensors(), 1, 4)
+    opened = []
+    real_open = builtins.open
+
+    def counting_open(path, *args, **kwargs):
+        opened.append(Path(path).name)
+        return real_open(path, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "open", counting_open)
+    checkpoint.fill(layouts, shards, 1, 4)
+    assert opened == ["00000002.safetensors", "00000003.safetensors"]
+
+
+def test_each_file_is_opened_once_though_every_unit_lies_in_all(tmp_path, monkeypatch):
+    checkpoint = open_checkpoint(save_all(tmp_path, pieces=8, groups=ALL_IN_ONE))
+    monkeypatch.setattr(read, "OPEN_FILES", 2)
+    opened = []
+    real_init = PieceFile.__init__
+
+    def counting_init(self, root, name, manifest, piece):
+        opened.append(piece)
+        real_init(self, root, name, manifest, piece)
+
+    monkeypatch.setattr(PieceFile, "__init__", counting_init)
+    load_all(checkpoint, 1, BY_BLOCK)
+    assert opened == sorted(set(opened))
+    assert len(opened) == 8
+
+
+def _big(elements: int) -> tuple[list[Layout], Manifest, torch.Tensor]:
+    layouts = [Layout.build("unit", [("a", (elements // 1024, 1024))], 1)]
+    manifest = Manifest(1, 0, layouts, 1, {"weight": torch.float32}, slice_elements=2**16)
+    return layouts, manifest, torch.randn(elements)
+
+
+def _peak_mib() -> float:
+    """Most memory that this process has held so far."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 2**10
+
+
+def _grown_mib(folder: Path, elements: int) -> float:
+    """What a save and a fill of half the tensor add to the most memory held."""
+    layouts, manifest, tensor = _big(elements)
+    # Neither contiguous nor of the same type: what has to be copied, as from and to a GPU.
+    spread = torch.stack([tensor, tensor], 1)[:, 0]
+    shard = torch.ones(elements // 2, dtype=torch.bfloat16)
+    before = _peak_mib()
+    path = save(folder, manifest, {"weight": [spread]}, 0, True, Alone())
+    open_checkpoint(path).fill(layouts, {"weight": [shard]}, 1, 2)
+    grown = _peak_mib() - before
+    assert torch.equal(shard, tensor[elements // 2 :].bfloat16())
+    return grown
+
+
+def test_saving_and_filling_hold_one_slice_in_memory_not_a_tensor(tmp_path):
+    def child() -> bool:
+        _grown_mib(tmp_path, 2**17)  # Brings in the code that the real one will use.
+        return _grown_mib(tmp_path, 2**24) < 4  # The tensor has 64.
+
+    assert in_child(child) == 0
+
+
+def test_filling_a_sixteenth_reads_a_sixteenth(tmp_path, monkeypatch):
+    layouts, manifest, tensor = _big(2**22)
+    path = save(tmp_path, manifest, {"weight": [tensor]}, 0, True, Alone())
+    read = []
+    real_read_at = PieceFile._read_at
+    monkeypatch.setattr(
+        PieceFile,
+        "_read_at",
+        lambda self, at, buffer: (read.append(len(buffer)), real_read_at(self, at, buffer)),
+    )
+    shard = torch.zeros(2**22 // 16)
+    open_checkpoint(path).fill(layouts, {"weight": [shard]}, 3, 16)
+    assert torch.equal(shard, tensor.chunk(16)[3])
+    assert 4 * len(shard) <= sum(read) < 1.1 * 4 * len(shard)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_both_shapes(tmp_path):
+    checkpoint = open_checkpoint(save_all(tmp_path))
+    shapes = SHAPES | {"head.weight": (37, 26)}
+    layouts = [Layout.build("all", shapes.items(), 1)]
+    shards = {"weight": [torch.zeros(layouts[0].numel)]}
+    with pytest.raises(UserError, match=r"head\.weight: shape \[37, 13\] in .* shape \[37, 26\]"):
+        checkpoint.fill(layouts, shards, 0, 1)
+    layouts = [Layout.build("all", [*SHAPES.items(), ("new", (2,))], 1)]
+    with pytest.raises(UserError, match=r"new: missing in the checkpoint, shape \[2\] in the mod"):
+        checkpoint.fill(layouts, shards, 0, 1)
+    layouts = make_layouts(BY_BLOCK[1:], 1)
+    with pytest.raises(UserError, match=r"embedding\.weight: shape .* missing in the model"):
+        checkpoint.fill(layouts, shards, 0, 1)
+    with pytest.raises(UserError, match=r"no state 'momentum', it has .*'exp_avg'"):
+        checkpoint.fill(make_layouts(BY_BLOCK, 1), {"momentum": []}, 0, 1)
+
+
+def test_wrong_requests_are_refused_in_one_line(tmp_path):
+    checkpoint = open_checkpoint(save_all(tmp_path))
+    with pytest.raises(UserError, match="no tensor 'nose'"):
+        checkpoint.tensor("weight", "nose")
+    with pytest.raises(UserError, match="elements 0 to 482, need 0 to 481"):
+        checkpoint.read("weight", "head.weight", 0, 482)
+    with pytest.raises(UserError, match="nowhere: no such folder"):
+        open_checkpoint(tmp_path / "nowhere")
+
+
+def test_shards_that_are_not_what_the_manifest_says_are_refused_before_writing(tmp_path):
+    layouts = make_layouts(BY_BLOCK, 1)
+    shards = cut(layouts, make_tensors(), 0, 1)
+    shards["exp_avg"][2] = shards["exp_avg"][2][:-1]
+    with pytest.raises(ValueError, match="exp_avg of unit block 1"):
+        save(tmp_path / "c", make_manifest(1, layouts, 1), shards, 0, True, Alone())
+    assert not (tmp_path / "c").exists()
+    with pytest.raises(ValueError, match="do not make 7 pieces"):
+        make_manifest(1, layouts, 7)
+    with pytest.raises(ValueError, match="twice"):
+        make_manifest(1, [*layouts, layouts[0]], 1)
