@@ -1,0 +1,224 @@
+"""The report shows what the metrics say, for any run that left some."""
+
+import json
+import math
+import re
+import sys
+
+import pytest
+
+from megafrontier.cli import main
+from megafrontier.config import Config, save_config
+from megafrontier.errors import UserError
+from megafrontier.report import write_report
+from megafrontier.report.draw import last_smooth, smooth
+from megafrontier.report.read import levels_of, read_runs, strategy_of
+from megafrontier.report.style import level_colours, run_look, short
+
+PICTURES = ("loss.png", "throughput.png", "traffic.png")
+
+
+def step_line(step, **changes):
+    seconds = 0.5 if step > 1 else 9.0
+    return {
+        "step": step,
+        "loss": 2 + 8 * math.exp(-step / 20),
+        "grad_norm": 1.0,
+        "lr": 3e-4,
+        "tokens": 1000 * step,
+        "step_seconds": seconds,
+        "tokens_per_second": 1000 / seconds,
+        "tflops_per_device": 0.4,
+        "mfu": None,
+        "memory_gib": 1.5,
+        "comm": {
+            "pair": {"bytes": 4_000_000, "seconds": 0.01},
+            "world": {"bytes": 1_000_000, "seconds": 0.04},
+        },
+    } | changes
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    def make(folder, lines, name=None, tail=""):
+        directory = tmp_path / folder
+        directory.mkdir()
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (directory / "metrics.jsonl").write_text(text + tail)
+        if name:
+            config = Config()
+            config.run.name, config.machine = name, "frontier"
+            save_config(config, directory / "config.yaml")
+        return directory
+
+    return make
+
+
+def steps(last):
+    return [step_line(step) for step in range(1, last + 1)]
+
+
+def test_one_run_is_reported_in_its_own_directory(make_run):
+    run = make_run("a", [*steps(60), {"step": 60, "valid_loss": 2.75}], "quick")
+    page = write_report([run])
+    assert page == run / "report.html"
+    assert all((run / name).stat().st_size > 5000 for name in PICTURES)
+
+
+def test_the_page_holds_everything_it_shows(make_run):
+    run = make_run("a", [*steps(60), {"step": 60, "valid_loss": 2.75}], "quick <&> run")
+    text = write_report([run]).read_text()
+    assert text.count('src="data:image/png;base64,') == 3
+    assert not re.search(r'(src|href)="(?!data:)', text)
+    assert "quick &lt;&amp;&gt; run" in text
+    for shown in ("topo", "pair 2 · node 4 · world", "60 of 1000", "2.7500", "2k", "4 MB", "1 MB"):
+        assert f"{shown}<" in text
+
+
+def test_several_runs_stand_side_by_side_in_a_folder_of_their_own(make_run, tmp_path, monkeypatch):
+    runs = [make_run("a", steps(30), "same"), make_run("b", steps(10), "same")]
+    monkeypatch.chdir(tmp_path)
+    page = write_report(runs)
+    assert page.resolve() == tmp_path / "report" / "report.html"
+    text = page.read_text()
+    assert f"same ({runs[0]})" in text
+    assert f"same ({runs[1]})" in text
+    assert {path.name for path in page.parent.iterdir()} == {*PICTURES, "report.html"}
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [step_line(1)],
+        [step_line(1, loss=None, grad_norm=None, skipped=True)],
+        [step_line(s) for s in range(1, 90) if not 30 < s < 60],
+        [step_line(s, comm={}) for s in range(1, 30)],
+        [step_line(s, comm={"world": {"bytes": 0, "seconds": 0.0}}) for s in range(1, 30)],
+        [step_line(s, mfu=0.3) for s in range(1, 30)],
+        [step_line(s, loss=50.0 if s == 70 else 2.0) for s in range(1, 99)],
+        [{"step": 1, "loss": 3.0}],
+    ],
+    ids=["one step", "skipped", "gap", "alone", "no bytes", "mfu", "spike", "only a loss"],
+)
+def test_odd_runs_are_drawn_without_a_complaint(make_run, lines, recwarn):
+    run = make_run("odd", lines)
+    write_report([run])
+    assert all((run / name).stat().st_size > 2000 for name in PICTURES)
+    assert [str(w.message) for w in recwarn if w.category is UserWarning] == []
+
+
+def test_a_resumed_runs_later_lines_win(make_run):
+    lines = [*steps(9), step_line(5, loss=1.5), {"step": 5, "valid_loss": 3.0}]
+    (run,) = read_runs([make_run("a", [*lines, {"step": 5, "valid_loss": 2.0}])])
+    assert [line["step"] for line in run.steps] == list(range(1, 10))
+    assert run.series("loss")[1][4] == 1.5
+    assert run.evaluations == [(5, 2.0)]
+
+
+def test_a_half_written_last_line_is_left_out(make_run):
+    (run,) = read_runs([make_run("a", steps(3), tail='{"step": 4, "lo')])
+    assert run.steps[-1]["step"] == 3
+
+
+def test_traffic_and_speed_are_medians_so_that_the_first_step_does_not_count(make_run):
+    first = step_line(1, comm={"pair": {"bytes": 9, "seconds": 9.0}})
+    (run,) = read_runs([make_run("a", [first, *steps(9)[1:]])])
+    assert run.traffic("pair", "bytes") == 4_000_000
+    assert run.traffic("world", "seconds") == 0.04
+    assert run.traffic("node", "bytes") is None
+    assert run.middle("tokens_per_second") == 2000
+    assert run.levels == ["pair", "world"]
+
+
+def test_a_run_without_a_config_is_named_by_its_directory(make_run):
+    (run,) = read_runs([make_run("nameless", steps(2))])
+    assert (run.label, run.config) == ("nameless", None)
+
+
+def test_a_config_from_another_version_does_not_stop_the_report(make_run):
+    directory = make_run("old", steps(2))
+    (directory / "config.yaml").write_text("unknown: 1\n")
+    assert read_runs([directory])[0].config is None
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "metrics.jsonl: No such file or directory, need the directory of a run"),
+        ("", "metrics.jsonl: no steps yet"),
+        ('{"step": 1, "valid_loss": 3}\n', "metrics.jsonl: no steps yet"),
+        ('{"step": 1}\nnonsense\n{"step": 2}\n', "metrics.jsonl:2: 'nonsense', need JSON"),
+        ('{"loss": 1}\n', "metrics.jsonl:1: '{\"loss\": 1}', need JSON with a step"),
+        ("[1]\n", "metrics.jsonl:1: '[1]', need JSON with a step"),
+    ],
+)
+def test_what_is_no_run_is_refused_in_one_line(tmp_path, capsys, text, reason):
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    assert main(["report", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert reason in error
+    assert error.count("\n") == 1
+
+
+def test_the_command_prints_where_the_page_is(make_run, tmp_path, capsys):
+    run = make_run("a", steps(3))
+    assert main(["report", str(run), "--out", str(tmp_path / "new" / "place")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "new" / "place" / "report.html")
+
+
+def test_a_place_that_cannot_be_written_is_named(make_run, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file: cannot write the report"):
+        write_report([make_run("a", steps(3))], tmp_path / "file")
+
+
+def test_a_missing_matplotlib_is_named_with_its_install_command(make_run, monkeypatch):
+    run = make_run("a", steps(3))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match=r"pip install megafrontier\[report\]"):
+        write_report([run])
+
+
+def test_smoothing_follows_a_fall_and_ignores_a_spike():
+    falling = [10 - 0.1 * i for i in range(100)]
+    assert smooth(falling)[50] == pytest.approx(falling[50])
+    spiked = [2.0] * 100
+    spiked[40] = 1000.0
+    assert smooth(spiked) == [2.0] * 100
+    assert smooth([3.0, 1.0]) == [3.0, 1.0]
+    assert last_smooth(falling) == smooth(falling)[-1]
+
+
+def test_a_free_placement_is_spelt_out(tmp_path):
+    config = Config()
+    assert strategy_of(config) == "topo"
+    config.partition.weights, config.partition.optimizer = "pair", "world"
+    assert strategy_of(config) == "weights pair, optimizer world"
+    config.machine = str(tmp_path / "gone.yaml")
+    assert levels_of(config) == ""
+
+
+def test_no_two_runs_look_alike_and_slower_levels_are_darker():
+    assert len({tuple(run_look(i).values()) for i in range(28)}) == 28
+    for count in range(1, 6):
+        colours = level_colours([f"level{i}" for i in range(count)]).values()
+        light = [sum(int(colour[i : i + 2], 16) for i in (1, 3, 5)) for colour in colours]
+        assert light == sorted(set(light), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("number", "unit", "text"),
+    [
+        (0, "B", "0 B"),
+        (999.9, "B", "1 kB"),
+        (4.2e9, "B", "4.2 GB"),
+        (0.0123, "s", "12.3 ms"),
+        (0.9999, "s", "1 s"),
+        (5e-5, "s", "50 µs"),
+        (163_037_184, "", "163M"),
+        (0.5, "", "0.5"),
+    ],
+)
+def test_numbers_have_three_digits_and_a_prefix(number, unit, text):
+    assert short(number, unit) == text
