@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         _add_export,
         _add_import,
         _add_checkpoint,
+        _add_report,
     ):
         add(commands)
     return parser
