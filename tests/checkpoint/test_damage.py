@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
+import megafrontier.checkpoint
 from megafrontier.checkpoint.crowd import Alone
 from megafrontier.checkpoint.errors import CheckpointCorrupt
 from megafrontier.checkpoint.manifest import FILE_NAME, SEAL_PREFIX, Manifest, piece_file
@@ -168,13 +170,16 @@ def test_verify_finds_elements_that_no_piece_holds_or_two_hold(small):
     assert "weight/b: in the pieces but not in the manifest" in verify(small).problems[0]
 
 
+def test_loading_finds_elements_that_a_piece_should_hold_and_does_not(small):
+    checkpoint = open_checkpoint(small)
+    slices = checkpoint._file(0).slices["weight", "a"]
+    del slices[1]
+    with pytest.raises(CheckpointCorrupt, match="no element 8 of weight/a"):
+        checkpoint.tensor("weight", "a")
+
+
 def test_nothing_in_the_package_can_load_a_pickle():
-    import megafrontier.checkpoint as package
-
-    folder = package.__path__[0]
-    import pathlib
-
-    for path in pathlib.Path(folder).glob("*.py"):
+    for path in Path(megafrontier.checkpoint.__path__[0]).glob("*.py"):
         text = path.read_text()
         for word in ("torch.load", "pickle", "eval(", "exec("):
             assert word not in text, f"{path.name}: {word}"
