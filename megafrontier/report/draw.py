@@ -28,7 +28,8 @@ def draw_loss(runs: Sequence[Run], path: Path) -> None:
         _fit_view(axis, [run.series(key)[1] for run in runs])
         axis.set_ylabel(title)
         highest = max(value for run in runs for value in run.series(key)[1])
-        axis.set_ylim(0, min(axis.get_ylim()[1], 1.08 * highest) or 1)
+        top = min(axis.get_ylim()[1], 1.08 * highest) or 1
+        axis.set_ylim(-0.04 * top, top)  # a little below 0, where a line would be half hidden
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     _finish_steps(figure, runs, [_loss_label(run) for run in runs])
     _save(figure, path)
@@ -158,11 +159,16 @@ def _stretches(
 
 
 def _medians(axis: Any, runs: Sequence[Run], key: str) -> None:
-    """Beside the title, each run's median after a dash of its colour."""
+    """Beside the title, each run's median after a dash of its colour.
+
+    There is room for four; the page's table has them all.
+    """
     from matplotlib.lines import Line2D
 
     middles = [(i, run.middle(key)) for i, run in enumerate(runs)]
     shown = [(i, value) for i, value in middles if value is not None]
+    if len(shown) > 4:
+        return
     handles = [Line2D([], [], **run_look(i), linewidth=1.8) for i, _ in shown]
     names = [_FORMATS[key](value, None) for _, value in shown]
     axis.legend(
@@ -192,16 +198,8 @@ def _fit_view(axis: Any, series: Sequence[Sequence[float]]) -> None:
     axis.set_ylim(bottom, top)
     outside = sum(not bottom <= value <= top for value in values)
     note = f"{outside} of {len(values)} points outside the view"
-    axis.text(
-        0.995,
-        0.05,
-        note,
-        transform=axis.transAxes,
-        ha="right",
-        fontsize=8,
-        color="#666666",
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.7},
-    )
+    # Above the axes, between the title and the medians, nothing is under it.
+    axis.text(0.22, 1.02, note, transform=axis.transAxes, fontsize=8, color="#666666")
 
 
 def _widen_view(axis: Any) -> None:
@@ -227,6 +225,8 @@ def _finish_steps(figure: Any, runs: Sequence[Run], labels: Sequence[str]) -> No
     axis.set_xlim(first - pad, last + pad)
     handles = [Line2D([], [], **run_look(i), linewidth=1.8) for i in range(len(runs))]
     columns = max(1, min(len(runs), 110 // max(len(label) for label in labels)))
+    rows = -(-len(runs) // columns)
+    figure.set_figheight(figure.get_figheight() + 0.2 * (rows - 1))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 

@@ -31,10 +31,10 @@ class Progress:
         if values.get("step_seconds") is not None:
             self._recent_seconds.append(values["step_seconds"])
         line = format_line(values, self._steps, self._eta_seconds(values))
+        if self._live is not None and "valid_loss" not in values:
+            self._live.update(_one_line(line), refresh=True)
         if self._is_kept(values):
             self.note(line)
-        elif self._live is not None:
-            self._live.update(_one_line(line), refresh=True)
 
     def note(self, line: str) -> None:
         """Print a line that stays, above the live one and in the log."""
