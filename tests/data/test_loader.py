@@ -1,0 +1,147 @@
+"""The loader: the same samples at any number of ranks, any micro-batch, after any resume."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from megafrontier.config import CorpusConfig, DataConfig
+from megafrontier.data.loader import Loader, data_step
+from megafrontier.data.samples import Batch, Samples, open_samples
+from megafrontier.errors import UserError
+from tests.data.corpora import write_counting
+
+S = 4
+GLOBAL_BATCH = 16
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> Samples:
+    corpora = [
+        CorpusConfig(str(write_counting(tmp_path / name, 37 * S + 1, start=start)), weight)
+        for name, start, weight in (("a", 0, 0.8), ("b", 1000, 0.2))
+    ]
+    opened = open_samples(DataConfig(train=corpora), S, 7, 5000, "train")
+    assert opened is not None
+    return opened
+
+
+def read(loader: Loader, step: int) -> torch.Tensor:
+    """All of a rank's tokens of a step, in order."""
+    return torch.cat([batch.tokens for batch in loader.step(step)])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_a_step_has_the_same_samples_at_any_number_of_ranks(
+    samples: Samples, ranks: int, micro_batch: int
+) -> None:
+    for step in (0, 1, 9):
+        loaders = [Loader(samples, GLOBAL_BATCH, micro_batch, d, ranks) for d in range(ranks)]
+        together = torch.cat([read(loader, step) for loader in loaders])
+        assert torch.equal(together, samples.batch(step * GLOBAL_BATCH, GLOBAL_BATCH).tokens)
+        for loader in loaders:
+            loader.close()
+
+
+def test_a_rank_gets_its_micro_batches_in_order(samples: Samples) -> None:
+    loader = Loader(samples, GLOBAL_BATCH, 2, dp_rank=1, dp_size=2)
+    batches = loader.step(3)
+    assert loader.micro_batches == len(batches) == 4
+    assert [batch.first_sample for batch in batches] == [3 * 16 + 8 + 2 * i for i in range(4)]
+    assert all(batch.tokens.shape == (2, S) for batch in batches)
+    loader.close()
+
+
+def test_a_resumed_run_reads_what_the_unbroken_one_would(samples: Samples) -> None:
+    unbroken, resumed = Loader(samples, GLOBAL_BATCH, 4), Loader(samples, GLOBAL_BATCH, 4)
+    steps = [read(unbroken, step) for step in range(8)]
+    assert all(torch.equal(steps[step], read(resumed, step)) for step in (5, 6, 7))
+    unbroken.close()
+    resumed.close()
+
+
+@pytest.mark.parametrize(
+    ("skip", "expected"),
+    [
+        ([], [0, 1, 2, 3, 4, 5]),
+        ([[2, 4]], [0, 1, 4, 5, 6, 7]),
+        ([[0, 1]], [1, 2, 3, 4, 5, 6]),
+        ([[5, 6], [1, 3]], [0, 3, 4, 6, 7, 8]),
+        ([[1, 3], [2, 4], [4, 5]], [0, 5, 6, 7, 8, 9]),
+        ([[1, 9], [2, 4]], [0, 9, 10, 11, 12, 13]),
+    ],
+)
+def test_skipped_steps_are_left_out_and_later_ones_move_up(
+    skip: list[list[int]], expected: list[int]
+) -> None:
+    assert [data_step(step, skip) for step in range(6)] == expected
+
+
+def test_the_loader_skips(samples: Samples) -> None:
+    plain = Loader(samples, GLOBAL_BATCH, 4)
+    skipping = Loader(samples, GLOBAL_BATCH, 4, skip=[[2, 5]])
+    assert torch.equal(read(plain, 1), read(skipping, 1))
+    assert torch.equal(read(plain, 5), read(skipping, 2))
+    assert skipping.first_sample(2) == 5 * GLOBAL_BATCH
+    plain.close()
+    skipping.close()
+
+
+def test_batches_that_do_not_divide_are_refused(samples: Samples) -> None:
+    says = r"train.global_batch: 16, need a multiple of 12 \(train.micro_batch 3 x 4"
+    with pytest.raises(UserError, match=says):
+        Loader(samples, 16, 3, 0, 4)
+
+
+class Watched(Samples):
+    """Samples that tell which thread read which, and fail on demand."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.__dict__.update(samples.__dict__)
+        self.reads: list[tuple[int, bool]] = []
+        self.fails_from: int | None = None
+
+    def batch(self, first: int, count: int) -> Batch:
+        self.reads.append((first, threading.current_thread() is threading.main_thread()))
+        if self.fails_from is not None and first >= self.fails_from:
+            raise UserError(f"sample {first} is bad")
+        return super().batch(first, count)
+
+
+def test_the_next_step_is_read_in_the_background(samples: Samples) -> None:
+    watched = Watched(samples)
+    loader = Loader(watched, 2, 2)
+    loader.step(0)
+    loader.step(1)
+    loader.close()
+    assert watched.reads[:2] == [(0, True), (2, False)]
+    assert all(not in_main for _, in_main in watched.reads[1:])
+
+
+def test_an_error_in_the_background_comes_out_of_its_step(samples: Samples) -> None:
+    watched = Watched(samples)
+    watched.fails_from = 2
+    loader = Loader(watched, 2, 2)
+    loader.step(0)
+    with pytest.raises(UserError, match="sample 2 is bad"):
+        loader.step(1)
+    loader.close()
+
+
+def test_a_forked_rank_reads_on(samples: Samples) -> None:
+    loader = Loader(samples, GLOBAL_BATCH, 4)
+    read(loader, 0)
+    expected = samples.batch(GLOBAL_BATCH, GLOBAL_BATCH).tokens
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 0 if torch.equal(read(loader, 1), expected) else 1
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(read(loader, 1), expected)
+    loader.close()

@@ -1,0 +1,197 @@
+"""Tokenizers: every text comes back, whatever the kind, and what is saved loads again."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megafrontier.cli import main
+from megafrontier.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from megafrontier.data.train_tokenizer import train_tokenizer
+from megafrontier.errors import UserError
+
+GENERAL = str(Path(__file__).parents[2] / "tokenizers" / "general-16k.model")
+SOURCES = [os.__file__, os.path.join(os.path.dirname(os.__file__), "argparse.py")]
+TEXTS = [
+    "",
+    " ",
+    "\n",
+    "Hello  world.\n\n\n   Indented by   three\tand tabbed\t\n",
+    "  leading spaces, and trailing ones   ",
+    "def f(x):\n        return x\r\n",
+    "日本語, emoji 🎉, é and e\u0301, a nul \x00, U+2581 ▁▁ itself, ▁",
+    "<|endoftext|> <unk> <0x41> 1234567890",
+]
+
+
+@pytest.fixture(scope="module", params=["bpe", "unigram"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small tokenizer."""
+    folder = tmp_path_factory.mktemp("tokenizer") / request.param
+    train_tokenizer(SOURCES, 600, folder, request.param)
+    return folder
+
+
+def check_round_trip(tokenizer: Tokenizer) -> None:
+    """Every text back unchanged, ids in range, batches as single texts."""
+    encoded = tokenizer.encode_batch(TEXTS)
+    for text, ids in zip(TEXTS, encoded, strict=True):
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.encode(text) == ids
+        assert all(0 <= i < tokenizer.vocab_size for i in ids)
+        assert tokenizer.eod not in ids
+    assert 0 <= tokenizer.eod < tokenizer.vocab_size
+    assert tokenizer.decode([*encoded[3], tokenizer.eod]) == TEXTS[3]
+
+
+def test_a_trained_tokenizer_gives_every_text_back(trained: Path) -> None:
+    tokenizer = load_tokenizer(str(trained))
+    assert tokenizer.vocab_size == 600
+    check_round_trip(tokenizer)
+    check_round_trip(load_tokenizer(str(trained / "tokenizer.model")))
+
+
+def test_the_ready_made_tokenizer_gives_every_text_back() -> None:
+    tokenizer = load_tokenizer(GENERAL)
+    assert tokenizer.vocab_size == 16384
+    check_round_trip(tokenizer)
+    source = Path(os.__file__).read_text()
+    assert len(source.encode()) / len(tokenizer.encode(source)) > 3
+
+
+def test_bytes_give_every_text_back(tmp_path: Path) -> None:
+    check_round_trip(load_tokenizer("bytes"))
+    load_tokenizer("bytes").save(tmp_path / "saved")
+    assert isinstance(load_tokenizer(str(tmp_path / "saved")), ByteTokenizer)
+
+
+def test_a_saved_tokenizer_is_the_same(trained: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(trained))
+    tokenizer.save(tmp_path / "saved")
+    again = load_tokenizer(str(tmp_path / "saved"))
+    assert again.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
+    assert (again.eod, again.vocab_size) == (tokenizer.eod, tokenizer.vocab_size)
+
+
+def test_transformers_loads_a_trained_tokenizer_with_the_same_ids(trained: Path) -> None:
+    from transformers import AutoTokenizer
+
+    ours, theirs = load_tokenizer(str(trained)), AutoTokenizer.from_pretrained(str(trained))
+    assert (len(theirs), theirs.eos_token_id) == (ours.vocab_size, ours.eod)
+    # U+2581 and the text of the eod piece are documented not to be told from what they stand for.
+    for text in [*TEXTS[:6], Path(SOURCES[0]).read_text()[:20000]]:
+        ids, expected = theirs.encode(text, add_special_tokens=False), ours.encode(text)
+        assert theirs.decode(expected) == theirs.decode(ids) == text
+        if trained.name == "bpe":
+            assert ids == expected
+        else:
+            assert likelihood(trained, ids) == pytest.approx(likelihood(trained, expected))
+
+
+def likelihood(folder: Path, ids: list[int]) -> float:
+    """Logarithm of what a unigram model thinks of a text cut like this; cuts may tie."""
+    from sentencepiece import SentencePieceProcessor
+
+    model = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    return sum(model.get_score(i) for i in ids)
+
+
+def test_a_hugging_face_folder_is_a_tokenizer(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    fast = Fast(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
+    )
+    fast.train(SOURCES, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<eos>").save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (400, 0)
+    for text, ids in zip(TEXTS, tokenizer.encode_batch(TEXTS), strict=True):
+        assert tokenizer.decode(ids) == text
+    tokenizer.save(tmp_path / "again")
+    assert load_tokenizer(str(tmp_path / "again")).encode(TEXTS[3]) == tokenizer.encode(TEXTS[3])
+
+
+def test_training_twice_gives_the_same_bytes(trained: Path, tmp_path: Path) -> None:
+    train_tokenizer(SOURCES, 600, tmp_path / "again", trained.name)  # type: ignore[arg-type]
+    for file in trained.iterdir():
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_training_uses_no_more_text_than_it_may(tmp_path: Path) -> None:
+    for i in range(200):
+        (tmp_path / f"{i:03}.txt").write_text(f"text number {i} of many\n" * 50)
+    sample = train_tokenizer([str(tmp_path)], 300, tmp_path / "out", max_megabytes=0.05)
+    assert 40_000 < sample.text_bytes < 60_000
+
+
+def test_the_command_trains_and_replaces_an_older_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "tok")
+    for size in ("400", "500"):
+        assert main(["tokenizer", *SOURCES, "--vocab-size", size, "--out", out]) == 0
+    assert "500 ids" in capsys.readouterr().out
+    assert load_tokenizer(out).vocab_size == 500
+    assert os.listdir(tmp_path) == ["tok"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["good.txt", "--vocab-size", "20"], "--vocab-size: 20, need at least 300"),
+        (["good.txt", "--vocab-size", "9000"], "Vocabulary size too high (9000)"),
+        (["empty.txt", "--vocab-size", "400"], "hold no text"),
+        (["missing.txt", "--vocab-size", "400"], "'missing.txt': no such file"),
+        (["bad.txt", "--vocab-size", "400"], "bad.txt: byte 4: invalid UTF-8"),
+        (["good.txt", "--vocab-size", "400", "--max-megabytes", "0"], "need more than 0"),
+        (["good.txt", "--vocab-size", "400", "--out", "."], "is no tokenizer folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("good.txt").write_text("some words\n" * 100)
+    Path("empty.txt").write_text("")
+    Path("bad.txt").write_bytes(b"some\xff words")
+    assert main(["tokenizer", "--out", "out", *arguments]) == 2
+    refusal = capsys.readouterr().err
+    assert says in refusal
+    assert refusal.count("\n") == 1
+    assert sorted(os.listdir()) == ["bad.txt", "empty.txt", "good.txt"]
+
+
+@pytest.mark.parametrize("spec", ["missing.model", "./missing", "no-such-tokenizer-anywhere"])
+def test_no_such_tokenizer_is_refused(spec: str) -> None:
+    with pytest.raises(UserError, match=f"tokenizer '{spec}'"):
+        load_tokenizer(spec)
+
+
+def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.model").write_bytes(b"nothing of the sort")
+    with pytest.raises(UserError, match=r"x\.model': no SentencePiece model"):
+        load_tokenizer(str(tmp_path / "x.model"))
+
+
+def test_a_tokenizer_works_in_a_forked_process() -> None:
+    tokenizer = load_tokenizer(GENERAL)
+    expected = tokenizer.encode(TEXTS[3])
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 0 if tokenizer.encode(TEXTS[3]) == expected else 1
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
