@@ -14,12 +14,24 @@ from megafrontier.errors import UserError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code: 0, or 2 after the one-line error of bad input."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     try:
         return arguments.command(arguments) or 0
     except UserError as error:
         print(f"megafrontier: {error}", file=sys.stderr)
         return 2
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Arguments in any order: argparse by itself refuses `key=value` after an option."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    overrides = [text for text in rest if "=" in text and not text.startswith("-")]
+    if len(overrides) < len(rest) or (overrides and not hasattr(arguments, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if overrides:
+        arguments.overrides = [*arguments.overrides, *overrides]
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

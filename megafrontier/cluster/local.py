@@ -4,6 +4,8 @@ Eight fresh interpreters would each pay for the import; a fork costs millisecond
 not have started threads of its own (no parallel torch operation, no device) before it forks.
 """
 
+import gc
+import importlib
 import os
 import signal
 import sys
@@ -26,6 +28,9 @@ def fork_ranks(count: int, body: Callable[[], int]) -> int:
     Returns 0 when all return 0, else the first failing rank's exit code; when one fails, the
     others are asked to end and, after a grace period, killed.
     """
+    # torch's optimizers import this at their first use: once here, not once in every rank.
+    importlib.import_module("torch._dynamo")
+    gc.freeze()  # the ranks' collectors leave our objects alone, so their pages stay shared
     with tempfile.TemporaryDirectory(prefix="megafrontier-") as folder:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,6 +1,7 @@
 """What is done with a finished checkpoint: evaluate, generate, export; and import makes one."""
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,14 @@ from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.checkpoint.read import Checkpoint, open_checkpoint, read_manifest
 from megafrontier.checkpoint.write import save
 from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.config import Config, config_from_dict, config_to_dict, load_config
+from megafrontier.cluster.identity import identify
+from megafrontier.config import (
+    Config,
+    PartitionConfig,
+    config_from_dict,
+    config_to_dict,
+    load_config,
+)
 from megafrontier.data.samples import Batch
 from megafrontier.data.tokenizer import load_tokenizer
 from megafrontier.errors import UserError
@@ -150,19 +158,27 @@ def find_target(path: Path, overrides: Sequence[str]) -> Target:
 def evaluate_command(
     path: Path, overrides: Sequence[str], nproc: int | None, show: Callable[[str], Any]
 ) -> int:
-    """Loss, perplexity and bits per byte on the validation data, over one or more ranks."""
+    """Loss, perplexity and bits per byte on the validation data, over one or more ranks.
+
+    Local ranks are one level, all states sharded over it: the result does not depend on the
+    placement, and the machine that a checkpoint was trained on need not be at hand.
+    """
     target = find_target(path, overrides)
-    if target.config.evaluate.batches == 0:
+    config = target.config
+    if config.evaluate.batches == 0:
         raise UserError("evaluate.batches: 0, need at least 1")
+    if nproc is not None or identify(os.environ).source == "alone":
+        config.machine = "laptop"
+        config.partition = PartitionConfig(strategy="zero3")
 
     def body() -> int:
-        with joined(target.config) as (arrangement, hierarchy):
+        with joined(config) as (arrangement, hierarchy):
             found = _evaluate(target, arrangement, hierarchy)
             if hierarchy.rank == 0:
                 show(describe(target.checkpoint, found))
         return 0
 
-    return launch(body, nproc, partial(check_training, target.config))
+    return launch(body, nproc, partial(check_training, config))
 
 
 def _evaluate(target: Target, arrangement: Arrangement, hierarchy: Hierarchy) -> Evaluation:

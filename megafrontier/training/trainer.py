@@ -54,7 +54,8 @@ class Trainer:
 
 def build_trainer(config: Config, arrangement: Arrangement, hierarchy: Hierarchy) -> Trainer:
     """Model, optimizer and data at step 0, sharded; no rank ever holds the whole model."""
-    torch.use_deterministic_algorithms(config.train.deterministic)
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(True)
     model, engine = build_model(config, arrangement, hierarchy)
     masters = [unit.master for unit in engine.units]
     optimizer = ShardedAdamW(masters, [u.decay_stop for u in engine.units], config.optimizer)
