@@ -19,8 +19,13 @@ SMALL = {
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {"activation": "gelu_tanh", "tie_embeddings": True},
-    "gpt2 untied, exact gelu, odd width": {"ffn_hidden": 40},
-    "neox": {"position": "rotary", "rotary_fraction": 0.25, "parallel_residual": True},
+    "gpt2 untied, exact gelu, odd width": {"ffn_hidden": 40, "norm_eps": 0.01},
+    "neox": {
+        "position": "rotary",
+        "rotary_fraction": 0.25,
+        "parallel_residual": True,
+        "norm_eps": 0.01,
+    },
     "neox sequential, tied, half rotary": {
         "position": "rotary",
         "rotary_fraction": 0.5,
@@ -43,7 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "kv_heads": 1,
         "head_size": 16,
         "rotary_base": 500000.0,
-        "norm_eps": 1e-6,
+        "norm_eps": 0.1,
         "vocab_multiple": 1,
     },
 }

@@ -22,19 +22,21 @@ FOREIGN = {
         n_layer=1,
         n_head=2,
         n_inner=40,
+        layer_norm_epsilon=0.01,
         n_positions=24,
         vocab_size=50,
         activation_function="gelu",
         tie_word_embeddings=False,
     ),
-    "neox parallel": transformers.GPTNeoXConfig(
+    "neox parallel, 4.64 turning dimensions": transformers.GPTNeoXConfig(
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=72,
         max_position_embeddings=24,
         vocab_size=50,
-        rope_parameters={**ROTARY, "partial_rotary_factor": 0.25},
+        layer_norm_eps=0.01,
+        rope_parameters={**ROTARY, "partial_rotary_factor": 0.29},
     ),
     "neox sequential, tied, whole heads turn": transformers.GPTNeoXConfig(
         hidden_size=32,
@@ -55,6 +57,7 @@ FOREIGN = {
         intermediate_size=88,
         max_position_embeddings=24,
         vocab_size=50,
+        rms_norm_eps=0.1,
         rope_parameters=ROTARY,
     ),
     "llama grouped, tied, biases, wide heads": transformers.LlamaConfig(
