@@ -130,9 +130,11 @@ def _weight(
 ) -> Tensor:
     if name.endswith(".bias") and "norm" not in name and not config.bias:
         return torch.zeros(shape)
-    if name not in weights:
-        raise UserError(f"weights: {name}: missing, need a tensor of shape {list(shape)}")
-    tensor = weights[name]
+    try:
+        tensor = weights[name]
+    except KeyError as error:
+        fits = f"need a tensor of shape {list(shape)}"
+        raise UserError(f"weights: {name}: missing, {fits}") from error
     if tuple(tensor.shape) != shape:
         raise UserError(f"weights: {name}: shape {list(tensor.shape)}, need {list(shape)}")
     return tensor

@@ -196,9 +196,6 @@ def test_weights_are_taken_one_at_a_time(make_config, make_model, tmp_path):
             asked.append(name)
             return stored[name]
 
-        def __contains__(self, name):
-            return name in stored
-
         def __iter__(self):
             raise AssertionError("nobody needs all names")
 
