@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Sourced by the other scripts: makes .venv with the package, the given extras and the pinned
+# versions, or does nothing when that has been done. Usage: . scripts/venv.sh EXTRA…
+make_venv() {
+    local extras wanted python
+    extras=$(IFS=,; echo "$*")
+    wanted="$extras $(cat pyproject.toml constraints.txt | sha256sum)"
+    if [ "$(cat .venv/.made 2>/dev/null)" = "$wanted" ]; then
+        return
+    fi
+    for python in python3 python3.13 python3.12 python3.11; do
+        if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            break
+        fi
+        python=
+    done
+    if [ -z "$python" ]; then
+        echo "need Python 3.11 or newer on the PATH" >&2
+        exit 2
+    fi
+    echo "installing into .venv (extras: $extras)"
+    "$python" -m venv .venv
+    # torch by itself first: then nothing that depends on it can choose another build.
+    .venv/bin/pip install --quiet --disable-pip-version-check "$(grep '^torch==' constraints.txt)"
+    .venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]"
+    echo "$wanted" > .venv/.made
+}
+make_venv "$@"
