@@ -5,23 +5,35 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+_PROBE = "Two  spaces,\n a\ttab, é, ﬁ, Ａ, 12 "
+
 
 def save_fast_tokenizer(model: Any, eod: int, lossless: bool, folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json of a SentencePieceProcessor into `folder`.
 
-    `lossless` says that it came from `megafrontier tokenizer`, whose rules are known exactly; any
-    other model is left to `transformers`' own conversion of tokenizer.model, already there.
+    `lossless` says that it came from `megafrontier tokenizer`, whose rules are known exactly. Any
+    other is left to `transformers`' own conversion of the tokenizer.model already there, which is
+    right for those made like Llama's; where it is not, no config is left that would promise it.
     """
     config: dict[str, Any] = {"eos_token": model.id_to_piece(eod)}
+    path = folder / "tokenizer_config.json"
+    config["clean_up_tokenization_spaces"] = False
+    config["tokenizer_class"] = "PreTrainedTokenizerFast" if lossless else "LlamaTokenizer"
+    path.write_text(json.dumps(config, indent=2) + "\n")
     if lossless:
         fast = _fast_tokenizer(model)
         fast.add_special_tokens([_special(config["eos_token"])])
         fast.save(str(folder / "tokenizer.json"))
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    else:
-        config["tokenizer_class"] = "LlamaTokenizer"
-    config["clean_up_tokenization_spaces"] = False
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    elif not _converts(model, folder):
+        path.unlink()
+
+
+def _converts(model: Any, folder: Path) -> bool:
+    """Whether `transformers` makes the same ids of the saved model."""
+    from transformers import AutoTokenizer
+
+    converted = AutoTokenizer.from_pretrained(str(folder))
+    return converted.encode(_PROBE, add_special_tokens=False) == model.encode(_PROBE)
 
 
 def _special(piece: str) -> Any:

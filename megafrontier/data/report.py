@@ -63,4 +63,5 @@ def _bar() -> Any:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = [DownloadColumn(), BarColumn(), TextColumn("{task.fields[rates]}")]
-    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True, markup=False))
+    console = Console(stderr=True, markup=False, highlight=False)
+    return Progress(*columns, TimeRemainingColumn(), console=console)

@@ -87,11 +87,11 @@ class Stream:
 
 
 def cut_characters(block: bytes) -> int:
-    """Where to cut a block of a long text: behind its last line or space, or else its last whole
-    UTF-8 character."""
-    for separator in (b"\n", b" "):
-        if cut := block.rfind(separator) + (separator == b"\n"):
-            return cut
+    """Where to cut a block of a long text: behind its last line, before its last space, or else
+    before its last UTF-8 character, so that no character is cut in two."""
+    line, space = block.rfind(b"\n") + 1, block.rfind(b" ")
+    if line or space > 0:
+        return line or space
     cut = len(block) - 1
     while cut > 0 and block[cut] & 0xC0 == 0x80:
         cut -= 1

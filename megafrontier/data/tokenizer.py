@@ -104,8 +104,9 @@ class SentencePieceTokenizer:
     def save(self, folder: Path) -> None:
         """Write the model and, for `transformers`, the same as a fast tokenizer.
 
-        Its ids are the model's, but where unigram finds two cuts of a text equally likely, and
-        for the character U+2581, which it takes for a space.
+        Its ids are the model's, but where unigram finds two cuts of a text equally likely, for the
+        character U+2581, which it takes for a space, and for the text of the eod piece, which it
+        takes for the end. A model that `transformers` cannot convert is saved alone.
         """
         from megafrontier.data.hugging_face import save_fast_tokenizer
 

@@ -96,10 +96,42 @@ def likelihood(folder: Path, ids: list[int]) -> float:
     return sum(model.get_score(i) for i in ids)
 
 
+@pytest.mark.parametrize(
+    ("options", "converts"),
+    [
+        ({"byte_fallback": True, "remove_extra_whitespaces": False}, True),
+        ({"normalization_rule_name": "nmt_nfkc"}, False),
+    ],
+)
+def test_another_sentencepiece_model_is_saved_for_transformers_only_if_that_is_exact(
+    tmp_path: Path, options: dict, converts: bool
+) -> None:
+    from sentencepiece import SentencePieceTrainer
+    from transformers import AutoTokenizer
+
+    SentencePieceTrainer.train(
+        input=SOURCES,
+        model_prefix=str(tmp_path / "other"),
+        model_type="bpe",
+        vocab_size=600,
+        minloglevel=2,
+        **{"normalization_rule_name": "identity", **options},
+    )
+    tokenizer = load_tokenizer(str(tmp_path / "other.model"))
+    tokenizer.save(tmp_path / "saved")
+    text = Path(SOURCES[0]).read_text()[:5000]
+    assert load_tokenizer(str(tmp_path / "saved")).encode(text) == tokenizer.encode(text)
+    assert (tmp_path / "saved" / "tokenizer_config.json").exists() == converts
+    if converts:
+        theirs = AutoTokenizer.from_pretrained(str(tmp_path / "saved"))
+        assert theirs.encode(text, add_special_tokens=False) == tokenizer.encode(text)
+
+
 def test_a_hugging_face_folder_is_a_tokenizer(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     fast = Fast(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,0 +1,197 @@
+"""What prepare reads: every kind of input, and a line that names file and place for bad ones."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from megafrontier.cli import main
+from megafrontier.data.indexed import IndexedDataset
+from megafrontier.data.prepare import Summary, prepare
+from megafrontier.errors import UserError
+
+TEXTS = ["first text\n", "zweiter Text é", "3"]
+LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+
+
+def prepared(folder: Path, *inputs: str | Path, **options) -> list[str]:
+    """The documents that prepare makes of the inputs."""
+    prepare([str(i) for i in inputs], "bytes", folder / "made", 1, **options)
+    corpus = IndexedDataset(folder / "made")
+    return [bytes(corpus.document(i).tolist()).decode() for i in range(len(corpus))]
+
+
+def zstd(data: bytes) -> bytes:
+    import zstandard
+
+    return zstandard.ZstdCompressor(write_checksum=True).compress(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "pack"),
+    [("x.jsonl", bytes), ("x.jsonl.gz", gzip.compress), ("x.jsonl.zst", zstd)],
+)
+def test_json_lines_are_read_packed_or_not(tmp_path: Path, name: str, pack) -> None:
+    (tmp_path / name).write_bytes(pack(LINES))
+    assert prepared(tmp_path, tmp_path / name) == TEXTS
+    # Several members one after the other, as `cat` and parallel packers make them.
+    (tmp_path / name).write_bytes(pack(LINES) + pack(LINES))
+    assert prepared(tmp_path, tmp_path / name) == TEXTS * 2
+
+
+def test_another_key_and_blank_lines(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('\n{"text": 1, "body": "a"}\n\r\n{"body": "b"}')
+    assert prepared(tmp_path, tmp_path / "x.jsonl", key="body") == ["a", "b"]
+
+
+def test_a_packed_text_is_a_text(tmp_path: Path) -> None:
+    (tmp_path / "x.txt.gz").write_bytes(gzip.compress(b"some text"))
+    assert prepared(tmp_path, tmp_path / "x.txt.gz") == ["some text"]
+
+
+def test_parquet_is_read(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"text": TEXTS, "id": [1, 2, 3]})
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet", row_group_size=2)
+    assert prepared(tmp_path, tmp_path / "x.parquet") == TEXTS
+    with pytest.raises(UserError, match=r"x\.parquet: no column 'body'; .* text, id"):
+        prepared(tmp_path, tmp_path / "x.parquet", key="body")
+
+
+def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "b" / ".git").mkdir(parents=True)
+    names = ["b/z.md", "b/a.txt", "c.py", "a.rst", "b/.git/x.txt", "b/image.png", ".hidden.txt"]
+    for name in names:
+        (folder / name).write_text(name)
+    (folder / "b.jsonl").write_bytes(LINES)
+    assert prepared(tmp_path, folder) == ["a.rst", *TEXTS, "c.py", "b/a.txt", "b/z.md"]
+
+
+def test_a_glob_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    for name in ("2.txt", "1.txt", "3.c", "deep/0.txt"):
+        (tmp_path / "in" / name).write_text(name)
+    assert prepared(tmp_path, tmp_path / "in" / "*.txt") == ["1.txt", "2.txt"]
+    assert prepared(tmp_path, tmp_path / "in/**/*.txt") == ["1.txt", "2.txt", "deep/0.txt"]
+    assert prepared(tmp_path, tmp_path / "in/3.c", tmp_path / "in/*.txt")[0] == "3.c"
+
+
+def test_a_dataset_saved_to_disk_is_read(tmp_path: Path) -> None:
+    import datasets
+
+    table = datasets.Dataset.from_dict({"text": TEXTS, "id": [1, 2, 3]})
+    table.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": table, "test": table.select([0])}).save_to_disk(tmp_path / "two")
+    assert prepared(tmp_path, tmp_path / "one") == TEXTS
+    assert prepared(tmp_path, tmp_path / "two") == TEXTS
+    assert prepared(tmp_path, tmp_path / "two", split="test") == TEXTS[:1]
+    with pytest.raises(UserError, match=r"no split 'dev'; it has train, test"):
+        prepared(tmp_path, tmp_path / "two", split="dev")
+
+
+def test_a_script_free_dataset_folder_is_read_as_its_card_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    card = "configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: d.csv\n"
+    (folder / "README.md").write_text(f"---\n{card}---\n# A card, and no text to train on\n")
+    (folder / "d.csv").write_text("text\nfrom a table\nand another\n")
+    assert prepared(tmp_path, folder) == ["from a table", "and another"]
+
+
+def test_a_dataset_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="input 'no-such/dataset': no file, and no dataset either"):
+        prepared(tmp_path, "no-such/dataset")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("x.txt", b"abc\xff", "x.txt: byte 3: invalid UTF-8 (0xff"),
+        ("x.txt", b"a line\n" * 300_000 + b"\xc3", "x.txt: byte 2100000: invalid UTF-8"),
+        ("x.txt", b"", "no text in it"),
+        ("x.jsonl", b"\n\n", "no text in it"),
+        ("x.jsonl", LINES + b"{nothing}\n", "x.jsonl:4: not valid JSON"),
+        ("x.jsonl", LINES + b'{"body": "x"}\n', "x.jsonl:4: no 'text' in it, only: 'body'"),
+        ("x.jsonl", LINES + b'["text"]\n', "x.jsonl:4: no 'text' in it, only: list"),
+        ("x.jsonl", b'{"text": 5}\n', "x.jsonl:1: 'text' is int, need a string"),
+        ("x.jsonl", b'{"text": "\\ud800"}\n', "x.jsonl:1: 'text' holds half a surrogate pair"),
+        ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "x.jsonl:2: byte 10: invalid UTF-8"),
+        ("x.jsonl.gz", b"not packed at all", "x.jsonl.gz: corrupt near byte 0"),
+        ("x.jsonl.gz", gzip.compress(LINES * 99)[:-20], "cut off at byte "),
+        ("x.jsonl.gz", gzip.compress(LINES)[:-6] + b"123456", "x.jsonl.gz: corrupt near byte "),
+        ("x.jsonl.zst", b"not packed at all", "x.jsonl.zst: corrupt near byte 0"),
+        ("x.jsonl.zst", zstd(LINES * 99)[:-20], "cut off at byte "),
+        ("x.jsonl.zst", zstd(LINES)[:-4] + b"1234", "x.jsonl.zst: corrupt near byte "),
+        ("x.parquet", b"PAR1 but no more", "x.parquet: cannot read the parquet file"),
+    ],
+)
+def test_bad_input_is_named_by_file_and_place_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, data: bytes, says: str
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    command = ["prepare", str(tmp_path / name), "--tokenizer", "bytes", "--workers", "1"]
+    assert main([*command, "--out", str(tmp_path / "made")]) == 2
+    refusal = capsys.readouterr().err
+    assert says in refusal
+    assert refusal.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize(
+    "name", ["missing.txt", "missing.jsonl.gz", "./missing", "deep/missing/x", "none-*.txt"]
+)
+def test_missing_input_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match=r"no such file or folder|no file matches"):
+        prepared(tmp_path, name)
+
+
+def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "image.png").write_bytes(b"")
+    with pytest.raises(UserError, match=r"no \.txt, \.md, \.rst, \.py, \.jsonl"):
+        prepared(tmp_path, tmp_path)
+
+
+def test_no_worker_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--workers: 0, need at least 1"):
+        prepare(["x.txt"], "bytes", tmp_path / "made", 0)
+
+
+def test_bad_texts_are_skipped_counted_and_told_when_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{bad}\n{"text": "b"}\n{"text": null}\n')
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
+    # Its first pieces are written by the time the last one turns out to be bad.
+    (tmp_path / "c.txt").write_bytes(b"a line\n" * 500_000 + b"\xc3")
+    (tmp_path / "d.txt").write_bytes(b"the end")
+    made = prepare([str(tmp_path)], "bytes", tmp_path / "made", 2, skip_bad=True)
+    corpus = IndexedDataset(tmp_path / "made")
+    documents = [bytes(corpus.document(i).tolist()) for i in range(len(corpus))]
+    assert documents == [b"a", b"b", b"the end"]
+    assert isinstance(made, Summary)
+    assert (made.bad, made.documents, made.tokens) == (4, 3, 9)
+    told = capsys.readouterr().err
+    assert all(
+        place in told for place in ("a.jsonl:2", "a.jsonl:4", "b.txt: byte 0", "c.txt: byte")
+    )
+
+
+def test_many_bad_texts_are_told_in_few_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b"bad\n" * 1000 + LINES)
+    command = ["prepare", str(tmp_path / "x.jsonl"), "--tokenizer", "bytes", "--workers", "1"]
+    assert main([*command, "--skip-bad", "--out", str(tmp_path / "made")]) == 0
+    told = capsys.readouterr()
+    assert told.err.count("\n") == 11
+    assert "990 more skipped" in told.err
+    assert "1000 bad texts skipped" in told.out

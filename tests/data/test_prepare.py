@@ -1,0 +1,279 @@
+"""prepare and merge: the right bytes at any number of workers, whole or not at all."""
+
+import errno
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megafrontier.cli import main
+from megafrontier.data.indexed import IndexedDataset
+from megafrontier.data.merge import merge
+from megafrontier.data.prepare import prepare
+from megafrontier.data.report import Progress
+from megafrontier.data.tokenizer import load_tokenizer
+from megafrontier.errors import UserError
+from tests.data.corpora import read_corpus, write_corpus
+
+GENERAL = str(Path(__file__).parents[2] / "tokenizers" / "general-16k.model")
+
+
+def write_lines(path: Path, texts: list[str]) -> str:
+    """A .jsonl file of the texts."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def some_texts(count: int, start: int = 0) -> list[str]:
+    """Texts of different lengths, some longer than others by far."""
+    return [f"Text {i}:\n" + f"  word{i} and more" * (i * i % 97) for i in range(start, count)]
+
+
+def test_the_output_is_megatrons_format_byte_for_byte(tmp_path: Path) -> None:
+    # An independent writer, from the description of the format, gives the same files.
+    texts = ["ab", "", "c\n", "dé"]
+    made = prepare([write_lines(tmp_path / "x.jsonl", texts)], "bytes", tmp_path / "made", 1, True)
+    documents = [[[*text.encode(), 256]] for text in texts if text]
+    expected = write_corpus(tmp_path / "expected", documents)
+    assert read_corpus(tmp_path / "made") == read_corpus(expected)
+    assert (made.documents, made.tokens, made.text_bytes) == (3, 10, 7)
+
+
+def test_without_append_eod_there_is_none(tmp_path: Path) -> None:
+    prepare([write_lines(tmp_path / "x.jsonl", ["ab", "c"])], "bytes", tmp_path / "made", 1)
+    assert IndexedDataset(tmp_path / "made").tokens.tolist() == [97, 98, 99]
+
+
+def test_a_large_vocabulary_takes_four_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megafrontier.data.tokenizer.ByteTokenizer.vocab_size", 70_000)
+    prepare([write_lines(tmp_path / "x.jsonl", ["ab", "c"])], "bytes", tmp_path / "made", 1)
+    expected = write_corpus(tmp_path / "expected", [[[97, 98]], [[99]]], "int32")
+    assert read_corpus(tmp_path / "made") == read_corpus(expected)
+
+
+def test_any_number_of_workers_gives_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megafrontier.data.sources.BLOCK_BYTES", 10_000)
+    monkeypatch.setattr("megafrontier.data.streams.BLOCK_BYTES", 10_000)
+    texts = some_texts(500)
+    inputs = [write_lines(tmp_path / "x.jsonl", texts)]
+    for workers in (1, 3):
+        prepare(inputs, GENERAL, tmp_path / str(workers), workers, append_eod=True)
+    assert read_corpus(tmp_path / "1") == read_corpus(tmp_path / "3")
+    corpus, tokenizer = IndexedDataset(tmp_path / "1"), load_tokenizer(GENERAL)
+    assert len(corpus) == 500
+    for i in (0, 7, 499):
+        assert tokenizer.decode(corpus.document(i).tolist()) == texts[i]
+        assert corpus.document(i)[-1] == tokenizer.eod
+
+
+def test_a_long_text_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("sources", "streams"):
+        monkeypatch.setattr(f"megafrontier.data.{module}.BLOCK_BYTES", 3000)
+    text = "one line é\n" * 50_000 + "日本" * 100_000 + " x" * 10_000
+    (tmp_path / "long.txt").write_text(text)
+    (tmp_path / "short.txt").write_text("short")
+    inputs = [str(tmp_path / "long.txt"), str(tmp_path / "short.txt")]
+    prepare(inputs, "bytes", tmp_path / "made", 2, append_eod=True)
+    corpus = IndexedDataset(tmp_path / "made")
+    assert len(corpus) == len(corpus.sizes) == 2
+    assert corpus.document(0).tolist() == [*text.encode(), 256]
+
+
+def test_a_document_longer_than_int32_has_several_sequences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megafrontier.data.writer.LONGEST_SEQUENCE", 700_000)
+    (tmp_path / "long.txt").write_bytes(b"word " * 400_000)
+    prepare([str(tmp_path / "long.txt")], "bytes", tmp_path / "made", 1)
+    corpus = IndexedDataset(tmp_path / "made")
+    assert (len(corpus), corpus.sizes.tolist()) == (1, [700_000, 700_000, 600_000])
+    assert bytes(corpus.document(0).astype(np.uint8)) == b"word " * 400_000
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
+    line = json.dumps({"text": "some words of a text " * 50}) + "\n"
+    peaks = []
+    for lines in (4_000, 40_000):
+        path = tmp_path / f"{lines}.jsonl"
+        path.write_text(line * lines)
+        code = f"""
+from megafrontier.data.prepare import prepare
+prepare([{str(path)!r}], "bytes", {str(tmp_path / "made")!r}, 1)
+print(next(l.split()[1] for l in open("/proc/self/status") if l.startswith("VmHWM")))
+"""
+        run = [sys.executable, "-c", code]
+        peaks.append(1024 * int(subprocess.run(run, capture_output=True, check=True).stdout))
+    # 42 MB of text and 84 MB of tokens against a tenth of that.
+    assert peaks[1] - peaks[0] < 15e6
+
+
+def test_a_killed_run_leaves_no_corpus_and_the_next_one_makes_it_whole(tmp_path: Path) -> None:
+    inputs = [write_lines(tmp_path / "x.jsonl", some_texts(20_000))]
+    made, expected = tmp_path / "made" / "c", tmp_path / "expected"
+    code = (
+        f"import sys; from megafrontier.cli import main; sys.exit(main({arguments(inputs, made)}))"
+    )
+    victim = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    wait_for(lambda: Path(f"{made}.bin.partial").exists() and size(f"{made}.bin.partial") > 10**6)
+    workers = children(victim.pid)
+    victim.send_signal(signal.SIGKILL)
+    victim.wait()
+    assert not {"c.bin", "c.idx"} & set(os.listdir(made.parent))
+    assert len(workers) >= 2
+    wait_for(lambda: not any(alive(pid) for pid in workers))
+    for out in (made, expected):
+        assert main(arguments(inputs, out)) == 0
+    assert sorted(os.listdir(made.parent)) == ["c.bin", "c.idx"]
+    assert read_corpus(made) == read_corpus(expected)
+
+
+def arguments(inputs: list[str], out: Path) -> list[str]:
+    """The command line."""
+    return ["prepare", *inputs, "--tokenizer", GENERAL, "--out", str(out), "--workers", "2"]
+
+
+def size(path: str) -> int:
+    """Bytes of a file, which need not be there yet."""
+    return os.stat(path).st_size if os.path.exists(path) else 0
+
+
+def children(pid: int) -> list[int]:
+    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs; an orphan nobody has waited for yet is dead."""
+    status = Path(f"/proc/{pid}/stat")
+    try:
+        return status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_refused_run_leaves_an_older_corpus_as_it_was(tmp_path: Path) -> None:
+    good, bad = write_lines(tmp_path / "good.jsonl", ["good"]), tmp_path / "bad.jsonl"
+    bad.write_text("{}\n")
+    prepare([good], "bytes", tmp_path / "out" / "c", 1)
+    before = read_corpus(tmp_path / "out" / "c")
+    with pytest.raises(UserError):
+        prepare([good, str(bad)], "bytes", tmp_path / "out" / "c", 1)
+    assert read_corpus(tmp_path / "out" / "c") == before
+    assert sorted(os.listdir(tmp_path / "out")) == ["c.bin", "c.idx"]
+
+
+def test_a_worker_that_is_killed_is_an_error_and_not_a_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megafrontier.data.prepare.Job.encode", lambda job, pieces: os._exit(9))
+    with pytest.raises(UserError, match="a worker was killed"):
+        prepare([write_lines(tmp_path / "x.jsonl", ["x"])], "bytes", tmp_path / "made", 2)
+    assert os.listdir(tmp_path) == ["x.jsonl"]
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("megafrontier.data.writer.DocumentWriter.write_runs", full)
+    with pytest.raises(UserError, match=r"made\.bin: no space left on the disk"):
+        prepare([write_lines(tmp_path / "x.jsonl", ["x"])], "bytes", tmp_path / "made", 1)
+    assert os.listdir(tmp_path) == ["x.jsonl"]
+
+
+def test_progress_is_a_line_now_and_then_without_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megafrontier.data.report._LINE_SECONDS", 0.0)
+    prepare([write_lines(tmp_path / "x.jsonl", some_texts(50))], "bytes", tmp_path / "made", 1)
+    told = capsys.readouterr().err
+    assert re.search(r"^\d+\.\d of \d+\.\d MB read, \d+\.\d+ MB/s, [\d,]+ tokens/s$", told, re.M)
+
+
+def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with Progress(1_000_000) as progress:
+        progress.update(500_000, 2_000_000, 700_000)
+        progress.skipped("x.jsonl:4: [odd] text")
+    assert re.search(r"MB/s, [\d,]+ tokens/s", terminal.getvalue())
+    assert "skipped x.jsonl:4: [odd] text" in terminal.getvalue()
+
+
+def test_two_writers_of_one_corpus_do_not_meet(tmp_path: Path) -> None:
+    from megafrontier.data.writer import Corpus
+
+    with (
+        Corpus(tmp_path / "c", np.dtype(np.uint16)),
+        pytest.raises(UserError, match="another process is writing"),
+    ):
+        prepare([write_lines(tmp_path / "x.jsonl", ["x"])], "bytes", tmp_path / "c", 1)
+
+
+def test_merging_equals_preparing_everything_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megafrontier.data.merge._RANGE_BYTES", 1000)
+    monkeypatch.setattr("megafrontier.data.merge._COPY_BYTES", 300)
+    monkeypatch.setattr("megafrontier.data.merge._ENTRIES", 7)
+    inputs = [
+        write_lines(tmp_path / f"{i}.jsonl", some_texts(20 * i + 20, 20 * i)) for i in range(3)
+    ]
+    for i, path in enumerate(inputs):
+        prepare([path], "bytes", tmp_path / f"part{i}", 1, append_eod=True)
+    prepare(inputs, "bytes", tmp_path / "once", 1, append_eod=True)
+    parts = [str(tmp_path / f"part{i}") for i in range(3)]
+    assert main(["merge", *parts, "--out", str(tmp_path / "merged")]) == 0
+    assert read_corpus(tmp_path / "merged") == read_corpus(tmp_path / "once")
+
+
+def test_merging_keeps_documents_of_several_sequences(tmp_path: Path) -> None:
+    one = [[[1, 2], [3]], [[4]]]
+    other = [[[5]], [[6], [7, 8]]]
+    parts = [str(write_corpus(tmp_path / n, d)) for n, d in (("a", one), ("b", other))]
+    assert merge(parts, tmp_path / "merged") == 4
+    expected = write_corpus(tmp_path / "expected", one + other)
+    assert read_corpus(tmp_path / "merged") == read_corpus(expected)
+
+
+def test_corpora_that_do_not_fit_are_not_merged(tmp_path: Path) -> None:
+    narrow = str(write_corpus(tmp_path / "narrow", [[[1]]]))
+    wide = str(write_corpus(tmp_path / "wide", [[[1]]], "int32"))
+    with pytest.raises(UserError, match=r"wide: int32 tokens, .*narrow has uint16"):
+        merge([narrow, wide], tmp_path / "out")
+    with pytest.raises(UserError, match="is one of the corpora to merge"):
+        merge([narrow, narrow], narrow)
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("command", ["prepare", "merge", "tokenizer"])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([command, "--help"])
+    assert exit_.value.code == 0
+    assert "--out" in capsys.readouterr().out
