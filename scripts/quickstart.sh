@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/venv.sh report
 megafrontier=.venv/bin/megafrontier
-steps=${STEPS:-400}
+steps=${STEPS:-300}
 half=$((steps / 2))
 data=runs/quickstart-data
 run=runs/quickstart

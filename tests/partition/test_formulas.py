@@ -1,4 +1,4 @@
-"""Bytes on the wire and bytes held are what the formulas say, and weights are gone when released."""
+"""Bytes sent and bytes held are what the formulas say; released weights are gone."""
 
 import gc
 

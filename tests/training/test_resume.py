@@ -1,4 +1,4 @@
-"""A resumed run goes on as the unbroken one, on the same layout to the bit, on any other closely."""
+"""A resumed run goes on as the unbroken one: to the bit on the same layout, else closely."""
 
 from functools import partial
 from itertools import product
