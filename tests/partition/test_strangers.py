@@ -1,0 +1,193 @@
+"""`shard` takes a stranger's nn.Module: any shape of blocks, outputs and use of parameters."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megafrontier.errors import UserError
+from megafrontier.partition import Placement, shard
+from tests.partition.tiny import TinyModel, batch
+from tests.ranks import run_ranks
+
+
+class DictBlock(nn.Module):
+    """Takes and gives nested containers, and leaves one parameter unused now and then."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.seldom = nn.Linear(width, width)
+
+    def forward(self, state: dict) -> dict:
+        x = self.linear(state["x"]).tanh()
+        if state["extra"]:
+            x = x + self.seldom(x)
+        return {"x": x, "extra": state["extra"], "seen": [x.detach()]}
+
+
+class Odd(nn.Module):
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        shared = nn.Linear(width, width)
+        self.first, self.second = DictBlock(width), DictBlock(width)
+        self.first.linear.weight = shared.weight  # tied across two blocks
+        self.second.linear.weight = shared.weight
+        self.register_buffer("offset", torch.arange(float(width)))
+        self.outside = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor, extra: bool) -> torch.Tensor:
+        state = {"x": x + self.offset, "extra": extra}
+        state = self.second(self.first(state))
+        state = self.first(state)  # the same block twice
+        return (state["x"] * self.outside).square().sum()
+
+    def units(self):
+        return [("first", self.first), ("second", self.second)]
+
+
+def gradients_alone(extra):
+    model = Odd()
+    for rank in range(4):
+        torch.manual_seed(rank)
+        model(torch.randn(3, 5), extra).backward()
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+    }
+
+
+def whole_gradients(engine, shards):
+    """Global gradients by name, from the shards of a placement that replicates them."""
+    found = {}
+    for unit, flat in zip(engine.units, shards, strict=True):
+        for entry in unit.layout.entries:
+            piece = flat[entry.offset : entry.offset + entry.numel]
+            found[entry.name] = piece.reshape(entry.shape).clone()
+    return found
+
+
+@pytest.mark.parametrize("extra", [False, True])
+@pytest.mark.parametrize("weights", [0, 1, 2])
+def test_shared_reused_and_unused_parameters_get_their_summed_gradients(weights, extra):
+    def body(hierarchy):
+        model = Odd()
+        placement = Placement(weights, weights, 2, 2)
+        engine = shard(model, model.units(), placement, hierarchy)
+        torch.manual_seed(hierarchy.rank)
+        engine.backward(model(torch.randn(3, 5), extra))
+        pieces = []
+        for shard_ in engine.finish_gradients():
+            flat = torch.empty(shard_.numel() * 4)
+            engine._moves.gather(shard_, flat, 2, 0)
+            pieces.append(flat)
+        return whole_gradients(engine, pieces)
+
+    expected = gradients_alone(extra)
+    for found in run_ranks((2, 2), body):
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_activation_checkpointing_inside_or_around_a_block_changes_nothing(outside):
+    def run(hierarchy, recompute):
+        model = TinyModel(tied=False)
+        if recompute:
+            for block in model.blocks:
+                wrap_with_checkpoint(block, outside)
+        engine = shard(model, model.units(), Placement(1, 1, 2, 2), hierarchy)
+        loss = model(batch(hierarchy.rank)[:4])
+        engine.backward(loss)
+        return loss.item(), [g.clone() for g in engine.finish_gradients()]
+
+    def body(hierarchy):
+        return run(hierarchy, False), run(hierarchy, True)
+
+    for plain, recomputed in run_ranks((2, 2), body):
+        assert plain[0] == recomputed[0]
+        for a, b in zip(plain[1], recomputed[1], strict=True):
+            assert torch.equal(a, b)
+
+
+def wrap_with_checkpoint(block, outside):
+    name = "_call_impl" if outside else "forward"
+    inner = getattr(block, name)
+    setattr(block, name, lambda *a: checkpoint(inner, *a, use_reentrant=False))
+
+
+def test_saved_views_of_weights_see_them_again_after_release():
+    """A linear layer without bias saves a transposed view; other units use the memory between."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.blocks = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(6))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x).relu() + x
+            return x.sum()
+
+    def gradients(hierarchy, placement):
+        model = Chain()
+        blocks = [(f"blocks.{i}", b) for i, b in enumerate(model.blocks)]
+        engine = shard(model, blocks, placement, hierarchy)
+        torch.manual_seed(hierarchy.rank)
+        engine.backward(model(torch.randn(2, 3, 16)))
+        return [g.clone() for g in engine.finish_gradients()]
+
+    def body(hierarchy):
+        return gradients(hierarchy, Placement(2, 2, 2, 2)), gradients(
+            hierarchy, Placement(0, 0, 2, 2)
+        )
+
+    for sharded, whole in run_ranks((2, 2), body):
+        for a, b in zip(sharded, whole, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_what_cannot_be_placed_is_refused_by_name():
+    def body(hierarchy):
+        messages = []
+        frozen = TinyModel(tied=False)
+        frozen.blocks[1].up.weight.requires_grad_(False)
+        with torch.device("meta"):
+            meta = TinyModel(tied=False)
+        stray = TinyModel(tied=False)
+        cases = [
+            (frozen, frozen.units()),
+            (meta, meta.units()),
+            (stray, [("other", nn.Linear(2, 2))]),
+        ]
+        for model, blocks in cases:
+            with pytest.raises(UserError) as error:
+                shard(model, blocks, Placement(1, 1, 1, 1), hierarchy)
+            messages.append(str(error.value))
+        return messages
+
+    for frozen, meta, stray in run_ranks((2,), body):
+        assert "blocks.1.up.weight" in frozen
+        assert "meta device" in meta
+        assert "'other'" in stray
+
+
+def test_first_values_come_from_the_model_or_slice_by_slice():
+    def body(hierarchy):
+        def counting(name, shape, start, stop):
+            return torch.arange(start, stop, dtype=torch.float32)
+
+        model = TinyModel(tied=True)
+        expected = model.blocks[0].up.weight.detach().clone()
+        shard(model, model.units(), Placement(0, 0, 1, 2), hierarchy)
+        own = torch.equal(model.blocks[0].up.weight, expected)
+        with torch.device("meta"):
+            model = TinyModel(tied=True)
+        shard(model, model.units(), Placement(0, 0, 2, 2), hierarchy, initial=counting)
+        weight = model.blocks[2].up.weight.flatten()
+        return own, torch.equal(weight, torch.arange(float(weight.numel())))
+
+    assert run_ranks((2, 2), body) == [(True, True)] * 4
