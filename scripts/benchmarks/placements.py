@@ -1,0 +1,166 @@
+"""Every named strategy on one machine, side by side: memory, traffic and speed.
+
+    python scripts/benchmarks/placements.py CONFIG [--nproc 8] [--steps 5] [--json F] [key=value …]
+
+For each strategy and rank 0 of N local ranks: bytes of state held between steps (measured on the
+tensors alive, and by the formula), bytes sent per level in one step (counted, and by the formula),
+median step seconds, and the largest peak resident memory of any rank. The strategies take turns in
+one run, each in fresh processes, because the machine's speed drifts.
+"""
+
+import argparse
+import gc
+import json
+import pickle
+import statistics
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from megafrontier.cluster.local import fork_ranks
+from megafrontier.config import Config, load_config
+from megafrontier.partition import STRATEGIES, Engine
+from megafrontier.partition.placement import state_bytes, traffic_bytes
+from megafrontier.partition.wires import FORMATS
+from megafrontier.training.arrangement import Arrangement, check_training
+from megafrontier.training.launch import joined
+from megafrontier.training.loop import train_step
+from megafrontier.training.metrics import peak_memory_gib
+from megafrontier.training.trainer import Trainer, build_trainer
+
+
+@dataclass
+class Row:
+    """One strategy's figures, of one rank."""
+
+    strategy: str
+    state_bytes: int
+    state_formula: int
+    sent: dict[str, int]
+    sent_formula: dict[str, int]
+    step_seconds: float
+    peak_rss_gib: float
+
+
+def tensor_bytes() -> int:
+    """Bytes of the distinct storages of all tensors alive in this process."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and not thing.is_meta:
+            storage = thing.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def measure(config: Config, steps: int) -> Row | None:
+    """Run on every rank; the first one's row."""
+    before = tensor_bytes()
+    with joined(config) as (arrangement, hierarchy):
+        trainer = build_trainer(config, arrangement, hierarchy)
+        trainer.engine.ledger.take()
+        seconds = []
+        for _ in range(steps):
+            seconds.append(train_step(trainer).seconds)
+            sent, _ = trainer.engine.ledger.take()
+        trainer.close()
+        held = tensor_bytes() - before
+        row = Row(
+            str(config.partition.strategy),
+            held,
+            expected_state(trainer.engine),
+            dict(zip(arrangement.levels.names, sent, strict=True)),
+            expected_traffic(trainer, arrangement),
+            statistics.median(seconds),
+            peak_memory_gib(hierarchy),
+        )
+        return row if trainer.is_first else None
+
+
+def expected_state(engine: Engine) -> int:
+    """Bytes of state of one rank by the formula."""
+    levels, placement = engine.hierarchy.levels, engine.placement
+    units = engine.units
+    return sum(
+        sum(state_bytes(u.layout.numel, placement, levels, u.weights.itemsize).values())
+        for u in units
+    )
+
+
+def expected_traffic(trainer: Trainer, arrangement: Arrangement) -> dict[str, int]:
+    """Bytes one rank sends over each level in a step by the formula."""
+    engine, levels = trainer.engine, arrangement.levels
+    width = FORMATS[trainer.config.train.precision].itemsize
+    formats = (width,) * len(levels.names)
+    parts = [
+        traffic_bytes(
+            unit.layout.numel,
+            engine.placement,
+            levels,
+            formats,
+            formats,
+            trainer.loader.micro_batches,
+            1 if engine.stays_gathered(unit) else 2,
+        )
+        for unit in engine.units
+    ]
+    return {name: sum(part[i] for part in parts) for i, name in enumerate(levels.names)}
+
+
+def run_strategy(config: Config, nproc: int, steps: int) -> Row:
+    """One strategy in fresh ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "row"
+
+        def body() -> int:
+            row = measure(config, steps)
+            if row is not None:
+                path.write_bytes(pickle.dumps(row))
+            return 0
+
+        if fork_ranks(nproc, body):
+            raise SystemExit(f"{config.partition.strategy}: a rank failed")
+        row: Row = pickle.loads(path.read_bytes())
+        return row
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown."""
+    levels = list(rows[0].sent)
+    head = ["strategy", "state MB", "formula", *(f"{n} MB/step" for n in levels)]
+    head += ["bytes = formula", "s/step", "peak RSS GiB"]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for row in rows:
+        cells = [row.strategy, f"{row.state_bytes / 1e6:.2f}", f"{row.state_formula / 1e6:.2f}"]
+        cells += [f"{row.sent[name] / 1e6:.2f}" for name in levels]
+        cells += ["yes" if row.sent == row.sent_formula else "NO"]
+        cells += [f"{row.step_seconds:.3f}", f"{row.peak_rss_gib:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run all strategies and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--nproc", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_intermixed_args()
+    rows = []
+    for strategy in STRATEGIES:
+        overrides = [*arguments.overrides, f"partition.strategy={strategy}"]
+        config = load_config(arguments.config, overrides)
+        check_training(config, arguments.nproc)
+        rows.append(run_strategy(config, arguments.nproc, arguments.steps))
+        print(f"{strategy} done", flush=True)
+    print(table(rows))
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()
