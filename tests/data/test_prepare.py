@@ -19,7 +19,7 @@ from megafrontier.data.indexed import IndexedDataset
 from megafrontier.data.merge import merge
 from megafrontier.data.prepare import prepare
 from megafrontier.data.report import Progress
-from megafrontier.data.tokenizer import load_tokenizer
+from megafrontier.data.tokenizer import MARKER, load_tokenizer
 from megafrontier.errors import UserError
 from tests.data.corpora import read_corpus, write_corpus
 
@@ -76,6 +76,15 @@ def test_any_number_of_workers_gives_the_same_bytes(
     for i in (0, 7, 499):
         assert tokenizer.decode(corpus.document(i).tolist()) == texts[i]
         assert corpus.document(i)[-1] == tokenizer.eod
+
+
+def test_the_same_tokenizer_in_hugging_faces_form_gives_the_same_corpus(tmp_path: Path) -> None:
+    load_tokenizer(GENERAL).save(tmp_path / "theirs")
+    (tmp_path / "theirs" / MARKER).unlink()
+    inputs = [write_lines(tmp_path / "x.jsonl", some_texts(50))]
+    for out, tokenizer in (("1", GENERAL), ("2", str(tmp_path / "theirs"))):
+        prepare(inputs, tokenizer, tmp_path / out, 2, append_eod=True)
+    assert read_corpus(tmp_path / "1") == read_corpus(tmp_path / "2")
 
 
 def test_a_long_text_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
