@@ -189,6 +189,46 @@ def test_a_refused_run_leaves_an_older_corpus_as_it_was(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "out")) == ["c.bin", "c.idx"]
 
 
+def test_a_crash_while_publishing_never_pairs_an_old_index_with_new_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, rename = tmp_path / "out" / "c", Path.rename
+    prepare([write_lines(tmp_path / "old.jsonl", ["12345678"])], "bytes", out, 1)
+
+    def crash_at_the_index(path: Path, target: Path) -> Path:
+        if target.suffix == ".idx":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", crash_at_the_index)
+    with pytest.raises(KeyboardInterrupt):
+        prepare([write_lines(tmp_path / "new.jsonl", ["abcd", "efgh"])], "bytes", out, 1)
+    with pytest.raises(UserError, match=r"c\.idx: cannot read the corpus: No such file"):
+        IndexedDataset(out)
+
+
+def test_files_are_on_the_disk_before_they_get_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def watched_fsync(fd: int) -> None:
+        events.append("sync " + Path(os.readlink(f"/proc/self/fd/{int(fd)}")).name)
+        fsync(fd)
+
+    def watched_rename(path: Path, target: Path) -> Path:
+        events.append(f"rename {target.name}")
+        return rename(path, target)
+
+    inputs = [write_lines(tmp_path / "x.jsonl", ["x"])]
+    monkeypatch.setattr(os, "fsync", lambda fd: watched_fsync(getattr(fd, "fileno", lambda: fd)()))
+    monkeypatch.setattr(Path, "rename", watched_rename)
+    prepare(inputs, "bytes", tmp_path / "out" / "c", 1)
+    assert sorted(events[:2]) == ["sync c.bin.partial", "sync c.idx.partial"]
+    assert events[2:] == ["rename c.bin", "rename c.idx", "sync out"]
+
+
 def test_a_worker_that_is_killed_is_an_error_and_not_a_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
