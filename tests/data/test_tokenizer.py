@@ -156,11 +156,16 @@ def test_training_twice_gives_the_same_bytes(trained: Path, tmp_path: Path) -> N
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
 
 
-def test_training_uses_no_more_text_than_it_may(tmp_path: Path) -> None:
+def test_training_uses_no_more_text_than_it_may_and_takes_it_from_everywhere(
+    tmp_path: Path,
+) -> None:
     for i in range(200):
-        (tmp_path / f"{i:03}.txt").write_text(f"text number {i} of many\n" * 50)
+        subject = "apples" if i < 180 else "Ω"
+        (tmp_path / f"{i:03}.txt").write_text(f"text number {i} of {subject}\n" * 50)
     sample = train_tokenizer([str(tmp_path)], 300, tmp_path / "out", max_megabytes=0.05)
     assert 40_000 < sample.text_bytes < 60_000
+    # Only the last texts have the letter; unseen it would be its two bytes.
+    assert len(load_tokenizer(str(tmp_path / "out")).encode("Ω")) == 1
 
 
 def test_the_command_trains_and_replaces_an_older_tokenizer(
@@ -181,7 +186,7 @@ def test_the_command_trains_and_replaces_an_older_tokenizer(
         (["good.txt", "--vocab-size", "9000"], "Vocabulary size too high (9000)"),
         (["empty.txt", "--vocab-size", "400"], "hold no text"),
         (["missing.txt", "--vocab-size", "400"], "'missing.txt': no such file"),
-        (["bad.txt", "--vocab-size", "400"], "bad.txt: byte 4: invalid UTF-8"),
+        (["bad.txt", "--vocab-size", "400"], "megafrontier: bad.txt: byte 4: invalid UTF-8"),
         (["good.txt", "--vocab-size", "400", "--max-megabytes", "0"], "need more than 0"),
         (["good.txt", "--vocab-size", "400", "--out", "."], "is no tokenizer folder"),
     ],
