@@ -186,7 +186,7 @@ def test_the_command_trains_and_replaces_an_older_tokenizer(
         (["good.txt", "--vocab-size", "9000"], "Vocabulary size too high (9000)"),
         (["empty.txt", "--vocab-size", "400"], "hold no text"),
         (["missing.txt", "--vocab-size", "400"], "'missing.txt': no such file"),
-        (["good.txt", "bad.txt", "--vocab-size", "400"], "megafrontier: bad.txt: byte 4: invalid UTF-8"),
+        (["good.txt", "bad.txt", "--vocab-size", "400"], "tier: bad.txt: byte 4: invalid UTF-8"),
         (["good.txt", "--vocab-size", "400", "--max-megabytes", "0"], "need more than 0"),
         (["good.txt", "--vocab-size", "400", "--out", "."], "is no tokenizer folder"),
     ],
