@@ -140,7 +140,7 @@ REFUSED = [
     (["train.stop_at=0"], "train.stop_at: 0, need 1 to train.steps (1000)"),
     (
         ["partition.wires.reduce.pair=int3"],
-        "partition.wires.reduce.pair: int3, need one of fp32, bf16, fp16",
+        "partition.wires.reduce.pair: int3, need one of fp32, bf16, fp16, int8, int4",
     ),
 ]
 
@@ -159,7 +159,7 @@ MISFITS = [
         "data.train=[{path: a}, {path: b, wei: 2}]",
         "data.train[1].wei: 2, no such key; did you mean weight? known keys: path, weight",
     ),
-    ("partition.wires.x={a: b}", "partition.wires.x: {'a': 'b'}, no such key; known keys: gather"),
+    ("partition.wires.x={a: b}", "partition.wires.x: {'a': 'b'}, no such key; known keys: preset"),
     ("model=3", "model: 3, need keys among layers, hidden"),
     ("data.train=[a]", "data.train[0]: a, need keys among path, weight"),
     ("data.train=a", "data.train: a, need a list"),

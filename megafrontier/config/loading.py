@@ -37,11 +37,20 @@ def config_from_dict(values: dict[str, Any], origin: str, overrides: Sequence[st
 
 
 def _resolve(values: DictConfig, overrides: Sequence[str], origin: str) -> Config:
+    _spell_out(values)
     for override in overrides:
         _apply_override(values, override)
+        _spell_out(values)
     config: Config = _structure(Config, values, origin)
     check(config)
     return config
+
+
+def _spell_out(values: DictConfig) -> None:
+    """Write the short form `wires: low` as what it stands for, so that single wires can follow."""
+    preset = OmegaConf.select(values, "partition.wires")
+    if isinstance(preset, str):
+        OmegaConf.update(values, "partition.wires", {"preset": preset}, merge=False)
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:

@@ -7,7 +7,7 @@ into `docs/configuration.md`.
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-WireFormat = Literal["fp32", "bf16", "fp16"]
+WireFormat = Literal["fp32", "bf16", "fp16", "int8", "int4", "delta8", "delta4"]
 
 
 @dataclass
@@ -150,12 +150,19 @@ class ScheduleConfig:
 
 @dataclass
 class WiresConfig:
+    preset: Literal["exact", "zero++", "low"] = "exact"
+    """exact: the precision everywhere. zero++: weights int8 over the last level, gradients int4.
+    low: exact inside the first level, int8 gradients in the node, rotated int4 gradients and 4-bit
+    changes of weights beyond. `wires: low` is short for `wires: {preset: low}`."""
     # str and not WireFormat: OmegaConf refuses every value of a dict of literals; `check` looks.
     gather: dict[str, str] = field(default_factory=dict)
-    """Format of weights on the wire of each level, `{LEVEL: FORMAT}`: fp32, bf16 or fp16.
-    Default: the precision."""
+    """Format of weights on the wire of each level, over the preset's, `{LEVEL: FORMAT}`: fp32,
+    bf16, fp16, int8, int4, and where weights are published delta8, delta4 (their quantised
+    change)."""
     reduce: dict[str, str] = field(default_factory=dict)
-    """Format of gradients on the wire of each level. Default: the precision. Sums are fp32."""
+    """Format of gradients on the wire of each level, over the preset's. Sums are fp32."""
+    rotation: bool | None = None
+    """Rotate gradients (block Hadamard) before a low-bit wire. Default: in `low`."""
 
 
 @dataclass
@@ -171,6 +178,10 @@ class PartitionConfig:
     optimizer: str | None = None
     """Level through which masters and optimizer state are sharded, or `none`."""
     wires: WiresConfig = field(default_factory=WiresConfig)
+    """Formats on the wires."""
+    error_feedback: bool = False
+    """Add what the last step's gradient messages failed to say to the next ones', on the levels
+    between `gradients` and `optimizer`."""
 
 
 @dataclass

@@ -37,6 +37,7 @@ def shard(
     *,
     dtype: torch.dtype = torch.float32,
     wires: Wires | None = None,
+    error_feedback: bool = False,
     initial: InitialSlice | None = None,
     decay: Decay = lambda name: True,
 ) -> "Engine":
@@ -45,53 +46,54 @@ def shard(
     `blocks` are (name, module) in the order in which they run; each becomes a unit that is
     gathered only while it runs. What lies outside them is one more unit, gathered for the whole
     pass. A parameter must be used inside the block that holds it. `dtype` is the type of weights
-    and gradients in computation; masters are fp32. `wires` default to that type. `initial` gives
+    and gradients in computation; masters are fp32. `wires` default to that type. With
+    `error_feedback` what gradient messages between the gradient and the optimizer level fail to say
+    is said in the next step. `initial` gives
     first values slice by slice, for a model on the meta device; without it the model's own values
     are taken, which must be the same on every rank. `decay` says by name which parameters have
     weight decay. Raises UserError for frozen parameters and overlapping blocks.
     """
-    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-    wires = wires or Wires.build(hierarchy.levels, names[dtype])
-    return Engine(model, blocks, placement, hierarchy, dtype, wires, initial, decay)
+    wires = wires or Wires.plain(len(hierarchy.levels.sizes), dtype)
+    engine = Engine(placement, hierarchy, wires)
+    engine.take_over(model, blocks, dtype, error_feedback, initial or _own_values(model), decay)
+    return engine
 
 
 class Engine:
     """Units of one model on one hierarchy. Made by `shard`."""
 
-    def __init__(
+    def __init__(self, placement: Placement, hierarchy: Hierarchy, wires: Wires) -> None:
+        self.placement = placement
+        self.hierarchy = hierarchy
+        self.wires = wires
+        self.ledger = Ledger(hierarchy.levels.names, hierarchy.device)
+        self.units: list[Unit] = []
+        self._moves = Moves(hierarchy, wires, self.ledger)
+        self._missing: dict[Unit, int] = {}
+
+    def take_over(
         self,
         model: nn.Module,
         blocks: Sequence[tuple[str, nn.Module]],
-        placement: Placement,
-        hierarchy: Hierarchy,
         dtype: torch.dtype,
-        wires: Wires,
-        initial: InitialSlice | None,
+        error_feedback: bool,
+        initial: InitialSlice,
         decay: Decay,
     ) -> None:
-        self.placement = placement
-        self.hierarchy = hierarchy
-        self.ledger = Ledger(hierarchy.levels.names, hierarchy.device)
-        self._moves = Moves(hierarchy, wires, self.ledger)
-        self._missing: dict[Unit, int] = {}
-        initial = initial or _own_values(model)
-        _settle_buffers(model, hierarchy.device)
+        """Make units of a model's parameters and hang hooks on its modules."""
+        _settle_buffers(model, self.hierarchy.device)
         owned = list(_assign(model, blocks))
-        self.units = []
         for name, _, parameters in owned:
-            unit = self._make_unit(name, parameters, dtype, decay)
+            decayed = [named for named in parameters if decay(named[0])]
+            unit = Unit(
+                name, parameters, decayed, self.placement, self._moves, dtype, error_feedback
+            )
             unit.initialise(initial)
             self.units.append(unit)
         _replace_parameters(model, self.units)
         for unit, (_, module, _) in zip(self.units, owned, strict=True):
             self._attach(module, unit, stays=self.stays_gathered(unit))
-        self.publish()
-
-    def _make_unit(
-        self, name: str, parameters: list[Named], dtype: torch.dtype, decay: Decay
-    ) -> Unit:
-        decayed = [named for named in parameters if decay(named[0])]
-        return Unit(name, parameters, decayed, self.placement, self._moves, dtype)
+        self.place(from_masters=True)
 
     def stays_gathered(self, unit: Unit) -> bool:
         """Whether a unit is gathered once for forward and backward: the root unit, which runs all
@@ -166,6 +168,20 @@ class Engine:
         for unit in self.units:
             unit.release()
             unit.publish()
+
+    def place(self, from_masters: bool) -> None:
+        """Bring each rank's `published` shards to every rank exactly, after they, or with
+        `from_masters` the masters they are then copied from, have been filled from outside."""
+        for unit in self.units:
+            unit.release()
+            if from_masters:
+                unit.published.copy_(unit.master)
+            unit.place()
+
+    def fold_errors(self) -> None:
+        """Make every unit's `error` hold all that is left unsaid; before a checkpoint."""
+        for unit in self.units:
+            unit.fold_errors()
 
 
 def _assign(

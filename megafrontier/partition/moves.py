@@ -4,6 +4,9 @@ Both walk the levels between two depths; a slice at depth d is a buffer cut thro
 levels. Because deeper slices lie inside shallower ones, no step copies or permutes.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 
 from megafrontier.cluster.hierarchy import Hierarchy
@@ -54,11 +57,58 @@ class Moves:
         if start == stop:
             _copy(shard, out)
 
-    def reduce(self, full: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    def publish(self, master: torch.Tensor, weights: torch.Tensor, start: int, stop: int) -> None:
+        """Bring fp32 `master`, a slice at depth `start`, to all copies `weights` at depth `stop`.
+
+        Over the outermost levels with delta wires only the change since the last publication
+        travels. It is encoded against the weights as they were published, so what a message fails
+        to say is part of the next change; every rank, the owner too, adds the same decoded change.
+        """
+        own = self.inside(weights, stop, start)
+        change = None
+        depth = start
+        while depth > stop and self._wires.gather[depth - 1].is_delta:
+            change = master - own if change is None else change
+            depth -= 1
+            out = change.new_empty(change.numel() * self.hierarchy.levels.sizes[depth])
+            self._gather(self._wires.gather, change, out, depth + 1, depth)
+            change = out
+        reached = self.inside(weights, stop, depth)
+        reached.copy_(master if change is None else reached + change)
+        self._gather(self._wires.gather, reached, weights, depth, stop)
+
+    def place(self, weights: torch.Tensor, start: int, stop: int) -> None:
+        """Gather each owner's part of `weights`, at depth `start`, exactly to depth `stop`."""
+        exact = Wires.plain(len(self._wires.gather), weights.dtype)
+        self._gather(exact.gather, self.inside(weights, stop, start), weights, start, stop)
+
+    def reduce(
+        self,
+        full: torch.Tensor,
+        start: int,
+        stop: int,
+        errors: Mapping[int, torch.Tensor] = MappingProxyType({}),
+    ) -> torch.Tensor:
         """Sum everybody's `full`, a slice at depth `start`, into the slice at depth `stop`.
 
         Returns fp32; `full` itself when no level was crossed. Crosses levels start … stop - 1.
+        `errors` by level are what earlier messages failed to say (see `Wire.reduce`).
         """
+        return self._reduce(self._wires.reduce, full, start, stop, errors)
+
+    def reduce_exactly(self, full: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """`reduce` with every message in fp32."""
+        plain = Wires.plain(len(self._wires.reduce), torch.float32)
+        return self._reduce(plain.reduce, full, start, stop, {})
+
+    def _reduce(
+        self,
+        wires: tuple[Wire, ...],
+        full: torch.Tensor,
+        start: int,
+        stop: int,
+        errors: Mapping[int, torch.Tensor],
+    ) -> torch.Tensor:
         for level in range(start, stop):
             group = self.hierarchy.groups[level]
             if group is None:
@@ -66,7 +116,7 @@ class Moves:
             size = self.hierarchy.levels.sizes[level]
             out = torch.empty(full.numel() // size, dtype=torch.float32, device=full.device)
             with self.ledger.crossing(level) as sent:
-                sent.append(self._wires.reduce[level].reduce(full, out, group))
+                sent.append(wires[level].reduce(full, out, group, errors.get(level)))
             full = out
         return full
 
@@ -76,9 +126,17 @@ class Moves:
         One owner adds up each piece and hands it back, so that all replicas hold the same bits;
         slow levels carry only a piece of the slice.
         """
+        self._sum_replicas(self._wires.reduce, shard, depth)
+
+    def sum_replicas_exactly(self, shard: torch.Tensor, depth: int) -> None:
+        """`sum_replicas` with every message in fp32."""
+        plain = Wires.plain(len(self._wires.reduce), torch.float32)
+        self._sum_replicas(plain.reduce, shard, depth)
+
+    def _sum_replicas(self, wires: tuple[Wire, ...], shard: torch.Tensor, depth: int) -> None:
         last = len(self.hierarchy.levels.sizes)
-        piece = self.reduce(shard, depth, last)
-        self._gather(self._wires.reduce, piece, shard, last, depth)
+        piece = self._reduce(wires, shard, depth, last, {})
+        self._gather(wires, piece, shard, last, depth)
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:

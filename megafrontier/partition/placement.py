@@ -10,6 +10,7 @@ from math import prod
 from megafrontier.cluster.levels import Levels
 from megafrontier.config import PartitionConfig
 from megafrontier.errors import UserError
+from megafrontier.partition.wires import Wires
 
 STRATEGIES = {
     "ddp": ("none", "none", "none", "none"),
@@ -27,7 +28,9 @@ STRATEGIES = {
 class Placement:
     """Depths: the number of levels, fastest first, through which each state is cut.
 
-    0 is "not sharded". `backward_weights` below `weights` means a secondary copy at that depth.
+    0 is "not sharded". All gathers read from the copy at depth `backward_weights`, which publishing
+    refreshes; where it is below `weights` it is the secondary copy of ZeRO++'s hpZ. A primary copy
+    at depth `weights` is then not kept: the masters, which lie at least as deep, are its source.
     """
 
     weights: int
@@ -41,10 +44,6 @@ class Placement:
                 f"partition: placement {self} does not nest, need "
                 "backward_weights within weights within gradients within optimizer"
             )
-
-    @property
-    def has_secondary(self) -> bool:
-        return self.backward_weights < self.weights
 
     @classmethod
     def named(cls, strategy: str, levels: Levels) -> "Placement":
@@ -108,16 +107,15 @@ def _check_nesting(given: dict[str, str], depths: dict[str, int]) -> None:
 def state_bytes(numel: int, placement: Placement, levels: Levels, itemsize: int) -> dict[str, int]:
     """Bytes one rank holds for a unit of `numel` padded elements, by state.
 
-    Weights (and the secondary copy) in the computing type of `itemsize` bytes, gradients in fp32,
-    optimizer state as fp32 master and two moments.
+    The copy of the weights that gathers read from in the computing type of `itemsize` bytes,
+    gradients in fp32, optimizer state as fp32 master and two moments.
     """
 
     def shard(depth: int) -> int:
         return numel // prod(levels.sizes[:depth])
 
     return {
-        "weights": shard(placement.weights) * itemsize,
-        "secondary": shard(placement.backward_weights) * itemsize * placement.has_secondary,
+        "weights": shard(placement.backward_weights) * itemsize,
         "gradients": shard(placement.gradients) * 4,
         "optimizer": shard(placement.optimizer) * 12,
     }
@@ -127,25 +125,26 @@ def traffic_bytes(
     numel: int,
     placement: Placement,
     levels: Levels,
-    gather_itemsize: tuple[int, ...],
-    reduce_itemsize: tuple[int, ...],
+    wires: Wires,
     micro_batches: int,
     gathers: int,
 ) -> list[int]:
     """Bytes one rank sends over each level in one optimizer step, for one unit.
 
     `gathers` is how often a micro-batch gathers the unit: 2 (forward and backward), or 1 for a
-    unit that stays gathered between them. A crossing of a level of size s moves s - 1 pieces.
+    unit that stays gathered between them. Crossing a level of size s takes s - 1 messages.
     """
     source = placement.backward_weights
     totals = []
     for i, size in enumerate(levels.sizes):
-        pieces = (size - 1) * (numel // prod(levels.sizes[: i + 1]))
+        piece = numel // prod(levels.sizes[: i + 1])
         gathered = (gathers * micro_batches if i < source else 0) + (
             source <= i < placement.optimizer
         )
         reduced = micro_batches if i < placement.gradients else 1
         if i >= placement.optimizer:
             reduced += 1  # the sum comes back to every replica
-        totals.append(pieces * (gathered * gather_itemsize[i] + reduced * reduce_itemsize[i]))
+        message = wires.reduce[i].codec.message_bytes(piece) * reduced
+        message += wires.gather[i].codec.message_bytes(piece) * gathered
+        totals.append((size - 1) * message)
     return totals

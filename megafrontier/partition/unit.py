@@ -40,6 +40,7 @@ class Unit:
         placement: Placement,
         moves: Moves,
         dtype: torch.dtype,
+        error_feedback: bool,
     ) -> None:
         """`decayed` are those of `parameters` with weight decay; they lie first in the buffer."""
         first = {parameter for parameter, _ in decayed}
@@ -53,29 +54,33 @@ class Unit:
         self._dtype = dtype
         self._decay_numel = sum(parameter.numel() for _, parameter in decayed)
         self.phase = Phase.RELEASED
-        self._allocate()
+        self._allocate(error_feedback)
         self.parameters = [self._parameter() for _ in ordered]
         self._views = [
             self.full[e.offset : e.offset + e.numel].view(e.shape) for e in self.layout.entries
         ]
         self._nan = torch.full((), float("nan"), dtype=dtype, device=self._device)
-        self.is_persistent = placement.backward_weights == 0
         if self.is_persistent:
             self._point(self._views)
         else:
             self.release()
         self.gradient_full: torch.Tensor | None = None
 
-    def _allocate(self) -> None:
+    def _allocate(self, error_feedback: bool) -> None:
         place = self.placement
         self.full = self._empty(0, self._dtype)
-        self.weights = self.full if place.weights == 0 else self._empty(place.weights, self._dtype)
-        self.source = self.weights
-        if place.has_secondary:
-            depth = place.backward_weights
-            self.source = self.full if depth == 0 else self._empty(depth, self._dtype)
+        self.is_persistent = place.backward_weights == 0
+        self.weights = (
+            self.full if self.is_persistent else self._empty(place.backward_weights, self._dtype)
+        )
         self.gradient = self._empty(place.gradients, torch.float32).zero_()
         self.master = self._empty(place.optimizer, torch.float32).zero_()
+        levels = range(place.gradients, place.optimizer) if error_feedback else ()
+        self.errors = {
+            level: self._empty(level, torch.bfloat16).zero_()
+            for level in levels
+            if self._moves.hierarchy.groups[level] is not None
+        }
 
     def _empty(self, depth: int, dtype: torch.dtype) -> torch.Tensor:
         _, pieces = self._moves.hierarchy.piece(depth)
@@ -110,14 +115,20 @@ class Unit:
 
     # Weights
 
-    def publish(self) -> None:
-        """Gather the masters, optimizer level → weights level, and refresh the secondary copy."""
+    @property
+    def published(self) -> torch.Tensor:
+        """This rank's optimizer shard of the weights as all ranks last saw them."""
         place = self.placement
-        own = self._moves.inside(self.weights, place.weights, place.optimizer)
-        own.copy_(self.master)
-        self._moves.gather(own, self.weights, place.optimizer, place.weights)
-        if place.has_secondary:
-            self._moves.gather(self.weights, self.source, place.weights, place.backward_weights)
+        return self._moves.inside(self.weights, place.backward_weights, place.optimizer)
+
+    def publish(self) -> None:
+        """Bring the masters to every copy of the weights that gathers read from."""
+        place = self.placement
+        self._moves.publish(self.master, self.weights, place.optimizer, place.backward_weights)
+
+    def place(self) -> None:
+        """Bring `published` to every copy, exactly: the start of a run, or its resumption."""
+        self._moves.place(self.weights, self.placement.optimizer, self.placement.backward_weights)
 
     def gather(self) -> None:
         """Make the parameters whole. Does nothing when they are."""
@@ -126,7 +137,7 @@ class Unit:
         self.phase = Phase.FORWARD
         if not self.is_persistent:
             self.full.untyped_storage().resize_(self.layout.numel * self.full.itemsize)
-            self._moves.gather(self.source, self.full, self.placement.backward_weights, 0)
+            self._moves.gather(self.weights, self.full, self.placement.backward_weights, 0)
             self._point(self._views)
 
     def release(self) -> None:
@@ -161,6 +172,33 @@ class Unit:
     def finish_gradient(self) -> torch.Tensor:
         """The sum over all ranks and micro-batches of this rank's optimizer shard, fp32."""
         place = self.placement
-        shard = self._moves.reduce(self.gradient, place.gradients, place.optimizer)
+        shard = self._moves.reduce(self.gradient, place.gradients, place.optimizer, self.errors)
         self._moves.sum_replicas(shard, place.optimizer)
         return shard
+
+    @property
+    def error(self) -> torch.Tensor | None:
+        """This rank's optimizer shard of what gradient messages failed to say, after
+        `fold_errors`; None without error feedback or a level that has it."""
+        place = self.placement
+        if not self.errors:
+            return None
+        return self._moves.inside(self.errors[min(self.errors)], min(self.errors), place.optimizer)
+
+    def fold_errors(self) -> None:
+        """Gather each element's errors from all that failed to say it into its owner's `error`.
+
+        What is left then fits one shard, whatever the placement: so checkpoints hold it and any
+        number of ranks takes it up. Where the optimizer is replicated the first replica has it.
+        """
+        place = self.placement
+        total = None
+        for level, error in self.errors.items():
+            part = self._moves.reduce_exactly(error, level, place.optimizer)
+            total = part if total is None else total + part
+            error.zero_()
+        if total is None or self.error is None:
+            return
+        self._moves.sum_replicas_exactly(total, place.optimizer)
+        if self._moves.hierarchy.is_first_replica(place.optimizer):
+            self.error.copy_(total)

@@ -1,9 +1,9 @@
-"""Wires: how a slice of weights or gradients is encoded to cross one level, and decoded after.
+"""Wires: in what format a slice of weights or gradients crosses one level.
 
-A wire is a format; the moves over levels (`moves.py`) choose one for each level and direction.
+A codec turns elements into messages and back; a wire is a codec put to work in the two moves. The
+moves over several levels (`moves.py`) have one wire for each level and direction.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,50 +11,120 @@ import torch
 import torch.distributed as dist
 
 from megafrontier.cluster.collectives import all_gather, all_to_all
-from megafrontier.cluster.levels import Levels
-from megafrontier.errors import UserError
-
-FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from megafrontier.partition.codec import INT4, INT8, rotate
 
 
-class Wire(Protocol):
-    """One format. Both moves return the bytes this rank sent."""
+class Codec(Protocol):
+    """A format of messages."""
 
-    def gather(self, shard: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> int:
-        """Fill `out` [size · n] from every peer's `shard` [n], which may lie inside `out`.
-
-        Every rank of the group ends with the same bits, the owner of a piece too.
-        """
+    def message_bytes(self, count: int) -> int:
+        """Bytes of a message of `count` elements."""
         ...
 
-    def reduce(self, full: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> int:
-        """Sum every peer's piece of `full` [size · n] into `out` [n], in fp32, in rank order."""
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """One message a row [rows, m] of `values` [rows, n], any float type."""
+        ...
+
+    def decode(self, messages: torch.Tensor, count: int) -> torch.Tensor:
+        """Values fp32 [rows, count] of messages [rows, m]."""
+        ...
+
+    def decode_sum(self, messages: torch.Tensor, out: torch.Tensor) -> None:
+        """Sum of all messages' values into `out` fp32 [n], in the order of the rows."""
         ...
 
 
 @dataclass(frozen=True)
-class CastWire:
-    """Send elements as `dtype`; exact where that is the buffer's own type."""
+class CastCodec:
+    """Elements sent as `dtype`; exact where that is their own type."""
 
     dtype: torch.dtype
 
-    def gather(self, shard: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> int:
-        if out.dtype == self.dtype:
-            all_gather(out, shard, group)
-        else:
-            received = torch.empty(out.numel(), dtype=self.dtype, device=out.device)
-            all_gather(received, shard.to(self.dtype), group)
-            out.copy_(received)
-        return (out.numel() - shard.numel()) * self.dtype.itemsize
+    def message_bytes(self, count: int) -> int:
+        """Bytes of `count` elements."""
+        return count * self.dtype.itemsize
 
-    def reduce(self, full: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> int:
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` themselves where they have the type already."""
+        return values.to(self.dtype)
+
+    def decode(self, messages: torch.Tensor, count: int) -> torch.Tensor:
+        """The messages in fp32."""
+        return messages.float()
+
+    def decode_sum(self, messages: torch.Tensor, out: torch.Tensor) -> None:
+        """Sum in fp32, whatever the messages' type."""
+        torch.sum(messages, dim=0, dtype=torch.float32, out=out)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One format in use. A delta wire carries the change of published weights, not weights."""
+
+    codec: Codec
+    is_delta: bool = False
+    rotates: bool = False
+
+    def gather(self, shard: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> int:
+        """Fill `out` [size · n] from every peer's `shard` [n], which may lie inside `out`.
+
+        Every rank of the group ends with the same bits, the owner of a piece too. Returns the
+        bytes this rank sent.
+        """
+        peers = out.numel() // shard.numel() - 1
+        message = self.codec.encode(shard.view(1, -1))
+        if message.dtype == out.dtype:
+            all_gather(out, message.view(-1), group)
+        else:
+            received = message.new_empty(peers + 1, message.shape[1])
+            all_gather(received.view(-1), message.view(-1), group)
+            out.copy_(self.codec.decode(received, shard.numel()).reshape(-1))
+        return peers * self.codec.message_bytes(shard.numel())
+
+    def reduce(
+        self,
+        full: torch.Tensor,
+        out: torch.Tensor,
+        group: dist.ProcessGroup,
+        error: torch.Tensor | None = None,
+    ) -> int:
+        """Sum every peer's piece of `full` [size · n] into `out` [n], fp32, in rank order.
+
+        With `error` [size · n], what this rank's last message failed to say is added before it
+        speaks again, and `error` becomes what it fails to say now. Returns the bytes sent.
+        """
         # All-to-all and a local sum: one rounding per level instead of one per hop of a ring,
         # an order of summation that is the same in every run, and on gloo half the bytes.
-        sent = full.to(self.dtype)
-        received = torch.empty_like(sent)
-        all_to_all(received, sent, group)
-        torch.sum(received.view(-1, out.numel()), dim=0, dtype=torch.float32, out=out)
-        return (full.numel() - out.numel()) * self.dtype.itemsize
+        values = full.view(-1, out.numel())
+        if error is not None:
+            values = values + error.view_as(values)
+        turned = rotate(values.float()) if self.rotates else values
+        messages = self.codec.encode(turned)
+        if error is not None:
+            said = self.codec.decode(messages, out.numel())
+            error.copy_((values - (rotate(said) if self.rotates else said)).view(-1))
+        received = torch.empty_like(messages)
+        all_to_all(received.view(-1), messages.view(-1), group)
+        self.codec.decode_sum(received, out)
+        if self.rotates:
+            out.copy_(rotate(out.view(1, -1)).view(-1))
+        return (values.shape[0] - 1) * self.codec.message_bytes(out.numel())
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_CODECS: dict[str, Codec] = {
+    **{name: CastCodec(dtype) for name, dtype in DTYPES.items()},
+    "int8": INT8,
+    "int4": INT4,
+    "delta8": INT8,
+    "delta4": INT4,
+}
+
+
+def make_wire(name: str, rotates: bool = False) -> Wire:
+    """The wire of a format's name; only low-bit ones rotate (casts gain nothing by it)."""
+    codec = _CODECS[name]
+    return Wire(codec, name.startswith("delta"), rotates and not isinstance(codec, CastCodec))
 
 
 @dataclass(frozen=True)
@@ -65,25 +135,12 @@ class Wires:
     reduce: tuple[Wire, ...]
 
     @classmethod
-    def build(
-        cls,
-        levels: Levels,
-        default: str,
-        gather: Mapping[str, str] | None = None,
-        reduce: Mapping[str, str] | None = None,
-    ) -> "Wires":
-        """Formats by level name over a default. Raises UserError for an unknown level."""
-        return cls(
-            tuple(_formats(levels, default, gather or {}, "gather")),
-            tuple(_formats(levels, default, reduce or {}, "reduce")),
-        )
+    def plain(cls, levels: int, dtype: torch.dtype) -> "Wires":
+        """The same type on every wire."""
+        wire = Wire(CastCodec(dtype))
+        return cls((wire,) * levels, (wire,) * levels)
 
-
-def _formats(levels: Levels, default: str, chosen: Mapping[str, str], move: str) -> Sequence[Wire]:
-    for name in chosen:
-        if name not in levels.names:
-            raise UserError(
-                f"partition.wires.{move}.{name}: no such level, need one of "
-                f"{', '.join(levels.names)}"
-            )
-    return [CastWire(FORMATS[chosen.get(name, default)]) for name in levels.names]
+    @property
+    def have_deltas(self) -> bool:
+        """Whether published weights carry an error into the next step."""
+        return any(wire.is_delta for wire in self.gather)

@@ -2,17 +2,14 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from megafrontier.cluster.levels import Levels
 from megafrontier.config import Config, MachineConfig, load_machine
 from megafrontier.data.tokenizer import load_tokenizer
 from megafrontier.errors import UserError
 from megafrontier.optim.adamw import find_apex
 from megafrontier.partition import Placement, Wires
+from megafrontier.partition.presets import choose_wires
 from megafrontier.training.batches import PARTS, make_loader, open_part
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -29,13 +26,10 @@ def arrange(config: Config, ranks: int) -> Arrangement:
     """Raises UserError when the machine cannot hold the ranks or the placement does not fit."""
     machine = load_machine(config.machine)
     levels = Levels.resolve(machine.levels, ranks)
-    wires = config.partition.wires
-    return Arrangement(
-        machine,
-        levels,
-        Placement.from_config(config.partition, levels),
-        Wires.build(levels, config.train.precision, wires.gather, wires.reduce),
-    )
+    placement = Placement.from_config(config.partition, levels)
+    precision = config.train.precision
+    wires = choose_wires(config.partition.wires, placement, levels, precision)
+    return Arrangement(machine, levels, placement, wires)
 
 
 def check_training(config: Config, ranks: int) -> None:

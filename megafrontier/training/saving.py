@@ -27,16 +27,27 @@ def checkpoint_root(trainer: Trainer) -> Path:
 
 
 def shards(trainer: Trainer) -> Mapping[str, Sequence[torch.Tensor]]:
-    """This rank's 1-D fp32 shard of each unit, by state. The computing weights follow from the
-    masters, so they are not among them."""
-    masters = [unit.master for unit in trainer.engine.units]
-    return {"weight": masters, **trainer.optimizer.moments}
+    """This rank's 1-D shard of each unit, by state.
+
+    The computing weights follow from the masters and are not among them, unless delta wires have
+    left them a little behind; nor is gradient error, unless it is fed back.
+    """
+    units = trainer.engine.units
+    found = {"weight": [unit.master for unit in units], **trainer.optimizer.moments}
+    if trainer.engine.wires.have_deltas:
+        found["published"] = [unit.published for unit in units]
+    errors = [unit.error for unit in units if unit.error is not None]
+    if errors:
+        found["error"] = errors
+    return found
 
 
 def save_trainer(trainer: Trainer) -> Path:
     """Write a checkpoint of the present step. Raises CheckpointWriteError on all ranks alike."""
     config, hierarchy = trainer.config, trainer.hierarchy
     depth = trainer.engine.placement.optimizer
+    trainer.engine.fold_errors()
+    trainer.engine.ledger.take()  # folding is no training step's traffic
     piece, pieces = hierarchy.piece(depth)
     states = shards(trainer)
     manifest = Manifest(
@@ -89,7 +100,7 @@ def resume(trainer: Trainer, logbook: Logbook) -> None:
         found = load_checkpoint(Path(wanted), load, trainer.hierarchy)
     if found is None:
         return
-    trainer.engine.publish()
+    trainer.engine.place(from_masters="published" not in restored(trainer, found.manifest))
     _take_up(trainer, found.manifest)
     logbook.remark(f"resumed from {found.path} at step {trainer.step}")
 
@@ -104,11 +115,20 @@ def _refuse_old_checkpoints(trainer: Trainer, root: Path) -> None:
 
 
 def _fill(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """This rank's part of every state the checkpoint has (an imported one has weights only)."""
+    """This rank's part of every state that both sides have."""
     piece, pieces = trainer.hierarchy.piece(trainer.engine.placement.optimizer)
     layouts = [unit.layout for unit in trainer.engine.units]
-    states = {s: t for s, t in shards(trainer).items() if s in checkpoint.manifest.states}
-    checkpoint.fill(layouts, states, piece, pieces)
+    checkpoint.fill(layouts, restored(trainer, checkpoint.manifest), piece, pieces)
+    if not trainer.hierarchy.is_first_replica(trainer.engine.placement.optimizer):
+        for unit in trainer.engine.units:
+            if unit.error is not None:
+                unit.error.zero_()  # the first replica says it
+
+
+def restored(trainer: Trainer, manifest: Manifest) -> dict[str, Sequence[torch.Tensor]]:
+    """The states to take up. An imported checkpoint has weights only, and one of another placement
+    or other wires may lack some of ours."""
+    return {state: found for state, found in shards(trainer).items() if state in manifest.states}
 
 
 def _take_up(trainer: Trainer, manifest: Manifest) -> None:
@@ -143,5 +163,11 @@ class Save(Callback):
         self._last = trainer.step
         self._logbook.remark(f"checkpoint {path}")
         if trainer.is_first:
-            keep = trainer.config.checkpoint
+            self._prune(trainer)
+
+    def _prune(self, trainer: Trainer) -> None:
+        keep = trainer.config.checkpoint
+        try:
             prune(checkpoint_root(trainer), keep.keep, keep.keep_every)
+        except OSError as error:
+            self._logbook.remark(f"warning: old checkpoints not deleted: {error}")

@@ -31,7 +31,8 @@ from megafrontier.model.generate import generate, stream_text
 from megafrontier.model.gpt import GPT, parameter_shapes
 from megafrontier.model.huggingface import export_model, import_model
 from megafrontier.partition.layout import Layout
-from megafrontier.training.arrangement import DTYPES, Arrangement, check_training
+from megafrontier.partition.wires import DTYPES
+from megafrontier.training.arrangement import Arrangement, check_training
 from megafrontier.training.evaluation import Evaluation, evaluate
 from megafrontier.training.launch import joined, launch
 from megafrontier.training.saving import attach_tokenizer

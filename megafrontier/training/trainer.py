@@ -14,7 +14,8 @@ from megafrontier.optim.adamw import ShardedAdamW
 from megafrontier.optim.loss_scale import LossScale
 from megafrontier.partition import Engine, shard
 from megafrontier.partition.unit import InitialSlice
-from megafrontier.training.arrangement import DTYPES, Arrangement
+from megafrontier.partition.wires import DTYPES
+from megafrontier.training.arrangement import Arrangement
 from megafrontier.training.batches import PARTS, Part, make_loader, open_part
 
 
@@ -94,6 +95,7 @@ def build_model(
         hierarchy,
         dtype=DTYPES[config.train.precision],
         wires=arrangement.wires,
+        error_feedback=config.partition.error_feedback,
         initial=initial or partial(initial_slice, config.model, config.run.seed),
         decay=lambda name: parameter_kind(name) not in config.optimizer.no_decay,
     )

@@ -23,7 +23,6 @@ from megafrontier.cluster.local import fork_ranks
 from megafrontier.config import Config, load_config
 from megafrontier.partition import STRATEGIES, Engine
 from megafrontier.partition.placement import state_bytes, traffic_bytes
-from megafrontier.partition.wires import FORMATS
 from megafrontier.training.arrangement import Arrangement, check_training
 from megafrontier.training.launch import joined
 from megafrontier.training.loop import train_step
@@ -92,15 +91,12 @@ def expected_state(engine: Engine) -> int:
 def expected_traffic(trainer: Trainer, arrangement: Arrangement) -> dict[str, int]:
     """Bytes one rank sends over each level in a step by the formula."""
     engine, levels = trainer.engine, arrangement.levels
-    width = FORMATS[trainer.config.train.precision].itemsize
-    formats = (width,) * len(levels.names)
     parts = [
         traffic_bytes(
             unit.layout.numel,
             engine.placement,
             levels,
-            formats,
-            formats,
+            arrangement.wires,
             trainer.loader.micro_batches,
             1 if engine.stays_gathered(unit) else 2,
         )

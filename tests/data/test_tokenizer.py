@@ -128,10 +128,9 @@ def test_another_sentencepiece_model_is_saved_for_transformers_only_if_that_is_e
 
 
 def test_a_hugging_face_folder_is_a_tokenizer(tmp_path: Path) -> None:
-    from transformers import PreTrainedTokenizerFast
-
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
 
     fast = Fast(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.partition import STRATEGIES, Placement, Wires
+from megafrontier.config import WiresConfig
+from megafrontier.partition import STRATEGIES, Placement
+from megafrontier.partition.presets import choose_wires
 from tests.partition.tiny import train_alone, train_sharded
 from tests.ranks import make_levels, run_ranks
 
@@ -63,8 +65,9 @@ def test_one_rank_needs_no_process_group(alone):
 
 def test_bf16_wires_stay_near_and_equal_on_every_rank(alone):
     def body(hierarchy):
-        wires = Wires.build(hierarchy.levels, "fp32", {"world": "bf16"}, {"node": "bf16"})
         placement = Placement.named("topo", hierarchy.levels)
+        config = WiresConfig(gather={"world": "bf16"}, reduce={"node": "bf16"})
+        wires = choose_wires(config, placement, hierarchy.levels, "fp32")
         return train_sharded(hierarchy, placement, False, STEPS, 2, wires)
 
     found = run_ranks((2, 2, 2), body)

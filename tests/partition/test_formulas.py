@@ -5,13 +5,12 @@ import gc
 import pytest
 import torch
 
-from megafrontier.partition import STRATEGIES, Placement, shard
+from megafrontier.partition import STRATEGIES, Placement, Wires, shard
 from megafrontier.partition.placement import state_bytes, traffic_bytes
 from tests.partition.tiny import LENGTH, VOCABULARY, TinyModel, batch, engine_step
 from tests.ranks import make_levels, run_ranks
 
 LEVELS = make_levels((2, 2, 2))
-FORMATS = {torch.float32: 4, torch.bfloat16: 2}
 
 
 def build(hierarchy, strategy, dtype=torch.float32, tied=False):
@@ -26,15 +25,13 @@ def make_optimizer(engine):
     return torch.optim.AdamW([unit.master for unit in engine.units], lr=0.01)
 
 
-def expected_traffic(engine, itemsize, accumulation):
-    formats = (itemsize,) * 3
+def expected_traffic(engine, accumulation):
     parts = [
         traffic_bytes(
             unit.layout.numel,
             engine.placement,
             LEVELS,
-            formats,
-            formats,
+            engine.wires,
             accumulation,
             1 if engine.stays_gathered(unit) else 2,
         )
@@ -52,7 +49,7 @@ def test_bytes_per_level_and_step_equal_the_formula(dtype):
                 model, engine = build(hierarchy, strategy, dtype, tied=accumulation == 4)
                 engine_step(engine, model, make_optimizer(engine), 0, accumulation)
                 sent, seconds = engine.ledger.take()
-                expected = expected_traffic(engine, FORMATS[dtype], accumulation)
+                expected = expected_traffic(engine, accumulation)
                 found.append((strategy, sent, expected, seconds))
         return found
 
@@ -65,11 +62,9 @@ def test_bytes_per_level_and_step_equal_the_formula(dtype):
 def test_slow_levels_are_crossed_once_a_step_by_topo_and_every_time_by_zero3():
     numel = 8 * 1024
     sizes = (2, 2)
+    wires = Wires.plain(3, torch.bfloat16)
     world = [
-        [
-            traffic_bytes(numel, Placement.named(s, LEVELS), LEVELS, (2,) * 3, (2,) * 3, a, 2)[-1]
-            for a in (1, 4)
-        ]
+        [traffic_bytes(numel, Placement.named(s, LEVELS), LEVELS, wires, a, 2)[-1] for a in (1, 4)]
         for s in ("topo", "zero3")
     ]
     piece = numel // 8

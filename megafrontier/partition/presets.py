@@ -1,0 +1,85 @@
+"""Which format each level gets: presets, single choices over them, and what cannot be."""
+
+from megafrontier.cluster.levels import Levels
+from megafrontier.config import WiresConfig
+from megafrontier.errors import UserError
+from megafrontier.partition.placement import Placement
+from megafrontier.partition.wires import Wires, make_wire
+
+Formats = list[str]
+"""One format a level, fastest first."""
+
+
+def choose_wires(
+    config: WiresConfig, placement: Placement, levels: Levels, precision: str
+) -> Wires:
+    """The wires that a configuration asks for. Raises UserError naming the level that cannot."""
+    count = len(levels.names)
+    gather, reduce = _PRESETS[config.preset](placement, count, precision)
+    _override(gather, config.gather, levels, "gather")
+    _override(reduce, config.reduce, levels, "reduce")
+    _check_deltas(gather, placement, levels)
+    rotates = config.preset == "low" if config.rotation is None else config.rotation
+    return Wires(
+        tuple(make_wire(name) for name in gather),
+        tuple(make_wire(name, rotates) for name in reduce),
+    )
+
+
+def _exact(_placement: Placement, count: int, precision: str) -> tuple[Formats, Formats]:
+    return [precision] * count, [precision] * count
+
+
+def _zero_plus_plus(_placement: Placement, count: int, precision: str) -> tuple[Formats, Formats]:
+    """ZeRO++ (arXiv:2306.10209): weights in int8 between nodes; gradients in int4 in two hops,
+    over the node and between nodes. A level inside the node's fastest link stays as it is."""
+    gather, reduce = _exact(_placement, count, precision)
+    gather[-1] = "int8"
+    hops = min(2, count)
+    reduce[-hops:] = ["int4"] * hops
+    return gather, reduce
+
+
+def _low(placement: Placement, count: int, precision: str) -> tuple[Formats, Formats]:
+    """Exact inside the fastest level, gradients int8 in the node and rotated int4 beyond.
+
+    Weights are published as 4-bit changes, encoded once by their owner: passing the same codes on
+    inside the node costs no further error. Where they are gathered in every micro-batch instead,
+    there is no last copy to change, and they go as int8.
+    """
+    gather, reduce = _exact(placement, count, precision)
+    for level in range(min(1, count - 1), count):
+        gather[level] = "delta4" if _publishes(placement, level) else "int8"
+        reduce[level] = "int4" if level == count - 1 else "int8"
+    return gather, reduce
+
+
+_PRESETS = {"exact": _exact, "zero++": _zero_plus_plus, "low": _low}
+
+
+def _publishes(placement: Placement, level: int) -> bool:
+    """Whether weights cross a level once per step, into copies that persist."""
+    return placement.backward_weights <= level < placement.optimizer
+
+
+def _override(formats: Formats, chosen: dict[str, str], levels: Levels, move: str) -> None:
+    for name, wire in chosen.items():
+        if name not in levels.names:
+            known = ", ".join(levels.names)
+            raise UserError(f"partition.wires.{move}.{name}: no such level, need one of {known}")
+        formats[levels.names.index(name)] = wire
+
+
+def _check_deltas(gather: Formats, placement: Placement, levels: Levels) -> None:
+    inner = False
+    for level in reversed(range(len(gather))):
+        is_delta = gather[level].startswith("delta")
+        key = f"partition.wires.gather.{levels.names[level]}: {gather[level]}"
+        if is_delta and not _publishes(placement, level):
+            raise UserError(
+                f"{key}, but this placement does not publish weights over that level: need int8, "
+                "bf16 or fp32"
+            )
+        if is_delta and inner:
+            raise UserError(f"{key}, but a slower level has no delta: need one there too")
+        inner = inner or (_publishes(placement, level) and not is_delta)
