@@ -4,12 +4,17 @@ Imports stand inside the functions because `--help` must not wait for torch.
 """
 
 import argparse
+import os
+import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megafrontier.errors import UserError
+
+_OVERRIDE = re.compile(r"[^-/=][^/=]*=")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,22 +25,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"megafrontier: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # Whoever read our output (`| head`) has enough. Nothing may be flushed into it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, where argparse would print the usage too."""
+        self.exit(2, f"megafrontier: {message}; see `{self.prog} --help`\n")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Arguments in any order: argparse by itself refuses `key=value` after an option."""
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
-    overrides = [text for text in rest if "=" in text and not text.startswith("-")]
-    if len(overrides) < len(rest) or (overrides and not hasattr(arguments, "overrides")):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    """Overrides may stand anywhere: argparse by itself refuses them before the config and after
+    an option."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    takes_overrides = bool(words) and words[0] in ("train", "evaluate")
+    overrides = [word for word in words if takes_overrides and _OVERRIDE.match(word)]
+    arguments = _parser().parse_args([word for word in words if word not in overrides])
     if overrides:
-        arguments.overrides = [*arguments.overrides, *overrides]
+        arguments.overrides = overrides
     return arguments
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="megafrontier",
         description="Train GPT models with weights, gradients and optimizer state each sharded "
         "to its own level of the machine.",
@@ -156,7 +173,9 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nproc", type=int, metavar="N", help="start N local ranks; default: join the launcher's"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as in train.steps=100")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="as in train.steps=100"
+    )
 
 
 def _train(arguments: argparse.Namespace) -> int:

@@ -14,6 +14,9 @@ from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.levels import Levels
 from megafrontier.errors import UserError
 
+# What the hosts of a level's peers are.
+_SAME, _DIFFERENT, _MIXED = range(3)
+
 
 @dataclass(frozen=True)
 class Hierarchy:
@@ -131,20 +134,23 @@ def _groups(levels: Levels, rank: int) -> tuple[dist.ProcessGroup | None, ...]:
 
 
 def _check_hosts(hierarchy: Hierarchy, host: str) -> None:
-    """Refuse levels that hosts cut through: peers of a level share one host, or no two do.
-
-    Hosts nest with the levels then: once a level leaves the host, every slower one must too.
-    """
-    mine = int.from_bytes(hashlib.sha256(host.encode()).digest()[:6], "big")
-    problem = None
-    inside = True
-    for name, group in zip(hierarchy.levels.names, hierarchy.groups, strict=True):
-        if group is None:
-            continue
-        kinds = _host_kinds(mine, group, hierarchy.device)
-        if kinds == "mixed" or (kinds == "same" and not inside):
-            problem = problem or f"level {name!r} mixes ranks of one host ({host}) with others"
-        inside = inside and kinds == "same"
+    """Refuse levels that hosts cut through: peers of a level share one host or no two do, on every
+    rank alike, and once a level leaves the host, every slower one does too."""
+    kinds: list[int] = []
+    for group in hierarchy.groups:
+        kind = _SAME if group is None else _host_kind(host, group, hierarchy.device)
+        returns = group is not None and kind == _SAME and any(kinds)
+        kinds.append(_MIXED if returns else kind)
+    mine = torch.tensor(kinds, device=hierarchy.device)
+    uneven = (hierarchy.maximum(mine) + hierarchy.maximum(-mine)).tolist()
+    problem = next(
+        (
+            f"level {name!r} mixes ranks of one host ({host}) with others"
+            for name, kind, odd in zip(hierarchy.levels.names, kinds, uneven, strict=True)
+            if kind == _MIXED or odd
+        ),
+        None,
+    )
     error = hierarchy.first_error(problem)
     if error is not None:
         raise UserError(
@@ -152,14 +158,15 @@ def _check_hosts(hierarchy: Hierarchy, host: str) -> None:
         )
 
 
-def _host_kinds(mine: int, group: dist.ProcessGroup, device: torch.device) -> str:
-    value = torch.tensor([mine], dtype=torch.int64, device=device)
-    found = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, value, group=group)
+def _host_kind(host: str, group: dist.ProcessGroup, device: torch.device) -> int:
+    number = int.from_bytes(hashlib.sha256(host.encode()).digest()[:6], "big")
+    mine = torch.tensor([number], dtype=torch.int64, device=device)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, mine, group=group)
     hosts = {int(x) for x in found}
     if len(hosts) == 1:
-        return "same"
-    return "different" if len(hosts) == len(found) else "mixed"
+        return _SAME
+    return _DIFFERENT if len(hosts) == len(found) else _MIXED
 
 
 def check_ranks_per_host(identity: Identity, expected: int | None) -> None:

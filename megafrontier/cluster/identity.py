@@ -41,7 +41,9 @@ def identify(environment: Mapping[str, str]) -> Identity:
     else:
         found = Identity(0, 1, 0, "alone", host=socket.gethostname())
     if not 0 <= found.rank < found.world_size:
-        raise UserError(f"{found.source}: rank {found.rank}, need 0 to {found.world_size - 1}")
+        raise UserError(
+            f"{found.source}: rank {found.rank} of {found.world_size}, need one below that"
+        )
     return found
 
 
@@ -52,6 +54,9 @@ def _from_local(environment: Mapping[str, str]) -> Identity:
 
 
 def _from_torchrun(environment: Mapping[str, str]) -> Identity:
+    if not environment.get("MASTER_ADDR"):
+        raise UserError("MASTER_ADDR: not set, need the address of rank 0's node")
+    _number(environment, "MASTER_PORT")
     return Identity(
         _number(environment, "RANK"),
         _number(environment, "WORLD_SIZE"),
@@ -66,10 +71,12 @@ def _from_slurm(environment: Mapping[str, str]) -> Identity:
     master = environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR")
     if not master:
         raise UserError("MASTER_ADDR: not set, need the address of the job's first node")
-    port = environment.get("MASTER_PORT", str(DEFAULT_PORT))
+    port = _number({"MASTER_PORT": str(DEFAULT_PORT), **environment}, "MASTER_PORT")
+    # SLURM_NTASKS is the whole job's where srun was not told its own number of tasks.
+    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
     return Identity(
         _number(environment, "SLURM_PROCID"),
-        _number(environment, "SLURM_NTASKS"),
+        _number(environment, size),
         _number(environment, "SLURM_LOCALID"),
         "slurm",
         f"tcp://{master}:{port}",
@@ -79,6 +86,6 @@ def _from_slurm(environment: Mapping[str, str]) -> Identity:
 
 def _number(environment: Mapping[str, str], name: str) -> int:
     value = environment.get(name, "")
-    if not value.isdigit():
+    if not (value.isascii() and value.isdigit()):
         raise UserError(f"{name}: {value!r}, need a whole number from the launcher")
     return int(value)

@@ -33,10 +33,12 @@ class LossScale:
             self.good_steps = 0
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint holds of it."""
+        """What a checkpoint holds of it: nothing when disabled."""
+        if not self.enabled:
+            return {}
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def restore(self, state: dict[str, float]) -> None:
         """Go on from a checkpoint's `state`; another precision starts afresh."""
-        if self.enabled and state.get("scale", 1.0) > 1.0:
+        if self.enabled and state:
             self.scale, self.good_steps = state["scale"], int(state["good_steps"])

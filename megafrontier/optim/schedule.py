@@ -17,17 +17,21 @@ def learning_rate(
         return optimizer.lr * (step + 1) / schedule.warmup_steps
     after_warmup = max(1, steps - schedule.warmup_steps)
     progress = min(1.0, (step - schedule.warmup_steps) / after_warmup)
-    return schedule.min_lr + (optimizer.lr - schedule.min_lr) * _shape(progress, schedule)
+    # `decay_fraction` is of all the steps, not of those after the warm-up.
+    falling = min(1.0, schedule.decay_fraction * steps / after_warmup)
+    height = _height(progress, schedule.name, falling)
+    return schedule.min_lr + (optimizer.lr - schedule.min_lr) * height
 
 
-def _shape(progress: float, schedule: ScheduleConfig) -> float:
-    """Height between 0 (`min_lr`) and 1 (`lr`) at `progress` in [0, 1] after the warm-up."""
-    if schedule.name == "constant":
+def _height(progress: float, name: str, falling: float) -> float:
+    """Between 0 (`min_lr`) and 1 (`lr`) at `progress` in [0, 1] after the warm-up, of which wsd
+    spends the last part, `falling`, going down."""
+    if name == "constant":
         return 1.0
-    if schedule.name == "cosine":
+    if name == "cosine":
         return (1 + cos(pi * progress)) / 2
-    if schedule.name == "linear":
+    if name == "linear":
         return 1 - progress
-    if schedule.decay_fraction == 0:
+    if falling == 0:
         return 1.0
-    return min(1.0, (1 - progress) / schedule.decay_fraction)
+    return min(1.0, (1 - progress) / falling)

@@ -6,7 +6,8 @@ import torch
 
 from megafrontier.config import Config
 from megafrontier.data.loader import Loader
-from megafrontier.data.samples import Samples, open_samples
+from megafrontier.data.samples import Batch, Samples, open_samples
+from megafrontier.errors import RankError, UserError
 
 Part = Literal["train", "valid"]
 PARTS: tuple[Part, ...] = ("train", "valid")
@@ -33,3 +34,12 @@ def make_loader(
     skip = config.data.skip if part == "train" else []
     train = config.train
     return Loader(samples, train.global_batch, train.micro_batch, rank, ranks, skip, device)
+
+
+def read_step(loader: Loader, step: int, rank: int) -> list[Batch]:
+    """A rank's micro-batches of a step. Raises RankError for data that cannot be used: no other
+    rank reads it."""
+    try:
+        return loader.step(step)
+    except UserError as error:
+        raise RankError(f"rank {rank}: {error}") from error

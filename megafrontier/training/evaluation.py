@@ -9,6 +9,7 @@ from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.data.loader import Loader
 from megafrontier.data.samples import Batch
 from megafrontier.model.gpt import GPT
+from megafrontier.training.batches import read_step
 from megafrontier.training.callback import Callback, is_due
 from megafrontier.training.logbook import Logbook
 from megafrontier.training.loop import StepResult
@@ -47,7 +48,7 @@ def evaluate(
     totals = torch.zeros(3, dtype=torch.float64, device=hierarchy.device)
     model.eval()
     for step in range(batches):
-        for batch in loader.step(step):
+        for batch in read_step(loader, step, hierarchy.rank):
             loss = model(batch.tokens, batch.targets, batch.documents, batch.positions)
             tokens = (batch.targets >= 0).sum()
             text_bytes = torch.tensor(float(count_bytes(batch)), device=hierarchy.device)

@@ -1,21 +1,24 @@
 """From the command to running ranks: check, then fork local ranks or join those of a launcher."""
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from megafrontier.checkpoint.read import read_manifest
 from megafrontier.cluster.hierarchy import Hierarchy, check_ranks_per_host, join
 from megafrontier.cluster.identity import Identity, identify
-from megafrontier.cluster.local import exit_code, fork_ranks
+from megafrontier.cluster.local import PEER_SECONDS, exit_code, fork_ranks
 from megafrontier.config import Config, save_config
 from megafrontier.errors import UserError
 from megafrontier.training.arrangement import Arrangement, arrange, check_training
 from megafrontier.training.evaluation import Evaluate
 from megafrontier.training.guard import Guard
-from megafrontier.training.logbook import Log, Logbook, open_logbook
+from megafrontier.training.logbook import Log, Logbook, check_directory, open_logbook
 from megafrontier.training.loop import run
 from megafrontier.training.saving import Save, resume
 from megafrontier.training.trainer import build_trainer
@@ -26,14 +29,35 @@ def train(config: Config, nproc: int | None) -> int:
 
     Raises UserError for bad input, before any process group starts.
     """
-    return launch(lambda: _train_rank(config), nproc, lambda n: check_training(config, n))
+    return launch(lambda: _train_rank(config), nproc, partial(_check, config))
+
+
+def _check(config: Config, ranks: int) -> None:
+    check_training(config, ranks)
+    check_directory(config)
+    if config.checkpoint.resume not in ("auto", "never"):
+        _check_checkpoint(Path(config.checkpoint.resume))
+
+
+def _check_checkpoint(path: Path) -> None:
+    try:
+        read_manifest(path)
+    except UserError as error:
+        raise UserError(
+            f"checkpoint.resume: {error}; need auto, never or the path of a checkpoint"
+        ) from error
 
 
 def launch(body: Callable[[], int], nproc: int | None, check: Callable[[int], None]) -> int:
     """Run `body` on every rank, after `check` with their number."""
     if nproc is None:
         identity = identify(os.environ)
-        check(identity.world_size)
+        try:
+            check(identity.world_size)
+        except UserError:
+            # Most likely rank 0 says the same, and the launcher ends this rank before it does.
+            time.sleep(PEER_SECONDS if identity.rank else 0)
+            raise
         return exit_code(body, speaks=identity.rank == 0)
     if nproc < 1:
         raise UserError(f"--nproc: {nproc}, need at least 1")
@@ -80,9 +104,17 @@ def _run(config: Config, arrangement: Arrangement, hierarchy: Hierarchy, logbook
         resume(trainer, logbook)
         logbook.open_sinks(config, trainer.step)
         if trainer.is_first:
-            save_config(config, Path(config.run.directory) / "config.yaml")
+            _keep_config(config)
         save = Save(logbook, trainer.step)
         trainer.engine.ledger.take()  # placing the first weights is no step's traffic
         run(trainer, [Log(logbook), Evaluate(logbook), save, Guard()])
     finally:
         trainer.close()
+
+
+def _keep_config(config: Config) -> None:
+    folder = Path(config.run.directory)
+    try:
+        save_config(config, folder / "config.yaml")
+    except OSError as error:
+        raise UserError(f"run.directory: {folder}: {error.strerror}, need room to write") from error

@@ -1,10 +1,11 @@
 """The run's own record: metrics to the sinks and the progress line, remarks to log.txt."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megafrontier.config import Config
 from megafrontier.errors import UserError
@@ -17,11 +18,15 @@ from megafrontier.training.trainer import Trainer
 
 
 class Logbook:
-    """Takes metrics and remarks; on all ranks but the first it keeps nothing."""
+    """Takes metrics and remarks; on all ranks but the first it keeps nothing.
+
+    A full disk costs lines, not the run: what cannot be written is reported once.
+    """
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
         self._sinks: list[Sink] = []
+        self._has_failed = False
 
     def open_sinks(self, config: Config, resume_step: int) -> None:
         """Begin to keep metrics, after `resume_step`."""
@@ -31,7 +36,7 @@ class Logbook:
     def write(self, values: dict[str, Any]) -> None:
         """Keep one line of metrics."""
         for sink in self._sinks:
-            sink.write(values)
+            self._attempt(partial(sink.write, values))
         if self._progress is not None:
             self._progress.update(values)
 
@@ -43,7 +48,15 @@ class Logbook:
     def close(self) -> None:
         """Flush everything."""
         for sink in self._sinks:
-            sink.close()
+            self._attempt(sink.close)
+
+    def _attempt(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except OSError as error:
+            if not self._has_failed:
+                self._has_failed = True
+                self.remark(f"warning: metrics are not written: {error.strerror or error}")
 
 
 @contextmanager
@@ -52,6 +65,22 @@ def open_logbook(config: Config, is_first: bool) -> Iterator[Logbook]:
     if not is_first:
         yield Logbook(None)
         return
+    with (
+        _open_log(config) as log,
+        Progress(config.train.steps, sys.stdout, config.log.every, log) as progress,
+        closing(Logbook(progress)) as logbook,
+    ):
+        yield logbook
+
+
+def check_directory(config: Config) -> None:
+    """Raises UserError when the run directory cannot be written."""
+    with _open_log(config):
+        pass
+
+
+@contextmanager
+def _open_log(config: Config) -> Iterator[TextIO]:
     folder = Path(config.run.directory)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,12 +89,11 @@ def open_logbook(config: Config, is_first: bool) -> Iterator[Logbook]:
         raise UserError(
             f"run.directory: {folder}: {error.strerror}, need a folder to write"
         ) from error
-    with log, Progress(config.train.steps, sys.stdout, config.log.every, log) as progress:
-        logbook = Logbook(progress)
-        try:
-            yield logbook
-        finally:
-            logbook.close()
+    try:
+        yield log
+    finally:
+        with suppress(OSError):  # what a full disk has kept back
+            log.close()
 
 
 class Log(Callback):

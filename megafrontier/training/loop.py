@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from megafrontier.data.samples import Batch
-from megafrontier.errors import RankError, UserError
 from megafrontier.optim.clipping import clip_factor, global_norm
 from megafrontier.optim.schedule import learning_rate
+from megafrontier.training.batches import read_step
 from megafrontier.training.callback import Callback
 from megafrontier.training.trainer import Trainer
 
@@ -32,10 +32,7 @@ class StepResult:
 def run(trainer: Trainer, callbacks: Sequence[Callback]) -> None:
     """Train from where the trainer stands to its last step."""
     while trainer.step < trainer.last_step:
-        try:
-            result = train_step(trainer)
-        except UserError as error:  # its own part of the data, say
-            raise RankError(f"rank {trainer.hierarchy.rank}: {error}") from error
+        result = train_step(trainer)
         for callback in callbacks:
             callback.after_step(trainer, result)
     for callback in callbacks:
@@ -52,7 +49,7 @@ def train_step(trainer: Trainer) -> StepResult:
     config, engine, scale = trainer.config, trainer.engine, trainer.loss_scale
     lr = learning_rate(trainer.step, config.train.steps, config.optimizer, config.schedule)
     first_sample = trainer.loader.first_sample(trainer.step)
-    micro_batches = trainer.loader.step(trainer.step)
+    micro_batches = read_step(trainer.loader, trainer.step, trainer.hierarchy.rank)
     totals = torch.zeros(2, dtype=torch.float64, device=trainer.hierarchy.device)
     for batch in micro_batches:
         seed_dropout(config.run.seed, batch)

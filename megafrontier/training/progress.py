@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from statistics import median
 from types import TracebackType
 from typing import Any, TextIO
@@ -43,7 +44,8 @@ class Progress:
         else:
             print(line, file=self._stream, flush=True)
         if self._log is not None:
-            print(line, file=self._log, flush=True)
+            with suppress(OSError):  # a full disk; the stream has the line
+                print(line, file=self._log, flush=True)
 
     def close(self) -> None:
         """Remove the live line; what was printed stays."""
