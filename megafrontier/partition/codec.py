@@ -2,8 +2,9 @@
 
 A message of n elements is, in one buffer: a bf16 scale for each block, then the codes, then zeros
 up to a multiple of 16 bytes. Codes run from -q to q (q = 127 or 7), value = code × scale, and the
-scale is the block's largest magnitude over q, rounded up to bf16: so no value is clipped, the
-largest one decodes to itself (to bf16), and no element errs by more than half a scale.
+scale is the block's largest magnitude over q, rounded to bf16. That moves the largest value by a
+quarter of a step at most, so its code is q all the same: nothing is clipped, nothing is biased, and
+no element errs by more than half a step.
 
 A block with a non-finite value gets a NaN scale and decodes to NaN everywhere: the gradient norm
 then tells, and the step is skipped.
@@ -49,7 +50,7 @@ class BlockCodec:
         """Messages uint8 [rows, message_bytes(n)] of `values` [rows, n], any float type."""
         rows, count = values.shape
         blocks = F.pad(values.float(), (0, -count % self.block)).view(rows, -1, self.block)
-        scales = _round_up(blocks.abs().amax(-1) / self.largest)
+        scales = _to_bf16(blocks.abs().amax(-1) / self.largest)
         # An all-zero block has scale 0; 0 / 1 keeps its zeros.
         steps = torch.where(scales == 0, 1.0, scales.float()).unsqueeze(-1)
         codes = torch.round(blocks / steps).nan_to_num_(0.0).to(torch.int8).view(rows, -1)
@@ -96,12 +97,9 @@ INT8 = BlockCodec(bits=8, block=256)
 INT4 = BlockCodec(bits=4, block=128)
 
 
-def _round_up(values: torch.Tensor) -> torch.Tensor:
-    """bf16 at or above fp32 `values` >= 0; NaN and infinity become NaN."""
-    rounded = values.to(torch.bfloat16)
-    too_small = rounded.float() < values
-    raised = (rounded.view(torch.int16) + too_small.to(torch.int16)).view(torch.bfloat16)
-    return torch.where(torch.isfinite(values), raised, torch.nan)
+def _to_bf16(scales: torch.Tensor) -> torch.Tensor:
+    """bf16 of fp32 `scales`; what is not finite becomes NaN, which 0 × code cannot hide."""
+    return torch.where(torch.isfinite(scales), scales, torch.nan).to(torch.bfloat16)
 
 
 @cache

@@ -1,0 +1,124 @@
+"""What a low-bit message promises about the numbers in it."""
+
+import pytest
+import torch
+
+from megafrontier.partition.codec import INT4, INT8, MESSAGE_ALIGNMENT, rotate
+
+CODECS = [INT8, INT4]
+LENGTHS = [1, 2, 5, 127, 128, 129, 255, 256, 1000, 4096]
+
+
+def random(rows, count, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.randint(-20, 20, (rows, 1), generator=generator).float().exp2()
+    return (torch.randn(rows, count, generator=generator) * scale).to(dtype)
+
+
+def steps(codec, values):
+    """Each element's quantisation step, fp32 [rows, n]: its block's largest magnitude over q."""
+    rows, count = values.shape
+    padded = torch.nn.functional.pad(values.float(), (0, -count % codec.block))
+    largest = padded.view(rows, -1, codec.block).abs().amax(-1, keepdim=True)
+    step = (largest / codec.largest).bfloat16().float()
+    return step.expand(-1, -1, codec.block).reshape(rows, -1)[:, :count]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("count", LENGTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_element_errs_by_more_than_half_a_step_tails_included(codec, count, dtype):
+    values = random(7, count, dtype=dtype)
+    decoded = codec.decode(codec.encode(values), count)
+    assert decoded.dtype == torch.float32
+    assert ((decoded - values.float()).abs() <= steps(codec, values) / 2 * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_the_largest_value_of_a_block_is_neither_clipped_nor_biased(codec, sign):
+    values = random(4000, codec.block)
+    values[:, 3] = sign * values.abs().amax(1) * 1.5
+    ratio = codec.decode(codec.encode(values), codec.block)[:, 3] / values[:, 3]
+    assert ((ratio - 1).abs() <= 2**-8).all()
+    assert abs(ratio.mean().item() - 1) < 2e-4
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_gain_is_one_and_errors_have_no_bias(codec):
+    values = torch.randn(64, 64 * codec.block, generator=torch.Generator().manual_seed(1))
+    errors = codec.decode(codec.encode(values), values.shape[1]) - values
+    deviation = errors.std().item()
+    count = values.numel()
+    assert abs(errors.mean().item()) < 5 * deviation / count**0.5
+    gain = 1 + (errors * values).sum().item() / values.square().sum().item()
+    assert gain == pytest.approx(1.0, abs=3e-3 if codec is INT4 else 3e-5)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_zeros_stay_zeros_and_small_blocks_do_not_suffer_from_large_neighbours(codec):
+    values = torch.zeros(1, 3 * codec.block)
+    values[0, : codec.block] = 1e6
+    values[0, -codec.block :] = 1e-6
+    decoded = codec.decode(codec.encode(values), values.shape[1])[0]
+    assert (decoded[codec.block : -codec.block] == 0).all()
+    torch.testing.assert_close(
+        decoded[-codec.block :], values[0, -codec.block :], rtol=1e-2, atol=0
+    )
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_non_finite_value_shows_in_its_block_and_nowhere_else(codec, bad):
+    values = random(2, 3 * codec.block)
+    values[1, codec.block + 5] = bad
+    decoded = codec.decode(codec.encode(values), values.shape[1])
+    hit = decoded.isnan()
+    assert hit[1, codec.block : 2 * codec.block].all()
+    assert hit.sum() == codec.block
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("count", LENGTHS)
+def test_a_message_has_the_bytes_of_the_formula(codec, count):
+    blocks = -(-count // codec.block)
+    used = 2 * blocks + -(-count * codec.bits // 8)
+    message = codec.encode(random(3, count))
+    assert message.dtype == torch.uint8
+    assert message.shape == (3, codec.message_bytes(count))
+    assert 0 <= codec.message_bytes(count) - used < MESSAGE_ALIGNMENT
+    assert codec.message_bytes(count) % MESSAGE_ALIGNMENT == 0
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_was_decoded_encodes_to_the_same_codes(codec):
+    """So a change of weights can be passed on over several levels without further error."""
+    decoded = codec.decode(codec.encode(random(4, 1000)), 1000)
+    assert torch.equal(codec.decode(codec.encode(decoded), 1000), decoded)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_sums_are_fp32_in_the_order_of_the_rows(codec):
+    values = random(5, 1000)
+    messages = codec.encode(values)
+    out = torch.empty(1000)
+    codec.decode_sum(messages, out)
+    expected = torch.zeros(1000)
+    for row in codec.decode(messages, 1000):
+        expected = expected + row
+    assert torch.equal(out, expected)
+
+
+def test_rotation_undoes_itself_keeps_lengths_and_spreads_outliers():
+    values = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    values[:, 17] = 100
+    turned = rotate(values)
+    torch.testing.assert_close(rotate(turned), values, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(turned.norm(), values.norm())
+    assert torch.equal(turned[:, 896:], values[:, 896:])  # a tail shorter than a block
+
+    def error(x, back):
+        decoded = back(INT4.decode(INT4.encode(x), 1000))
+        return (decoded - values)[:, :128].norm()  # the outlier's block
+
+    assert error(turned, rotate) < 0.5 * error(values, lambda x: x)

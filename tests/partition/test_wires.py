@@ -1,0 +1,207 @@
+"""Low-bit wires in the moves: the same bits on every rank, bytes as promised, errors carried on."""
+
+import pytest
+import torch
+
+from megafrontier.cluster.levels import Levels
+from megafrontier.config import WiresConfig
+from megafrontier.errors import UserError
+from megafrontier.partition import STRATEGIES, Placement, shard
+from megafrontier.partition.placement import traffic_bytes
+from megafrontier.partition.presets import choose_wires
+from tests.partition.tiny import TinyModel, batch, engine_step, train_alone, train_sharded
+from tests.ranks import make_levels, run_ranks
+
+LEVELS = make_levels((2, 2, 2))
+PRESETS = ["zero++", "low"]
+
+
+def names(wires):
+    return [
+        f"{'delta' if w.is_delta else ''}{type(w.codec).__name__}{getattr(w.codec, 'bits', '')}"
+        for w in (*wires.gather, *wires.reduce)
+    ]
+
+
+def preset(name, strategy, levels=LEVELS, precision="fp32", **chosen):
+    placement = Placement.named(strategy, levels)
+    return choose_wires(WiresConfig(preset=name, **chosen), placement, levels, precision)
+
+
+def build(hierarchy, wires, strategy="topo", error_feedback=False):
+    model = TinyModel(tied=False)
+    placement = Placement.named(strategy, hierarchy.levels)
+    engine = shard(
+        model, model.units(), placement, hierarchy, wires=wires, error_feedback=error_feedback
+    )
+    engine.ledger.take()
+    optimizer = torch.optim.AdamW([unit.master for unit in engine.units], lr=0.02)
+    return model, engine, optimizer
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_preset_trains_with_every_strategy_near_the_exact_losses(name, strategy):
+    def body(hierarchy):
+        wires = preset(name, strategy)
+        placement = Placement.named(strategy, LEVELS)
+        return train_sharded(hierarchy, placement, False, 8, 2, wires)
+
+    found = run_ranks((2, 2, 2), body)
+    assert all(losses == found[0] for losses in found)
+    assert found[0] == pytest.approx(train_alone(False, 8), rel=0.1)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_two_runs_are_bit_identical(name):
+    def body(hierarchy):
+        placement = Placement.named("topo", LEVELS)
+        runs = [
+            train_sharded(hierarchy, placement, False, 4, 2, preset(name, "topo")) for _ in range(2)
+        ]
+        return runs[0] == runs[1]
+
+    assert all(run_ranks((2, 2, 2), body))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_bytes_on_the_wire_equal_the_formula(name):
+    def body(hierarchy):
+        found = []
+        for strategy in STRATEGIES:
+            model, engine, optimizer = build(hierarchy, preset(name, strategy), strategy)
+            engine_step(engine, model, optimizer, 0, 2)
+            sent, _ = engine.ledger.take()
+            parts = [
+                traffic_bytes(
+                    unit.layout.numel, engine.placement, LEVELS, engine.wires, 2,
+                    1 if engine.stays_gathered(unit) else 2,
+                )
+                for unit in engine.units
+            ]  # fmt: skip
+            found.append((sent, [sum(level) for level in zip(*parts, strict=True)]))
+        return found
+
+    for rank in run_ranks((2, 2, 2), body):
+        for sent, formula in rank:
+            assert sent == formula
+
+
+def test_low_sends_a_quarter_of_bf16_between_nodes():
+    numel = 2**20
+    placement = Placement.named("topo", LEVELS)
+    low, exact = (
+        traffic_bytes(numel, placement, LEVELS, preset(n, "topo", precision="bf16"), 4, 2)[-1]
+        for n in ("low", "exact")
+    )
+    assert low / exact == pytest.approx((4 + 1 / 8) / 16, rel=1e-3)
+
+
+def test_published_weights_are_the_same_bits_everywhere_and_follow_the_masters():
+    """After many steps the copies lag behind the masters by less than one step's quantisation."""
+
+    def body(hierarchy):
+        model, engine, optimizer = build(hierarchy, preset("low", "topo"))
+        for step in range(15):
+            engine_step(engine, model, optimizer, step, 1)
+        before = [unit.master.clone() for unit in engine.units]
+        engine_step(engine, model, optimizer, 15, 1)
+        lag = moved = 0.0
+        for unit, old in zip(engine.units, before, strict=True):
+            lag = max(lag, (unit.published - unit.master).abs().max().item())
+            moved = max(moved, (unit.master - old).abs().max().item())
+        return [unit.weights.clone() for unit in engine.units], lag, moved
+
+    found = run_ranks((2, 2, 2), body)
+    for rank in range(8):
+        peer = rank % 2  # all ranks with the same place in their pair hold the same shard
+        for mine, theirs in zip(found[rank][0], found[peer][0], strict=True):
+            assert torch.equal(mine, theirs)
+    assert max(lag for _, lag, _ in found) < max(moved for _, _, moved in found) / 2
+
+
+def test_a_constant_change_is_published_in_full_over_time():
+    """What one delta cannot say, the next does: the copies end at the masters, not beside them."""
+
+    def body(hierarchy):
+        _, engine, _ = build(hierarchy, preset("low", "zero1"), "zero1")
+        torch.manual_seed(0)
+        for unit in engine.units:
+            unit.master.add_(torch.randn_like(unit.master))
+        lags = []
+        for _ in range(12):
+            engine.publish()
+            lags.append(max((u.published - u.master).abs().max().item() for u in engine.units))
+        return lags
+
+    for lags in run_ranks((2, 2, 2), body):
+        assert lags[-1] < 1e-4 * lags[0]
+
+
+def test_error_feedback_says_later_what_it_could_not_say_at_once():
+    """Summed over steps, gradients arrive as they were sent: what is missing is what is kept."""
+
+    def body(hierarchy):
+        wires = preset("exact", "topo", reduce={"world": "int4"})
+        _, engine, _ = build(hierarchy, wires, error_feedback=True)
+        _, plain, _ = build(hierarchy, preset("exact", "topo"))
+        torch.manual_seed(hierarchy.rank)
+        arrived = [torch.zeros_like(u.master) for u in engine.units]
+        sent = [torch.zeros_like(u.master) for u in engine.units]
+        for _ in range(6):
+            for unit, twin in zip(engine.units, plain.units, strict=True):
+                unit.gradient.normal_()
+                twin.gradient.copy_(unit.gradient)
+            for total, part in zip(arrived, engine.finish_gradients(), strict=True):
+                total += part
+            for total, part in zip(sent, plain.finish_gradients(), strict=True):
+                total += part
+        engine.fold_errors()
+        worst = worst_without = 0.0
+        for unit, a, s in zip(engine.units, arrived, sent, strict=True):
+            worst = max(worst, (a + unit.error - s).abs().max().item())
+            worst_without = max(worst_without, (a - s).abs().max().item())
+        return worst, worst_without
+
+    for worst, worst_without in run_ranks((2, 2, 2), body):
+        assert worst < 0.02  # the errors are kept in bf16
+        assert worst_without > 5 * worst
+
+
+def test_a_non_finite_gradient_reaches_the_norm_through_every_wire():
+    def body(hierarchy):
+        model, engine, _ = build(hierarchy, preset("low", "topo"))
+        loss = model(batch(0)[:2])
+        engine.backward(loss * (float("nan") if hierarchy.rank == 5 else 1.0))
+        gradients = engine.finish_gradients()
+        squares = torch.stack([sum(g.double().square().sum() for g in gradients)])
+        return bool(hierarchy.sum(squares).isfinite())
+
+    assert run_ranks((2, 2, 2), body) == [False] * 8
+
+
+def test_presets_are_what_they_say():
+    frontier = Levels(("pair", "node", "world"), (2, 4, 3))
+    assert names(preset("low", "topo", frontier, "bf16")) == [
+        "CastCodec", "deltaBlockCodec4", "deltaBlockCodec4",
+        "CastCodec", "BlockCodec8", "BlockCodec4",
+    ]  # fmt: skip
+    assert names(preset("zero++", "hpz", frontier, "bf16")) == [
+        "CastCodec", "CastCodec", "BlockCodec8", "CastCodec", "BlockCodec4", "BlockCodec4",
+    ]  # fmt: skip
+    low = preset("low", "zero3", frontier, "bf16")
+    assert not low.have_deltas
+    assert [w.rotates for w in low.reduce] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gather", "named"),
+    [
+        ("zero3", {"world": "delta4"}, "does not publish weights over that level"),
+        ("topo", {"node": "delta8"}, "a slower level has no delta"),
+        ("topo", {"rack": "int8"}, "no such level"),
+    ],
+)
+def test_a_wire_that_cannot_be_is_refused_by_level(strategy, gather, named):
+    with pytest.raises(UserError, match=named):
+        preset("exact", strategy, gather=gather)
