@@ -4,10 +4,20 @@ torch 2.13 renamed `all_gather_into_tensor` to `all_gather_single`; the old name
 older releases know no other.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+def find_all_gather(distributed: Any) -> Callable[..., Any]:
+    """torch.distributed's gather of flat buffers, by the name that this release has."""
+    new = getattr(distributed, "all_gather_single", None)
+    return new or distributed.all_gather_into_tensor
+
+
+_all_gather = find_all_gather(dist)
 
 
 def all_gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -14,9 +14,6 @@ from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.levels import Levels
 from megafrontier.errors import UserError
 
-# What the hosts of a level's peers are.
-_SAME, _DIFFERENT, _MIXED = range(3)
-
 
 @dataclass(frozen=True)
 class Hierarchy:
@@ -134,39 +131,36 @@ def _groups(levels: Levels, rank: int) -> tuple[dist.ProcessGroup | None, ...]:
 
 
 def _check_hosts(hierarchy: Hierarchy, host: str) -> None:
-    """Refuse levels that hosts cut through: peers of a level share one host or no two do, on every
-    rank alike, and once a level leaves the host, every slower one does too."""
-    kinds: list[int] = []
-    for group in hierarchy.groups:
-        kind = _SAME if group is None else _host_kind(host, group, hierarchy.device)
-        returns = group is not None and kind == _SAME and any(kinds)
-        kinds.append(_MIXED if returns else kind)
-    mine = torch.tensor(kinds, device=hierarchy.device)
-    uneven = (hierarchy.maximum(mine) + hierarchy.maximum(-mine)).tolist()
-    problem = next(
-        (
-            f"level {name!r} mixes ranks of one host ({host}) with others"
-            for name, kind, odd in zip(hierarchy.levels.names, kinds, uneven, strict=True)
-            if kind == _MIXED or odd
-        ),
-        None,
-    )
-    error = hierarchy.first_error(problem)
-    if error is not None:
+    """Refuse levels that hosts cut through: up to some level all peers share a host, beyond it no
+    two do. Every rank looks at all hosts, so that all refuse alike."""
+    hosts = _hosts_of_all(hierarchy, host)
+    held = next((i for i, other in enumerate(hosts) if other != hosts[0]), len(hosts))
+    firsts = hosts[::held]
+    if hosts != [first for first in firsts for _ in range(held)] or len({*firsts}) < len(firsts):
         raise UserError(
-            f"machine.levels: {error}; make the sizes up to a host's edge multiply to its ranks"
+            f"machine.levels: {len(hosts)} ranks, of which the first host has {held} in a row and "
+            "others another number; need the same number of consecutive ranks on every host"
+        )
+    sizes = hierarchy.levels.sizes
+    fits = [prod(sizes[:depth]) for depth in range(len(sizes) + 1)]
+    if held not in fits:
+        steps = " × ".join(f"{n} {s}" for n, s in zip(hierarchy.levels.names, sizes, strict=True))
+        raise UserError(
+            f"machine.levels: {steps}, but every host has {held} ranks, which cuts through a "
+            f"level; need sizes that multiply to {held} up to a host's edge"
         )
 
 
-def _host_kind(host: str, group: dist.ProcessGroup, device: torch.device) -> int:
+def _hosts_of_all(hierarchy: Hierarchy, host: str) -> list[int]:
+    """A number for the host of every rank, in rank order."""
     number = int.from_bytes(hashlib.sha256(host.encode()).digest()[:6], "big")
-    mine = torch.tensor([number], dtype=torch.int64, device=device)
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, mine, group=group)
-    hosts = {int(x) for x in found}
-    if len(hosts) == 1:
-        return _SAME
-    return _DIFFERENT if len(hosts) == len(found) else _MIXED
+    found = torch.tensor([number], dtype=torch.int64, device=hierarchy.device)
+    for group in hierarchy.groups:
+        if group is not None:
+            parts = [torch.empty_like(found) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, found, group=group)
+            found = torch.cat(parts)
+    return [int(x) for x in found.tolist()]
 
 
 def check_ranks_per_host(identity: Identity, expected: int | None) -> None:

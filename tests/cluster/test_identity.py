@@ -1,0 +1,125 @@
+"""Who am I: from Slurm, torchrun, the local parent or nobody, and never from a device count."""
+
+import socket
+
+import pytest
+import torch
+
+from megafrontier.cluster.hierarchy import check_ranks_per_host
+from megafrontier.cluster.identity import Identity, identify
+from megafrontier.errors import UserError
+
+SLURM = {
+    "SLURM_PROCID": "11",
+    "SLURM_NTASKS": "16",
+    "SLURM_LOCALID": "3",
+    "SLURM_STEP_ID": "0",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+    "SLURMD_NODENAME": "frontier00002",
+}
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+}
+LOCAL = {"MEGAFRONTIER_LOCAL": "2/4", "MEGAFRONTIER_STORE": "/tmp/x/store"}
+HERE = socket.gethostname()
+
+
+def without(environment, name):
+    return {key: value for key, value in environment.items() if key != name}
+
+
+def test_slurm_says_rank_size_local_rank_and_host():
+    found = identify(SLURM)
+    assert found == Identity(11, 16, 3, "slurm", "tcp://10.0.0.1:3442", "frontier00002")
+
+
+def test_slurm_meets_where_the_user_says():
+    found = identify(SLURM | {"MASTER_ADDR": "n7", "MASTER_PORT": "555"})
+    assert found.rendezvous == "tcp://n7:555"
+
+
+def test_a_slurm_step_of_fewer_tasks_than_its_job_counts_its_own():
+    assert identify(SLURM | {"SLURM_STEP_NUM_TASKS": "12"}).world_size == 12
+
+
+def test_torchrun_says_rank_size_and_local_rank():
+    assert identify(TORCHRUN) == Identity(5, 8, 1, "torchrun", "env://", HERE)
+
+
+def test_the_local_parent_says_rank_and_size():
+    assert identify(LOCAL) == Identity(2, 4, 2, "local", "file:///tmp/x/store", HERE)
+
+
+def test_nobody_means_alone():
+    assert identify({}) == Identity(0, 1, 0, "alone", "", HERE)
+
+
+def test_a_batch_script_is_no_slurm_task():
+    assert identify(without(SLURM, "SLURM_STEP_ID")).source == "alone"
+
+
+def test_the_local_parent_wins_over_torchrun_and_torchrun_over_slurm():
+    assert identify(SLURM | TORCHRUN | LOCAL).source == "local"
+    assert identify(SLURM | TORCHRUN).source == "torchrun"
+    assert identify(SLURM | without(TORCHRUN, "LOCAL_WORLD_SIZE")).source == "slurm"
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (without(SLURM, "SLURM_NTASKS"), "SLURM_NTASKS: '', need a whole number"),
+        (SLURM | {"SLURM_LOCALID": "x"}, "SLURM_LOCALID: 'x', need a whole number"),
+        (SLURM | {"SLURM_PROCID": "-1"}, "SLURM_PROCID: '-1'"),
+        (SLURM | {"SLURM_PROCID": "²"}, "SLURM_PROCID: '²'"),
+        (SLURM | {"SLURM_PROCID": "16"}, "slurm: rank 16 of 16"),
+        (SLURM | {"MASTER_PORT": "ssh"}, "MASTER_PORT: 'ssh'"),
+        (without(SLURM, "SLURM_LAUNCH_NODE_IPADDR"), "MASTER_ADDR: not set"),
+        (without(TORCHRUN, "RANK"), "RANK: ''"),
+        (without(TORCHRUN, "MASTER_ADDR"), "MASTER_ADDR: not set"),
+        (without(TORCHRUN, "MASTER_PORT"), "MASTER_PORT: ''"),
+        (TORCHRUN | {"RANK": "8"}, "torchrun: rank 8 of 8"),
+        (TORCHRUN | {"WORLD_SIZE": "0"}, "torchrun: rank 5 of 0"),
+    ],
+)
+def test_what_a_launcher_left_out_or_garbled_is_named(environment, message):
+    with pytest.raises(UserError, match=message):
+        identify(environment)
+
+
+def test_devices_are_never_counted(monkeypatch):
+    """Under --gpus-per-task=1 every rank sees one device; that says nothing of the node."""
+
+    def refuse():
+        raise AssertionError("the identity asked for the number of devices")
+
+    monkeypatch.setattr(torch.cuda, "device_count", refuse)
+    for environment in (SLURM, TORCHRUN, LOCAL, {}):
+        found = identify(environment)
+        check_ranks_per_host(found, None)
+
+
+def task(rank, local_rank, source="slurm"):
+    return Identity(rank, 32, local_rank, source, host="n1")
+
+
+def test_ranks_per_host_are_consecutive_and_as_many_as_the_machine_file_says():
+    for rank in range(32):
+        check_ranks_per_host(task(rank, rank % 8), 8)
+    for source in ("local", "alone"):
+        check_ranks_per_host(task(3, 0, source), 8)
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank"),
+    [(9, 9), (8, 0), (1, 0)],
+    ids=["too many on a host", "too few on a host", "cyclic distribution"],
+)
+def test_another_number_or_order_of_ranks_on_a_host_is_refused(rank, local_rank):
+    expected = 8 if rank != 8 else 16
+    with pytest.raises(UserError, match=r"ranks_per_host: rank \d+ is local rank \d+ on n1, need"):
+        check_ranks_per_host(task(rank, local_rank), expected)

@@ -1,0 +1,64 @@
+"""Levels: which rank is whose peer, and what cannot be arranged is refused by name."""
+
+import pytest
+
+from megafrontier.cluster.levels import Levels
+from megafrontier.config import LevelConfig
+from megafrontier.errors import UserError
+
+FRONTIER = Levels(("pair", "node", "world"), (2, 4, 3))
+
+
+def resolve(ranks, **sizes):
+    return Levels.resolve({name: LevelConfig(size) for name, size in sizes.items()}, ranks)
+
+
+def test_coordinates_count_the_fastest_level_first():
+    assert FRONTIER.coordinates(0) == (0, 0, 0)
+    assert FRONTIER.coordinates(1) == (1, 0, 0)
+    assert FRONTIER.coordinates(2) == (0, 1, 0)
+    assert FRONTIER.coordinates(8) == (0, 0, 1)
+    assert FRONTIER.coordinates(23) == (1, 3, 2)
+    assert len({FRONTIER.coordinates(rank) for rank in range(FRONTIER.ranks)}) == 24
+
+
+def test_peers_differ_in_one_coordinate_and_each_names_the_same_ones():
+    assert FRONTIER.peers(13, 0) == [12, 13]
+    assert FRONTIER.peers(13, 1) == [9, 11, 13, 15]
+    assert FRONTIER.peers(13, 2) == [5, 13, 21]
+    for rank in range(FRONTIER.ranks):
+        for level in range(3):
+            peers = FRONTIER.peers(rank, level)
+            assert rank in peers
+            assert all(FRONTIER.peers(peer, level) == peers for peer in peers)
+
+
+def test_the_outermost_size_follows_from_the_ranks():
+    assert resolve(24, pair=2, node=4, world=None) == FRONTIER
+    assert resolve(8, pair=2, node=4, world=None).sizes == (2, 4, 1)
+    assert resolve(1, world=None).sizes == (1,)
+    assert resolve(8, pair=2, node=4).sizes == (2, 4)
+
+
+def test_depth_counts_levels_and_none_is_zero():
+    assert [FRONTIER.depth(name) for name in ("none", "pair", "node", "world")] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "message"),
+    [
+        (12, {"pair": 2, "node": 4, "world": None}, "pair 2 × node 4 × world .* 12 ranks"),
+        (4, {"pair": 2, "node": 4, "world": None}, "cannot hold 4 ranks, need a multiple of 8"),
+        (4, {"pair": 2, "node": 4}, "cannot hold 4 ranks, need 8"),
+        (16, {"pair": 2, "node": 4}, "cannot hold 16 ranks, need 8"),
+        (8, {"pair": None, "world": None}, r"machine\.levels\.pair\.size: open"),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_multiply_to_the_ranks_are_refused(ranks, sizes, message):
+    with pytest.raises(UserError, match=message):
+        resolve(ranks, **sizes)
+
+
+def test_an_unknown_level_is_named_with_those_there_are():
+    with pytest.raises(UserError, match=r"partition\.weights: no level 'rack' .* none, pair, node"):
+        FRONTIER.depth("rack", "partition.weights")

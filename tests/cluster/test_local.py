@@ -1,0 +1,205 @@
+"""Local ranks: their exit codes, who speaks, and that none outlives the others."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megafrontier.cluster import local
+from megafrontier.cluster.identity import identify
+from megafrontier.cluster.local import fork_ranks
+from megafrontier.errors import RankError, RunFailed, UserError
+
+FOREVER = 120
+
+
+def my_rank():
+    return identify(os.environ).rank
+
+
+def is_running(pid):
+    """Whether a process is there and not only waiting to be reaped."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition, what):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def read_pids(folder, count):
+    def numbers():
+        return [path.read_text() for path in folder.glob("pid-*")]
+
+    wait_until(lambda: len(numbers()) == count and all(numbers()), "not every rank has started")
+    return [int(number) for number in numbers()]
+
+
+def write_pid(folder):
+    (folder / f"pid-{my_rank()}").write_text(str(os.getpid()))
+
+
+def children():
+    """This process's children, those that have ended and nobody has waited for too."""
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return file.read().split()
+
+
+@pytest.fixture(autouse=True)
+def no_child_is_left():
+    before = children()
+    yield
+    assert children() == before
+
+
+def test_success_of_all_is_0_and_each_knows_its_place(tmp_path):
+    def body():
+        found = identify(os.environ)
+        (tmp_path / str(found.rank)).write_text(f"{found.source} {found.world_size}")
+        return 0
+
+    assert fork_ranks(4, body) == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "2", "3"]
+    assert {p.read_text() for p in tmp_path.iterdir()} == {"local 4"}
+
+
+def test_bad_input_that_all_meet_is_said_once_and_is_code_2(capfd):
+    def body():
+        raise UserError("train.steps: 0,\n need at least 1")
+
+    assert fork_ranks(4, body) == 2
+    assert capfd.readouterr().err == "megafrontier: train.steps: 0, need at least 1\n"
+
+
+def test_bad_input_of_one_rank_is_said_by_that_rank(capfd):
+    def body():
+        if my_rank() == 2:
+            raise RankError("rank 2: corpus.bin: byte 8: token id 900")
+        time.sleep(FOREVER)
+        return 0
+
+    assert fork_ranks(4, body) == 2
+    assert capfd.readouterr().err == "megafrontier: rank 2: corpus.bin: byte 8: token id 900\n"
+
+
+def test_a_run_that_cannot_go_on_is_said_once_and_is_code_3(capfd):
+    def body():
+        raise RunFailed("step 9: not finite")
+
+    assert fork_ranks(2, body) == 3
+    assert capfd.readouterr().err == "megafrontier: step 9: not finite\n"
+
+
+def test_a_bug_keeps_its_traceback_and_ends_the_other_ranks(capfd):
+    def body():
+        if my_rank() == 1:
+            raise ZeroDivisionError("the culprit")
+        time.sleep(FOREVER)
+        return 0
+
+    assert fork_ranks(4, body) == 1
+    error = capfd.readouterr().err
+    assert "ZeroDivisionError: the culprit" in error
+    assert error.count("Traceback") == 1
+
+
+def test_a_killed_rank_ends_the_others(tmp_path):
+    def body():
+        write_pid(tmp_path)
+        if my_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(FOREVER)
+        return 0
+
+    assert fork_ranks(4, body) == 128 + signal.SIGKILL
+
+
+def test_a_rank_that_will_not_end_is_killed_after_a_grace_period(monkeypatch):
+    monkeypatch.setattr(local, "GRACE_SECONDS", 0.2)
+
+    def body():
+        if my_rank() == 1:
+            return 7
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(FOREVER)
+        return 0
+
+    assert fork_ranks(2, body) == 7
+
+
+def test_the_first_failure_decides_the_exit_code(tmp_path):
+    def body():
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(9))
+        write_pid(tmp_path)
+        if my_rank() == 1:
+            read_pids(tmp_path, 2)
+            return 5
+        time.sleep(FOREVER)
+        return 0
+
+    assert fork_ranks(2, body) == 5
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_the_parent_reaches_every_rank(tmp_path, number):
+    def body():
+        caught = []
+        signal.signal(number, lambda *_: caught.append(1))
+        write_pid(tmp_path)
+        if my_rank() == 0:
+            read_pids(tmp_path, 3)
+            os.kill(os.getppid(), number)
+        wait_until(lambda: caught, "no signal came")
+        return 0
+
+    before = signal.getsignal(number)
+    assert fork_ranks(3, body) == 0
+    assert signal.getsignal(number) == before
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from megafrontier.cluster.local import fork_ranks
+def body():
+    Path(sys.argv[1], "pid-" + os.environ["MEGAFRONTIER_LOCAL"][0]).write_text(str(os.getpid()))
+    {body}
+    return 0
+sys.exit(fork_ranks(3, body))
+"""
+
+
+def start(tmp_path, body, **options):
+    command = [sys.executable, "-c", SCRIPT.format(body=body), str(tmp_path)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, **options)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_no_rank_outlives_its_parent(tmp_path, number):
+    parent = start(tmp_path, f"time.sleep({FOREVER})")
+    ranks = read_pids(tmp_path, 3)
+    parent.send_signal(number)
+    parent.communicate(timeout=60)
+    wait_until(lambda: not any(is_running(pid) for pid in ranks), "a rank lives on")
+
+
+def test_ranks_whose_output_nobody_reads_any_more_still_end(tmp_path):
+    """A rank whose last flush failed would go on as a second parent."""
+    read, write = os.pipe()
+    os.close(read)
+    parent = start(tmp_path, "sys.stdout.write('x')", stdout=write)
+    os.close(write)
+    parent.communicate(timeout=60)
+    ranks = read_pids(tmp_path, 3)
+    assert not any(is_running(pid) for pid in ranks)
+    assert parent.returncode == 0
