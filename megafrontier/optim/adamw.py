@@ -1,7 +1,9 @@
 """AdamW on flat fp32 shards, through torch's or apex's fused implementation."""
 
 import importlib
+import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -97,19 +99,22 @@ def find_apex() -> ModuleType:
     Raises UserError where there is none, and for the unrelated package of that name on PyPI.
     """
     if not torch.cuda.is_available():
-        raise UserError("optimizer.fused: apex, but no accelerator is here; need torch or off")
+        raise UserError("optimizer.fused: apex, but no accelerator is here; need torch or none")
     try:
         module = importlib.import_module("apex.optimizers")
     except ImportError as error:
-        raise UserError(f"optimizer.fused: apex, but {_which_apex()}; need torch or off") from error
+        raise UserError(f"optimizer.fused: apex, but {_why(error)}; need torch or none") from error
     return module
 
 
-def _which_apex() -> str:
-    try:
-        importlib.import_module("apex")
-    except ImportError:
+def _why(error: ImportError) -> str:
+    """Why apex's optimizers could not be imported, from the files of what bears its name: the
+    unrelated package may fail to import too."""
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
         return "apex is not installed (build NVIDIA's or ROCm's from source, not from PyPI)"
+    if any(Path(folder, "optimizers").is_dir() for folder in spec.submodule_search_locations or ()):
+        return f"it does not import: {error}"
     return (
         "the installed package apex is not NVIDIA's or ROCm's (PyPI's apex is an unrelated "
         "web-authentication package: uninstall it)"

@@ -181,7 +181,8 @@ sys.exit(fork_ranks(3, body))
 
 def start(tmp_path, body, **options):
     command = [sys.executable, "-c", SCRIPT.format(body=body), str(tmp_path)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, **options)
+    environment = os.environ | {"PYTHONUNBUFFERED": ""}  # or a rank would write at once
+    return subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, **options)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])

@@ -1,0 +1,212 @@
+"""AdamW on shards is torch's AdamW on whole parameters, however they are cut."""
+
+import sys
+from itertools import pairwise
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from megafrontier.config import OptimizerConfig
+from megafrontier.errors import UserError
+from megafrontier.optim.adamw import ShardedAdamW, find_apex
+
+NUMEL, DECAYED = 96, 50
+CUTS = [[0, 96], [0, 10, 50, 96], [0, 49, 51, 96], [0, 1, 2, 60, 95, 96], [0, 50, 96]]
+STEPS = 6
+
+
+def values(seed):
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
+
+
+def rate(step):
+    return 0.1 / (step + 1)
+
+
+def config(fused="torch", decay=0.3):
+    return OptimizerConfig(lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=decay, fused=fused)
+
+
+def reference(decay=0.3):
+    """Weights and moments of plain torch, decayed and other parameters in two groups."""
+    start = values(0)
+    parameters = [torch.nn.Parameter(p.clone()) for p in (start[:DECAYED], start[DECAYED:])]
+    groups = [
+        {"params": [parameter], "weight_decay": d}
+        for parameter, d in zip(parameters, (decay, 0.0), strict=True)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.8, 0.9), eps=1e-6, foreach=False)
+    for step in range(STEPS):
+        gradient = values(step + 1)
+        parameters[0].grad, parameters[1].grad = gradient[:DECAYED], gradient[DECAYED:]
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
+        optimizer.step()
+    state = [optimizer.state[parameter] for parameter in parameters]
+    return (
+        torch.cat([p.detach() for p in parameters]),
+        {name: torch.cat([s[name] for s in state]) for name in ("exp_avg", "exp_avg_sq")},
+    )
+
+
+def make(cuts, chosen, weights=None):
+    """Shards of the flat parameter, and the optimizer on them."""
+    flat = values(0) if weights is None else weights
+    pieces = list(pairwise(cuts))
+    masters = [flat[a:b].clone() for a, b in pieces]
+    stops = [max(0, min(DECAYED, b) - a) for a, b in pieces]
+    return masters, ShardedAdamW(masters, stops, chosen)
+
+
+def run(optimizer, cuts, first, last):
+    for step in range(first, last):
+        gradient = values(step + 1)
+        shards = [gradient[a:b].clone() for a, b in pairwise(cuts)]
+        optimizer.step(shards, rate(step))
+
+
+def assert_is_reference(masters, optimizer):
+    weights, moments = reference()
+    assert torch.allclose(torch.cat(masters), weights, rtol=1e-6, atol=1e-7)
+    for name, expected in moments.items():
+        assert torch.allclose(torch.cat(optimizer.moments[name]), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("fused", ["torch", "none"])
+def test_any_cut_gives_the_weights_and_moments_of_whole_parameters(cuts, fused):
+    masters, optimizer = make(cuts, config(fused))
+    run(optimizer, cuts, 0, STEPS)
+    assert_is_reference(masters, optimizer)
+    assert optimizer.steps == STEPS
+
+
+def test_weight_decay_acts_up_to_the_stop_and_nowhere_else():
+    cuts = [0, 49, 51, 96]
+    with_decay, optimizer = make(cuts, config(decay=0.3))
+    without, plain = make(cuts, config(decay=0.0))
+    for chosen in (optimizer, plain):
+        run(chosen, cuts, 0, 1)
+    differ = torch.cat(with_decay) != torch.cat(without)
+    assert differ[:DECAYED].all()
+    assert not differ[DECAYED:].any()
+
+
+@pytest.mark.parametrize("fused", ["torch", "none"])
+def test_the_optimizer_holds_views_and_no_state_of_its_own(fused):
+    cuts = [0, 49, 51, 96]
+    masters, optimizer = make(cuts, config(fused))
+    run(optimizer, cuts, 0, 2)
+    ours = {t.untyped_storage().data_ptr() for shard in optimizer.moments.values() for t in shard}
+    theirs = [
+        state[name]
+        for state in optimizer._optimizer.state.values()
+        for name in ("exp_avg", "exp_avg_sq")
+    ]
+    assert {t.untyped_storage().data_ptr() for t in theirs} == ours
+    assert sum(t.numel() for t in theirs) == 2 * NUMEL
+    for shards in optimizer.moments.values():
+        assert [s.shape for s in shards] == [m.shape for m in masters]
+        assert all(s.is_contiguous() for s in shards)
+
+
+@pytest.mark.parametrize("fused", ["torch", "none"])
+def test_a_restored_optimizer_goes_on_where_the_saved_one_stood(fused):
+    cuts = [0, 49, 51, 96]
+    masters, saved = make(cuts, config(fused))
+    run(saved, cuts, 0, 3)
+    others, again = make(cuts, config(fused), torch.cat(masters))
+    for name, shards in saved.moments.items():
+        for target, source in zip(again.moments[name], shards, strict=True):
+            target.copy_(source)
+    again.restore(saved.steps)
+    run(again, cuts, 3, STEPS)
+    assert_is_reference(others, again)
+
+
+def test_gradients_are_let_go_after_the_step():
+    _, optimizer = make([0, 96], config())
+    run(optimizer, [0, 96], 0, 1)
+    assert all(part.grad is None for part in optimizer._optimizer.state)
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    """Let apex be looked for, and found only where the test puts it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("apex", "apex.optimizers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def test_apex_without_an_accelerator_is_refused():
+    with pytest.raises(UserError, match=r"optimizer\.fused: apex, but no accelerator is here"):
+        find_apex()
+
+
+def test_missing_apex_is_said_to_be_missing(accelerator, monkeypatch):
+    monkeypatch.setitem(sys.modules, "apex", None)
+    with pytest.raises(UserError, match=r"apex is not installed .* from source, not from PyPI"):
+        find_apex()
+
+
+def test_the_unrelated_apex_of_pypi_is_recognised(accelerator, monkeypatch, tmp_path):
+    package = tmp_path / "apex"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .lib.libapex import ApexImplementation\n")
+    (package / "lib").mkdir()
+    (package / "lib" / "__init__.py").write_text("")
+    (package / "lib" / "libapex.py").write_text("class ApexImplementation: ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match="PyPI's apex is an unrelated web-authentication") as error:
+        find_apex()
+    assert "\n" not in str(error.value)
+
+
+def test_an_apex_of_pypi_that_does_not_even_import_is_recognised(
+    accelerator, monkeypatch, tmp_path
+):
+    """It needs packages of its own, velruse and pyramid."""
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("import velruse.not_installed\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match="is not NVIDIA's or ROCm's"):
+        find_apex()
+
+
+def test_a_real_apex_that_does_not_import_gives_its_reason(accelerator, monkeypatch, tmp_path):
+    (tmp_path / "apex" / "optimizers").mkdir(parents=True)
+    (tmp_path / "apex" / "__init__.py").write_text("")
+    (tmp_path / "apex" / "optimizers" / "__init__.py").write_text("import amp_C_not_built\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match="it does not import: No module named 'amp_C_not_built'"):
+        find_apex()
+
+
+class FusedAdam(torch.optim.AdamW):
+    """Takes what apex's takes, and counts its steps where apex does."""
+
+    def __init__(self, groups, lr, betas, eps, adam_w_mode):
+        assert adam_w_mode
+        super().__init__(groups, lr=lr, betas=betas, eps=eps)
+
+    def step(self):
+        for group in self.param_groups:
+            group["step"] += 1
+            for parameter in group["params"]:
+                self.state[parameter]["step"].fill_(group["step"] - 1)
+        super().step()
+
+
+def test_a_real_apex_is_used(accelerator, monkeypatch):
+    optimizers = ModuleType("apex.optimizers")
+    optimizers.FusedAdam = FusedAdam
+    monkeypatch.setitem(sys.modules, "apex", SimpleNamespace(optimizers=optimizers))
+    monkeypatch.setitem(sys.modules, "apex.optimizers", optimizers)
+    cuts = [0, 49, 51, 96]
+    masters, optimizer = make(cuts, config("apex"))
+    assert isinstance(optimizer._optimizer, FusedAdam)
+    run(optimizer, cuts, 0, 3)
+    optimizer.restore(3)
+    run(optimizer, cuts, 3, STEPS)
+    assert_is_reference(masters, optimizer)

@@ -1,0 +1,67 @@
+"""The learning rate at the edges of every schedule."""
+
+from itertools import pairwise
+
+import pytest
+
+from megafrontier.config import OptimizerConfig, ScheduleConfig
+from megafrontier.optim.schedule import learning_rate
+
+STEPS = 100
+PEAK, FLOOR = 1.0, 0.1
+
+
+def rates(name, warmup=10, floor=FLOOR, decay_fraction=0.2):
+    schedule = ScheduleConfig(name, warmup, floor, decay_fraction)
+    return [learning_rate(s, STEPS, OptimizerConfig(lr=PEAK), schedule) for s in range(STEPS + 5)]
+
+
+@pytest.mark.parametrize("name", ["cosine", "wsd", "linear", "constant"])
+def test_warm_up_climbs_in_equal_steps_and_never_starts_at_zero(name):
+    found = rates(name)
+    assert found[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
+    assert found[10] == pytest.approx(PEAK)
+
+
+@pytest.mark.parametrize("name", ["cosine", "wsd", "linear", "constant"])
+def test_without_warm_up_the_first_step_has_the_full_rate(name):
+    assert rates(name, warmup=0)[0] == PEAK
+
+
+@pytest.mark.parametrize("name", ["cosine", "wsd", "linear"])
+def test_the_rate_never_rises_after_the_warm_up_and_ends_at_the_minimum(name):
+    found = rates(name)[10:]
+    assert all(later <= earlier for earlier, later in pairwise(found))
+    assert found[STEPS - 10 :] == [FLOOR] * 5
+    assert FLOOR < found[STEPS - 11] < FLOOR + 0.06
+
+
+def test_cosine_is_half_way_at_half_time():
+    assert rates("cosine")[55] == pytest.approx((PEAK + FLOOR) / 2)
+
+
+def test_linear_falls_in_equal_steps():
+    found = rates("linear", warmup=0, floor=0.0)
+    assert found[:STEPS] == pytest.approx([1 - step / STEPS for step in range(STEPS)])
+
+
+def test_constant_stays():
+    assert set(rates("constant")[10:]) == {PEAK}
+
+
+def test_wsd_is_flat_and_falls_over_the_last_part_of_all_steps():
+    found = rates("wsd", floor=0.0)
+    assert set(found[10:81]) == {PEAK}
+    assert found[80:STEPS] == pytest.approx([1 - step / 20 for step in range(20)])
+
+
+def test_wsd_without_a_decay_stays_at_the_full_rate():
+    assert set(rates("wsd", decay_fraction=0.0)[10:]) == {PEAK}
+
+
+def test_wsd_with_nothing_but_decay_is_linear():
+    assert rates("wsd", decay_fraction=1.0) == pytest.approx(rates("linear"))
+
+
+def test_a_run_of_nothing_but_warm_up_ends_at_the_full_rate():
+    assert rates("cosine", warmup=STEPS)[STEPS - 1] == PEAK
