@@ -19,13 +19,16 @@ from megafrontier.errors import UserError
 class Hierarchy:
     """Levels, this rank's coordinates, and the group of its peers at each level.
 
-    The group of a level of size 1 is None: nothing crosses it.
+    The group of a level of size 1 is None: nothing crosses it. The methods here use groups of their
+    own, `control`, because the moves of weights and gradients may be under way on `groups`, and two
+    rows of collectives on one group would not have the same order on every rank.
     """
 
     levels: Levels
     rank: int
     groups: tuple[dist.ProcessGroup | None, ...]
     device: torch.device
+    control: tuple[dist.ProcessGroup | None, ...] = ()
     coordinates: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -54,7 +57,7 @@ class Hierarchy:
         Each level gathers and adds in the order of the coordinates, so that every rank holds the
         same bits; an all-reduce promises that only within one group.
         """
-        for group in self.groups[:depth]:
+        for group in self.control[:depth]:
             if group is not None:
                 parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
                 dist.all_gather(parts, values.contiguous(), group=group)
@@ -77,7 +80,7 @@ class Hierarchy:
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
         """Elementwise largest value of a small tensor [n] over all ranks."""
         found = values.clone()
-        for group in self.groups:
+        for group in self.control:
             if group is not None:
                 dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
         return found
@@ -115,7 +118,8 @@ def join(
         timeout=timedelta(seconds=timeout_seconds),
     )
     try:
-        hierarchy = Hierarchy(levels, identity.rank, _groups(levels, identity.rank), device)
+        groups, control = (_groups(levels, identity.rank) for _ in range(2))
+        hierarchy = Hierarchy(levels, identity.rank, groups, device, control)
         _check_hosts(hierarchy, identity.host)
         yield hierarchy
     finally:

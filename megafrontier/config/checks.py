@@ -78,6 +78,7 @@ def _check_ranges(config: Config) -> None:
         "train.micro_batch": train.micro_batch,
         "train.loss_chunk_tokens": train.loss_chunk_tokens,
         "train.nonfinite_limit": train.nonfinite_limit,
+        "partition.prefetch": config.partition.prefetch,
         "log.every": config.log.every,
     }
     for key, count in at_least_one.items():

@@ -182,6 +182,11 @@ class PartitionConfig:
     error_feedback: bool = False
     """Add what the last step's gradient messages failed to say to the next ones', on the levels
     between `gradients` and `optimizer`."""
+    overlap: Literal["none", "safe", "full"] = "safe"
+    """Collectives under computation. none: never. safe: one in flight at a time, for machines on
+    which several communicators at once hang (MI250X, ROCm/rccl#2191). full: levels side by side."""
+    prefetch: int = 1
+    """Units gathered ahead of the one that runs, and full gradients waiting to be reduced."""
 
 
 @dataclass

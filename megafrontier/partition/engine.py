@@ -2,7 +2,7 @@
 
     engine = shard(model, blocks, placement, hierarchy)
     for batch in micro_batches:
-        engine.backward(model(batch))          # a sum over tokens, not a mean
+        engine.backward(model(batch))  # a sum over tokens, not a mean
     gradients = engine.finish_gradients()
     ... update each unit.master with its finished gradient, then engine.clear_gradients() ...
     engine.publish()
@@ -11,6 +11,7 @@ Note on order. Every rank runs the same modules in the same order, so hooks issu
 collectives in the same order on every rank; nothing here depends on timing.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.errors import UserError
+from megafrontier.partition.lanes import Lanes, Policy
 from megafrontier.partition.ledger import Ledger
 from megafrontier.partition.moves import Moves
 from megafrontier.partition.placement import Placement
@@ -38,6 +40,8 @@ def shard(
     dtype: torch.dtype = torch.float32,
     wires: Wires | None = None,
     error_feedback: bool = False,
+    overlap: Policy = "safe",
+    prefetch: int = 1,
     initial: InitialSlice | None = None,
     decay: Decay = lambda name: True,
 ) -> "Engine":
@@ -48,13 +52,14 @@ def shard(
     pass. A parameter must be used inside the block that holds it. `dtype` is the type of weights
     and gradients in computation; masters are fp32. `wires` default to that type. With
     `error_feedback` what gradient messages between the gradient and the optimizer level fail to say
-    is said in the next step. `initial` gives
+    is said in the next step. `overlap` is the policy of `lanes.py`; with one other than none,
+    `prefetch` units are gathered ahead. `initial` gives
     first values slice by slice, for a model on the meta device; without it the model's own values
     are taken, which must be the same on every rank. `decay` says by name which parameters have
     weight decay. Raises UserError for frozen parameters and overlapping blocks.
     """
     wires = wires or Wires.plain(len(hierarchy.levels.sizes), dtype)
-    engine = Engine(placement, hierarchy, wires)
+    engine = Engine(placement, hierarchy, wires, overlap, prefetch)
     engine.take_over(model, blocks, dtype, error_feedback, initial or _own_values(model), decay)
     return engine
 
@@ -62,14 +67,27 @@ def shard(
 class Engine:
     """Units of one model on one hierarchy. Made by `shard`."""
 
-    def __init__(self, placement: Placement, hierarchy: Hierarchy, wires: Wires) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        hierarchy: Hierarchy,
+        wires: Wires,
+        overlap: Policy,
+        prefetch: int,
+    ) -> None:
         self.placement = placement
         self.hierarchy = hierarchy
         self.wires = wires
         self.ledger = Ledger(hierarchy.levels.names, hierarchy.device)
         self.units: list[Unit] = []
-        self._moves = Moves(hierarchy, wires, self.ledger)
+        # One rank crosses nothing: a thread would only cost.
+        self._policy: Policy = overlap if hierarchy.size > 1 else "none"
+        self._prefetch = 0 if self._policy == "none" else prefetch
+        lanes = Lanes(self._policy, len(hierarchy.levels.sizes), hierarchy.device)
+        self._moves = Moves(hierarchy, wires, self.ledger, lanes)
         self._missing: dict[Unit, int] = {}
+        self._reducing: deque[Unit] = deque()
+        self._is_last = False
 
     def take_over(
         self,
@@ -91,8 +109,8 @@ class Engine:
             unit.initialise(initial)
             self.units.append(unit)
         _replace_parameters(model, self.units)
-        for unit, (_, module, _) in zip(self.units, owned, strict=True):
-            self._attach(module, unit, stays=self.stays_gathered(unit))
+        for index, (_, module, _) in enumerate(owned):
+            self._attach(module, index)
         self.place(from_masters=True)
 
     def stays_gathered(self, unit: Unit) -> bool:
@@ -100,30 +118,42 @@ class Engine:
         the while, and the last block, whose backward follows its forward at once."""
         return unit.name == ROOT or unit is self.units[-1]
 
-    def _attach(self, module: nn.Module, unit: Unit, stays: bool) -> None:
+    def _attach(self, module: nn.Module, index: int) -> None:
+        unit = self.units[index]
+
         def before(*_: Any) -> None:
-            unit.gather()
+            self._gather(index, ahead=1)
 
         def after(_module: nn.Module, _arguments: Any, output: Any) -> None:
-            self._after_forward(unit, output, stays)
+            self._after_forward(index, output)
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
-        for index, parameter in enumerate(unit.parameters):
-            parameter.register_post_accumulate_grad_hook(self._on_gradient(unit, index))
+        for i, parameter in enumerate(unit.parameters):
+            parameter.register_post_accumulate_grad_hook(self._on_gradient(unit, i))
 
-    def _after_forward(self, unit: Unit, output: Any, stays: bool) -> None:
+    def _gather(self, index: int, ahead: int) -> None:
+        """Make a unit whole, and begin with those that run after it (`ahead` 1) or before (-1)."""
+        self.units[index].start_gathering()
+        for distance in range(1, self._prefetch + 1):
+            neighbour = index + ahead * distance
+            if 0 <= neighbour < len(self.units):
+                self.units[neighbour].start_gathering()
+        self.units[index].gather()
+
+    def _after_forward(self, index: int, output: Any) -> None:
+        unit = self.units[index]
         if unit.phase is Phase.BACKWARD:
             return  # recomputed within its own backward, which still needs the weights
         tensors = [t for t in _tensors(output) if t.requires_grad]
         for tensor in tensors:
-            tensor.register_hook(lambda _gradient: self._before_backward(unit))
-        if not (stays and tensors):
+            tensor.register_hook(lambda _gradient: self._before_backward(index))
+        if not (tensors and self.stays_gathered(unit)):
             unit.release()
 
-    def _before_backward(self, unit: Unit) -> None:
-        unit.gather()
-        unit.phase = Phase.BACKWARD
+    def _before_backward(self, index: int) -> None:
+        self._gather(index, ahead=-1)
+        self.units[index].phase = Phase.BACKWARD
 
     def _on_gradient(self, unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
         def ready(_parameter: torch.Tensor) -> None:
@@ -137,14 +167,22 @@ class Engine:
 
     def _finish_backward(self, unit: Unit) -> None:
         self._missing.pop(unit, None)
-        unit.reduce()
         unit.release()
+        # As many full gradients wait for their reduction as units are gathered ahead: bounded.
+        while len(self._reducing) > self._prefetch:
+            self._reducing.popleft().finish_reducing()
+        unit.start_reducing()
+        self._reducing.append(unit)
+        if self._is_last:
+            unit.start_finishing()
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Backward of one micro-batch; gradients end on their shards, summed over the ranks.
+    def backward(self, loss: torch.Tensor, is_last: bool = False) -> None:
+        """Backward of one micro-batch; gradients go to their shards, summed over the ranks.
 
-        `loss` is a scalar sum (over tokens): dividing is left to the end of the step.
+        `loss` is a scalar sum (over tokens): dividing is left to the end of the step. With
+        `is_last`, the step's last micro-batch, each unit goes on to the optimizer level at once.
         """
+        self._is_last = is_last
         loss.backward()
         # Units of which some parameter took no part are still waiting for it.
         for unit in reversed(self.units):
@@ -156,6 +194,8 @@ class Engine:
 
         Returns this rank's shard of each unit, fp32, summed over everything since `clear`.
         """
+        self._reducing.clear()
+        self.finish_publishing()
         return [unit.finish_gradient() for unit in self.units]
 
     def clear_gradients(self) -> None:
@@ -164,10 +204,25 @@ class Engine:
             unit.gradient.zero_()
 
     def publish(self) -> None:
-        """Bring the masters' present values to the weights of every rank."""
+        """Bring the masters' present values to the weights of every rank.
+
+        With overlap this only begins: it runs under the next forward, first unit first. Where
+        levels run side by side all units begin at once; else each one with its next gathering,
+        for on the one lane it would hold up the gathering of the units before it.
+        """
         for unit in self.units:
             unit.release()
-            unit.publish()
+            unit.is_stale = True
+        if self._policy == "full":
+            for unit in self.units:
+                unit.start_publishing()
+        elif self._policy == "none":
+            self.finish_publishing()
+
+    def finish_publishing(self) -> None:
+        """Return when every copy of the weights is up to date."""
+        for unit in self.units:
+            unit.finish_publishing()
 
     def place(self, from_masters: bool) -> None:
         """Bring each rank's `published` shards to every rank exactly, after they, or with

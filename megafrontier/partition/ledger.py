@@ -1,5 +1,6 @@
 """The ledger: bytes this rank sent and seconds its collectives took, per level."""
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,9 +15,25 @@ class Ledger:
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names = tuple(names)
         self._device = device
+        self._lock = threading.Lock()  # crossings end on the lanes' threads
+        self._clear()
+
+    def _clear(self) -> None:
         self._bytes = [0] * len(self.names)
         self._seconds = [0.0] * len(self.names)
         self._events: list[tuple[int, Any, Any]] = []
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what crosses meanwhile: it belongs to no training step. Nothing may be under
+        way at either end."""
+        kept = self._bytes, self._seconds, self._events
+        self._clear()
+        try:
+            yield
+        finally:
+            self.take()
+            self._bytes, self._seconds, self._events = kept
 
     @contextmanager
     def crossing(self, level: int) -> Iterator[list[int]]:
@@ -28,21 +45,26 @@ class Ledger:
             start.record()
             yield sent
             stop.record()
-            self._events.append((level, start, stop))
-        else:
-            begin = time.perf_counter()
-            yield sent
+            with self._lock:
+                self._events.append((level, start, stop))
+                self._bytes[level] += sum(sent)
+            return
+        begin = time.perf_counter()
+        yield sent
+        with self._lock:
             self._seconds[level] += time.perf_counter() - begin
-        self._bytes[level] += sum(sent)
+            self._bytes[level] += sum(sent)
 
     def take(self) -> tuple[list[int], list[float]]:
-        """(bytes, seconds) per level since the last call. On a GPU, after it has been waited for:
-        reading an event that has not happened waits for it."""
-        for level, start, stop in self._events:
+        """(bytes, seconds) per level since the last call.
+
+        What is under way on a lane counts where it ends: a publication that runs under the next
+        forward belongs to the next step. On a GPU reading an event waits for it.
+        """
+        with self._lock:
+            sent, seconds, events = self._bytes, self._seconds, self._events
+            self._clear()
+        for level, start, stop in events:
             stop.synchronize()
-            self._seconds[level] += start.elapsed_time(stop) / 1000
-        taken = self._bytes, self._seconds
-        self._events = []
-        self._bytes = [0] * len(self.names)
-        self._seconds = [0.0] * len(self.names)
-        return taken
+            seconds[level] += start.elapsed_time(stop) / 1000
+        return sent, seconds

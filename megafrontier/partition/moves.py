@@ -1,27 +1,50 @@
-"""The two moves over levels: gather a slice outward-in, reduce one inward-out.
+"""The two moves over levels: gather a slice outward-in, reduce one inward-out; and publishing.
 
-Both walk the levels between two depths; a slice at depth d is a buffer cut through the first d
-levels. Because deeper slices lie inside shallower ones, no step copies or permutes.
+A slice at depth d is a buffer cut through the first d levels. Because deeper slices lie inside
+shallower ones, no step copies or permutes. Each move is a chain of crossings, one level each, that
+runs on the levels' lanes; the caller gets a ticket for its end.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import torch
 
 from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.partition.lanes import DONE, Lanes, Task, Ticket
 from megafrontier.partition.layout import shard_range
 from megafrontier.partition.ledger import Ledger
 from megafrontier.partition.wires import Wire, Wires
 
+NO_ERRORS: Mapping[int, torch.Tensor] = MappingProxyType({})
+
+
+@dataclass
+class Slot:
+    """A tensor on its way: each crossing reads it and puts its result in its place."""
+
+    value: torch.Tensor
+    ticket: Ticket = DONE
+
+    def wait(self) -> torch.Tensor:
+        """The tensor at the end of the chain, ready to be used here."""
+        self.ticket.wait()
+        if self.value.is_cuda:
+            # It was allocated on a lane's stream and is used on this one.
+            self.value.record_stream(torch.cuda.current_stream())
+        return self.value
+
 
 class Moves:
-    """Gather and reduce on one hierarchy with its wires, counted in a ledger."""
+    """Moves on one hierarchy with its wires, counted in a ledger."""
 
-    def __init__(self, hierarchy: Hierarchy, wires: Wires, ledger: Ledger) -> None:
+    def __init__(self, hierarchy: Hierarchy, wires: Wires, ledger: Ledger, lanes: Lanes) -> None:
         self.hierarchy = hierarchy
         self.ledger = ledger
         self._wires = wires
+        self._lanes = lanes
 
     def inside(self, buffer: torch.Tensor, depth: int, deeper: int) -> torch.Tensor:
         """This rank's slice at depth `deeper` as a view of its slice `buffer` at `depth`."""
@@ -30,34 +53,25 @@ class Moves:
         start, stop = shard_range(buffer.numel(), sizes, place, deeper - depth)
         return buffer[start:stop]
 
-    def gather(self, shard: torch.Tensor, out: torch.Tensor, start: int, stop: int) -> None:
+    def gather(
+        self, shard: torch.Tensor, out: torch.Tensor, start: int, stop: int, after: Ticket = DONE
+    ) -> Ticket:
         """Fill `out`, a slice at depth `stop`, from every owner's `shard` at depth `start`.
 
         `shard` may be this rank's own part of `out`. Crosses levels start - 1 … stop.
         """
-        self._gather(self._wires.gather, shard, out, start, stop)
+        slot = Slot(shard, after)
+        self._gather(self._wires.gather, slot, Slot(out), start, stop)
+        return slot.ticket
 
-    def _gather(
-        self,
-        wires: tuple[Wire, ...],
-        shard: torch.Tensor,
-        out: torch.Tensor,
-        start: int,
-        stop: int,
-    ) -> None:
-        for level in reversed(range(stop, start)):
-            target = self.inside(out, stop, level)
-            group = self.hierarchy.groups[level]
-            if group is None:
-                _copy(shard, target)
-            else:
-                with self.ledger.crossing(level) as sent:
-                    sent.append(wires[level].gather(shard, target, group))
-            shard = target
-        if start == stop:
-            _copy(shard, out)
+    def place(self, weights: torch.Tensor, start: int, stop: int) -> Ticket:
+        """Gather each owner's part of `weights`, at depth `start`, exactly to depth `stop`."""
+        exact = Wires.plain(len(self._wires.gather), weights.dtype)
+        slot = Slot(self.inside(weights, stop, start))
+        self._gather(exact.gather, slot, Slot(weights), start, stop)
+        return slot.ticket
 
-    def publish(self, master: torch.Tensor, weights: torch.Tensor, start: int, stop: int) -> None:
+    def publish(self, master: torch.Tensor, weights: torch.Tensor, start: int, stop: int) -> Ticket:
         """Bring fp32 `master`, a slice at depth `start`, to all copies `weights` at depth `stop`.
 
         Over the outermost levels with delta wires only the change since the last publication
@@ -65,80 +79,132 @@ class Moves:
         to say is part of the next change; every rank, the owner too, adds the same decoded change.
         """
         own = self.inside(weights, stop, start)
-        change = None
         depth = start
         while depth > stop and self._wires.gather[depth - 1].is_delta:
-            change = master - own if change is None else change
             depth -= 1
-            out = change.new_empty(change.numel() * self.hierarchy.levels.sizes[depth])
-            self._gather(self._wires.gather, change, out, depth + 1, depth)
-            change = out
-        reached = self.inside(weights, stop, depth)
-        reached.copy_(master if change is None else reached + change)
-        self._gather(self._wires.gather, reached, weights, depth, stop)
+        if depth == start:
+            slot = Slot(own)
+            self.then(slot, start - 1, lambda: own.copy_(master))
+        else:
+            slot = self._publish_change(master, own, start, depth)
+            reached = self.inside(weights, stop, depth)
+            self.then(slot, depth, partial(_add_change, slot, reached))
+        self._gather(self._wires.gather, slot, Slot(weights), depth, stop)
+        return slot.ticket
 
-    def place(self, weights: torch.Tensor, start: int, stop: int) -> None:
-        """Gather each owner's part of `weights`, at depth `start`, exactly to depth `stop`."""
-        exact = Wires.plain(len(self._wires.gather), weights.dtype)
-        self._gather(exact.gather, self.inside(weights, stop, start), weights, start, stop)
+    def _publish_change(
+        self, master: torch.Tensor, own: torch.Tensor, start: int, stop: int
+    ) -> Slot:
+        """A chain to the fp32 change of the slice at depth `stop`, decoded alike on every rank."""
+        slot = Slot(own)
+        self.then(slot, start - 1, partial(_subtract, slot, master))
+        for level in reversed(range(stop, start)):
+            self.then(slot, level, partial(self._pass_change_on, slot, level))
+        return slot
+
+    def _pass_change_on(self, slot: Slot, level: int) -> None:
+        change = slot.value
+        out = change.new_empty(change.numel() * self.hierarchy.levels.sizes[level])
+        self._cross_gather(self._wires.gather, slot, Slot(out), level, level)
 
     def reduce(
         self,
         full: torch.Tensor,
         start: int,
         stop: int,
-        errors: Mapping[int, torch.Tensor] = MappingProxyType({}),
-    ) -> torch.Tensor:
+        errors: Mapping[int, torch.Tensor] = NO_ERRORS,
+        after: Ticket = DONE,
+    ) -> Slot:
         """Sum everybody's `full`, a slice at depth `start`, into the slice at depth `stop`.
 
-        Returns fp32; `full` itself when no level was crossed. Crosses levels start … stop - 1.
+        Ends with fp32, or `full` itself when no level was crossed. Crosses levels start … stop - 1.
         `errors` by level are what earlier messages failed to say (see `Wire.reduce`).
         """
-        return self._reduce(self._wires.reduce, full, start, stop, errors)
+        slot = Slot(full, after)
+        self._reduce(self._wires.reduce, slot, start, stop, errors)
+        return slot
 
-    def reduce_exactly(self, full: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """`reduce` with every message in fp32."""
-        plain = Wires.plain(len(self._wires.reduce), torch.float32)
-        return self._reduce(plain.reduce, full, start, stop, {})
-
-    def _reduce(
-        self,
-        wires: tuple[Wire, ...],
-        full: torch.Tensor,
-        start: int,
-        stop: int,
-        errors: Mapping[int, torch.Tensor],
-    ) -> torch.Tensor:
-        for level in range(start, stop):
-            group = self.hierarchy.groups[level]
-            if group is None:
-                continue
-            size = self.hierarchy.levels.sizes[level]
-            out = torch.empty(full.numel() // size, dtype=torch.float32, device=full.device)
-            with self.ledger.crossing(level) as sent:
-                sent.append(wires[level].reduce(full, out, group, errors.get(level)))
-            full = out
-        return full
-
-    def sum_replicas(self, shard: torch.Tensor, depth: int) -> None:
-        """Sum an fp32 slice at `depth` in place over all levels beyond it.
+    def sum_replicas(self, slot: Slot, depth: int) -> None:
+        """Go on to sum an fp32 slice at `depth` in place over all levels beyond it.
 
         One owner adds up each piece and hands it back, so that all replicas hold the same bits;
         slow levels carry only a piece of the slice.
         """
-        self._sum_replicas(self._wires.reduce, shard, depth)
+        self._sum_replicas(self._wires.reduce, slot, depth)
 
-    def sum_replicas_exactly(self, shard: torch.Tensor, depth: int) -> None:
-        """`sum_replicas` with every message in fp32."""
+    def reduce_exactly(self, full: torch.Tensor, start: int, stop: int) -> Slot:
+        """Sum `full` over levels start … stop - 1, and over all replicas, in fp32."""
         plain = Wires.plain(len(self._wires.reduce), torch.float32)
-        self._sum_replicas(plain.reduce, shard, depth)
+        slot = Slot(full)
+        self._reduce(plain.reduce, slot, start, stop, NO_ERRORS)
+        self._sum_replicas(plain.reduce, slot, stop)
+        return slot
 
-    def _sum_replicas(self, wires: tuple[Wire, ...], shard: torch.Tensor, depth: int) -> None:
+    def then(self, slot: Slot, level: int, task: Task) -> None:
+        """Go on with `task` on the lane of `level`: a crossing of it, or local work beside one."""
+        slot.ticket = self._lanes.run(max(level, 0), task, slot.ticket)
+
+    def _gather(
+        self, wires: tuple[Wire, ...], slot: Slot, out: Slot, start: int, stop: int
+    ) -> None:
+        for level in reversed(range(stop, start)):
+            self.then(slot, level, partial(self._cross_gather, wires, slot, out, stop, level))
+
+    def _cross_gather(
+        self, wires: tuple[Wire, ...], slot: Slot, out: Slot, stop: int, level: int
+    ) -> None:
+        target = self.inside(out.value, stop, level)
+        group = self.hierarchy.groups[level]
+        if group is not None:
+            with self.ledger.crossing(level) as sent:
+                sent.append(wires[level].gather(slot.value, target, group))
+        elif slot.value.data_ptr() != target.data_ptr():
+            target.copy_(slot.value)
+        slot.value = target
+
+    def _reduce(
+        self,
+        wires: tuple[Wire, ...],
+        slot: Slot,
+        start: int,
+        stop: int,
+        errors: Mapping[int, torch.Tensor],
+    ) -> None:
+        for level in range(start, stop):
+            error = errors.get(level)
+            self.then(slot, level, partial(self._cross_reduce, wires, slot, level, error))
+
+    def _cross_reduce(
+        self, wires: tuple[Wire, ...], slot: Slot, level: int, error: torch.Tensor | None
+    ) -> None:
+        group = self.hierarchy.groups[level]
+        if group is None:
+            return
+        full = slot.value
+        size = self.hierarchy.levels.sizes[level]
+        out = torch.empty(full.numel() // size, dtype=torch.float32, device=full.device)
+        with self.ledger.crossing(level) as sent:
+            sent.append(wires[level].reduce(full, out, group, error))
+        slot.value = out
+
+    def _sum_replicas(self, wires: tuple[Wire, ...], slot: Slot, depth: int) -> None:
         last = len(self.hierarchy.levels.sizes)
-        piece = self._reduce(wires, shard, depth, last, {})
-        self._gather(wires, piece, shard, last, depth)
+        if depth == last:
+            return
+        whole = Slot(slot.value)
+        self.then(slot, depth, partial(_remember, slot, whole))
+        self._reduce(wires, slot, depth, last, NO_ERRORS)
+        self._gather(wires, slot, whole, last, depth)
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    if source.data_ptr() != target.data_ptr():
-        target.copy_(source)
+def _remember(slot: Slot, whole: Slot) -> None:
+    whole.value = slot.value
+
+
+def _subtract(slot: Slot, master: torch.Tensor) -> None:
+    slot.value = master - slot.value
+
+
+def _add_change(slot: Slot, reached: torch.Tensor) -> None:
+    reached.copy_(reached + slot.value)
+    slot.value = reached

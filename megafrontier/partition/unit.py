@@ -12,8 +12,9 @@ from enum import Enum, auto
 import torch
 from torch import nn
 
+from megafrontier.partition.lanes import DONE, Ticket
 from megafrontier.partition.layout import Layout
-from megafrontier.partition.moves import Moves
+from megafrontier.partition.moves import Moves, Slot
 from megafrontier.partition.placement import Placement
 
 Named = tuple[str, nn.Parameter]
@@ -54,6 +55,12 @@ class Unit:
         self._dtype = dtype
         self._decay_numel = sum(parameter.numel() for _, parameter in decayed)
         self.phase = Phase.RELEASED
+        self.is_stale = False
+        self._publishing: Ticket = DONE
+        self._gathering: Ticket = DONE
+        self._reducing: Ticket = DONE
+        self._gradient_full: torch.Tensor | None = None
+        self._finished: Slot | None = None
         self._allocate(error_feedback)
         self.parameters = [self._parameter() for _ in ordered]
         self._views = [
@@ -64,7 +71,6 @@ class Unit:
             self._point(self._views)
         else:
             self.release()
-        self.gradient_full: torch.Tensor | None = None
 
     def _allocate(self, error_feedback: bool) -> None:
         place = self.placement
@@ -121,27 +127,52 @@ class Unit:
         place = self.placement
         return self._moves.inside(self.weights, place.backward_weights, place.optimizer)
 
-    def publish(self) -> None:
-        """Bring the masters to every copy of the weights that gathers read from."""
+    def start_publishing(self) -> None:
+        """Begin to bring the masters to every copy of the weights that gathers read from."""
         place = self.placement
-        self._moves.publish(self.master, self.weights, place.optimizer, place.backward_weights)
+        self.is_stale = False
+        self._publishing = self._moves.publish(
+            self.master, self.weights, place.optimizer, place.backward_weights
+        )
+
+    def finish_publishing(self) -> None:
+        """Return when the copies hold the masters' last published values."""
+        if self.is_stale:
+            self.start_publishing()
+        self._publishing.wait()
 
     def place(self) -> None:
         """Bring `published` to every copy, exactly: the start of a run, or its resumption."""
-        self._moves.place(self.weights, self.placement.optimizer, self.placement.backward_weights)
+        self.is_stale = False
+        depth = self.placement.backward_weights
+        self._publishing = self._moves.place(self.weights, self.placement.optimizer, depth)
+        self._publishing.wait()
 
-    def gather(self) -> None:
-        """Make the parameters whole. Does nothing when they are."""
+    def start_gathering(self) -> None:
+        """Begin to make the parameters whole. Does nothing when they are, or have begun to be."""
         if self.phase is not Phase.RELEASED:
             return
         self.phase = Phase.FORWARD
+        if self.is_stale:
+            self.start_publishing()
+        self._gathering = self._publishing
         if not self.is_persistent:
             self.full.untyped_storage().resize_(self.layout.numel * self.full.itemsize)
-            self._moves.gather(self.weights, self.full, self.placement.backward_weights, 0)
+            depth = self.placement.backward_weights
+            self._gathering = self._moves.gather(
+                self.weights, self.full, depth, 0, after=self._publishing
+            )
             self._point(self._views)
+
+    def gather(self) -> None:
+        """Return when the parameters are whole."""
+        self.start_gathering()
+        self._gathering.wait()
 
     def release(self) -> None:
         """Give the gathered weights back; the shards stay."""
+        if self.phase is not Phase.RELEASED:
+            self._gathering.wait()  # gathered ahead, but not used
         self.phase = Phase.RELEASED
         if not self.is_persistent:
             self._point([self._nan.expand(entry.shape) for entry in self.layout.entries])
@@ -158,32 +189,56 @@ class Unit:
         if self.placement.gradients == 0:
             self.gradient[entry.offset : entry.offset + entry.numel].add_(fresh)
             return
-        if self.gradient_full is None:
+        if self._gradient_full is None:
             # Zeros for the padding, and for parameters that get no gradient this time.
-            self.gradient_full = torch.zeros_like(self.full)
-        self.gradient_full[entry.offset : entry.offset + entry.numel] = fresh
+            self._gradient_full = torch.zeros(
+                self.layout.numel, dtype=self._dtype, device=self._device
+            )
+        self._gradient_full[entry.offset : entry.offset + entry.numel] = fresh
 
-    def reduce(self) -> None:
-        """Add this micro-batch's gradient, reduced to the gradient level, to its shard."""
-        if self.gradient_full is not None:
-            self.gradient.add_(self._moves.reduce(self.gradient_full, 0, self.placement.gradients))
-            self.gradient_full = None
+    def start_reducing(self) -> None:
+        """Begin to add this micro-batch's gradient, reduced to the gradient level, to its shard."""
+        if self._gradient_full is None:
+            return
+        depth = self.placement.gradients
+        slot = self._moves.reduce(self._gradient_full, 0, depth, after=self._reducing)
+        self._gradient_full = None
+        self._moves.then(slot, depth - 1, lambda: self._accumulate(slot))
+        self._reducing = slot.ticket
+
+    def _accumulate(self, slot: Slot) -> None:
+        self.gradient.add_(slot.value)
+        slot.value = self.gradient
+
+    def finish_reducing(self) -> None:
+        """Return when the gradient shard holds every micro-batch so far."""
+        self._reducing.wait()
+
+    def start_finishing(self) -> None:
+        """Begin to reduce the gradient shard to the optimizer level, and over replicas."""
+        place = self.placement
+        self._finished = self._moves.reduce(
+            self.gradient, place.gradients, place.optimizer, self.errors, after=self._reducing
+        )
+        self._moves.sum_replicas(self._finished, place.optimizer)
 
     def finish_gradient(self) -> torch.Tensor:
         """The sum over all ranks and micro-batches of this rank's optimizer shard, fp32."""
-        place = self.placement
-        shard = self._moves.reduce(self.gradient, place.gradients, place.optimizer, self.errors)
-        self._moves.sum_replicas(shard, place.optimizer)
-        return shard
+        if self._finished is None:
+            self.start_finishing()
+        assert self._finished is not None
+        gradient = self._finished.wait()
+        self._finished = None
+        return gradient
 
     @property
     def error(self) -> torch.Tensor | None:
         """This rank's optimizer shard of what gradient messages failed to say, after
         `fold_errors`; None without error feedback or a level that has it."""
-        place = self.placement
         if not self.errors:
             return None
-        return self._moves.inside(self.errors[min(self.errors)], min(self.errors), place.optimizer)
+        first = min(self.errors)
+        return self._moves.inside(self.errors[first], first, self.placement.optimizer)
 
     def fold_errors(self) -> None:
         """Gather each element's errors from all that failed to say it into its owner's `error`.
@@ -191,14 +246,12 @@ class Unit:
         What is left then fits one shard, whatever the placement: so checkpoints hold it and any
         number of ranks takes it up. Where the optimizer is replicated the first replica has it.
         """
-        place = self.placement
-        total = None
-        for level, error in self.errors.items():
-            part = self._moves.reduce_exactly(error, level, place.optimizer)
-            total = part if total is None else total + part
+        depth = self.placement.optimizer
+        totals = [
+            self._moves.reduce_exactly(error, level, depth).wait()
+            for level, error in self.errors.items()
+        ]
+        for error in self.errors.values():
             error.zero_()
-        if total is None or self.error is None:
-            return
-        self._moves.sum_replicas_exactly(total, place.optimizer)
-        if self._moves.hierarchy.is_first_replica(place.optimizer):
-            self.error.copy_(total)
+        if self.error is not None and self._moves.hierarchy.is_first_replica(depth):
+            self.error.copy_(torch.stack(totals).sum(0))

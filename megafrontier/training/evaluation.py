@@ -78,6 +78,7 @@ class Evaluate(Callback):
         if trainer.valid_loader is None or batches == 0:
             return
         self._last = trainer.step
-        found = evaluate(trainer.model, trainer.valid_loader, trainer.hierarchy, batches)
-        trainer.engine.ledger.take()  # its traffic is no training step's
+        trainer.engine.finish_publishing()  # that is the step's own traffic
+        with trainer.engine.ledger.paused():
+            found = evaluate(trainer.model, trainer.valid_loader, trainer.hierarchy, batches)
         self._logbook.write({"step": trainer.step, "valid_loss": found.loss})

@@ -51,10 +51,10 @@ def train_step(trainer: Trainer) -> StepResult:
     first_sample = trainer.loader.first_sample(trainer.step)
     micro_batches = read_step(trainer.loader, trainer.step, trainer.hierarchy.rank)
     totals = torch.zeros(2, dtype=torch.float64, device=trainer.hierarchy.device)
-    for batch in micro_batches:
+    for number, batch in enumerate(micro_batches, start=1):
         seed_dropout(config.run.seed, batch)
         loss = trainer.model(batch.tokens, batch.targets, batch.documents, batch.positions)
-        engine.backward(loss * scale.scale)
+        engine.backward(loss * scale.scale, is_last=number == len(micro_batches))
         totals += torch.stack([loss.detach().double(), (batch.targets >= 0).sum().double()])
 
     gradients = engine.finish_gradients()

@@ -46,8 +46,9 @@ def save_trainer(trainer: Trainer) -> Path:
     """Write a checkpoint of the present step. Raises CheckpointWriteError on all ranks alike."""
     config, hierarchy = trainer.config, trainer.hierarchy
     depth = trainer.engine.placement.optimizer
-    trainer.engine.fold_errors()
-    trainer.engine.ledger.take()  # folding is no training step's traffic
+    trainer.engine.finish_publishing()
+    with trainer.engine.ledger.paused():
+        trainer.engine.fold_errors()
     piece, pieces = hierarchy.piece(depth)
     states = shards(trainer)
     manifest = Manifest(

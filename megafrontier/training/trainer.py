@@ -96,6 +96,8 @@ def build_model(
         dtype=DTYPES[config.train.precision],
         wires=arrangement.wires,
         error_feedback=config.partition.error_feedback,
+        overlap=config.partition.overlap,
+        prefetch=config.partition.prefetch,
         initial=initial or partial(initial_slice, config.model, config.run.seed),
         decay=lambda name: parameter_kind(name) not in config.optimizer.no_decay,
     )

@@ -71,6 +71,7 @@ def test_bytes_on_the_wire_equal_the_formula(name):
         for strategy in STRATEGIES:
             model, engine, optimizer = build(hierarchy, preset(name, strategy), strategy)
             engine_step(engine, model, optimizer, 0, 2)
+            engine.finish_publishing()
             sent, _ = engine.ledger.take()
             parts = [
                 traffic_bytes(
@@ -104,8 +105,10 @@ def test_published_weights_are_the_same_bits_everywhere_and_follow_the_masters()
         model, engine, optimizer = build(hierarchy, preset("low", "topo"))
         for step in range(15):
             engine_step(engine, model, optimizer, step, 1)
+        engine.finish_publishing()
         before = [unit.master.clone() for unit in engine.units]
         engine_step(engine, model, optimizer, 15, 1)
+        engine.finish_publishing()
         lag = moved = 0.0
         for unit, old in zip(engine.units, before, strict=True):
             lag = max(lag, (unit.published - unit.master).abs().max().item())
@@ -131,6 +134,7 @@ def test_a_constant_change_is_published_in_full_over_time():
         lags = []
         for _ in range(12):
             engine.publish()
+            engine.finish_publishing()
             lags.append(max((u.published - u.master).abs().max().item() for u in engine.units))
         return lags
 

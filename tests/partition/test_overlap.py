@@ -1,0 +1,162 @@
+"""Overlap is a policy: it changes when collectives run, never what comes out."""
+
+import threading
+
+import pytest
+import torch
+
+from megafrontier.config import WiresConfig
+from megafrontier.partition import Placement, shard
+from megafrontier.partition.lanes import DONE, Lanes
+from megafrontier.partition.presets import choose_wires
+from tests.partition.tiny import GLOBAL_BATCH, LENGTH, TinyModel, batch
+from tests.ranks import make_levels, run_ranks
+
+LEVELS = make_levels((2, 2, 2))
+CPU = torch.device("cpu")
+CASES = [
+    ("topo", "low", True),
+    ("topo", "exact", False),
+    ("hpz", "zero++", False),
+    ("zero3", "exact", False),
+    ("zero1", "low", True),
+    ("mics", "exact", False),
+]
+
+
+def train(hierarchy, strategy, preset, error_feedback, overlap, prefetch):
+    placement = Placement.named(strategy, LEVELS)
+    wires = choose_wires(WiresConfig(preset=preset), placement, LEVELS, "fp32")
+    model = TinyModel(tied=False)
+    engine = shard(
+        model, model.units(), placement, hierarchy, wires=wires,
+        error_feedback=error_feedback, overlap=overlap, prefetch=prefetch,
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW([unit.master for unit in engine.units], lr=0.02)
+    losses = []
+    for step in range(5):
+        parts = batch(step).chunk(8)[hierarchy.rank].chunk(2)
+        for i, tokens in enumerate(parts):
+            loss = model(tokens)
+            engine.backward(loss, is_last=i == 1)
+            losses.append(loss.item())
+        for unit, gradient in zip(engine.units, engine.finish_gradients(), strict=True):
+            unit.master.grad = gradient / (GLOBAL_BATCH * (LENGTH - 1))
+        optimizer.step()
+        engine.clear_gradients()
+        engine.publish()
+    engine.finish_publishing()
+    return losses, [unit.master.clone() for unit in engine.units]
+
+
+@pytest.mark.parametrize(("strategy", "preset", "error_feedback"), CASES)
+def test_all_policies_give_the_same_losses_and_masters_to_the_bit(strategy, preset, error_feedback):
+    def body(hierarchy):
+        return [
+            train(hierarchy, strategy, preset, error_feedback, overlap, prefetch)
+            for overlap, prefetch in [("none", 1), ("safe", 1), ("safe", 3), ("full", 1)]
+        ]
+
+    for (losses, masters), *others in run_ranks((2, 2, 2), body):
+        for other_losses, other_masters in others:
+            assert losses == other_losses
+            assert all(torch.equal(a, b) for a, b in zip(masters, other_masters, strict=True))
+
+
+def test_reductions_run_under_the_backward_of_the_units_before():
+    """When the backward of a unit starts, the reduction of the one after it is under way or
+    done, and at most as many wait as are gathered ahead."""
+
+    def body(hierarchy):
+        model = TinyModel(tied=False)
+        placement = Placement.named("topo", LEVELS)
+        engine = shard(model, model.units(), placement, hierarchy, overlap="safe")
+        threads, waiting = set(), []
+        crossing = engine.ledger.crossing
+
+        def watched(level):
+            threads.add(threading.current_thread().name)
+            return crossing(level)
+
+        engine.ledger.crossing = watched
+        start = type(engine.units[0]).start_reducing
+
+        def watched_start(unit):
+            start(unit)
+            waiting.append(len(engine._reducing) + 1)
+
+        for unit in engine.units:
+            unit.start_reducing = lambda unit=unit: watched_start(unit)
+        engine.backward(model(batch(0)[:2]), is_last=True)
+        engine.finish_gradients()
+        return threads, max(waiting)
+
+    for threads, most in run_ranks((2, 2, 2), body):
+        assert threads == {"levels"}
+        assert most <= 2
+
+
+def test_publishing_runs_under_the_next_forward_first_unit_first():
+    def body(hierarchy):
+        model = TinyModel(tied=False)
+        engine = shard(
+            model, model.units(), Placement.named("topo", LEVELS), hierarchy, overlap="safe"
+        )
+        started = []
+        for unit in engine.units:
+            inner = unit.start_publishing
+            unit.start_publishing = lambda unit=unit, inner=inner: (
+                started.append(unit.name),
+                inner(),
+            )
+        engine.publish()
+        at_once = list(started)
+        with torch.no_grad():
+            model(batch(0)[:2])
+        return at_once, started, [unit.name for unit in engine.units]
+
+    for at_once, started, names in run_ranks((2, 2, 2), body):
+        assert at_once == []
+        assert started == names
+
+
+def test_a_lane_runs_tasks_in_order_and_after_what_they_wait_for():
+    lanes = Lanes("full", 2, CPU)
+    gate, seen = threading.Event(), []
+    first = lanes.run(0, gate.wait, DONE)
+    second = lanes.run(1, lambda: seen.append("after the gate"), first)
+    lanes.run(0, lambda: seen.append("same lane"), DONE)
+    last = lanes.run(1, lambda: seen.append("last"), DONE)
+    assert seen == []
+    gate.set()
+    second.wait()
+    last.wait()
+    assert seen.index("after the gate") < seen.index("last")
+
+
+@pytest.mark.parametrize("policy", ["safe", "full"])
+def test_after_an_error_a_lane_issues_nothing_more(policy):
+    lanes = Lanes(policy, 1, CPU)
+    seen = []
+    broken = lanes.run(0, lambda: 1 / 0, DONE)
+    later = lanes.run(0, lambda: seen.append("issued"), DONE)
+    for ticket in (broken, later):
+        with pytest.raises(ZeroDivisionError):
+            ticket.wait()
+    assert seen == []
+
+
+def test_safe_has_one_lane_and_full_one_a_level():
+    def lane_count(policy):
+        lanes = Lanes(policy, 3, CPU)
+        names = set()
+        tickets = [
+            lanes.run(i, lambda: names.add(threading.current_thread().name), DONE) for i in range(3)
+        ]
+        for ticket in tickets:
+            ticket.wait()
+        return len(names), threading.current_thread().name in names
+
+    assert lane_count("none") == (1, True)
+    assert lane_count("safe") == (1, False)
+    assert lane_count("full") == (3, False)
