@@ -40,6 +40,7 @@ def fork_ranks(count: int, body: Callable[[], int]) -> int:
         # A signal that comes while we fork waits until every rank can be told of it.
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         children = {_fork_one(rank, count, Path(folder), body) for rank in range(count)}
+        gc.unfreeze()
         return _wait_for(children)
 
 
