@@ -166,6 +166,9 @@ def _add_train(commands: Any) -> None:
     parser = commands.add_parser("train", help="train; joins Slurm or torchrun, or starts ranks")
     parser.add_argument("config", help="YAML file, see docs/configuration.md")
     _add_ranks(parser)
+    parser.add_argument(
+        "--trace", action="store_true", help="write a timeline, trace.json (log.trace=true)"
+    )
     parser.set_defaults(command=_train)
 
 
@@ -182,7 +185,8 @@ def _train(arguments: argparse.Namespace) -> int:
     from megafrontier.config import load_config
     from megafrontier.training.launch import train
 
-    return train(load_config(arguments.config, arguments.overrides), arguments.nproc)
+    overrides = [*arguments.overrides, *(["log.trace=true"] if arguments.trace else [])]
+    return train(load_config(arguments.config, overrides), arguments.nproc)
 
 
 def _add_evaluate(commands: Any) -> None:

@@ -187,6 +187,9 @@ class PartitionConfig:
     which several communicators at once hang (MI250X, ROCm/rccl#2191). full: levels side by side."""
     prefetch: int = 1
     """Units gathered ahead of the one that runs, and full gradients waiting to be reduced."""
+    check_order: bool = False
+    """Before each collective the ranks compare what they are about to do, and stop with the first
+    rank and unit that differ. Slow; for finding the cause of a hang."""
 
 
 @dataclass
@@ -217,6 +220,9 @@ class LogConfig:
     """Weights & Biases."""
     tensorboard: bool = False
     """Write TensorBoard events into the run directory."""
+    trace: bool = False
+    """Write the first rank's timeline, one row a level, to trace.json in the run directory (open it
+    in ui.perfetto.dev). `train --trace` is short for it."""
 
 
 @dataclass

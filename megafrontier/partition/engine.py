@@ -42,6 +42,7 @@ def shard(
     error_feedback: bool = False,
     overlap: Policy = "safe",
     prefetch: int = 1,
+    check_order: bool = False,
     initial: InitialSlice | None = None,
     decay: Decay = lambda name: True,
 ) -> "Engine":
@@ -53,13 +54,14 @@ def shard(
     and gradients in computation; masters are fp32. `wires` default to that type. With
     `error_feedback` what gradient messages between the gradient and the optimizer level fail to say
     is said in the next step. `overlap` is the policy of `lanes.py`; with one other than none,
-    `prefetch` units are gathered ahead. `initial` gives
+    `prefetch` units are gathered ahead. With `check_order` the ranks compare what they are about to
+    do before each collective (slow, for finding a hang). `initial` gives
     first values slice by slice, for a model on the meta device; without it the model's own values
     are taken, which must be the same on every rank. `decay` says by name which parameters have
     weight decay. Raises UserError for frozen parameters and overlapping blocks.
     """
     wires = wires or Wires.plain(len(hierarchy.levels.sizes), dtype)
-    engine = Engine(placement, hierarchy, wires, overlap, prefetch)
+    engine = Engine(placement, hierarchy, wires, overlap, prefetch, check_order)
     engine.take_over(model, blocks, dtype, error_feedback, initial or _own_values(model), decay)
     return engine
 
@@ -74,6 +76,7 @@ class Engine:
         wires: Wires,
         overlap: Policy,
         prefetch: int,
+        check_order: bool,
     ) -> None:
         self.placement = placement
         self.hierarchy = hierarchy
@@ -84,7 +87,7 @@ class Engine:
         self._policy: Policy = overlap if hierarchy.size > 1 else "none"
         self._prefetch = 0 if self._policy == "none" else prefetch
         lanes = Lanes(self._policy, len(hierarchy.levels.sizes), hierarchy.device)
-        self._moves = Moves(hierarchy, wires, self.ledger, lanes)
+        self._moves = Moves(hierarchy, wires, self.ledger, lanes, check_order)
         self._missing: dict[Unit, int] = {}
         self._reducing: deque[Unit] = deque()
         self._is_last = False
@@ -139,7 +142,8 @@ class Engine:
             neighbour = index + ahead * distance
             if 0 <= neighbour < len(self.units):
                 self.units[neighbour].start_gathering()
-        self.units[index].gather()
+        with self.ledger.waiting(f"gather {self.units[index].name}"):
+            self.units[index].gather()
 
     def _after_forward(self, index: int, output: Any) -> None:
         unit = self.units[index]
@@ -170,7 +174,8 @@ class Engine:
         unit.release()
         # As many full gradients wait for their reduction as units are gathered ahead: bounded.
         while len(self._reducing) > self._prefetch:
-            self._reducing.popleft().finish_reducing()
+            with self.ledger.waiting(f"reduce {self._reducing[0].name}"):
+                self._reducing.popleft().finish_reducing()
         unit.start_reducing()
         self._reducing.append(unit)
         if self._is_last:
@@ -195,8 +200,9 @@ class Engine:
         Returns this rank's shard of each unit, fp32, summed over everything since `clear`.
         """
         self._reducing.clear()
-        self.finish_publishing()
-        return [unit.finish_gradient() for unit in self.units]
+        with self.ledger.waiting("finish gradients"):
+            self.finish_publishing()
+            return [unit.finish_gradient() for unit in self.units]
 
     def clear_gradients(self) -> None:
         """Start the next accumulation from zero."""

@@ -6,26 +6,34 @@ runs on the levels' lanes; the caller gets a ticket for its end.
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
 import torch
+import torch.distributed as dist
 
+from megafrontier.cluster.collectives import all_gather
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.partition.lanes import DONE, Lanes, Task, Ticket
 from megafrontier.partition.layout import shard_range
 from megafrontier.partition.ledger import Ledger
 from megafrontier.partition.wires import Wire, Wires
 
+LABEL_BYTES = 96
 NO_ERRORS: Mapping[int, torch.Tensor] = MappingProxyType({})
 
 
 @dataclass
 class Slot:
-    """A tensor on its way: each crossing reads it and puts its result in its place."""
+    """A tensor on its way: each crossing reads it and puts its result in its place.
+
+    `label` says which move of which unit this is, in traces and when ranks disagree.
+    """
 
     value: torch.Tensor
+    label: str
     ticket: Ticket = DONE
 
     def wait(self) -> torch.Tensor:
@@ -40,11 +48,20 @@ class Slot:
 class Moves:
     """Moves on one hierarchy with its wires, counted in a ledger."""
 
-    def __init__(self, hierarchy: Hierarchy, wires: Wires, ledger: Ledger, lanes: Lanes) -> None:
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        wires: Wires,
+        ledger: Ledger,
+        lanes: Lanes,
+        check_order: bool = False,
+    ) -> None:
+        """With `check_order` the ranks compare labels before each crossing."""
         self.hierarchy = hierarchy
         self.ledger = ledger
         self._wires = wires
         self._lanes = lanes
+        self._check_order = check_order
 
     def inside(self, buffer: torch.Tensor, depth: int, deeper: int) -> torch.Tensor:
         """This rank's slice at depth `deeper` as a view of its slice `buffer` at `depth`."""
@@ -54,24 +71,32 @@ class Moves:
         return buffer[start:stop]
 
     def gather(
-        self, shard: torch.Tensor, out: torch.Tensor, start: int, stop: int, after: Ticket = DONE
+        self,
+        shard: torch.Tensor,
+        out: torch.Tensor,
+        start: int,
+        stop: int,
+        label: str,
+        after: Ticket = DONE,
     ) -> Ticket:
         """Fill `out`, a slice at depth `stop`, from every owner's `shard` at depth `start`.
 
         `shard` may be this rank's own part of `out`. Crosses levels start - 1 … stop.
         """
-        slot = Slot(shard, after)
-        self._gather(self._wires.gather, slot, Slot(out), start, stop)
+        slot = Slot(shard, label, after)
+        self._gather(self._wires.gather, slot, Slot(out, label), start, stop)
         return slot.ticket
 
-    def place(self, weights: torch.Tensor, start: int, stop: int) -> Ticket:
+    def place(self, weights: torch.Tensor, start: int, stop: int, label: str) -> Ticket:
         """Gather each owner's part of `weights`, at depth `start`, exactly to depth `stop`."""
         exact = Wires.plain(len(self._wires.gather), weights.dtype)
-        slot = Slot(self.inside(weights, stop, start))
-        self._gather(exact.gather, slot, Slot(weights), start, stop)
+        slot = Slot(self.inside(weights, stop, start), label)
+        self._gather(exact.gather, slot, Slot(weights, label), start, stop)
         return slot.ticket
 
-    def publish(self, master: torch.Tensor, weights: torch.Tensor, start: int, stop: int) -> Ticket:
+    def publish(
+        self, master: torch.Tensor, weights: torch.Tensor, start: int, stop: int, label: str
+    ) -> Ticket:
         """Bring fp32 `master`, a slice at depth `start`, to all copies `weights` at depth `stop`.
 
         Over the outermost levels with delta wires only the change since the last publication
@@ -83,20 +108,17 @@ class Moves:
         while depth > stop and self._wires.gather[depth - 1].is_delta:
             depth -= 1
         if depth == start:
-            slot = Slot(own)
+            slot = Slot(own, label)
             self.then(slot, start - 1, lambda: own.copy_(master))
         else:
-            slot = self._publish_change(master, own, start, depth)
+            slot = self._publish_change(master, Slot(own, label), start, depth)
             reached = self.inside(weights, stop, depth)
             self.then(slot, depth, partial(_add_change, slot, reached))
-        self._gather(self._wires.gather, slot, Slot(weights), depth, stop)
+        self._gather(self._wires.gather, slot, Slot(weights, label), depth, stop)
         return slot.ticket
 
-    def _publish_change(
-        self, master: torch.Tensor, own: torch.Tensor, start: int, stop: int
-    ) -> Slot:
+    def _publish_change(self, master: torch.Tensor, slot: Slot, start: int, stop: int) -> Slot:
         """A chain to the fp32 change of the slice at depth `stop`, decoded alike on every rank."""
-        slot = Slot(own)
         self.then(slot, start - 1, partial(_subtract, slot, master))
         for level in reversed(range(stop, start)):
             self.then(slot, level, partial(self._pass_change_on, slot, level))
@@ -105,13 +127,14 @@ class Moves:
     def _pass_change_on(self, slot: Slot, level: int) -> None:
         change = slot.value
         out = change.new_empty(change.numel() * self.hierarchy.levels.sizes[level])
-        self._cross_gather(self._wires.gather, slot, Slot(out), level, level)
+        self._cross_gather(self._wires.gather, slot, Slot(out, slot.label), level, level)
 
     def reduce(
         self,
         full: torch.Tensor,
         start: int,
         stop: int,
+        label: str,
         errors: Mapping[int, torch.Tensor] = NO_ERRORS,
         after: Ticket = DONE,
     ) -> Slot:
@@ -120,7 +143,7 @@ class Moves:
         Ends with fp32, or `full` itself when no level was crossed. Crosses levels start … stop - 1.
         `errors` by level are what earlier messages failed to say (see `Wire.reduce`).
         """
-        slot = Slot(full, after)
+        slot = Slot(full, label, after)
         self._reduce(self._wires.reduce, slot, start, stop, errors)
         return slot
 
@@ -132,10 +155,10 @@ class Moves:
         """
         self._sum_replicas(self._wires.reduce, slot, depth)
 
-    def reduce_exactly(self, full: torch.Tensor, start: int, stop: int) -> Slot:
+    def reduce_exactly(self, full: torch.Tensor, start: int, stop: int, label: str) -> Slot:
         """Sum `full` over levels start … stop - 1, and over all replicas, in fp32."""
         plain = Wires.plain(len(self._wires.reduce), torch.float32)
-        slot = Slot(full)
+        slot = Slot(full, label)
         self._reduce(plain.reduce, slot, start, stop, NO_ERRORS)
         self._sum_replicas(plain.reduce, slot, stop)
         return slot
@@ -156,7 +179,7 @@ class Moves:
         target = self.inside(out.value, stop, level)
         group = self.hierarchy.groups[level]
         if group is not None:
-            with self.ledger.crossing(level) as sent:
+            with self._crossing(level, group, slot.label) as sent:
                 sent.append(wires[level].gather(slot.value, target, group))
         elif slot.value.data_ptr() != target.data_ptr():
             target.copy_(slot.value)
@@ -183,15 +206,37 @@ class Moves:
         full = slot.value
         size = self.hierarchy.levels.sizes[level]
         out = torch.empty(full.numel() // size, dtype=torch.float32, device=full.device)
-        with self.ledger.crossing(level) as sent:
+        with self._crossing(level, group, slot.label) as sent:
             sent.append(wires[level].reduce(full, out, group, error))
         slot.value = out
+
+    def _crossing(
+        self, level: int, group: dist.ProcessGroup, label: str
+    ) -> AbstractContextManager[list[int]]:
+        if self._check_order:
+            self._compare(level, group, label)
+        return self.ledger.crossing(level, label)
+
+    def _compare(self, level: int, group: dist.ProcessGroup, label: str) -> None:
+        """Raise RuntimeError when a peer is about to make another crossing than this one."""
+        raw = label.encode()[:LABEL_BYTES].ljust(LABEL_BYTES)
+        mine = torch.tensor(list(raw), dtype=torch.uint8, device=self.hierarchy.device)
+        peers = self.hierarchy.levels.peers(self.hierarchy.rank, level)
+        theirs = torch.empty(len(peers) * LABEL_BYTES, dtype=torch.uint8, device=mine.device)
+        all_gather(theirs, mine, group)
+        for peer, row in zip(peers, theirs.view(len(peers), -1).tolist(), strict=True):
+            if bytes(row) != raw:
+                raise RuntimeError(
+                    f"collectives in another order: over level "
+                    f"{self.hierarchy.levels.names[level]!r} rank {self.hierarchy.rank} comes to "
+                    f"{label!r}, rank {peer} to {bytes(row).decode(errors='replace').rstrip()!r}"
+                )
 
     def _sum_replicas(self, wires: tuple[Wire, ...], slot: Slot, depth: int) -> None:
         last = len(self.hierarchy.levels.sizes)
         if depth == last:
             return
-        whole = Slot(slot.value)
+        whole = Slot(slot.value, slot.label)
         self.then(slot, depth, partial(_remember, slot, whole))
         self._reduce(wires, slot, depth, last, NO_ERRORS)
         self._gather(wires, slot, whole, last, depth)

@@ -132,7 +132,11 @@ class Unit:
         place = self.placement
         self.is_stale = False
         self._publishing = self._moves.publish(
-            self.master, self.weights, place.optimizer, place.backward_weights
+            self.master,
+            self.weights,
+            place.optimizer,
+            place.backward_weights,
+            f"publish {self.name}",
         )
 
     def finish_publishing(self) -> None:
@@ -145,7 +149,9 @@ class Unit:
         """Bring `published` to every copy, exactly: the start of a run, or its resumption."""
         self.is_stale = False
         depth = self.placement.backward_weights
-        self._publishing = self._moves.place(self.weights, self.placement.optimizer, depth)
+        self._publishing = self._moves.place(
+            self.weights, self.placement.optimizer, depth, f"place {self.name}"
+        )
         self._publishing.wait()
 
     def start_gathering(self) -> None:
@@ -160,7 +166,7 @@ class Unit:
             self.full.untyped_storage().resize_(self.layout.numel * self.full.itemsize)
             depth = self.placement.backward_weights
             self._gathering = self._moves.gather(
-                self.weights, self.full, depth, 0, after=self._publishing
+                self.weights, self.full, depth, 0, f"gather {self.name}", self._publishing
             )
             self._point(self._views)
 
@@ -201,7 +207,9 @@ class Unit:
         if self._gradient_full is None:
             return
         depth = self.placement.gradients
-        slot = self._moves.reduce(self._gradient_full, 0, depth, after=self._reducing)
+        slot = self._moves.reduce(
+            self._gradient_full, 0, depth, f"reduce {self.name}", after=self._reducing
+        )
         self._gradient_full = None
         self._moves.then(slot, depth - 1, lambda: self._accumulate(slot))
         self._reducing = slot.ticket
@@ -218,7 +226,12 @@ class Unit:
         """Begin to reduce the gradient shard to the optimizer level, and over replicas."""
         place = self.placement
         self._finished = self._moves.reduce(
-            self.gradient, place.gradients, place.optimizer, self.errors, after=self._reducing
+            self.gradient,
+            place.gradients,
+            place.optimizer,
+            f"finish {self.name}",
+            self.errors,
+            self._reducing,
         )
         self._moves.sum_replicas(self._finished, place.optimizer)
 
@@ -248,7 +261,7 @@ class Unit:
         """
         depth = self.placement.optimizer
         totals = [
-            self._moves.reduce_exactly(error, level, depth).wait()
+            self._moves.reduce_exactly(error, level, depth, f"fold {self.name}").wait()
             for level, error in self.errors.items()
         ]
         for error in self.errors.values():

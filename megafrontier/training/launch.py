@@ -21,6 +21,7 @@ from megafrontier.training.guard import Guard
 from megafrontier.training.logbook import Log, Logbook, check_directory, open_logbook
 from megafrontier.training.loop import run
 from megafrontier.training.saving import Save, resume
+from megafrontier.training.timeline import Timeline
 from megafrontier.training.trainer import build_trainer
 
 
@@ -107,7 +108,9 @@ def _run(config: Config, arrangement: Arrangement, hierarchy: Hierarchy, logbook
             _keep_config(config)
         save = Save(logbook, trainer.step)
         trainer.engine.ledger.take()  # placing the first weights is no step's traffic
-        run(trainer, [Log(logbook), Evaluate(logbook), save, Guard()])
+        timeline = Timeline(trainer)
+        run(trainer, [Log(logbook), Evaluate(logbook), save, timeline, Guard()])
+        trainer.engine.finish_publishing()  # or a lane would outlive the process groups
     finally:
         trainer.close()
 

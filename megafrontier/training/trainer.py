@@ -98,6 +98,7 @@ def build_model(
         error_feedback=config.partition.error_feedback,
         overlap=config.partition.overlap,
         prefetch=config.partition.prefetch,
+        check_order=config.partition.check_order,
         initial=initial or partial(initial_slice, config.model, config.run.seed),
         decay=lambda name: parameter_kind(name) not in config.optimizer.no_decay,
     )

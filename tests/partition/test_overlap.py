@@ -1,5 +1,6 @@
 """Overlap is a policy: it changes when collectives run, never what comes out."""
 
+import json
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ from megafrontier.config import WiresConfig
 from megafrontier.partition import Placement, shard
 from megafrontier.partition.lanes import DONE, Lanes
 from megafrontier.partition.presets import choose_wires
+from megafrontier.partition.trace import Trace
 from tests.partition.tiny import GLOBAL_BATCH, LENGTH, TinyModel, batch
 from tests.ranks import make_levels, run_ranks
 
@@ -74,9 +76,9 @@ def test_reductions_run_under_the_backward_of_the_units_before():
         threads, waiting = set(), []
         crossing = engine.ledger.crossing
 
-        def watched(level):
+        def watched(level, label):
             threads.add(threading.current_thread().name)
-            return crossing(level)
+            return crossing(level, label)
 
         engine.ledger.crossing = watched
         start = type(engine.units[0]).start_reducing
@@ -118,6 +120,49 @@ def test_publishing_runs_under_the_next_forward_first_unit_first():
     for at_once, started, names in run_ranks((2, 2, 2), body):
         assert at_once == []
         assert started == names
+
+
+def test_ranks_that_disagree_on_the_order_are_named_with_their_units():
+    def body(hierarchy):
+        model = TinyModel(tied=False)
+        engine = shard(
+            model, model.units(), Placement(1, 1, 1, 1), hierarchy, check_order=True, overlap="none"
+        )
+        agreed = model(batch(0)[:2])
+        engine.backward(agreed)
+        if hierarchy.rank == 1:
+            engine.units[2].gather()
+        else:
+            engine.units[1].gather()
+
+    def caught(hierarchy):
+        with pytest.raises(RuntimeError) as error:
+            body(hierarchy)
+        return str(error.value)
+
+    first, second = run_ranks((2,), caught)
+    assert "rank 0 comes to 'gather blocks.0', rank 1 to 'gather blocks.1'" in first
+    assert "rank 1 comes to 'gather blocks.1', rank 0 to 'gather blocks.0'" in second
+
+
+def test_a_trace_has_a_row_a_level_and_names_moves_and_units(tmp_path):
+    def body(hierarchy):
+        model = TinyModel(tied=False)
+        engine = shard(model, model.units(), Placement.named("topo", LEVELS), hierarchy)
+        engine.ledger.trace = Trace(engine.ledger.names)
+        engine.backward(model(batch(0)[:2]), is_last=True)
+        engine.finish_gradients()
+        engine.ledger.trace.write(tmp_path / f"{hierarchy.rank}.json")
+
+    run_ranks((2, 2, 2), body)
+    events = json.loads((tmp_path / "3.json").read_text())["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    bars = {(rows[e["tid"]], e["name"]) for e in events if e["ph"] == "X"}
+    assert list(rows.values()) == ["waiting", "pair", "node", "world"]
+    assert ("pair", "gather blocks.1") in bars
+    assert ("node", "reduce blocks.1") in bars
+    assert ("world", "finish blocks.1") in bars
+    assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
 
 
 def test_a_lane_runs_tasks_in_order_and_after_what_they_wait_for():

@@ -36,6 +36,23 @@ def test_resume_on_the_same_layout_is_identical_to_the_last_bit(config_file, tmp
     ]
 
 
+def test_resume_with_low_bit_wires_and_error_feedback_is_identical_too(config_file, tmp_path):
+    """Published weights and unsaid errors are state; saving folds the errors in either run."""
+    chosen = ("partition.wires=low", "partition.error_feedback=true", "checkpoint.every=3")
+    unbroken = runs.run(config_file, 8, *chosen, f"run.directory={tmp_path}/unbroken")
+    runs.run(config_file, 8, *chosen, "train.stop_at=3")
+    resumed = runs.run(config_file, 8, *chosen)
+    assert runs.losses(resumed) == runs.losses(unbroken)
+    manifest = open_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000008").manifest
+    assert set(manifest.states) == {"weight", "exp_avg", "exp_avg_sq", "published", "error"}
+    elsewhere = runs.run(
+        config_file, 4, "partition.strategy=zero3", "train.steps=9",
+        f"checkpoint.resume={tmp_path}/run/checkpoints/step-00000008",
+        f"run.directory={tmp_path}/elsewhere",
+    )  # fmt: skip
+    assert runs.losses(elsewhere)[-1] < runs.losses(unbroken)[0]
+
+
 def test_a_run_handed_over_strategies_and_rank_counts_keeps_the_losses(config_file, tmp_path):
     one_level = "machine=laptop"
     alone = runs.run(config_file, 1, one_level, "train.steps=10", f"run.directory={tmp_path}/alone")
