@@ -167,15 +167,22 @@ def _hosts_of_all(hierarchy: Hierarchy, host: str) -> list[int]:
     return [int(x) for x in found.tolist()]
 
 
-def check_ranks_per_host(identity: Identity, expected: int | None) -> None:
-    """Refuse a launch whose ranks on a host are not the machine file's.
-
-    Local ranks are an arrangement made on purpose and are not checked. Raises UserError.
-    """
+def misplaced(identity: Identity, expected: int | None) -> str | None:
+    """What is wrong with the ranks that a launcher put on this rank's host, where the machine file
+    has `expected` of them. Local ranks are an arrangement made on purpose and are not checked."""
     if expected is None or identity.source in ("local", "alone"):
-        return
-    if identity.local_rank >= expected or identity.rank % expected != identity.local_rank:
-        raise UserError(
-            f"machine.device.ranks_per_host: rank {identity.rank} is local rank "
-            f"{identity.local_rank} on {identity.host}, need {expected} consecutive ranks a host"
-        )
+        return None
+    if identity.local_rank < expected and identity.rank % expected == identity.local_rank:
+        return None
+    return (
+        f"machine.device.ranks_per_host: rank {identity.rank} is local rank "
+        f"{identity.local_rank} on {identity.host}, need {expected} consecutive ranks a host"
+    )
+
+
+def check_ranks_per_host(hierarchy: Hierarchy, identity: Identity, expected: int | None) -> None:
+    """Refuse, on every rank alike, a launch whose ranks on a host are not the machine file's: a
+    rank that saw it alone would leave the others waiting. Raises UserError."""
+    error = hierarchy.first_error(misplaced(identity, expected))
+    if error is not None:
+        raise UserError(error)

@@ -71,9 +71,9 @@ def joined(config: Config) -> Iterator[tuple[Arrangement, Hierarchy]]:
     """This rank's place in the machine that a configuration describes."""
     identity = identify(os.environ)
     arrangement = arrange(config, identity.world_size)
-    check_ranks_per_host(identity, arrangement.machine.device.ranks_per_host)
     device = choose_device(identity)
     with join(identity, arrangement.levels, device) as hierarchy:
+        check_ranks_per_host(hierarchy, identity, arrangement.machine.device.ranks_per_host)
         yield arrangement, hierarchy
 
 

@@ -5,7 +5,7 @@ import socket
 import pytest
 import torch
 
-from megafrontier.cluster.hierarchy import check_ranks_per_host
+from megafrontier.cluster.hierarchy import misplaced
 from megafrontier.cluster.identity import Identity, identify
 from megafrontier.errors import UserError
 
@@ -100,7 +100,7 @@ def test_devices_are_never_counted(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", refuse)
     for environment in (SLURM, TORCHRUN, LOCAL, {}):
         found = identify(environment)
-        check_ranks_per_host(found, None)
+        assert misplaced(found, None) is None
 
 
 def task(rank, local_rank, source="slurm"):
@@ -109,9 +109,9 @@ def task(rank, local_rank, source="slurm"):
 
 def test_ranks_per_host_are_consecutive_and_as_many_as_the_machine_file_says():
     for rank in range(32):
-        check_ranks_per_host(task(rank, rank % 8), 8)
+        assert misplaced(task(rank, rank % 8), 8) is None
     for source in ("local", "alone"):
-        check_ranks_per_host(task(3, 0, source), 8)
+        assert misplaced(task(3, 0, source), 8) is None
 
 
 @pytest.mark.parametrize(
@@ -121,5 +121,8 @@ def test_ranks_per_host_are_consecutive_and_as_many_as_the_machine_file_says():
 )
 def test_another_number_or_order_of_ranks_on_a_host_is_refused(rank, local_rank):
     expected = 8 if rank != 8 else 16
-    with pytest.raises(UserError, match=r"ranks_per_host: rank \d+ is local rank \d+ on n1, need"):
-        check_ranks_per_host(task(rank, local_rank), expected)
+    problem = misplaced(task(rank, local_rank), expected)
+    assert problem is not None
+    assert (
+        f"ranks_per_host: rank {rank} is local rank {local_rank} on n1, need {expected}" in problem
+    )

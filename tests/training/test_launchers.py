@@ -1,0 +1,87 @@
+"""Ranks that torchrun or Slurm starts train as local ones do."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.training import runs
+
+RANKS = 2
+MACHINE = ("machine=laptop", "machine.device.ranks_per_host=2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("launchers")
+    runs.make_config_file(path)
+    return path
+
+
+def free_port():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def torchrun(rank):
+    return {"RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": RANKS}
+
+
+def slurm(rank):
+    return {
+        "SLURM_PROCID": rank,
+        "SLURM_NTASKS": RANKS,
+        "SLURM_LOCALID": rank,
+        "SLURM_STEP_ID": 0,
+        "SLURMD_NODENAME": "frontier00001",
+    }
+
+
+def launch(folder, name, identity, *overrides):
+    """Start the ranks as a launcher does; (exit code, stdout, stderr) of each."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    command = [
+        sys.executable, "-m", "megafrontier", "train", str(folder / "config.yaml"),
+        f"run.directory={folder}/{name}", *MACHINE, *overrides,
+    ]  # fmt: skip
+    started = []
+    for rank in range(RANKS):
+        own = {key: str(value) for key, value in (identity(rank) | meeting).items()}
+        environment = os.environ | own | {"OMP_NUM_THREADS": "1"}
+        started.append(
+            subprocess.Popen(
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    ended = [process.communicate(timeout=120) for process in started]
+    return [(p.returncode, *texts) for p, texts in zip(started, ended, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def local(folder):
+    return runs.run(folder / "config.yaml", RANKS, f"run.directory={folder}/local", *MACHINE)
+
+
+@pytest.mark.parametrize("identity", [torchrun, slurm])
+def test_a_launchers_ranks_give_the_losses_of_local_ones(folder, local, identity):
+    ended = launch(folder, identity.__name__, identity)
+    assert [code for code, _, _ in ended] == [0] * RANKS, ended
+    found = runs.metrics(folder / identity.__name__)
+    assert runs.losses(found) == runs.losses(local)
+    assert runs.valid_losses(found) == runs.valid_losses(local)
+    assert "step 8/8" in ended[0][1]
+    assert ended[1][1] == "", "only the first rank speaks"
+
+
+def test_ranks_that_a_launcher_spreads_otherwise_than_the_machine_file_are_refused(folder):
+    ended = launch(folder, "spread", slurm, "machine.device.ranks_per_host=1")
+    assert [code for code, _, _ in ended] == [2] * RANKS, "the other rank must not wait"
+    assert "ranks_per_host: rank 1 is local rank 1 on frontier00001, need 1" in ended[0][2]
+    assert "Traceback" not in ended[0][2] + ended[1][2]

@@ -1,0 +1,239 @@
+"""What must not change the losses does not; what a run writes is what the design says."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from megafrontier.config import load_config
+from megafrontier.model.initialise import parameter_kind
+from megafrontier.partition.placement import traffic_bytes
+from megafrontier.training.arrangement import arrange
+from megafrontier.training.loop import train_step
+from megafrontier.training.metrics import step_metrics
+from megafrontier.training.trainer import build_trainer
+from tests.ranks import run_ranks
+from tests.training import runs
+
+KEYS = {
+    "step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second",
+    "tflops_per_device", "mfu", "memory_gib", "comm",
+}  # fmt: skip
+ALONE = ("machine=laptop",)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("losses")
+    runs.make_config_file(path)
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_core():
+    """One thread a rank: a second one that has to wait for a core stalls the first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda _pid: {0})
+        yield
+
+
+@pytest.fixture(scope="module")
+def train(folder):
+    """Train in a directory of its own; the metrics."""
+
+    def run(name, ranks, *overrides):
+        directory = f"run.directory={folder}/{name}"
+        return runs.run(folder / "config.yaml", ranks, directory, *overrides)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone(train):
+    return train("alone", 1, *ALONE)
+
+
+@pytest.fixture(scope="module")
+def four(train):
+    """The run that the tests of what a run writes look at."""
+    sinks = ("log.tensorboard=true", "log.wandb=offline", "log.every=2", "checkpoint.every=5")
+    chosen = ("evaluate.every=3", "machine.device={peak_tflops: 0.5}", "train.micro_batch=2")
+    return train("four", 4, *sinks, *chosen)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chosen"),
+    [
+        (1, (*ALONE, "train.micro_batch=16")),
+        (1, (*ALONE, "train.micro_batch=4", "train.activation_checkpointing=block")),
+        (4, ("train.micro_batch=1", "train.loss_chunk_tokens=7")),
+        (4, ("train.micro_batch=4", "train.activation_checkpointing=block")),
+    ],
+)
+def test_micro_batches_ranks_and_checkpointing_do_not_change_the_losses(
+    train, alone, ranks, chosen
+):
+    found = train("-".join([str(ranks), *chosen]).replace("/", ""), ranks, *chosen)
+    assert runs.losses(found) == pytest.approx(runs.losses(alone), rel=1e-5)
+    assert runs.valid_losses(found) == pytest.approx(runs.valid_losses(alone), rel=1e-5)
+    assert runs.losses(alone)[-1] < runs.losses(alone)[0] - 0.1
+
+
+def test_evaluation_does_not_disturb_training(four, train):
+    without = train("without", 4, "evaluate.batches=0", "train.micro_batch=2")
+    assert runs.losses(four) == runs.losses(without)
+    assert runs.valid_losses(without) == []
+
+
+def test_activation_checkpointing_gives_the_same_losses_with_dropout_to_the_bit(train):
+    chosen = ("model.dropout=0.2", "train.micro_batch=4")
+    plain = train("dropout", 4, *chosen)
+    again = train("dropout-block", 4, *chosen, "train.activation_checkpointing=block")
+    assert runs.losses(plain) == runs.losses(again)
+
+
+def test_tied_embeddings_document_mask_and_dropout_train_together(train, alone):
+    chosen = ("model.tie_embeddings=true", "model.dropout=0.1", "data.document_mask=true",
+              "train.steps=12")  # fmt: skip
+    found = runs.losses(train("tied", 4, *chosen))
+    assert found[-1] < found[0] - 0.1
+    assert found != pytest.approx(runs.losses(alone), rel=1e-5)
+
+
+def test_bf16_learns(train):
+    found = runs.losses(train("bf16", 4, "train.precision=bf16", "train.steps=12"))
+    assert found[-1] < found[0] - 0.1
+
+
+def test_skipped_batches_are_left_out_and_later_steps_move_up(train):
+    """At a rate of 0 a step's loss depends on its batch alone."""
+    still = ("optimizer.lr=0", "evaluate.batches=0")
+    every = runs.losses(train("still", 4, *still))
+    skipping = runs.losses(train("skipping", 4, *still, "data.skip=[[1,3],[5,6]]", "train.steps=5"))
+    assert skipping == [every[i] for i in (0, 3, 4, 6, 7)]
+    assert len(set(every)) == len(every)
+
+
+def test_a_metrics_line_has_the_keys_of_the_design_and_no_others(four):
+    steps = [line for line in four if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 9))
+    for line in steps:
+        assert set(line) == KEYS
+        assert {level: set(parts) for level, parts in line["comm"].items()} == {
+            level: {"bytes", "seconds"} for level in ("pair", "node", "world")
+        }
+        assert line["tokens"] == line["step"] * 16 * 16
+        assert line["lr"] > 0
+        assert line["memory_gib"] > 0
+        speed = line["tokens_per_second"]
+        assert speed == pytest.approx(16 * 16 / line["step_seconds"])
+        assert line["mfu"] == pytest.approx(line["tflops_per_device"] / 0.5)
+
+
+def test_evaluating_and_saving_are_no_steps_traffic(four):
+    sent = [[level["bytes"] for level in line["comm"].values()] for line in four if "loss" in line]
+    assert sent[1:] == [sent[1]] * 7
+
+
+def test_evaluation_lines_come_when_due_and_at_the_end(four):
+    lines = [line for line in four if "valid_loss" in line]
+    assert [line["step"] for line in lines] == [3, 6, 8]
+    assert all(set(line) == {"step", "valid_loss"} for line in lines)
+
+
+def test_the_log_has_every_so_many_steps_and_what_was_saved(four, folder):
+    log = (folder / "four" / "log.txt").read_text().splitlines()
+    steps = [line.split()[1] for line in log if line.startswith("step") and " loss" in line]
+    assert [s for s in steps if s != "3/8"] == ["2/8", "4/8", "6/8", "6/8", "8/8", "8/8"]
+    for step in (5, 8):
+        assert f"checkpoint {folder}/four/checkpoints/step-0000000{step}" in log
+
+
+def test_the_saved_config_is_the_resolved_one_and_loads_again(four, folder):
+    asked = load_config(folder / "config.yaml", [f"run.directory={folder}/four", "log.every=2"])
+    saved = load_config(folder / "four" / "config.yaml")
+    assert saved.model == asked.model
+    assert saved.train.micro_batch == 2
+    assert saved.log.tensorboard
+    assert arrange(saved, 4).levels.names == ("pair", "node", "world")
+
+
+def test_wandb_and_tensorboard_take_part_in_a_run(four, folder):
+    assert list((folder / "four" / "tensorboard").glob("events.*"))
+    assert list((folder / "four" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_stop_at_stops_with_a_checkpoint_and_the_schedule_of_the_whole_run(train, folder, four):
+    stopped = train("stopped", 4, "train.stop_at=3", "train.micro_batch=2")
+    whole = [line["lr"] for line in four if "loss" in line]
+    assert [line["lr"] for line in stopped if "loss" in line] == whole[:3]
+    checkpoints = [path.name for path in Path(folder, "stopped", "checkpoints").iterdir()]
+    assert checkpoints == ["step-00000003"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_bytes_in_the_metrics_are_the_formulas(folder, precision):
+    config = runs.load(folder / "config.yaml", f"train.precision={precision}")
+
+    def body(hierarchy):
+        trainer = build_trainer(config, arrange(config, 4), hierarchy)
+        step_metrics(trainer, train_step(trainer))  # what it publishes crosses in the next step
+        line = step_metrics(trainer, train_step(trainer))
+        trainer.close()
+        per_unit = [
+            traffic_bytes(
+                unit.layout.numel,
+                trainer.arrangement.placement,
+                trainer.arrangement.levels,
+                trainer.arrangement.wires,
+                trainer.loader.micro_batches,
+                1 if trainer.engine.stays_gathered(unit) else 2,
+            )
+            for unit in trainer.engine.units
+        ]
+        formula = [sum(level) for level in zip(*per_unit, strict=True)]
+        return [level["bytes"] for level in line["comm"].values()], formula
+
+    for counted, formula in run_ranks((2, 2, 1), body):
+        assert counted == formula
+        assert counted[0] > 0
+        assert counted[2] == 0
+
+
+@pytest.mark.parametrize(
+    ("no_decay", "decayed"),
+    [("[norm,bias,embedding]", "matrix"), ("[]", "matrix embedding norm"), ("[norm]", "matrix")],
+)
+def test_weight_decay_falls_on_the_configured_kinds_alone(folder, no_decay, decayed):
+    """With gradients of zero, decay is all that moves a weight."""
+    config = runs.load(
+        folder / "config.yaml", *ALONE, f"optimizer.no_decay={no_decay}", "optimizer.lr=0.1",
+        "optimizer.weight_decay=0.5",
+    )  # fmt: skip
+
+    def body(hierarchy):
+        trainer = build_trainer(config, arrange(config, 1), hierarchy)
+        before = [unit.master.clone() for unit in trainer.engine.units]
+        trainer.optimizer.step([torch.zeros_like(master) for master in before], 0.1)
+        moved = set()
+        for unit, old in zip(trainer.engine.units, before, strict=True):
+            for entry, first, last in unit.layout.within(0, old.numel()):
+                at = slice(entry.offset + first, entry.offset + last)
+                if (unit.master[at] != old[at]).any():
+                    moved.add(parameter_kind(entry.name))
+        trainer.close()
+        return moved
+
+    (moved,) = run_ranks((1,), body)
+    expected = set(decayed.split())
+    assert moved == expected | ({"embedding"} if no_decay == "[norm]" else set())
+
+
+def test_what_json_cannot_hold_never_reaches_the_metrics(four, folder):
+    text = (folder / "four" / "metrics.jsonl").read_text()
+    for line in text.splitlines():
+        numbers = json.loads(line, parse_constant=lambda name: pytest.fail(name))
+        assert math.isfinite(numbers.get("loss", numbers.get("valid_loss")))

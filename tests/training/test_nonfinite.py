@@ -1,0 +1,136 @@
+"""A step that is not finite changes no weight, on all ranks alike, and is told of."""
+
+import pytest
+import torch
+
+from megafrontier.model.gpt import GPT
+from megafrontier.training import loop
+from megafrontier.training.arrangement import arrange
+from megafrontier.training.evaluation import evaluate
+from megafrontier.training.launch import train
+from megafrontier.training.loop import train_step
+from megafrontier.training.trainer import build_trainer
+from tests.ranks import run_ranks
+from tests.training import runs
+
+STEPS = ("train.steps=10", "evaluate.batches=0", "train.nonfinite_limit=3")
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    return runs.make_config_file(tmp_path)
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Make the loss of the micro-batches that begin with these samples not a number; only one
+    rank has each."""
+    forward = GPT.forward
+    current = []
+
+    def choose(*samples):
+        def note(_seed, batch):
+            current[:] = [batch.first_sample]
+
+        def poisoned(self, *arguments):
+            loss = forward(self, *arguments)
+            return loss * torch.nan if current[0] in samples else loss
+
+        monkeypatch.setattr(loop, "seed_dropout", note)
+        monkeypatch.setattr(GPT, "forward", poisoned)
+
+    return choose
+
+
+def test_one_ranks_nan_is_skipped_by_all_counted_and_logged_with_its_samples(
+    config_file, tmp_path, poison
+):
+    poison(32, 63, 100, 120)
+    lines = runs.run(config_file, 4, *STEPS)
+    skipped = {line["step"]: line["samples"] for line in lines if line.get("skipped")}
+    assert skipped == {3: [32, 48], 4: [48, 64], 7: [96, 112], 8: [112, 128]}
+    for line in lines:
+        assert (line["loss"] is None) == (line["step"] in skipped)
+    kept = [line["loss"] for line in lines if line["loss"] is not None]
+    assert kept[-1] < kept[0]
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert log.count("skipped: loss or gradient not finite") == 4
+
+
+def test_so_many_in_a_row_stop_the_run_with_code_3_and_one_line(config_file, poison, capfd):
+    poison(64, 80, 96)
+    assert train(runs.load(config_file, *STEPS), 4) == 3
+    error = capfd.readouterr().err
+    assert error == (
+        "megafrontier: step 7: the last 3 steps had a non-finite loss or gradient "
+        "(train.nonfinite_limit), the newest with samples 96 to 111\n"
+    )
+    assert runs.metrics(config_file.parent / "run")[-1]["step"] == 7
+
+
+def test_a_skipped_step_changes_nothing_and_the_next_is_as_if_it_had_not_been(config_file):
+    config = runs.load(config_file, *STEPS)
+
+    def state(trainer):
+        moments = trainer.optimizer.moments.values()
+        masters = [unit.master for unit in trainer.engine.units]
+        tensors = [*masters, *(t for shards in moments for t in shards)]
+        # What the computing weights are shows in a loss; when they are refreshed is the engine's.
+        loss = evaluate(trainer.model, trainer.valid_loader, trainer.hierarchy, 1).loss
+        return [tensor.clone() for tensor in tensors], (trainer.optimizer.steps, loss)
+
+    def body(hierarchy):
+        trainer = build_trainer(config, arrange(config, 4), hierarchy)
+        train_step(trainer)
+        before, expected = state(trainer)
+        forward = trainer.model.head.forward
+        if hierarchy.rank == 2:
+            trainer.model.head.forward = lambda *a: forward(*a) * torch.inf
+        skipped = train_step(trainer)
+        trainer.model.head.forward = forward
+        after, found = state(trainer)
+        result = train_step(trainer)
+        trainer.close()
+        same = all(map(torch.equal, before, after)) and found == expected
+        return same, skipped.skipped, result.skipped, trainer.step, trainer.tokens, result.loss
+
+    found = run_ranks((2, 2, 1), body)
+    assert [rank[:5] for rank in found] == [(True, True, False, 3, 3 * 256)] * 4
+    assert len({rank[5] for rank in found}) == 1
+
+
+def test_fp16_finds_its_scale_by_skipping_alike_on_all_ranks_and_then_learns(config_file):
+    config = runs.load(
+        config_file, "train.precision=fp16", f"train.loss_scale={2.0**40}", "train.steps=100",
+        "train.micro_batch=4",
+    )  # fmt: skip
+
+    def body(hierarchy):
+        trainer = build_trainer(config, arrange(config, 4), hierarchy)
+        results, scales, unchanged = [], [], []
+        for _ in range(45):
+            before = [unit.master.clone() for unit in trainer.engine.units]
+            results.append(train_step(trainer))
+            scales.append(trainer.loss_scale.scale)
+            now = [unit.master for unit in trainer.engine.units]
+            unchanged.append(all(map(torch.equal, before, now)))
+        trainer.close()
+        return [r.skipped for r in results], scales, unchanged, [r.loss for r in results]
+
+    found = run_ranks((2, 2, 1), body)
+    skipped, scales, unchanged, losses = found[0]
+    assert all(rank[:3] == found[0][:3] for rank in found)
+    count = skipped.index(False)
+    assert 5 < count < 35
+    assert unchanged == skipped
+    for step, scale in enumerate(scales[:count], start=1):
+        assert scale == 2.0 ** (40 - step)
+    assert losses[-1] < losses[0] - 0.2
+
+
+def test_fp16_trains_from_the_default_scale_and_tells_it(config_file):
+    chosen = ("train.precision=fp16", "train.steps=12", "evaluate.batches=0")
+    lines = runs.run(config_file, 4, *chosen)
+    found = [line["loss"] for line in lines if line["loss"] is not None]
+    assert found[-1] < found[0] - 0.1
+    assert all(line["loss_scale"] >= 1 for line in lines)

@@ -1,0 +1,187 @@
+"""Bad input is refused in one line with code 2, nearly all of it before any rank starts; what one
+rank meets later ends all of them; a full disk ends none."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megafrontier.checkpoint import write
+from megafrontier.cli import main
+from megafrontier.training import launch, logbook, saving
+from tests.data.corpora import write_corpus
+from tests.training import runs
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    return runs.make_config_file(tmp_path)
+
+
+def make_tokenizer(folder):
+    from megafrontier.data.tokenizer import load_tokenizer
+
+    folder.mkdir()
+    load_tokenizer("bytes").save(folder)
+    return folder
+
+
+BAD = [
+    (("machine.levels.node.size=3",), "machine.levels: pair 2 × node 3 × world ? cannot hold 4"),
+    (("partition.weights=world", "partition.gradients=node", "partition.optimizer=world"),
+     "partition.weights: world reaches further than partition.gradients (node)"),
+    (("partition.weights=rack", "partition.gradients=node", "partition.optimizer=world"),
+     "partition.weights: no level 'rack' on this machine, need one of none, pair, node, world"),
+    (("partition.wires.gather={rack: bf16}",), "partition.wires.gather.rack: no such level"),
+    (("partition.wires.reduce={node: fp9}",), "partition.wires.reduce.node: fp9, need one of"),
+    (("train.global_batch=6",), "train.global_batch: 6, need a multiple of 4"),
+    (("model.vocab_size=200",), "model.vocab_size: 200, need at least 257 for tokenizer bytes"),
+    (("data.train=[{path: /nowhere/corpus}]",), "/nowhere/corpus.idx: "),
+    (("data.split=[0,1]",), "data.split: [0.0, 1.0], need two parts"),
+    (("tokenizer=/nowhere",), "tokenizer '/nowhere'"),
+    (("train.stepz=3",), "train.stepz: 3, no such key; did you mean steps?"),
+    (("train.steps=many",), "train.steps: many, need an integer"),
+    (("machine=cray",), "machine: cray, need the path of a machine file or one of"),
+    (("optimizer.fused=apex",), "optimizer.fused: apex, but no accelerator is here"),
+    (("checkpoint.resume=/nowhere/step-1",), "checkpoint.resume: /nowhere/step-1"),
+    (("run.directory={folder}/corpus.bin/run",), "corpus.bin/run: Not a directory, need a folder"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("chosen", "reason"), BAD, ids=[reason for _, reason in BAD])
+def test_bad_input_is_refused_in_one_line_before_any_rank_starts(
+    config_file, tmp_path, monkeypatch, capfd, chosen, reason
+):
+    def fork_nothing(*_):
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(launch, "fork_ranks", fork_nothing)
+    chosen = [override.replace("{folder}", str(tmp_path)) for override in chosen]
+    assert main(["train", str(config_file), "--nproc", "4", *chosen]) == 2
+    error = capfd.readouterr().err
+    assert error.startswith("megafrontier: ")
+    assert error.count("\n") == 1
+    assert reason in error
+
+
+def test_no_ranks_at_all_are_refused(config_file, capfd):
+    assert main(["train", str(config_file), "--nproc", "0"]) == 2
+    assert capfd.readouterr().err == "megafrontier: --nproc: 0, need at least 1\n"
+
+
+def spoil(prefix: Path, sequence: int, length: int = 16) -> None:
+    """Put an id that no vocabulary has into one window of a corpus."""
+    data = bytearray(Path(f"{prefix}.bin").read_bytes())
+    at = (sequence * length + 3) * 2
+    data[at : at + 2] = (60000).to_bytes(2, "little")
+    Path(f"{prefix}.bin").write_bytes(data)
+
+
+def test_an_id_beyond_the_vocabulary_on_one_rank_is_one_line_and_ends_all(
+    config_file, tmp_path, capfd
+):
+    config = runs.load(config_file)
+    samples = launch_samples(config)
+    window = samples.locate(2 * 16 + 13, 1)[0][1]  # the last rank's part of the third step
+    spoil(tmp_path / "corpus", window)
+    assert runs.train(config, 4) == 2
+    error = capfd.readouterr().err
+    assert error.startswith(f"megafrontier: rank 3: {tmp_path}/corpus.bin: byte ")
+    assert "token id 60000, need 0 to 256" in error
+    assert error.count("\n") == 1
+    assert len(runs.losses(runs.metrics(tmp_path / "run"))) == 2
+
+
+def launch_samples(config):
+    from megafrontier.training.batches import open_part
+
+    samples = open_part(config, "train")
+    assert samples is not None
+    return samples
+
+
+def test_bad_validation_data_on_one_rank_is_told_by_that_rank(config_file, tmp_path, capfd):
+    write_corpus(tmp_path / "valid", [[[1] * (16 * 16 + 1)]])
+    spoil(tmp_path / "valid", 9)
+    config = runs.load(config_file, f"data.valid=[{{path: {tmp_path}/valid}}]", "train.steps=2")
+    assert runs.train(config, 4) == 2
+    error = capfd.readouterr().err
+    assert error.startswith(f"megafrontier: rank 2: {tmp_path}/valid.bin: byte ")
+    assert error.count("\n") == 1
+
+
+CHECKPOINTS = ("checkpoint.every=2", "checkpoint.keep=2", "train.steps=6", "evaluate.batches=0")
+
+
+def test_a_disk_that_fills_up_in_a_save_costs_that_checkpoint_alone(
+    config_file, tmp_path, monkeypatch
+):
+    whole = write.write_piece
+
+    def full(path, manifest, piece, shards):
+        if manifest.step == 4 and piece == 2:
+            whole(path, manifest, piece, shards)
+            raise OSError(28, "No space left on device", str(path))
+        return whole(path, manifest, piece, shards)
+
+    monkeypatch.setattr(write, "write_piece", full)
+    lines = runs.run(config_file, 4, *CHECKPOINTS)
+    assert len(runs.losses(lines)) == 6
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "warning: no checkpoint at step 4: checkpoint not saved: rank" in log
+    assert "No space left on device" in log
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000002", "step-00000006"]
+    assert main(["checkpoint", "verify", str(checkpoints)]) == 0
+
+
+def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(
+    config_file, tmp_path, monkeypatch
+):
+    def stuck(*_):
+        raise OSError(16, "Device or resource busy", "step-00000002")
+
+    monkeypatch.setattr(saving, "prune", stuck)
+    assert len(runs.losses(runs.run(config_file, 4, *CHECKPOINTS))) == 6
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "warning: old checkpoints not deleted: [Errno 16] Device or resource busy" in log
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 3
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_metrics_and_log_on_a_full_disk_are_missed_once_aloud_and_the_run_goes_on(
+    config_file, tmp_path, monkeypatch, capfd
+):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "log.txt").symlink_to("/dev/full")
+    whole = Path.open
+
+    def open_full(path, *mode, **options):
+        # Not as a link: what was written before is read first, and /dev/full has no end.
+        return whole(Path("/dev/full") if path.suffix == ".jsonl" else path, *mode, **options)
+
+    monkeypatch.setattr(Path, "open", open_full)
+    config = runs.load(config_file, *CHECKPOINTS, "log.every=1")
+    assert runs.train(config, 4) == 0
+    shown = capfd.readouterr()
+    assert shown.out.count("warning: metrics are not written: No space left on device") == 1
+    assert "step 6/6" in shown.out
+    assert (tmp_path / "run" / "checkpoints" / "step-00000006").is_dir()
+    assert shown.err == ""
+
+
+def test_a_config_that_cannot_be_kept_is_one_line(config_file, tmp_path, capfd):
+    (tmp_path / "run" / "config.yaml").mkdir(parents=True)
+    assert runs.train(runs.load(config_file), 4) == 2
+    error = capfd.readouterr().err
+    assert (
+        error
+        == f"megafrontier: run.directory: {tmp_path}/run: Is a directory, need room to write\n"
+    )
+
+
+def test_the_log_is_closed_where_opening_it_was_all(config_file):
+    config = runs.load(config_file)
+    before = len(os.listdir("/proc/self/fd"))
+    logbook.check_directory(config)
+    assert len(os.listdir("/proc/self/fd")) == before
