@@ -112,6 +112,13 @@ class Unit:
         start, stop = self.range
         return max(0, min(self._decay_numel, stop) - start)
 
+    @property
+    def _padding(self) -> slice:
+        """Where this rank's optimizer shard has only padding."""
+        start, stop = self.range
+        last = self.layout.entries[-1]
+        return slice(max(0, min(last.offset + last.numel, stop) - start), None)
+
     def initialise(self, initial: InitialSlice) -> None:
         """Fill the master shard; padding stays zero."""
         start, stop = self.range
@@ -242,6 +249,8 @@ class Unit:
         assert self._finished is not None
         gradient = self._finished.wait()
         self._finished = None
+        # A rotation mixes the last parameter with the padding after it, and messages round.
+        gradient[self._padding].zero_()
         return gradient
 
     @property
@@ -268,3 +277,4 @@ class Unit:
             error.zero_()
         if self.error is not None and self._moves.hierarchy.is_first_replica(depth):
             self.error.copy_(torch.stack(totals).sum(0))
+            self.error[self._padding].zero_()  # checkpoints hold parameters only

@@ -184,6 +184,24 @@ def test_a_non_finite_gradient_reaches_the_norm_through_every_wire():
     assert run_ranks((2, 2, 2), body) == [False] * 8
 
 
+def test_padding_stays_zero_though_rotations_mix_it_with_the_last_parameter():
+    def body(hierarchy):
+        model, engine, optimizer = build(hierarchy, preset("low", "topo"), error_feedback=True)
+        for step in range(2):
+            engine_step(engine, model, optimizer, step, 2)
+        engine.finish_publishing()
+        engine.fold_errors()
+        most = 0.0
+        for unit in engine.units:
+            start, stop = unit.range
+            used = sum(last - first for _, first, last in unit.layout.within(start, stop))
+            for state in (unit.master, unit.published, unit.error):
+                most = max(most, state[used:].abs().sum().item())
+        return most
+
+    assert run_ranks((2, 2, 2), body) == [0.0] * 8
+
+
 def test_presets_are_what_they_say():
     frontier = Levels(("pair", "node", "world"), (2, 4, 3))
     assert names(preset("low", "topo", frontier, "bf16")) == [
