@@ -1,0 +1,283 @@
+"""Train on 1, 2 and 4 nodes of one machine that a slow network joins, strategy beside strategy.
+
+    sudo python scripts/benchmarks/slow_network.py OUT [--quick] [--nodes 1 2 4] [--slower 1 4 16]
+        [--accumulation 1 4] [--strategies NAME …] [--overlap none full] [key=value …]
+
+A node is a network namespace with 4 ranks (levels pair 2, node 2, world) and one shaped NIC. All
+ranks share the machine's cores, so the rate of the links is chosen for each number of nodes from
+what computing takes there: one pass of all weights into a node takes 0.12 of a micro-step's
+compute, as for 20B on Frontier; `--slower` divides that rate. Strategies take turns, in fresh
+processes, because the machine's speed drifts. OUT gets results.json, table.md and picture.png.
+
+Needs root and Debian's iproute2; removes its namespaces and processes when it ends, however.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field, fields
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+from slow_network_cluster import Cluster, JobFailed, interrupted_by_signals, wait_for_quiet
+from slow_network_job import Answer, Job
+from slow_network_links import Unable, links
+from slow_network_report import ALONE, Row, row_of, write_report
+
+from megafrontier.config import PartitionConfig, load_config
+from megafrontier.data.writer import Corpus
+from megafrontier.errors import UserError
+from megafrontier.training.arrangement import check_training
+
+PER_NODE = 4
+PASS_OF_COMPUTE = 0.12
+"""Seconds of one pass of all weights into a node over seconds of a micro-step's compute: 41 GB
+through 100 GB/s, and 2048 tokens (6 FLOPs a parameter) at 75 TF/s on each GCD."""
+TIMEOUT_SECONDS = 600.0
+QUIET_CORES, PATIENCE_SECONDS = 0.2, 30.0
+"""A row that others disturbed by more cores than these is measured again."""
+
+CONFIG = """
+run: {{name: slow-network, directory: {folder}/run}}
+model: {{layers: 4, hidden: 160, heads: 4, sequence_length: 512, vocab_size: 257}}
+tokenizer: bytes
+data: {{train: [{{path: {folder}/corpus}}], split: [1.0, 0.0]}}
+train: {{steps: 1000, micro_batch: 2, global_batch: "${{train.micro_batch}}", precision: bf16}}
+machine: {{levels: {{pair: {{size: 2}}, node: {{size: 2}}, world: {{}}}}, device: {{name: cpu}}}}
+"""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A row of the table. The engine's own differ in overrides alone."""
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    kind: str = "ours"
+    options: dict[str, str] = field(default_factory=dict)
+
+
+STRATEGIES = (
+    Strategy(ALONE, kind="alone"),
+    Strategy("FSDP2 full", kind="fsdp2", options={"mode": "full"}),
+    Strategy("FSDP2 hybrid", kind="fsdp2", options={"mode": "hybrid"}),
+    Strategy("zero3", ("partition.strategy=zero3",)),
+    Strategy("hpz", ("partition.strategy=hpz",)),
+    Strategy("hpz + zero++", ("partition.strategy=hpz", "partition.wires=zero++")),
+    Strategy("mics", ("partition.strategy=mics",)),
+    Strategy("topo exact", ("partition.strategy=topo",)),
+    Strategy("topo low", ("partition.strategy=topo", "partition.wires=low")),
+)
+
+
+def with_overlap(strategy: Strategy, policy: str) -> Strategy:
+    """One of the engine's strategies under an overlap policy."""
+    overrides = (*strategy.overrides, f"partition.overlap={policy}")
+    if policy == "none":
+        known = {f.name for f in fields(PartitionConfig)}
+        return Strategy(strategy.name, overrides if "overlap" in known else strategy.overrides)
+    return Strategy(f"{strategy.name}, {policy} overlap", overrides)
+
+
+def chosen(names: list[str] | None, policies: list[str]) -> list[Strategy]:
+    """The strategies asked for under each policy; computing alone is always one of them."""
+    found = []
+    for strategy in STRATEGIES:
+        if names and strategy.name not in (*names, ALONE):
+            continue
+        if strategy.kind == "ours":
+            found += [with_overlap(strategy, policy) for policy in policies]
+        else:
+            found.append(strategy)
+    return found
+
+
+# What is trained
+
+
+def write_inputs(folder: Path) -> Path:
+    """A corpus of seeded random walks over bytes, and the config that trains on it; its path."""
+    rng = np.random.default_rng(0)
+    tokens = np.cumsum(rng.integers(-3, 4, 2**20)) % 256
+    with Corpus(folder / "corpus", np.dtype(np.uint16)) as corpus:
+        corpus.data.write(tokens.astype(np.uint16).tobytes())
+        corpus.index.add(np.array([len(tokens)], np.int32), np.array([1]))
+        corpus.publish()
+    path = folder / "config.yaml"
+    path.write_text(CONFIG.format(folder=folder))
+    return path
+
+
+class Bench:
+    """Jobs on a cluster with the settings of one run of this script."""
+
+    def __init__(self, cluster: Cluster, config: Path, settings: argparse.Namespace) -> None:
+        self._cluster, self._config, self._settings = cluster, config, settings
+
+    def overrides(self, strategy: Strategy, nodes: int, accumulation: int) -> tuple[str, ...]:
+        """All that makes the config of a row from the common one."""
+        sequences = nodes * PER_NODE * accumulation
+        batch = f"train.global_batch={sequences * self._micro_batch()}"
+        return (*self._settings.config, batch, *strategy.overrides)
+
+    def _micro_batch(self) -> int:
+        return load_config(self._config, self._settings.config).train.micro_batch
+
+    def refusal(self, strategy: Strategy, nodes: int, accumulation: int) -> str | None:
+        """Why the config of a row cannot be, in the program's own words."""
+        try:
+            config = load_config(self._config, self.overrides(strategy, nodes, accumulation))
+            check_training(config, nodes * PER_NODE)
+        except UserError as error:
+            return str(error)
+        return None
+
+    def run(self, strategy: Strategy, nodes: int, accumulation: int, steps: int) -> list[Answer]:
+        """Every rank's answer. Raises JobFailed."""
+        job = Job(
+            strategy.kind,
+            str(self._config),
+            self.overrides(strategy, nodes, accumulation),
+            ranks=0,
+            steps=steps,
+            warmup=self._settings.warmup,
+            address="",
+            port=0,
+            folder="",
+            options=strategy.options,
+        )
+        return self._cluster.run(job, nodes, TIMEOUT_SECONDS)
+
+    def undisturbed(self, strategy: Strategy, nodes: int, accumulation: int, steps: int) -> Row:
+        """The row that others disturbed least, of as many tries as it takes or the settings allow.
+        Raises JobFailed."""
+        tries = []
+        for _ in range(self._settings.tries):
+            wait_for_quiet(QUIET_CORES, PATIENCE_SECONDS)
+            answers = self.run(strategy, nodes, accumulation, steps)
+            tries.append(row_of(strategy.name, answers, PER_NODE, accumulation))
+            if tries[-1].others_cores < QUIET_CORES:
+                break
+        return min(tries, key=lambda row: row.others_cores)
+
+    def full_rate(self, nodes: int) -> float:
+        """Bytes per second of a NIC at which a pass of all weights takes its part of compute."""
+        row = self.undisturbed(STRATEGIES[0], nodes, 2, 3)
+        seconds = statistics.median(row.seconds) / 2
+        return row.parameters * 2 / (PASS_OF_COMPUTE * seconds)
+
+    def measure(self, strategies: list[Strategy], rows: list[Row]) -> None:
+        """Fill `rows`, strategies taking turns."""
+        s = self._settings
+        for nodes in s.nodes:
+            rate = self.full_rate(nodes)
+            # Nothing of one node's training crosses a NIC: no need to slow it down.
+            factors = s.slower if nodes > 1 else [1]
+            for slower, accumulation in product(factors, s.accumulation):
+                self._cluster.links.shape(rate / slower)
+                print(
+                    f"{nodes} nodes, {rate / slower / 1e6:.2f} MB/s a NIC ({slower} x slower), "
+                    f"accumulation {accumulation}",
+                    flush=True,
+                )
+                group: dict[str, Row] = {}
+                for strategy in strategies * s.rounds:
+                    new = self._row(strategy, nodes, accumulation)
+                    new.slower, new.bytes_per_second = slower, rate / slower
+                    print(f"  {new.line()}", flush=True)
+                    if strategy.name in group:
+                        group[strategy.name].join(new)
+                    else:
+                        group[strategy.name] = new
+                        rows.append(new)
+
+    def _row(self, strategy: Strategy, nodes: int, accumulation: int) -> Row:
+        why = self.refusal(strategy, nodes, accumulation)
+        if why is not None:
+            return Row(strategy.name, nodes, accumulation, skipped=why)
+        try:
+            return self.undisturbed(strategy, nodes, accumulation, self._settings.steps)
+        except JobFailed as error:
+            print(error, file=sys.stderr, flush=True)
+            why = str(error).splitlines()[-1]
+            return Row(strategy.name, nodes, accumulation, skipped=f"failed: {why}")
+
+
+def machine() -> dict[str, str | int]:
+    """What the numbers were measured on."""
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    cores = len(os.sched_getaffinity(0))
+    return {"cpu": model, "cores": cores, "kernel": platform.release(), "torch": torch.__version__}
+
+
+def parse() -> argparse.Namespace:
+    """The command line; `--quick` sets what is not given."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("config", nargs="*", metavar="key=value")
+    parser.add_argument("--quick", action="store_true", help="a few minutes, 1 and 4 nodes")
+    parser.add_argument("--nodes", type=int, nargs="+", choices=(1, 2, 4))
+    parser.add_argument("--slower", type=float, nargs="+", help="divide the rate of the links")
+    parser.add_argument("--accumulation", type=int, nargs="+")
+    parser.add_argument("--strategies", nargs="+", choices=[s.name for s in STRATEGIES])
+    parser.add_argument("--overlap", nargs="+", default=["none", "full"])
+    parser.add_argument("--rounds", type=int, help="turns of each strategy")
+    parser.add_argument("--steps", type=int, help="measured steps in each turn")
+    parser.add_argument("--warmup", type=int, default=1, help="steps before them")
+    parser.add_argument("--tries", type=int, default=3, help="for a turn that others disturb")
+    found = parser.parse_intermixed_args()
+    quick = {"nodes": [1, 4], "slower": [1, 16], "accumulation": [1], "rounds": 1, "steps": 5}
+    whole = {"nodes": [1, 2, 4], "slower": [1, 4, 16], "accumulation": [1, 4]}
+    defaults = quick if found.quick else whole | {"rounds": 3, "steps": 3}
+    for name, value in defaults.items():
+        if getattr(found, name) is None:
+            setattr(found, name, value)
+    return found
+
+
+def main() -> int:
+    """Measure, write the report, print the table."""
+    settings = parse()
+    strategies = chosen(settings.strategies, settings.overlap)
+    rows: list[Row] = []
+    code = 0
+    try:
+        with (
+            interrupted_by_signals(),
+            tempfile.TemporaryDirectory(prefix="slow-network-") as folder,
+            links(max(settings.nodes)) as made,
+            Cluster(made, PER_NODE, Path(folder)) as cluster,
+        ):
+            Bench(cluster, write_inputs(Path(folder)), settings).measure(strategies, rows)
+    except (Unable, UserError) as error:
+        print(f"slow_network: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("slow_network: interrupted, all is cleaned up", file=sys.stderr)
+        code = 130
+    if not rows:
+        return code
+    settings.out.mkdir(parents=True, exist_ok=True)
+    results = {"machine": machine(), "rows": [asdict(row) for row in rows]}
+    (settings.out / "results.json").write_text(json.dumps(results, indent=1))
+    print(write_report(settings.out))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""What is asked of the ranks, and what one of them answers: both travel as JSON."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Job:
+    """One strategy on some nodes. `kind` says which body of `slow_network_ranks` runs it."""
+
+    kind: str
+    config: str
+    overrides: tuple[str, ...]
+    ranks: int
+    steps: int
+    warmup: int
+    address: str
+    port: int
+    folder: str
+    """Where rank r writes its answer, `r.json`."""
+    options: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one rank saw. Seconds are of one clock for all ranks.
+
+    `begins` and `ends` are of the steps after the warm-up; `nic_bytes` left its node's NIC from the
+    first to the last, all ranks of the node together, in `nic_packets`.
+    """
+
+    begins: list[float]
+    ends: list[float]
+    cpu_seconds: float
+    """Of this rank, from the first begin to the last end."""
+    machine_cpu_seconds: float
+    """Of all processes of the machine, in the same time."""
+    tokens: int
+    """In one step, over all ranks."""
+    parameters: int
+    nic_bytes: int
+    nic_packets: int
+    formula_bytes: int
+    """What this rank sends to other nodes in one step, by the formula."""
+    ledger_bytes: int | None
+    """The same as the engine counted it; None where nobody counts."""
+    ledger_seconds: dict[str, float]
+    """Seconds of a step inside the collectives of each level."""
+    memory_bytes: int
+    """Peak resident memory above what the process was forked with."""
+    loss: float

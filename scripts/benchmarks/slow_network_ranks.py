@@ -1,0 +1,199 @@
+"""What one rank of the slow network does: our engine, or computing alone, for some steps."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from fsdp2 import Fsdp2
+from slow_network_job import Answer, Job
+from slow_network_links import machine_cpu_seconds, sent
+
+from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.config import Config, load_config
+from megafrontier.model.gpt import GPT
+from megafrontier.model.initialise import initialise
+from megafrontier.partition.placement import traffic_bytes
+from megafrontier.partition.wires import DTYPES
+from megafrontier.training.arrangement import Arrangement
+from megafrontier.training.launch import joined
+from megafrontier.training.loop import train_step
+from megafrontier.training.trainer import Trainer, build_trainer, open_loader
+
+
+@dataclass
+class Stepper:
+    """Something that trains: `step` does one optimizer step and returns the mean loss.
+
+    `between` runs between steps and is not part of them.
+    """
+
+    step: Callable[[], float]
+    parameters: int
+    formula_bytes: Callable[[], int]
+    trainer: Trainer | None = None
+    between: Callable[[], object] = lambda: None
+
+
+def run(job: Job) -> Answer:
+    """The body of one rank."""
+    torch.set_num_threads(1)
+    resident = _reset_peak_memory()
+    config = load_config(job.config, job.overrides)
+    with joined(config) as (arrangement, hierarchy):
+        stepper = STEPPERS[job.kind](job, config, arrangement, hierarchy)
+        for _ in range(job.warmup):
+            stepper.step()
+        answer = _measure(job, config, hierarchy, stepper, resident)
+        hierarchy.all_true(True)  # nobody leaves while a peer still needs it
+        if stepper.trainer is not None:
+            stepper.trainer.close()
+    return answer
+
+
+def _measure(
+    job: Job, config: Config, hierarchy: Hierarchy, stepper: Stepper, resident: int
+) -> Answer:
+    if stepper.trainer is not None:
+        stepper.trainer.engine.ledger.take()
+    hierarchy.all_true(True)
+    bytes_before, packets_before = sent()
+    cpu, machine_cpu = time.process_time(), machine_cpu_seconds()
+    begins, ends = [], []
+    for _ in range(job.steps):
+        begins.append(time.perf_counter())
+        loss = stepper.step()
+        ends.append(time.perf_counter())
+        stepper.between()
+    cpu, machine_cpu = time.process_time() - cpu, machine_cpu_seconds() - machine_cpu
+    counted, seconds = _ledger(stepper.trainer, job.steps)
+    hierarchy.all_true(True)  # the slowest rank of the node has sent its last, too
+    bytes_after, packets_after = sent()
+    return Answer(
+        begins,
+        ends,
+        cpu,
+        machine_cpu,
+        config.train.global_batch * config.model.sequence_length,
+        stepper.parameters,
+        bytes_after - bytes_before,
+        packets_after - packets_before,
+        stepper.formula_bytes(),
+        counted,
+        seconds,
+        _memory("VmHWM") - resident,
+        loss,
+    )
+
+
+def _ledger(trainer: Trainer | None, steps: int) -> tuple[int | None, dict[str, float]]:
+    """(bytes over the slowest level, seconds by level) of a step, by the engine's own count."""
+    if trainer is None:
+        return None, {}
+    ledger = trainer.engine.ledger
+    sent, seconds = ledger.take()
+    by_level = {n: s / steps for n, s in zip(ledger.names, seconds, strict=True)}
+    return round(sent[-1] / steps), by_level
+
+
+# Bodies
+
+
+def ours(job: Job, config: Config, arrangement: Arrangement, hierarchy: Hierarchy) -> Stepper:
+    """The engine, as `megafrontier train` runs it."""
+    trainer = build_trainer(config, arrangement, hierarchy)
+    return Stepper(
+        lambda: train_step(trainer).loss,
+        sum(entry.numel for unit in trainer.engine.units for entry in unit.layout.entries),
+        lambda: _world_formula(trainer, arrangement),
+        trainer,
+    )
+
+
+def _world_formula(trainer: Trainer, arrangement: Arrangement) -> int:
+    """Bytes this rank sends over the slowest level in a step."""
+    engine = trainer.engine
+    return sum(
+        traffic_bytes(
+            unit.layout.numel,
+            engine.placement,
+            arrangement.levels,
+            arrangement.wires,
+            trainer.loader.micro_batches,
+            1 if engine.stays_gathered(unit) else 2,
+        )[-1]
+        for unit in engine.units
+    )
+
+
+def alone(job: Job, config: Config, _: Arrangement, hierarchy: Hierarchy) -> Stepper:
+    """Computing without communication: plain PyTorch, and this rank's share of the update."""
+    model = whole_model(config).to(DTYPES[config.train.precision])
+    loader = open_loader(config, "train", hierarchy)
+    assert loader is not None
+    parameters = sum(p.numel() for p in model.parameters())
+    share = torch.zeros(parameters // hierarchy.size)
+    share.grad = torch.zeros_like(share)
+    optimizer = torch.optim.AdamW([share], fused=True)
+    steps = iter(range(job.warmup + job.steps))
+
+    def step() -> float:
+        total, tokens = 0.0, 0
+        for batch in loader.step(next(steps)):
+            loss = model(batch.tokens, batch.targets, batch.documents, batch.positions)
+            loss.backward()
+            total, tokens = total + loss.item(), tokens + batch.targets.numel()
+        optimizer.step()
+        model.zero_grad()
+        return total / tokens
+
+    # Without a meeting the ranks would drift apart, and the last have the cores for themselves.
+    return Stepper(step, parameters, lambda: 0, between=lambda: hierarchy.all_true(True))
+
+
+def fsdp2(job: Job, config: Config, _: Arrangement, hierarchy: Hierarchy) -> Stepper:
+    """torch's own sharding, `mode` full or hybrid; see fsdp2.py."""
+    loader = open_loader(config, "train", hierarchy)
+    assert loader is not None
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    model = whole_model(config)
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = Fsdp2(model, config, job.options["mode"], hierarchy.size, per_node)
+    steps = iter(range(job.warmup + job.steps))
+    return Stepper(
+        lambda: trained.step(loader.step(next(steps))),
+        parameters,
+        lambda: trained.world_bytes(loader.micro_batches) // per_node,
+    )
+
+
+STEPPERS: dict[str, Callable[[Job, Config, Arrangement, Hierarchy], Stepper]] = {
+    "ours": ours,
+    "alone": alone,
+    "fsdp2": fsdp2,
+}
+
+
+def whole_model(config: Config) -> GPT:
+    """The configured GPT with the first values our engine gives it, fp32."""
+    model = GPT(config.model, loss_chunk_tokens=config.train.loss_chunk_tokens)
+    initialise(model, config.model, config.run.seed)
+    return model
+
+
+# Memory
+
+
+def _memory(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def _reset_peak_memory() -> int:
+    """Bytes resident now; the peak counts from here."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _memory("VmRSS")

@@ -1,0 +1,243 @@
+"""What the measured rows say: figures, a table, the bars to reach. Reads results.json again:
+
+python scripts/benchmarks/slow_network_report.py OUT
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+from slow_network_job import Answer
+from slow_network_links import HEADER_BYTES
+
+ALONE = "computing alone"
+
+
+@dataclass
+class Row:
+    """One strategy's measurements. Bytes are of one node and one step, means over the nodes."""
+
+    strategy: str
+    nodes: int
+    accumulation: int
+    slower: float = 1.0
+    bytes_per_second: float = 0.0
+    """Rate of a NIC."""
+    seconds: list[float] = field(default_factory=list)
+    """Of every measured step."""
+    tokens: int = 0
+    """In one step."""
+    parameters: int = 0
+    nic_bytes: float = 0.0
+    """With all headers."""
+    nic_packets: float = 0.0
+    formula_bytes: float = 0.0
+    ledger_bytes: float | None = None
+    ledger_seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds of a step inside the collectives of each level, mean over the ranks."""
+    memory_bytes: int = 0
+    """Largest of any rank."""
+    others_cores: float = 0.0
+    """Cores that processes other than the ranks kept busy meanwhile: they disturb the row."""
+    loss: float = 0.0
+    skipped: str = ""
+
+    def join(self, other: "Row") -> None:
+        """Take in another turn of the same row."""
+        if self.skipped or other.skipped:
+            self.skipped = self.skipped or other.skipped
+            return
+        self.seconds += other.seconds
+        self.others_cores = max(self.others_cores, other.others_cores)
+        self.nic_bytes = max(self.nic_bytes, other.nic_bytes)
+        self.memory_bytes = max(self.memory_bytes, other.memory_bytes)
+
+    @property
+    def median_seconds(self) -> float:
+        """Of a step."""
+        return statistics.median(self.seconds)
+
+    @property
+    def excess(self) -> float | None:
+        """NIC bytes without the packets' headers over the formula, less 1."""
+        if not self.formula_bytes:
+            return None
+        return (self.nic_bytes - HEADER_BYTES * self.nic_packets) / self.formula_bytes - 1
+
+    def line(self) -> str:
+        """For the terminal, while the others run."""
+        if self.skipped:
+            return f"{self.strategy}: skipped, {self.skipped}"
+        return (
+            f"{self.strategy}: {self.median_seconds:.3f} s a step, "
+            f"{self.nic_bytes / 1e6:.2f} MB out of a node, loss {self.loss:.4f}, "
+            f"{self.others_cores:.1f} cores busy with others"
+        )
+
+
+def row_of(strategy: str, answers: Sequence[Answer], per_node: int, accumulation: int) -> Row:
+    """The row of one job, from its ranks' answers in rank order."""
+    steps = len(answers[0].ends)
+    nodes = len(answers) // per_node
+    # A step has begun, and ended, when its last rank has.
+    begins = [max(at) for at in zip(*(answer.begins for answer in answers), strict=True)]
+    ends = [max(at) for at in zip(*(answer.ends for answer in answers), strict=True)]
+    elapsed = ends[-1] - begins[0]
+    others = answers[0].machine_cpu_seconds - sum(a.cpu_seconds for a in answers)
+    counted = [a.ledger_bytes for a in answers if a.ledger_bytes is not None]
+    levels = answers[0].ledger_seconds
+    return Row(
+        strategy,
+        nodes,
+        accumulation,
+        seconds=[end - begin for begin, end in zip(begins, ends, strict=True)],
+        tokens=answers[0].tokens,
+        parameters=answers[0].parameters,
+        nic_bytes=sum(a.nic_bytes for a in answers[::per_node]) / nodes / steps,
+        nic_packets=sum(a.nic_packets for a in answers[::per_node]) / nodes / steps,
+        formula_bytes=sum(a.formula_bytes for a in answers) / nodes,
+        ledger_bytes=sum(counted) / nodes if counted else None,
+        ledger_seconds={
+            name: statistics.mean(a.ledger_seconds[name] for a in answers) for name in levels
+        },
+        memory_bytes=max(a.memory_bytes for a in answers),
+        others_cores=max(0.0, others / elapsed),
+        loss=statistics.mean(a.loss for a in answers),
+    )
+
+
+class Figures:
+    """All rows, and what one of them means beside the others."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+
+    def find(self, strategy: str, nodes: int, slower: float, accumulation: int) -> Row | None:
+        """A measured row; on one node there is no link to be slower."""
+        key = (strategy, nodes, slower if nodes > 1 else 1.0, accumulation)
+        for row in self.rows:
+            found = (row.strategy, row.nodes, row.slower, row.accumulation)
+            if found == key and not row.skipped:
+                return row
+        return None
+
+    def beside(self, row: Row, strategy: str, nodes: int | None = None) -> Row | None:
+        """Another strategy's row, or that at another number of nodes, else alike."""
+        return self.find(strategy, nodes or row.nodes, row.slower, row.accumulation)
+
+    def compute(self, row: Row) -> float | None:
+        """Seconds that computing alone took beside a row."""
+        alone = self.beside(row, ALONE)
+        return alone.median_seconds if alone else None
+
+    def exposed(self, row: Row) -> float | None:
+        """Seconds of communication, and of the engine, that computing did not hide."""
+        compute = self.compute(row)
+        return None if compute is None else row.median_seconds - compute
+
+    def efficiency(self, row: Row) -> float | None:
+        """Computing alone over the step, relative to one node."""
+        one = self.beside(row, row.strategy, 1)
+        if one is None or one.nodes == row.nodes:
+            return None
+        compute, compute_of_one = self.compute(row), self.compute(one)
+        if compute is None or compute_of_one is None:
+            return None
+        return (compute / row.median_seconds) / (compute_of_one / one.median_seconds)
+
+    def link_seconds(self, row: Row) -> float:
+        """What the NIC alone needs for a step's bytes."""
+        return row.nic_bytes / row.bytes_per_second
+
+    def over_bound(self, row: Row) -> float | None:
+        """A step over the larger of its compute and its communication; 1 is perfect overlap."""
+        compute = self.compute(row)
+        return row.median_seconds / max(compute, self.link_seconds(row)) if compute else None
+
+
+# The table
+
+COLUMNS = (
+    "strategy",
+    "tokens/s",
+    "step s: median (least – most)",
+    "NIC MB/step",
+    "formula",
+    "payload over formula",
+    "NIC s",
+    "exposed s",
+    "efficiency",
+    "step over bound",
+    "peak MiB",
+    "others' cores",
+)
+
+
+def table(figures: Figures) -> str:
+    """Markdown, a part for each number of nodes, rate and accumulation."""
+    parts = []
+    for (nodes, slower, accumulation), rows in groupby(
+        figures.rows, lambda r: (r.nodes, r.slower, r.accumulation)
+    ):
+        group = list(rows)
+        rate = f"{group[0].bytes_per_second / 1e6:.2f} MB/s a NIC, {slower:g} × slower"
+        parts.append(
+            f"### {nodes} nodes{f', {rate}' if nodes > 1 else ''}, accumulation {accumulation}\n"
+        )
+        parts.append(f"| {' | '.join(COLUMNS)} |")
+        parts.append("|---|" + "---:|" * (len(COLUMNS) - 1))
+        parts += [_line(figures, row) for row in group]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _line(figures: Figures, row: Row) -> str:
+    if row.skipped:
+        return f"| {row.strategy} | skipped: {row.skipped.replace('|', '/')} |"
+    spread = f"{row.median_seconds:.3f} ({min(row.seconds):.3f} – {max(row.seconds):.3f})"
+    cells = [
+        row.strategy,
+        f"{row.tokens / row.median_seconds:.0f}",
+        spread,
+        f"{row.nic_bytes / 1e6:.2f}",
+        f"{row.formula_bytes / 1e6:.2f}",
+        "" if row.excess is None else f"{row.excess * 100:+.1f} %",
+        f"{figures.link_seconds(row):.3f}",
+        _number(figures.exposed(row)),
+        _number(figures.efficiency(row)),
+        _number(figures.over_bound(row)),
+        f"{row.memory_bytes / 2**20:.1f}",
+        f"{row.others_cores:.1f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def load(out: Path) -> tuple[dict[str, str | int], Figures]:
+    """(machine, figures) of a results.json."""
+    values = json.loads((out / "results.json").read_text())
+    return values["machine"], Figures([Row(**row) for row in values["rows"]])
+
+
+def write_report(out: Path) -> str:
+    """Write table.md and picture.png beside results.json; the text of the table."""
+    from slow_network_bars import bars
+    from slow_network_picture import draw
+
+    machine, figures = load(out)
+    head = ", ".join(f"{name} {value}" for name, value in machine.items())
+    text = f"{head}\n\n{table(figures)}\n{bars(figures)}\n"
+    (out / "table.md").write_text(text)
+    draw(figures, out / "picture.png")
+    return text
+
+
+if __name__ == "__main__":
+    print(write_report(Path(sys.argv[1])))
