@@ -4,6 +4,7 @@ import json
 import math
 import struct
 import sys
+import time
 
 import pytest
 
@@ -128,6 +129,14 @@ def offline_records(directory):
     return run_id, history
 
 
+def wait_for_records(directory, lines):
+    """`offline_records`, once W&B's own process has written the last of these lines."""
+    deadline = time.monotonic() + 30
+    while len(offline_records(directory)[1]) < lines and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return offline_records(directory)
+
+
 def test_wandb_offline_reads_back_nested_metrics(tmp_path, monkeypatch):
     # No route to anywhere: offline must not even try.
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
@@ -136,7 +145,7 @@ def test_wandb_offline_reads_back_nested_metrics(tmp_path, monkeypatch):
     sink.write({"step": 1, "valid_loss": 2.0})
     sink.write({"step": 2, "loss": 3.25})
     sink.close()
-    run_id, history = offline_records(tmp_path)
+    run_id, history = wait_for_records(tmp_path, 2)
     assert run_id == (tmp_path / "wandb" / "id").read_text().strip()
     first, second = history
     assert first["_step"] == 1

@@ -1,0 +1,239 @@
+"""The commands as a user types them: help, errors of one line, and a model's whole life."""
+
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megafrontier.cli import main
+from megafrontier.data.prepare import prepare
+from tests.training import runs
+
+COMMANDS = (
+    "tokenizer", "prepare", "merge", "train", "evaluate", "generate", "export", "import",
+    "checkpoint", "report",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: megafrontier {command}")
+
+
+def test_the_module_is_the_command_and_lists_every_one():
+    """--help must not wait for torch, so it is not imported."""
+    code = "import runpy, sys; sys.argv = ['megafrontier', '--help']\n"
+    code += "try: runpy.run_module('megafrontier', run_name='__main__')\n"
+    code += "finally: assert 'torch' not in sys.modules"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert all(re.search(rf"^    {command}\b", ended.stdout, re.MULTILINE) for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "fly",
+        "train",
+        "train nowhere.yaml",
+        "train nowhere.yaml --fast",
+        "train nowhere.yaml --nproc two",
+        "evaluate nowhere",
+        "generate nowhere --prompt x",
+        "generate nowhere",
+        "generate nowhere --prompt x key=value",
+        "export nowhere --out {folder}/x",
+        "export nowhere",
+        "import nowhere --out {folder}/x",
+        "checkpoint list nowhere",
+        "checkpoint show nowhere",
+        "checkpoint verify nowhere",
+        "checkpoint burn nowhere",
+        "report nowhere",
+        "merge nowhere --out {folder}/x",
+        "prepare {folder}/nowhere.txt --tokenizer bytes --out {folder}/x",
+        "tokenizer {folder}/nowhere.txt --vocab-size 300 --out {folder}/x",
+    ],
+)
+def test_bad_input_is_code_2_and_one_line(line, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = main(line.format(folder=tmp_path).split())
+    except SystemExit as end:
+        code = end.code
+    shown = capsys.readouterr()
+    assert code == 2
+    assert shown.err.startswith("megafrontier: ")
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train {config} run.name=a train.steps=7 --nproc 3",
+        "train --nproc 3 {config} run.name=a train.steps=7",
+        "train run.name=a --nproc=3 train.steps=7 {config}",
+        "train {config} run.name=a --nproc 3 train.steps=7",
+    ],
+)
+def test_overrides_may_stand_anywhere(line, tmp_path, monkeypatch):
+    from megafrontier.training import launch
+
+    seen = []
+    monkeypatch.setattr(launch, "train", lambda config, nproc: seen.append((config, nproc)) or 0)
+    path = runs.make_config_file(tmp_path)
+    assert main(line.format(config=path).split()) == 0
+    ((config, nproc),) = seen
+    assert (config.run.name, config.train.steps, nproc) == ("a", 7, 3)
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch, tmp_path):
+    from megafrontier.training import launch
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "train", interrupt)
+    assert main(["train", str(runs.make_config_file(tmp_path))]) == 130
+
+
+TEXT = "Der Fluß ist breit, 3 € sind viel; a stitch in time saves nine.\n" * 60
+
+
+@pytest.fixture(scope="module")
+def life(tmp_path_factory):
+    """A config whose run has been trained on real text with a real tokenizer."""
+    folder = tmp_path_factory.mktemp("life")
+    (folder / "text.txt").write_text(TEXT)
+    main(["tokenizer", str(folder / "text.txt"), "--vocab-size", "300", "--out",
+          str(folder / "tokenizer")])  # fmt: skip
+    prepare([str(folder / "text.txt")], str(folder / "tokenizer"), str(folder / "text"), 1)
+    path = folder / "config.yaml"
+    runs.make_config_file(folder)
+    text = path.read_text().replace(f"{folder}/corpus", f"{folder}/text")
+    path.write_text(text.replace("tokenizer: bytes", f"tokenizer: {folder}/tokenizer"))
+    chosen = ("model.vocab_size=300", "train.steps=30", "train.micro_batch=4",
+              "data.split=[0.8,0.2]", "evaluate.batches=2")  # fmt: skip
+    runs.run(path, 4, *chosen)
+    return folder
+
+
+def run_command(capfd, *words):
+    assert main([str(word) for word in words]) == 0
+    return capfd.readouterr().out
+
+
+def numbers(line):
+    """(loss, perplexity, bits per byte, tokens, bytes) of a line of `evaluate`."""
+    found = re.search(
+        r"loss ([\d.]+)  perplexity ([\d.]+)  bits per byte ([\d.]+)  \((\d+) tokens, (\d+) bytes",
+        line,
+    )
+    assert found, line
+    return [float(number) for number in found.groups()]
+
+
+@torch.no_grad()
+def whole_model_loss(life, model_loss):
+    """Nats, tokens and text of the same validation samples, by another road."""
+    from megafrontier.training.batches import open_part
+    from megafrontier.training.standalone import newest, saved_config
+
+    config = saved_config(newest(life / "run"))
+    samples = open_part(config, "valid")
+    batch = samples.batch(0, 2 * config.train.global_batch)
+    return model_loss(batch).item(), batch, config
+
+
+def test_evaluate_tells_the_loss_perplexity_and_bits_per_byte_of_one_whole_model(life, capfd):
+    from megafrontier.data.tokenizer import load_tokenizer
+    from megafrontier.training.standalone import load_model, newest
+
+    _, model = load_model(newest(life / "run"), torch.device("cpu"))
+    model.eval()
+
+    def model_loss(batch):
+        logits = model(batch.tokens)
+        return torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch.targets.flatten(), reduction="sum"
+        )
+
+    nats, batch, config = whole_model_loss(life, model_loss)
+    tokenizer = load_tokenizer(config.tokenizer)
+    expected_bytes = sum(len(tokenizer.decode(row.tolist()).encode()) for row in batch.targets)
+    lines = [run_command(capfd, "evaluate", life / "run", *more) for more in ((), ("--nproc", 4))]
+    for line in lines:
+        loss, perplexity, bits, tokens, text_bytes = numbers(line)
+        assert tokens == batch.targets.numel()
+        assert loss == pytest.approx(nats / tokens, abs=1e-4)
+        assert perplexity == pytest.approx(math.exp(nats / tokens), abs=0.01)
+        assert text_bytes == expected_bytes
+        assert bits == pytest.approx(nats / math.log(2) / expected_bytes, abs=1e-4)
+    assert lines[0] == lines[1]
+
+
+def test_evaluate_agrees_with_the_runs_own_last_evaluation(life, capfd):
+    line = run_command(capfd, "evaluate", life / "run")
+    assert numbers(line)[0] == pytest.approx(
+        runs.valid_losses(runs.metrics(life / "run"))[-1], abs=1e-4
+    )
+
+
+def test_evaluate_takes_overrides_and_a_config(life, capfd):
+    chosen = ("model.vocab_size=300", "data.split=[0.8,0.2]", "evaluate.batches=1")
+    line = run_command(capfd, "evaluate", life / "config.yaml", *chosen)
+    assert numbers(line)[3] == 16 * 16
+
+
+def test_greedy_text_is_the_same_each_time_and_a_seed_repeats_the_rest(life, capfd):
+    def text(*more):
+        words = ("generate", life / "run", "--prompt", "Der Fl", "--max-new-tokens", 8, *more)
+        return run_command(capfd, *words)
+
+    greedy = text("--temperature", 0)
+    assert greedy == text("--temperature", 0)
+    assert greedy.startswith("Der Fl")
+    assert len(greedy) > len("Der Fl") + 2
+    assert text("--seed", 3) == text("--seed", 3)
+    assert text("--seed", 3, "--top-k", 1) == greedy
+
+
+def test_what_is_exported_gives_transformers_the_same_loss_and_comes_back_to_train_on(
+    life, capfd, tmp_path
+):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    shown = run_command(capfd, "export", life / "run", "--out", tmp_path / "exported")
+    assert "LlamaForCausalLM" in shown
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
+    assert AutoTokenizer.from_pretrained(tmp_path / "exported").encode("breit")
+
+    def model_loss(batch):
+        logits = model(batch.tokens).logits[..., :300]
+        return torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch.targets.flatten(), reduction="sum"
+        )
+
+    nats, batch, _ = whole_model_loss(life, model_loss)
+    trained = numbers(run_command(capfd, "evaluate", life / "run"))[0]
+    assert nats / batch.targets.numel() == pytest.approx(trained, abs=2e-4)
+
+    imported = run_command(
+        capfd, "import", tmp_path / "exported", "--out", tmp_path / "imported"
+    ).strip()
+    lines = runs.run(
+        life / "config.yaml", 4, f"checkpoint.resume={imported}", "model.vocab_size=300",
+        "model.vocab_multiple=128",
+        f"run.directory={tmp_path}/on", "train.steps=4", "data.split=[0.8,0.2]",
+        "evaluate.batches=2", "evaluate.every=1", "optimizer.lr=0",
+    )  # fmt: skip
+    assert runs.valid_losses(lines)[0] == pytest.approx(trained, abs=2e-4)
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
