@@ -1,4 +1,4 @@
-"""Blockwise symmetric quantisation in plain torch: the reference of every low-bit wire.
+"""Blockwise symmetric quantisation: the plain-torch reference of every low-bit wire, and its door.
 
 A message of n elements is, in one buffer: a bf16 scale for each block, then the codes, then zeros
 up to a multiple of 16 bytes. Codes run from -q to q (q = 127 or 7), value = code × scale, and the
@@ -6,21 +6,35 @@ scale is the block's largest magnitude over q, rounded to bf16. That moves the l
 quarter of a step at most, so its code is q all the same: nothing is clipped, nothing is biased, and
 no element errs by more than half a step.
 
-A block with a non-finite value gets a NaN scale and decodes to NaN everywhere: the gradient norm
-then tells, and the step is skipped.
+Two ends of the range are set apart. A block with a non-finite value gets a NaN scale and decodes to
+NaN everywhere: the gradient norm then tells, and the step is skipped. A block whose scale would be
+subnormal (largest magnitude below q · 2^-126, about 1e-36) is sent as zeros: a subnormal bf16 has
+so few bits that the largest code would not fit any more.
+
+On a GPU with Triton the same messages, to the byte, come from `codec_triton.py`.
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 
 MESSAGE_ALIGNMENT = 16
 """Bytes. RCCL and NCCL copy in 16-byte units and are slow on the rest."""
 
 ROTATION = 128
 """Elements that a block Hadamard rotation mixes."""
+
+SMALLEST_SCALE = 2.0**-126
+"""The smallest normal number of bf16 and fp32."""
+
+_SLAB = {"cpu": 1 << 19}
+"""Elements worked on at a time. On a CPU the temporaries then stay in cache and in memory the
+process already has: fresh pages for whole gradients cost ten times the arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -37,69 +51,130 @@ class BlockCodec:
 
     def message_bytes(self, count: int) -> int:
         """Bytes of a message of `count` elements."""
-        used = self._scale_bytes(count) + self._code_bytes(count)
+        used = self.scale_bytes(count) + self.code_bytes(count)
         return -(-used // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
 
-    def _scale_bytes(self, count: int) -> int:
+    def scale_bytes(self, count: int) -> int:
+        """Bytes of the scales, which is where the codes begin."""
         return 2 * -(-count // self.block)
 
-    def _code_bytes(self, count: int) -> int:
+    def code_bytes(self, count: int) -> int:
+        """Bytes of the codes of `count` elements."""
         return -(-count * self.bits // 8)
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Messages uint8 [rows, message_bytes(n)] of `values` [rows, n], any float type."""
+        if kernels := _kernels(values.device.type):
+            return kernels.encode(self, values)
         rows, count = values.shape
-        blocks = F.pad(values.float(), (0, -count % self.block)).view(rows, -1, self.block)
-        scales = _to_bf16(blocks.abs().amax(-1) / self.largest)
-        # An all-zero block has scale 0; 0 / 1 keeps its zeros.
-        steps = torch.where(scales == 0, 1.0, scales.float()).unsqueeze(-1)
-        codes = torch.round(blocks / steps).nan_to_num_(0.0).to(torch.int8).view(rows, -1)
-        message = torch.zeros(
-            rows, self.message_bytes(count), dtype=torch.uint8, device=values.device
-        )
-        start = self._scale_bytes(count)
-        message[:, :start] = scales.view(torch.uint8)
-        packed = self._pack(codes)[:, : self._code_bytes(count)]
-        message[:, start : start + packed.shape[1]] = packed
+        message = values.new_empty(rows, self.message_bytes(count), dtype=torch.uint8)
+        start, used = self.scale_bytes(count), self.scale_bytes(count) + self.code_bytes(count)
+        message[:, used:] = 0
+        for first, last in self._slabs(rows, count, values.device):
+            scales, packed = self._quantise(values[:, first:last])
+            at = first // self.block * 2
+            message[:, at : at + 2 * scales.shape[1]] = scales.view(torch.uint8)
+            at = start + self.code_bytes(first)
+            stop = start + self.code_bytes(last)
+            message[:, at:stop] = packed[:, : stop - at]
         return message
 
     def decode(self, messages: torch.Tensor, count: int) -> torch.Tensor:
         """Values fp32 [rows, count] of messages uint8 [rows, message_bytes(count)]."""
-        rows, start = messages.shape[0], self._scale_bytes(count)
-        scales = messages[:, :start].contiguous().view(torch.bfloat16).float()
-        stop = start + self._code_bytes(count)
-        codes = F.pad(self._unpack(messages[:, start:stop])[:, :count], (0, -count % self.block))
-        values = codes.view(rows, -1, self.block).float() * scales.unsqueeze(-1)
-        return values.view(rows, -1)[:, :count]
+        if kernels := _kernels(messages.device.type):
+            return kernels.decode(self, messages, count)
+        rows = messages.shape[0]
+        values = messages.new_empty(rows, count, dtype=torch.float32)
+        for first, last in self._slabs(rows, count, messages.device):
+            values[:, first:last] = self._restore(messages, count, first, last)
+        return values
 
     def decode_sum(self, messages: torch.Tensor, out: torch.Tensor) -> None:
         """Sum of all messages' values into `out` fp32 [count], in the order of the rows."""
-        out.copy_(self.decode(messages[:1], out.numel()).view(-1))
-        for row in range(1, messages.shape[0]):
-            # One row at a time: decoding all would take the memory of `rows` gradients.
-            out.add_(self.decode(messages[row : row + 1], out.numel()).view(-1))
+        if kernels := _kernels(messages.device.type):
+            return kernels.decode_sum(self, messages, out)
+        count = out.numel()
+        for first, last in self._slabs(1, count, out.device):
+            total = self._restore(messages[:1], count, first, last)[0]
+            for row in range(1, messages.shape[0]):
+                total += self._restore(messages[row : row + 1], count, first, last)[0]
+            out[first:last] = total
+
+    def _slabs(self, rows: int, count: int, device: torch.device) -> list[tuple[int, int]]:
+        """Ranges of columns, of whole blocks but for the last, about a slab of elements each."""
+        wanted = _SLAB.get(device.type, 1 << 26) // max(rows, 1)
+        width = max(wanted // self.block, 1) * self.block
+        return [(first, min(first + width, count)) for first in range(0, count, width)]
+
+    def _quantise(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """bf16 scales [rows, blocks] and packed codes uint8 of `values` [rows, n]."""
+        rows, count = values.shape
+        padded = values.new_empty(rows, -(-count // self.block) * self.block, dtype=torch.float32)
+        padded[:, :count] = values
+        padded[:, count:] = 0
+        blocks = padded.view(rows, -1, self.block)
+        scales = self._scales(blocks.abs().amax(-1))
+        # An all-zero block has scale 0; 0 / 1 keeps its zeros.
+        steps = torch.where(scales == 0, 1.0, scales.float()).unsqueeze(-1)
+        blocks.div_(steps).round_().nan_to_num_(0.0)
+        return scales, self._pack(padded.to(torch.int8))
+
+    def _scales(self, largest: torch.Tensor) -> torch.Tensor:
+        """bf16 scales of blocks by their `largest` magnitudes, fp32 of the same shape."""
+        # By a tensor: torch on a GPU would multiply by the rounded 1/q of a Python number, and a
+        # CPU and a GPU would then disagree about one scale in thousands.
+        scales = largest / torch.full_like(largest, self.largest)
+        scales.masked_fill_(scales < SMALLEST_SCALE, 0.0)
+        rounded = scales.to(torch.bfloat16)
+        # What is not finite becomes NaN, which 0 × code cannot hide; the NaN of these bits, because
+        # torch writes 0x7FC0 or 0xFFFF by whether the element fell into a vector.
+        rounded.view(torch.int16).masked_fill_(~torch.isfinite(scales), 0x7FC0)
+        return rounded
+
+    def _restore(self, messages: torch.Tensor, count: int, first: int, last: int) -> torch.Tensor:
+        """Elements `first` to `last` fp32 [rows, last - first] of messages of `count` elements."""
+        rows, start = messages.shape[0], self.scale_bytes(count)
+        blocks = slice(first // self.block * 2, -(-last // self.block) * 2)
+        scales = messages[:, blocks].contiguous().view(torch.bfloat16).float().unsqueeze(-1)
+        codes = self._unpack(
+            messages[:, start + self.code_bytes(first) : start + self.code_bytes(last)]
+        )
+        padded = codes.new_empty(rows, scales.shape[1] * self.block, dtype=torch.float32)
+        padded[:, : last - first] = codes[:, : last - first]
+        padded.view(rows, -1, self.block).mul_(scales)
+        return padded[:, : last - first]
 
     def _pack(self, codes: torch.Tensor) -> torch.Tensor:
         """int8 codes [rows, even] → bytes; two 4-bit codes a byte, the first one low."""
         if self.bits == 8:
             return codes.view(torch.uint8)
-        nibbles = codes.view(torch.uint8) & 0xF
-        return nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
+        # As 16-bit words (little-endian) the two neighbours are at hand without strided copies.
+        pairs = codes.view(torch.int16)
+        low = pairs & 0x000F
+        return pairs.bitwise_right_shift_(4).bitwise_and_(0x00F0).bitwise_or_(low).to(torch.uint8)
 
     def _unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """int8 codes of bytes [rows, n], the inverse of `_pack`."""
         if self.bits == 8:
             return packed.view(torch.int8)
-        low, high = (packed << 4).view(torch.int8) >> 4, packed.view(torch.int8) >> 4
-        return torch.stack([low, high], dim=-1).flatten(-2)
+        pairs = packed.to(torch.int16)
+        pairs = pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F)
+        # 0…15 → -8…7: the sign bit of four flips, and the eight it stood for is taken away.
+        return pairs.view(torch.int8).bitwise_xor_(8).sub_(8)
 
 
 INT8 = BlockCodec(bits=8, block=256)
 INT4 = BlockCodec(bits=4, block=128)
 
 
-def _to_bf16(scales: torch.Tensor) -> torch.Tensor:
-    """bf16 of fp32 `scales`; what is not finite becomes NaN, which 0 × code cannot hide."""
-    return torch.where(torch.isfinite(scales), scales, torch.nan).to(torch.bfloat16)
+@cache
+def _kernels(device_type: str) -> ModuleType | None:
+    """The Triton kernels, where there is a GPU (CUDA and ROCm are both "cuda") and Triton."""
+    if device_type != "cuda" or find_spec("triton") is None:
+        return None
+    from megafrontier.partition import codec_triton
+
+    return codec_triton
 
 
 @cache
@@ -120,4 +195,4 @@ def rotate(values: torch.Tensor) -> torch.Tensor:
     whole = values.shape[1] // ROTATION * ROTATION
     blocks = values[:, :whole].reshape(-1, ROTATION)
     turned = (blocks @ _hadamard(ROTATION, values.device)).view(values.shape[0], whole)
-    return torch.cat([turned, values[:, whole:]], dim=1)
+    return torch.cat([turned, values[:, whole:]], dim=1) if whole < values.shape[1] else turned
