@@ -1,0 +1,202 @@
+"""The block codecs as Triton kernels, for CUDA and ROCm: one pass over memory each way.
+
+`encode` reads every value once and writes the whole message; `decode_sum` reads every message once
+and writes the sum once. Both say the same as the plain torch of `codec.py` to the last bit, on
+wavefronts of 32 and 64 alike. What that takes:
+
+- The largest magnitude is a maximum of integers: the bits of |x| order as |x| does, with infinity
+  and NaN on top, while a maximum of floats drops NaN on some targets.
+- Divisions are `div_rn`: plain `/` is an approximation in Triton's CUDA back end.
+- Rounding half to even is the addition of 1.5 · 2^23, after which the low bits of the sum's bit
+  pattern are the integer. No `rint`, whose name differs between CUDA and HIP, and no subtraction
+  that a compiler could fold into the addition.
+- bf16 is written and read as integers: rounding to bf16 is an addition to the bits, widening a
+  shift. Triton's interpreter, which the tests run, is wrong about halves and subnormals there.
+- `enable_fp_fusion=False`: a product of a code and a scale is exact in fp32 (15 bits), so a fused
+  multiply-add would differ only where the product overflows; it must not differ there either.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from megafrontier.partition.codec import BlockCodec
+
+TILE = 4096
+"""Elements of a program: whole blocks, and per thread 16 bytes or more of fp32 at a time."""
+
+LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
+"""Four warps: 32 elements a thread on a wavefront of 32, 16 on one of 64."""
+
+
+@triton.jit
+def _scales_as_bits(largest, Q: tl.constexpr):  # type: ignore[no-untyped-def]
+    """bf16 bits int32 [B] of blocks by the fp32 bits of their largest magnitudes, int32 [B]."""
+    bits = tl.div_rn(largest.to(tl.float32, bitcast=True), Q * 1.0).to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    # 0x00800000 is the smallest normal number, 0x7F800000 infinity, 0x7FC0 a NaN of bf16.
+    rounded = tl.where(bits < 0x00800000, 0, rounded)
+    return tl.where(largest >= 0x7F800000, 0x7FC0, rounded)
+
+
+@triton.jit
+def _encode(  # type: ignore[no-untyped-def]
+    values,
+    messages,
+    values_stride,
+    message_bytes,
+    count,
+    scale_bytes,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """BLOCKS blocks of one row: absmax, scale, codes, packed; the row's last program pads."""
+    tiles = tl.cdiv(count, BLOCK * BLOCKS)
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = (tl.program_id(0) % tiles).to(tl.int64)
+    message = messages + row * message_bytes
+    blocks = tile * BLOCKS + tl.arange(0, BLOCKS)
+    at = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(values + row * values_stride + at, mask=at < count, other=0.0)
+    if x.dtype == tl.bfloat16:
+        x = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    x = x.to(tl.float32)
+
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    scales = _scales_as_bits(largest, (1 << (BITS - 1)) - 1)
+    scale_pointers = message.to(tl.pointer_type(tl.int16)) + blocks
+    tl.store(scale_pointers, scales.to(tl.int16), mask=blocks * BLOCK < count)
+
+    steps = tl.where(scales == 0, 1.0, (scales << 16).to(tl.float32, bitcast=True))
+    shifted = tl.div_rn(x, steps[:, None]) + 12582912.0  # 1.5 · 2^23, whose bits are 0x4B400000
+    codes = shifted.to(tl.int32, bitcast=True) - 0x4B400000
+    codes = tl.where((largest >= 0x7F800000)[:, None], 0, codes)
+
+    code_bytes = (count * BITS + 7) // 8
+    if BITS == 8:
+        tl.store(message + scale_bytes + at, codes.to(tl.int8).to(tl.uint8, bitcast=True),
+                 mask=at < count)  # fmt: skip
+    else:
+        low, high = tl.split(tl.reshape(codes, [BLOCKS, BLOCK // 2, 2]))
+        packed = (low & 0xF) | ((high & 0xF) << 4)
+        at = blocks[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+        tl.store(message + scale_bytes + at, packed.to(tl.uint8), mask=at < code_bytes)
+
+    padding = scale_bytes + code_bytes + tl.arange(0, 16)
+    end = tl.where(tile == tiles - 1, message_bytes, 0)
+    tl.store(message + padding, tl.zeros([16], tl.uint8), mask=padding < end)
+
+
+@triton.jit
+def _decode_sum(  # type: ignore[no-untyped-def]
+    messages,
+    out,
+    message_bytes,
+    count,
+    scale_bytes,
+    rows,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """BLOCKS blocks of one output row: the sum, in order, of `rows` messages that follow on."""
+    tiles = tl.cdiv(count, BLOCK * BLOCKS)
+    output = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = (tl.program_id(0) % tiles).to(tl.int64)
+    blocks = tile * BLOCKS + tl.arange(0, BLOCKS)
+    at = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    WIDTH: tl.constexpr = BLOCK * BITS // 8
+    code_at = blocks[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    code_mask = code_at < (count * BITS + 7) // 8
+    message = messages + output * rows * message_bytes
+
+    # Of a byte's two 4-bit codes the first is summed in `total` and the second in `total_high`.
+    total = tl.zeros([BLOCKS, WIDTH], tl.float32)
+    total_high = tl.zeros([BLOCKS, WIDTH], tl.float32)
+    for _ in range(rows):
+        scale_pointers = message.to(tl.pointer_type(tl.int16)) + blocks
+        bits = tl.load(scale_pointers, mask=blocks * BLOCK < count, other=0).to(tl.int32)
+        scales = (bits << 16).to(tl.float32, bitcast=True)[:, None]
+        codes = tl.load(message + scale_bytes + code_at, mask=code_mask, other=0)
+        codes = codes.to(tl.int8, bitcast=True).to(tl.int32)
+        if BITS == 8:
+            total += codes.to(tl.float32) * scales
+        else:
+            total += ((codes << 28) >> 28).to(tl.float32) * scales
+            total_high += (codes >> 4).to(tl.float32) * scales
+        message += message_bytes
+    if BITS == 4:
+        total = tl.reshape(tl.join(total, total_high), [BLOCKS, BLOCK])
+    tl.store(out + output * count + at, total, mask=at < count)
+
+
+def encode(codec: BlockCodec, values: torch.Tensor) -> torch.Tensor:
+    """Messages uint8 [rows, message_bytes(n)] of `values` [rows, n], fp32, bf16 or fp16."""
+    rows, count = values.shape
+    if values.stride(1) != 1:
+        values = values.contiguous()
+    messages = values.new_empty(rows, codec.message_bytes(count), dtype=torch.uint8)
+    if programs := _programs(rows, count):
+        with torch.cuda.device_of(values):
+            _encode[(programs,)](
+                values,
+                messages,
+                values.stride(0),
+                messages.shape[1],
+                count,
+                codec.scale_bytes(count),
+                **_constants(codec),
+                **LAUNCH,
+            )
+    return messages
+
+
+def decode(codec: BlockCodec, messages: torch.Tensor, count: int) -> torch.Tensor:
+    """Values fp32 [rows, count] of messages uint8 [rows, message_bytes(count)]."""
+    values = messages.new_empty(messages.shape[0], count, dtype=torch.float32)
+    _launch_decode(codec, messages, values, rows=1)
+    return values
+
+
+def decode_sum(codec: BlockCodec, messages: torch.Tensor, out: torch.Tensor) -> None:
+    """Sum of messages uint8 [rows, m] into `out` fp32 [count], in the order of the rows.
+
+    Raises ValueError where `out` is not contiguous fp32.
+    """
+    if out.dtype != torch.float32 or not out.is_contiguous():
+        raise ValueError(f"sums need contiguous fp32, not {out.dtype} with strides {out.stride()}")
+    _launch_decode(codec, messages, out.view(1, -1), rows=messages.shape[0])
+
+
+def _launch_decode(codec: BlockCodec, messages: torch.Tensor, out: torch.Tensor, rows: int) -> None:
+    """Each row of `out` fp32 [m, count] from `rows` of the messages uint8 [m · rows, bytes]."""
+    count = out.shape[1]
+    messages = messages.contiguous()
+    if programs := _programs(out.shape[0], count):
+        with torch.cuda.device_of(messages):
+            _decode_sum[(programs,)](
+                messages,
+                out,
+                messages.shape[1],
+                count,
+                codec.scale_bytes(count),
+                rows,
+                **_constants(codec),
+                **LAUNCH,
+            )
+
+
+def _programs(rows: int, count: int) -> int:
+    """Rows and tiles in one grid axis: the others stop at 65,535."""
+    return rows * -(-count // TILE)
+
+
+def _constants(codec: BlockCodec) -> dict[str, int]:
+    """What a kernel is compiled for."""
+    return {"BITS": codec.bits, "BLOCK": codec.block, "BLOCKS": TILE // codec.block}

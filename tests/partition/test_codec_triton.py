@@ -1,0 +1,240 @@
+"""The Triton kernels say what the reference says, to the last bit.
+
+On a machine with a GPU the kernels run on it. Elsewhere Triton's interpreter runs them on the CPU,
+which it does only if asked before its import: hence a pytest of this file in a process of its own.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from megafrontier.partition.codec import INT4, INT8, SMALLEST_SCALE
+
+if find_spec("triton") is None:
+    pytest.skip("Triton is not installed (pip install triton)", allow_module_level=True)
+
+HAS_GPU = torch.cuda.is_available()
+RUNS_KERNELS = HAS_GPU or os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if HAS_GPU else "cpu"
+CODECS = pytest.mark.parametrize("codec", [INT8, INT4], ids=["int8", "int4"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+LENGTHS = [1, 2, 3, 127, 128, 129, 255, 256, 257, 1000, 4095, 4096, 4097, 12345]
+needs_kernels = pytest.mark.skipif(
+    not RUNS_KERNELS, reason="run by test_all_of_this_file_under_the_interpreter in its process"
+)
+
+
+@pytest.mark.skipif(RUNS_KERNELS, reason="the kernels run in this process")
+def test_all_of_this_file_under_the_interpreter():
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+
+
+def random(rows, count, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.randint(-10, 5, (rows, count), generator=generator).float().exp2()
+    return (torch.randn(rows, count, generator=generator) * spread).to(dtype)
+
+
+def same_bits(a, b):
+    """NaN where NaN, the same bits elsewhere (a NaN's own bits may differ between processors)."""
+    a, b = a.cpu(), b.cpu()
+    equal = a.view(torch.int32) == b.view(torch.int32)
+    return bool((equal | (a.isnan() & b.isnan())).all())
+
+
+def assert_same_as_reference(codec, values):
+    """Messages, decoded values and sums of `values` [rows, n] in both implementations."""
+    from megafrontier.partition import codec_triton as kernels
+
+    count = values.shape[1]
+    expected = codec.encode(values)  # on the CPU: the reference
+    messages = kernels.encode(codec, values.to(DEVICE))
+    assert torch.equal(messages.cpu(), expected)
+    assert same_bits(kernels.decode(codec, messages, count), codec.decode(expected, count))
+    total, expected_total = torch.empty(count, device=DEVICE), torch.empty(count)
+    kernels.decode_sum(codec, messages, total)
+    codec.decode_sum(expected, expected_total)
+    assert same_bits(total, expected_total)
+
+
+@needs_kernels
+@CODECS
+@DTYPES
+@pytest.mark.parametrize("count", LENGTHS)
+def test_messages_values_and_sums_equal_the_reference(codec, dtype, count):
+    assert_same_as_reference(codec, random(3, count, dtype))
+
+
+@needs_kernels
+@CODECS
+@pytest.mark.parametrize("rows", [1, 2, 16, 33])
+def test_any_number_of_rows(codec, rows):
+    assert_same_as_reference(codec, random(rows, 700, seed=rows))
+
+
+@needs_kernels
+@CODECS
+@DTYPES
+def test_halves_round_to_even(codec, dtype):
+    """With a largest value of q the scale is 1, and every half is a tie."""
+    q = codec.largest
+    halves = torch.arange(-2 * q, 2 * q + 1).float() / 2
+    values = torch.zeros(2, -(-halves.numel() // codec.block) * codec.block)
+    for first in range(0, halves.numel(), codec.block - 1):
+        block = first // (codec.block - 1) * codec.block
+        part = halves[first : first + codec.block - 1]
+        values[:, block] = q
+        if block + 1 + part.numel() <= values.shape[1]:
+            values[:, block + 1 : block + 1 + part.numel()] = part
+    assert_same_as_reference(codec, values.to(dtype))
+    decoded = codec.decode(codec.encode(values), values.shape[1])
+    assert torch.equal(decoded, values.round())
+
+
+@needs_kernels
+@CODECS
+@DTYPES
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_non_finite_values(codec, dtype, bad):
+    values = random(2, 5 * codec.block + 7, dtype)
+    values[0, 3] = values[1, codec.block + 5] = values[1, -1] = bad
+    assert_same_as_reference(codec, values)
+
+
+@needs_kernels
+@CODECS
+def test_zeros_of_either_sign(codec):
+    values = random(2, 3 * codec.block + 1)
+    values[:, : codec.block] = 0.0
+    values[:, codec.block : 2 * codec.block] = -0.0
+    assert_same_as_reference(codec, values)
+
+
+@needs_kernels
+@CODECS
+@DTYPES
+def test_magnitudes_down_to_the_subnormal_and_up_to_the_largest(codec, dtype):
+    """Rows from 2^-149 to 2^127, each block of its own magnitude; products overflow at the top."""
+    exponents = torch.arange(-149, 128).double()
+    values = random(4, exponents.numel() * codec.block, seed=5).double()
+    values = values.view(4, -1, codec.block) * exponents.exp2()[:, None]
+    assert_same_as_reference(codec, values.view(4, -1).to(dtype))
+    assert_same_as_reference(codec, torch.full((2, 300), torch.finfo(dtype).max, dtype=dtype))
+
+
+@needs_kernels
+@CODECS
+def test_overflowing_products_are_not_rescued_by_a_fused_addition(codec):
+    """−3e38 + (q · scale > the largest fp32) is infinite in the reference: the product is."""
+    values = torch.full((2, codec.block), torch.finfo(torch.float32).max)
+    values[0] = -3e38
+    assert_same_as_reference(codec, values)
+
+
+@needs_kernels
+@CODECS
+def test_scales_at_ties_of_bf16(codec):
+    """Largest magnitudes whose scale lies on, or next to, the middle of two bf16 numbers."""
+    middles = (torch.arange(0x3F800000, 0x3F900000, 0x10000) + 0x8000).to(torch.int32)
+    largest = torch.cat([(middles + by).view(torch.float32) for by in (-1, 0, 1)]) * codec.largest
+    values = random(1, largest.numel() * codec.block).clamp(-1, 1).view(-1, codec.block)
+    values[:, 0] = largest
+    assert_same_as_reference(codec, values.view(1, -1))
+
+
+@needs_kernels
+@CODECS
+def test_rows_that_do_not_follow_on_and_nothing_at_all(codec):
+    from megafrontier.partition import codec_triton as kernels
+
+    values = random(4, 1000)
+    for view in (values[:, 100:777], values[::2], values.t()[:, :3]):
+        messages = kernels.encode(codec, view.to(DEVICE) if HAS_GPU else view)
+        assert torch.equal(messages.cpu(), codec.encode(view))
+    empty = torch.empty(2, 0, device=DEVICE)
+    assert kernels.decode(codec, kernels.encode(codec, empty), 0).shape == (2, 0)
+
+
+@needs_kernels
+def test_sums_refuse_what_they_would_round():
+    from megafrontier.partition import codec_triton as kernels
+
+    messages = INT8.encode(random(2, 64)).to(DEVICE)
+    with pytest.raises(ValueError, match="contiguous fp32"):
+        kernels.decode_sum(INT8, messages, torch.empty(64, dtype=torch.bfloat16, device=DEVICE))
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="no GPU")
+@CODECS
+def test_a_gpu_chooses_the_kernels_and_its_plain_torch_agrees_with_them(codec, monkeypatch):
+    from megafrontier.partition import codec as module
+    from megafrontier.partition import codec_triton as kernels
+
+    values = random(8, 100_003, torch.bfloat16).cuda()
+    assert module._kernels("cuda") is kernels
+    messages = codec.encode(values)
+    monkeypatch.setattr(module, "_kernels", lambda device_type: None)
+    assert torch.equal(codec.encode(values), messages)
+    assert same_bits(codec.decode(messages, 100_003), kernels.decode(codec, messages, 100_003))
+
+
+@CODECS
+def test_blocks_too_small_for_a_normal_scale_are_sent_as_zeros(codec):
+    """Their largest code would not fit: -128 instead of +190, a gradient of the wrong sign."""
+    values = torch.full((1, codec.block), codec.largest * SMALLEST_SCALE * 0.99)
+    assert torch.equal(codec.decode(codec.encode(values), codec.block), torch.zeros_like(values))
+    values = torch.full((1, codec.block), codec.largest * SMALLEST_SCALE)
+    assert torch.equal(codec.decode(codec.encode(values), codec.block), values)
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels do not compile"
+)
+@CODECS
+@pytest.mark.parametrize("target", ["sm_90", "gfx90a", "gfx942", "gfx1100"])
+def test_kernels_compile_for_both_makers_with_exact_divisions_and_no_fusion(codec, target):
+    """For machines that are not here: NVIDIA, and AMD with wavefronts of 64 and of 32."""
+    encode, decode_sum = (compile_for(target, codec, name) for name in ("_encode", "_decode_sum"))
+    if target == "sm_90":
+        assert "div.rn.f32" in encode
+        assert "div.full" not in encode
+        assert "div.approx" not in encode
+        assert ".ftz" not in encode + decode_sum
+        assert "fma.rn" not in decode_sum
+    else:
+        assert "v_div_fixup_f32" in encode  # the last of the exact division's instructions
+        assert "float_denorm_mode_32 3" in encode
+        assert "v_fma" not in decode_sum
+        assert "v_pk_fma" not in decode_sum
+
+
+def compile_for(target, codec, name):
+    """Assembly of one kernel, made without the GPU it is for."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megafrontier.partition import codec_triton as kernels
+
+    if target.startswith("sm_"):
+        gpu = GPUTarget("cuda", int(target[3:]), 32)
+    else:
+        gpu = GPUTarget("hip", target, 32 if target == "gfx1100" else 64)
+    kernel, constants = getattr(kernels, name), kernels._constants(codec)
+    signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
+    pointers = {"values": "*bf16", "messages": "*u8", "out": "*fp32"}
+    signature |= {key: kind for key, kind in pointers.items() if key in signature}
+    source = ASTSource(kernel, signature, constants)
+    compiled = triton.compile(source, target=gpu, options=dict(kernels.LAUNCH))
+    return compiled.asm["ptx" if gpu.backend == "cuda" else "amdgcn"]
