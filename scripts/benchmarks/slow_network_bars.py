@@ -117,7 +117,7 @@ def _bytes(rows: Iterable[Row]) -> Iterator[Bar]:
     if off:
         value, row = max(off, key=lambda pair: pair[0])
         where = f"{row.strategy}, {row.nodes} nodes, accumulation {row.accumulation}"
-        what = f"NIC bytes without headers off the formula, worst of ours ({where})"
+        what = f"NIC bytes without protocol off the formula, worst of ours ({where})"
         yield Bar(what, value, 0.03, least=False)
 
 

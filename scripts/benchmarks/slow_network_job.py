@@ -41,6 +41,8 @@ class Answer:
     nic_packets: int
     formula_bytes: int
     """What this rank sends to other nodes in one step, by the formula."""
+    protocol_bytes: int
+    """What gloo itself adds to that."""
     ledger_bytes: int | None
     """The same as the engine counted it; None where nobody counts."""
     ledger_seconds: dict[str, float]

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from fsdp2 import Fsdp2
@@ -16,7 +17,7 @@ from megafrontier.config import Config, load_config
 from megafrontier.model.gpt import GPT
 from megafrontier.model.initialise import initialise
 from megafrontier.partition.placement import traffic_bytes
-from megafrontier.partition.wires import DTYPES
+from megafrontier.partition.wires import DTYPES, Wires
 from megafrontier.training.arrangement import Arrangement
 from megafrontier.training.launch import joined
 from megafrontier.training.loop import train_step
@@ -33,6 +34,7 @@ class Stepper:
     step: Callable[[], float]
     parameters: int
     formula_bytes: Callable[[], int]
+    protocol_bytes: Callable[[], int] = lambda: 0
     trainer: Trainer | None = None
     between: Callable[[], object] = lambda: None
 
@@ -81,6 +83,7 @@ def _measure(
         bytes_after - bytes_before,
         packets_after - packets_before,
         stepper.formula_bytes(),
+        stepper.protocol_bytes(),
         counted,
         seconds,
         _memory("VmHWM") - resident,
@@ -107,12 +110,35 @@ def ours(job: Job, config: Config, arrangement: Arrangement, hierarchy: Hierarch
     return Stepper(
         lambda: train_step(trainer).loss,
         sum(entry.numel for unit in trainer.engine.units for entry in unit.layout.entries),
-        lambda: _world_formula(trainer, arrangement),
+        lambda: _world_bytes(trainer, arrangement, arrangement.wires),
+        lambda: _gloo_bytes(trainer, arrangement),
         trainer,
     )
 
 
-def _world_formula(trainer: Trainer, arrangement: Arrangement) -> int:
+class Preambles:
+    """Stands where a wire's codec does and says what gloo sends around one message."""
+
+    def __init__(self, messages: int) -> None:
+        self.codec = self
+        self._bytes = 3 * 48 * messages
+
+    def message_bytes(self, _elements: int) -> int:
+        """Ready to send, ready to receive, and the head of the data, 48 bytes each."""
+        return self._bytes
+
+
+def _gloo_bytes(trainer: Trainer, arrangement: Arrangement) -> int:
+    """What gloo adds over the slowest level: its all-gather sends each piece in two messages, and
+    two small sums, the loss and the norm, are all-gathered in each step."""
+    levels = arrangement.levels
+    count = len(levels.names)
+    wires: Any = Wires((Preambles(2),) * count, (Preambles(1),) * count)
+    sums = 2 * (levels.sizes[-1] - 1) * Preambles(2).message_bytes(1)
+    return _world_bytes(trainer, arrangement, wires) + sums
+
+
+def _world_bytes(trainer: Trainer, arrangement: Arrangement, wires: Wires) -> int:
     """Bytes this rank sends over the slowest level in a step."""
     engine = trainer.engine
     return sum(
@@ -120,7 +146,7 @@ def _world_formula(trainer: Trainer, arrangement: Arrangement) -> int:
             unit.layout.numel,
             engine.placement,
             arrangement.levels,
-            arrangement.wires,
+            wires,
             trainer.loader.micro_batches,
             1 if engine.stays_gathered(unit) else 2,
         )[-1]

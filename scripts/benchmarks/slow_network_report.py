@@ -36,6 +36,8 @@ class Row:
     """With all headers."""
     nic_packets: float = 0.0
     formula_bytes: float = 0.0
+    protocol_bytes: float = 0.0
+    """What gloo's messages add to the formula."""
     ledger_bytes: float | None = None
     ledger_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds of a step inside the collectives of each level, mean over the ranks."""
@@ -63,10 +65,11 @@ class Row:
 
     @property
     def excess(self) -> float | None:
-        """NIC bytes without the packets' headers over the formula, less 1."""
+        """NIC bytes without packets' headers and gloo's preambles over the formula, less 1."""
         if not self.formula_bytes:
             return None
-        return (self.nic_bytes - HEADER_BYTES * self.nic_packets) / self.formula_bytes - 1
+        payload = self.nic_bytes - HEADER_BYTES * self.nic_packets - self.protocol_bytes
+        return payload / self.formula_bytes - 1
 
     def line(self) -> str:
         """For the terminal, while the others run."""
@@ -100,6 +103,7 @@ def row_of(strategy: str, answers: Sequence[Answer], per_node: int, accumulation
         nic_bytes=sum(a.nic_bytes for a in answers[::per_node]) / nodes / steps,
         nic_packets=sum(a.nic_packets for a in answers[::per_node]) / nodes / steps,
         formula_bytes=sum(a.formula_bytes for a in answers) / nodes,
+        protocol_bytes=sum(a.protocol_bytes for a in answers) / nodes,
         ledger_bytes=sum(counted) / nodes if counted else None,
         ledger_seconds={
             name: statistics.mean(a.ledger_seconds[name] for a in answers) for name in levels

@@ -1,0 +1,108 @@
+"""What the benchmark on a slow network makes of its measurements."""
+
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _scripts_on_the_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+def make_answer(begins, ends, **others):
+    from slow_network_job import Answer
+
+    values = {
+        "cpu_seconds": 1.0,
+        "machine_cpu_seconds": 4.0,
+        "tokens": 100,
+        "parameters": 10,
+        "nic_bytes": 1000,
+        "nic_packets": 4,
+        "formula_bytes": 40,
+        "protocol_bytes": 0,
+        "ledger_bytes": 40,
+        "ledger_seconds": {"world": 0.5},
+        "memory_bytes": 1,
+        "loss": 2.0,
+    }
+    return Answer(begins, ends, **(values | others))
+
+
+def make_row(strategy, nodes, seconds, slower=1.0, accumulation=1, **others):
+    from slow_network_report import Row
+
+    values = {"tokens": 100, "bytes_per_second": 10.0, "formula_bytes": 1.0} | others
+    return Row(strategy, nodes, accumulation, slower, seconds=[seconds], **values)
+
+
+def make_figures():
+    from slow_network_report import ALONE, Figures
+
+    return Figures(
+        [
+            make_row(ALONE, 1, 1.0),
+            make_row("topo exact", 1, 1.25),
+            make_row(ALONE, 4, 4.0, 16.0),
+            make_row("FSDP2 hybrid", 4, 12.0, 16.0),
+            make_row("topo exact", 4, 10.0, 16.0, nic_bytes=60.0),
+            make_row("topo exact, full overlap", 4, 6.0, 16.0, nic_bytes=60.0),
+            make_row("topo low", 4, 5.0, 16.0, nic_bytes=20.0),
+        ]
+    )
+
+
+def test_a_step_lasts_from_the_last_rank_that_begins_to_the_last_that_ends():
+    from slow_network_report import row_of
+
+    answers = [make_answer([0.0, 5.0], [4.0, 8.0]), make_answer([1.0, 4.5], [3.0, 9.0])]
+    row = row_of("mics", answers, per_node=1, accumulation=1)
+    assert row.seconds == [3.0, 4.0]
+    assert row.nic_bytes == 500, "of one node and one step"
+    assert row.formula_bytes == 40, "of one node"
+    assert row.others_cores == pytest.approx((4.0 - 2.0) / 8.0), "from the first begin to the end"
+
+
+def test_bytes_on_the_nic_are_compared_without_headers_and_preambles():
+    row = make_row("mics", 2, 1.0, nic_bytes=1000.0, nic_packets=5.0, formula_bytes=500.0)
+    row.protocol_bytes = 155.0
+    assert row.excess == pytest.approx((1000 - 5 * 66 - 155) / 500 - 1)
+
+
+def test_exposed_seconds_and_efficiency_are_relative_to_computing_alone():
+    figures = make_figures()
+    row = figures.find("topo exact", 4, 16.0, 1)
+    assert figures.exposed(row) == 6.0
+    assert figures.efficiency(row) == pytest.approx((4.0 / 10.0) / (1.0 / 1.25))
+    assert figures.link_seconds(row) == 6.0
+    assert figures.over_bound(row) == pytest.approx(10.0 / 6.0)
+
+
+def test_bars_take_the_overlapped_row_where_there_is_one():
+    from slow_network_bars import all_bars
+
+    bars = {bar.what.split(":")[0]: bar for bar in all_bars(make_figures())}
+    hybrid = bars["topo exact over FSDP2 hybrid"]
+    assert (hybrid.value, hybrid.reached) == (2.0, True)
+    assert bars["topo low over FSDP2 hybrid"].value == pytest.approx(2.4)
+    overlap = next(bar for what, bar in bars.items() if what.startswith("step over its bound"))
+    assert overlap.value == pytest.approx(1.0)
+    assert overlap.reached
+
+
+def test_a_missed_bar_says_by_how_much():
+    from slow_network_bars import Bar
+
+    assert "missed by 50.0 %" in Bar("x", 0.5, 1.0).line()
+    assert "missed by 10.0 %" in Bar("x", 1.1, 1.0, least=False).line()
+    assert "reached" in Bar("x", 1.0, 1.0).line()
+
+
+def test_a_skipped_row_stays_in_the_table_with_its_reason():
+    from slow_network_report import Figures, Row, table
+
+    text = table(Figures([Row("topo low", 4, 1, skipped="partition.wires: low, need exact")]))
+    assert "skipped: partition.wires: low, need exact" in text
