@@ -30,6 +30,7 @@ def draw(figures: Figures, path: Path) -> None:
     )
     for axis, (accumulation, slower) in zip(axes.flat, panels, strict=False):
         _panel(axis, figures, names, (nodes, slower, accumulation))
+    axes[0, 0].invert_yaxis()  # shared: the first strategy on top in all
     figure.suptitle(f"{nodes} nodes × 4 ranks: speed, computing alone = 100 %", fontsize=12)
     figure.savefig(path)
     plt.close(figure)
@@ -46,10 +47,9 @@ def _panel(axis: Any, figures: Figures, names: list[str], key: tuple[int, float,
     places = range(len(names))
     axis.barh(places, speeds, color=colours, height=0.7)
     for place, (row, speed) in enumerate(zip(found, speeds, strict=True)):
-        text = f" {speed:.0f} %, {row.nic_bytes / 1e6:.1f} MB" if row else " skipped"
+        text = f" {speed:.0f} %, {row.nic_bytes / 1e6:.1f} MB" if row else " not measured"
         axis.text(speed, place, text, va="center", fontsize=8)
     axis.set_yticks(places, names)
-    axis.invert_yaxis()
     axis.set_xlim(0, 140)
     axis.set_xticks(range(0, 101, 25))
     axis.grid(axis="y", visible=False)

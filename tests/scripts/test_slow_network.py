@@ -106,3 +106,15 @@ def test_a_skipped_row_stays_in_the_table_with_its_reason():
 
     text = table(Figures([Row("topo low", 4, 1, skipped="partition.wires: low, need exact")]))
     assert "skipped: partition.wires: low, need exact" in text
+
+
+def test_without_root_or_its_tools_it_refuses_in_one_line(monkeypatch):
+    import slow_network_links
+
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with pytest.raises(slow_network_links.Unable, match="needs root"):
+        slow_network_links.links(1).__enter__()
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr("shutil.which", lambda tool: None)
+    with pytest.raises(slow_network_links.Unable, match="apt-get install iproute2"):
+        slow_network_links.links(1).__enter__()
