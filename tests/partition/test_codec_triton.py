@@ -159,7 +159,7 @@ def test_rows_that_do_not_follow_on_and_nothing_at_all(codec):
     from megafrontier.partition import codec_triton as kernels
 
     values = random(4, 1000)
-    for view in (values[:, 100:777], values[::2], values.t()[:, :3]):
+    for view in (values[:, 100:777], values[::2], values.t()[:9, :3]):
         messages = kernels.encode(codec, view.to(DEVICE) if HAS_GPU else view)
         assert torch.equal(messages.cpu(), codec.encode(view))
     empty = torch.empty(2, 0, device=DEVICE)
