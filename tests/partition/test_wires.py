@@ -167,9 +167,10 @@ def test_error_feedback_says_later_what_it_could_not_say_at_once():
             worst_without = max(worst_without, (a - s).abs().max().item())
         return worst, worst_without
 
-    for worst, worst_without in run_ranks((2, 2, 2), body):
-        assert worst < 0.02  # the errors are kept in bf16
-        assert worst_without > 5 * worst
+    # Some ranks' shards are padding alone, so the worst of all ranks is what counts.
+    worst, worst_without = map(max, zip(*run_ranks((2, 2, 2), body), strict=True))
+    assert worst < 0.02  # the errors are kept in bf16
+    assert worst_without > 5 * worst
 
 
 def test_a_non_finite_gradient_reaches_the_norm_through_every_wire():
