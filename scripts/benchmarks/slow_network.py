@@ -119,6 +119,7 @@ class Bench:
 
     def __init__(self, cluster: Cluster, config: Path, settings: argparse.Namespace) -> None:
         self._cluster, self._config, self._settings = cluster, config, settings
+        self._slower = 1.0
 
     def overrides(self, strategy: Strategy, nodes: int, accumulation: int) -> tuple[str, ...]:
         """All that makes the config of a row from the common one."""
@@ -150,9 +151,17 @@ class Bench:
             address="",
             port=0,
             folder="",
-            options=strategy.options,
+            options=strategy.options | self._trace(strategy, nodes, accumulation),
         )
         return self._cluster.run(job, nodes, TIMEOUT_SECONDS)
+
+    def _trace(self, strategy: Strategy, nodes: int, accumulation: int) -> dict[str, str]:
+        if not self._settings.trace:
+            return {}
+        name = f"trace {strategy.name} nodes {nodes} slower {self._slower:g} x{accumulation}.json"
+        return {
+            "trace": str((self._settings.out / name.replace(" ", "-").replace(",", "")).resolve())
+        }
 
     def undisturbed(self, strategy: Strategy, nodes: int, accumulation: int, steps: int) -> Row:
         """The row that others disturbed least, of as many tries as it takes or the settings allow.
@@ -180,6 +189,7 @@ class Bench:
             # Nothing of one node's training crosses a NIC: no need to slow it down.
             factors = s.slower if nodes > 1 else [1]
             for slower, accumulation in product(factors, s.accumulation):
+                self._slower = slower
                 self._cluster.links.shape(rate / slower)
                 print(
                     f"{nodes} nodes, {rate / slower / 1e6:.2f} MB/s a NIC ({slower} x slower), "
@@ -239,6 +249,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="turns of each strategy")
     parser.add_argument("--steps", type=int, help="measured steps in each turn")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them")
+    parser.add_argument("--trace", action="store_true", help="a timeline of each row in OUT")
     parser.add_argument("--tries", type=int, default=3, help="for a turn that others disturb")
     found = parser.parse_intermixed_args()
     quick = {"nodes": [1, 4], "slower": [1, 16], "accumulation": [1], "rounds": 1, "steps": 5}
@@ -254,6 +265,7 @@ def main() -> int:
     """Measure, write the report, print the table."""
     settings = parse()
     strategies = chosen(settings.strategies, settings.overlap)
+    settings.out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     code = 0
     try:
@@ -272,7 +284,6 @@ def main() -> int:
         code = 130
     if not rows:
         return code
-    settings.out.mkdir(parents=True, exist_ok=True)
     results = {"machine": machine(), "rows": [asdict(row) for row in rows]}
     (settings.out / "results.json").write_text(json.dumps(results, indent=1))
     print(write_report(settings.out))

@@ -17,6 +17,7 @@ from megafrontier.config import Config, load_config
 from megafrontier.model.gpt import GPT
 from megafrontier.model.initialise import initialise
 from megafrontier.partition.placement import traffic_bytes
+from megafrontier.partition.trace import Trace
 from megafrontier.partition.wires import DTYPES, Wires
 from megafrontier.training.arrangement import Arrangement
 from megafrontier.training.launch import joined
@@ -64,6 +65,7 @@ def _measure(
     bytes_before, packets_before = sent()
     cpu, machine_cpu = time.process_time(), machine_cpu_seconds()
     begins, ends = [], []
+    trace = _start_trace(job, stepper.trainer)
     for _ in range(job.steps):
         begins.append(time.perf_counter())
         loss = stepper.step()
@@ -71,6 +73,8 @@ def _measure(
         stepper.between()
     cpu, machine_cpu = time.process_time() - cpu, machine_cpu_seconds() - machine_cpu
     counted, seconds = _ledger(stepper.trainer, job.steps)
+    if trace is not None:
+        trace.write(Path(job.options["trace"]))
     hierarchy.all_true(True)  # the slowest rank of the node has sent its last, too
     bytes_after, packets_after = sent()
     return Answer(
@@ -89,6 +93,15 @@ def _measure(
         _memory("VmHWM") - resident,
         loss,
     )
+
+
+def _start_trace(job: Job, trainer: Trainer | None) -> Trace | None:
+    """Hang a trace on the first rank's ledger, where one is asked for."""
+    if "trace" not in job.options or trainer is None or not trainer.is_first:
+        return None
+    ledger = trainer.engine.ledger
+    ledger.trace = Trace(ledger.names)
+    return ledger.trace
 
 
 def _ledger(trainer: Trainer | None, steps: int) -> tuple[int | None, dict[str, float]]:

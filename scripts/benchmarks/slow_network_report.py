@@ -43,6 +43,9 @@ class Row:
     """Seconds of a step inside the collectives of each level, mean over the ranks."""
     memory_bytes: int = 0
     """Largest of any rank."""
+    cpu_seconds: float = 0.0
+    """Of all ranks in one step. Above that of computing alone it is what the strategy itself costs:
+    here, unlike on GPUs, copies and codecs take the same cores as the model."""
     others_cores: float = 0.0
     """Cores that processes other than the ranks kept busy meanwhile: they disturb the row."""
     loss: float = 0.0
@@ -109,6 +112,7 @@ def row_of(strategy: str, answers: Sequence[Answer], per_node: int, accumulation
             name: statistics.mean(a.ledger_seconds[name] for a in answers) for name in levels
         },
         memory_bytes=max(a.memory_bytes for a in answers),
+        cpu_seconds=sum(a.cpu_seconds for a in answers) / steps,
         others_cores=max(0.0, others / elapsed),
         loss=statistics.mean(a.loss for a in answers),
     )
@@ -176,6 +180,7 @@ COLUMNS = (
     "exposed s",
     "efficiency",
     "step over bound",
+    "CPU s, all ranks",
     "peak MiB",
     "others' cores",
 )
@@ -214,6 +219,7 @@ def _line(figures: Figures, row: Row) -> str:
         _number(figures.exposed(row)),
         _number(figures.efficiency(row)),
         _number(figures.over_bound(row)),
+        f"{row.cpu_seconds:.2f}",
         f"{row.memory_bytes / 2**20:.1f}",
         f"{row.others_cores:.1f}",
     ]
