@@ -7,8 +7,8 @@ import pytest
 
 from megafrontier.cli import main
 from megafrontier.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from megafrontier.data.train_tokenizer import train_tokenizer
 from megafrontier.errors import UserError
+from tests.data.training import train_tokenizer
 
 GENERAL = str(Path(__file__).parents[2] / "tokenizers" / "general-16k.model")
 SOURCES = [os.__file__, os.path.join(os.path.dirname(os.__file__), "argparse.py")]
