@@ -63,21 +63,22 @@ class Evaluate(Callback):
 
     def __init__(self, logbook: Logbook) -> None:
         self._logbook = logbook
-        self._last = 0
+        self._is_owed = False
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        if is_due(trainer.config.evaluate.every, trainer.step):
+        self._is_owed = not is_due(trainer.config.evaluate.every, trainer.step)
+        if not self._is_owed:
             self._run(trainer)
 
     def at_end(self, trainer: Trainer) -> None:
-        if self._last != trainer.step:
+        # A finished run that is started again makes no step, and owes nothing.
+        if self._is_owed:
             self._run(trainer)
 
     def _run(self, trainer: Trainer) -> None:
         batches = trainer.config.evaluate.batches
         if trainer.valid_loader is None or batches == 0:
             return
-        self._last = trainer.step
         trainer.engine.finish_publishing()  # that is the step's own traffic
         with trainer.engine.ledger.paused():
             found = evaluate(trainer.model, trainer.valid_loader, trainer.hierarchy, batches)

@@ -136,6 +136,11 @@ def test_auto_falls_back_to_the_newest_whole_checkpoint_with_a_warning(config_fi
     assert runs.losses(resumed) == runs.losses(unbroken)
 
 
+def test_a_finished_run_that_is_started_again_changes_nothing(config_file):
+    finished = runs.run(config_file, 1, "machine=laptop", "train.steps=2")
+    assert runs.run(config_file, 1, "machine=laptop", "train.steps=2") == finished
+
+
 def test_resume_never_refuses_a_directory_that_holds_another_runs_checkpoints(
     config_file, tmp_path, capfd
 ):
