@@ -50,15 +50,21 @@ def shard(
 
     `blocks` are (name, module) in the order in which they run; each becomes a unit that is
     gathered only while it runs. What lies outside them is one more unit, gathered for the whole
-    pass. A parameter must be used inside the block that holds it. `dtype` is the type of weights
-    and gradients in computation; masters are fp32. `wires` default to that type. With
-    `error_feedback` what gradient messages between the gradient and the optimizer level fail to say
-    is said in the next step. `overlap` is the policy of `lanes.py`; with one other than none,
-    `prefetch` units are gathered ahead. With `check_order` the ranks compare what they are about to
-    do before each collective (slow, for finding a hang). `initial` gives
-    first values slice by slice, for a model on the meta device; without it the model's own values
-    are taken, which must be the same on every rank. `decay` says by name which parameters have
-    weight decay. Raises UserError for frozen parameters and overlapping blocks.
+    pass. A parameter must be used inside the block that holds it.
+
+    dtype: type of weights and gradients in computation; masters are fp32.
+    wires: format on each level; default: `dtype`.
+    error_feedback: what gradient messages between the gradient and the optimizer level fail to say
+        is said in the next step.
+    overlap, prefetch: the policy of `lanes.py`; with one other than none, units gathered ahead.
+    check_order: ranks compare what they are about to do before each collective (slow, for finding
+        a hang).
+    initial: first values slice by slice, for a model on the meta device; without it the model's own
+        are taken, which must be the same on every rank.
+    decay: by name, which parameters have weight decay; they come first in their unit.
+
+    Raises UserError for frozen parameters, for a block that is not part of the model, and for
+    values on the meta device without `initial`.
     """
     wires = wires or Wires.plain(len(hierarchy.levels.sizes), dtype)
     engine = Engine(placement, hierarchy, wires, overlap, prefetch, check_order)
