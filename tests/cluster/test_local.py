@@ -168,7 +168,9 @@ def test_a_signal_to_the_parent_reaches_every_rank(tmp_path, number):
 
 
 SCRIPT = """
-import os, sys, time
+import os, signal, sys, time
+# A shell's background jobs, and so whoever runs these tests, may have Ctrl-C ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
 from megafrontier.cluster.local import fork_ranks
 def body():
