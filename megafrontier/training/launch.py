@@ -18,6 +18,7 @@ from megafrontier.errors import UserError
 from megafrontier.training.arrangement import Arrangement, arrange, check_training
 from megafrontier.training.evaluation import Evaluate
 from megafrontier.training.guard import Guard
+from megafrontier.training.lease import hold
 from megafrontier.training.logbook import Log, Logbook, check_directory, open_logbook
 from megafrontier.training.loop import run
 from megafrontier.training.saving import Save, resume
@@ -91,9 +92,11 @@ def choose_device(identity: Identity) -> torch.device:
 
 
 def _train_rank(config: Config) -> int:
+    identity = identify(os.environ)
     with (
         joined(config) as (arrangement, hierarchy),
         open_logbook(config, hierarchy.rank == 0) as logbook,
+        hold(Path(config.run.directory), identity, hierarchy, logbook.remark),
     ):
         _run(config, arrangement, hierarchy, logbook)
     return 0

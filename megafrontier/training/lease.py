@@ -1,0 +1,249 @@
+"""One job at a time on a run directory: a lease that lives as long as its holder's heart beats.
+
+A lease is a numbered file in RUN/lease, the highest number the present one. To take it is to create
+the next number, which an exclusive create grants to one process only, on NFS and Lustre too, where
+locks may be switched off. Numbers never fall, and a lease given back stays as such: a starter that
+saw number 5 die cannot take what another has taken as number 6 since.
+
+No clocks are compared, so none can be wrong: a holder lives whose beat changes while we look on.
+Two are known dead without looking: a process of this very machine that is gone, and the earlier
+start of a Slurm job that was requeued, for Slurm starts a job only when its last start has ended.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.cluster.identity import Identity
+from megafrontier.errors import UserError
+
+BEAT_SECONDS = 5.0
+EXPIRY_SECONDS = 30.0
+_RELEASED = "released".ljust(20)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a lease. `machine` tells two boots and two process tables apart, `start` two
+    processes of one number; `job` and `restart` are Slurm's."""
+
+    host: str = "an unknown host"
+    pid: int = 0
+    machine: str = ""
+    start: str = ""
+    job: str = ""
+    restart: str = ""
+    since: str = "?"
+
+    @classmethod
+    def present(cls, host: str, environment: Mapping[str, str]) -> "Holder":
+        """This process."""
+        return cls(
+            host,
+            os.getpid(),
+            machine(),
+            start_of(os.getpid()),
+            environment.get("SLURM_JOB_ID", ""),
+            environment.get("SLURM_RESTART_COUNT", "0"),
+            datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+    def __str__(self) -> str:
+        job = f", job {self.job}" if self.job else ""
+        return f"{self.host} (pid {self.pid}{job}, since {self.since})"
+
+    def is_dead(self, me: "Holder") -> bool:
+        """Whether it is known to be gone, without waiting for a beat."""
+        if self.job and self.job == me.job and self.restart != me.restart:
+            return True
+        return self.is_near(me) and start_of(self.pid) != self.start
+
+    def is_near(self, me: "Holder") -> bool:
+        """Whether `me` can see its process."""
+        return self.machine != "" and self.machine == me.machine
+
+
+def machine() -> str:
+    """Name of this boot of this kernel and of the process table we see; empty if unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def start_of(pid: int) -> str:
+    """When a process of this machine started, in ticks since the boot; empty if it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    fields = stat.rpartition(")")[2].split()  # a process may have any name, in parentheses
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+class Lease:
+    """A lease that is held: a thread beats until `release`."""
+
+    def __init__(self, folder: Path, number: int, file: int, holder: Holder) -> None:
+        """`file` is open on the lease just created, and closed by `release`."""
+        self._folder, self._number, self._file = folder, number, file
+        head = json.dumps(asdict(holder)) + "\n"
+        self._at = len(head.encode())
+        os.pwrite(file, head.encode(), 0)
+        self._write(f"{0:020d}")
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Let the next job start at once."""
+        self._is_over.set()
+        self._thread.join(EXPIRY_SECONDS)
+        if self._thread.is_alive():
+            return  # the storage hangs; the lease expires
+        with suppress(OSError):
+            self._write(_RELEASED)
+        os.close(self._file)
+
+    def _beat(self) -> None:
+        count = 0
+        while not self._is_over.wait(BEAT_SECONDS):
+            count += 1
+            # A storage that fails for a while is no reason to end.
+            with suppress(OSError):
+                self._write(f"{count:020d}")
+                if _newest(self._folder) > self._number:
+                    self._end()
+
+    def _write(self, beat: str) -> None:
+        # In place: a reader elsewhere may go on seeing the old file for a minute after a rename.
+        os.pwrite(self._file, beat.encode(), self._at)
+        os.fsync(self._file)
+
+    def _end(self) -> None:
+        """We were silent for so long that another took over, and writes where we would: no later
+        moment to stop is early enough, and no other rank writes without this one."""
+        holder = _read(_path(self._folder, _newest(self._folder)))[0]
+        line = f"megafrontier: lease: {self._folder.parent} was taken over by {holder}; ending\n"
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode())
+        os._exit(2)
+
+
+def acquire(folder: Path, me: Holder, tell: Callable[[str], None]) -> Lease:
+    """The lease on `folder`, waited for where its holder shows no sign of life.
+
+    `tell` gets one line before such a wait. Raises UserError when the holder is alive, or the
+    folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            number = _newest(folder)
+            _await_end(_path(folder, number), me, tell)
+            lease = _claim(folder, number + 1, me)
+            if lease is not None:
+                return lease
+    except OSError as error:
+        raise UserError(f"run.directory: {folder}: {error.strerror}, need a folder to write") from (
+            error
+        )
+
+
+def _claim(folder: Path, number: int, me: Holder) -> Lease | None:
+    try:
+        file = os.open(_path(folder, number), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
+    except FileExistsError:
+        return None
+    lease = Lease(folder, number, file, me)
+    for path in folder.glob("[0-9]*"):
+        if int(path.name) < number:
+            path.unlink(missing_ok=True)
+    return lease
+
+
+def _await_end(path: Path, me: Holder, tell: Callable[[str], None]) -> None:
+    """Return when nobody holds the lease at `path` any more. Raises UserError when one does."""
+    holder, beat = _read(path)
+    if beat in ("", _RELEASED) or holder.is_dead(me):
+        return
+    if not holder.is_near(me):
+        tell(f"waiting up to {EXPIRY_SECONDS:g} s for the lease of {holder}, if it is dead")
+        found = _watch(path, beat)
+        if found is None:
+            return
+        holder = found
+    raise UserError(
+        f"run.directory: {path.parent.parent} is in use by {holder}; need another run.directory, "
+        "or that job's end"
+    )
+
+
+def _watch(path: Path, beat: str) -> Holder | None:
+    """The holder, once it shows a sign of life; None where it shows none."""
+    end = time.monotonic() + EXPIRY_SECONDS
+    while time.monotonic() < end:
+        time.sleep(min(1.0, BEAT_SECONDS / 5))
+        holder, now = _read(path)
+        if now in ("", _RELEASED):
+            return None
+        if now != beat:
+            return holder
+    return None
+
+
+def _newest(folder: Path) -> int:
+    """Number of the present lease, 0 where there was none."""
+    number = max((int(path.name) for path in folder.glob("[0-9]*")), default=0)
+    # A file system may show an old listing, but not deny a name that is asked for.
+    while _path(folder, number + 1).exists():
+        number += 1
+    return number
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"{number:08d}"
+
+
+def _read(path: Path) -> tuple[Holder, str]:
+    """Who holds a lease, and its beat: empty where there is no such lease, or no longer. One that
+    is just being written has a beat like any other, which will change."""
+    try:
+        head, _, beat = path.read_text(encoding="utf-8", errors="replace").partition("\n")
+    except FileNotFoundError:
+        return Holder(), ""
+    try:
+        return Holder(**json.loads(head)), beat or "none yet"
+    except (ValueError, TypeError):
+        return Holder(), beat or "none yet"
+
+
+@contextmanager
+def hold(
+    directory: Path, identity: Identity, hierarchy: Hierarchy, tell: Callable[[str], None]
+) -> Iterator[None]:
+    """Keep other jobs away from a run directory. Raises UserError, on every rank alike, while
+    another is on it."""
+    lease, problem = None, None
+    if hierarchy.rank == 0:
+        try:
+            me = Holder.present(identity.host, os.environ)
+            lease = acquire(directory / "lease", me, tell)
+        except UserError as error:
+            problem = str(error)
+    try:
+        agreed = hierarchy.first_error(problem)
+        if agreed is not None:
+            raise UserError(agreed)
+        yield
+    finally:
+        if lease is not None:
+            lease.release()

@@ -1,0 +1,204 @@
+"""One job at a time on a run directory; a dead one keeps nobody away."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megafrontier.cli import main
+from megafrontier.errors import UserError
+from megafrontier.training import lease
+from megafrontier.training.lease import Holder, acquire
+from tests.training import runs
+
+HERE = Holder.present("here", {})
+
+
+def elsewhere(**changes):
+    """A holder on a machine whose processes cannot be seen from here."""
+    return replace(HERE, host="elsewhere", machine="another boot", **changes)
+
+
+@pytest.fixture(autouse=True)
+def fast_heart(monkeypatch):
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(lease, "EXPIRY_SECONDS", 0.6)
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+def in_child(body) -> int:
+    """Run `body` in a forked process that then waits to be killed; returns once body is done."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        body()
+        os.write(writer, b"x")
+        signal.pause()
+    os.read(reader, 1)
+    return child
+
+
+def kill(child: int) -> None:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def dead_lease(folder: Path, holder: Holder) -> None:
+    """What a job leaves behind that was killed while it held the lease."""
+    kill(in_child(lambda: acquire(folder, holder, print)))
+
+
+def test_a_lease_that_is_given_back_is_free_at_once(tmp_path, said):
+    for _ in range(3):
+        acquire(tmp_path, HERE, said.append).release()
+    acquire(tmp_path, elsewhere(), said.append).release()
+    assert said == []
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_second_job_is_refused_and_told_who_holds_the_first(tmp_path, said):
+    holder = replace(HERE, job="4711")
+    held = acquire(tmp_path / "run" / "lease", holder, said.append)
+    with pytest.raises(UserError) as refused:
+        acquire(tmp_path / "run" / "lease", HERE, said.append)
+    held.release()
+    assert str(refused.value) == (
+        f"run.directory: {tmp_path}/run is in use by here (pid {os.getpid()}, job 4711, since "
+        f"{holder.since}); need another run.directory, or that job's end"
+    )
+    assert said == []
+
+
+def test_a_holder_elsewhere_that_beats_is_refused_without_waiting_for_the_expiry(
+    tmp_path, said, monkeypatch
+):
+    monkeypatch.setattr(lease, "EXPIRY_SECONDS", 60)
+    held = acquire(tmp_path, elsewhere(), said.append)
+    begin = time.monotonic()
+    with pytest.raises(UserError, match="in use by elsewhere"):
+        acquire(tmp_path, HERE, said.append)
+    assert time.monotonic() - begin < 10
+    held.release()
+
+
+def test_a_killed_holder_on_this_machine_keeps_nobody_waiting(tmp_path, said, monkeypatch):
+    monkeypatch.setattr(lease, "EXPIRY_SECONDS", 60)
+    child = in_child(lambda: acquire(tmp_path, Holder.present("here", {}), print))
+    with pytest.raises(UserError, match=f"pid {child}"):
+        acquire(tmp_path, HERE, said.append)
+    os.kill(child, signal.SIGKILL)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # nobody has taken note of its end yet
+    begin = time.monotonic()
+    acquire(tmp_path, HERE, said.append).release()
+    assert time.monotonic() - begin < 5
+    os.waitpid(child, 0)
+    assert said == []
+
+
+def test_another_process_with_the_dead_holders_number_is_not_taken_for_it(tmp_path, said):
+    dead_lease(tmp_path, replace(HERE, start="1"))
+    acquire(tmp_path, HERE, said.append).release()
+    assert said == []
+
+
+def test_a_killed_holder_elsewhere_is_waited_for_aloud_and_no_longer_than_the_expiry(
+    tmp_path, said
+):
+    dead_lease(tmp_path, elsewhere(job="12"))
+    begin = time.monotonic()
+    acquire(tmp_path, replace(HERE, job="13"), said.append).release()
+    assert time.monotonic() - begin >= 0.6
+    (line,) = said
+    assert line.startswith("waiting up to 0.6 s for the lease of elsewhere (pid ")
+
+
+def test_a_requeued_job_takes_over_from_its_own_earlier_start_at_once(tmp_path, said):
+    dead_lease(tmp_path, elsewhere(job="12", restart="0"))
+    acquire(tmp_path, replace(HERE, job="12", restart="1"), said.append).release()
+    assert said == []
+
+
+def test_two_steps_of_one_job_are_kept_apart(tmp_path, said):
+    held = acquire(tmp_path, elsewhere(job="12", restart="1"), said.append)
+    with pytest.raises(UserError, match="job 12"):
+        acquire(tmp_path, replace(HERE, job="12", restart="1"), said.append)
+    held.release()
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00garbage", b'{"host": "a", "later": 1}\n1'])
+def test_a_lease_that_cannot_be_read_expires_like_any_other(tmp_path, said, content):
+    (tmp_path / "00000007").write_bytes(content)
+    acquire(tmp_path, HERE, said.append).release()
+    assert [path.name for path in tmp_path.iterdir()] == ["00000008"]
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("left", [None, "near", "far"])
+def test_of_many_starters_one_wins(tmp_path, left):
+    if left is not None:
+        dead_lease(tmp_path / "lease", replace(HERE, start="1") if left == "near" else elsewhere())
+
+    def start():
+        while not (tmp_path / "go").exists():
+            time.sleep(0.001)
+        try:
+            acquire(tmp_path / "lease", Holder.present("here", {}), lambda _: None)
+            word = "won"
+        except UserError:
+            word = "refused"
+        (tmp_path / f"word-{os.getpid()}").write_text(word)
+        signal.pause()
+
+    children = [child for _ in range(6) if (child := _fork(start))]
+    (tmp_path / "go").touch()
+    while len(words := [p.read_text() for p in tmp_path.glob("word-*")]) < 6 or "" in words:
+        time.sleep(0.01)
+    for child in children:
+        kill(child)
+    assert sorted(words) == ["refused"] * 5 + ["won"]
+
+
+def _fork(body) -> int:
+    child = os.fork()
+    if child == 0:
+        body()
+    return child
+
+
+def test_a_holder_that_was_given_up_for_dead_ends_before_it_writes_again(tmp_path, capfd):
+    child = in_child(lambda: acquire(tmp_path / "lease", elsewhere(), print))
+    os.kill(child, signal.SIGSTOP)  # as a node that hangs
+    held = acquire(tmp_path / "lease", HERE, print)
+    os.kill(child, signal.SIGCONT)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    held.release()
+    error = capfd.readouterr().err
+    assert error.startswith(f"megafrontier: lease: {tmp_path} was taken over by here (pid ")
+    assert error.count("\n") == 1
+
+
+def test_a_run_directory_in_use_is_refused_with_code_2_in_one_line_on_all_ranks(tmp_path, capfd):
+    config = runs.make_config_file(tmp_path)
+    directory = tmp_path / "run"
+    command = ["train", str(config), "--nproc", "2", "train.steps=2", "machine=laptop"]
+    held = acquire(directory / "lease", HERE, print)
+    assert main(command) == 2
+    error = capfd.readouterr().err
+    assert error.startswith(f"megafrontier: run.directory: {directory} is in use by here (pid ")
+    assert error.count("\n") == 1
+    held.release()
+    assert not (directory / "metrics.jsonl").exists()
+    assert main(command) == 0
+
+
+def test_a_directory_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "lease").touch()
+    with pytest.raises(UserError, match="lease: File exists, need a folder to write"):
+        acquire(tmp_path / "lease", HERE, print)
