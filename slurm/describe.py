@@ -1,0 +1,18 @@
+"""Print the name and the directory of the run that a config and overrides describe, a line each.
+
+    python slurm/describe.py CONFIG [key=value …]
+
+Exit code 2 and one line when they are wrong: a batch file asks before it starts a thousand ranks.
+"""
+
+import sys
+
+from megafrontier.config import load_config
+from megafrontier.errors import UserError
+
+try:
+    run = load_config(sys.argv[1], sys.argv[2:]).run
+except UserError as error:
+    print(f"megafrontier: {error}", file=sys.stderr)
+    sys.exit(2)
+print(run.name, run.directory, sep="\n")

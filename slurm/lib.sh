@@ -1,0 +1,149 @@
+# Sourced by the batch files: the cluster's own settings, submission, and steps inside a job.
+# Wants $home, the repository.
+#
+#   MEGAFRONTIER_CLUSTER   which file of slurm/env/; default: frontier
+#   MEGAFRONTIER_PREFIX    Python environment (venv or conda); default: .venv of the repository
+#   MEGAFRONTIER_ENV_TAR   what pack_env.sh made of it, to be unpacked onto every node's own disk
+#   DRY_RUN=1              show what would be submitted and run, and do neither
+
+fail() {
+    echo "megafrontier: $*" >&2
+    exit 2
+}
+
+show() {
+    printf '%q ' "$@"
+    echo
+}
+
+# A cluster's file sets these: options in place of the #SBATCH lines below "Frontier", options of
+# each srun, a folder that is each node's own, and the function `enter` that a job calls.
+sbatch_options=()
+srun_options=()
+cluster=${MEGAFRONTIER_CLUSTER:-frontier}
+if [ ! -e "$home/slurm/env/$cluster.sh" ]; then
+    fail "MEGAFRONTIER_CLUSTER: $cluster, need the name of a file in slurm/env"
+fi
+. "$home/slurm/env/$cluster.sh"
+prefix=${MEGAFRONTIER_PREFIX:-$home/.venv}
+dry_run=${DRY_RUN:-}
+is_asked_to_stop=
+
+# Takes leading options off the arguments: sbatch's, and --dry-run. The rest is in `arguments`.
+split_options() {
+    options=()
+    while [[ ${1:-} == -* ]]; do
+        if [ "$1" = --dry-run ]; then dry_run=1; else options+=("$1"); fi
+        shift
+    done
+    arguments=("$@")
+}
+
+# submit FILE OPTION… -- ARGUMENT…: hand a batch file to Slurm. Leaves the job's number in `job`.
+submit() {
+    local file=$1 own=() command
+    shift
+    while [ "$1" != -- ]; do
+        own+=("$1")
+        shift
+    done
+    shift
+    export MEGAFRONTIER_HOME=$home
+    command=(sbatch --parsable)
+    if [ ${#sbatch_options[@]} = 0 ]; then
+        command+=("${own[@]}" "$file" "$@")
+    else
+        # Wrapped, for sbatch to read none of the file's lines: some cannot be taken back.
+        mapfile -t shared < <(sed -n '/^# Frontier/q; s/^#SBATCH //p' "$file")
+        command+=("${shared[@]}" "${sbatch_options[@]}" "${own[@]}")
+        command+=(--wrap "exec bash $(show "$file" "$@")")
+    fi
+    job=JOB
+    if [ -n "$dry_run" ]; then
+        show "${command[@]}"
+    else
+        job=$("${command[@]}")
+        job=${job%%;*} # JOB;CLUSTER where there are several
+        echo "Submitted batch job $job"
+    fi
+}
+
+# The environment of a job on all its nodes.
+enter_job() {
+    # Until a step runs, which then is told. Without this the signal would end the job.
+    trap 'is_asked_to_stop=1' USR1
+    enter
+    if [ -n "${MEGAFRONTIER_ENV_TAR:-}" ]; then
+        [ -n "$dry_run" ] || [ -r "$MEGAFRONTIER_ENV_TAR" ] ||
+            fail "MEGAFRONTIER_ENV_TAR: $MEGAFRONTIER_ENV_TAR, need what slurm/pack_env.sh wrote"
+        unpack_environment
+    fi
+    [ -n "$dry_run" ] || [ -x "$prefix/bin/python" ] ||
+        fail "MEGAFRONTIER_PREFIX: $prefix has no bin/python, need a Python environment"
+    export PATH=$prefix/bin:$PATH
+    export PYTHONPATH=$home${PYTHONPATH:+:$PYTHONPATH}
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+    # Caches on the shared file system are locked by all ranks at once, or torn.
+    export MIOPEN_USER_DB_PATH=$node_disk/miopen MIOPEN_CUSTOM_CACHE_DIR=$node_disk/miopen
+    export TORCHINDUCTOR_CACHE_DIR=$node_disk/inductor TRITON_CACHE_DIR=$node_disk/triton
+}
+
+unpack_environment() {
+    local target=$node_disk/environment
+    local archive=$node_disk/environment.tar.gz
+    each_node mkdir -p "$target"
+    run sbcast --preserve --force "$MEGAFRONTIER_ENV_TAR" "$archive"
+    each_node tar -xzf "$archive" -C "$target"
+    # What conda-pack packed has its old place written in many files.
+    each_node sh -c '[ ! -e "$0"/conda-unpack ] || "$0"/python "$0"/conda-unpack' "$target/bin"
+    prefix=$target
+}
+
+leave_job() {
+    if [ -n "${MEGAFRONTIER_ENV_TAR:-}" ]; then
+        each_node rm -rf "$node_disk/environment" "$node_disk/environment.tar.gz" || true
+    fi
+}
+
+each_node() {
+    run srun --nodes="${SLURM_JOB_NUM_NODES:-NODES}" --ntasks-per-node=1 \
+        --ntasks="${SLURM_JOB_NUM_NODES:-NODES}" "$@"
+}
+
+run() {
+    if [ -n "$dry_run" ]; then show "$@"; else "$@"; fi
+}
+
+# The command of a step of all ranks, in `step`. After the first rank has ended the others have a
+# minute to end by themselves. --kill-on-bad-exit would end them at once: those who still live could
+# not say whom they lost, and srun's exit code would be that of its own kill.
+make_step() {
+    step=(srun --kill-on-bad-exit=0 --wait=60 --cpus-per-task="${SLURM_CPUS_PER_TASK:-CORES}")
+    step+=("${srun_options[@]}" python -m megafrontier "$@")
+}
+
+# Run a command and tell it the signals that the job gets. Returns its exit code.
+run_with_signals() {
+    "$@" &
+    local child=$!
+    # Never CONT: Slurm sends it together with USR1, and bash would lose one of the two.
+    trap 'kill -USR1 "$child" 2>/dev/null || true' USR1
+    trap 'kill -TERM "$child" 2>/dev/null || true' TERM
+    [ -z "$is_asked_to_stop" ] || kill -USR1 "$child"
+    # In the background, because bash delays traps while it waits for a child in the foreground;
+    # `wait` ends at each signal.
+    while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done
+    wait "$child"
+}
+
+# What a job would do, for --dry-run: the variables it sets, then its commands.
+show_job() {
+    local before
+    before=$(export -p)
+    echo "# in the job, with slurm/env/$cluster.sh:"
+    module() { show module "$@"; } # only the cluster has the real one
+    enter_job
+    comm -13 <(sort <<<"$before") <(export -p | sort) | sed 's/^declare -x /export /'
+    make_step "$@"
+    show "${step[@]}"
+}
