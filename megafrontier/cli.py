@@ -12,19 +12,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megafrontier.errors import UserError
+from megafrontier.errors import BAD_INPUT, UserError
 
 _OVERRIDE = re.compile(r"[^-/=][^/=]*=")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns its exit code: 0, or 2 after the one-line error of bad input."""
+    """Run one command. Returns its exit code, one of those in errors.py."""
     arguments = _parse(argv)
     try:
         return arguments.command(arguments) or 0
     except UserError as error:
         print(f"megafrontier: {error}", file=sys.stderr)
-        return 2
+        return BAD_INPUT
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
@@ -182,11 +182,14 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from megafrontier.config import load_config
-    from megafrontier.training.launch import train
+    from megafrontier.signals import stops_remembered
 
-    overrides = [*arguments.overrides, *(["log.trace=true"] if arguments.trace else [])]
-    return train(load_config(arguments.config, overrides), arguments.nproc)
+    with stops_remembered():  # from here on: the imports alone take seconds
+        from megafrontier.config import load_config
+        from megafrontier.training.launch import train
+
+        overrides = [*arguments.overrides, *(["log.trace=true"] if arguments.trace else [])]
+        return train(load_config(arguments.config, overrides), arguments.nproc)
 
 
 def _add_evaluate(commands: Any) -> None:

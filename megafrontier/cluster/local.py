@@ -10,27 +10,43 @@ import gc
 import importlib
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from megafrontier.errors import RankError, RunFailed, UserError
+from megafrontier.errors import (
+    BAD_INPUT,
+    BAD_NODE,
+    FAILED,
+    LOST,
+    STOPPED,
+    DeviceMissing,
+    NodesUnfit,
+    PeersLost,
+    RankError,
+    RunFailed,
+    UserError,
+)
+from megafrontier.signals import STOPPING
 
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 0.5
+"""From the first failure to the end of all ranks: time for the one that speaks to say why."""
 PEER_SECONDS = 1.0
-FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
+"""Longer than that: a rank with an exception of its own waits whether it is to be ended."""
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def fork_ranks(count: int, body: Callable[[], int]) -> int:
     """Run `body` in `count` forked processes that find themselves as ranks 0 … count - 1.
 
-    Returns 0 when all return 0, else the first failing rank's exit code; when one fails, the
-    others are asked to end and, after a grace period, killed.
+    Returns 0 or STOPPED when all do, else the first failing rank's exit code; when one fails, the
+    others are killed after a grace period. They are not asked: SIGTERM asks for a checkpoint, and
+    without their peer they can neither write one nor go on.
     """
     # torch's optimizers import this at their first use: once here, not once in every rank.
     importlib.import_module("torch._dynamo")
@@ -38,8 +54,8 @@ def fork_ranks(count: int, body: Callable[[], int]) -> int:
     with tempfile.TemporaryDirectory(prefix="megafrontier-") as folder:
         _flush()
         # A signal that comes while we fork waits until every rank can be told of it.
-        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-        children = {_fork_one(rank, count, Path(folder), body) for rank in range(count)}
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+        children = {_fork_one(rank, count, Path(folder), body): rank for rank in range(count)}
         gc.unfreeze()
         return _wait_for(children)
 
@@ -54,7 +70,7 @@ def _fork_one(rank: int, count: int, folder: Path, body: Callable[[], int]) -> i
         _die_with(parent)
         # Ctrl-C reaches all of us; the parent alone acts on it, and ends us.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         os.environ["MEGAFRONTIER_LOCAL"] = f"{rank}/{count}"
         os.environ["MEGAFRONTIER_STORE"] = str(folder / "store")
         code = exit_code(body, speaks=rank == 0)
@@ -91,25 +107,35 @@ def exit_code(body: Callable[[], int], speaks: bool = True) -> int:
     """
     try:
         return body()
-    except (UserError, RunFailed) as error:
-        if speaks or isinstance(error, RankError):
+    except (UserError, RunFailed, PeersLost, NodesUnfit) as error:
+        if speaks or isinstance(error, RankError | DeviceMissing):
             print(f"megafrontier: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 3
+        if isinstance(error, UserError):
+            return BAD_INPUT
+        if isinstance(error, NodesUnfit):
+            return BAD_NODE
+        return FAILED if isinstance(error, RunFailed) else LOST
 
 
-def _wait_for(living: set[int]) -> int:
-    handlers = {number: signal.signal(number, _forward_to(living)) for number in FORWARDED}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    first_failure = 0
+def _wait_for(living: dict[int, int]) -> int:
+    """Wait for ranks by process number; the exit code of them all."""
+    passed_on: set[int] = set()
+    handlers = {
+        number: signal.signal(number, _forward_to(living, passed_on)) for number in STOPPING
+    }
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    code = 0
     deadline = float("inf")
     try:
         while living:
-            for code in _reap(living):
-                if code and not first_failure:
-                    first_failure = code
-                    deadline = time.monotonic() + GRACE_SECONDS
-                    _send(living, signal.SIGTERM)
+            for rank, status in _reap(living):
+                _tell_of_signal(rank, status, passed_on)
+                if status and code in (0, STOPPED):
+                    code = status if status > 0 else 128 - status
+                    if code != STOPPED:
+                        deadline = time.monotonic() + GRACE_SECONDS
             if time.monotonic() > deadline:
+                passed_on.add(signal.SIGKILL)
                 _send(living, signal.SIGKILL)
             time.sleep(0.02)
     finally:
@@ -118,29 +144,40 @@ def _wait_for(living: set[int]) -> int:
             os.waitpid(child, 0)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    return first_failure
+    return code
 
 
-def _reap(living: set[int]) -> Iterator[int]:
-    """Exit codes of the ranks that have ended, which leave `living`; 128 + n for signal n."""
+def _reap(living: dict[int, int]) -> list[tuple[int, int]]:
+    """(rank, exit code, or -n for signal n) of the ranks that have ended, which leave `living`."""
+    ended = []
     for child in list(living):
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
-            living.discard(child)
-            code = os.waitstatus_to_exitcode(status)
-            yield code if code >= 0 else 128 - code
+            ended.append((living.pop(child), os.waitstatus_to_exitcode(status)))
+    return ended
 
 
-def _forward_to(living: set[int]) -> Callable[[int, Any], None]:
+def _tell_of_signal(rank: int, status: int, passed_on: set[int]) -> None:
+    """A rank that a signal ends cannot say so itself; one that we passed on is no news, nor that
+    we end the others."""
+    if status < 0 and -status not in passed_on:
+        why = f"signal {-status}, {signal.strsignal(-status)}"
+        print(
+            f"megafrontier: rank {rank} on {socket.gethostname()} was lost: {why}", file=sys.stderr
+        )
+
+
+def _forward_to(living: dict[int, int], passed_on: set[int]) -> Callable[[int, Any], None]:
     """Pass what the parent is told on to the ranks, and keep waiting for them."""
 
     def forward(number: int, _frame: object) -> None:
+        passed_on.add(number)
         _send(living, number)
 
     return forward
 
 
-def _send(children: set[int], number: int) -> None:
+def _send(children: Iterable[int], number: int) -> None:
     for child in list(children):
         try:
             os.kill(child, number)

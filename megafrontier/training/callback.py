@@ -17,7 +17,8 @@ class Callback:
         """A step is done; `trainer.step` counts it."""
 
     def at_end(self, trainer: "Trainer") -> None:
-        """The last step is done and every callback has seen it."""
+        """No step follows and every callback has seen the newest one. It need not be the last:
+        where the run was asked to stop, `trainer.step` is below `trainer.last_step`."""
 
 
 def is_due(every: int, step: int) -> bool:

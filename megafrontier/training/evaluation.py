@@ -59,16 +59,22 @@ def evaluate(
 
 
 class Evaluate(Callback):
-    """Evaluate every so many steps and at the end, and write it to the logbook."""
+    """Evaluate every so many steps and at the end, and write it to the logbook.
+
+    A run that is asked to stop has no time for it: the checkpoint is what counts.
+    """
 
     def __init__(self, logbook: Logbook) -> None:
         self._logbook = logbook
         self._is_owed = False
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        self._is_owed = not is_due(trainer.config.evaluate.every, trainer.step)
-        if not self._is_owed:
+        is_last = trainer.step == trainer.last_step
+        if is_due(trainer.config.evaluate.every, trainer.step) and (is_last or not result.stop):
             self._run(trainer)
+            self._is_owed = False
+        else:
+            self._is_owed = is_last
 
     def at_end(self, trainer: Trainer) -> None:
         # A finished run that is started again makes no step, and owes nothing.

@@ -13,14 +13,15 @@ from megafrontier.checkpoint.read import read_manifest
 from megafrontier.cluster.hierarchy import Hierarchy, check_ranks_per_host, join
 from megafrontier.cluster.identity import Identity, identify
 from megafrontier.cluster.local import PEER_SECONDS, exit_code, fork_ranks
-from megafrontier.config import Config, save_config
-from megafrontier.errors import UserError
+from megafrontier.config import Config, load_machine, save_config
+from megafrontier.errors import STOPPED, UserError
 from megafrontier.training.arrangement import Arrangement, arrange, check_training
 from megafrontier.training.evaluation import Evaluate
 from megafrontier.training.guard import Guard
 from megafrontier.training.lease import hold
 from megafrontier.training.logbook import Log, Logbook, check_directory, open_logbook
 from megafrontier.training.loop import run
+from megafrontier.training.preflight import check_present, preflight
 from megafrontier.training.saving import Save, resume
 from megafrontier.training.timeline import Timeline
 from megafrontier.training.trainer import build_trainer
@@ -93,16 +94,18 @@ def choose_device(identity: Identity) -> torch.device:
 
 def _train_rank(config: Config) -> int:
     identity = identify(os.environ)
+    check_present(config, load_machine(config.machine).device, identity)
     with (
         joined(config) as (arrangement, hierarchy),
         open_logbook(config, hierarchy.rank == 0) as logbook,
         hold(Path(config.run.directory), identity, hierarchy, logbook.remark),
     ):
-        _run(config, arrangement, hierarchy, logbook)
-    return 0
+        if config.preflight.enabled:
+            preflight(config, arrangement, identity, hierarchy, logbook.remark)
+        return _run(config, arrangement, hierarchy, logbook)
 
 
-def _run(config: Config, arrangement: Arrangement, hierarchy: Hierarchy, logbook: Logbook) -> None:
+def _run(config: Config, arrangement: Arrangement, hierarchy: Hierarchy, logbook: Logbook) -> int:
     trainer = build_trainer(config, arrangement, hierarchy)
     try:
         resume(trainer, logbook)
@@ -112,8 +115,13 @@ def _run(config: Config, arrangement: Arrangement, hierarchy: Hierarchy, logbook
         save = Save(logbook, trainer.step)
         trainer.engine.ledger.take()  # placing the first weights is no step's traffic
         timeline = Timeline(trainer)
-        run(trainer, [Log(logbook), Evaluate(logbook), save, timeline, Guard()])
+        # The checkpoint first: what comes after it may be cut short.
+        run(trainer, [Log(logbook), save, Evaluate(logbook), timeline, Guard()])
         trainer.engine.finish_publishing()  # or a lane would outlive the process groups
+        if trainer.step >= trainer.last_step:
+            return 0
+        logbook.remark(f"stopped on request at step {trainer.step}; the same command goes on")
+        return STOPPED
     finally:
         trainer.close()
 

@@ -10,6 +10,7 @@ import torch
 from megafrontier.data.samples import Batch
 from megafrontier.optim.clipping import clip_factor, global_norm
 from megafrontier.optim.schedule import learning_rate
+from megafrontier.signals import stop_requested
 from megafrontier.training.batches import read_step
 from megafrontier.training.callback import Callback
 from megafrontier.training.trainer import Trainer
@@ -27,14 +28,19 @@ class StepResult:
     seconds: float
     skipped: bool
     samples: tuple[int, int]
+    stop: bool
+    """Whether any rank has been asked to stop; all ranks know it after the same step."""
 
 
 def run(trainer: Trainer, callbacks: Sequence[Callback]) -> None:
-    """Train from where the trainer stands to its last step."""
-    while trainer.step < trainer.last_step:
+    """Train from where the trainer stands to its last step, or to the one in hand when a signal
+    asks to stop."""
+    stop = not trainer.hierarchy.all_true(not stop_requested())
+    while trainer.step < trainer.last_step and not stop:
         result = train_step(trainer)
         for callback in callbacks:
             callback.after_step(trainer, result)
+        stop = result.stop
     for callback in callbacks:
         callback.at_end(trainer)
 
@@ -58,7 +64,8 @@ def train_step(trainer: Trainer) -> StepResult:
         totals += torch.stack([loss.detach().double(), (batch.targets >= 0).sum().double()])
 
     gradients = engine.finish_gradients()
-    loss_sum, tokens = trainer.hierarchy.sum(totals).tolist()
+    asked = totals.new_full((1,), float(stop_requested()))
+    loss_sum, tokens, stops = trainer.hierarchy.sum(torch.cat([totals, asked])).tolist()
     count = max(tokens, 1.0)
     norm = global_norm(gradients, trainer.hierarchy, engine.placement.optimizer).item()
     norm /= count * scale.scale
@@ -81,6 +88,7 @@ def train_step(trainer: Trainer) -> StepResult:
         time.perf_counter() - begin,
         not finite,
         (first_sample, first_sample + config.train.global_batch),
+        stops > 0,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 from megafrontier.config import Config, config_to_dict
 from megafrontier.errors import UserError
+from megafrontier.signals import stops_held_back
 
 
 class Sink(Protocol):
@@ -97,16 +98,17 @@ class WandbSink:
             x_disable_machine_info=True,
         )
         try:
-            self._run = wandb.init(
-                project="megafrontier",
-                name=config.run.name,
-                id=_wandb_id(directory / "wandb" / "id", resume_step),
-                resume="allow" if mode == "online" else None,
-                dir=directory,
-                mode=mode,
-                config=config_to_dict(config),
-                settings=settings,
-            )
+            with stops_held_back():  # W&B starts a process, which has to last as long as we do
+                self._run = wandb.init(
+                    project="megafrontier",
+                    name=config.run.name,
+                    id=_wandb_id(directory / "wandb" / "id", resume_step),
+                    resume="allow" if mode == "online" else None,
+                    dir=directory,
+                    mode=mode,
+                    config=config_to_dict(config),
+                    settings=settings,
+                )
         except wandb.Error as error:
             raise UserError(f"log.wandb: {mode}, wandb does not start: {error}") from error
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +12,8 @@ import pytest
 from megafrontier.cluster import local
 from megafrontier.cluster.identity import identify
 from megafrontier.cluster.local import fork_ranks
-from megafrontier.errors import RankError, RunFailed, UserError
+from megafrontier.errors import STOPPED, RankError, RunFailed, UserError
+from megafrontier.signals import stops_remembered
 
 FOREVER = 120
 
@@ -112,7 +114,7 @@ def test_a_bug_keeps_its_traceback_and_ends_the_other_ranks(capfd):
     assert error.count("Traceback") == 1
 
 
-def test_a_killed_rank_ends_the_others(tmp_path):
+def test_a_killed_rank_is_named_and_ends_the_others_at_once(tmp_path, capfd):
     def body():
         write_pid(tmp_path)
         if my_rank() == 1:
@@ -120,31 +122,40 @@ def test_a_killed_rank_ends_the_others(tmp_path):
         time.sleep(FOREVER)
         return 0
 
+    begin = time.monotonic()
     assert fork_ranks(4, body) == 128 + signal.SIGKILL
+    assert time.monotonic() - begin < 10
+    told = capfd.readouterr().err
+    assert told == f"megafrontier: rank 1 on {socket.gethostname()} was lost: signal 9, Killed\n"
 
 
-def test_a_rank_that_will_not_end_is_killed_after_a_grace_period(monkeypatch):
-    monkeypatch.setattr(local, "GRACE_SECONDS", 0.2)
+def test_ranks_that_stop_on_request_are_given_the_time_they_need():
+    def body():
+        time.sleep(1.0 * my_rank())
+        return STOPPED
+
+    assert local.GRACE_SECONDS < 1
+    assert fork_ranks(2, body) == STOPPED
+
+
+def test_a_rank_that_remembers_stops_does_not_outlive_one_that_failed():
 
     def body():
         if my_rank() == 1:
             return 7
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(FOREVER)
+        with stops_remembered():
+            time.sleep(FOREVER)
         return 0
 
     assert fork_ranks(2, body) == 7
 
 
-def test_the_first_failure_decides_the_exit_code(tmp_path):
+def test_the_first_failure_decides_the_exit_code():
     def body():
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(9))
-        write_pid(tmp_path)
         if my_rank() == 1:
-            read_pids(tmp_path, 2)
             return 5
-        time.sleep(FOREVER)
-        return 0
+        time.sleep(0.2)
+        return 9
 
     assert fork_ranks(2, body) == 5
 

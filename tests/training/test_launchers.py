@@ -42,9 +42,16 @@ def slurm(rank):
 
 def launch(folder, name, identity, *overrides):
     """Start the ranks as a launcher does; (exit code, stdout, stderr) of each."""
+    started = start(["-m", "megafrontier"], folder, name, identity, *overrides)
+    ended = [process.communicate(timeout=120) for process in started]
+    return [(p.returncode, *texts) for p, texts in zip(started, ended, strict=True)]
+
+
+def start(program, folder, name, identity, *overrides):
+    """The ranks' processes, each running `program`."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = [
-        sys.executable, "-m", "megafrontier", "train", str(folder / "config.yaml"),
+        sys.executable, *program, "train", str(folder / "config.yaml"),
         f"run.directory={folder}/{name}", *MACHINE, *overrides,
     ]  # fmt: skip
     started = []
@@ -60,8 +67,7 @@ def launch(folder, name, identity, *overrides):
                 text=True,
             )
         )
-    ended = [process.communicate(timeout=120) for process in started]
-    return [(p.returncode, *texts) for p, texts in zip(started, ended, strict=True)]
+    return started
 
 
 @pytest.fixture(scope="module")

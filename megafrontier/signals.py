@@ -1,0 +1,45 @@
+"""Requests to stop, remembered from a command's first moment and acted on between two steps.
+
+SIGUSR1 is what a scheduler sends when the time limit is near, SIGTERM when it wants the machine
+back. Nothing slow is imported here: the handlers stand before torch is.
+"""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+STOPPING = (signal.SIGTERM, signal.SIGUSR1)
+# A signal belongs to the process, and so does its memory; forked ranks inherit both.
+_received: list[int] = []
+
+
+@contextmanager
+def stops_remembered() -> Iterator[None]:
+    """Meanwhile the signals only leave a note, however often they come."""
+    _received.clear()
+    handlers = {number: signal.signal(number, _remember) for number in STOPPING}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _remember(number: int, _frame: object) -> None:
+    _received.append(number)
+
+
+def stop_requested() -> bool:
+    """Whether this process has been asked to stop since it began to remember."""
+    return bool(_received)
+
+
+@contextmanager
+def stops_held_back() -> Iterator[None]:
+    """Processes started meanwhile never notice the signals, which a scheduler sends to all of a
+    job's processes; what comes in for this one waits until the end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
