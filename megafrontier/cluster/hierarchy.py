@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.levels import Levels
-from megafrontier.errors import UserError
+from megafrontier.errors import PeersLost, UserError
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Hierarchy:
     groups: tuple[dist.ProcessGroup | None, ...]
     device: torch.device
     control: tuple[dist.ProcessGroup | None, ...] = ()
+    store: dist.Store | None = None
+    """Where the ranks have met; None for one alone."""
     coordinates: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,6 +65,16 @@ class Hierarchy:
                 dist.all_gather(parts, values.contiguous(), group=group)
                 values = torch.stack(parts).sum(0)
         return values
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Every rank's small float64 tensor [n], as [size, n] in rank order, on every rank."""
+        found = values.view(1, -1)
+        for group in self.control:
+            if group is not None:
+                parts = [torch.empty_like(found) for _ in range(dist.get_world_size(group))]
+                dist.all_gather(parts, found.contiguous(), group=group)
+                found = torch.cat(parts)
+        return found
 
     def all_true(self, ok: bool) -> bool:
         """Whether `ok` holds on every rank. Also a barrier."""
@@ -100,7 +112,8 @@ def join(
 ) -> Iterator[Hierarchy]:
     """Meet the other ranks, make a group for each level, and leave in order at the end.
 
-    Raises UserError when the host names contradict the levels. Works with gloo on a CPU and with
+    Raises UserError when the host names contradict the levels, PeersLost when ranks do not come in
+    time. `timeout_seconds` is also that of every collective. Works with gloo on a CPU and with
     NCCL or RCCL (both are torch's `nccl`) on a GPU.
     """
     if levels.ranks != identity.world_size:
@@ -110,20 +123,34 @@ def join(
     if identity.world_size == 1:
         yield Hierarchy(levels, 0, (None,) * len(levels.sizes), device)
         return
+    store = _meet(identity, timeout_seconds)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        init_method=identity.rendezvous,
+        store=dist.PrefixStore("world", store),
         rank=identity.rank,
         world_size=identity.world_size,
         timeout=timedelta(seconds=timeout_seconds),
     )
     try:
         groups, control = (_groups(levels, identity.rank) for _ in range(2))
-        hierarchy = Hierarchy(levels, identity.rank, groups, device, control)
+        hierarchy = Hierarchy(levels, identity.rank, groups, device, control, store)
         _check_hosts(hierarchy, identity.host)
         yield hierarchy
     finally:
         dist.destroy_process_group()
+
+
+def _meet(identity: Identity, timeout_seconds: float) -> dist.Store:
+    """The store of all ranks. Raises PeersLost when they are not all there in time."""
+    rank, size = identity.rank, identity.world_size
+    wait = timedelta(seconds=timeout_seconds)
+    try:
+        return next(dist.rendezvous(identity.rendezvous, rank, size, timeout=wait))[0]
+    except dist.DistError as error:
+        raise PeersLost(
+            f"{identity.rendezvous}: {size} ranks did not all meet there within "
+            f"{timeout_seconds:g} s: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _groups(levels: Levels, rank: int) -> tuple[dist.ProcessGroup | None, ...]:

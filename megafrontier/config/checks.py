@@ -96,6 +96,7 @@ def _check_ranges(config: Config) -> None:
         "checkpoint.keep_every": config.checkpoint.keep_every,
         "evaluate.every": config.evaluate.every,
         "evaluate.batches": config.evaluate.batches,
+        "preflight.slow_link": config.preflight.slow_link,
     }
     for key, value in not_negative.items():
         _need(value >= 0, key, value, "need at least 0")

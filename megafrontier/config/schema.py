@@ -253,6 +253,18 @@ class MachineConfig:
 
 
 @dataclass
+class PreflightConfig:
+    enabled: bool = True
+    """Before the first step, try devices, links, storage and clocks on every rank; hosts that fail
+    are named, and written to bad-nodes.txt in the run directory."""
+    slow_link: float = 0.25
+    """A link is slow below this part of the machine file's rate; where that states none, of the
+    median over all ranks."""
+    if_slow: Literal["warn", "fail"] = "warn"
+    """What a slow link does to the run."""
+
+
+@dataclass
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -267,4 +279,5 @@ class Config:
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    preflight: PreflightConfig = field(default_factory=PreflightConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -30,6 +30,7 @@ def agreements(hierarchy):
         "sum of a pair": hierarchy.sum(torch.tensor([float(rank)]).double(), 1).item(),
         "sum of none": hierarchy.sum(torch.tensor([float(rank)]).double(), 0).item(),
         "argument untouched": bool((values == kept).all()),
+        "gather": hierarchy.gather(torch.tensor([rank, 0.5]).double()).tolist(),
         "maximum": hierarchy.maximum(torch.tensor([rank, -rank, 5])).tolist(),
         "all": (hierarchy.all_true(True), hierarchy.all_true(rank != 5)),
         "no error": hierarchy.first_error(None),
@@ -57,6 +58,10 @@ def test_a_sum_has_the_same_bits_on_every_rank(agreed):
 def test_a_sum_over_the_fastest_levels_stays_within_them(agreed):
     assert [rank["sum of a pair"] for rank in agreed] == [1, 1, 5, 5, 9, 9, 13, 13]
     assert [rank["sum of none"] for rank in agreed] == list(range(8))
+
+
+def test_what_is_gathered_lies_in_rank_order_on_every_rank(agreed):
+    assert [rank["gather"] for rank in agreed] == [[[rank, 0.5] for rank in range(8)]] * 8
 
 
 def test_a_maximum_is_the_largest_of_all_ranks(agreed):

@@ -1,0 +1,54 @@
+"""How fast this rank's links are, level by level: short timed exchanges with its neighbours."""
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from megafrontier.cluster.hierarchy import Hierarchy
+
+REPEATS = 4
+"""The best of them counts: the first opens the connection, and others may be disturbed."""
+
+
+def neighbours(index: int, size: int) -> list[int | None]:
+    """Whom peer `index` of `size` in a ring meets in each round; None: nobody.
+
+    Everybody meets both its neighbours (of two peers, the other one), one at a time. So a peer
+    whose own link is bad is slow with both, and a good one next to it with one only.
+    """
+    met: list[int | None] = [None] * (1 if size == 2 else 2 + size % 2)
+    for edge, peer in ((index, index + 1), ((index - 1) % size, index - 1)):
+        is_odd_one = size % 2 == 1 and edge == size - 1
+        met[2 if is_odd_one else edge % min(2, len(met))] = peer % size
+    return met
+
+
+def measure(hierarchy: Hierarchy, level: int, size_bytes: int) -> float:
+    """Gigabytes per second, one direction while the other is in use as well, of the better of this
+    rank's links over `level`; infinite where the level has one rank. All ranks call it."""
+    group = hierarchy.groups[level]
+    if group is None:
+        return float("inf")
+    peers = hierarchy.levels.peers(hierarchy.rank, level)
+    out = torch.zeros(size_bytes, dtype=torch.uint8, device=hierarchy.device)
+    into = torch.empty_like(out)
+    met = neighbours(hierarchy.coordinates[level], len(peers))
+    seconds = [
+        _exchange(peers[peer], out, into, group)
+        for peer in met
+        if peer is not None
+        for _ in range(REPEATS)
+    ]
+    return size_bytes / min(seconds) / 1e9
+
+
+def _exchange(peer: int, out: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup) -> float:
+    """Seconds to send `out` to a rank and to receive as much."""
+    begin = time.perf_counter()
+    both = [dist.P2POp(dist.isend, out, peer, group), dist.P2POp(dist.irecv, into, peer, group)]
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+    if out.device.type == "cuda":
+        torch.cuda.synchronize(out.device)
+    return time.perf_counter() - begin

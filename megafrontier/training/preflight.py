@@ -1,0 +1,266 @@
+"""Before the first step: is every node fit for the run?
+
+Each rank tries its device, its links and the storage, and tells a few numbers, which all ranks
+gather; so all come to the same verdict, and rank 0 names the hosts.
+"""
+
+import hashlib
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megafrontier.checkpoint.folder import list_checkpoints
+from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.cluster.identity import Identity
+from megafrontier.cluster.links import measure
+from megafrontier.config import Config, DeviceConfig
+from megafrontier.errors import DeviceMissing, NodesUnfit, RunFailed, UserError
+from megafrontier.model.gpt import parameter_shapes
+from megafrontier.training.arrangement import Arrangement
+
+GIB = 2**30
+BAD_NODES = "bad-nodes.txt"
+MEMORY_PART = 0.9
+"""Drivers and firmware keep some of what is sold; a process of an earlier job keeps more."""
+SKEW_SECONDS = 1.0
+NAMED = 16
+"""Hosts named at most: more are no matter of single nodes."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """What all ranks told, by rank: `host` [ranks] a number for each host, `clock` [ranks] in
+    seconds, `rates` [ranks, levels] in GB/s, infinite where a level has one rank."""
+
+    host: torch.Tensor
+    clock: torch.Tensor
+    rates: torch.Tensor
+
+    def ranks_beside(self, rank: int) -> str:
+        """The ranks of a rank's host, for people."""
+        mine = torch.nonzero(self.host == self.host[rank]).flatten().tolist()
+        return f"ranks {mine[0]} to {mine[-1]}" if len(mine) > 1 else f"rank {mine[0]}"
+
+    @property
+    def hosts(self) -> int:
+        return len(self.host.unique())
+
+
+def preflight(
+    config: Config,
+    arrangement: Arrangement,
+    identity: Identity,
+    hierarchy: Hierarchy,
+    warn: Callable[[str], None],
+) -> None:
+    """Try everything; what is only slow is a call of `warn`, on rank 0.
+
+    Raises on every rank alike: NodesUnfit where single hosts fail, their names in bad-nodes.txt;
+    RunFailed where most of them do; UserError where the storage lacks room.
+    """
+    directory = Path(config.run.directory)
+    _check_room(config, arrangement, hierarchy)
+    table = _tell(arrangement, identity, hierarchy)
+    problem = check_device(arrangement.machine.device, hierarchy.device)
+    problem = problem or _check_storage(directory, identity)
+    failing = _name_hosts(problem, table, identity, hierarchy)
+    failing = failing or _judge(config, arrangement, table, identity, hierarchy, warn)
+    if failing:
+        _refuse(failing, table.hosts, directory, hierarchy)
+
+
+def _tell(arrangement: Arrangement, identity: Identity, hierarchy: Hierarchy) -> Table:
+    levels = range(len(hierarchy.levels.sizes))
+    stated = stated_rates(arrangement, hierarchy)
+    rates = [measure(hierarchy, level, _size_bytes(stated[level])) for level in levels]
+    number = int.from_bytes(hashlib.sha256(identity.host.encode()).digest()[:6], "big")
+    hierarchy.all_true(True)  # so that all read their clocks at one time
+    mine = torch.tensor([number, time.time(), *rates], dtype=torch.float64)
+    told = hierarchy.gather(mine.to(hierarchy.device)).cpu()
+    return Table(told[:, 0], told[:, 1], told[:, 2:])
+
+
+def stated_rates(arrangement: Arrangement, hierarchy: Hierarchy) -> list[float | None]:
+    """The machine file's GB/s of each level. None are expected of processors that stand in for
+    its devices, as in a rehearsal of Frontier on a laptop."""
+    machine = arrangement.machine
+    stands_in = hierarchy.device.type == "cpu" and machine.device.name != "cpu"
+    rates = [level.gigabytes_per_second for level in machine.levels.values()]
+    return [None] * len(rates) if stands_in else rates
+
+
+def _size_bytes(rate: float | None) -> int:
+    """About 5 ms at the stated rate."""
+    return 2**20 if rate is None else max(2**20, min(2**26, int(rate * 5e6)))
+
+
+def check_device(device: DeviceConfig, found: torch.device) -> str | None:
+    """What the device lacks, if anything."""
+    if device.memory_gib is None or (found.type == "cpu" and device.name != "cpu"):
+        return None
+    need = MEMORY_PART * device.memory_gib
+    if found.type == "cuda":
+        free = torch.cuda.mem_get_info(found)[0] / GIB
+        kind = f"device {found.index}"
+    else:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+        kind = "host"
+    if free >= need:
+        return None
+    return f"{kind}: {free:.1f} GiB of memory, need {need:.1f} (machine.device.memory_gib)"
+
+
+def _check_storage(directory: Path, identity: Identity) -> str | None:
+    """Whether this host can write to the run directory; one rank a host tries."""
+    if identity.local_rank != 0 and identity.source != "alone":
+        return None
+    trial = directory / f".preflight-{identity.rank}"
+    try:
+        with trial.open("wb") as file:
+            file.write(b"trial")
+            os.fsync(file.fileno())
+        trial.unlink()
+    except OSError as error:
+        return f"run.directory: {directory}: {error.strerror}, need a folder to write"
+    return None
+
+
+def checkpoint_bytes(config: Config, arrangement: Arrangement) -> int:
+    """Bytes of one checkpoint: fp32 masters and two moments, and what low-bit wires add."""
+    parameters = sum(math.prod(shape) for shape in parameter_shapes(config.model).values())
+    deltas = 2 if arrangement.wires.have_deltas else 0
+    return parameters * (12 + deltas + (2 if config.partition.error_feedback else 0))
+
+
+def _check_room(config: Config, arrangement: Arrangement, hierarchy: Hierarchy) -> None:
+    """Room for the checkpoints to keep that are not there yet, and for the next one beside them
+    until the oldest goes."""
+    problem = None
+    if hierarchy.rank == 0:
+        directory = Path(config.run.directory)
+        there = len(list_checkpoints(directory / "checkpoints"))
+        count = max(1, config.checkpoint.keep + 1 - there)
+        need = count * checkpoint_bytes(config, arrangement) / GIB
+        free = _free_gib(directory)
+        if free < need:
+            problem = (
+                f"run.directory: {directory}: {free:.1f} GiB free, need {need:.1f} for {count} "
+                f"checkpoints (checkpoint.keep {config.checkpoint.keep})"
+            )
+    agreed = hierarchy.first_error(problem)
+    if agreed is not None:
+        raise UserError(agreed)
+
+
+def _free_gib(directory: Path) -> float:
+    found = os.statvfs(directory)
+    return found.f_bavail * found.f_frsize / GIB
+
+
+def _judge(
+    config: Config,
+    arrangement: Arrangement,
+    table: Table,
+    identity: Identity,
+    hierarchy: Hierarchy,
+    warn: Callable[[str], None],
+) -> dict[str, str]:
+    """The hosts that fail for slow links; those, and clocks that differ, that are warned of."""
+    slow = slow_links(config, arrangement, table, hierarchy)
+    mine = next((text for rank, text in slow.items() if rank == hierarchy.rank), None)
+    named = _name_hosts(mine, table, identity, hierarchy) if slow else {}
+    if config.preflight.if_slow == "fail" and named:
+        return named
+    skewed = clock_skew(table)
+    text = skewed.get(hierarchy.rank)
+    late = _name_hosts(text, table, identity, hierarchy) if skewed else {}
+    for line in (*named.values(), *late.values()):
+        warn(f"warning: preflight: {line}")
+    return {}
+
+
+def slow_links(
+    config: Config, arrangement: Arrangement, table: Table, hierarchy: Hierarchy
+) -> dict[int, str]:
+    """What is slow, by rank. Ranks of one host are not compared among each other: what differs
+    there is whose turn it was on the cores."""
+    found: dict[int, str] = {}
+    for level, stated in enumerate(stated_rates(arrangement, hierarchy)):
+        if hierarchy.levels.sizes[level] == 1 or (stated is None and table.hosts == 1):
+            continue
+        rates, name = table.rates[:, level], hierarchy.levels.names[level]
+        usual = float(rates.median()) if stated is None else stated
+        need = config.preflight.slow_link * usual
+        of = f"all ranks' median {usual:.3g}" if stated is None else f"stated {usual:g}"
+        for rank in torch.nonzero(rates < need).flatten().tolist():
+            text = f"link {name} {rates[rank]:.3g} GB/s, need {need:.3g} ({of})"
+            found.setdefault(rank, text)
+    return found
+
+
+def clock_skew(table: Table) -> dict[int, str]:
+    """Whose clock differs from most hosts', by the host's first rank. A rank that was late to read
+    it counts as its host's earliest does."""
+    hosts, inverse = table.host.unique(return_inverse=True)
+    earliest = torch.full((len(hosts),), float("inf"), dtype=torch.float64)
+    earliest.scatter_reduce_(0, inverse, table.clock, "amin")
+    skew = earliest - earliest.median()
+    found: dict[int, str] = {}
+    for number in torch.nonzero(skew.abs() > SKEW_SECONDS).flatten().tolist():
+        first = int(torch.nonzero(inverse == number)[0])
+        found[first] = f"clock off by {skew[number]:+.1f} s, need within {SKEW_SECONDS:g} s"
+    return found
+
+
+def _name_hosts(
+    problem: str | None, table: Table, identity: Identity, hierarchy: Hierarchy
+) -> dict[str, str]:
+    """Each host with a problem and what it is, the same on every rank; at most NAMED hosts."""
+    named: dict[str, str] = {}
+    mine = None
+    if problem is not None:
+        ranks = table.ranks_beside(hierarchy.rank)
+        mine = f"{identity.host}\t{identity.host} ({ranks}): {problem}"
+    while len(named) < NAMED:
+        heard = hierarchy.first_error(None if identity.host in named else mine)
+        if heard is None:
+            break
+        host, _, line = heard.partition("\t")
+        named[host] = line
+    return named
+
+
+def _refuse(failing: dict[str, str], hosts: int, directory: Path, hierarchy: Hierarchy) -> None:
+    line = "; ".join(failing.values())
+    if hosts > 1 and (2 * len(failing) > hosts or len(failing) == NAMED):
+        raise RunFailed(f"preflight: {len(failing)} of {hosts} hosts fail: {line}")
+    if hierarchy.rank == 0:
+        _note_bad_nodes(directory, list(failing))
+    raise NodesUnfit(f"preflight: {line}")
+
+
+def check_present(config: Config, device: DeviceConfig, identity: Identity) -> None:
+    """Refuse a node on which a launcher's rank finds no accelerator where the machine file has
+    one: among others that have theirs it could not even meet them. Raises DeviceMissing."""
+    is_launched = identity.source in ("slurm", "torchrun")
+    if not config.preflight.enabled or not is_launched or device.name == "cpu":
+        return
+    if not torch.cuda.is_available():
+        directory = Path(config.run.directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        _note_bad_nodes(directory, [identity.host])
+        raise DeviceMissing(
+            f"preflight: {identity.host} (rank {identity.rank}): no accelerator, need a "
+            f"{device.name} (machine.device.name)"
+        )
+
+
+def _note_bad_nodes(directory: Path, hosts: list[str]) -> None:
+    """Append hosts to the run's list, one a line, for the script that starts it again."""
+    with (directory / BAD_NODES).open("a", encoding="utf-8") as file:
+        file.writelines(f"{host}\n" for host in hosts)

@@ -1,0 +1,241 @@
+"""Before the first step every node is tried, and one that is not fit is named."""
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megafrontier.cli import main
+from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.errors import BAD_INPUT, BAD_NODE, FAILED, DeviceMissing
+from megafrontier.training import launch, preflight
+from megafrontier.training.arrangement import arrange
+from megafrontier.training.preflight import check_device, check_present, checkpoint_bytes
+from megafrontier.training.saving import save_trainer
+from megafrontier.training.trainer import build_trainer
+from tests.training import runs
+
+pytestmark = pytest.mark.usefixtures("no_training")
+SHORT = ("train.steps=2", "evaluate.batches=0")
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = runs.make_config_file(tmp_path)
+    path.write_text(path.read_text().replace("node: {size: 2}, ", ""))
+    return path
+
+
+@pytest.fixture
+def no_training(monkeypatch):
+    """Let a run end after its pre-flight."""
+    monkeypatch.setattr(launch, "_run", lambda *_: 0)
+
+
+@pytest.fixture
+def hosts(monkeypatch):
+    """Spread the ranks over hosts, given as one letter each."""
+
+    def spread(letters):
+        def on_its_host(environment):
+            found = identify(environment)
+            if found.source == "alone":
+                return found
+            first = letters.index(letters[found.rank])
+            return replace(found, host=letters[found.rank], local_rank=found.rank - first)
+
+        identify = launch.identify
+        monkeypatch.setattr(launch, "identify", on_its_host)
+
+    return spread
+
+
+@pytest.fixture
+def change(monkeypatch):
+    """Change what ranks measure: `by(rank, level, rate)`."""
+
+    def change_by(by):
+        measure = preflight.measure
+
+        def measured(hierarchy, level, size_bytes):
+            return by(hierarchy.rank, level, measure(hierarchy, level, size_bytes))
+
+        monkeypatch.setattr(preflight, "measure", measured)
+
+    return change_by
+
+
+def train(config_file, ranks, *overrides):
+    return main(["train", str(config_file), "--nproc", str(ranks), *SHORT, *overrides])
+
+
+def log(config_file) -> str:
+    return (config_file.parent / "run" / "log.txt").read_text()
+
+
+def bad_nodes(config_file) -> list[str]:
+    path = config_file.parent / "run" / "bad-nodes.txt"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_healthy_ranks_pass_without_a_word(config_file, hosts, capfd):
+    hosts("aabb")
+    assert train(config_file, 4) == 0
+    assert capfd.readouterr().err == ""
+    assert "preflight" not in log(config_file)
+    assert not list((config_file.parent / "run").glob(".preflight*"))
+    assert bad_nodes(config_file) == []
+
+
+def one_slow_host(rank, level, rate):
+    """Host c (ranks 4 and 5) has a bad cable: everything beyond the pair crawls."""
+    return 10.0 if level == 0 else 0.5 if rank in (4, 5) else 5.0
+
+
+def test_a_slow_link_is_a_warning_that_names_host_ranks_and_rates(config_file, hosts, change):
+    hosts("aabbccdd")
+    change(one_slow_host)
+    assert train(config_file, 8) == 0
+    assert (
+        "warning: preflight: c (ranks 4 to 5): link world 0.5 GB/s, need 1.25 "
+        "(all ranks' median 5)\n" in log(config_file)
+    )
+    assert bad_nodes(config_file) == []
+
+
+def test_a_slow_link_is_a_failure_where_that_is_asked_for(config_file, hosts, change, capfd):
+    hosts("aabbccdd")
+    change(one_slow_host)
+    assert train(config_file, 8, "preflight.if_slow=fail") == BAD_NODE
+    error = capfd.readouterr().err
+    assert error.startswith("megafrontier: preflight: c (ranks 4 to 5): link world 0.5 GB/s, need")
+    assert error.count("\n") == 1
+    assert bad_nodes(config_file) == ["c"]
+
+
+def test_a_stated_rate_is_what_links_are_measured_by(config_file, hosts, change):
+    hosts("aabb")
+    change(lambda rank, level, rate: 20.0 if level == 0 else 3.0)
+    rates = "machine={levels: {pair: {size: 2, gigabytes_per_second: 100}, world: {}}}"
+    assert train(config_file, 4, rates) == 0
+    assert "a (ranks 0 to 1): link pair 20 GB/s, need 25 (stated 100)" in log(config_file)
+    assert "b (ranks 2 to 3): link pair 20 GB/s, need 25 (stated 100)" in log(config_file)
+    assert "link world" not in log(config_file)
+
+
+def test_a_machine_of_accelerators_may_be_rehearsed_on_processors(config_file):
+    assert train(config_file, 8, "machine=frontier") == 0
+    assert "preflight" not in log(config_file)
+
+
+def test_a_device_with_too_little_memory_fails_its_host_alone(
+    config_file, hosts, monkeypatch, capfd
+):
+    hosts("aabbcc")
+    monkeypatch.setattr(preflight, "check_device", lacking_on_rank_3)
+    assert train(config_file, 6, "train.global_batch=12") == BAD_NODE
+    assert capfd.readouterr().err == (
+        "megafrontier: preflight: b (ranks 2 to 3): device 1: 10.0 GiB of memory, need 57.6 "
+        "(machine.device.memory_gib)\n"
+    )
+    assert bad_nodes(config_file) == ["b"]
+
+
+def lacking_on_rank_3(*_):
+    text = "device 1: 10.0 GiB of memory, need 57.6 (machine.device.memory_gib)"
+    return text if os.environ["MEGAFRONTIER_LOCAL"].startswith("3/") else None
+
+
+def test_what_most_hosts_fail_is_no_matter_of_nodes(config_file, hosts, capfd):
+    hosts("aabb")
+    assert train(config_file, 4, "machine.device.memory_gib=1e6") == FAILED
+    error = capfd.readouterr().err
+    assert error.startswith("megafrontier: preflight: 2 of 2 hosts fail: a (ranks 0 to 1): host: ")
+    assert bad_nodes(config_file) == []
+
+
+def test_the_hosts_own_memory_is_looked_at_where_it_is_stated(config_file):
+    device = arrange(runs.load(config_file, "machine=laptop"), 1).machine.device
+    cpu = torch.device("cpu")
+    assert check_device(device, cpu) is None
+    assert check_device(replace(device, memory_gib=0.1), cpu) is None
+    assert "GiB of memory, need 900000.0" in check_device(replace(device, memory_gib=1e6), cpu)
+    assert check_device(replace(device, memory_gib=1e6, name="MI250X"), cpu) is None
+
+
+def test_a_rank_without_the_accelerator_that_the_machine_has_says_so_alone(
+    config_file, monkeypatch
+):
+    config = runs.load(config_file)
+    device = arrange(runs.load(config_file, "machine=frontier"), 8).machine.device
+    identity = launch.Identity(3, 8, 3, "slurm", "tcp://x:1", "frontier00012")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceMissing, match=r"frontier00012 \(rank 3\): no accelerator, need a MI"):
+        check_present(config, device, identity)
+    assert bad_nodes(config_file) == ["frontier00012"]
+    check_present(config, device, replace(identity, source="local"))
+    config.preflight.enabled = False
+    check_present(config, device, identity)
+
+
+def test_storage_without_room_is_refused_with_what_is_needed(config_file, monkeypatch, capfd):
+    config = runs.load(config_file)
+    size = checkpoint_bytes(config, arrange(config, 4))
+    monkeypatch.setattr(preflight, "_free_gib", lambda _: 2.5 * size / 2**30)
+    assert train(config_file, 4) == BAD_INPUT
+    error = capfd.readouterr().err
+    assert (
+        f"run.directory: {config.run.directory}: 0.0 GiB free, need 0.0 for 3 checkpoints" in error
+    )
+    assert train(config_file, 4, "checkpoint.keep=1") == 0
+    assert train(config_file, 4, "checkpoint.keep=0") == 0
+
+
+def test_a_checkpoint_is_as_large_as_it_is_taken_to_be(config_file):
+    config = runs.load(config_file, "machine=laptop")
+    arrangement = arrange(config, 1)
+    trainer = build_trainer(
+        config, arrangement, Hierarchy(arrangement.levels, 0, (None,), torch.device("cpu"))
+    )
+    folder = save_trainer(trainer)
+    trainer.close()
+    found = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    assert found == pytest.approx(checkpoint_bytes(config, arrangement), rel=0.25)
+
+
+def test_a_host_that_cannot_write_to_the_storage_is_named(config_file, hosts, monkeypatch, capfd):
+    hosts("aabbcc")
+    whole = Path.open
+
+    def open_mounted(path, *mode, **options):
+        if path.name == ".preflight-2":
+            raise OSError(30, "Read-only file system")
+        return whole(path, *mode, **options)
+
+    monkeypatch.setattr(Path, "open", open_mounted)
+    assert train(config_file, 6, "train.global_batch=12") == BAD_NODE
+    assert "b (ranks 2 to 3): run.directory: " in capfd.readouterr().err
+    assert bad_nodes(config_file) == ["b"]
+
+
+def test_a_clock_that_differs_is_a_warning(config_file, hosts, monkeypatch):
+    hosts("aabbccdd")
+    now = time.time
+
+    def ahead():
+        return now() + 100 * (os.environ.get("MEGAFRONTIER_LOCAL", "")[:1] in ("2", "3"))
+
+    monkeypatch.setattr(preflight.time, "time", ahead)
+    assert train(config_file, 8) == 0
+    assert "warning: preflight: b (ranks 2 to 3): clock off by +" in log(config_file)
+    assert log(config_file).count("clock") == 1
+
+
+def test_it_can_be_switched_off(config_file, hosts, change):
+    hosts("aabbccdd")
+    change(one_slow_host)
+    assert train(config_file, 8, "preflight.enabled=false") == 0
+    assert "preflight" not in log(config_file)
