@@ -1,7 +1,6 @@
 """From the command to running ranks: check, then fork local ranks or join those of a launcher."""
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +11,7 @@ import torch
 from megafrontier.checkpoint.read import read_manifest
 from megafrontier.cluster.hierarchy import Hierarchy, check_ranks_per_host, join
 from megafrontier.cluster.identity import Identity, identify
-from megafrontier.cluster.local import PEER_SECONDS, exit_code, fork_ranks
+from megafrontier.cluster.local import exit_code, fork_ranks
 from megafrontier.config import Config, load_machine, save_config
 from megafrontier.errors import STOPPED, UserError
 from megafrontier.training.arrangement import Arrangement, arrange, check_training
@@ -55,13 +54,12 @@ def launch(body: Callable[[], int], nproc: int | None, check: Callable[[int], No
     """Run `body` on every rank, after `check` with their number."""
     if nproc is None:
         identity = identify(os.environ)
-        try:
+
+        def checked() -> int:
             check(identity.world_size)
-        except UserError:
-            # Most likely rank 0 says the same, and the launcher ends this rank before it does.
-            time.sleep(PEER_SECONDS if identity.rank else 0)
-            raise
-        return exit_code(body, speaks=identity.rank == 0)
+            return body()
+
+        return exit_code(checked, speaks=identity.rank == 0)
     if nproc < 1:
         raise UserError(f"--nproc: {nproc}, need at least 1")
     check(nproc)
