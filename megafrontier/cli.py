@@ -114,6 +114,11 @@ def _add_prepare(commands: Any) -> None:
     parser.add_argument(
         "--append-eod", action="store_true", help="end each document with the tokenizer's end"
     )
+    parser.add_argument(
+        "--part",
+        metavar="I/N",
+        help="only the I-th of N shares of the files, to PREFIX.part-I-of-N for `merge`",
+    )
     parser.set_defaults(command=_prepare)
 
 
@@ -121,14 +126,23 @@ def _prepare(arguments: argparse.Namespace) -> None:
     from megafrontier.data.prepare import prepare
 
     a = arguments
+    part = _part(a.part or "1/1")
+    out = a.out if a.part is None else "{}.part-{:05d}-of-{:05d}".format(a.out, *part)
     made = prepare(
-        a.inputs, a.tokenizer, a.out, a.workers, a.append_eod, a.skip_bad, a.json_key, a.split
+        a.inputs, a.tokenizer, out, a.workers, a.append_eod, a.skip_bad, a.json_key, a.split, part
     )
     skipped = f"; {made.bad} bad texts skipped" if made.bad else ""
     print(
-        f"{a.out}: {made.documents} documents, {made.tokens} tokens from "
+        f"{out}: {made.documents} documents, {made.tokens} tokens from "
         f"{made.text_bytes / 1e6:.1f} MB of text{skipped}"
     )
+
+
+def _part(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
+    if match is None:
+        raise UserError(f"--part: {text!r}, need a share of how many, as in 3/16")
+    return int(match[1]), int(match[2])
 
 
 def _add_inputs(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megafrontier.data.indexed import token_dtype
 from megafrontier.data.report import Progress
-from megafrontier.data.sources import Piece, Reader, find_sources
+from megafrontier.data.sources import Piece, Reader, find_sources, share
 from megafrontier.data.texts import BadText, read_texts
 from megafrontier.data.tokenizer import Tokenizer, load_tokenizer
 from megafrontier.data.writer import Corpus, DocumentWriter
@@ -97,19 +97,22 @@ def prepare(
     skip_bad: bool = False,
     key: str = "text",
     split: str = "train",
+    part: tuple[int, int] = (1, 1),
 ) -> Summary:
     """Tokenise every text of the inputs, in order, into OUT.bin and OUT.idx.
 
     `workers` processes (default: one a core), `append_eod` ends each document with the tokenizer's
     eod, `skip_bad` leaves out and counts what is no text, `key` is the field or column that holds
-    the text, `split` the part of a `datasets` dataset. Empty texts are left out. Raises UserError
-    for inputs that cannot be read, bad text, and when no text is left.
+    the text, `split` the split of a `datasets` dataset. `part` (number from 1, of how many) takes
+    one share of the inputs' files; merged in order, the shares are what one process would write.
+    Empty texts are left out. Raises UserError for inputs that cannot be read, bad text, and when no
+    text is left.
     """
     workers = workers if workers is not None else len(os.sched_getaffinity(0))
     if workers < 1:
         raise UserError(f"--workers: {workers}, need at least 1")
     job = Job(load_tokenizer(tokenizer), key, append_eod, skip_bad)
-    reader = Reader(find_sources(inputs, split), key)
+    reader = Reader(share(find_sources(inputs, split), *part), key)
     total = sum(source.file_bytes for source in reader.sources)
     with _Workers(job, workers) as pool, Corpus(out, _dtype(job)) as corpus, Progress(total) as bar:
         summary = _write(pool.encode(reader.batches()), corpus, bar, reader)

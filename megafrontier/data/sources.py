@@ -58,6 +58,32 @@ def find_sources(inputs: Sequence[str], split: str = "train") -> list[Source]:
     return [source for name in inputs for source in _find(name, split)]
 
 
+def share(sources: Sequence[Source], part: int, parts: int) -> Sequence[Source]:
+    """The `part`-th (from 1) of so many shares of the sources: consecutive ones, about the same
+    bytes in each share, at least one source.
+
+    Raises UserError when there are fewer sources than parts.
+    """
+    if not 1 <= part <= parts:
+        raise UserError(f"--part {part}/{parts}: need 1/{parts} to {parts}/{parts}")
+    if len(sources) < parts:
+        raise UserError(
+            f"--part {part}/{parts}: the inputs hold {len(sources)} files, none of which is cut; "
+            f"need at most {len(sources)} parts"
+        )
+    stop, left = 0, sum(source.file_bytes for source in sources)
+    for number in range(1, part + 1):
+        start, taken = stop, 0
+        most = len(sources) - (parts - number)  # the later shares want one each
+        while stop < most and (
+            stop == start or taken + sources[stop].file_bytes / 2 <= left / (parts - number + 1)
+        ):
+            taken += sources[stop].file_bytes
+            stop += 1
+        left -= taken
+    return sources[start : len(sources) if part == parts else stop]
+
+
 def _find(name: str, split: str) -> list[Source]:
     path = Path(name)
     if path.is_dir():
