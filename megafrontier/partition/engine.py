@@ -12,23 +12,29 @@ collectives in the same order on every rank; nothing here depends on timing.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.errors import UserError
 from megafrontier.partition.lanes import Lanes, Policy
 from megafrontier.partition.ledger import Ledger
+from megafrontier.partition.modules import (
+    ROOT,
+    assign,
+    own_values,
+    replace_parameters,
+    settle_buffers,
+    tensors_in,
+)
 from megafrontier.partition.moves import Moves
-from megafrontier.partition.placement import Placement
-from megafrontier.partition.unit import InitialSlice, Named, Phase, Unit
+from megafrontier.partition.placement import Placement, traffic_bytes
+from megafrontier.partition.unit import InitialSlice, Phase, Unit
 from megafrontier.partition.wires import Wires
 
 Decay = Callable[[str], bool]
-ROOT = "root"
 
 
 def shard(
@@ -68,7 +74,7 @@ def shard(
     """
     wires = wires or Wires.plain(len(hierarchy.levels.sizes), dtype)
     engine = Engine(placement, hierarchy, wires, overlap, prefetch, check_order)
-    engine.take_over(model, blocks, dtype, error_feedback, initial or _own_values(model), decay)
+    engine.take_over(model, blocks, dtype, error_feedback, initial or own_values(model), decay)
     return engine
 
 
@@ -108,8 +114,8 @@ class Engine:
         decay: Decay,
     ) -> None:
         """Make units of a model's parameters and hang hooks on its modules."""
-        _settle_buffers(model, self.hierarchy.device)
-        owned = list(_assign(model, blocks))
+        settle_buffers(model, self.hierarchy.device)
+        owned = list(assign(model, blocks))
         for name, _, parameters in owned:
             decayed = [named for named in parameters if decay(named[0])]
             unit = Unit(
@@ -117,7 +123,7 @@ class Engine:
             )
             unit.initialise(initial)
             self.units.append(unit)
-        _replace_parameters(model, self.units)
+        replace_parameters(model, self.units)
         for index, (_, module, _) in enumerate(owned):
             self._attach(module, index)
         self.place(from_masters=True)
@@ -126,6 +132,22 @@ class Engine:
         """Whether a unit is gathered once for forward and backward: the root unit, which runs all
         the while, and the last block, whose backward follows its forward at once."""
         return unit.name == ROOT or unit is self.units[-1]
+
+    def step_bytes(self, micro_batches: int, wires: Wires | None = None) -> list[int]:
+        """Bytes this rank sends over each level in an optimizer step, by the formula; with `wires`,
+        what they would send."""
+        units = (
+            traffic_bytes(
+                unit.layout.numel,
+                self.placement,
+                self.hierarchy.levels,
+                wires or self.wires,
+                micro_batches,
+                1 if self.stays_gathered(unit) else 2,
+            )
+            for unit in self.units
+        )
+        return [sum(level) for level in zip(*units, strict=True)]
 
     def _attach(self, module: nn.Module, index: int) -> None:
         unit = self.units[index]
@@ -155,7 +177,7 @@ class Engine:
         unit = self.units[index]
         if unit.phase is Phase.BACKWARD:
             return  # recomputed within its own backward, which still needs the weights
-        tensors = [t for t in _tensors(output) if t.requires_grad]
+        tensors = [t for t in tensors_in(output) if t.requires_grad]
         for tensor in tensors:
             tensor.register_hook(lambda _gradient: self._before_backward(index))
         if not (tensors and self.stays_gathered(unit)):
@@ -249,71 +271,3 @@ class Engine:
         """Make every unit's `error` hold all that is left unsaid; before a checkpoint."""
         for unit in self.units:
             unit.fold_errors()
-
-
-def _assign(
-    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]
-) -> Iterator[tuple[str, nn.Module, list[Named]]]:
-    """(unit name, module, its parameters): the root unit first, if anything is left for it."""
-    owners: dict[str, set[str]] = {}
-    names = dict(model.named_parameters())
-    by_identity = {id(parameter): name for name, parameter in names.items()}
-    for block, module in blocks:
-        for parameter in module.parameters():
-            if id(parameter) not in by_identity:
-                raise UserError(f"block {block!r} holds a parameter that is not in the model")
-            owners.setdefault(by_identity[id(parameter)], set()).add(block)
-    for name, parameter in names.items():
-        if not parameter.requires_grad:
-            raise UserError(f"parameter {name}: frozen, every parameter must require a gradient")
-    # A parameter that several blocks share must be whole while any of them runs.
-    root = [(n, p) for n, p in names.items() if len(owners.get(n, ())) != 1]
-    if root:
-        yield ROOT, model, root
-    for block, module in blocks:
-        yield block, module, [(n, p) for n, p in names.items() if owners.get(n) == {block}]
-
-
-def _own_values(model: nn.Module) -> InitialSlice:
-    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-    def initial(name: str, _shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
-        if values[name].is_meta:
-            raise UserError(f"parameter {name}: on the meta device, need `initial` for its values")
-        return values[name].reshape(-1)[start:stop].float()
-
-    return initial
-
-
-def _settle_buffers(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                if buffer.is_meta:
-                    raise UserError(f"buffer {name}: on the meta device, need one with values")
-                module._buffers[name] = buffer.to(device)
-
-
-def _replace_parameters(model: nn.Module, units: Iterable[Unit]) -> None:
-    """Put the units' parameters in place of the model's, wherever one is used."""
-    old = dict(model.named_parameters())
-    new = {
-        id(old[entry.name]): parameter
-        for unit in units
-        for entry, parameter in zip(unit.layout.entries, unit.parameters, strict=True)
-    }
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = new[id(parameter)]
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a module's output, however nested."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict):
-        yield from _tensors(list(output.values()))
-    elif isinstance(output, (list, tuple)):
-        for item in output:
-            yield from _tensors(item)

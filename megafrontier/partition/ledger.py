@@ -20,9 +20,15 @@ class Ledger:
         self._lock = threading.Lock()  # crossings end on the lanes' threads
         self.trace: Trace | None = None
         self._events: list[tuple[int, str, Any, Any]] = []
+        # Per level the newest crossing's label, begin, and event or word that it is over.
+        self._newest: list[tuple[str, float, Any]] = [("none", 0.0, True)] * len(self.names)
         if device.type == "cuda":
             self._origin = torch.cuda.Event(enable_timing=True)
             self._origin.record()
+        self._thread = threading.get_ident()
+        self._is_waiting = False
+        self._waited = 0.0
+        self._waits: list[tuple[Any, Any]] = []
         self._clear()
 
     def _clear(self) -> None:
@@ -33,32 +39,49 @@ class Ledger:
     def paused(self) -> Iterator[None]:
         """Leave out what crosses meanwhile: it belongs to no training step. Nothing may be under
         way at either end."""
-        kept = self.take()
+        kept, waited = self.take(), self.take_waited()
         try:
             yield
         finally:
             self.take()
-            self._bytes, self._seconds = kept
+            self.take_waited()
+            (self._bytes, self._seconds), self._waited = kept, waited
 
     @contextmanager
     def crossing(self, level: int, label: str) -> Iterator[list[int]]:
         """Time one collective over `level`; the caller appends the bytes it sent. `label` names it
         in the trace."""
         sent: list[int] = []
+        called = time.perf_counter()
+        self._newest[level] = label, called, False
         if self._device.type == "cuda":
             # Events mark the stream without stopping it; they are read when the step is over.
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             yield sent
             stop.record()
+            self._newest[level] = label, called, stop
             with self._lock:
                 self._events.append((level, label, start, stop))
+            if self._is_exposed():
+                self._waits.append((start, stop))
         else:
-            begin = time.perf_counter()
             yield sent
-            self._note(level, label, begin, time.perf_counter() - begin)
+            self._newest[level] = label, called, True
+            seconds = time.perf_counter() - called
+            self._note(level, label, called, seconds)
+            if self._is_exposed():
+                self._waited += seconds
         with self._lock:
             self._bytes[level] += sum(sent)
+
+    def last(self) -> dict[str, str]:
+        """In words, the newest crossing of each level: for a run that hangs, from any thread."""
+        now = time.perf_counter()
+        return {
+            name: f"{label}, {'done' if _is_over(end) else f'in flight for {now - begin:.1f} s'}"
+            for name, (label, begin, end) in zip(self.names, self._newest, strict=True)
+        }
 
     def _note(self, level: int, label: str, begin: float, seconds: float) -> None:
         with self._lock:
@@ -66,14 +89,44 @@ class Ledger:
         if self.trace is not None:
             self.trace.add(self.names[level], label, begin, seconds)
 
+    def _is_exposed(self) -> bool:
+        """Whether a crossing runs where the computation does, and not within `waiting` already."""
+        if self._is_waiting:
+            return False
+        if self._device.type == "cuda":
+            computing = torch.cuda.default_stream(self._device)
+            return bool(torch.cuda.current_stream(self._device) == computing)
+        return threading.get_ident() == self._thread
+
     @contextmanager
     def waiting(self, label: str) -> Iterator[None]:
         """The computation waits for a move: exposed communication. On a GPU the host does not
-        wait, so there it is the gaps between kernels that show it."""
+        wait; there events show how long the computing stream stood still, and in the trace it is
+        the gaps between kernels."""
+        self._is_waiting = True
         begin = time.perf_counter()
-        yield
+        if self._device.type == "cuda":
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            stop.record()
+            self._waits.append((start, stop))
+        else:
+            yield
+            self._waited += time.perf_counter() - begin
+        self._is_waiting = False
         if self.trace is not None:
             self.trace.add(WAITING, label, begin, time.perf_counter() - begin)
+
+    def take_waited(self) -> float:
+        """Seconds that the computation waited for others since the last call. On a GPU reading an
+        event waits for it."""
+        waits, self._waits = self._waits, []
+        for start, stop in waits:
+            stop.synchronize()
+            self._waited += start.elapsed_time(stop) / 1000
+        waited, self._waited = self._waited, 0.0
+        return waited
 
     def take(self) -> tuple[list[int], list[float]]:
         """(bytes, seconds) per level since the last call.
@@ -91,3 +144,7 @@ class Ledger:
             taken = self._bytes, self._seconds
             self._clear()
         return taken
+
+
+def _is_over(end: Any) -> bool:
+    return end if isinstance(end, bool) else end.query()

@@ -66,7 +66,8 @@ class Unit:
         self._views = [
             self.full[e.offset : e.offset + e.numel].view(e.shape) for e in self.layout.entries
         ]
-        self._nan = torch.full((), float("nan"), dtype=dtype, device=self._device)
+        nan = torch.full((), float("nan"), dtype=dtype, device=self._device)
+        self._nothing = [nan.expand(entry.shape) for entry in self.layout.entries]
         if self.is_persistent:
             self._point(self._views)
         else:
@@ -188,7 +189,7 @@ class Unit:
             self._gathering.wait()  # gathered ahead, but not used
         self.phase = Phase.RELEASED
         if not self.is_persistent:
-            self._point([self._nan.expand(entry.shape) for entry in self.layout.entries])
+            self._point(self._nothing)
             self.full.untyped_storage().resize_(0)
 
     # Gradients

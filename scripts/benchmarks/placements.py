@@ -22,7 +22,7 @@ import torch
 from megafrontier.cluster.local import fork_ranks
 from megafrontier.config import Config, load_config
 from megafrontier.partition import STRATEGIES, Engine
-from megafrontier.partition.placement import state_bytes, traffic_bytes
+from megafrontier.partition.placement import state_bytes
 from megafrontier.training.arrangement import Arrangement, check_training
 from megafrontier.training.launch import joined
 from megafrontier.training.loop import train_step
@@ -90,19 +90,8 @@ def expected_state(engine: Engine) -> int:
 
 def expected_traffic(trainer: Trainer, arrangement: Arrangement) -> dict[str, int]:
     """Bytes one rank sends over each level in a step by the formula."""
-    engine, levels = trainer.engine, arrangement.levels
-    parts = [
-        traffic_bytes(
-            unit.layout.numel,
-            engine.placement,
-            levels,
-            arrangement.wires,
-            trainer.loader.micro_batches,
-            1 if engine.stays_gathered(unit) else 2,
-        )
-        for unit in engine.units
-    ]
-    return {name: sum(part[i] for part in parts) for i, name in enumerate(levels.names)}
+    totals = trainer.engine.step_bytes(trainer.loader.micro_batches)
+    return dict(zip(arrangement.levels.names, totals, strict=True))
 
 
 def run_strategy(config: Config, nproc: int, steps: int) -> Row:

@@ -16,7 +16,6 @@ from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.config import Config, load_config
 from megafrontier.model.gpt import GPT
 from megafrontier.model.initialise import initialise
-from megafrontier.partition.placement import traffic_bytes
 from megafrontier.partition.trace import Trace
 from megafrontier.partition.wires import DTYPES, Wires
 from megafrontier.training.arrangement import Arrangement
@@ -123,7 +122,7 @@ def ours(job: Job, config: Config, arrangement: Arrangement, hierarchy: Hierarch
     return Stepper(
         lambda: train_step(trainer).loss,
         sum(entry.numel for unit in trainer.engine.units for entry in unit.layout.entries),
-        lambda: _world_bytes(trainer, arrangement, arrangement.wires),
+        lambda: trainer.engine.step_bytes(trainer.loader.micro_batches)[-1],
         lambda: _gloo_bytes(trainer, arrangement),
         trainer,
     )
@@ -148,23 +147,7 @@ def _gloo_bytes(trainer: Trainer, arrangement: Arrangement) -> int:
     count = len(levels.names)
     wires: Any = Wires((Preambles(2),) * count, (Preambles(1),) * count)
     sums = 2 * (levels.sizes[-1] - 1) * Preambles(2).message_bytes(1)
-    return _world_bytes(trainer, arrangement, wires) + sums
-
-
-def _world_bytes(trainer: Trainer, arrangement: Arrangement, wires: Wires) -> int:
-    """Bytes this rank sends over the slowest level in a step."""
-    engine = trainer.engine
-    return sum(
-        traffic_bytes(
-            unit.layout.numel,
-            engine.placement,
-            arrangement.levels,
-            wires,
-            trainer.loader.micro_batches,
-            1 if engine.stays_gathered(unit) else 2,
-        )[-1]
-        for unit in engine.units
-    )
+    return trainer.engine.step_bytes(trainer.loader.micro_batches, wires)[-1] + sums
 
 
 def alone(job: Job, config: Config, _: Arrangement, hierarchy: Hierarchy) -> Stepper:

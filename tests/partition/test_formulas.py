@@ -25,21 +25,6 @@ def make_optimizer(engine):
     return torch.optim.AdamW([unit.master for unit in engine.units], lr=0.01)
 
 
-def expected_traffic(engine, accumulation):
-    parts = [
-        traffic_bytes(
-            unit.layout.numel,
-            engine.placement,
-            LEVELS,
-            engine.wires,
-            accumulation,
-            1 if engine.stays_gathered(unit) else 2,
-        )
-        for unit in engine.units
-    ]
-    return [sum(level) for level in zip(*parts, strict=True)]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_per_level_and_step_equal_the_formula(dtype):
     def body(hierarchy):
@@ -50,7 +35,7 @@ def test_bytes_per_level_and_step_equal_the_formula(dtype):
                 engine_step(engine, model, make_optimizer(engine), 0, accumulation)
                 engine.finish_publishing()
                 sent, seconds = engine.ledger.take()
-                expected = expected_traffic(engine, accumulation)
+                expected = engine.step_bytes(accumulation)
                 found.append((strategy, sent, expected, seconds))
         return found
 

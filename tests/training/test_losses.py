@@ -10,7 +10,6 @@ import torch
 
 from megafrontier.config import load_config
 from megafrontier.model.initialise import parameter_kind
-from megafrontier.partition.placement import traffic_bytes
 from megafrontier.training.arrangement import arrange
 from megafrontier.training.loop import train_step
 from megafrontier.training.metrics import step_metrics
@@ -183,18 +182,7 @@ def test_bytes_in_the_metrics_are_the_formulas(folder, precision):
         step_metrics(trainer, train_step(trainer))  # what it publishes crosses in the next step
         line = step_metrics(trainer, train_step(trainer))
         trainer.close()
-        per_unit = [
-            traffic_bytes(
-                unit.layout.numel,
-                trainer.arrangement.placement,
-                trainer.arrangement.levels,
-                trainer.arrangement.wires,
-                trainer.loader.micro_batches,
-                1 if trainer.engine.stays_gathered(unit) else 2,
-            )
-            for unit in trainer.engine.units
-        ]
-        formula = [sum(level) for level in zip(*per_unit, strict=True)]
+        formula = trainer.engine.step_bytes(trainer.loader.micro_batches)
         return [level["bytes"] for level in line["comm"].values()], formula
 
     for counted, formula in run_ranks((2, 2, 1), body):

@@ -1,0 +1,85 @@
+"""A model as the engine sees it: which unit owns which parameter, and how to replace them."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megafrontier.errors import UserError
+from megafrontier.partition.unit import InitialSlice, Named, Unit
+
+ROOT = "root"
+
+
+def assign(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]
+) -> Iterator[tuple[str, nn.Module, list[Named]]]:
+    """(unit name, module, its parameters): the root unit first, if anything is left for it.
+
+    Raises UserError for a frozen parameter and for a block that is not part of the model.
+    """
+    owners: dict[str, set[str]] = {}
+    names = dict(model.named_parameters())
+    by_identity = {id(parameter): name for name, parameter in names.items()}
+    for block, module in blocks:
+        for parameter in module.parameters():
+            if id(parameter) not in by_identity:
+                raise UserError(f"block {block!r} holds a parameter that is not in the model")
+            owners.setdefault(by_identity[id(parameter)], set()).add(block)
+    for name, parameter in names.items():
+        if not parameter.requires_grad:
+            raise UserError(f"parameter {name}: frozen, every parameter must require a gradient")
+    # A parameter that several blocks share must be whole while any of them runs.
+    root = [(n, p) for n, p in names.items() if len(owners.get(n, ())) != 1]
+    if root:
+        yield ROOT, model, root
+    for block, module in blocks:
+        yield block, module, [(n, p) for n, p in names.items() if owners.get(n) == {block}]
+
+
+def own_values(model: nn.Module) -> InitialSlice:
+    """The parameters' present values; asking for one on the meta device raises UserError."""
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def initial(name: str, _shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
+        if values[name].is_meta:
+            raise UserError(f"parameter {name}: on the meta device, need `initial` for its values")
+        return values[name].reshape(-1)[start:stop].float()
+
+    return initial
+
+
+def settle_buffers(model: nn.Module, device: torch.device) -> None:
+    """Bring a model's buffers to the device. Raises UserError for one without values."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                if buffer.is_meta:
+                    raise UserError(f"buffer {name}: on the meta device, need one with values")
+                module._buffers[name] = buffer.to(device)
+
+
+def replace_parameters(model: nn.Module, units: Iterable[Unit]) -> None:
+    """Put the units' parameters in place of the model's, wherever one is used."""
+    old = dict(model.named_parameters())
+    new = {
+        id(old[entry.name]): parameter
+        for unit in units
+        for entry, parameter in zip(unit.layout.entries, unit.parameters, strict=True)
+    }
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = new[id(parameter)]
+
+
+def tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a module's output, however nested."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):
+        yield from tensors_in(list(output.values()))
+    elif isinstance(output, (list, tuple)):
+        for item in output:
+            yield from tensors_in(item)
