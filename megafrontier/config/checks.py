@@ -78,6 +78,7 @@ def _check_ranges(config: Config) -> None:
         "train.micro_batch": train.micro_batch,
         "train.loss_chunk_tokens": train.loss_chunk_tokens,
         "train.nonfinite_limit": train.nonfinite_limit,
+        "train.spike_window": train.spike_window,
         "partition.prefetch": config.partition.prefetch,
         "log.every": config.log.every,
     }
@@ -97,6 +98,7 @@ def _check_ranges(config: Config) -> None:
         "evaluate.every": config.evaluate.every,
         "evaluate.batches": config.evaluate.batches,
         "preflight.slow_link": config.preflight.slow_link,
+        "log.stragglers_every": config.log.stragglers_every,
     }
     for key, value in not_negative.items():
         _need(value >= 0, key, value, "need at least 0")
@@ -160,6 +162,12 @@ def _check_data(config: Config) -> None:
 
 def _check_steps(config: Config) -> None:
     train, schedule, optimizer = config.train, config.schedule, config.optimizer
+    for key, factor in (
+        ("train.spike_loss", train.spike_loss or None),
+        ("train.spike_grad_norm", train.spike_grad_norm or None),
+        ("log.straggler", config.log.straggler),
+    ):
+        _need(factor is None or factor > 1, key, factor, "need more than 1")
     _need(
         train.global_batch % train.micro_batch == 0,
         "train.global_batch",

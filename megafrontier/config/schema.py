@@ -110,6 +110,13 @@ class TrainConfig:
     """Tokens whose logits exist at one time in the loss."""
     nonfinite_limit: int = 10
     """Stop after this many steps in a row with a non-finite loss or gradient (each is skipped)."""
+    spike_loss: float = 0.0
+    """Skip a step whose loss is beyond so many times the median of the last `spike_window` steps;
+    0: never."""
+    spike_grad_norm: float = 0.0
+    """The same for the gradient norm (before clipping)."""
+    spike_window: int = 128
+    """Steps whose median tells a spike; none is seen before there have been as many."""
     loss_scale: float = 65536.0
     """First loss scale of fp16; halved at an overflow, doubled after 1000 good steps."""
     deterministic: bool = False
@@ -216,6 +223,11 @@ class EvaluateConfig:
 class LogConfig:
     every: int = 10
     """Steps between lines on the terminal and in log.txt (metrics.jsonl has every step)."""
+    stragglers_every: int = 100
+    """Steps between comparisons of the ranks' own time (without waiting for each other); 0: none.
+    A rank that is slow is named in log.txt with its host, once until it has recovered."""
+    straggler: float = 1.5
+    """A rank is slow beyond so many times the median rank's own time."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Weights & Biases."""
     tensorboard: bool = False

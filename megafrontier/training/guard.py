@@ -1,16 +1,25 @@
-"""Stop a run that has ceased to learn: too many non-finite steps in a row."""
+"""Tell of skipped steps, and stop a run that has ceased to learn: too many non-finite in a row."""
 
 from megafrontier.errors import RunFailed
 from megafrontier.training.callback import Callback
+from megafrontier.training.logbook import Logbook
 from megafrontier.training.loop import StepResult
 from megafrontier.training.trainer import Trainer
 
 
 class Guard(Callback):
-    """Counts skipped steps; raises RunFailed, on every rank alike, at the configured number."""
+    """Says how `data.skip` leaves out what a skipped step read; counts the non-finite ones and
+    raises RunFailed, on every rank alike, at the configured number."""
+
+    def __init__(self, logbook: Logbook) -> None:
+        self._logbook = logbook
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        trainer.skipped_in_a_row = trainer.skipped_in_a_row + 1 if result.skipped else 0
+        is_finite = result.spiked or not result.skipped
+        trainer.skipped_in_a_row = 0 if is_finite else trainer.skipped_in_a_row + 1
+        if result.skipped:
+            global_batch = trainer.config.train.global_batch
+            self._logbook.remark(_how_to_leave_out(result, global_batch))
         limit = trainer.config.train.nonfinite_limit
         if trainer.skipped_in_a_row >= limit:
             first, last = result.samples
@@ -18,3 +27,11 @@ class Guard(Callback):
                 f"step {result.step}: the last {limit} steps had a non-finite loss or gradient "
                 f"(train.nonfinite_limit), the newest with samples {first} to {last - 1}"
             )
+
+
+def _how_to_leave_out(result: StepResult, global_batch: int) -> str:
+    first, last = result.samples
+    return (
+        f"step {result.step} changed no weight; it read samples {first} to {last - 1}, which "
+        f"data.skip=[[{first // global_batch},{last // global_batch}]] leaves out"
+    )

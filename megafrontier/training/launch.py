@@ -22,6 +22,7 @@ from megafrontier.training.logbook import Log, Logbook, check_directory, open_lo
 from megafrontier.training.loop import run
 from megafrontier.training.preflight import check_present, preflight
 from megafrontier.training.saving import Save, resume
+from megafrontier.training.stragglers import Stragglers
 from megafrontier.training.timeline import Timeline
 from megafrontier.training.trainer import build_trainer
 
@@ -113,8 +114,10 @@ def _run(config: Config, arrangement: Arrangement, hierarchy: Hierarchy, logbook
         save = Save(logbook, trainer.step)
         trainer.engine.ledger.take()  # placing the first weights is no step's traffic
         timeline = Timeline(trainer)
+        stragglers = Stragglers(identify(os.environ).host, logbook)
         # The checkpoint first: what comes after it may be cut short.
-        run(trainer, [Log(logbook), save, Evaluate(logbook), timeline, Guard()])
+        callbacks = [Log(logbook), save, Evaluate(logbook), timeline, Guard(logbook), stragglers]
+        run(trainer, callbacks)
         trainer.engine.finish_publishing()  # or a lane would outlive the process groups
         if trainer.step >= trainer.last_step:
             return 0

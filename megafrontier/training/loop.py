@@ -30,6 +30,8 @@ class StepResult:
     samples: tuple[int, int]
     stop: bool
     """Whether any rank has been asked to stop; all ranks know it after the same step."""
+    spiked: bool
+    """Whether it was skipped though finite, as a spike."""
 
 
 def run(trainer: Trainer, callbacks: Sequence[Callback]) -> None:
@@ -49,7 +51,8 @@ def train_step(trainer: Trainer) -> StepResult:
     """One optimizer step: every micro-batch forward and backward, then one update.
 
     The loss is a sum over tokens until the end, where it is divided once by the exact number of
-    tokens in the global batch. A step with a non-finite loss or gradient changes no weight.
+    tokens in the global batch. A step with a non-finite loss or gradient changes no weight, nor
+    does one that the spike rule finds.
     """
     begin = time.perf_counter()
     config, engine, scale = trainer.config, trainer.engine, trainer.loss_scale
@@ -65,12 +68,14 @@ def train_step(trainer: Trainer) -> StepResult:
 
     gradients = engine.finish_gradients()
     asked = totals.new_full((1,), float(stop_requested()))
-    loss_sum, tokens, stops = trainer.hierarchy.sum(torch.cat([totals, asked])).tolist()
+    with engine.ledger.waiting("loss and norm"):
+        loss_sum, tokens, stops = trainer.hierarchy.sum(torch.cat([totals, asked])).tolist()
+        norm = global_norm(gradients, trainer.hierarchy, engine.placement.optimizer).item()
     count = max(tokens, 1.0)
-    norm = global_norm(gradients, trainer.hierarchy, engine.placement.optimizer).item()
     norm /= count * scale.scale
     finite = math.isfinite(norm) and math.isfinite(loss_sum)
-    if finite:
+    spiked = finite and trainer.spikes.judge(loss_sum / count, norm)
+    if finite and not spiked:
         factor = clip_factor(norm, config.train.clip_grad_norm) / (count * scale.scale)
         torch._foreach_mul_(gradients, factor)
         trainer.optimizer.step(gradients, lr)
@@ -86,9 +91,10 @@ def train_step(trainer: Trainer) -> StepResult:
         lr,
         int(tokens),
         time.perf_counter() - begin,
-        not finite,
+        spiked or not finite,
         (first_sample, first_sample + config.train.global_batch),
         stops > 0,
+        spiked,
     )
 
 

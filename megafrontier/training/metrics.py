@@ -21,7 +21,7 @@ def step_metrics(trainer: Trainer, result: StepResult) -> dict[str, Any]:
     peak = trainer.arrangement.machine.device.peak_tflops
     values: dict[str, Any] = {
         "step": result.step,
-        "loss": None if result.skipped else result.loss,
+        "loss": None if result.skipped and not result.spiked else result.loss,
         "grad_norm": result.grad_norm,
         "lr": result.lr,
         "tokens": trainer.tokens,
@@ -36,6 +36,8 @@ def step_metrics(trainer: Trainer, result: StepResult) -> dict[str, Any]:
         values["loss_scale"] = trainer.loss_scale.scale
     if result.skipped:
         values |= {"skipped": True, "samples": list(result.samples)}
+    if result.spiked:
+        values["spike"] = True
     return values
 
 

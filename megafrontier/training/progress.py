@@ -94,7 +94,8 @@ def format_line(values: dict[str, Any], steps: int, eta_seconds: float | None) -
     """
     parts = [f"step {values['step']}/{steps}"]
     if values.get("skipped"):
-        parts.append("skipped: loss or gradient not finite")
+        why = "spike in loss or gradient" if values.get("spike") else "loss or gradient not finite"
+        parts.append(f"skipped: {why}")
     parts += [show(values[key]) for key, show in _PARTS.items() if values.get(key) is not None]
     if eta_seconds is not None:
         parts.append(f"ETA {format_duration(eta_seconds)}")

@@ -62,6 +62,7 @@ def save_trainer(trainer: Trainer) -> Path:
         extra={
             "optimizer_steps": trainer.optimizer.steps,
             "loss_scale": trainer.loss_scale.state(),
+            "spikes": trainer.spikes.state(),
         },
     )
     return save(
@@ -137,6 +138,7 @@ def _take_up(trainer: Trainer, manifest: Manifest) -> None:
     trainer.tokens = manifest.tokens
     trainer.optimizer.restore(int(manifest.extra.get("optimizer_steps", 0)))
     trainer.loss_scale.restore(manifest.extra.get("loss_scale", {}))
+    trainer.spikes.restore(manifest.extra.get("spikes", {}))
 
 
 class Save(Callback):

@@ -17,6 +17,7 @@ from megafrontier.partition.unit import InitialSlice
 from megafrontier.partition.wires import DTYPES
 from megafrontier.training.arrangement import Arrangement
 from megafrontier.training.batches import PARTS, Part, make_loader, open_part
+from megafrontier.training.spikes import SpikeRule
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Trainer:
     loader: Loader
     valid_loader: Loader | None
     loss_scale: LossScale
+    spikes: SpikeRule
     step: int = 0
     tokens: int = 0
     skipped_in_a_row: int = field(default=0)
@@ -72,6 +74,7 @@ def build_trainer(config: Config, arrangement: Arrangement, hierarchy: Hierarchy
         loaders["train"],
         loaders["valid"],
         LossScale.create(config.train.precision, config.train.loss_scale),
+        SpikeRule.create(config.train),
     )
 
 

@@ -1,0 +1,62 @@
+"""Name the ranks that keep the others waiting."""
+
+import torch
+
+from megafrontier.training.callback import Callback, is_due
+from megafrontier.training.logbook import Logbook
+from megafrontier.training.loop import StepResult
+from megafrontier.training.trainer import Trainer
+
+
+class Stragglers(Callback):
+    """Compares every so many steps the ranks' own time: what a step took without waiting for
+    others. The whole time is no sign, for all ranks wait for the slowest and end together.
+
+    A slow rank is named once, and again only after it has recovered.
+    """
+
+    def __init__(self, host: str, logbook: Logbook) -> None:
+        self._host, self._logbook = host, logbook
+        self._steps, self._seconds, self._waited = 0, 0.0, 0.0
+        self._known: set[int] = set()
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        self._steps += 1
+        self._seconds += result.seconds
+        self._waited += trainer.engine.ledger.take_waited()
+        if is_due(trainer.config.log.stragglers_every, trainer.step):
+            self._compare(trainer)
+            self._steps, self._seconds, self._waited = 0, 0.0, 0.0
+
+    def _compare(self, trainer: Trainer) -> None:
+        hierarchy = trainer.hierarchy
+        mine = torch.tensor([self._seconds, self._waited], dtype=torch.float64) / self._steps
+        told = hierarchy.gather(mine.to(hierarchy.device)).cpu()
+        own = told[:, 0] - told[:, 1]
+        limit = trainer.config.log.straggler * float(own.median())
+        slow = set(torch.nonzero(own > limit).flatten().tolist())
+        fresh = sorted(slow - self._known)
+        self._known = slow
+        if fresh:
+            self._name(trainer, fresh, told)
+
+    def _name(self, trainer: Trainer, slow: list[int], told: torch.Tensor) -> None:
+        """`told` [ranks, 2] has seconds and seconds waited of a mean step. Only the rank itself
+        knows its host."""
+        rank = trainer.hierarchy.rank
+        line = None
+        if rank in slow:
+            step_seconds, waited = told[rank].tolist()
+            usual = float((told[:, 0] - told[:, 1]).median())
+            line = (
+                f"warning: slow: rank {rank} on {self._host}: {step_seconds - waited:.3g} s of its "
+                f"own in a step of {step_seconds:.3g} s, the median rank {usual:.3g} s"
+            )
+        heard = trainer.hierarchy.first_error(line)
+        more = f" (and {_listed(slow[1:])})" if len(slow) > 1 else ""
+        self._logbook.remark(f"{heard}{more}")
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(f"rank {rank}" for rank in ranks[:8])
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
