@@ -7,7 +7,9 @@ A node is a network namespace with 4 ranks (levels pair 2, node 2, world) and on
 ranks share the machine's cores, so the rate of the links is chosen for each number of nodes from
 what computing takes there: one pass of all weights into a node takes 0.12 of a micro-step's
 compute, as for 20B on Frontier; `--slower` divides that rate. Strategies take turns, in fresh
-processes, because the machine's speed drifts. OUT gets results.json, table.md and picture.png.
+processes, because the machine's speed drifts. OUT gets results.json, table.md and picture.png after
+every group of rows that are compared; groups that are there already and not measured again stay, so
+a long comparison may be made in several sittings.
 
 Needs root and Debian's iproute2; removes its namespaces and processes when it ends, however.
 """
@@ -28,7 +30,7 @@ import torch
 from slow_network_cluster import Cluster, JobFailed, interrupted_by_signals, wait_for_quiet
 from slow_network_job import Answer, Job
 from slow_network_links import Unable, links
-from slow_network_report import ALONE, Row, row_of, write_report
+from slow_network_report import ALONE, Row, load, row_of, write_report
 
 from megafrontier.config import PartitionConfig, load_config
 from megafrontier.data.writer import Corpus
@@ -48,7 +50,7 @@ run: {{name: slow-network, directory: {folder}/run}}
 model: {{layers: 4, hidden: 160, heads: 4, sequence_length: 512, vocab_size: 257}}
 tokenizer: bytes
 data: {{train: [{{path: {folder}/corpus}}], split: [1.0, 0.0]}}
-train: {{steps: 1000, micro_batch: 2, global_batch: "${{train.micro_batch}}", precision: bf16}}
+train: {{steps: 1000, micro_batch: 6, global_batch: "${{train.micro_batch}}", precision: bf16}}
 machine: {{levels: {{pair: {{size: 2}}, node: {{size: 2}}, world: {{}}}}, device: {{name: cpu}}}}
 """
 
@@ -181,8 +183,8 @@ class Bench:
         seconds = statistics.median(row.seconds) / 2
         return row.parameters * 2 / (PASS_OF_COMPUTE * seconds)
 
-    def measure(self, strategies: list[Strategy], rows: list[Row]) -> None:
-        """Fill `rows`, strategies taking turns."""
+    def measure(self, strategies: list[Strategy], results: "Results") -> None:
+        """Group by group, strategies taking turns."""
         s = self._settings
         for nodes in s.nodes:
             rate = self.full_rate(nodes)
@@ -205,7 +207,7 @@ class Bench:
                         group[strategy.name].join(new)
                     else:
                         group[strategy.name] = new
-                        rows.append(new)
+                results.replace(list(group.values()))
 
     def _row(self, strategy: Strategy, nodes: int, accumulation: int) -> Row:
         why = self.refusal(strategy, nodes, accumulation)
@@ -217,6 +219,24 @@ class Bench:
             print(error, file=sys.stderr, flush=True)
             why = str(error).splitlines()[-1]
             return Row(strategy.name, nodes, accumulation, skipped=f"failed: {why}")
+
+
+class Results:
+    """The rows in a folder's results.json, written again whenever a group is measured."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._rows: list[Row] = []
+        if (out / "results.json").is_file():
+            self._rows = list(load(out)[1].rows)
+
+    def replace(self, group: list[Row]) -> None:
+        """Put rows that are compared with each other in place of those of the same group."""
+        kept = [row for row in self._rows if row.group != group[0].group]
+        self._rows = sorted([*kept, *group], key=lambda row: row.group)
+        found = {"machine": machine(), "rows": [asdict(row) for row in self._rows]}
+        (self._out / "results.json").write_text(json.dumps(found, indent=1))
+        write_report(self._out)
 
 
 def machine() -> dict[str, str | int]:
@@ -266,8 +286,7 @@ def main() -> int:
     settings = parse()
     strategies = chosen(settings.strategies, settings.overlap)
     settings.out.mkdir(parents=True, exist_ok=True)
-    rows: list[Row] = []
-    code = 0
+    results = Results(settings.out)
     try:
         with (
             interrupted_by_signals(),
@@ -275,19 +294,15 @@ def main() -> int:
             links(max(settings.nodes)) as made,
             Cluster(made, PER_NODE, Path(folder)) as cluster,
         ):
-            Bench(cluster, write_inputs(Path(folder)), settings).measure(strategies, rows)
+            Bench(cluster, write_inputs(Path(folder)), settings).measure(strategies, results)
     except (Unable, UserError) as error:
         print(f"slow_network: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("slow_network: interrupted, all is cleaned up", file=sys.stderr)
-        code = 130
-    if not rows:
-        return code
-    results = {"machine": machine(), "rows": [asdict(row) for row in rows]}
-    (settings.out / "results.json").write_text(json.dumps(results, indent=1))
-    print(write_report(settings.out))
-    return code
+        return 130
+    print((settings.out / "table.md").read_text())
+    return 0
 
 
 if __name__ == "__main__":

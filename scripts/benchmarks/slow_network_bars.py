@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from slow_network_report import ALONE, Figures, Row
 
 POLICIES = ("full", "safe")
+SLOWEST_ASKED = 16.0
+"""Times slower than Frontier: the slowest link for which there are bars."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,9 @@ def all_bars(figures: Figures) -> Iterator[Bar]:
     multi = [row for row in figures.rows if row.nodes > 1 and not row.skipped]
     if not multi:
         return
-    nodes, slowest = max(r.nodes for r in multi), max(r.slower for r in multi)
-    for accumulation in sorted({r.accumulation for r in multi}, reverse=True):
-        yield from _speed(figures, nodes, slowest, accumulation)
+    nodes = max(r.nodes for r in multi)
+    for group in sorted({r.group for r in multi if r.nodes == nodes}, key=lambda g: (-g[2], g[1])):
+        yield from _speed(figures, *group)
     yield from _against_hybrid(figures, multi)
     yield from _efficiency(figures, nodes)
     yield from _bytes(multi)
@@ -77,19 +79,25 @@ def _times(fast: Row | None, slow: Row | None) -> float | None:
 def _speed(figures: Figures, nodes: int, slower: float, accumulation: int) -> Iterator[Bar]:
     where = f"{nodes} nodes, {slower:g} × slower, accumulation {accumulation}"
     key = (nodes, slower, accumulation)
-    low = best(figures, "topo low", *key)
-    rivals: list[tuple[str, Row | None, float | None]] = [
-        ("hpz + zero++", best(figures, "hpz + zero++", *key), 1.71 if accumulation >= 4 else None),
-        ("zero3", best(figures, "zero3", *key), 2.40 if accumulation >= 4 else None),
-        ("FSDP2 hybrid", figures.find("FSDP2 hybrid", *key), 1.5 if accumulation == 1 else None),
-    ]
-    for name, rival, limit in rivals:
+    low, alone = best(figures, "topo low", *key), figures.find(ALONE, *key)
+    limits = (("hpz + zero++", 4, 1.71), ("zero3", 4, 2.40), ("FSDP2 hybrid", 1, 1.5))
+    for name, at, limit in limits:
+        rival = best(figures, name, *key)
         times = _times(low, rival)
-        if times is not None:
-            yield Bar(f"topo low over {name}: {where}", times, limit)
-    times = _times(low, figures.find(ALONE, *key))
-    if times is not None and accumulation >= 4:
-        yield Bar(f"topo low step over computing alone: {where}", 1 / times, 1.15, least=False)
+        if times is None or rival is None:
+            continue
+        asked = accumulation == at and _communication_dominates(figures, rival)
+        yield Bar(f"topo low over {name}: {where}", times, limit if asked else None)
+    times = _times(low, alone)
+    if times is not None and accumulation == 4:
+        limit = 1.15 if slower == SLOWEST_ASKED else None
+        yield Bar(f"topo low step over computing alone: {where}", 1 / times, limit, least=False)
+
+
+def _communication_dominates(figures: Figures, rival: Row) -> bool:
+    """Whether what a rival sends takes longer than all computing."""
+    compute = figures.compute(rival)
+    return compute is not None and figures.link_seconds(rival) > compute
 
 
 def _against_hybrid(figures: Figures, rows: Iterable[Row]) -> Iterator[Bar]:

@@ -62,6 +62,11 @@ class Row:
         self.memory_bytes = max(self.memory_bytes, other.memory_bytes)
 
     @property
+    def group(self) -> tuple[int, float, int]:
+        """What rows that are compared with each other have in common."""
+        return self.nodes, self.slower, self.accumulation
+
+    @property
     def median_seconds(self) -> float:
         """Of a step."""
         return statistics.median(self.seconds)
@@ -189,9 +194,7 @@ COLUMNS = (
 def table(figures: Figures) -> str:
     """Markdown, a part for each number of nodes, rate and accumulation."""
     parts = []
-    for (nodes, slower, accumulation), rows in groupby(
-        figures.rows, lambda r: (r.nodes, r.slower, r.accumulation)
-    ):
+    for (nodes, slower, accumulation), rows in groupby(figures.rows, lambda r: r.group):
         group = list(rows)
         rate = f"{group[0].bytes_per_second / 1e6:.2f} MB/s a NIC, {slower:g} × slower"
         parts.append(

@@ -93,6 +93,37 @@ def test_bars_take_the_overlapped_row_where_there_is_one():
     assert overlap.reached
 
 
+def test_speed_is_asked_only_where_the_rivals_communication_dominates():
+    from slow_network_bars import all_bars
+    from slow_network_report import ALONE, Figures
+
+    def limit(rivals_bytes):
+        rows = [
+            make_row(ALONE, 4, 4.0, 16.0, 4),
+            make_row("hpz + zero++", 4, 9.0, 16.0, 4, nic_bytes=rivals_bytes),
+            make_row("topo low", 4, 5.0, 16.0, 4, nic_bytes=20.0),
+        ]
+        found = {bar.what.split(":")[0]: bar for bar in all_bars(Figures(rows))}
+        return found["topo low over hpz + zero++"].limit
+
+    assert limit(rivals_bytes=39.0) is None
+    assert limit(rivals_bytes=41.0) == 1.71
+
+
+def test_a_later_sitting_keeps_the_groups_that_it_does_not_measure_again(tmp_path):
+    from slow_network import Results
+    from slow_network_report import load
+
+    def sitting(*rows):
+        Results(tmp_path).replace(list(rows))
+
+    sitting(make_row("topo low", 4, 5.0, 16.0), make_row("mics", 4, 6.0, 16.0))
+    sitting(make_row("topo low", 4, 3.0, 1.0))
+    sitting(make_row("topo low", 4, 4.0, 16.0))
+    found = [(row.strategy, row.slower, row.seconds) for row in load(tmp_path)[1].rows]
+    assert found == [("topo low", 1.0, [3.0]), ("topo low", 16.0, [4.0])]
+
+
 def test_a_missed_bar_says_by_how_much():
     from slow_network_bars import Bar
 
