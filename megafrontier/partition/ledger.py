@@ -20,6 +20,8 @@ class Ledger:
         self._lock = threading.Lock()  # crossings end on the lanes' threads
         self.trace: Trace | None = None
         self._events: list[tuple[int, str, Any, Any]] = []
+        # Per level the newest crossing's label, begin, and event or word that it is over.
+        self._newest: list[tuple[str, float, Any]] = [("none", 0.0, True)] * len(self.names)
         if device.type == "cuda":
             self._origin = torch.cuda.Event(enable_timing=True)
             self._origin.record()
@@ -50,25 +52,36 @@ class Ledger:
         """Time one collective over `level`; the caller appends the bytes it sent. `label` names it
         in the trace."""
         sent: list[int] = []
+        called = time.perf_counter()
+        self._newest[level] = label, called, False
         if self._device.type == "cuda":
             # Events mark the stream without stopping it; they are read when the step is over.
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             yield sent
             stop.record()
+            self._newest[level] = label, called, stop
             with self._lock:
                 self._events.append((level, label, start, stop))
             if self._is_exposed():
                 self._waits.append((start, stop))
         else:
-            begin = time.perf_counter()
             yield sent
-            seconds = time.perf_counter() - begin
-            self._note(level, label, begin, seconds)
+            self._newest[level] = label, called, True
+            seconds = time.perf_counter() - called
+            self._note(level, label, called, seconds)
             if self._is_exposed():
                 self._waited += seconds
         with self._lock:
             self._bytes[level] += sum(sent)
+
+    def last(self) -> dict[str, str]:
+        """In words, the newest crossing of each level: for a run that hangs, from any thread."""
+        now = time.perf_counter()
+        return {
+            name: f"{label}, {'done' if _is_over(end) else f'in flight for {now - begin:.1f} s'}"
+            for name, (label, begin, end) in zip(self.names, self._newest, strict=True)
+        }
 
     def _note(self, level: int, label: str, begin: float, seconds: float) -> None:
         with self._lock:
@@ -131,3 +144,7 @@ class Ledger:
             taken = self._bytes, self._seconds
             self._clear()
         return taken
+
+
+def _is_over(end: Any) -> bool:
+    return end if isinstance(end, bool) else end.query()
