@@ -198,6 +198,8 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 def _train(arguments: argparse.Namespace) -> int:
     from megafrontier.signals import stops_remembered
 
+    # torch's C++ meets a lost peer with pages of warnings; whose loss it was is our one line.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with stops_remembered():  # from here on: the imports alone take seconds
         from megafrontier.config import load_config
         from megafrontier.training.launch import train

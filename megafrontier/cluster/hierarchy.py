@@ -9,6 +9,8 @@ from math import prod
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.levels import Levels
@@ -29,7 +31,7 @@ class Hierarchy:
     groups: tuple[dist.ProcessGroup | None, ...]
     device: torch.device
     control: tuple[dist.ProcessGroup | None, ...] = ()
-    store: dist.Store | None = None
+    store: Store | None = None
     """Where the ranks have met; None for one alone."""
     coordinates: tuple[int, ...] = field(init=False)
 
@@ -126,7 +128,7 @@ def join(
     store = _meet(identity, timeout_seconds)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("world", store),
+        store=PrefixStore("world", store),
         rank=identity.rank,
         world_size=identity.world_size,
         timeout=timedelta(seconds=timeout_seconds),
@@ -140,12 +142,12 @@ def join(
         dist.destroy_process_group()
 
 
-def _meet(identity: Identity, timeout_seconds: float) -> dist.Store:
+def _meet(identity: Identity, timeout_seconds: float) -> Store:
     """The store of all ranks. Raises PeersLost when they are not all there in time."""
     rank, size = identity.rank, identity.world_size
     wait = timedelta(seconds=timeout_seconds)
     try:
-        return next(dist.rendezvous(identity.rendezvous, rank, size, timeout=wait))[0]
+        return next(rendezvous(identity.rendezvous, rank, size, timeout=wait))[0]
     except dist.DistError as error:
         raise PeersLost(
             f"{identity.rendezvous}: {size} ranks did not all meet there within "

@@ -87,6 +87,8 @@ def _check_ranges(config: Config) -> None:
     not_negative: dict[str, float] = {
         "run.seed": config.run.seed,
         "train.clip_grad_norm": train.clip_grad_norm,
+        "train.hang_seconds": train.hang_seconds,
+        "train.attempts": train.attempts,
         "optimizer.lr": config.optimizer.lr,
         "optimizer.eps": config.optimizer.eps,
         "optimizer.weight_decay": config.optimizer.weight_decay,

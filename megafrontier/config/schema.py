@@ -117,6 +117,12 @@ class TrainConfig:
     """The same for the gradient norm (before clipping)."""
     spike_window: int = 128
     """Steps whose median tells a spike; none is seen before there have been as many."""
+    hang_seconds: float = 600.0
+    """End the run, with every thread's stack in RUN/hang, when no step, save or batch of an
+    evaluation has finished for so long (start-up and first step: three times as long); 0: never."""
+    attempts: int = 5
+    """Give the run up for good when so many starts in a row have ended by themselves, none with a
+    step more than the first of them; 0: never."""
     loss_scale: float = 65536.0
     """First loss scale of fp16; halved at an overflow, doubled after 1000 good steps."""
     deterministic: bool = False

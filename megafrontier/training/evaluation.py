@@ -43,11 +43,14 @@ def evaluate(
     hierarchy: Hierarchy,
     batches: int,
     count_bytes: Callable[[Batch], int] = no_bytes,
+    beat: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """Loss over the first `batches` global batches of `loader`; the same on every rank."""
+    """Loss over the first `batches` global batches of `loader`; the same on every rank. `beat`
+    hears of each."""
     totals = torch.zeros(3, dtype=torch.float64, device=hierarchy.device)
     model.eval()
     for step in range(batches):
+        beat()
         for batch in read_step(loader, step, hierarchy.rank):
             loss = model(batch.tokens, batch.targets, batch.documents, batch.positions)
             tokens = (batch.targets >= 0).sum()
@@ -64,8 +67,9 @@ class Evaluate(Callback):
     A run that is asked to stop has no time for it: the checkpoint is what counts.
     """
 
-    def __init__(self, logbook: Logbook) -> None:
+    def __init__(self, logbook: Logbook, beat: Callable[[], None] = lambda: None) -> None:
         self._logbook = logbook
+        self._beat = beat
         self._is_owed = False
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
@@ -87,5 +91,7 @@ class Evaluate(Callback):
             return
         trainer.engine.finish_publishing()  # that is the step's own traffic
         with trainer.engine.ledger.paused():
-            found = evaluate(trainer.model, trainer.valid_loader, trainer.hierarchy, batches)
+            found = evaluate(
+                trainer.model, trainer.valid_loader, trainer.hierarchy, batches, beat=self._beat
+            )
         self._logbook.write({"step": trainer.step, "valid_loss": found.loss})

@@ -13,8 +13,9 @@ from megafrontier.cluster.hierarchy import Hierarchy, check_ranks_per_host, join
 from megafrontier.cluster.identity import Identity, identify
 from megafrontier.cluster.local import exit_code, fork_ranks
 from megafrontier.config import Config, load_machine, save_config
-from megafrontier.errors import STOPPED, UserError
+from megafrontier.errors import LOST, STOPPED, UserError
 from megafrontier.training.arrangement import Arrangement, arrange, check_training
+from megafrontier.training.attempts import attempted
 from megafrontier.training.evaluation import Evaluate
 from megafrontier.training.guard import Guard
 from megafrontier.training.lease import hold
@@ -25,6 +26,7 @@ from megafrontier.training.saving import Save, resume
 from megafrontier.training.stragglers import Stragglers
 from megafrontier.training.timeline import Timeline
 from megafrontier.training.trainer import build_trainer
+from megafrontier.training.watch import Watch, collective_seconds, watched
 
 
 def train(config: Config, nproc: int | None) -> int:
@@ -73,7 +75,8 @@ def joined(config: Config) -> Iterator[tuple[Arrangement, Hierarchy]]:
     identity = identify(os.environ)
     arrangement = arrange(config, identity.world_size)
     device = choose_device(identity)
-    with join(identity, arrangement.levels, device) as hierarchy:
+    wait_seconds = collective_seconds(config.train.hang_seconds)
+    with join(identity, arrangement.levels, device, wait_seconds) as hierarchy:
         check_ranks_per_host(hierarchy, identity, arrangement.machine.device.ranks_per_host)
         yield arrangement, hierarchy
 
@@ -97,14 +100,25 @@ def _train_rank(config: Config) -> int:
     with (
         joined(config) as (arrangement, hierarchy),
         open_logbook(config, hierarchy.rank == 0) as logbook,
+        watched(config, identity, hierarchy) as watch,
         hold(Path(config.run.directory), identity, hierarchy, logbook.remark),
+        attempted(config, identity, hierarchy) as attempt,
     ):
+        watch.last_words = partial(attempt.ended, LOST)
         if config.preflight.enabled:
             preflight(config, arrangement, identity, hierarchy, logbook.remark)
-        return _run(config, arrangement, hierarchy, logbook)
+        code = _run(config, arrangement, hierarchy, logbook, watch)
+        attempt.ended(code)
+        return code
 
 
-def _run(config: Config, arrangement: Arrangement, hierarchy: Hierarchy, logbook: Logbook) -> int:
+def _run(
+    config: Config,
+    arrangement: Arrangement,
+    hierarchy: Hierarchy,
+    logbook: Logbook,
+    watch: Watch,
+) -> int:
     trainer = build_trainer(config, arrangement, hierarchy)
     try:
         resume(trainer, logbook)
@@ -116,8 +130,13 @@ def _run(config: Config, arrangement: Arrangement, hierarchy: Hierarchy, logbook
         timeline = Timeline(trainer)
         stragglers = Stragglers(identify(os.environ).host, logbook)
         # The checkpoint first: what comes after it may be cut short.
-        callbacks = [Log(logbook), save, Evaluate(logbook), timeline, Guard(logbook), stragglers]
-        run(trainer, callbacks)
+        evaluate = Evaluate(logbook, watch.beat)
+        watch.begin(trainer.step, trainer.engine.ledger)
+        run(
+            trainer,
+            [Log(logbook), save, evaluate, timeline, Guard(logbook), stragglers],
+            watch.beat,
+        )
         trainer.engine.finish_publishing()  # or a lane would outlive the process groups
         if trainer.step >= trainer.last_step:
             return 0

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,17 +34,22 @@ class StepResult:
     """Whether it was skipped though finite, as a spike."""
 
 
-def run(trainer: Trainer, callbacks: Sequence[Callback]) -> None:
+def run(
+    trainer: Trainer, callbacks: Sequence[Callback], beat: Callable[[int], None] = lambda step: None
+) -> None:
     """Train from where the trainer stands to its last step, or to the one in hand when a signal
-    asks to stop."""
+    asks to stop. `beat` hears of every step and callback that is done."""
     stop = not trainer.hierarchy.all_true(not stop_requested())
     while trainer.step < trainer.last_step and not stop:
         result = train_step(trainer)
+        beat(trainer.step)
         for callback in callbacks:
             callback.after_step(trainer, result)
+            beat(trainer.step)
         stop = result.stop
     for callback in callbacks:
         callback.at_end(trainer)
+        beat(trainer.step)
 
 
 def train_step(trainer: Trainer) -> StepResult:

@@ -1,0 +1,136 @@
+"""Who is still there: what the ranks ask each other once something has gone wrong, and only then.
+
+A rank in trouble raises the alarm, a key in the store at which all have met. Whoever answers within
+ANSWER_SECONDS is there; rank 0 counts the answers in blocks of ranks, looks into those blocks alone
+that are not complete, and publishes whom it misses. Where no word comes from rank 0, it is the one
+that was lost, and the store with it.
+
+Until then nothing is sent: a waiting rank costs rank 0 one idle connection.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from itertools import groupby
+from typing import TypeVar
+
+from torch.distributed.distributed_c10d import Store
+
+from megafrontier.cluster.identity import Identity
+
+ANSWER_SECONDS = 3.0
+VERDICT_SECONDS = 10.0
+"""From the alarm to rank 0's word, at the most."""
+_BLOCK = 64
+_NAMED_HOSTS = 8
+_NEVER = timedelta(days=20)  # what still fits the store's milliseconds
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """Who noticed what. `code` is the exit code of all ranks if none is missing; `hang`: no rank
+    has failed, but no step ends."""
+
+    rank: int
+    reason: str
+    code: int
+    hang: bool = False
+
+
+class RollCall:
+    """One rank's part. A thread that blocks in it needs one of its own, which `clone` gives."""
+
+    def __init__(self, store: Store, identity: Identity) -> None:
+        self.identity = identity
+        self._store = store
+        self.first_host = identity.host
+
+    def enrol(self) -> None:
+        """Leave this rank's host, for the day on which the rank cannot name it itself."""
+        self._store.set(f"host/{self.identity.rank}", self.identity.host)
+        self.first_host = self._text("host/0")
+
+    def clone(self) -> "RollCall":
+        """The same over another connection."""
+        store = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+        other = RollCall(store, self.identity)
+        other.first_host = self.first_host
+        return other
+
+    def raise_alarm(self, alarm: Alarm) -> Alarm:
+        """Wake all ranks. Returns the alarm that counts: another rank may have been first."""
+        mine = json.dumps(asdict(alarm))
+        return _decode(self._store.compare_set("alarm", "", mine))
+
+    def wait_for_alarm(self) -> Alarm:
+        """Block until some rank raises it. Raises RuntimeError when the store is gone."""
+        self._store.wait(["alarm"], _NEVER)
+        return _decode(self._store.get("alarm"))
+
+    def alarm(self) -> Alarm | None:
+        """The alarm, if there is one."""
+        return _decode(self._store.get("alarm")) if self._store.check(["alarm"]) else None
+
+    def missing(self) -> str:
+        """Answer, and learn which ranks did not, in words; empty where all did. Every rank calls it
+        once. Takes ANSWER_SECONDS, less where all answer. Raises RuntimeError without word from
+        rank 0, or blocks where the network swallows everything (see `within`)."""
+        rank = self.identity.rank
+        self._store.set(f"here/{rank}", "")
+        self._store.add(f"answers/{rank // _BLOCK}", 1)
+        if rank == 0:
+            self._store.set("verdict", self._count() or "none")
+        self._store.wait(["verdict"], timedelta(seconds=VERDICT_SECONDS))
+        verdict = self._text("verdict")
+        return "" if verdict == "none" else verdict
+
+    def _count(self) -> str:
+        size = self.identity.world_size
+        blocks = [range(first, min(first + _BLOCK, size)) for first in range(0, size, _BLOCK)]
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while blocks and time.monotonic() < deadline:
+            time.sleep(0.1)
+            blocks = [b for b in blocks if self._store.add(f"answers/{b[0] // _BLOCK}", 0) < len(b)]
+        lost = [rank for b in blocks for rank in b if not self._store.check([f"here/{rank}"])]
+        return describe([(rank, self._text(f"host/{rank}")) for rank in lost])
+
+    def _text(self, key: str) -> str:
+        return self._store.get(key).decode()
+
+
+def _decode(raw: bytes) -> Alarm:
+    return Alarm(**json.loads(raw))
+
+
+def describe(lost: list[tuple[int, str]]) -> str:
+    """Ranks and their hosts, in rank order, as words: `ranks 8-15 on frontier00002`."""
+    hosts = [(host, [rank for rank, _ in found]) for host, found in groupby(lost, lambda x: x[1])]
+    parts = []
+    for host, ranks in hosts[:_NAMED_HOSTS]:
+        whole = len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1
+        numbers = f"{ranks[0]}-{ranks[-1]}" if whole else ", ".join(map(str, ranks))
+        parts.append(f"rank{'s' if len(ranks) > 1 else ''} {numbers} on {host}")
+    more = len(hosts) - _NAMED_HOSTS
+    return "; ".join(parts) + (f"; and those of {more} more hosts" if more > 0 else "")
+
+
+def within(seconds: float, call: Callable[[], T]) -> T | None:
+    """What `call` returns; None when it raises or takes longer: then it is left to itself, for a
+    store behind a cut cable neither answers nor fails."""
+    found: list[T] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except RuntimeError:  # torch's store errors are
+            return
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None

@@ -1,0 +1,188 @@
+"""How a rank ends when others are lost or nothing moves any more: in bounded time, for one reason.
+
+Three things set it off: an exception of this rank, another rank's alarm, or a step that does not
+end. Each leads to the same roll call (see `cluster/rollcall.py`), and after it every rank leaves:
+rank 0 with the line that says who was lost or that the run hung, the others without a word. The
+main thread may be stuck in a collective for good, so the threads here end the process themselves.
+
+Note on local ranks. Their parent knows who has died and ends the others, so they raise no alarm
+for an exception; for a hang they do, and look for one each second in their common file.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.cluster.identity import Identity
+from megafrontier.cluster.rollcall import (
+    ANSWER_SECONDS,
+    VERDICT_SECONDS,
+    Alarm,
+    RollCall,
+    within,
+)
+from megafrontier.config import Config
+from megafrontier.errors import BAD_INPUT, LOST, RankError, RunFailed, UserError
+from megafrontier.partition.ledger import Ledger
+from megafrontier.training.stacks import hang_folder, write_stacks
+
+START_FACTOR = 3
+"""Start-up and first step (kernels, connections, compilation) may take so many times as long."""
+NO_HANG_SECONDS = 1800.0
+"""How long a collective may take where hangs are not looked for: torch wants a number."""
+
+
+def collective_seconds(hang_seconds: float) -> float:
+    """Timeout of the process groups: later than the watch, which says more."""
+    return max(NO_HANG_SECONDS, 2 * START_FACTOR * hang_seconds)
+
+
+class Watch:
+    """One rank's. `beat` tells it that something has been finished."""
+
+    def __init__(
+        self, identity: Identity, roll: RollCall | None, directory: Path, hang_seconds: float
+    ) -> None:
+        self.ledger: Ledger | None = None
+        """Whose crossings a report names."""
+        self.last_words: Callable[[str], None] = lambda line: None
+        """Told, on rank 0, why the run ends."""
+        self._identity, self._roll = identity, roll
+        self._directory = directory
+        self._hang_seconds = hang_seconds
+        self._limit_seconds = START_FACTOR * hang_seconds
+        self._step, self._last = 0, time.monotonic()
+        self._closed = threading.Event()
+        self._ending = threading.Lock()
+
+    @property
+    def _is_local(self) -> bool:
+        return self._identity.source == "local"
+
+    def start(self) -> None:
+        """Begin to watch and to listen."""
+        if self._hang_seconds > 0:
+            threading.Thread(target=self._look, name="watch", daemon=True).start()
+        if self._roll is not None and not self._is_local:
+            ear = self._roll.clone()
+            threading.Thread(target=self._listen, args=(ear,), name="listen", daemon=True).start()
+
+    def begin(self, step: int, ledger: Ledger) -> None:
+        """The run stands at `step`; the first one from here may take longer than the others."""
+        self._step, self.ledger, self._last = step, ledger, time.monotonic()
+
+    def beat(self, step: int | None = None) -> None:
+        """A step, or a part of what is done between two, is finished."""
+        self._last = time.monotonic()
+        if step is not None:
+            self._step, self._limit_seconds = step, self._hang_seconds
+
+    def close(self) -> None:
+        """The ranks leave in order: a store that goes away means nothing any more."""
+        self._closed.set()
+
+    def fail(self, error: Exception) -> None:
+        """Ask all ranks whether this rank's exception comes of a lost one; then this does not
+        return. It does where all answer: the exception is this rank's own."""
+        if self._roll is None or self._is_local:
+            return
+        code = BAD_INPUT if isinstance(error, RankError) else 1
+        self._call(Alarm(self._identity.rank, "", code))
+
+    def _look(self) -> None:
+        roll = self._roll if self._is_local else None
+        while not self._closed.wait(min(1.0, self._hang_seconds / 4)):
+            heard = None if roll is None else roll.alarm()
+            if heard is not None:
+                self._end(heard)
+            idle = time.monotonic() - self._last
+            if idle > self._limit_seconds:
+                reason = f"nothing finished for {idle:.0f} s after step {self._step}"
+                self._call(Alarm(self._identity.rank, reason, LOST, hang=True))
+
+    def _listen(self, ear: RollCall) -> None:
+        try:
+            alarm = ear.wait_for_alarm()
+        except RuntimeError:
+            # Rank 0 may only have been a little faster to leave.
+            if not self._closed.wait(ANSWER_SECONDS):
+                self._leave(LOST, f"rank 0 on {ear.first_host}: lost, no answer")
+            return
+        if alarm.rank != self._identity.rank:  # else the thread that raised it sees to it
+            self._end(alarm)
+
+    def _call(self, alarm: Alarm) -> None:
+        """Raise the alarm, unless another rank has, and end."""
+        roll = self._roll
+        counts = None if roll is None else within(VERDICT_SECONDS, lambda: roll.raise_alarm(alarm))
+        self._end(alarm if counts is None else counts)
+
+    def _end(self, alarm: Alarm) -> None:
+        """Leave with all ranks. Returns only for this rank's own failure, which it explains
+        itself."""
+        if not self._ending.acquire(blocking=False):
+            time.sleep(2 * VERDICT_SECONDS)  # another thread is at it and ends the process
+            return
+        if alarm.hang:
+            self._report()
+        missing = self._missing()
+        if missing:
+            self._leave(LOST, f"{missing}: lost, no answer" + self._where(alarm))
+        if alarm.hang:
+            self._leave(LOST, f"the run hangs, though every rank answers{self._where(alarm)}")
+        if alarm.rank != self._identity.rank:
+            self._leave(alarm.code)
+
+    def _missing(self) -> str:
+        if self._roll is None:
+            return ""
+        found = within(VERDICT_SECONDS + ANSWER_SECONDS, self._roll.missing)
+        return f"rank 0 on {self._roll.first_host}" if found is None else found
+
+    def _where(self, alarm: Alarm) -> str:
+        folder = hang_folder(self._directory, self._step)
+        return f"; {alarm.reason}, stacks in {folder}" if alarm.hang else ""
+
+    def _report(self) -> None:
+        idle = time.monotonic() - self._last
+        folder = hang_folder(self._directory, self._step)
+        with suppress(OSError):  # a full disk must not keep the rank from leaving
+            write_stacks(folder, self._identity, self._step, idle, self.ledger)
+
+    def _leave(self, code: int, line: str = "") -> None:
+        """End the process as it stands: to unwind it would wait for what is lost."""
+        first = self._identity.rank == 0
+        # Two a host speak where rank 0 cannot: one of them may have died too.
+        if line and (first or (line.startswith("rank 0 ") and self._identity.local_rank < 2)):
+            print(f"megafrontier: {line}", file=sys.stderr, flush=True)
+        if line and first:
+            self.last_words(line)
+        with suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)
+
+
+@contextmanager
+def watched(config: Config, identity: Identity, hierarchy: Hierarchy) -> Iterator[Watch]:
+    """Watch over the ranks from here to the end of the body.
+
+    What all ranks raise alike (bad input, a failed run) they also leave with alike.
+    """
+    roll = None if hierarchy.store is None else RollCall(hierarchy.store, identity)
+    if roll is not None:
+        roll.enrol()
+    watch = Watch(identity, roll, Path(config.run.directory), config.train.hang_seconds)
+    watch.start()
+    try:
+        yield watch
+    except Exception as error:
+        if isinstance(error, RankError) or not isinstance(error, UserError | RunFailed):
+            watch.fail(error)
+        raise
+    finally:
+        watch.close()
