@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -66,6 +66,9 @@ def preflight(
     directory = Path(config.run.directory)
     _check_room(config, arrangement, hierarchy)
     table = _tell(arrangement, identity, hierarchy)
+    if slow_links(config, arrangement, table, hierarchy):  # perhaps only disturbed for a moment
+        again = _tell(arrangement, identity, hierarchy)
+        table = replace(table, rates=torch.maximum(table.rates, again.rates))
     problem = check_device(arrangement.machine.device, hierarchy.device)
     problem = problem or _check_storage(directory, identity)
     failing = _name_hosts(problem, table, identity, hierarchy)

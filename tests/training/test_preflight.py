@@ -116,6 +116,19 @@ def test_a_slow_link_is_a_failure_where_that_is_asked_for(config_file, hosts, ch
     assert bad_nodes(config_file) == ["c"]
 
 
+def test_a_link_that_was_only_disturbed_for_a_moment_is_not_slow(config_file, hosts, change):
+    hosts("aabbccdd")
+    seen = []
+
+    def first_time_slow(rank, level, rate):
+        seen.append(level)
+        return one_slow_host(rank, level, rate) if seen.count(level) == 1 else 5.0
+
+    change(first_time_slow)
+    assert train(config_file, 8) == 0
+    assert "link" not in log(config_file)
+
+
 def test_a_stated_rate_is_what_links_are_measured_by(config_file, hosts, change):
     hosts("aabb")
     change(lambda rank, level, rate: 20.0 if level == 0 else 3.0)
