@@ -122,13 +122,16 @@ make_step() {
     step+=("${srun_options[@]}" python -m megafrontier "$@")
 }
 
+# What a batch file does at TERM, a few seconds (KillWait) before Slurm kills all of its job.
+before_kill() { :; }
+
 # Run a command and tell it the signals that the job gets. Returns its exit code.
 run_with_signals() {
     "$@" &
     local child=$!
     # Never CONT: Slurm sends it together with USR1, and bash would lose one of the two.
     trap 'kill -USR1 "$child" 2>/dev/null || true' USR1
-    trap 'kill -TERM "$child" 2>/dev/null || true' TERM
+    trap 'kill -TERM "$child" 2>/dev/null || true; before_kill' TERM
     [ -z "$is_asked_to_stop" ] || kill -USR1 "$child"
     # In the background, because bash delays traps while it waits for a child in the foreground;
     # `wait` ends at each signal.
