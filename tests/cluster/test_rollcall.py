@@ -1,0 +1,79 @@
+"""Who does not answer is named, with its host; whoever is first decides what the alarm is."""
+
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from megafrontier.cluster import rollcall
+from megafrontier.cluster.identity import Identity
+from megafrontier.cluster.rollcall import Alarm, RollCall, describe, within
+
+SIZE = 200  # more than one block
+
+
+@pytest.fixture
+def rolls():
+    store = dist.HashStore()
+    hosts = [f"frontier{rank // 8:05d}" for rank in range(SIZE)]
+    found = [RollCall(store, Identity(r, SIZE, r % 8, "slurm", "", hosts[r])) for r in range(SIZE)]
+    for roll in found:
+        roll.enrol()
+    return found
+
+
+def verdicts(rolls):
+    """What each rank learns; each asks on its own thread, as the ranks do on their own hosts."""
+    found = {}
+
+    def ask(roll):
+        found[roll.identity.rank] = roll.missing()
+
+    threads = [threading.Thread(target=ask, args=(roll,)) for roll in rolls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_those_that_do_not_answer_are_named_on_every_rank(rolls, monkeypatch):
+    monkeypatch.setattr(rollcall, "ANSWER_SECONDS", 1.5)
+    lost = {9, *range(128, 136)}
+    found = verdicts([roll for roll in rolls if roll.identity.rank not in lost])
+    assert set(found.values()) == {"rank 9 on frontier00001; ranks 128-135 on frontier00016"}
+    assert len(found) == SIZE - len(lost)
+
+
+def test_where_all_answer_nobody_is_missing_and_nobody_waits(rolls, monkeypatch):
+    monkeypatch.setattr(rollcall, "ANSWER_SECONDS", 60)
+    assert set(verdicts(rolls).values()) == {""}
+
+
+def test_without_rank_0_there_is_no_verdict(rolls, monkeypatch):
+    monkeypatch.setattr(rollcall, "VERDICT_SECONDS", 0.2)
+    assert within(20, rolls[1].missing) is None
+
+
+def test_the_first_alarm_counts_and_wakes_every_rank(rolls):
+    heard = []
+    ear = threading.Thread(target=lambda: heard.append(rolls[5].wait_for_alarm()))
+    ear.start()
+    first = Alarm(3, "no step", 70, hang=True)
+    assert rolls[4].alarm() is None
+    assert rolls[3].raise_alarm(first) == first
+    assert rolls[4].raise_alarm(Alarm(4, "late", 1)) == first
+    ear.join()
+    assert [*heard, rolls[4].alarm()] == [first, first]
+
+
+def test_a_call_that_neither_answers_nor_fails_is_left_to_itself():
+    assert within(0.1, threading.Event().wait) is None
+    assert within(10, lambda: 3) == 3
+
+
+def test_many_lost_hosts_are_counted_not_listed():
+    words = describe([(rank, f"n{rank}") for rank in range(20)])
+    assert words.startswith("rank 0 on n0; rank 1 on n1; ")
+    assert words.endswith("; and those of 12 more hosts")
+    assert describe([(1, "n0"), (3, "n0")]) == "ranks 1, 3 on n0"

@@ -1,0 +1,96 @@
+"""A run that fails at the same step again and again is given up; any other goes on."""
+
+import json
+
+import pytest
+
+from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.cluster.identity import Identity
+from megafrontier.cluster.levels import Levels
+from megafrontier.config import Config
+from megafrontier.errors import BAD_INPUT, FAILED, LOST, STOPPED, RunFailed
+from megafrontier.training.attempts import attempted, reached_step
+
+ALONE = Identity(0, 1, 0, "alone", host="frontier00001")
+LIMIT = 3
+
+
+class Killed(Exception):
+    """What ends an attempt that cannot say how."""
+
+
+@pytest.fixture
+def config(tmp_path):
+    config = Config()
+    config.run.directory = str(tmp_path)
+    config.train.attempts = LIMIT
+    return config
+
+
+def attempt(config, tmp_path, reached, code=None):
+    """One start of the run, which gets as far as `reached` and ends with a code, or is killed."""
+    hierarchy = Hierarchy(Levels(("world",), (1,)), 0, (None,), "cpu")
+    try:
+        with attempted(config, ALONE, hierarchy) as this:
+            metrics = "".join(f'{{"step": {step}, "loss": 1}}\n' for step in range(1, reached + 1))
+            (tmp_path / "metrics.jsonl").write_text(metrics)
+            if code is None:
+                raise Killed
+            this.ended(code)
+    except Killed:
+        pass
+
+
+def test_a_run_that_fails_at_one_step_too_often_is_given_up_and_says_where(config, tmp_path):
+    for reached in (7, 7, 5):
+        attempt(config, tmp_path, reached)
+    with pytest.raises(RunFailed, match=r"step 6: the last 3 attempts .*attempts\.jsonl"):
+        attempt(config, tmp_path, 7)
+
+
+def test_a_run_that_gets_on_may_fail_as_often_as_it_likes(config, tmp_path):
+    for reached in range(1, 20):
+        attempt(config, tmp_path, reached, LOST if reached % 2 else None)
+
+
+@pytest.mark.parametrize("code", [STOPPED, BAD_INPUT, FAILED, 0])
+def test_an_attempt_that_ends_in_order_starts_the_count_anew(config, tmp_path, code):
+    for _ in range(4):
+        attempt(config, tmp_path, 7)
+        attempt(config, tmp_path, 7)
+        attempt(config, tmp_path, 7, code)
+
+
+def test_a_person_who_starts_a_run_that_was_given_up_gets_as_many_attempts_again(config, tmp_path):
+    for _ in range(2):
+        for _ in range(LIMIT):
+            attempt(config, tmp_path, 7)
+        with pytest.raises(RunFailed):
+            attempt(config, tmp_path, 7)
+
+
+def test_zero_never_gives_up(config, tmp_path):
+    config.train.attempts = 0
+    for _ in range(10):
+        attempt(config, tmp_path, 7)
+
+
+def test_the_file_says_when_where_and_how_each_attempt_went(config, tmp_path):
+    attempt(config, tmp_path, 4, STOPPED)
+    attempt(config, tmp_path, 6)
+    lines = [json.loads(x) for x in (tmp_path / "attempts.jsonl").read_text().splitlines()]
+    assert [line.get("reached", line.get("ended")) for line in lines] == [0, STOPPED, 4]
+    assert {line.get("host", "frontier00001") for line in lines} == {"frontier00001"}
+
+
+def test_lines_that_a_kill_cut_short_are_left_out(config, tmp_path):
+    for _ in range(2):
+        attempt(config, tmp_path, 7)
+    with (tmp_path / "attempts.jsonl").open("a") as file:
+        file.write('{"at": "2026\n')
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "lo')
+    assert reached_step(tmp_path / "metrics.jsonl") == 7
+    attempt(config, tmp_path, 7)
+    with pytest.raises(RunFailed):
+        attempt(config, tmp_path, 7)

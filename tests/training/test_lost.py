@@ -1,0 +1,132 @@
+"""Ranks that lose one of them, or hang, end soon, all of them, and one line says why."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megafrontier.errors import LOST
+from tests.training import runs
+from tests.training.test_launchers import slurm, start
+
+HOST = socket.gethostname()
+# Freezes or kills a rank in a step's midst: the others wait for it in a collective.
+AT_STEP = """
+import os, signal, sys
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command does, before torch is imported
+from megafrontier import cli
+from megafrontier.training import loop
+train_step = loop.train_step
+def strike(trainer):
+    if trainer.step == {step} and trainer.hierarchy.rank == {rank}:
+        {act}
+    return train_step(trainer)
+loop.train_step = strike
+sys.exit(cli.main(sys.argv[1:]))
+"""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+FREEZE = "os.kill(os.getpid(), signal.SIGSTOP)"
+ENDLESS = ("train.steps=100000",)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("lost")
+    runs.make_config_file(path)
+    return path
+
+
+def launched(folder, name, script, *overrides):
+    """Two ranks that no parent watches over; (exit code, stderr) of those that end."""
+    ranks = start(["-c", script], folder, name, slurm, *ENDLESS, *overrides)
+    ended = {}
+    deadline = time.monotonic() + 120
+    while len(ended) < 2 and time.monotonic() < deadline:
+        ended = {i: rank.poll() for i, rank in enumerate(ranks) if rank.poll() is not None}
+        if FREEZE in script and len(ended) == 1:
+            break
+        time.sleep(0.1)
+    for rank in ranks:
+        rank.kill()
+    errors = [rank.communicate()[1] for rank in ranks]
+    return {i: (code, errors[i]) for i, code in ended.items()}
+
+
+def local(folder, name, ranks, script, *overrides):
+    command = [
+        sys.executable, "-c", script, "train", str(folder / "config.yaml"), "--nproc", str(ranks),
+        "machine=laptop", f"run.directory={folder}/{name}", *ENDLESS, *overrides,
+    ]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def attempts(folder, name):
+    return (folder / name / "attempts.jsonl").read_text()
+
+
+def test_local_ranks_end_at_once_when_one_of_four_is_killed(folder):
+    begin = time.monotonic()
+    ended = local(folder, "four", 4, AT_STEP.format(step=3, rank=2, act=KILL))
+    assert ended.returncode == 128 + signal.SIGKILL
+    assert ended.stderr == f"megafrontier: rank 2 on {HOST} was lost: signal 9, Killed\n"
+    assert time.monotonic() - begin < 100
+    assert len(runs.metrics(folder / "four")) == 3
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_launchers_ranks_name_the_one_that_was_killed(folder, victim):
+    name = f"killed-{victim}"
+    ended = launched(folder, name, AT_STEP.format(step=3, rank=victim, act=KILL))
+    code, told = ended[1 - victim]
+    assert code == LOST
+    assert told == f"megafrontier: rank {victim} on frontier00001: lost, no answer\n"
+    if victim:
+        assert f'"ended": {LOST}' in attempts(folder, name)
+
+
+def test_one_ranks_own_error_is_told_by_it_alone_and_its_code_is_everybodys(folder):
+    ended = launched(folder, "own", AT_STEP.format(step=2, rank=1, act="1 / 0"))
+    assert ended[0] == (1, "")
+    assert ended[1][0] == 1
+    assert "ZeroDivisionError" in ended[1][1]
+
+
+def test_a_frozen_rank_is_lost_and_the_others_leave_their_stacks(folder):
+    script = AT_STEP.format(step=3, rank=1, act=FREEZE)
+    ended = launched(folder, "frozen", script, "train.hang_seconds=8")
+    code, told = ended[0]
+    assert code == LOST
+    assert told.startswith("megafrontier: rank 1 on frontier00001: lost, no answer; nothing")
+    page = folder / "frozen" / "hang" / "step-00000003" / "frontier00001" / "rank-0.txt"
+    assert str(page.parent.parent) in told
+    text = page.read_text()
+    assert "last collective over world: " in text
+    assert "in flight for" in text
+    assert "in train_step" in text
+
+
+def test_local_ranks_that_hang_all_leave_their_stacks_and_end(folder):
+    """One rank does not come to the collective; all are alive."""
+    script = AT_STEP.format(step=3, rank=1, act="__import__('time').sleep(1000)")
+    ended = local(folder, "asleep", 4, script, "train.hang_seconds=8")
+    assert ended.returncode == LOST
+    assert ended.stderr.count("\n") == 1
+    assert "the run hangs, though every rank answers; nothing finished for" in ended.stderr
+    pages = folder / "asleep" / "hang" / "step-00000003" / HOST
+    assert sorted(os.listdir(pages)) == [f"rank-{rank}.txt" for rank in range(4)]
+    assert "in strike" in (pages / "rank-1.txt").read_text()
+    assert "in train_step" in (pages / "rank-0.txt").read_text()
+
+
+def test_what_a_lost_rank_interrupted_is_resumed_to_the_same_bits(folder):
+    chosen = ("train.steps=10", "machine=laptop")
+    unbroken = runs.run(folder / "config.yaml", 2, *chosen, f"run.directory={folder}/unbroken")
+    script = AT_STEP.format(step=5, rank=0, act=KILL)
+    ended = local(folder, "resumed", 2, script, "checkpoint.every=2", "train.steps=10")
+    assert ended.returncode == 128 + signal.SIGKILL
+    resumed = runs.run(folder / "config.yaml", 2, *chosen, f"run.directory={folder}/resumed")
+    assert runs.losses(resumed) == runs.losses(unbroken)
