@@ -52,7 +52,7 @@ def fork_ranks(count: int, body: Callable[[], int]) -> int:
     importlib.import_module("torch._dynamo")
     gc.freeze()  # the ranks' collectors leave our objects alone, so their pages stay shared
     with tempfile.TemporaryDirectory(prefix="megafrontier-") as folder:
-        _flush()
+        flush_output()
         # A signal that comes while we fork waits until every rank can be told of it.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
         children = {_fork_one(rank, count, Path(folder), body): rank for rank in range(count)}
@@ -80,7 +80,7 @@ def _fork_one(rank: int, count: int, folder: Path, body: Callable[[], int]) -> i
         time.sleep(PEER_SECONDS)
         traceback.print_exc()
     finally:
-        _flush()
+        flush_output()
         os._exit(code)
 
 
@@ -92,7 +92,7 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _flush() -> None:
+def flush_output() -> None:
     """Nobody may be reading any more (`| head`): a forked rank must come to its exit even so."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):

@@ -11,7 +11,7 @@ import torch
 from megafrontier.checkpoint.read import read_manifest
 from megafrontier.cluster.hierarchy import Hierarchy, check_ranks_per_host, join
 from megafrontier.cluster.identity import Identity, identify
-from megafrontier.cluster.local import exit_code, fork_ranks
+from megafrontier.cluster.local import exit_code, flush_output, fork_ranks
 from megafrontier.config import Config, load_machine, save_config
 from megafrontier.errors import LOST, STOPPED, UserError
 from megafrontier.training.arrangement import Arrangement, arrange, check_training
@@ -62,7 +62,13 @@ def launch(body: Callable[[], int], nproc: int | None, check: Callable[[int], No
             check(identity.world_size)
             return body()
 
-        return exit_code(checked, speaks=identity.rank == 0)
+        code = exit_code(checked, speaks=identity.rank == 0)
+        if identity.source in ("slurm", "torchrun"):
+            # A thread may wait in torch's store (training/watch.py), and aborts a process that the
+            # interpreter ends once rank 0 and the store are gone.
+            flush_output()
+            os._exit(code)
+        return code
     if nproc < 1:
         raise UserError(f"--nproc: {nproc}, need at least 1")
     check(nproc)
