@@ -1,0 +1,195 @@
+"""Jobs on the test cluster: submit the files of slurm/, watch a run, and hurt it."""
+
+import os
+import signal
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tests.slurm.cluster import FAST, ROOT, Cluster, wait_until
+from tests.training import runs
+
+STEP_BYTES = 1.2e5
+"""What a node sends in one step of the tiny model, about."""
+OVERRIDES = ("train.steps=24", "checkpoint.every=4", "preflight.enabled=false")
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+PATIENCE_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of the test cluster."""
+
+    cluster: Cluster
+    number: str
+
+    @property
+    def fields(self) -> dict[str, str]:
+        return self.cluster.show("job", self.number)
+
+    @property
+    def nodes(self) -> list[str]:
+        """Where it runs, or ran last."""
+        return self.cluster.run("scontrol", "show", "hostnames", self.fields["NodeList"]).split()
+
+    @property
+    def state(self) -> str:
+        return self.fields["JobState"]
+
+    @property
+    def restarts(self) -> int:
+        return int(self.fields["Restarts"])
+
+    @property
+    def output(self) -> str:
+        return Path(self.fields["StdOut"]).read_text()
+
+    def ended(self) -> str:
+        """Its last state, when it has come to that."""
+        self.wait_until(lambda: self.state in ENDED, "its end")
+        return self.state
+
+    def wait_until(self, ready, what: str) -> None:
+        try:
+            wait_until(ready, PATIENCE_SECONDS, f"job {self.number}: {what}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.fields}\n{self.output}") from None
+
+    def wait_for_restart(self, count: int) -> None:
+        self.wait_until(lambda: self.restarts >= count, f"restart {count}")
+
+    def set_time_limit(self, minutes: int) -> None:
+        self.cluster.run("scontrol", "update", f"JobId={self.number}", f"TimeLimit={minutes}")
+
+    def signal(self, name: str) -> None:
+        """As a user does: to all ranks, not to the batch script."""
+        self.cluster.run("scancel", f"--signal={name}", self.number)
+
+    def cancel(self) -> None:
+        self.cluster.run("scancel", self.number)
+
+    def ranks(self) -> dict[int, int]:
+        """Process ids of its ranks that live, by rank. All nodes share this machine's."""
+        # Another cluster of this machine may have a job of the same number.
+        wanted = {b"SLURM_JOB_ID": self.number, b"SLURM_CONF": str(self.cluster.config)}
+        found = {}
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit() and (rank := _rank_of(folder, wanted)) is not None:
+                found[rank] = int(folder.name)
+        return found
+
+    def kill_rank(self, rank: int) -> None:
+        os.kill(self.ranks()[rank], signal.SIGKILL)
+
+
+def _rank_of(folder: Path, wanted: dict[bytes, str]) -> int | None:
+    """The rank of a process that trains in a step with these variables; None of any other."""
+    try:
+        if b"megafrontier\0train" not in (folder / "cmdline").read_bytes():
+            return None
+        words = (folder / "environ").read_bytes().split(b"\0")
+    except OSError:  # it has just ended
+        return None
+    variables = dict(word.split(b"=", 1) for word in words if b"=" in word)
+    if any(variables.get(name) != value.encode() for name, value in wanted.items()):
+        return None
+    # srun and the batch script, which have the job's variables too, are in no step.
+    return int(variables[b"SLURM_PROCID"]) if b"SLURM_STEP_ID" in variables else None
+
+
+@dataclass(frozen=True)
+class Runs:
+    """One run directory, and the jobs that train in it."""
+
+    cluster: Cluster
+    config: Path
+    directory: Path
+
+    def submit(self, *overrides: str, options: tuple[str, ...] = ("--nodes=2",)) -> Job:
+        """`slurm/train.sbatch` as a user of a cluster like this one calls it: 2 ranks a node."""
+        return self.call(
+            "train.sbatch", "--ntasks-per-node=2", "--time=20", *options, str(self.config),
+            f"run.directory={self.directory}", *OVERRIDES, *overrides,
+        )  # fmt: skip
+
+    def call(self, file: str, *arguments: str, **environment: str) -> Job:
+        """Submit a file of slurm/ on the login node."""
+        said = self.cluster.run(
+            str(ROOT / "slurm" / file), *arguments, MEGAFRONTIER_CLUSTER="generic", **environment
+        )
+        return Job(self.cluster, said.split()[-1])
+
+    def submit_by_hand(self, *overrides: str) -> Job:
+        """The same by plain sbatch, with the lines for Frontier that stand in the file."""
+        said = self.cluster.run(
+            "sbatch", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1",
+            str(ROOT / "slurm" / "train.sbatch"), str(self.config),
+            f"run.directory={self.directory}", *OVERRIDES, *overrides,
+            MEGAFRONTIER_CLUSTER="generic", MEGAFRONTIER_HOME=str(ROOT),
+        )  # fmt: skip
+        return Job(self.cluster, said.split()[-1])
+
+    def slow_down(self, seconds: float = 0.5) -> None:
+        """Let a step take so long on two nodes: links that slow cost time, but no core's. The
+        pre-flight would take a minute to try them, so it is off but where it is asked for."""
+        self.cluster.network.shape(STEP_BYTES / seconds)
+
+    def speed_up(self) -> None:
+        """As fast as the machine is again."""
+        self.cluster.network.shape(FAST)
+
+    def wait_for_a_step_more(self, job: Job) -> None:
+        """Until metrics.jsonl has grown; a start that resumes cuts it first."""
+        path = self.directory / "metrics.jsonl"
+        sizes = [sys.maxsize]
+
+        def has_grown() -> bool:
+            sizes.append(path.stat().st_size if path.exists() else 0)
+            return sizes[-1] > sizes[-2]
+
+        job.wait_until(has_grown, "a step more")
+
+    def kill_during_a_save(self, job: Job, victim: int = 0) -> int:
+        """Kill a rank while a checkpoint is half written. Returns the checkpoint's step. Without
+        rank 0, which publishes, it stays so; another's part may already have been done."""
+        ranks = job.ranks()
+        stale = self._partials()
+        while True:
+            wait_until(lambda: self._partials() - stale, PATIENCE_SECONDS, "a save", 0.001)
+            for process in ranks.values():
+                os.kill(process, signal.SIGSTOP)
+            torn = [name for name, _ in self._partials() - stale]
+            if torn:  # and stays so: nobody moves
+                os.kill(ranks[victim], signal.SIGKILL)
+            for process in ranks.values():
+                os.kill(process, signal.SIGCONT)
+            if torn:
+                return int(torn[0].split("-")[1].split(".")[0])
+
+    def _partials(self) -> set[tuple[str, int]]:
+        """Names of unfinished checkpoints, with the time at which the folder changed: an earlier
+        kill's stay until the next save."""
+        found = set()
+        for path in self.directory.glob("checkpoints/.step-*.partial"):
+            with suppress(FileNotFoundError):
+                found.add((path.name, path.stat().st_ctime_ns))
+        return found
+
+
+def make_configs(folder: Path) -> Path:
+    """A corpus, config.yaml for three levels, and two.yaml, which is returned, for two."""
+    text = runs.make_config_file(folder).read_text()
+    path = folder / "two.yaml"
+    path.write_text(text.replace("node: {size: 2}, ", ""))
+    return path
+
+
+@cache
+def unbroken(config: Path, ranks: int, *overrides: str) -> list[float]:
+    """Losses of the same run on ranks of this process, which nothing disturbs."""
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = (*OVERRIDES, f"run.directory={folder}", *overrides)
+        return runs.losses(runs.run(config, ranks, *chosen))

@@ -1,0 +1,80 @@
+"""A fault storm: kills at random moments of one run, which has to end as if nothing had been.
+
+    python -m tests.slurm.storm [--kills 50] [--seed 0]
+
+Each kill takes one rank, while it starts, in a step, or while a checkpoint is half written. Needs
+root and Slurm, see cluster.py.
+"""
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import tests.conftest  # noqa: F401 (one thread, so that this process may fork ranks)
+from tests.slurm.cluster import boot, wait_until, why_not
+from tests.slurm.jobs import PATIENCE_SECONDS, Job, Runs, make_configs, unbroken
+
+MOMENTS = ("start", "step", "save")
+STEPS_A_KILL = 3
+START_SECONDS = 8.0
+
+
+def storm(training: Runs, kills: int, seed: int) -> None:
+    """Kill so many times, then let the run go on to its end. Fails unless its losses are those of
+    an unbroken run, to the bit, and nothing is left lying about."""
+    rng = random.Random(seed)
+    # More steps than the kills leave it, and as many failures in a row as they may bring about.
+    overrides = (f"train.steps={20 + STEPS_A_KILL * kills}", "checkpoint.every=2")
+    training.slow_down()
+    job = training.submit(*overrides, "train.attempts=0")
+    for number in range(1, kills + 1):
+        moment = rng.choice(MOMENTS)
+        strike(training, job, moment, rng)
+        job.wait_for_restart(number)
+        print(f"kill {number} of {kills}: at {moment}, {len(training.losses)} steps done")
+    training.speed_up()
+    assert job.ended() == "COMPLETED", job.output
+    assert job.restarts == kills, job.output
+    assert training.losses == unbroken(training.config, 4, *overrides)
+    assert list(training.directory.glob("checkpoints/.*")) == [], "nothing to clean up by hand"
+
+
+def strike(training: Runs, job: Job, moment: str, rng: random.Random) -> None:
+    """Kill one rank of the job's present start, at such a moment."""
+    job.wait_until(lambda: len(job.ranks()) == 4, "ranks")
+    if moment != "start":
+        training.wait_for_a_step_more(job)
+    if moment == "save":
+        training.kill_during_a_save(job, rng.randrange(4))
+        return
+    time.sleep(rng.uniform(0, START_SECONDS if moment == "start" else 0.5))
+    wait_until(lambda: job.ranks(), PATIENCE_SECONDS, "a rank to kill")
+    job.kill_rank(rng.choice(sorted(job.ranks())))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--kills", type=int, default=50, help="default: 50")
+    parser.add_argument("--seed", type=int, default=0, help="of moments and victims; default: 0")
+    arguments = parser.parse_args()
+    reason = why_not()
+    if reason is not None:
+        print(f"no Slurm here: {reason}", file=sys.stderr)
+        return 2
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="storm-") as name:
+        folder = Path(name)
+        (folder / "slurm").mkdir()
+        with boot(folder / "slurm", nodes=2) as cluster:
+            training = Runs(cluster, make_configs(folder), folder / "run")
+            storm(training, arguments.kills, arguments.seed)
+    seconds = time.monotonic() - begin
+    print(f"{arguments.kills} kills, {seconds:.0f} s: the losses of an unbroken run to the bit")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""What the batch files of slurm/ do besides training, and what they say they would do."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.data.corpora import read_corpus
+from tests.slurm.cluster import ROOT
+
+CONFIG = "configs/gpt-20b.yaml"
+
+
+def dry_run(*words: str, cluster: str = "frontier") -> list[str]:
+    """The lines a batch file says, outside of a job and without any Slurm."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+    environment |= {"DRY_RUN": "1", "MEGAFRONTIER_CLUSTER": cluster}
+    environment["MEGAFRONTIER_PREFIX"] = os.path.dirname(os.path.dirname(sys.executable))
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_dry_run_shows_what_would_be_submitted_and_run():
+    said = dry_run("slurm/train.sbatch", "--nodes=48", CONFIG, "train.steps=100000")
+    submitted, *_, step = [line.split() for line in said]
+    assert submitted[0] == "sbatch"
+    assert {"--nodes=48", "--job-name=gpt-20b"} <= set(submitted)
+    assert submitted[-3].endswith("slurm/train.sbatch")
+    assert submitted[-2:] == [CONFIG, "train.steps=100000"]
+    assert {"srun", "--gpus-per-task=1", "--gpu-bind=closest"} <= set(step)
+    assert step[-5:] == ["-m", "megafrontier", "train", CONFIG, "train.steps=100000"]
+    assert 'export NCCL_SOCKET_IFNAME="hsn0,hsn1,hsn2,hsn3"' in said
+    assert any(line.startswith("module load") for line in said)
+
+
+def test_frontiers_own_lines_reach_no_other_cluster():
+    for cluster in ("lumi", "generic"):
+        said = dry_run("slurm/train.sbatch", "--nodes=2", CONFIG, cluster=cluster)[0]
+        assert "--signal=B:USR1@300" in said
+        assert "--requeue" in said
+        assert "ABC123" not in said
+        assert "--network" not in said
+
+
+def test_an_unknown_cluster_is_refused_in_one_line():
+    done = subprocess.run(
+        ["slurm/train.sbatch", CONFIG], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"MEGAFRONTIER_CLUSTER": "summit"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == (
+        "megafrontier: MEGAFRONTIER_CLUSTER: summit, need the name of a file in slurm/env\n"
+    )
+
+
+def test_a_corpus_tokenised_by_an_array_job_is_that_of_one_process(training, tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(5):
+        lines = [json.dumps({"text": f"text {number} {i} " * (i % 7)}) for i in range(50)]
+        (texts / f"{number}.jsonl").write_text("\n".join(lines))
+    words = [str(texts), "--tokenizer", "bytes", "--append-eod", "--workers", "1", "--out"]
+    merge = training.call(
+        "prepare.sbatch", "--array=0-2", "--ntasks-per-node=1", *words, str(tmp_path / "made")
+    )
+    assert merge.ended() == "COMPLETED", merge.output
+    alone = [sys.executable, "-m", "megafrontier", "prepare", *words, str(tmp_path / "alone")]
+    subprocess.run(alone, check=True, capture_output=True)
+    assert read_corpus(tmp_path / "made") == read_corpus(tmp_path / "alone")
+    assert sorted(path.name for path in tmp_path.glob("made*")) == ["made.bin", "made.idx"]
+
+
+def test_a_packed_environment_is_unpacked_on_every_nodes_own_disk(training, tmp_path):
+    # A whole environment has gigabytes; this one says where it is, and borrows the rest.
+    prefix = tmp_path / "small"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(prefix)], check=True)
+    site = next(prefix.glob("lib/python3*/site-packages"))
+    (site / "borrowed.pth").write_text("\n".join(p for p in sys.path if "site-packages" in p))
+    (site / "sitecustomize.py").write_text("import sys; print('python of', sys.prefix)\n")
+    archive = tmp_path / "environment.tar.gz"
+    packed = subprocess.run([ROOT / "slurm/pack_env.sh", archive, prefix], capture_output=True)
+    assert packed.returncode == 0, packed.stderr
+    shutil.rmtree(site)
+    disk = training.cluster.folder / "disk"
+    job = training.call(
+        "evaluate.sbatch", "--nodes=2", "--ntasks-per-node=1", str(tmp_path / "no-such-run"),
+        MEGAFRONTIER_ENV_TAR=str(archive), MEGAFRONTIER_NODE_DISK=str(disk),
+    )  # fmt: skip
+    assert job.ended() == "FAILED"
+    place = f"python of {disk}/megafrontier-{job.number}/environment"
+    assert job.output.count(place) == 2, job.output
+    assert "no-such-run" in job.output
+    left = [*training.cluster.folder.glob("disks/*/megafrontier-*/*")]
+    assert left == [], "the job has taken away what it brought"
+
+
+@pytest.mark.parametrize("file", ["train", "evaluate", "prepare"])
+def test_batch_files_without_arguments_say_what_they_need(file):
+    done = subprocess.run(
+        [ROOT / "slurm" / f"{file}.sbatch"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "not given, need" in line

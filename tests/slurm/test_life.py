@@ -1,0 +1,94 @@
+"""A run on a cluster goes on to its end, whatever happens to its jobs, with an unbroken run's
+losses."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.slurm.jobs import unbroken
+
+
+def assert_finished(training, job, restarts, *overrides):
+    """To the last step, by so many requeues and nobody's hand, with the losses of an unbroken run
+    to the last bit."""
+    assert job.ended() == "COMPLETED", job.output
+    assert job.restarts == restarts, job.output
+    assert training.losses == unbroken(training.config, 4, *overrides)
+
+
+def test_a_submitted_run_finishes(training):
+    training = replace(training, config=training.config.with_name("config.yaml"))
+    options = ("--nodes=2", "--ntasks-per-node=4")
+    job = training.submit("preflight.enabled=true", options=options)
+    assert job.ended() == "COMPLETED", job.output
+    assert training.losses == unbroken(training.config, 8)
+    assert f"start 1 on {job.fields['NodeList']}" in job.output
+    assert job.fields["JobName"] == "test", "the run's name"
+
+
+def test_a_run_longer_than_its_jobs_time_limit_goes_on_in_the_next(training):
+    training.slow_down(seconds=1)
+    # Slurm looks every 30 s, and signals up to 30 s early: here 10 to 40 s after the start.
+    limits = ("--nodes=2", "--time=1", "--signal=B:USR1@20")
+    job = training.submit("train.steps=100", options=limits)
+    job.wait_for_restart(2)
+    job.set_time_limit(minutes=20)
+    training.speed_up()
+    assert_finished(training, job, 2, "train.steps=100")
+    assert job.output.count("exit code 75, requeued") == 2
+
+
+def test_a_signalled_run_stops_with_a_checkpoint_and_goes_on_without_the_bad_nodes(training):
+    training.slow_down()
+    job = training.submit("checkpoint.every=0")
+    training.wait_for_step(job, 2)
+    bad = job.nodes[-1]
+    (training.directory / "bad-nodes.txt").write_text(f"{bad}\n{bad}\n")
+    job.signal("USR1")
+    job.wait_for_restart(1)
+    training.speed_up()
+    assert_finished(training, job, restarts=1)
+    assert "resumed from" in job.output
+    assert job.fields["ExcNodeList"] == bad
+    assert bad not in job.nodes
+
+
+def test_a_cancelled_run_stays_cancelled_and_resumes_when_it_is_submitted_again(training):
+    training.slow_down()
+    job = training.submit()
+    training.wait_for_step(job, 2)
+    job.cancel()
+    assert job.ended() == "CANCELLED"
+    assert job.restarts == 0
+    reached = len(training.losses)
+    training.speed_up()
+    again = training.submit()
+    assert_finished(training, again, restarts=0)
+    assert f"at step {reached}" in again.output, "the step in hand was finished and saved"
+
+
+def test_a_run_resumes_on_half_the_nodes(training):
+    first = training.submit("train.stop_at=6")
+    assert first.ended() == "COMPLETED"
+    second = training.submit(options=("--nodes=1",))
+    assert second.ended() == "COMPLETED", second.output
+    expected = unbroken(training.config, 4)
+    assert training.losses[:6] == expected[:6]
+    # Half the ranks add the same gradients in another order.
+    assert training.losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_wrong_override_fails_at_once_in_one_line_and_is_not_requeued(training):
+    job = training.submit_by_hand("train.stepz=3")
+    assert job.ended() == "FAILED"
+    assert job.fields["ExitCode"] == "2:0"
+    assert job.restarts == 0
+    (line,) = job.output.splitlines()
+    assert "train.stepz: 3, no such key; did you mean steps?" in line
+
+
+def test_what_only_the_ranks_can_refuse_is_not_requeued_either(training):
+    job = training.submit("train.global_batch=7")
+    assert job.ended() == "FAILED"
+    assert job.fields["ExitCode"] == "2:0"
+    assert job.output.count("train.global_batch: 7") == 1

@@ -1,0 +1,57 @@
+"""A run that loses ranks, nodes or links goes on without a person, as if nothing had been."""
+
+import os
+
+from tests.slurm.storm import storm
+from tests.slurm.test_life import assert_finished
+
+
+def test_a_killed_rank_costs_a_requeue(training):
+    training.slow_down()
+    job = training.submit()
+    training.wait_for_step(job, 5)
+    job.kill_rank(3)
+    job.wait_for_restart(1)
+    training.speed_up()
+    assert_finished(training, job, restarts=1)
+    assert "step-00000004 at step 4" in job.output
+
+
+def test_a_node_set_down_is_left_for_another(training):
+    training.slow_down()
+    job = training.submit()
+    training.wait_for_step(job, 5)
+    lost = job.nodes[-1]
+    training.cluster.set_down(lost)
+    job.wait_for_restart(1)
+    training.speed_up()
+    assert_finished(training, job, restarts=1)
+    assert lost not in job.nodes
+
+
+def test_a_cut_link_is_noticed_and_the_node_left_for_another(training):
+    training.slow_down()
+    job = training.submit()
+    training.wait_for_step(job, 5)
+    lost = job.nodes[-1]
+    training.cluster.cut(lost)
+    job.wait_for_restart(1)
+    training.speed_up()
+    assert_finished(training, job, restarts=1)
+    assert lost not in job.nodes
+
+
+def test_a_checkpoint_torn_by_a_kill_is_not_resumed_from(training):
+    training.slow_down()
+    job = training.submit("checkpoint.every=1")
+    training.wait_for_step(job, 2)
+    torn = training.kill_during_a_save(job)
+    job.wait_for_restart(1)
+    training.speed_up()
+    assert_finished(training, job, restarts=1)
+    assert f"resumed from {training.directory}/checkpoints/step-{torn - 1:08d}" in job.output
+    assert list(training.directory.glob("checkpoints/.*")) == [], "nothing is left of it"
+
+
+def test_kills_at_random_moments_change_nothing(training):
+    storm(training, kills=int(os.environ.get("MEGAFRONTIER_STORM_KILLS", "3")), seed=0)
