@@ -1,59 +1,67 @@
-"""The picture of the slow network: tokens per second of every strategy, rate by rate."""
+"""The picture of the slow network: every strategy's speed, rate by rate."""
 
 from pathlib import Path
 from typing import Any
 
-from slow_network_report import ALONE, Figures
+from slow_network_report import ALONE, Figures, Row
 
 from megafrontier.report.style import pyplot, run_look
 
+COLUMNS = 3
+
 
 def draw(figures: Figures, path: Path) -> None:
-    """One panel for each accumulation and rate at the most nodes: speed relative to computing
-    alone, and where the missing time went."""
+    """A panel for each accumulation and rate at the most nodes: speed relative to computing alone,
+    and the bytes that a node sent."""
     rows = [r for r in figures.rows if r.nodes > 1 and not r.skipped]
     if not rows:
         return
     nodes = max(r.nodes for r in rows)
-    panels = sorted({(r.accumulation, r.slower) for r in rows if r.nodes == nodes})
-    columns = len({slower for _, slower in panels})
+    panels: dict[tuple[int, float], list[Row]] = {}
+    for row in rows:
+        if row.nodes == nodes and row.strategy != ALONE:
+            panels.setdefault((row.accumulation, row.slower), []).append(row)
+    keys = sorted(panels)
+    lines = [keys[first : first + COLUMNS] for first in range(0, len(keys), COLUMNS)]
+    most = [max(len(panels[key]) for key in line) for line in lines]
+    heights = [0.32 * count + 0.9 for count in most]
     plt = pyplot()
-    lines = -(-len(panels) // columns)
-    names = list(dict.fromkeys(r.strategy for r in rows if r.strategy != ALONE))
     figure, axes = plt.subplots(
-        lines,
-        columns,
-        figsize=(3.6 * columns + 1.6, (0.34 * len(names) + 1.3) * lines),
+        len(lines),
+        COLUMNS,
+        figsize=(4.2 * COLUMNS, sum(heights) + 0.4),
+        height_ratios=heights,
         squeeze=False,
-        sharey=True,
         layout="constrained",
     )
-    for axis, (accumulation, slower) in zip(axes.flat, panels, strict=False):
-        _panel(axis, figures, names, (nodes, slower, accumulation))
-    axes[0, 0].invert_yaxis()  # shared: the first strategy on top in all
+    for axis in axes.flat:
+        axis.set_visible(False)
+    for line, (places, count) in enumerate(zip(lines, most, strict=True)):
+        for axis, key in zip(axes[line], places, strict=False):
+            axis.set_visible(True)
+            axis.set_title(f"accumulation {key[0]}, {key[1]:g} × slower", fontsize=10)
+            _panel(axis, figures, panels[key], count)
     figure.suptitle(f"{nodes} nodes × 4 ranks: speed, computing alone = 100 %", fontsize=12)
     figure.savefig(path)
     plt.close(figure)
 
 
-def _panel(axis: Any, figures: Figures, names: list[str], key: tuple[int, float, int]) -> None:
-    nodes, slower, accumulation = key
-    found = [figures.find(name, nodes, slower, accumulation) for name in names]
+def _panel(axis: Any, figures: Figures, rows: list[Row], most: int) -> None:
     speeds = []
-    for row in found:
-        compute = figures.compute(row) if row else None
-        speeds.append(100 * compute / row.median_seconds if row and compute else 0.0)
-    colours = [run_look(_family(name))["color"] for name in names]
-    places = range(len(names))
+    for row in rows:
+        compute = figures.compute(row)
+        speeds.append(100 * compute / row.median_seconds if compute else 0.0)
+    colours = [run_look(_family(row.strategy))["color"] for row in rows]
+    places = range(len(rows))
     axis.barh(places, speeds, color=colours, height=0.7)
-    for place, (row, speed) in enumerate(zip(found, speeds, strict=True)):
-        text = f" {speed:.0f} %, {row.nic_bytes / 1e6:.1f} MB" if row else " not measured"
+    for place, row, speed in zip(places, rows, speeds, strict=True):
+        text = f" {speed:.0f} %, {row.nic_bytes / 1e6:.1f} MB"
         axis.text(speed, place, text, va="center", fontsize=8)
-    axis.set_yticks(places, names)
+    axis.set_yticks(places, [row.strategy for row in rows])
+    axis.set_ylim(most - 0.4, -0.6)  # the first on top, bars alike in all panels
     axis.set_xlim(0, 140)
     axis.set_xticks(range(0, 101, 25))
     axis.grid(axis="y", visible=False)
-    axis.set_title(f"accumulation {accumulation}, link {slower:g} × slower")
 
 
 def _family(name: str) -> int:
