@@ -39,7 +39,7 @@ def draw(figures: Figures, path: Path) -> None:
     for line, (places, count) in enumerate(zip(lines, most, strict=True)):
         for axis, key in zip(axes[line], places, strict=False):
             axis.set_visible(True)
-            axis.set_title(f"accumulation {key[0]}, {key[1]:g} × slower", fontsize=10)
+            axis.set_title(f"accumulation {key[0]}, {key[1]:g} × slower", fontsize=9)
             _panel(axis, figures, panels[key], count)
     figure.suptitle(f"{nodes} nodes × 4 ranks: speed, computing alone = 100 %", fontsize=12)
     figure.savefig(path)
