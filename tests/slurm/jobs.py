@@ -178,6 +178,15 @@ class Runs:
                 found.add((path.name, path.stat().st_ctime_ns))
         return found
 
+    @property
+    def losses(self) -> list[float]:
+        """Of every step so far."""
+        path = self.directory / "metrics.jsonl"
+        return runs.losses(runs.metrics(self.directory)) if path.exists() else []
+
+    def wait_for_step(self, job: Job, step: int) -> None:
+        job.wait_until(lambda: len(self.losses) >= step, f"step {step}")
+
 
 def make_configs(folder: Path) -> Path:
     """A corpus, config.yaml for three levels, and two.yaml, which is returned, for two."""
