@@ -5,8 +5,9 @@ back. Nothing slow is imported here: the handlers stand before torch is.
 """
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
 # A signal belongs to the process, and so does its memory; forked ranks inherit both.
@@ -14,15 +15,22 @@ _received: list[int] = []
 
 
 @contextmanager
-def stops_remembered() -> Iterator[None]:
-    """Meanwhile the signals only leave a note, however often they come."""
-    _received.clear()
-    handlers = {number: signal.signal(number, _remember) for number in STOPPING}
+def handled(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
+    """Meanwhile `handler` is called for these signals; afterwards whatever was before."""
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
+def stops_remembered() -> Iterator[None]:
+    """Meanwhile the signals only leave a note, however often they come."""
+    _received.clear()
+    with handled(STOPPING, _remember):
+        yield
 
 
 def _remember(number: int, _frame: object) -> None:

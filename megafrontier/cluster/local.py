@@ -32,7 +32,7 @@ from megafrontier.errors import (
     RunFailed,
     UserError,
 )
-from megafrontier.signals import STOPPING
+from megafrontier.signals import STOPPING, handled
 
 GRACE_SECONDS = 0.5
 """From the first failure to the end of all ranks: time for the one that speaks to say why."""
@@ -120,30 +120,30 @@ def exit_code(body: Callable[[], int], speaks: bool = True) -> int:
 def _wait_for(living: dict[int, int]) -> int:
     """Wait for ranks by process number; the exit code of them all."""
     passed_on: set[int] = set()
-    handlers = {
-        number: signal.signal(number, _forward_to(living, passed_on)) for number in STOPPING
-    }
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    with handled(STOPPING, _forward_to(living, passed_on)):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+        try:
+            return _watch_over(living, passed_on)
+        finally:
+            _send(living, signal.SIGKILL)
+            for child in living:
+                os.waitpid(child, 0)
+
+
+def _watch_over(living: dict[int, int], passed_on: set[int]) -> int:
     code = 0
     deadline = float("inf")
-    try:
-        while living:
-            for rank, status in _reap(living):
-                _tell_of_signal(rank, status, passed_on)
-                if status and code in (0, STOPPED):
-                    code = status if status > 0 else 128 - status
-                    if code != STOPPED:
-                        deadline = time.monotonic() + GRACE_SECONDS
-            if time.monotonic() > deadline:
-                passed_on.add(signal.SIGKILL)
-                _send(living, signal.SIGKILL)
-            time.sleep(0.02)
-    finally:
-        _send(living, signal.SIGKILL)
-        for child in living:
-            os.waitpid(child, 0)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    while living:
+        for rank, status in _reap(living):
+            _tell_of_signal(rank, status, passed_on)
+            if status and code in (0, STOPPED):
+                code = status if status > 0 else 128 - status
+                if code != STOPPED:
+                    deadline = time.monotonic() + GRACE_SECONDS
+        if time.monotonic() > deadline:
+            passed_on.add(signal.SIGKILL)
+            _send(living, signal.SIGKILL)
+        time.sleep(0.02)
     return code
 
 

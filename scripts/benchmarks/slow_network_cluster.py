@@ -17,6 +17,8 @@ from typing import Self
 from slow_network_job import Answer, Job
 from slow_network_links import Links, machine_cpu_seconds
 
+from megafrontier.signals import handled
+
 FIRST_PORT = 20_000
 HERE = Path(__file__).resolve().parent
 
@@ -124,10 +126,5 @@ def interrupted_by_signals() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
+    with handled((signal.SIGTERM, signal.SIGHUP), interrupt):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
