@@ -17,37 +17,56 @@ LOST = 70
 STOPPED = 75
 
 
-class UserError(Exception):
-    """Bad input: one line that names the thing, its value, and what would fit.
+class Ending(Exception):
+    """An end with one line for the user: the command prints the message alone and exits with
+    `code`. Every other exception is a bug and keeps its traceback.
 
-    The command line prints the message alone and exits with BAD_INPUT; an exception that is none
-    of those here is a bug and keeps its traceback.
+    All ranks raise it alike, and one of them speaks, unless `is_one_ranks`: then the rank that met
+    it has to say so itself.
     """
+
+    code: int
+    is_one_ranks = False
+
+
+class UserError(Ending):
+    """Bad input: the line names the thing, its value, and what would fit."""
+
+    code = BAD_INPUT
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
 
 
 class RankError(UserError):
-    """Bad input that one rank met and the others did not: that rank has to say so."""
+    """Bad input that one rank met and the others did not."""
+
+    is_one_ranks = True
 
 
-class RunFailed(Exception):
-    """Training cannot go on, though nothing is wrong with the input's form: one line, exit code
-    FAILED.
+class RunFailed(Ending):
+    """Training cannot go on, though nothing is wrong with the input's form.
 
     Distinct from UserError so that a script can tell "fix the command" from "look at the run".
     """
 
-
-class PeersLost(Exception):
-    """Other ranks cannot be reached any more: one line, exit code LOST. Nothing is wrong with the
-    run, so a script may start it again."""
+    code = FAILED
 
 
-class NodesUnfit(Exception):
-    """Nodes on which the run cannot start: one line that names them, exit code BAD_NODE."""
+class PeersLost(Ending):
+    """Other ranks cannot be reached any more. Nothing is wrong with the run, so a script may start
+    it again."""
+
+    code = LOST
+
+
+class NodesUnfit(Ending):
+    """Nodes on which the run cannot start; the line names them."""
+
+    code = BAD_NODE
 
 
 class DeviceMissing(NodesUnfit):
-    """This rank has no device: it cannot meet the others, so it has to say so itself."""
+    """This rank has no device, without which it cannot meet the others."""
+
+    is_one_ranks = True

@@ -19,19 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from megafrontier.errors import (
-    BAD_INPUT,
-    BAD_NODE,
-    FAILED,
-    LOST,
-    STOPPED,
-    DeviceMissing,
-    NodesUnfit,
-    PeersLost,
-    RankError,
-    RunFailed,
-    UserError,
-)
+from megafrontier.errors import STOPPED, Ending
 from megafrontier.signals import STOPPING, handled
 
 GRACE_SECONDS = 0.5
@@ -102,19 +90,14 @@ def flush_output() -> None:
 def exit_code(body: Callable[[], int], speaks: bool = True) -> int:
     """What `body` returns, or the code of the one-line error it ends with.
 
-    All ranks meet the same bad input; the one that `speaks` says so. A RankError is one rank's
-    own, which says so itself.
+    All ranks come to the same end; the one that `speaks` says so, or the rank whose own it is.
     """
     try:
         return body()
-    except (UserError, RunFailed, PeersLost, NodesUnfit) as error:
-        if speaks or isinstance(error, RankError | DeviceMissing):
+    except Ending as error:
+        if speaks or error.is_one_ranks:
             print(f"megafrontier: {error}", file=sys.stderr)
-        if isinstance(error, UserError):
-            return BAD_INPUT
-        if isinstance(error, NodesUnfit):
-            return BAD_NODE
-        return FAILED if isinstance(error, RunFailed) else LOST
+        return error.code
 
 
 def _wait_for(living: dict[int, int]) -> int:

@@ -58,7 +58,7 @@ def attempted(config: Config, identity: Identity, hierarchy: Hierarchy) -> Itera
             raise RunFailed(agreed)
         yield attempt
     except (UserError, RunFailed) as error:
-        attempt.ended(BAD_INPUT if isinstance(error, UserError) else FAILED, str(error))
+        attempt.ended(error.code, str(error))
         raise
 
 

@@ -27,7 +27,7 @@ from megafrontier.cluster.rollcall import (
     within,
 )
 from megafrontier.config import Config
-from megafrontier.errors import BAD_INPUT, LOST, RankError, RunFailed, UserError
+from megafrontier.errors import LOST, Ending
 from megafrontier.partition.ledger import Ledger
 from megafrontier.training.stacks import hang_folder, write_stacks
 
@@ -91,7 +91,7 @@ class Watch:
         return. It does where all answer: the exception is this rank's own."""
         if self._roll is None or self._is_local:
             return
-        code = BAD_INPUT if isinstance(error, RankError) else 1
+        code = error.code if isinstance(error, Ending) else 1
         self._call(Alarm(self._identity.rank, "", code))
 
     def _look(self) -> None:
@@ -171,7 +171,7 @@ class Watch:
 def watched(config: Config, identity: Identity, hierarchy: Hierarchy) -> Iterator[Watch]:
     """Watch over the ranks from here to the end of the body.
 
-    What all ranks raise alike (bad input, a failed run) they also leave with alike.
+    What all ranks raise alike (bad input, unfit nodes, a failed run) they also leave with alike.
     """
     roll = None if hierarchy.store is None else RollCall(hierarchy.store, identity)
     if roll is not None:
@@ -181,7 +181,7 @@ def watched(config: Config, identity: Identity, hierarchy: Hierarchy) -> Iterato
     try:
         yield watch
     except Exception as error:
-        if isinstance(error, RankError) or not isinstance(error, UserError | RunFailed):
+        if not isinstance(error, Ending) or error.is_one_ranks:
             watch.fail(error)
         raise
     finally:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from megafrontier.errors import LOST
+from megafrontier.errors import BAD_NODE, LOST
 from tests.training import runs
 from tests.training.test_launchers import slurm, start
 
@@ -26,6 +26,18 @@ def strike(trainer):
         {act}
     return train_step(trainer)
 loop.train_step = strike
+sys.exit(cli.main(sys.argv[1:]))
+"""
+# All ranks come to the same verdict; the first is the last to leave.
+UNFIT = """
+import os, sys, time
+from megafrontier import cli
+from megafrontier.errors import NodesUnfit
+from megafrontier.training import launch
+def unfit(config, arrangement, identity, *_):
+    time.sleep(0 if identity.rank else 2)
+    raise NodesUnfit("preflight: frontier00001 is slow")
+launch.preflight = unfit
 sys.exit(cli.main(sys.argv[1:]))
 """
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
@@ -93,6 +105,12 @@ def test_one_ranks_own_error_is_told_by_it_alone_and_its_code_is_everybodys(fold
     assert ended[0] == (1, "")
     assert ended[1][0] == 1
     assert "ZeroDivisionError" in ended[1][1]
+
+
+def test_unfit_nodes_are_told_by_the_first_rank_alone_and_the_code_is_everybodys(folder):
+    ended = launched(folder, "unfit", UNFIT)
+    assert ended[0] == (BAD_NODE, "megafrontier: preflight: frontier00001 is slow\n")
+    assert ended[1] == (BAD_NODE, "")
 
 
 def test_a_frozen_rank_is_lost_and_the_others_leave_their_stacks(folder):
