@@ -1,6 +1,5 @@
 """One process's view of the machine: its coordinates and a process group for each level."""
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -63,9 +62,7 @@ class Hierarchy:
         """
         for group in self.control[:depth]:
             if group is not None:
-                parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
-                dist.all_gather(parts, values.contiguous(), group=group)
-                values = torch.stack(parts).sum(0)
+                values = torch.stack(_all_of(values, group)).sum(0)
         return values
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
@@ -73,9 +70,7 @@ class Hierarchy:
         found = values.view(1, -1)
         for group in self.control:
             if group is not None:
-                parts = [torch.empty_like(found) for _ in range(dist.get_world_size(group))]
-                dist.all_gather(parts, found.contiguous(), group=group)
-                found = torch.cat(parts)
+                found = torch.cat(_all_of(found, group))
         return found
 
     def all_true(self, ok: bool) -> bool:
@@ -108,6 +103,12 @@ class Hierarchy:
         return bytes(int(x) for x in self.sum(data).tolist()).decode()
 
 
+def _all_of(values: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, values.contiguous(), group=group)
+    return parts
+
+
 @contextmanager
 def join(
     identity: Identity, levels: Levels, device: torch.device, timeout_seconds: float = 1800
@@ -136,7 +137,7 @@ def join(
     try:
         groups, control = (_groups(levels, identity.rank) for _ in range(2))
         hierarchy = Hierarchy(levels, identity.rank, groups, device, control, store)
-        _check_hosts(hierarchy, identity.host)
+        _check_hosts(hierarchy, identity)
         yield hierarchy
     finally:
         dist.destroy_process_group()
@@ -163,10 +164,11 @@ def _groups(levels: Levels, rank: int) -> tuple[dist.ProcessGroup | None, ...]:
     )
 
 
-def _check_hosts(hierarchy: Hierarchy, host: str) -> None:
+def _check_hosts(hierarchy: Hierarchy, identity: Identity) -> None:
     """Refuse levels that hosts cut through: up to some level all peers share a host, beyond it no
     two do. Every rank looks at all hosts, so that all refuse alike."""
-    hosts = _hosts_of_all(hierarchy, host)
+    mine = torch.tensor([identity.host_number], dtype=torch.float64, device=hierarchy.device)
+    hosts = hierarchy.gather(mine).flatten().tolist()
     held = next((i for i, other in enumerate(hosts) if other != hosts[0]), len(hosts))
     firsts = hosts[::held]
     if hosts != [first for first in firsts for _ in range(held)] or len({*firsts}) < len(firsts):
@@ -182,18 +184,6 @@ def _check_hosts(hierarchy: Hierarchy, host: str) -> None:
             f"machine.levels: {steps}, but every host has {held} ranks, which cuts through a "
             f"level; need sizes that multiply to {held} up to a host's edge"
         )
-
-
-def _hosts_of_all(hierarchy: Hierarchy, host: str) -> list[int]:
-    """A number for the host of every rank, in rank order."""
-    number = int.from_bytes(hashlib.sha256(host.encode()).digest()[:6], "big")
-    found = torch.tensor([number], dtype=torch.int64, device=hierarchy.device)
-    for group in hierarchy.groups:
-        if group is not None:
-            parts = [torch.empty_like(found) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(parts, found, group=group)
-            found = torch.cat(parts)
-    return [int(x) for x in found.tolist()]
 
 
 def misplaced(identity: Identity, expected: int | None) -> str | None:

@@ -1,5 +1,6 @@
 """Who am I: this process's rank, as Slurm, torchrun, the local parent or nobody tells it."""
 
+import hashlib
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,11 @@ class Identity:
     source: Literal["slurm", "torchrun", "local", "alone"]
     rendezvous: str = ""
     host: str = ""
+
+    @property
+    def host_number(self) -> int:
+        """48 bits that stand for the host's name: a float64 carries them to the other ranks."""
+        return int.from_bytes(hashlib.sha256(self.host.encode()).digest()[:6], "big")
 
 
 def identify(environment: Mapping[str, str]) -> Identity:

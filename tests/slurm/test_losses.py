@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 from tests.slurm.storm import storm
 from tests.slurm.test_life import assert_finished
 
@@ -17,24 +19,13 @@ def test_a_killed_rank_costs_a_requeue(training):
     assert "step-00000004 at step 4" in job.output
 
 
-def test_a_node_set_down_is_left_for_another(training):
+@pytest.mark.parametrize("loss", ["set_down", "cut"])
+def test_a_lost_node_is_noticed_and_left_for_another(training, loss):
     training.slow_down()
     job = training.submit()
     training.wait_for_step(job, 5)
     lost = job.nodes[-1]
-    training.cluster.set_down(lost)
-    job.wait_for_restart(1)
-    training.speed_up()
-    assert_finished(training, job, restarts=1)
-    assert lost not in job.nodes
-
-
-def test_a_cut_link_is_noticed_and_the_node_left_for_another(training):
-    training.slow_down()
-    job = training.submit()
-    training.wait_for_step(job, 5)
-    lost = job.nodes[-1]
-    training.cluster.cut(lost)
+    getattr(training.cluster, loss)(lost)
     job.wait_for_restart(1)
     training.speed_up()
     assert_finished(training, job, restarts=1)

@@ -1,6 +1,5 @@
 """What low-bit wires cost in loss: a short version of scripts/benchmarks/wire_quality.py."""
 
-import os
 from pydoc_data.topics import topics
 
 import pytest
@@ -33,8 +32,7 @@ def final_loss(tmp_path_factory):
         lines = runs.run(config, 8, *SETTINGS, f"run.directory={folder}/{name}", *overrides)
         return runs.valid_losses(lines)[-1]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "sched_getaffinity", lambda _pid: {0})
+    with runs.one_core():
         yield train
 
 
