@@ -32,9 +32,8 @@ class Batch:
     targets: torch.Tensor
     """The id after each token [b, s], int64; IGNORED where it belongs to another document."""
     documents: torch.Tensor | None
-    """With a document mask: number of each token's document in its window [b, s], int32."""
-    positions: torch.Tensor | None
-    """With a document mask: distance from the document's start in the window [b, s], int64."""
+    """With a document mask: where each begins in the b · s tokens, and b · s, int32 [n + 1]. Every
+    window begins one."""
     first_sample: int
     """Global number of the first sample."""
 
@@ -51,7 +50,6 @@ class Batch:
             move(self.tokens),
             move(self.targets),
             None if self.documents is None else move(self.documents),
-            None if self.positions is None else move(self.positions),
             self.first_sample,
         )
 
@@ -113,14 +111,13 @@ class Samples:
         located = self.locate(first, count)
         read = np.stack([self._read(corpus, window) for corpus, window in located])
         targets = read[:, 1:].copy()
-        documents = positions = None
+        documents = None
         if self._document_mask:
             numbers = np.stack([self._documents(corpus, window) for corpus, window in located])
             targets[numbers[:, 1:] != numbers[:, :-1]] = IGNORED
-            documents = torch.from_numpy(numbers[:, :-1].copy())
-            positions = torch.from_numpy(_positions(numbers[:, :-1]))
+            documents = document_starts(torch.from_numpy(numbers[:, :-1]))
         tokens = torch.from_numpy(read[:, :-1].copy())
-        return Batch(tokens, torch.from_numpy(targets), documents, positions, first)
+        return Batch(tokens, torch.from_numpy(targets), documents, first)
 
     def _windows_of(self, corpus: int, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
         part = self._parts[corpus]
@@ -151,11 +148,13 @@ class Samples:
         return np.cumsum(begins, dtype=np.int32)
 
 
-def _positions(documents: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Distance of each token [b, s] from the first of its document in the row."""
-    place = np.broadcast_to(np.arange(documents.shape[1]), documents.shape)
-    begins = np.diff(documents, axis=1, prepend=-1) != 0
-    return place - np.maximum.accumulate(np.where(begins, place, 0), axis=1)
+def document_starts(numbers: torch.Tensor) -> torch.Tensor:
+    """Where documents begin in the b · s tokens, and b · s, int32 [n + 1], given the number
+    [b, s] of each token's; each row begins one."""
+    begins = torch.ones_like(numbers, dtype=torch.bool)
+    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    starts = begins.flatten().nonzero().flatten()
+    return torch.cat([starts, starts.new_tensor([numbers.numel()])]).int()
 
 
 def open_samples(

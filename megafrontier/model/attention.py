@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
 from megafrontier.model.cache import LayerCache
+from megafrontier.model.documents import document_attention
 from megafrontier.model.positions import Rotary, rotate
 from megafrontier.model.sizes import head_size, kv_heads
 
@@ -27,24 +28,30 @@ class Attention(nn.Module):
         hidden: Tensor,
         rotary: Rotary | None,
         mask: Tensor | None,
+        documents: Tensor | None,
         cache: LayerCache | None = None,
     ) -> Tensor:
         """hidden [b, s, hidden] → [b, s, hidden].
 
-        `mask`: boolean, broadcast to [b, heads, s, keys]; None: plain causal, or for a single
+        `mask`: boolean, broadcast to [b, heads, s, keys]. `documents` int32 [n + 1], in its place:
+        where they begin in the b · s tokens, and b · s. Neither: plain causal, or for a single
         token everything cached.
         """
-        query, key, value = (self._by_head(p) for p in self.qkv(hidden).split(self._widths, -1))
+        query, key, value = (
+            projected.unflatten(-1, (-1, self.head_size))
+            for projected in self.qkv(hidden).split(self._widths, -1)
+        )
         if rotary is not None:
             query, key = rotate(query, rotary), rotate(key, rotary)
+        if documents is not None:
+            query, key, value = (heads.flatten(0, 1) for heads in (query, key, value))
+            mixed = document_attention(query, key, value, documents, hidden.shape[1])
+            return self.out(mixed.reshape(*hidden.shape[:2], -1))
+        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
         if cache is not None:
             key, value = cache.extend(key, value)
         mixed = self._attend(query, key, value, mask)
         return self.out(mixed.transpose(1, 2).flatten(2))
-
-    def _by_head(self, projected: Tensor) -> Tensor:
-        """[b, s, heads · head_size] → [b, heads, s, head_size]."""
-        return projected.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         grouped = self.kv_heads != self.heads

@@ -70,17 +70,19 @@ class Block(nn.Module):
         hidden: Tensor,
         rotary: Rotary | None = None,
         mask: Tensor | None = None,
+        documents: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
         """hidden [b, s, hidden] → [b, s, hidden]; the others as Attention takes them."""
         if not (self.keep_input_only and torch.is_grad_enabled()):
-            return self._run(hidden, rotary, mask, cache)
+            return self._run(hidden, rotary, mask, documents, cache)
         # Saving the state of the generators costs a synchronisation, so only where one is used.
         return checkpoint(
             self._run,
             hidden,
             rotary,
             mask,
+            documents,
             use_reentrant=False,
             preserve_rng_state=self.training and self.dropout > 0,
         )
@@ -90,9 +92,10 @@ class Block(nn.Module):
         hidden: Tensor,
         rotary: Rotary | None,
         mask: Tensor | None,
+        documents: Tensor | None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        attended = self._drop(self.attention(self.norm1(hidden), rotary, mask, cache))
+        attended = self._drop(self.attention(self.norm1(hidden), rotary, mask, documents, cache))
         if self.parallel:
             return hidden + attended + self._drop(self.mlp(self.norm2(hidden)))
         hidden = hidden + attended

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
+from megafrontier.model.backends import skips_mask
 from megafrontier.model.block import Block, make_norm
 from megafrontier.model.cache import KVCache
 from megafrontier.model.loss import linear_cross_entropy
@@ -107,35 +108,38 @@ class GPT(nn.Module):
         tokens: Tensor,
         targets: Tensor | None = None,
         documents: Tensor | None = None,
-        positions: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
         """Logits [b, s, vocab_size], or with `targets` the fp32 sum of the cross-entropies.
 
-        tokens, targets, documents, positions: all int64 [b, s]. Targets of -100 have no loss; the
-        sum is for the caller to divide by the global count of the others. Tokens attend only to
-        the same number in `documents`. `positions` default to 0, 1, 2…, from 0 again at each new
-        document, and go on after what is in `cache`, which takes up the new tokens.
+        tokens, targets int64 [b, s]. Targets of -100 have no loss; the sum is for the caller to
+        divide by the global count of the others. `documents` int32 [n + 1]: where they begin in
+        the b · s tokens (the rows, one after the other; each begins one), and b · s at the end;
+        tokens attend only within theirs. Positions are 0, 1, 2…, from 0 again in each document,
+        and go on after what is in `cache`, which takes up the new tokens.
 
         Raises ValueError for more tokens than the sequence length, or a cache with documents.
         """
         past = cache.length if cache is not None else 0
         self._check(tokens, past, documents, cache)
-        if positions is None:
-            positions = self._positions(tokens, past, documents)
-        if documents is not None:
-            mask: Tensor | None = document_mask(documents)
-        else:
-            mask = cached_mask(past, tokens.shape[1], tokens.device)
+        positions = self._positions(tokens, past, documents)
         turning = rotary_size(self.config)
         rotary = rotary_tables(positions, turning, self.config.rotary_base) if turning else None
         hidden = self.embedding(tokens, positions)
+        mask = cached_mask(past, tokens.shape[1], tokens.device)
+        if documents is not None and not self._has_document_kernel(hidden):
+            mask, documents = document_mask(documents, *tokens.shape), None
         for i, block in enumerate(self.blocks):
-            hidden = block(hidden, rotary, mask, cache.layers[i] if cache is not None else None)
+            layer = cache.layers[i] if cache is not None else None
+            hidden = block(hidden, rotary, mask, documents, layer)
         if cache is not None:
             cache.length += tokens.shape[1]
         tied = self.embedding.tokens.weight if self.config.tie_embeddings else None
         return self.head(hidden, targets, tied)
+
+    def _has_document_kernel(self, hidden: Tensor) -> bool:
+        dropout = self.config.dropout if self.training else 0.0
+        return skips_mask(self.config, hidden.device, hidden.dtype, dropout)
 
     def _check(
         self, tokens: Tensor, past: int, documents: Tensor | None, cache: KVCache | None
@@ -148,7 +152,7 @@ class GPT(nn.Module):
 
     def _positions(self, tokens: Tensor, past: int, documents: Tensor | None) -> Tensor:
         if documents is not None:
-            return document_positions(documents)
+            return document_positions(documents, *tokens.shape)
         return torch.arange(past, past + tokens.shape[1], device=tokens.device)[None]
 
 

@@ -11,22 +11,29 @@ Rotary = tuple[Tensor, Tensor]
 """Cosine and sine, each fp32 [b or 1, s, rotary_size / 2]."""
 
 
-def document_positions(documents: Tensor) -> Tensor:
-    """Positions [b, s] that restart at 0 wherever the document number [b, s] changes."""
-    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    starts = torch.zeros_like(index)
-    changes = documents[:, 1:] != documents[:, :-1]
-    starts[:, 1:] = torch.where(changes, index[:, 1:], 0)
-    return index - starts.cummax(dim=1).values
+def document_positions(documents: Tensor, batch: int, length: int) -> Tensor:
+    """Positions [b, s] that begin at 0 with each document; without waiting for the device.
+
+    `documents` int32 [n + 1]: where each begins in the b · s tokens, and b · s at the end.
+    """
+    index = torch.arange(batch * length, dtype=torch.int32, device=documents.device)
+    return (index - documents[_numbers(documents, index)]).view(batch, length)
 
 
-def document_mask(documents: Tensor) -> Tensor:
+def document_mask(documents: Tensor, batch: int, length: int) -> Tensor:
     """Who may attend to whom, boolean [b, 1, s, s] (query, key): the past of its own document.
 
-    `documents` [b, s]: any numbers, different for different documents of one sequence.
+    `documents` as for `document_positions`.
     """
-    same = documents[:, :, None] == documents[:, None, :]
+    index = torch.arange(batch * length, dtype=torch.int32, device=documents.device)
+    number = _numbers(documents, index).view(batch, length)
+    same = number[:, :, None] == number[:, None, :]
     return same.tril_()[:, None]
+
+
+def _numbers(documents: Tensor, index: Tensor) -> Tensor:
+    """Number of the document that holds each token of `index` [t]."""
+    return torch.searchsorted(documents, index, right=True) - 1
 
 
 def cached_mask(past: int, new: int, device: torch.device) -> Tensor | None:
@@ -51,12 +58,12 @@ def rotary_tables(positions: Tensor, rotary_size: int, base: float) -> Rotary:
 
 
 def rotate(heads: Tensor, rotary: Rotary) -> Tensor:
-    """Turn the first dimensions of each head [b, heads, s, head_size] by its position's angles.
+    """Turn the first dimensions of each head [b, s, heads, head_size] by its position's angles.
 
     Dimension i is paired with i + rotary_size / 2, the convention of GPT-NeoX and of Llama in
     `transformers`; the dimensions beyond rotary_size pass through. Returns the type it was given.
     """
-    cos, sin = (table[:, None] for table in rotary)
+    cos, sin = (table[:, :, None] for table in rotary)
     half = cos.shape[-1]
     first, second = heads[..., :half], heads[..., half : 2 * half]
     turned = [first * cos - second * sin, second * cos + first * sin]

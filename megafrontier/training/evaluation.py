@@ -52,7 +52,7 @@ def evaluate(
     for step in range(batches):
         beat()
         for batch in read_step(loader, step, hierarchy.rank):
-            loss = model(batch.tokens, batch.targets, batch.documents, batch.positions)
+            loss = model(batch.tokens, batch.targets, batch.documents)
             tokens = (batch.targets >= 0).sum()
             text_bytes = torch.tensor(float(count_bytes(batch)), device=hierarchy.device)
             totals += torch.stack([loss.double(), tokens.double(), text_bytes.double()])

@@ -67,7 +67,7 @@ def train_step(trainer: Trainer) -> StepResult:
     totals = torch.zeros(2, dtype=torch.float64, device=trainer.hierarchy.device)
     for number, batch in enumerate(micro_batches, start=1):
         seed_dropout(config.run.seed, batch)
-        loss = trainer.model(batch.tokens, batch.targets, batch.documents, batch.positions)
+        loss = trainer.model(batch.tokens, batch.targets, batch.documents)
         engine.backward(loss * scale.scale, is_last=number == len(micro_batches))
         totals += torch.stack([loss.detach().double(), (batch.targets >= 0).sum().double()])
 

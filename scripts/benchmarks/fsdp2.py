@@ -64,7 +64,7 @@ class Fsdp2:
             else:
                 self.model.set_requires_all_reduce(last)
             self.model.set_is_last_backward(last)
-            loss = self.model(batch.tokens, batch.targets, batch.documents, batch.positions)
+            loss = self.model(batch.tokens, batch.targets, batch.documents)
             # FSDP averages over the ranks, which all have as many tokens.
             loss = loss / (batch.targets.numel() * len(batches))
             loss.backward()

@@ -63,7 +63,7 @@ class Plain:
         """One optimizer step; the mean loss."""
         config, loss_sum, tokens = self._config, 0.0, 0
         for batch in self._loader.step(self._step):
-            loss = self._model(batch.tokens, batch.targets, batch.documents, batch.positions)
+            loss = self._model(batch.tokens, batch.targets, batch.documents)
             loss.backward()
             loss_sum, tokens = loss_sum + loss.item(), tokens + int((batch.targets >= 0).sum())
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]

@@ -164,7 +164,7 @@ def alone(job: Job, config: Config, _: Arrangement, hierarchy: Hierarchy) -> Ste
     def step() -> float:
         total, tokens = 0.0, 0
         for batch in loader.step(next(steps)):
-            loss = model(batch.tokens, batch.targets, batch.documents, batch.positions)
+            loss = model(batch.tokens, batch.targets, batch.documents)
             loss.backward()
             total, tokens = total + loss.item(), tokens + batch.targets.numel()
         optimizer.step()

@@ -37,7 +37,6 @@ def test_a_sample_is_a_window_and_its_targets_are_the_next_tokens(corpus: Corpus
     assert batch.tokens.dtype == batch.targets.dtype == torch.int64
     assert batch.first_sample == 5
     assert batch.documents is None
-    assert batch.positions is None
     assert torch.equal(batch.tokens + 1, batch.targets)
     assert (batch.tokens[:, 0] % S == 0).all()
 
@@ -111,10 +110,8 @@ def test_a_document_mask_tells_documents_apart(tmp_path: Path) -> None:
     assert samples.windows == valid.windows == [2]
     batch = valid.batch(0, 2)
     assert batch.documents is not None
-    assert batch.positions is not None
-    assert (batch.documents.dtype, batch.positions.dtype) == (torch.int32, torch.int64)
-    assert batch.documents.tolist() == [[0] * 5 + [1] * 2 + [2], [0] * S]
-    assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1, 0], [0, 1, 2, 3, 4, 5, 6, 7]]
+    assert batch.documents.dtype == torch.int32
+    assert batch.documents.tolist() == [0, 5, 7, 8, 16]
     assert batch.targets.tolist() == [
         [1, 2, 3, 4, -100, 6, -100, 8],
         [9, 10, 11, 12, 13, 14, 15, 16],

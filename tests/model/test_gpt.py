@@ -42,7 +42,7 @@ def test_documents_in_one_sequence_are_as_documents_alone(shape, make_model, tok
     """Lengths 5, 11 and 8 in one row: same loss, same gradients as three rows of their own."""
     model = make_model(shape)
     row, lengths = tokens[:1], [5, 11, 8]
-    documents = torch.repeat_interleave(torch.tensor([7, 3, 9]), torch.tensor(lengths))[None]
+    documents = torch.tensor([0, 5, 16, 24], dtype=torch.int32)
     targets = row.roll(-1, 1)
     targets[:, [4, 15, 23]] = -100
     together = model(row, targets, documents)
@@ -51,14 +51,6 @@ def test_documents_in_one_sequence_are_as_documents_alone(shape, make_model, tok
     torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
     assert_same(gradients(model, together), gradients(model, apart), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(together, model(row, targets))
-
-
-def test_given_positions_are_used(shape, make_model, tokens):
-    model = make_model(shape)
-    counted = torch.arange(24).expand(2, -1)
-    torch.testing.assert_close(model(tokens, positions=counted), model(tokens))
-    stretched = torch.where(counted < 12, counted, 23)
-    assert not torch.allclose(model(tokens, positions=stretched), model(tokens), atol=1e-3)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megafrontier.data.samples import document_starts
 from megafrontier.model.gpt import GPT
 from megafrontier.model.initialise import initial_slice, initialise
 from megafrontier.partition import Placement, shard
@@ -13,15 +14,15 @@ STEPS, RATE, BATCH = 4, 0.5, 8
 
 
 def global_batch(step):
-    """Tokens and documents [8, 24]; each row's second document begins somewhere else."""
+    """Tokens and document numbers [8, 24]; each row's second one begins somewhere else."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, 50, (BATCH, 24), generator=generator)
     start = torch.randint(1, 24, (BATCH, 1), generator=generator)
     return tokens, (torch.arange(24) >= start).long()
 
 
-def summed_loss(model, tokens, documents):
-    return model(tokens[:, :-1], tokens[:, 1:], documents[:, :-1])
+def summed_loss(model, tokens, numbers):
+    return model(tokens[:, :-1], tokens[:, 1:], document_starts(numbers[:, :-1]))
 
 
 def losses_alone(config):

@@ -1,0 +1,54 @@
+"""Which kernel attention runs on: chosen for documents here, asked of torch for the rest."""
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from megafrontier.config import ModelConfig
+from megafrontier.model.documents import has_document_kernel
+from megafrontier.model.sizes import head_size, kv_heads
+
+_NAMES = {
+    SDPBackend.MATH: "math",
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
+    SDPBackend.CUDNN_ATTENTION: "cudnn",
+}
+
+
+def skips_mask(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, dropout: float
+) -> bool:
+    """Whether documents are told apart without a dense mask: not with dropout on the attention
+    weights, which such kernels do not have, nor in a type that they do not know."""
+    sizes = config.heads, kv_heads(config), head_size(config)
+    return dropout == 0 and has_document_kernel(device, dtype, *sizes)
+
+
+def attention_backend(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
+) -> str:
+    """The kernel of attention in training: "flash", "memory-efficient", "cudnn" or "math"; with
+    `documents` "varlen flash", or "dense mask, " and one of those."""
+    if documents and skips_mask(config, device, dtype, config.dropout):
+        return "varlen flash"
+    heads = [config.heads] + 2 * [config.heads if documents else kv_heads(config)]
+    length, width = config.sequence_length, head_size(config)
+    query, key, value = (
+        torch.empty(1, length, n, width, device=device, dtype=dtype).transpose(1, 2) for n in heads
+    )
+    query.requires_grad_()  # some kernels do forward alone
+    mask: Tensor | None = None
+    if documents:
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device)
+    chosen = torch._fused_sdp_choice(
+        query,
+        key,
+        value,
+        mask,
+        config.dropout,
+        is_causal=not documents,
+        enable_gqa=heads[0] != heads[1],
+    )
+    name = _NAMES.get(SDPBackend(chosen), "another")
+    return f"dense mask, {name}" if documents else name

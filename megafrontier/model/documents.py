@@ -1,0 +1,156 @@
+"""Attention inside each of many documents that lie one behind the other, without any mask.
+
+A dense mask costs a score for every pair of tokens in a row, and no fused kernel likes it. Told
+where documents begin, a kernel computes only pairs within one: the sum of the squares of their
+lengths. The operator is opaque to torch.compile, so the number of documents is none of its concern.
+"""
+
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# Those of torch.nn.attention.varlen, whose own signature differs from release to release.
+_gpu_forward = torch.ops.aten._flash_attention_forward
+_gpu_backward = torch.ops.aten._flash_attention_backward
+
+
+@cache
+def has_document_kernel(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int
+) -> bool:
+    """Whether `document_attention` runs for these: on a CPU always, on a GPU where flash does."""
+    if device.type != "cuda":
+        return device.type == "cpu"
+    query, key = (
+        torch.empty(1, n, 128, head_size, device=device, dtype=dtype, requires_grad=True)
+        for n in (heads, kv_heads)
+    )
+    params = torch.backends.cuda.SDPAParams(query, key, key, None, 0.0, True, heads != kv_heads)
+    # Plain attention pads narrow heads by itself; the kernel called here does not.
+    return head_size % 8 == 0 and torch.backends.cuda.can_use_flash_attention(params)
+
+
+def document_attention(
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest: int
+) -> Tensor:
+    """Causal attention within documents: [t, heads, d] → [t, heads, d].
+
+    key, value [t, kv_heads, d], kv_heads dividing heads; `documents` int32 [n + 1]: where each
+    begins in the t tokens, and t at the end; `longest`: no document has more tokens.
+    """
+    mixed: Tensor = _attend(query, key, value, documents, longest)[0]
+    return mixed
+
+
+@torch.library.custom_op("megafrontier::document_attention", mutates_args=(), device_types="cpu")
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest: int
+) -> tuple[Tensor, Tensor]:
+    """The result, and the fp32 logarithms [heads, t] of the softmax's sums, for backward."""
+    mixed = torch.empty_like(query)
+    sums = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
+    for document in _slices(documents):
+        found, found_sums = _cpu_forward(*_rows(document, query, key, value), is_causal=True)
+        mixed[document] = found[0].transpose(0, 1)
+        sums[:, document] = found_sums[0]
+    return mixed, sums
+
+
+@torch.library.custom_op(
+    "megafrontier::document_attention_backward", mutates_args=(), device_types="cpu"
+)
+def _attend_backward(
+    upstream: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mixed: Tensor,
+    sums: Tensor,
+    documents: Tensor,
+    longest: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value."""
+    gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    for document in _slices(documents):
+        parts = _cpu_backward(
+            *_rows(document, upstream, query, key, value, mixed),
+            sums[None, :, document].contiguous(),
+            dropout_p=0.0,
+            is_causal=True,
+        )
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient[document] = part[0].transpose(0, 1)
+    return gradients
+
+
+def _slices(documents: Tensor) -> list[slice]:
+    return [slice(start, stop) for start, stop in pairwise(documents.tolist())]
+
+
+def _rows(document: slice, *tensors: Tensor) -> list[Tensor]:
+    """One document of each [t, heads, d], as [1, heads, tokens, d]."""
+    return [tensor[document].transpose(0, 1)[None] for tensor in tensors]
+
+
+@_attend.register_kernel("cuda")
+def _attend_gpu(
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest: int
+) -> tuple[Tensor, Tensor]:
+    mixed, sums, *_ = _gpu_forward(
+        query, key, value, documents, documents, longest, longest, 0.0, True, False
+    )
+    return mixed, sums
+
+
+@_attend_backward.register_kernel("cuda")
+def _attend_backward_gpu(
+    upstream: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mixed: Tensor,
+    sums: Tensor,
+    documents: Tensor,
+    longest: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Without dropout the random state is not read.
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    unused = torch.empty(0, device=query.device)
+    lengths = documents, documents, longest, longest
+    gradients: tuple[Tensor, Tensor, Tensor] = _gpu_backward(
+        upstream, query, key, value, mixed, sums, *lengths, 0.0, True, state, unused
+    )
+    return gradients
+
+
+@_attend.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest: int
+) -> tuple[Tensor, Tensor]:
+    sums = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
+    return torch.empty_like(query), sums
+
+
+@_attend_backward.register_fake
+def _(
+    upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, documents, ctx.longest = inputs
+    ctx.save_for_backward(*tensors, *output, documents)
+
+
+def _differentiate(ctx: Any, upstream: Tensor, _sums: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = _attend_backward(upstream, *ctx.saved_tensors, ctx.longest)
+    return *gradients, None, None
+
+
+_attend.register_autograd(_differentiate, setup_context=_save)

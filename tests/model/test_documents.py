@@ -1,0 +1,129 @@
+"""Attention inside documents costs no mask, and gives what the mask would."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megafrontier.data.samples import document_starts
+from megafrontier.model.backends import attention_backend, skips_mask
+from megafrontier.model.documents import document_attention
+from megafrontier.model.positions import document_mask, document_positions
+
+CPU = torch.device("cpu")
+BATCH, LENGTH = 3, 40
+LENGTHS = [[40], [1, 38, 1], [7, 1, 1, 20, 11]]
+
+
+def starts(lengths=LENGTHS):
+    """The documents of rows with documents of these lengths."""
+    numbers = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
+    return document_starts(torch.stack(numbers))
+
+
+def heads(kv_heads, dtype=torch.float32):
+    """Query, key and value [t, heads, 8], views of one tensor as the block's are."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(BATCH * LENGTH, 4 + 2 * kv_heads, 8, generator=generator).to(dtype)
+    return [part.requires_grad_() for part in whole.split([4, kv_heads, kv_heads], 1)]
+
+
+def by_mask(query, key, value, documents):
+    def rows(tensor):
+        return tensor.unflatten(0, (BATCH, LENGTH)).transpose(1, 2)
+
+    mask = document_mask(documents, BATCH, LENGTH)
+    mixed = F.scaled_dot_product_attention(
+        rows(query), rows(key), rows(value), attn_mask=mask, enable_gqa=True
+    )
+    return mixed.transpose(1, 2).flatten(0, 1)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_result_and_gradients_are_those_of_the_dense_mask(kv_heads, dtype):
+    inputs, documents = heads(kv_heads, dtype), starts()
+    ours, theirs = (
+        document_attention(*inputs, documents, LENGTH),
+        by_mask(*(t.float() for t in inputs), documents).to(dtype),
+    )
+    upstream = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    rtol, atol = (1e-4, 1e-5) if dtype is torch.float32 else (0.1, 0.05)
+    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
+    for a, b in zip(
+        torch.autograd.grad(ours, inputs, upstream),
+        torch.autograd.grad(theirs, inputs, upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+
+
+def test_the_gradient_is_the_slope():
+    """Along random directions, in differences of the loss itself."""
+    inputs, documents = heads(2), starts()
+    weight = torch.randn(BATCH * LENGTH, 4, 8, generator=torch.Generator().manual_seed(2))
+
+    def loss(*tensors):
+        return (document_attention(*tensors, documents, LENGTH).double() * weight).sum()
+
+    gradients = torch.autograd.grad(loss(*inputs), inputs)
+    step = 1e-2
+    for i, gradient in enumerate(gradients):
+        direction = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(3))
+        ahead, behind = (
+            loss(*(t + sign * step * direction if i == j else t for j, t in enumerate(inputs)))
+            for sign in (1, -1)
+        )
+        slope = (ahead - behind).item() / (2 * step)
+        assert slope == pytest.approx((gradient * direction).sum().item(), rel=1e-2)
+
+
+def test_the_operator_keeps_torchs_rules_for_operators():
+    """Schema, registrations and shapes of the traced twin, as `torch.compile` needs them."""
+    operator = torch.ops.megafrontier.document_attention.default
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(operator, (*heads(2), starts(), LENGTH), test_utils=checks)
+
+
+def test_cost_is_the_sum_of_the_squares_of_the_lengths(monkeypatch):
+    """Every call of the kernel gets one document, and no tokens of another."""
+    seen = []
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def watch(query, *rest, **options):
+        seen.append(query.shape[2])
+        return kernel(query, *rest, **options)
+
+    monkeypatch.setattr("megafrontier.model.documents._cpu_forward", watch)
+    document_attention(*heads(4), starts(), LENGTH)
+    assert seen == [length for row in LENGTHS for length in row]
+
+
+def test_starts_and_positions_are_those_of_the_rows_documents():
+    documents = starts()
+    assert documents.dtype == torch.int32
+    assert documents.tolist() == [0, 40, 41, 79, 80, 87, 88, 89, 109, 120]
+    expected = [[place for length in row for place in range(length)] for row in LENGTHS]
+    assert document_positions(documents, BATCH, LENGTH).tolist() == expected
+
+
+def test_dropout_takes_the_dense_mask(make_config, make_model, tokens):
+    config = make_config(dropout=0.1)
+    assert not skips_mask(config, CPU, torch.float32, config.dropout)
+    assert skips_mask(config, CPU, torch.float32, 0.0)
+    model = make_model(config)
+    documents = torch.tensor([0, 5, 24, 48], dtype=torch.int32)
+    without = model(tokens, tokens, documents)  # evaluation drops nothing
+    losses = [model.train()(tokens, tokens, documents).item() for _ in range(2)]
+    assert losses == pytest.approx([without.item()] * 2, rel=0.1)
+    assert losses[0] != losses[1]
+
+
+def test_the_kernel_that_will_run_has_a_name(make_config):
+    def backend(documents=False, **model):
+        return attention_backend(make_config(**model), CPU, torch.float32, documents)
+
+    assert backend() == "flash"
+    assert backend(kv_heads=2) == "flash"
+    assert backend(dropout=0.1) == "math"
+    assert backend(documents=True, kv_heads=2) == "varlen flash"
+    assert backend(documents=True, dropout=0.1, kv_heads=2) == "dense mask, math"
