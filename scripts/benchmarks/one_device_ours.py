@@ -1,0 +1,60 @@
+"""Our own part in one_device.py, and the machine's: each function runs in a process of its own."""
+
+import time
+from typing import Any
+
+import torch
+from one_device_setting import BETAS, CLIP, LR, WEIGHT_DECAY, Setting
+from rounds_child import Clock, device, synchronise
+
+from megafrontier.config import CorpusConfig, DataConfig, config_from_dict, config_to_dict
+from megafrontier.config.schema import Config, TrainConfig
+from megafrontier.training.launch import joined
+from megafrontier.training.loop import train_step
+from megafrontier.training.trainer import build_trainer
+
+
+def matrix_rate(precision: str) -> dict[str, float]:
+    """Arithmetic of one large matrix product a second: what MFU is measured against."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    size = 8192 if torch.cuda.is_available() else 2048
+    left, right, out = (torch.randn(size, size, device=device(), dtype=dtype) for _ in range(3))
+    torch.mm(left, right, out=out)
+    synchronise()
+    count, begin = 0, time.perf_counter()
+    while time.perf_counter() - begin < 2.0 or count < 3:
+        torch.mm(left, right, out=out)
+        synchronise()
+        count += 1
+    return {"flops_per_second": 2.0 * size**3 * count / (time.perf_counter() - begin)}
+
+
+def ours(setting: dict[str, Any], compiled: bool) -> dict[str, float]:
+    """The framework's own step, on one rank."""
+    chosen = Setting(**setting)
+    config = _our_config(chosen, compiled)
+    with joined(config) as (arrangement, hierarchy):
+        clock = Clock(chosen.warm_up, chosen.steps)
+        trainer = build_trainer(config, arrangement, hierarchy)
+        while not clock.done:
+            result = train_step(trainer)
+            clock.tick()
+        figures = clock.figures()
+        trainer.close()
+    return figures | {"loss": result.loss}
+
+
+def _our_config(setting: Setting, compiled: bool) -> Config:
+    train = TrainConfig(
+        steps=10_000,
+        global_batch=setting.batch,
+        micro_batch=setting.batch,
+        precision="bf16" if setting.mixed else "fp32",
+        clip_grad_norm=CLIP,
+    )
+    data = DataConfig(train=[CorpusConfig(path=setting.corpus)], split=[1.0, 0.0])
+    values = config_to_dict(Config(model=setting.model, data=data, train=train))
+    values["train"]["compile"] = compiled
+    values["schedule"]["name"] = "constant"
+    values["optimizer"] |= {"lr": LR, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY}
+    return config_from_dict(values, "one_device")

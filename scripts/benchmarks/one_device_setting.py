@@ -1,0 +1,112 @@
+"""What every contender of one_device.py trains: a GPT in Llama's style, a corpus of random ids."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megafrontier.config import ModelConfig
+from megafrontier.data.indexed import IndexedDataset, token_dtype
+from megafrontier.data.writer import Corpus, DocumentWriter
+
+LR, BETAS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
+CORPUS_TOKENS = 1 << 24
+_DOCUMENT_TOKENS = 1 << 10
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A size of model, and the sequences of a step that keep a device busy with it."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab_size: int
+    sequence_length: int
+    batch: int
+
+
+PRESETS = {
+    "1M": Preset(2, 128, 2, 2048, 64, 2),
+    "10M": Preset(6, 320, 5, 4096, 256, 4),
+    "50M": Preset(13, 512, 8, 8192, 256, 4),
+    "125M": Preset(12, 768, 12, 32000, 2048, 16),
+    "350M": Preset(24, 1024, 16, 32000, 2048, 16),
+    "1.3B": Preset(24, 2048, 16, 32000, 2048, 8),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One comparison."""
+
+    preset: str
+    precision: str
+    """fp32, or bf16: computation in bf16, masters and AdamW's moments in fp32."""
+    batch: int
+    """Sequences of a step, all in one micro-batch."""
+    sequence_length: int
+    warm_up: int
+    steps: int
+    corpus: str
+    """Prefix of the corpus."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """Llama's parts: RMSNorm, SwiGLU, rotary positions, no biases."""
+        size = PRESETS[self.preset]
+        return ModelConfig(
+            layers=size.layers,
+            hidden=size.hidden,
+            heads=size.heads,
+            vocab_size=size.vocab_size,
+            sequence_length=self.sequence_length,
+            norm="rmsnorm",
+            activation="swiglu",
+            position="rotary",
+            bias=False,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.batch * self.sequence_length
+
+    @property
+    def mixed(self) -> bool:
+        """Whether computation has another type than the masters."""
+        return self.precision != "fp32"
+
+
+def write_corpus(prefix: Path, vocab_size: int) -> None:
+    """16 Mi seeded ids, small ones more often as in language; nothing if it is there already."""
+    if prefix.with_name(f"{prefix.name}.idx").is_file():
+        return
+    dtype = token_dtype(vocab_size)
+    draws = np.random.default_rng(0).random(CORPUS_TOKENS, np.float32)
+    ids = (draws**3 * vocab_size).astype(dtype)
+    count = CORPUS_TOKENS // _DOCUMENT_TOKENS
+    yes = np.ones(count, bool)
+    with Corpus(prefix, dtype) as corpus:
+        sizes = np.full(count, _DOCUMENT_TOKENS, np.int32)
+        DocumentWriter(corpus).write_runs(ids, sizes, yes, ~yes)
+        corpus.publish()
+
+
+class Rows(torch.utils.data.Dataset):
+    """The corpus as a user of another framework would cut it: row i is its i-th window."""
+
+    def __init__(self, setting: Setting, ahead: int = 0) -> None:
+        """`ahead` tokens of the next window are added to each row, to be targets."""
+        self._tokens: NDArray = IndexedDataset(setting.corpus).tokens
+        self._length, self._ahead = setting.sequence_length, ahead
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - 1) // self._length
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        start = row * self._length
+        window = self._tokens[start : start + self._length + self._ahead]
+        return torch.from_numpy(window.astype(np.int64))

@@ -1,0 +1,253 @@
+"""Variants beside each other: in rounds, each in a process of its own, median and spread.
+
+What the benchmarks of one device share. The machine's speed drifts, so all variants take a turn in
+each round; memory is a process' peak, so each turn is a new process. Every turn is written to
+OUT/results.json at once, and turns that are there already are not made again: a long comparison may
+be stopped and gone on with, or made one group at a time.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CHILD = Path(__file__).with_name("rounds_child.py")
+TIMEOUT_SECONDS = 1800.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """One variant to measure: `function` ("module:name") is called with `arguments` in a process of
+    its own and returns figures by name. Variants of a group are compared with each other."""
+
+    group: str
+    variant: str
+    function: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Turn:
+    """What one turn of a task gave: figures, or why there are none."""
+
+    group: str
+    variant: str
+    round: int
+    arguments: dict[str, Any]
+    values: dict[str, float] = field(default_factory=dict)
+    skipped: str = ""
+
+
+class Results:
+    """The turns in OUT/results.json, each kept as soon as it was made."""
+
+    def __init__(self, out: Path) -> None:
+        self.path = out / "results.json"
+        self.machine = describe_machine()
+        self.turns: list[Turn] = []
+        if self.path.is_file():
+            saved = json.loads(self.path.read_text())
+            if saved["machine"] != self.machine:
+                raise SystemExit(f"{self.path}: of another machine ({saved['machine']})")
+            self.turns = [Turn(**turn) for turn in saved["turns"]]
+
+    def has(self, task: Task, number: int) -> bool:
+        """Whether this turn was made, with the same arguments."""
+        return any(
+            (turn.group, turn.variant, turn.round) == (task.group, task.variant, number)
+            and turn.arguments == task.arguments
+            for turn in self.turns
+        )
+
+    def add(self, turn: Turn) -> None:
+        """Keep a turn; those of the same row with other arguments are of no more use."""
+        row = (turn.group, turn.variant)
+        self.turns = [
+            kept
+            for kept in self.turns
+            if (kept.group, kept.variant) != row
+            or (kept.arguments == turn.arguments and kept.round != turn.round)
+        ]
+        self.turns.append(turn)
+        text = {"machine": self.machine, "turns": [asdict(turn) for turn in self.turns]}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(text, indent=1) + "\n")
+
+    def groups(self) -> list[str]:
+        """In the order they were first measured."""
+        return list(dict.fromkeys(turn.group for turn in self.turns))
+
+    def variants(self, group: str) -> list[str]:
+        """Of one group, in the order they were first measured."""
+        return list(dict.fromkeys(turn.variant for turn in self.turns if turn.group == group))
+
+    def values(self, group: str, variant: str, name: str) -> list[float]:
+        """One figure of all turns of a row that gave it."""
+        return [
+            turn.values[name]
+            for turn in self.turns
+            if (turn.group, turn.variant) == (group, variant) and name in turn.values
+        ]
+
+    def skipped(self, group: str, variant: str) -> str:
+        """Why a row has no figures; empty where it has."""
+        mine = [turn for turn in self.turns if (turn.group, turn.variant) == (group, variant)]
+        return "" if any(turn.values for turn in mine) else mine[0].skipped if mine else "not run"
+
+
+def describe_machine() -> dict[str, str]:
+    """What the figures hold for."""
+    on_gpu = torch.cuda.is_available()
+    chip = torch.cuda.get_device_name() if on_gpu else f"{_cpu_name()}, no GPU"
+    return {
+        "device": chip,
+        "cores": str(len(os.sched_getaffinity(0))),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What all of these benchmarks take."""
+    parser.add_argument("out", type=Path, help="folder of results.json and table.md")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each variant")
+    parser.add_argument("--variants", nargs="+", help="only those with one of these in their names")
+    parser.add_argument("--groups", nargs="+", help="the same for groups")
+    parser.add_argument(
+        "--minutes", type=float, help="start no turn after so long; the same command goes on"
+    )
+    parser.add_argument(
+        "--packages", type=Path, help="a folder of `pip install --target` with other frameworks"
+    )
+
+
+def chosen(tasks: Iterable[Task], arguments: argparse.Namespace) -> list[Task]:
+    """The tasks that the command line asks for. Ends the program when there are none."""
+
+    def wanted(name: str, parts: Sequence[str] | None) -> bool:
+        return parts is None or any(part.lower() in name.lower() for part in parts)
+
+    found = [
+        task
+        for task in tasks
+        if wanted(task.variant, arguments.variants) and wanted(task.group, arguments.groups)
+    ]
+    if not found:
+        raise SystemExit("--variants, --groups: nothing has such a name")
+    return found
+
+
+def measure(
+    tasks: Sequence[Task], arguments: argparse.Namespace, table: Callable[[Results], str]
+) -> None:
+    """Make all turns that are not made yet, round by round, and write the table after each round.
+
+    Groups come one after the other, so that what is compared was measured close together. A row
+    that cannot be had is asked for once only.
+    """
+    results = Results(arguments.out)
+    deadline = time.monotonic() + 60 * (arguments.minutes or 1e9)
+    for group in dict.fromkeys(task.group for task in tasks):
+        for number in range(arguments.rounds):
+            for task in (task for task in tasks if task.group == group):
+                if time.monotonic() > deadline:
+                    print("out of time: the same command goes on", flush=True)
+                    return
+                if not results.has(task, number) and not _hopeless(results, task):
+                    results.add(_turn(task, number, arguments.packages))
+                    _show(results.turns[-1])
+            text = f"{_machine_line(results)}\n\n{table(results)}\n"
+            (arguments.out / "table.md").write_text(text)
+    print(text)
+
+
+def _hopeless(results: Results, task: Task) -> bool:
+    return results.has(task, 0) and bool(results.skipped(task.group, task.variant))
+
+
+def _turn(task: Task, number: int, packages: Path | None) -> Turn:
+    """Run the task in a process of its own."""
+    turn = Turn(task.group, task.variant, number, task.arguments)
+    environment = dict(os.environ, TOKENIZERS_PARALLELISM="false")
+    # Last on the path: what both have is taken from where the benchmark runs.
+    environment["MEGAFRONTIER_BENCHMARK_PACKAGES"] = str(packages or "")
+    with tempfile.TemporaryDirectory() as folder:
+        answer, log = Path(folder) / "answer", Path(folder) / "log"
+        command = [sys.executable, CHILD, task.function, answer, json.dumps(task.arguments)]
+        with log.open("wb") as output:
+            try:
+                subprocess.run(
+                    [str(part) for part in command],
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    timeout=TIMEOUT_SECONDS,
+                    cwd=folder,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                turn.skipped = f"no answer within {TIMEOUT_SECONDS:.0f} s"
+        if answer.is_file():
+            turn.values, turn.skipped = json.loads(answer.read_text())
+        elif not turn.skipped:
+            turn.skipped = f"failed: {_last_line(log)}"
+            sys.stderr.write(log.read_text(errors="replace")[-4000:])
+    return turn
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1][:200] if lines else "without a word"
+
+
+def _show(turn: Turn) -> None:
+    figures = ", ".join(f"{name} {value:.4g}" for name, value in turn.values.items())
+    where = f"{turn.group}, {turn.variant}, round {turn.round + 1}"
+    print(f"{where}: {turn.skipped or figures}", flush=True)
+
+
+def _machine_line(results: Results) -> str:
+    return ", ".join(f"{name} {value}" for name, value in results.machine.items())
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table, its first column text and the others numbers."""
+    lines = [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1)]
+    lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
+    return "\n".join(lines)
+
+
+def spread(values: Sequence[float], form: str = ",.0f") -> str:
+    """Median, smallest and largest."""
+    if not values:
+        return ""
+    middle = f"{statistics.median(values):{form}}"
+    return f"{middle} ({min(values):{form}} – {max(values):{form}})"
+
+
+def middle_of(values: Sequence[float], form: str) -> str:
+    """The median, or nothing where there are none."""
+    return f"{statistics.median(values):{form}}" if values else ""
+
+
+def gib(values: Sequence[float]) -> str:
+    """The median of bytes, in GiB."""
+    return middle_of([value / 2**30 for value in values], ".2f")
