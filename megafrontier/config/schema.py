@@ -104,8 +104,13 @@ class TrainConfig:
     """Type of weights and activations in computation; masters, sums and moments are fp32."""
     clip_grad_norm: float = 1.0
     """Largest global gradient norm; 0 does not clip."""
-    activation_checkpointing: Literal["none", "block"] = "none"
-    """block: keep only each block's input and run the block again in backward."""
+    compile: bool = False
+    """Compile the blocks (torch.compile, one compilation for all of them); the run says so if there
+    is no compiler, and goes on without."""
+    activation_checkpointing: Literal["none", "block", "selective", "offload"] = "none"
+    """block: keep only each block's input and run the block again in backward. selective: keep the
+    results of matrix products and of attention, compute the rest again. offload: as block, the
+    inputs in pinned host memory (on a CPU, where that is the same memory: as block)."""
     loss_chunk_tokens: int = 1024
     """Tokens whose logits exist at one time in the loss."""
     nonfinite_limit: int = 10

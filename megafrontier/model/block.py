@@ -1,13 +1,16 @@
 """One transformer block: normalisation, attention, MLP, and the residual sums around them."""
 
-import torch
+from collections.abc import Callable
+from contextlib import nullcontext
+
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megafrontier.config import ModelConfig
 from megafrontier.model.attention import Attention
 from megafrontier.model.cache import LayerCache
+from megafrontier.model.checkpointing import Mode, remembering
+from megafrontier.model.offload import Parking
 from megafrontier.model.positions import Rotary
 from megafrontier.model.sizes import ffn_hidden
 
@@ -51,15 +54,26 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A pre-norm block, sequential (GPT-2, Llama) or parallel (GPT-NeoX).
 
-    With `keep_input_only` the activations inside are dropped after forward and computed again in
-    backward. That happens inside `forward`, so that hooks on the block run once per call.
+    Compilation and checkpointing happen inside `forward`, so that hooks on the block run once per
+    call, outside both.
     """
 
-    def __init__(self, config: ModelConfig, *, keep_input_only: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        checkpointing: Mode = "none",
+        parking: Parking | None = None,
+        run: Callable[..., Tensor] | None = None,
+    ) -> None:
+        """`parking`: where the input waits for backward with `checkpointing` offload. `run`: what
+        to call in place of `Block.remember`, for instance that, compiled."""
         super().__init__()
         self.parallel = config.parallel_residual
         self.dropout = config.dropout
-        self.keep_input_only = keep_input_only
+        self.checkpointing = checkpointing
+        self.parking = parking
+        self._run = run or Block.remember
         self.norm1 = make_norm(config)
         self.attention = Attention(config)
         self.norm2 = make_norm(config)
@@ -74,20 +88,30 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """hidden [b, s, hidden] → [b, s, hidden]; the others as Attention takes them."""
-        if not (self.keep_input_only and torch.is_grad_enabled()):
-            return self._run(hidden, rotary, mask, documents, cache)
-        # Saving the state of the generators costs a synchronisation, so only where one is used.
-        return checkpoint(
-            self._run,
+        if cache is not None:
+            return self._compute(hidden, rotary, mask, documents, cache)
+        with nullcontext() if self.parking is None else self.parking.parks(hidden):
+            return self._run(self, hidden, rotary, mask, documents)
+
+    def remember(
+        self,
+        hidden: Tensor,
+        rotary: Rotary | None,
+        mask: Tensor | None,
+        documents: Tensor | None,
+    ) -> Tensor:
+        """`forward` without a cache, keeping for backward what the checkpointing mode says."""
+        return remembering(
+            self.checkpointing,
+            self._compute,
             hidden,
             rotary,
             mask,
             documents,
-            use_reentrant=False,
-            preserve_rng_state=self.training and self.dropout > 0,
+            draws_random_numbers=self.training and self.dropout > 0,
         )
 
-    def _run(
+    def _compute(
         self,
         hidden: Tensor,
         rotary: Rotary | None,

@@ -154,3 +154,5 @@ def _differentiate(ctx: Any, upstream: Tensor, _sums: Tensor) -> tuple[Tensor | 
 
 
 _attend.register_autograd(_differentiate, setup_context=_save)
+
+operator = torch.ops.megafrontier.document_attention.default

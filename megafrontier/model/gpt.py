@@ -13,7 +13,10 @@ from megafrontier.config import ModelConfig
 from megafrontier.model.backends import skips_mask
 from megafrontier.model.block import Block, make_norm
 from megafrontier.model.cache import KVCache
+from megafrontier.model.checkpointing import Mode
+from megafrontier.model.compile import compiled, let_length_vary
 from megafrontier.model.loss import linear_cross_entropy
+from megafrontier.model.offload import Parking
 from megafrontier.model.positions import (
     cached_mask,
     document_mask,
@@ -82,13 +85,18 @@ class GPT(nn.Module):
         config: ModelConfig,
         *,
         loss_chunk_tokens: int = 1024,
-        checkpoint_blocks: bool = False,
+        checkpointing: Mode = "none",
+        compile_blocks: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
+        self.is_compiled = compile_blocks
         self.embedding = Embedding(config)
+        parking = Parking() if checkpointing == "offload" else None
+        run = compiled(Block.remember) if compile_blocks else None
         self.blocks = nn.ModuleList(
-            Block(config, keep_input_only=checkpoint_blocks) for _ in range(config.layers)
+            Block(config, checkpointing=checkpointing, parking=parking, run=run)
+            for _ in range(config.layers)
         )
         self.head = Head(config, loss_chunk_tokens)
 
@@ -129,6 +137,8 @@ class GPT(nn.Module):
         mask = cached_mask(past, tokens.shape[1], tokens.device)
         if documents is not None and not self._has_document_kernel(hidden):
             mask, documents = document_mask(documents, *tokens.shape), None
+        if documents is not None and self.is_compiled:
+            let_length_vary(documents)
         for i, block in enumerate(self.blocks):
             layer = cache.layers[i] if cache is not None else None
             hidden = block(hidden, rotary, mask, documents, layer)

@@ -18,6 +18,7 @@ from megafrontier.training.arrangement import Arrangement, arrange, check_traini
 from megafrontier.training.attempts import attempted
 from megafrontier.training.evaluation import Evaluate
 from megafrontier.training.guard import Guard
+from megafrontier.training.kernels import describe_kernels
 from megafrontier.training.lease import hold
 from megafrontier.training.logbook import Log, Logbook, check_directory, open_logbook
 from megafrontier.training.loop import run
@@ -126,6 +127,8 @@ def _run(
     watch: Watch,
 ) -> int:
     trainer = build_trainer(config, arrangement, hierarchy)
+    for line in describe_kernels(config, hierarchy):
+        logbook.remark(line)
     try:
         resume(trainer, logbook)
         logbook.open_sinks(config, trainer.step)

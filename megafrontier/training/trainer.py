@@ -17,6 +17,7 @@ from megafrontier.partition.unit import InitialSlice
 from megafrontier.partition.wires import DTYPES
 from megafrontier.training.arrangement import Arrangement
 from megafrontier.training.batches import PARTS, Part, make_loader, open_part
+from megafrontier.training.kernels import uncompiled_because
 from megafrontier.training.spikes import SpikeRule
 
 
@@ -89,7 +90,8 @@ def build_model(
         model = GPT(
             config.model,
             loss_chunk_tokens=config.train.loss_chunk_tokens,
-            checkpoint_blocks=config.train.activation_checkpointing == "block",
+            checkpointing=config.train.activation_checkpointing,
+            compile_blocks=config.train.compile and uncompiled_because(config, hierarchy) is None,
         )
     engine = shard(
         model,

@@ -41,7 +41,7 @@ def losses_alone(config):
 
 def losses_sharded(config, strategy, hierarchy):
     with torch.device("meta"):
-        model = GPT(config, checkpoint_blocks=True, loss_chunk_tokens=10)
+        model = GPT(config, checkpointing="block", loss_chunk_tokens=10)
     engine = shard(
         model,
         model.units(),

@@ -1,0 +1,54 @@
+"""What a block keeps of its forward for its backward, and what is computed again.
+
+| mode | kept | computed again |
+|---|---|---|
+| none | everything | nothing |
+| selective | matrix products, attention | norms, activations, rotations, sums |
+| block | the block's input | the block |
+| offload | the block's input, in host memory (`offload.py`) | the block |
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from megafrontier.model import documents
+
+Mode = Literal["none", "block", "selective", "offload"]
+
+_aten = torch.ops.aten
+# No bmm: those are attention without a fused kernel, whose scores are too many to keep.
+_KEPT = [
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    documents.operator,
+]
+_keep_products = partial(create_selective_checkpoint_contexts, _KEPT)
+# Without a name of its own, what is compiled with it would not be kept on disk.
+setattr(_keep_products, "cache_hash", " ".join(map(str, _KEPT)))  # noqa: B010
+
+
+def remembering(
+    mode: Mode, function: Callable[..., Tensor], *inputs: Any, draws_random_numbers: bool
+) -> Tensor:
+    """`function(*inputs)`, keeping of it what `mode` says where a backward may come."""
+    if mode == "none" or not torch.is_grad_enabled():
+        return function(*inputs)
+    contexts: dict[str, Any] = {"context_fn": _keep_products} if mode == "selective" else {}
+    # Saving the state of the generators costs a synchronisation, so only where one is used.
+    result: Tensor = checkpoint(
+        function,
+        *inputs,
+        use_reentrant=False,
+        preserve_rng_state=draws_random_numbers,
+        **contexts,
+    )
+    return result

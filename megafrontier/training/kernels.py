@@ -1,0 +1,28 @@
+"""What a run computes with: its attention kernel, and whether its blocks are compiled."""
+
+from collections.abc import Iterator
+
+from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.config import Config
+from megafrontier.model.backends import attention_backend
+from megafrontier.model.compile import missing_compiler
+from megafrontier.partition.wires import DTYPES
+
+
+def uncompiled_because(config: Config, hierarchy: Hierarchy) -> str | None:
+    """What some rank lacks to compile the blocks as asked, the same on every rank; else None."""
+    if not config.train.compile:
+        return None
+    return hierarchy.first_error(missing_compiler(hierarchy.device))
+
+
+def describe_kernels(config: Config, hierarchy: Hierarchy) -> Iterator[str]:
+    """One line about the kernels, after a warning where there are others than asked for."""
+    gap = uncompiled_because(config, hierarchy)
+    if gap is not None:
+        yield f"warning: train.compile: {gap}; the blocks run uncompiled"
+    dtype = DTYPES[config.train.precision]
+    documents = config.data.document_mask
+    attention = attention_backend(config.model, hierarchy.device, dtype, documents)
+    is_compiled = config.train.compile and gap is None
+    yield f"attention: {attention}; blocks: {'compiled' if is_compiled else 'not compiled'}"
