@@ -119,7 +119,8 @@ class SentencePieceTokenizer:
         """As one call on the whole text would, in half the time: BPE takes longer than linear, and
         no piece crosses a line."""
         if _SPACE not in text:
-            return list(chain.from_iterable(self._model.encode(text.splitlines(keepends=True))))
+            lines = text.splitlines(keepends=True)
+            return list(chain.from_iterable(self._model.encode(lines, num_threads=1)))
         parts = [self._encode_lines(part) for part in text.split(_SPACE)]
         return parts[0] + [i for part in parts[1:] for i in (*self._space_ids, *part)]
 
@@ -163,6 +164,7 @@ class HuggingFaceTokenizer:
             ) from error
         self.vocab_size = len(self._tokenizer)
         self.eod = self._find_eod(name)
+        self._backend = _bare_backend(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text."""
@@ -170,6 +172,12 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text."""
+        if self._backend is not None:
+            # As the call below, without the offsets and masks that nobody asks for here.
+            self._backend.no_truncation()
+            self._backend.no_padding()
+            encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [encoding.ids for encoding in encoded]
         # verbose: a document longer than the model's context is nothing to warn of here.
         return self._tokenizer(
             list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False
@@ -190,6 +198,17 @@ class HuggingFaceTokenizer:
             if candidate is not None:
                 return int(candidate)
         raise UserError(f"tokenizer {name!r}: no eos token, need one to end documents")
+
+
+def _bare_backend(tokenizer: Any) -> Any:
+    """The tokenizer of Hugging Face's `tokenizers` inside one of transformers', where the latter
+    adds nothing of its own to the ids; else None."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind, base = type(tokenizer), PreTrainedTokenizerFast
+    if not isinstance(tokenizer, base) or kind.__call__ is not base.__call__:
+        return None
+    return tokenizer.backend_tokenizer if kind._encode_plus is base._encode_plus else None
 
 
 def load_tokenizer(spec: str) -> Tokenizer:

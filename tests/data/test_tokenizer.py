@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,7 +128,8 @@ def test_another_sentencepiece_model_is_saved_for_transformers_only_if_that_is_e
         assert theirs.encode(text, add_special_tokens=False) == tokenizer.encode(text)
 
 
-def test_a_hugging_face_folder_is_a_tokenizer(tmp_path: Path) -> None:
+def save_fast_bpe(folder: Path, **baked: Any) -> None:
+    """A byte-level BPE tokenizer of Hugging Face's; `baked`: a truncation its file asks for."""
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -140,13 +142,31 @@ def test_a_hugging_face_folder_is_a_tokenizer(tmp_path: Path) -> None:
         vocab_size=400, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
     )
     fast.train(SOURCES, trainer)
-    PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<eos>").save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<eos>").save_pretrained(folder)
+    if baked:
+        fast.enable_truncation(**baked)
+        fast.save(str(folder / "tokenizer.json"))
+
+
+def test_a_hugging_face_folder_is_a_tokenizer(tmp_path: Path) -> None:
+    save_fast_bpe(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
     assert (tokenizer.vocab_size, tokenizer.eod) == (400, 0)
     for text, ids in zip(TEXTS, tokenizer.encode_batch(TEXTS), strict=True):
         assert tokenizer.decode(ids) == text
     tokenizer.save(tmp_path / "again")
     assert load_tokenizer(str(tmp_path / "again")).encode(TEXTS[3]) == tokenizer.encode(TEXTS[3])
+
+
+@pytest.mark.parametrize("baked", [{}, {"max_length": 3}])
+def test_a_hugging_face_tokenizer_gives_the_ids_of_transformers(
+    tmp_path: Path, baked: dict[str, int]
+) -> None:
+    from transformers import AutoTokenizer
+
+    save_fast_bpe(tmp_path, **baked)
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path))(TEXTS, add_special_tokens=False)
+    assert load_tokenizer(str(tmp_path)).encode_batch(TEXTS) == theirs["input_ids"]
 
 
 def test_training_twice_gives_the_same_bytes(trained: Path, tmp_path: Path) -> None:
