@@ -18,13 +18,13 @@ class Parking:
     """Where the blocks of one model leave their inputs."""
 
     def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
+        self._copies: Copies | None = None
         self._last: ref[Parked] | None = None
 
     @contextmanager
     def parks(self, hidden: Tensor) -> Iterator[None]:
         """What autograd saves of `hidden` [b, s, hidden] inside waits on the host."""
-        if not (self.is_elsewhere(hidden) and torch.is_grad_enabled()):
+        if not (is_elsewhere(hidden) and torch.is_grad_enabled()):
             yield
             return
         place, size = hidden.data_ptr(), hidden.numel()
@@ -39,49 +39,70 @@ class Parking:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
-    def is_elsewhere(self, hidden: Tensor) -> bool:
-        """Whether host memory is not where `hidden` is."""
-        return hidden.is_cuda
-
     def _park(self, tensor: Tensor) -> "Parked":
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(tensor.device)
-        parked = Parked(tensor, self._stream, self._last)
+        if self._copies is None:
+            self._copies = Copies(tensor.device)
+        parked = Parked(tensor, self._copies, self._last)
         self._last = ref(parked)
         return parked
 
 
-class Parked:
-    """One tensor's copy in pinned memory."""
+def is_elsewhere(tensor: Tensor) -> bool:
+    """Whether host memory is not where the tensor is."""
+    return tensor.is_cuda
 
-    def __init__(self, tensor: Tensor, stream: torch.cuda.Stream, before: "ref[Parked] | None"):
+
+class Parked:
+    """One tensor's copy on the host."""
+
+    def __init__(self, tensor: Tensor, copies: "Copies", before: "ref[Parked] | None") -> None:
         """`before`: what was parked last, and so will be fetched next."""
-        self._device, self._stream, self._before = tensor.device, stream, before
+        self._copies, self._before = copies, before
         self._coming: Tensor | None = None
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            self._host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(stream)
+        self._host = copies.to_host(tensor)
 
     def fetch(self) -> Tensor:
         """The tensor on its device again; the one that was parked before it follows."""
-        self._start_fetching()
-        assert self._coming is not None
-        tensor, self._coming = self._coming, None
+        tensor = self._start()
+        self._coming = None
+        self._copies.arrive(tensor)
+        before = self._before() if self._before is not None else None
+        # One of an earlier micro-batch is gone with its graph.
+        if before is not None:
+            before._start()
+        return tensor
+
+    def _start(self) -> Tensor:
+        if self._coming is None:
+            self._coming = self._copies.start_back(self._host)
+        return self._coming
+
+
+class Copies:
+    """Copies between one GPU and pinned host memory, on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Begin to copy what the computation has made by now; the host may not read it yet."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._stream)
+        return host
+
+    def start_back(self, host: Tensor) -> Tensor:
+        """Begin to copy back, for `arrive` to finish; after what is computed now, since memory
+        would fill if the copies of all blocks ran ahead."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            return host.to(self._device, non_blocking=True)
+
+    def arrive(self, tensor: Tensor) -> None:
+        """Let the computation wait for what has begun to come back, and use it."""
         computing = torch.cuda.current_stream(self._device)
         computing.wait_stream(self._stream)
         tensor.record_stream(computing)
-        # One that is done with, of an earlier micro-batch, is gone.
-        before = self._before() if self._before is not None else None
-        if before is not None:
-            before._start_fetching()
-        return tensor
-
-    def _start_fetching(self) -> None:
-        if self._coming is not None:
-            return
-        # Not before what is computed now is done: else memory would fill with what runs ahead.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            self._coming = self._host.to(self._device, non_blocking=True)

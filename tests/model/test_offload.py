@@ -1,0 +1,72 @@
+"""Block inputs wait on the host: only they, each once, the next on its way while one is used.
+
+The copies themselves need a GPU; here they are clones, and what is asked of them is written down.
+"""
+
+import pytest
+import torch
+
+from megafrontier.model import compile, offload
+
+
+class Clones:
+    """Stands in for `offload.Copies`; `asked` has (what, its number) in order."""
+
+    asked: list[tuple[str, int]] = []
+
+    def __init__(self, device):
+        self.asked.clear()
+        self.numbers = {}
+
+    def note(self, what, tensor):
+        number = self.numbers.setdefault(tensor.sum().item(), len(self.numbers))
+        self.asked.append((what, number))
+
+    def to_host(self, tensor):
+        self.note("out", tensor)
+        return tensor.clone()
+
+    def start_back(self, host):
+        self.note("back", host)
+        return host.clone()
+
+    def arrive(self, tensor):
+        self.note("use", tensor)
+
+
+@pytest.fixture(params=[False, True], ids=["eager", "compiled"])
+def is_compiled(request, monkeypatch):
+    monkeypatch.setattr(offload, "Copies", Clones)
+    monkeypatch.setattr(offload, "is_elsewhere", lambda tensor: True)
+    monkeypatch.setattr(compile, "BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    return request.param
+
+
+def test_inputs_come_back_one_ahead_in_reverse_and_give_the_same_gradients(
+    is_compiled, make_config, make_model, tokens
+):
+    config = make_config(layers=3, position="rotary")
+    plain = make_model(config)
+    plain(tokens, tokens).backward()
+    parking = make_model(config, checkpointing="offload", compile_blocks=is_compiled)
+    for _ in range(2):  # the second micro-batch fetches nothing of the first
+        parking.zero_grad()
+        Clones.asked.clear()
+        parking(tokens, tokens).backward()
+        assert Clones.asked == [
+            ("out", 0), ("out", 1), ("out", 2),
+            ("back", 2), ("use", 2), ("back", 1),
+            ("use", 1), ("back", 0),
+            ("use", 0),
+        ]  # fmt: skip
+    for ours, theirs in zip(parking.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
+
+
+def test_without_a_backward_nothing_is_parked(is_compiled, make_config, make_model, tokens):
+    model = make_model(make_config(), checkpointing="offload", compile_blocks=is_compiled)
+    Clones.asked.clear()
+    with torch.no_grad():
+        model(tokens, tokens)
+    assert Clones.asked == []
