@@ -1,6 +1,6 @@
 """One process's view of the machine: its coordinates and a process group for each level."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -30,8 +30,6 @@ class Hierarchy:
     groups: tuple[dist.ProcessGroup | None, ...]
     device: torch.device
     control: tuple[dist.ProcessGroup | None, ...] = ()
-    store: Store | None = None
-    """Where the ranks have met; None for one alone."""
     coordinates: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,9 +109,16 @@ def _all_of(values: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor
 
 @contextmanager
 def join(
-    identity: Identity, levels: Levels, device: torch.device, timeout_seconds: float = 1800
+    identity: Identity,
+    levels: Levels,
+    device: torch.device,
+    timeout_seconds: float = 1800,
+    met: Callable[[Store | None], None] = lambda store: None,
 ) -> Iterator[Hierarchy]:
     """Meet the other ranks, make a group for each level, and leave in order at the end.
+
+    `met` is called with the store at which the ranks have met, None for one alone, before anything
+    else that needs them.
 
     Raises UserError when the host names contradict the levels, PeersLost when ranks do not come in
     time. `timeout_seconds` is also that of every collective. Works with gloo on a CPU and with
@@ -124,9 +129,11 @@ def join(
             f"machine.levels: hold {levels.ranks} ranks, but {identity.world_size} were started"
         )
     if identity.world_size == 1:
+        met(None)
         yield Hierarchy(levels, 0, (None,) * len(levels.sizes), device)
         return
     store = _meet(identity, timeout_seconds)
+    met(store)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=PrefixStore("world", store),
@@ -136,7 +143,7 @@ def join(
     )
     try:
         groups, control = (_groups(levels, identity.rank) for _ in range(2))
-        hierarchy = Hierarchy(levels, identity.rank, groups, device, control, store)
+        hierarchy = Hierarchy(levels, identity.rank, groups, device, control)
         _check_hosts(hierarchy, identity)
         yield hierarchy
     finally:

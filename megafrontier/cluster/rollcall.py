@@ -28,6 +28,8 @@ _BLOCK = 64
 _NAMED_HOSTS = 8
 _NEVER = timedelta(days=20)  # what still fits the store's milliseconds
 
+Missing = list[tuple[int, str]]
+"""Ranks and their hosts, in rank order."""
 T = TypeVar("T")
 
 
@@ -76,20 +78,25 @@ class RollCall:
         """The alarm, if there is one."""
         return _decode(self._store.get("alarm")) if self._store.check(["alarm"]) else None
 
-    def missing(self) -> str:
-        """Answer, and learn which ranks did not, in words; empty where all did. Every rank calls it
-        once. Takes ANSWER_SECONDS, less where all answer. Raises RuntimeError without word from
-        rank 0, or blocks where the network swallows everything (see `within`)."""
+    def missing(self) -> Missing:
+        """Answer, and learn which ranks did not, and where they ran; empty where all did. Every
+        rank calls it once. Takes ANSWER_SECONDS, less where all answer, and rank 0 up to twice as
+        long. Raises RuntimeError without word from rank 0, or blocks where the network swallows
+        everything (see `within`)."""
         rank = self.identity.rank
         self._store.set(f"here/{rank}", "")
         self._store.add(f"answers/{rank // _BLOCK}", 1)
         if rank == 0:
-            self._store.set("verdict", self._count() or "none")
+            lost = self._count()
+            self._store.set("verdict", json.dumps(lost))
+            self._await_listeners(self.identity.world_size - len(lost) - 1)
+            return lost
         self._store.wait(["verdict"], timedelta(seconds=VERDICT_SECONDS))
-        verdict = self._text("verdict")
-        return "" if verdict == "none" else verdict
+        found = json.loads(self._text("verdict"))
+        self._store.add("listeners", 1)
+        return [(rank, host) for rank, host in found]
 
-    def _count(self) -> str:
+    def _count(self) -> Missing:
         size = self.identity.world_size
         blocks = [range(first, min(first + _BLOCK, size)) for first in range(0, size, _BLOCK)]
         deadline = time.monotonic() + ANSWER_SECONDS
@@ -97,7 +104,13 @@ class RollCall:
             time.sleep(0.1)
             blocks = [b for b in blocks if self._store.add(f"answers/{b[0] // _BLOCK}", 0) < len(b)]
         lost = [rank for b in blocks for rank in b if not self._store.check([f"here/{rank}"])]
-        return describe([(rank, self._text(f"host/{rank}")) for rank in lost])
+        return [(rank, self._text(f"host/{rank}")) for rank in lost]
+
+    def _await_listeners(self, count: int) -> None:
+        """The store ends with rank 0, which may leave once the others know the verdict."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while self._store.add("listeners", 0) < count and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def _text(self, key: str) -> str:
         return self._store.get(key).decode()
@@ -107,7 +120,7 @@ def _decode(raw: bytes) -> Alarm:
     return Alarm(**json.loads(raw))
 
 
-def describe(lost: list[tuple[int, str]]) -> str:
+def describe(lost: Missing) -> str:
     """Ranks and their hosts, in rank order, as words: `ranks 8-15 on frontier00002`."""
     hosts = [(host, [rank for rank, _ in found]) for host, found in groupby(lost, lambda x: x[1])]
     parts = []

@@ -2,18 +2,19 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch.distributed.distributed_c10d import Store
 
 from megafrontier.checkpoint.read import read_manifest
 from megafrontier.cluster.hierarchy import Hierarchy, check_ranks_per_host, join
 from megafrontier.cluster.identity import Identity, identify
 from megafrontier.cluster.local import exit_code, flush_output, fork_ranks
 from megafrontier.config import Config, load_machine, save_config
-from megafrontier.errors import LOST, STOPPED, UserError
+from megafrontier.errors import STOPPED, UserError
 from megafrontier.training.arrangement import Arrangement, arrange, check_training
 from megafrontier.training.attempts import attempted
 from megafrontier.training.evaluation import Evaluate
@@ -77,13 +78,15 @@ def launch(body: Callable[[], int], nproc: int | None, check: Callable[[int], No
 
 
 @contextmanager
-def joined(config: Config) -> Iterator[tuple[Arrangement, Hierarchy]]:
-    """This rank's place in the machine that a configuration describes."""
+def joined(
+    config: Config, met: Callable[[Store | None], None] = lambda store: None
+) -> Iterator[tuple[Arrangement, Hierarchy]]:
+    """This rank's place in the machine that a configuration describes; `met` as in `join`."""
     identity = identify(os.environ)
     arrangement = arrange(config, identity.world_size)
     device = choose_device(identity)
     wait_seconds = collective_seconds(config.train.hang_seconds)
-    with join(identity, arrangement.levels, device, wait_seconds) as hierarchy:
+    with join(identity, arrangement.levels, device, wait_seconds, met) as hierarchy:
         check_ranks_per_host(hierarchy, identity, arrangement.machine.device.ranks_per_host)
         yield arrangement, hierarchy
 
@@ -104,16 +107,19 @@ def choose_device(identity: Identity) -> torch.device:
 def _train_rank(config: Config) -> int:
     identity = identify(os.environ)
     check_present(config, load_machine(config.machine).device, identity)
+    directory = Path(config.run.directory)
     with (
-        joined(config) as (arrangement, hierarchy),
+        closing(Watch(identity, directory, config.train.hang_seconds)) as watch,
+        joined(config, watch.start) as (arrangement, hierarchy),
         open_logbook(config, hierarchy.rank == 0) as logbook,
-        watched(config, identity, hierarchy) as watch,
-        hold(Path(config.run.directory), identity, hierarchy, logbook.remark),
+        watched(watch),
+        hold(directory, identity, hierarchy, logbook.remark),
         attempted(config, identity, hierarchy) as attempt,
     ):
-        watch.last_words = partial(attempt.ended, LOST)
+        watch.last_words = attempt.ended
         if config.preflight.enabled:
-            preflight(config, arrangement, identity, hierarchy, logbook.remark)
+            with watch.trying_nodes():
+                preflight(config, arrangement, identity, hierarchy, logbook.remark)
         code = _run(config, arrangement, hierarchy, logbook, watch)
         attempt.ended(code)
         return code

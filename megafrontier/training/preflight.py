@@ -20,10 +20,10 @@ from megafrontier.cluster.links import measure
 from megafrontier.config import Config, DeviceConfig
 from megafrontier.errors import DeviceMissing, NodesUnfit, RunFailed, UserError
 from megafrontier.model.gpt import parameter_shapes
+from megafrontier.training import bad_nodes
 from megafrontier.training.arrangement import Arrangement
 
 GIB = 2**30
-BAD_NODES = "bad-nodes.txt"
 MEMORY_PART = 0.9
 """Drivers and firmware keep some of what is sold; a process of an earlier job keeps more."""
 SKEW_SECONDS = 1.0
@@ -241,7 +241,7 @@ def _refuse(failing: dict[str, str], hosts: int, directory: Path, hierarchy: Hie
     if hosts > 1 and (2 * len(failing) > hosts or len(failing) == NAMED):
         raise RunFailed(f"preflight: {len(failing)} of {hosts} hosts fail: {line}")
     if hierarchy.rank == 0:
-        _note_bad_nodes(directory, list(failing))
+        bad_nodes.add(directory, failing)
     raise NodesUnfit(f"preflight: {line}")
 
 
@@ -254,14 +254,8 @@ def check_present(config: Config, device: DeviceConfig, identity: Identity) -> N
     if not torch.cuda.is_available():
         directory = Path(config.run.directory)
         directory.mkdir(parents=True, exist_ok=True)
-        _note_bad_nodes(directory, [identity.host])
+        bad_nodes.add(directory, [identity.host])
         raise DeviceMissing(
             f"preflight: {identity.host} (rank {identity.rank}): no accelerator, need a "
             f"{device.name} (machine.device.name)"
         )
-
-
-def _note_bad_nodes(directory: Path, hosts: list[str]) -> None:
-    """Append hosts to the run's list, one a line, for the script that starts it again."""
-    with (directory / BAD_NODES).open("a", encoding="utf-8") as file:
-        file.writelines(f"{host}\n" for host in hosts)

@@ -5,6 +5,9 @@ end. Each leads to the same roll call (see `cluster/rollcall.py`), and after it 
 rank 0 with the line that says who was lost or that the run hung, the others without a word. The
 main thread may be stuck in a collective for good, so the threads here end the process themselves.
 
+Before the first step only the nodes and their links are tried, which takes seconds. Where that does
+not end, the hosts that do not answer the roll call are listed in bad-nodes.txt.
+
 Note on local ranks. Their parent knows who has died and ends the others, so they raise no alarm
 for an exception; for a hang they do, and look for one each second in their common file.
 """
@@ -17,22 +20,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megafrontier.cluster.hierarchy import Hierarchy
+from torch.distributed.distributed_c10d import Store
+
 from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.rollcall import (
     ANSWER_SECONDS,
     VERDICT_SECONDS,
     Alarm,
+    Missing,
     RollCall,
+    describe,
     within,
 )
-from megafrontier.config import Config
-from megafrontier.errors import LOST, Ending
+from megafrontier.errors import BAD_NODE, LOST, Ending
 from megafrontier.partition.ledger import Ledger
+from megafrontier.training import bad_nodes
 from megafrontier.training.stacks import hang_folder, write_stacks
 
 START_FACTOR = 3
 """Start-up and first step (kernels, connections, compilation) may take so many times as long."""
+TRIAL_SECONDS = 180.0
+"""The most that ranks may take to connect to each other, and again for the pre-flight: connections
+of thousands of ranks take a minute."""
 NO_HANG_SECONDS = 1800.0
 """How long a collective may take where hangs are not looked for: torch wants a number."""
 
@@ -45,17 +54,16 @@ def collective_seconds(hang_seconds: float) -> float:
 class Watch:
     """One rank's. `beat` tells it that something has been finished."""
 
-    def __init__(
-        self, identity: Identity, roll: RollCall | None, directory: Path, hang_seconds: float
-    ) -> None:
+    def __init__(self, identity: Identity, directory: Path, hang_seconds: float) -> None:
         self.ledger: Ledger | None = None
         """Whose crossings a report names."""
-        self.last_words: Callable[[str], None] = lambda line: None
-        """Told, on rank 0, why the run ends."""
-        self._identity, self._roll = identity, roll
-        self._directory = directory
+        self.last_words: Callable[[int, str], None] = lambda code, line: None
+        """Told, on rank 0, with which code and why the run ends."""
+        self._identity, self._directory = identity, directory
+        self._roll: RollCall | None = None
         self._hang_seconds = hang_seconds
         self._limit_seconds = START_FACTOR * hang_seconds
+        self._tries_nodes = False
         self._step, self._last = 0, time.monotonic()
         self._closed = threading.Event()
         self._ending = threading.Lock()
@@ -64,13 +72,34 @@ class Watch:
     def _is_local(self) -> bool:
         return self._identity.source == "local"
 
-    def start(self) -> None:
-        """Begin to watch and to listen."""
+    def start(self, store: Store | None) -> None:
+        """The ranks have met at `store`, and connect to each other: begin to watch and listen."""
+        if store is not None:
+            enrolled = RollCall(store, self._identity)
+            enrolled.enrol()
+            # To connect, the main thread waits in the store and keeps others out meanwhile.
+            self._roll = enrolled.clone()
+        self._try_nodes(True)
         if self._hang_seconds > 0:
             threading.Thread(target=self._look, name="watch", daemon=True).start()
         if self._roll is not None and not self._is_local:
             ear = self._roll.clone()
             threading.Thread(target=self._listen, args=(ear,), name="listen", daemon=True).start()
+
+    def connected(self) -> None:
+        """What may not move from here on is more than the nodes."""
+        self._try_nodes(False)
+
+    @contextmanager
+    def trying_nodes(self) -> Iterator[None]:
+        """Meanwhile nodes and links are tried, and nothing else."""
+        self._try_nodes(True)
+        yield
+        self._try_nodes(False)
+
+    def _try_nodes(self, now: bool) -> None:
+        self._last = time.monotonic()  # first, for the thread that compares it
+        self._tries_nodes = now
 
     def begin(self, step: int, ledger: Ledger) -> None:
         """The run stands at `step`; the first one from here may take longer than the others."""
@@ -100,10 +129,14 @@ class Watch:
             heard = None if roll is None else roll.alarm()
             if heard is not None:
                 self._end(heard)
+            limit, code = self._limit_seconds, LOST
+            if self._tries_nodes:
+                limit, code = min(limit, TRIAL_SECONDS), BAD_NODE
             idle = time.monotonic() - self._last
-            if idle > self._limit_seconds:
-                reason = f"nothing finished for {idle:.0f} s after step {self._step}"
-                self._call(Alarm(self._identity.rank, reason, LOST, hang=True))
+            if idle > limit:
+                after = "before the first step" if self._tries_nodes else f"after step {self._step}"
+                reason = f"nothing finished for {idle:.0f} s {after}"
+                self._call(Alarm(self._identity.rank, reason, code, hang=True))
 
     def _listen(self, ear: RollCall) -> None:
         try:
@@ -132,17 +165,32 @@ class Watch:
             self._report()
         missing = self._missing()
         if missing:
-            self._leave(LOST, f"{missing}: lost, no answer" + self._where(alarm))
+            line = f"{describe(missing)}: lost, no answer{self._where(alarm)}"
+            knows_whom = missing[0][0] != 0  # without rank 0 a rank cannot tell who is cut off
+            if alarm.hang and alarm.code == BAD_NODE and knows_whom:
+                self._leave(BAD_NODE, line + self._list(missing))
+            self._leave(LOST, line)
         if alarm.hang:
             self._leave(LOST, f"the run hangs, though every rank answers{self._where(alarm)}")
         if alarm.rank != self._identity.rank:
             self._leave(alarm.code)
 
-    def _missing(self) -> str:
+    def _missing(self) -> Missing:
         if self._roll is None:
-            return ""
+            return []
         found = within(VERDICT_SECONDS + ANSWER_SECONDS, self._roll.missing)
-        return f"rank 0 on {self._roll.first_host}" if found is None else found
+        return [(0, self._roll.first_host)] if found is None else found
+
+    def _list(self, missing: Missing) -> str:
+        """List the hosts that do not answer rank 0, or its own where most do not."""
+        assert self._roll is not None
+        hosts = {host for _, host in missing}
+        if 2 * len(missing) > self._identity.world_size:
+            hosts = {self._roll.first_host}
+        if self._identity.rank == 0:
+            with suppress(OSError):  # its own way to the storage may be cut
+                bad_nodes.add(self._directory, hosts)
+        return f"; listed in {self._directory / bad_nodes.NAME}: {', '.join(sorted(hosts))}"
 
     def _where(self, alarm: Alarm) -> str:
         folder = hang_folder(self._directory, self._step)
@@ -161,25 +209,21 @@ class Watch:
         if line and (first or (line.startswith("rank 0 ") and self._identity.local_rank < 2)):
             print(f"megafrontier: {line}", file=sys.stderr, flush=True)
         if line and first:
-            self.last_words(line)
+            self.last_words(code, line)
         with suppress(OSError):
             sys.stdout.flush()
         os._exit(code)
 
 
 @contextmanager
-def watched(config: Config, identity: Identity, hierarchy: Hierarchy) -> Iterator[Watch]:
-    """Watch over the ranks from here to the end of the body.
+def watched(watch: Watch) -> Iterator[None]:
+    """Watch over connected ranks to the end of the body.
 
     What all ranks raise alike (bad input, unfit nodes, a failed run) they also leave with alike.
     """
-    roll = None if hierarchy.store is None else RollCall(hierarchy.store, identity)
-    if roll is not None:
-        roll.enrol()
-    watch = Watch(identity, roll, Path(config.run.directory), config.train.hang_seconds)
-    watch.start()
+    watch.connected()
     try:
-        yield watch
+        yield
     except Exception as error:
         if not isinstance(error, Ending) or error.is_one_ranks:
             watch.fail(error)

@@ -1,15 +1,22 @@
 """Ranks that lose one of them, or hang, end soon, all of them, and one line says why."""
 
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
+import torch.distributed as dist
 
+from megafrontier.cluster import rollcall
+from megafrontier.cluster.identity import Identity
+from megafrontier.cluster.rollcall import RollCall
 from megafrontier.errors import BAD_NODE, LOST
+from megafrontier.training.watch import Watch
 from tests.training import runs
 from tests.training.test_launchers import slurm, start
 
@@ -40,6 +47,21 @@ def unfit(config, arrangement, identity, *_):
 launch.preflight = unfit
 sys.exit(cli.main(sys.argv[1:]))
 """
+# Before the first step, where only nodes and links are tried.
+WHILE_TRIED = """
+import os, signal, sys
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+from megafrontier import cli
+from megafrontier.cluster import hierarchy
+from megafrontier.training import preflight
+{name} = {module}.{name}
+def strike(where, *arguments):
+    if where.rank == 1:
+        {act}
+    return {name}(where, *arguments)
+{module}.{name} = strike
+sys.exit(cli.main(sys.argv[1:]))
+"""
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 FREEZE = "os.kill(os.getpid(), signal.SIGSTOP)"
 ENDLESS = ("train.steps=100000",)
@@ -52,9 +74,9 @@ def folder(tmp_path_factory):
     return path
 
 
-def launched(folder, name, script, *overrides):
+def launched(folder, name, script, *overrides, identity=slurm):
     """Two ranks that no parent watches over; (exit code, stderr) of those that end."""
-    ranks = start(["-c", script], folder, name, slurm, *ENDLESS, *overrides)
+    ranks = start(["-c", script], folder, name, identity, *ENDLESS, *overrides)
     ended = {}
     deadline = time.monotonic() + 120
     while len(ended) < 2 and time.monotonic() < deadline:
@@ -111,6 +133,49 @@ def test_unfit_nodes_are_told_by_the_first_rank_alone_and_the_code_is_everybodys
     ended = launched(folder, "unfit", UNFIT)
     assert ended[0] == (BAD_NODE, "megafrontier: preflight: frontier00001 is slow\n")
     assert ended[1] == (BAD_NODE, "")
+
+
+def on_two_hosts(rank):
+    return slurm(rank) | {"SLURM_LOCALID": 0, "SLURMD_NODENAME": f"frontier{rank + 1:05d}"}
+
+
+@pytest.mark.parametrize("where", ["hierarchy._check_hosts", "preflight.measure"])
+def test_a_host_that_is_silent_before_the_first_step_is_named_and_listed(folder, where):
+    """While the ranks connect to each other, or in an exchange of the pre-flight."""
+    module, name = where.split(".")
+    script = WHILE_TRIED.format(module=module, name=name, act=FREEZE)
+    chosen = ("train.hang_seconds=3", "machine.device.ranks_per_host=1")
+    code, told = launched(folder, module, script, *chosen, identity=on_two_hosts)[0]
+    assert code == BAD_NODE
+    assert told.startswith("megafrontier: rank 1 on frontier00002: lost, no answer; nothing fini")
+    assert told.endswith(f"; listed in {folder}/{module}/bad-nodes.txt: frontier00002\n")
+    assert told.count("\n") == 1
+    assert (folder / module / "bad-nodes.txt").read_text() == "frontier00002\n"
+
+
+@pytest.mark.parametrize(
+    ("answering", "listed"), [((1, 2), ["host3"]), ((1,), ["host2", "host3"]), ((), ["host0"])]
+)
+def test_who_hears_from_less_than_half_is_itself_the_silent_one(
+    tmp_path, monkeypatch, answering, listed
+):
+    monkeypatch.setattr(rollcall, "ANSWER_SECONDS", 0.5)
+    codes = queue.Queue()
+
+    def leave(code):
+        codes.put(code)
+        threading.Event().wait()  # the caller goes no further
+
+    monkeypatch.setattr(os, "_exit", leave)
+    store = dist.HashStore()
+    others = [RollCall(store, Identity(r, 4, 0, "slurm", host=f"host{r}")) for r in range(1, 4)]
+    for other in others:
+        store.set(f"host/{other.identity.rank}", other.identity.host)
+    for rank in answering:
+        threading.Thread(target=others[rank - 1].missing, daemon=True).start()
+    Watch(Identity(0, 4, 0, "slurm", host="host0"), tmp_path, 0.1).start(store)
+    assert codes.get(timeout=60) == BAD_NODE
+    assert (tmp_path / "bad-nodes.txt").read_text().split() == listed
 
 
 def test_a_frozen_rank_is_lost_and_the_others_leave_their_stacks(folder):
