@@ -4,6 +4,9 @@ An attempt is a start of the run. One that ends neither finished, nor on request
 that nobody starts again by itself (2 and 3: a person has looked), has failed; what it reached is in
 metrics.jsonl when the next one starts. Several failures in a row, none further than the first of
 them, will not be the last.
+
+An attempt after which bad-nodes.txt lists more hosts than before has failed through them, and the
+next one leaves them out: it does not count. A cluster has only so many.
 """
 
 import json
@@ -17,7 +20,8 @@ from typing import Any
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import Identity
 from megafrontier.config import Config
-from megafrontier.errors import BAD_INPUT, FAILED, STOPPED, RunFailed, UserError
+from megafrontier.errors import BAD_INPUT, FAILED, STOPPED, Ending, RunFailed
+from megafrontier.training import bad_nodes
 
 _TAIL_BYTES = 65536
 
@@ -49,15 +53,17 @@ def attempted(config: Config, identity: Identity, hierarchy: Hierarchy) -> Itera
     first = hierarchy.rank == 0
     attempt = Attempt(directory / "attempts.jsonl" if first else None)
     reached = reached_step(directory / "metrics.jsonl") if first else 0
-    refusal = _refusal(directory, reached, config.train.attempts) if first else None
+    listed = len(bad_nodes.listed(directory)) if first else 0
+    refusal = _refusal(directory, reached, listed, config.train.attempts) if first else None
     job = {"job": os.environ["SLURM_JOB_ID"]} if "SLURM_JOB_ID" in os.environ else {}
-    attempt.note(reached=reached, host=identity.host, ranks=identity.world_size, **job)
+    who = {"host": identity.host, "ranks": identity.world_size, **job}
+    attempt.note(reached=reached, bad_nodes=listed, **who)
     try:
         agreed = hierarchy.first_error(refusal)
         if agreed is not None:
             raise RunFailed(agreed)
         yield attempt
-    except (UserError, RunFailed) as error:
+    except Ending as error:
         attempt.ended(error.code, str(error))
         raise
 
@@ -72,8 +78,8 @@ def reached_step(metrics: Path) -> int:
     return 0
 
 
-def _refusal(directory: Path, reached: int, limit: int) -> str | None:
-    failures = count_failures(directory / "attempts.jsonl", reached)
+def _refusal(directory: Path, reached: int, listed: int, limit: int) -> str | None:
+    failures = count_failures(directory / "attempts.jsonl", reached, listed)
     if limit == 0 or failures < limit:
         return None
     return (
@@ -83,21 +89,24 @@ def _refusal(directory: Path, reached: int, limit: int) -> str | None:
     )
 
 
-def count_failures(path: Path, reached: int) -> int:
+def count_failures(path: Path, reached: int, listed: int) -> int:
     """Failed attempts since one got further than those before it, that one included. `reached` is
-    the last step that the newest attempt finished."""
-    starts: list[int] = []
+    the last step that the newest attempt finished, `listed` the number of bad nodes after it."""
+    starts: list[tuple[int, int]] = []
     ends: list[int | None] = []
     for entry in _entries(path):
         if "reached" in entry:
-            starts.append(entry["reached"])
+            starts.append((entry["reached"], entry.get("bad_nodes", 0)))
             ends.append(None)
         elif ends:
             ends[-1] = entry.get("ended")
     failures, best = 0, -1
-    for last_step, code in zip([*starts[1:], reached], ends, strict=False):
+    afterwards = [*starts[1:], (reached, listed)]
+    for (_, before), (last_step, after), code in zip(starts, afterwards, ends, strict=False):
         if code in (0, BAD_INPUT, FAILED, STOPPED):
             failures, best = 0, -1
+        elif after > before:
+            continue
         elif last_step > best:
             failures, best = 1, last_step
         else:

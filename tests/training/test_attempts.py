@@ -8,7 +8,8 @@ from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.levels import Levels
 from megafrontier.config import Config
-from megafrontier.errors import BAD_INPUT, FAILED, LOST, STOPPED, RunFailed
+from megafrontier.errors import BAD_INPUT, BAD_NODE, FAILED, LOST, STOPPED, NodesUnfit, RunFailed
+from megafrontier.training import bad_nodes
 from megafrontier.training.attempts import attempted, reached_step
 
 ALONE = Identity(0, 1, 0, "alone", host="frontier00001")
@@ -27,18 +28,26 @@ def config(tmp_path):
     return config
 
 
-def attempt(config, tmp_path, reached, code=None):
-    """One start of the run, which gets as far as `reached` and ends with a code, or is killed."""
-    hierarchy = Hierarchy(Levels(("world",), (1,)), 0, (None,), "cpu")
+def hierarchy():
+    return Hierarchy(Levels(("world",), (1,)), 0, (None,), "cpu")
+
+
+def attempt(config, tmp_path, reached, code=None, bad_node=None):
+    """One start of the run, which gets as far as `reached` and ends with a code, or for a bad node,
+    or is killed. True: it was let start; else RunFailed is raised."""
     try:
-        with attempted(config, ALONE, hierarchy) as this:
+        with attempted(config, ALONE, hierarchy()) as this:
             metrics = "".join(f'{{"step": {step}, "loss": 1}}\n' for step in range(1, reached + 1))
             (tmp_path / "metrics.jsonl").write_text(metrics)
+            if bad_node is not None:
+                bad_nodes.add(tmp_path, [bad_node])
+                raise NodesUnfit(f"preflight: {bad_node} is slow")
             if code is None:
                 raise Killed
             this.ended(code)
-    except Killed:
+    except (Killed, NodesUnfit):
         pass
+    return True
 
 
 def test_a_run_that_fails_at_one_step_too_often_is_given_up_and_says_where(config, tmp_path):
@@ -49,30 +58,49 @@ def test_a_run_that_fails_at_one_step_too_often_is_given_up_and_says_where(confi
 
 
 def test_a_run_that_gets_on_may_fail_as_often_as_it_likes(config, tmp_path):
-    for reached in range(1, 20):
-        attempt(config, tmp_path, reached, LOST if reached % 2 else None)
+    codes = [LOST if reached % 2 else None for reached in range(20)]
+    went = [attempt(config, tmp_path, reached, code) for reached, code in enumerate(codes)]
+    assert all(went)
+    assert reached_step(tmp_path / "metrics.jsonl") == 19
 
 
 @pytest.mark.parametrize("code", [STOPPED, BAD_INPUT, FAILED, 0])
 def test_an_attempt_that_ends_in_order_starts_the_count_anew(config, tmp_path, code):
-    for _ in range(4):
-        attempt(config, tmp_path, 7)
-        attempt(config, tmp_path, 7)
-        attempt(config, tmp_path, 7, code)
+    ends = [None, None, code] * 4
+    assert all(attempt(config, tmp_path, 7, end) for end in ends)
 
 
 def test_a_person_who_starts_a_run_that_was_given_up_gets_as_many_attempts_again(config, tmp_path):
     for _ in range(2):
-        for _ in range(LIMIT):
-            attempt(config, tmp_path, 7)
+        assert all(attempt(config, tmp_path, 7) for _ in range(LIMIT))
         with pytest.raises(RunFailed):
             attempt(config, tmp_path, 7)
 
 
+def test_attempts_that_each_list_another_bad_node_do_not_count(config, tmp_path):
+    attempt(config, tmp_path, 7)
+    attempt(config, tmp_path, 7)
+    for number in range(10):
+        attempt(config, tmp_path, 7, bad_node=f"frontier{number:05d}")
+    assert attempt(config, tmp_path, 7), "the third failure"
+    with pytest.raises(RunFailed, match="the last 3 attempts"):
+        attempt(config, tmp_path, 7)
+
+
+def test_a_bad_node_that_is_not_left_out_ends_the_run_as_any_failure_does(config, tmp_path):
+    """So a run that is started again without regard to the list cannot go on for ever."""
+    for _ in range(1 + LIMIT):  # the first lists it
+        attempt(config, tmp_path, 7, bad_node="frontier00002")
+    with pytest.raises(RunFailed, match="the last 3 attempts"):
+        attempt(config, tmp_path, 7)
+    ends = [json.loads(x) for x in (tmp_path / "attempts.jsonl").read_text().splitlines()][1::2]
+    assert [end["ended"] for end in ends] == [BAD_NODE] * (1 + LIMIT) + [FAILED]
+    assert (tmp_path / "bad-nodes.txt").read_text() == "frontier00002\n"
+
+
 def test_zero_never_gives_up(config, tmp_path):
     config.train.attempts = 0
-    for _ in range(10):
-        attempt(config, tmp_path, 7)
+    assert all(attempt(config, tmp_path, 7) for _ in range(10))
 
 
 def test_the_file_says_when_where_and_how_each_attempt_went(config, tmp_path):
