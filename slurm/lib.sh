@@ -91,13 +91,53 @@ enter_job() {
 unpack_environment() {
     local target=$node_disk/environment
     local archive=$node_disk/environment.tar.gz
-    each_node mkdir -p "$target"
-    run sbcast --preserve --force "$MEGAFRONTIER_ENV_TAR" "$archive"
-    each_node tar -xzf "$archive" -C "$target"
+    try_each_node mkdir -p "$target"
+    broadcast "$MEGAFRONTIER_ENV_TAR" "$archive"
+    try_each_node tar -xzf "$archive" -C "$target"
     # What conda-pack packed has its old place written in many files.
-    each_node sh -c '[ ! -e "$0"/conda-unpack ] || "$0"/python "$0"/conda-unpack' "$target/bin"
+    try_each_node sh -c '[ ! -e "$0"/conda-unpack ] || "$0"/python "$0"/conda-unpack' "$target/bin"
     prefix=$target
 }
+
+# Like each_node; ends the job when nodes fail, or do not say that it went well.
+try_each_node() {
+    local well failing
+    if [ -n "$dry_run" ]; then
+        each_node "$@"
+        return
+    fi
+    well=$(each_node sh -c '"$@" >&2 && echo "$SLURMD_NODENAME"' sh "$@") || true
+    mapfile -t failing < <(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -vxF "$well")
+    refuse_nodes "$1" "${failing[@]}"
+}
+
+# sbcast stops at the first nodes that fail, and names them.
+broadcast() {
+    local said failing
+    if said=$(run sbcast --preserve --force "$@" 2>&1); then
+        [ -z "$said" ] || echo "$said"
+        return
+    fi
+    echo "$said" >&2
+    mapfile -t failing < <(sed -n 's/.*REQUEST_FILE_BCAST(\([^)]*\)).*/\1/p' <<<"$said")
+    refuse_nodes sbcast "${failing[@]}"
+    fail "MEGAFRONTIER_ENV_TAR: sbcast of $1 fails"
+}
+
+# refuse_nodes COMMAND NODE…: end the job, for another to do without these nodes. What most of them
+# fail is no matter of nodes.
+refuse_nodes() {
+    local line="MEGAFRONTIER_ENV_TAR: $1 fails on ${*:2}"
+    shift
+    [ $# -gt 0 ] || return 0
+    [ $((2 * $#)) -le "$SLURM_JOB_NUM_NODES" ] || fail "$line, need an archive that fits there"
+    leave_job
+    echo "megafrontier: $line" >&2
+    leave_out "$@"
+}
+
+# What becomes of a job that cannot use some of its nodes.
+leave_out() { exit 69; }
 
 leave_job() {
     if [ -n "${MEGAFRONTIER_ENV_TAR:-}" ]; then
@@ -115,10 +155,10 @@ run() {
 }
 
 # The command of a step of all ranks, in `step`. After the first rank has ended the others have a
-# minute to end by themselves. --kill-on-bad-exit would end them at once: those who still live could
+# minute (SLURM_WAIT, if set) to end by themselves. --kill-on-bad-exit would end them at once: those who still live could
 # not say whom they lost, and srun's exit code would be that of its own kill.
 make_step() {
-    step=(srun --kill-on-bad-exit=0 --wait=60 --cpus-per-task="${SLURM_CPUS_PER_TASK:-CORES}")
+    step=(srun --kill-on-bad-exit=0 --wait="${SLURM_WAIT:-60}" --cpus-per-task="${SLURM_CPUS_PER_TASK:-CORES}")
     step+=("${srun_options[@]}" python -m megafrontier "$@")
 }
 

@@ -16,6 +16,8 @@ STEP_BYTES = 1.2e5
 """What a node sends in one step of the tiny model, about."""
 OVERRIDES = ("train.steps=24", "checkpoint.every=4", "preflight.enabled=false")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+SRUN_WAIT_SECONDS = "15"
+"""How long a rank that neither notices nor is told that another has died may take to end."""
 PATIENCE_SECONDS = 300
 
 
@@ -84,6 +86,12 @@ class Job:
     def kill_rank(self, rank: int) -> None:
         os.kill(self.ranks()[rank], signal.SIGKILL)
 
+    def freeze_ranks(self) -> None:
+        """Until they are told to go on, which Slurm does before it ends them."""
+        for process in self.ranks().values():
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGSTOP)
+
 
 def _rank_of(folder: Path, wanted: dict[bytes, str]) -> int | None:
     """The rank of a process that trains in a step with these variables; None of any other."""
@@ -108,18 +116,19 @@ class Runs:
     config: Path
     directory: Path
 
-    def submit(self, *overrides: str, options: tuple[str, ...] = ("--nodes=2",)) -> Job:
+    def submit(
+        self, *overrides: str, options: tuple[str, ...] = ("--nodes=2",), **environment: str
+    ) -> Job:
         """`slurm/train.sbatch` as a user of a cluster like this one calls it: 2 ranks a node."""
         return self.call(
             "train.sbatch", "--ntasks-per-node=2", "--time=20", *options, str(self.config),
-            f"run.directory={self.directory}", *OVERRIDES, *overrides,
+            f"run.directory={self.directory}", *OVERRIDES, *overrides, **environment,
         )  # fmt: skip
 
     def call(self, file: str, *arguments: str, **environment: str) -> Job:
         """Submit a file of slurm/ on the login node."""
-        said = self.cluster.run(
-            str(ROOT / "slurm" / file), *arguments, MEGAFRONTIER_CLUSTER="generic", **environment
-        )
+        environment |= {"MEGAFRONTIER_CLUSTER": "generic", "SLURM_WAIT": SRUN_WAIT_SECONDS}
+        said = self.cluster.run(str(ROOT / "slurm" / file), *arguments, **environment)
         return Job(self.cluster, said.split()[-1])
 
     def submit_by_hand(self, *overrides: str) -> Job:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.data.corpora import read_corpus
 from tests.slurm.cluster import ROOT
+from tests.slurm.jobs import unbroken
 
 CONFIG = "configs/gpt-20b.yaml"
 
@@ -76,8 +77,10 @@ def test_a_corpus_tokenised_by_an_array_job_is_that_of_one_process(training, tmp
     assert sorted(path.name for path in tmp_path.glob("made*")) == ["made.bin", "made.idx"]
 
 
-def test_a_packed_environment_is_unpacked_on_every_nodes_own_disk(training, tmp_path):
-    # A whole environment has gigabytes; this one says where it is, and borrows the rest.
+@pytest.fixture
+def packed(training, tmp_path):
+    """The variables of a job with a packed environment. A whole one has gigabytes; this one says
+    where it is, and borrows the rest."""
     prefix = tmp_path / "small"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(prefix)], check=True)
     site = next(prefix.glob("lib/python3*/site-packages"))
@@ -88,16 +91,42 @@ def test_a_packed_environment_is_unpacked_on_every_nodes_own_disk(training, tmp_
     assert packed.returncode == 0, packed.stderr
     shutil.rmtree(site)
     disk = training.cluster.folder / "disk"
+    return {"MEGAFRONTIER_ENV_TAR": str(archive), "MEGAFRONTIER_NODE_DISK": str(disk)}
+
+
+def test_a_packed_environment_is_unpacked_on_every_nodes_own_disk(training, tmp_path, packed):
     job = training.call(
         "evaluate.sbatch", "--nodes=2", "--ntasks-per-node=1", str(tmp_path / "no-such-run"),
-        MEGAFRONTIER_ENV_TAR=str(archive), MEGAFRONTIER_NODE_DISK=str(disk),
+        **packed,
     )  # fmt: skip
+    disk = training.cluster.folder / "disk"
     assert job.ended() == "FAILED"
     place = f"python of {disk}/megafrontier-{job.number}/environment"
     assert job.output.count(place) == 2, job.output
     assert "no-such-run" in job.output
     left = [*training.cluster.folder.glob("disks/*/megafrontier-*/*")]
     assert left == [], "the job has taken away what it brought"
+
+
+def test_nodes_on_which_the_environment_cannot_be_unpacked_are_left_out(training, packed):
+    """On one there is something else in the archive's place, on another in that of a file in it;
+    each is found out by one start, and the next trains without them."""
+    chosen = ("train.steps=2", "machine=laptop")
+    job = training.submit(*chosen, options=("--nodes=2", "--ntasks-per-node=1", "--hold"), **packed)
+    first, second = sorted(training.cluster.nodes)[1:3]
+    places = {
+        node: training.cluster.folder / "disks" / node / f"megafrontier-{job.number}"
+        for node in (first, second)
+    }
+    (places[first] / "environment.tar.gz").mkdir(parents=True)
+    (places[second] / "environment" / "pyvenv.cfg" / "full").mkdir(parents=True)
+    training.cluster.run("scontrol", "release", job.number)
+    assert job.ended() == "COMPLETED", job.output
+    assert job.restarts == 2, job.output
+    assert f"sbcast fails on {first}\n" in job.output
+    assert f"tar fails on {second}\n" in job.output
+    assert (training.directory / "bad-nodes.txt").read_text() == f"{first}\n{second}\n"
+    assert training.losses == unbroken(training.config, 2, *chosen)
 
 
 @pytest.mark.parametrize("file", ["train", "evaluate", "prepare"])
