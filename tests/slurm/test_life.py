@@ -27,15 +27,20 @@ def test_a_submitted_run_finishes(training):
 
 
 def test_a_run_longer_than_its_jobs_time_limit_goes_on_in_the_next(training):
+    """The first job's ranks stop when the limit is near, the second's do not stop before it."""
     training.slow_down(seconds=1)
     # Slurm looks every 30 s, and signals up to 30 s early: here 10 to 40 s after the start.
     limits = ("--nodes=2", "--time=1", "--signal=B:USR1@20")
     job = training.submit("train.steps=100", options=limits)
-    job.wait_for_restart(2)
+    job.wait_for_restart(1)
+    job.wait_until(lambda: len(job.ranks()) == 4, "ranks")
+    # Again and again: Slurm wakes them to let them end.
+    job.wait_until(lambda: job.freeze_ranks() or job.restarts == 2, "restart 2")
     job.set_time_limit(minutes=20)
     training.speed_up()
     assert_finished(training, job, 2, "train.steps=100")
-    assert job.output.count("exit code 75, requeued") == 2
+    assert job.output.count("exit code 75, requeued") == 1
+    assert job.output.count("by the time limit, requeued") == 1
 
 
 def test_a_signalled_run_stops_with_a_checkpoint_and_goes_on_without_the_bad_nodes(training):
