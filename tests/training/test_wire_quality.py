@@ -14,6 +14,7 @@ SETTINGS = (
     "model.ffn_hidden=128",
     "model.sequence_length=64",
     f"train.steps={STEPS}",
+    "train.micro_batch=2",
     "schedule.warmup_steps=6",
     "optimizer.lr=4.0e-3",
     "evaluate.batches=16",
