@@ -32,7 +32,7 @@ def matrix_rate(precision: str) -> dict[str, float]:
 def ours(setting: dict[str, Any], compiled: bool) -> dict[str, float]:
     """The framework's own step, on one rank."""
     chosen = Setting(**setting)
-    config = _our_config(chosen, compiled)
+    config = our_config(chosen, compiled)
     with joined(config) as (arrangement, hierarchy):
         clock = Clock(chosen.warm_up, chosen.steps)
         trainer = build_trainer(config, arrangement, hierarchy)
@@ -44,7 +44,7 @@ def ours(setting: dict[str, Any], compiled: bool) -> dict[str, float]:
     return figures | {"loss": result.loss}
 
 
-def _our_config(setting: Setting, compiled: bool) -> Config:
+def our_config(setting: Setting, compiled: bool) -> Config:
     train = TrainConfig(
         steps=10_000,
         global_batch=setting.batch,
