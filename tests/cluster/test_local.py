@@ -150,11 +150,13 @@ def test_a_rank_that_remembers_stops_does_not_outlive_one_that_failed():
     assert fork_ranks(2, body) == 7
 
 
-def test_the_first_failure_decides_the_exit_code():
+def test_the_first_failure_decides_the_exit_code(tmp_path):
     def body():
+        write_pid(tmp_path)
         if my_rank() == 1:
             return 5
-        time.sleep(0.2)
+        others = [pid for pid in read_pids(tmp_path, 2) if pid != os.getpid()]
+        wait_until(lambda: not os.path.exists(f"/proc/{others[0]}"), "the parent has not noticed")
         return 9
 
     assert fork_ranks(2, body) == 5
