@@ -1,0 +1,47 @@
+"""A run says what it computes with, and goes on without a compiler."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch._inductor import config as inductor
+
+from megafrontier.model import compile
+from tests.training import runs
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Losses of a run of 4 ranks, and the lines of its log that are about kernels."""
+    path = runs.make_config_file(tmp_path)
+
+    def run(name: str, *overrides: str) -> tuple[list[float], list[str]]:
+        directory = f"run.directory={tmp_path}/{name}"
+        with runs.one_core():
+            lines = runs.run(path, 4, directory, "train.steps=3", "train.micro_batch=4", *overrides)
+        log = Path(tmp_path, name, "log.txt").read_text().splitlines()
+        return runs.losses(lines), [line for line in log if "blocks" in line]
+
+    return run
+
+
+def test_without_a_compiler_one_line_says_so_and_the_blocks_run_as_they_are(train):
+    plain, said = train("plain", "model.dropout=0.1")
+    assert said == ["attention: math; blocks: not compiled"]
+    with inductor.patch("cpp.cxx", ("no-such-compiler",)):
+        found, said = train("asked", "model.dropout=0.1", "train.compile=true")
+    assert found == plain
+    assert said == [
+        "warning: train.compile: no working C++ compiler (CXX or g++); the blocks run uncompiled",
+        "attention: math; blocks: not compiled",
+    ]
+
+
+def test_a_compiled_run_with_documents_has_the_losses_of_the_plain_one(train, monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(compile, "BACKEND", "aot_eager")
+    plain, _ = train("plain", "data.document_mask=true")
+    chosen = ("data.document_mask=true", "train.compile=true")
+    found, said = train("compiled", *chosen, "train.activation_checkpointing=selective")
+    assert found == pytest.approx(plain, rel=1e-5)
+    assert said == ["attention: varlen flash; blocks: compiled"]
