@@ -90,7 +90,7 @@ class Engine:
         prefetch: int,
         check_order: bool,
     ) -> None:
-        self.placement = placement
+        self.placement = placement.on(hierarchy.levels)
         self.hierarchy = hierarchy
         self.wires = wires
         self.ledger = Ledger(hierarchy.levels.names, hierarchy.device)
@@ -235,7 +235,7 @@ class Engine:
     def clear_gradients(self) -> None:
         """Start the next accumulation from zero."""
         for unit in self.units:
-            unit.gradient.zero_()
+            unit.clear_gradient()
 
     def publish(self) -> None:
         """Bring the masters' present values to the weights of every rank.

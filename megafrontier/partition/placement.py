@@ -3,7 +3,7 @@
 The named strategies are points in this space; any nesting combination is one too.
 """
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 from math import prod
 
@@ -81,6 +81,17 @@ class Placement:
         depths.setdefault("backward_weights", depths["weights"])
         _check_nesting(given, depths)
         return cls(**depths)
+
+    def on(self, levels: Levels) -> "Placement":
+        """The same placement by the fewest levels: one of a single rank cuts nothing, so what is
+        sharded to it is sharded to the level before, or not at all."""
+
+        def tight(depth: int) -> int:
+            while depth and levels.sizes[depth - 1] == 1:
+                depth -= 1
+            return depth
+
+        return Placement(*(tight(depth) for depth in astuple(self)))
 
 
 def _stand_in(name: str, levels: Levels) -> int:

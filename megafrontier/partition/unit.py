@@ -8,10 +8,12 @@ empty the parameters point at a NaN, so that a stray read shows instead of crash
 
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from functools import partial
 
 import torch
 from torch import nn
 
+from megafrontier.partition.flat_gradient import FlatGradient
 from megafrontier.partition.lanes import DONE, Ticket
 from megafrontier.partition.layout import Layout
 from megafrontier.partition.moves import Moves, Slot
@@ -62,6 +64,8 @@ class Unit:
         self._gradient_full: torch.Tensor | None = None
         self._finished: Slot | None = None
         self._allocate(error_feedback)
+        self._flat = FlatGradient(self.layout)
+        self._is_fresh = True
         self.parameters = [self._parameter() for _ in ordered]
         self._views = [
             self.full[e.offset : e.offset + e.numel].view(e.shape) for e in self.layout.entries
@@ -81,7 +85,13 @@ class Unit:
             self.full if self.is_persistent else self._empty(place.backward_weights, self._dtype)
         )
         self.gradient = self._empty(place.gradients, torch.float32).zero_()
-        self.master = self._empty(place.optimizer, torch.float32).zero_()
+        # Where every rank updates all of the weights, and computes in fp32, they are the masters.
+        self._computes_with_masters = place.optimizer == 0 and self._dtype is torch.float32
+        self.master = (
+            self.full
+            if self._computes_with_masters
+            else self._empty(place.optimizer, torch.float32)
+        ).zero_()
         levels = range(place.gradients, place.optimizer) if error_feedback else ()
         self.errors = {
             level: self._empty(level, torch.bfloat16).zero_()
@@ -139,6 +149,8 @@ class Unit:
         """Begin to bring the masters to every copy of the weights that gathers read from."""
         place = self.placement
         self.is_stale = False
+        if self._computes_with_masters:
+            return
         self._publishing = self._moves.publish(
             self.master,
             self.weights,
@@ -194,36 +206,42 @@ class Unit:
 
     # Gradients
 
+    def clear_gradient(self) -> None:
+        """Start from zero: what comes next is written over what is there, not added to it."""
+        self._is_fresh = True
+        self._flat.start()
+
     def take_gradient(self, index: int) -> None:
         """Move one parameter's fresh gradient into the flat one."""
-        parameter, entry = self.parameters[index], self.layout.entries[index]
-        assert parameter.grad is not None
-        fresh = parameter.grad.reshape(-1)
-        parameter.grad = None
-        if self.placement.gradients == 0:
-            self.gradient[entry.offset : entry.offset + entry.numel].add_(fresh)
-            return
-        if self._gradient_full is None:
-            # Zeros for the padding, and for parameters that get no gradient this time.
-            self._gradient_full = torch.zeros(
-                self.layout.numel, dtype=self._dtype, device=self._device
-            )
-        self._gradient_full[entry.offset : entry.offset + entry.numel] = fresh
+        fresh = self.parameters[index].grad
+        assert fresh is not None
+        self.parameters[index].grad = None
+        if self.placement.gradients and self._gradient_full is None:
+            self._gradient_full = self._empty(0, self._dtype)
+            self._flat.start()
+        whole = self.gradient if self._gradient_full is None else self._gradient_full
+        self._flat.put(whole, index, fresh)
 
     def start_reducing(self) -> None:
         """Begin to add this micro-batch's gradient, reduced to the gradient level, to its shard."""
         if self._gradient_full is None:
             return
+        self._flat.complete(self._gradient_full)
         depth = self.placement.gradients
         slot = self._moves.reduce(
             self._gradient_full, 0, depth, f"reduce {self.name}", after=self._reducing
         )
         self._gradient_full = None
-        self._moves.then(slot, depth - 1, lambda: self._accumulate(slot))
+        accumulate = partial(self._accumulate, slot, self._is_fresh)
+        self._is_fresh = False
+        self._moves.then(slot, depth - 1, accumulate)
         self._reducing = slot.ticket
 
-    def _accumulate(self, slot: Slot) -> None:
-        self.gradient.add_(slot.value)
+    def _accumulate(self, slot: Slot, is_first: bool) -> None:
+        if is_first:
+            self.gradient.copy_(slot.value)
+        else:
+            self.gradient.add_(slot.value)
         slot.value = self.gradient
 
     def finish_reducing(self) -> None:
@@ -233,6 +251,10 @@ class Unit:
     def start_finishing(self) -> None:
         """Begin to reduce the gradient shard to the optimizer level, and over replicas."""
         place = self.placement
+        if place.gradients == 0:
+            self._flat.complete(self.gradient)
+        elif self._is_fresh:
+            self.gradient.zero_()
         self._finished = self._moves.reduce(
             self.gradient,
             place.gradients,

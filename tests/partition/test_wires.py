@@ -135,6 +135,17 @@ def test_a_constant_change_is_published_in_full_over_time():
         assert lags[-1] < 1e-4 * lags[0]
 
 
+def give_gradients(*twins):
+    """The same random gradients to units of one layout, as backward would."""
+    for index, parameter in enumerate(twins[0].parameters):
+        gradient = torch.randn(parameter.shape)
+        for unit in twins:
+            unit.parameters[index].grad = gradient.clone()
+            unit.take_gradient(index)
+    for unit in twins:
+        unit.start_reducing()
+
+
 def test_error_feedback_says_later_what_it_could_not_say_at_once():
     """Summed over steps, gradients arrive as they were sent: what is missing is what is kept."""
 
@@ -146,13 +157,14 @@ def test_error_feedback_says_later_what_it_could_not_say_at_once():
         arrived = [torch.zeros_like(u.master) for u in engine.units]
         sent = [torch.zeros_like(u.master) for u in engine.units]
         for _ in range(6):
-            for unit, twin in zip(engine.units, plain.units, strict=True):
-                unit.gradient.normal_()
-                twin.gradient.copy_(unit.gradient)
+            for twins in zip(engine.units, plain.units, strict=True):
+                give_gradients(*twins)
             for total, part in zip(arrived, engine.finish_gradients(), strict=True):
                 total += part
             for total, part in zip(sent, plain.finish_gradients(), strict=True):
                 total += part
+            engine.clear_gradients()
+            plain.clear_gradients()
         engine.fold_errors()
         worst = worst_without = 0.0
         for unit, a, s in zip(engine.units, arrived, sent, strict=True):
