@@ -128,6 +128,9 @@ class TrainConfig:
     attempts: int = 5
     """Give the run up for good when so many starts in a row have ended by themselves, none with a
     step more than the first of them; 0: never."""
+    gc_every: int = 100
+    """Collect Python's garbage after every so many steps, on all ranks at once, and at no other
+    time; 0: leave it to Python, which stops each rank at another moment."""
     loss_scale: float = 65536.0
     """First loss scale of fp16; halved at an overflow, doubled after 1000 good steps."""
     deterministic: bool = False

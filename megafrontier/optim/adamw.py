@@ -5,6 +5,7 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ class ShardedAdamW:
                     self._parts.append((master[part], index, part))
                     group.append(self._parts[-1][0])
         decays = (config.weight_decay, 0.0)
-        self._optimizer = _build(
+        self._optimizer: Any = _build(
             [
                 {"params": group, "weight_decay": decay}
                 for group, decay in zip(groups, decays, strict=True)
@@ -45,25 +46,44 @@ class ShardedAdamW:
             ],
             config,
         )
-        self.steps = 0
-        self._place_state()
+        self._implementation = config.fused
+        self._place_state(0)
 
-    def _place_state(self) -> None:
+    def _place_state(self, steps: int) -> None:
         """Give the optimizer our views as its state, so that it allocates none of its own."""
         for part, index, where in self._parts:
             state = self._optimizer.state[part]
-            state["step"] = torch.tensor(float(self.steps), device=self._step_device(part))
+            state["step"] = torch.tensor(float(steps), device=self._step_device(part))
             for name in MOMENTS:
                 state[name] = self._moments[name][index][where]
         for group in self._optimizer.param_groups:
-            group["step"] = self.steps  # where apex counts
+            group["step"] = steps  # where apex counts
 
     def _step_device(self, part: torch.Tensor) -> torch.device:
         fused = self._optimizer.param_groups[0].get("fused")
         return part.device if fused else torch.device("cpu")
 
-    def step(self, gradients: Sequence[torch.Tensor], lr: float) -> None:
-        """Update the masters in place from `gradients`, one 1-D fp32 shard for each."""
+    def step(
+        self,
+        gradients: Sequence[torch.Tensor],
+        lr: float,
+        divisor: torch.Tensor,
+        skip: torch.Tensor,
+    ) -> None:
+        """Update the masters in place from `gradients`, one 1-D fp32 shard for each, divided by
+        `divisor` []; where `skip` [] is 1 change nothing. The gradients are used up.
+
+        torch's fused kernel looks at both on the device; the others make the host wait.
+        """
+        if self._implementation == "torch":
+            self._optimizer.grad_scale, self._optimizer.found_inf = divisor.float(), skip.float()
+        elif skip.item():
+            return
+        else:
+            torch._foreach_div_(list(gradients), divisor.item())
+        self._update(gradients, lr)
+
+    def _update(self, gradients: Sequence[torch.Tensor], lr: float) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         for part, index, where in self._parts:
@@ -71,7 +91,13 @@ class ShardedAdamW:
         self._optimizer.step()
         for part, _, _ in self._parts:
             part.grad = None
-        self.steps += 1
+
+    @property
+    def steps(self) -> int:
+        """Updates made; waits for the device."""
+        if self._implementation == "apex":
+            return int(self._optimizer.param_groups[0]["step"])
+        return int(self._optimizer.state[self._parts[0][0]]["step"].item())
 
     @property
     def moments(self) -> dict[str, list[torch.Tensor]]:
@@ -80,8 +106,7 @@ class ShardedAdamW:
 
     def restore(self, steps: int) -> None:
         """Go on as after `steps` updates; the moments have been filled in place."""
-        self.steps = steps
-        self._place_state()
+        self._place_state(steps)
 
 
 def _build(groups: list[dict[str, object]], config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -10,14 +10,15 @@ from megafrontier.cluster.hierarchy import Hierarchy
 def global_norm(
     gradients: Sequence[torch.Tensor], hierarchy: Hierarchy, depth: int
 ) -> torch.Tensor:
-    """Euclidean norm, float64 [1], of gradients whose 1-D shards lie cut through `depth` levels.
+    """Euclidean norm, float64 [], of gradients whose 1-D shards lie cut through `depth` levels.
 
     The same bits on every rank.
     """
     norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
-    return hierarchy.sum(norms.double().square().sum().view(1), depth).sqrt()
+    return hierarchy.sum(norms.double().square().sum().view(1), depth).sqrt()[0]
 
 
-def clip_factor(norm: float, largest: float) -> float:
-    """What to multiply gradients of global norm `norm` by; 1 when `largest` is 0 (no clipping)."""
-    return min(1.0, largest / (norm + 1e-6)) if largest > 0 else 1.0
+def clip_factor(norm: torch.Tensor, largest: float) -> torch.Tensor:
+    """What to multiply gradients of global norm `norm` [] by; 1 when `largest` is 0 (no
+    clipping)."""
+    return (largest / (norm + 1e-6)).clamp(max=1) if largest > 0 else torch.ones_like(norm)

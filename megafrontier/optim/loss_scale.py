@@ -1,44 +1,43 @@
 """Dynamic loss scaling for fp16 (Micikevicius et al. 2018)."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+
+import torch
 
 GROWTH_INTERVAL = 1000
 
 
-@dataclass
 class LossScale:
     """Factor on the loss: halved at an overflow, doubled after many good steps in a row.
 
-    Disabled (other precisions) it stays 1.
+    Disabled (other precisions) it stays 1. It lives on the device, for the next step needs it
+    before the host has looked at this one.
     """
 
-    scale: float
-    enabled: bool
-    good_steps: int = 0
+    def __init__(self, precision: str, first: float, device: torch.device) -> None:
+        self.enabled = precision == "fp16"
+        self.scale = torch.tensor(first if self.enabled else 1.0, device=device)
+        self._good_steps = torch.tensor(0.0, device=device)
 
-    @classmethod
-    def create(cls, precision: str, first: float) -> "LossScale":
-        enabled = precision == "fp16"
-        return cls(first if enabled else 1.0, enabled)
-
-    def update(self, finite: bool) -> None:
-        """Learn whether the step's gradients were finite."""
+    def update(self, is_bad: torch.Tensor) -> None:
+        """Learn whether the step's gradients were not finite: 1 or 0, []."""
         if not self.enabled:
             return
-        self.good_steps = self.good_steps + 1 if finite else 0
-        if not finite:
-            self.scale = max(1.0, self.scale / 2)
-        elif self.good_steps == GROWTH_INTERVAL:
-            self.scale *= 2
-            self.good_steps = 0
+        good = self._good_steps + 1
+        is_due = good == GROWTH_INTERVAL
+        grown = torch.where(is_due, self.scale * 2, self.scale)
+        halved = (self.scale / 2).clamp(min=1)
+        self.scale = torch.where(is_bad > 0, halved, grown)
+        self._good_steps = torch.where((is_bad > 0) | is_due, 0.0, good)
 
     def state(self) -> dict[str, float]:
         """What a checkpoint holds of it: nothing when disabled."""
         if not self.enabled:
             return {}
-        return {"scale": self.scale, "good_steps": self.good_steps}
+        return {"scale": self.scale.item(), "good_steps": int(self._good_steps.item())}
 
-    def restore(self, state: dict[str, float]) -> None:
+    def restore(self, state: Mapping[str, float]) -> None:
         """Go on from a checkpoint's `state`; another precision starts afresh."""
         if self.enabled and state:
-            self.scale, self.good_steps = state["scale"], int(state["good_steps"])
+            self.scale.fill_(state["scale"])
+            self._good_steps.fill_(state["good_steps"])

@@ -39,12 +39,12 @@ class Ledger:
     def paused(self) -> Iterator[None]:
         """Leave out what crosses meanwhile: it belongs to no training step. Nothing may be under
         way at either end."""
-        kept, waited = self.take(), self.take_waited()
+        kept, waited = self.take(wait=True), self.take_waited(wait=True)
         try:
             yield
         finally:
-            self.take()
-            self.take_waited()
+            self.take(wait=True)
+            self.take_waited(wait=True)
             (self._bytes, self._seconds), self._waited = kept, waited
 
     @contextmanager
@@ -118,32 +118,41 @@ class Ledger:
         if self.trace is not None:
             self.trace.add(WAITING, label, begin, time.perf_counter() - begin)
 
-    def take_waited(self) -> float:
-        """Seconds that the computation waited for others since the last call. On a GPU reading an
-        event waits for it."""
-        waits, self._waits = self._waits, []
+    def take_waited(self, wait: bool = False) -> float:
+        """Seconds that the computation waited for others since the last call; as `take`."""
+        waits, self._waits = _split_over(self._waits, wait)
         for start, stop in waits:
-            stop.synchronize()
             self._waited += start.elapsed_time(stop) / 1000
         waited, self._waited = self._waited, 0.0
         return waited
 
-    def take(self) -> tuple[list[int], list[float]]:
+    def take(self, wait: bool = False) -> tuple[list[int], list[float]]:
         """(bytes, seconds) per level since the last call.
 
         What is under way on a lane counts where it ends: a publication that runs under the next
-        forward belongs to the next step. On a GPU reading an event waits for it.
+        forward belongs to the next step. So do on a GPU the seconds of what is still under way
+        there, unless asked to `wait` for it.
         """
         with self._lock:
-            events, self._events = self._events, []
+            events, self._events = _split_over(self._events, wait)
         for level, label, start, stop in events:
-            stop.synchronize()
             begin = self._origin.elapsed_time(start) / 1000
             self._note(level, label, begin, start.elapsed_time(stop) / 1000)
         with self._lock:
             taken = self._bytes, self._seconds
             self._clear()
         return taken
+
+
+def _split_over(events: list[Any], wait: bool) -> tuple[list[Any], list[Any]]:
+    """Those whose last member, a GPU's event, is over, and the others; with `wait` all are."""
+    over: list[Any] = []
+    left: list[Any] = []
+    for event in events:
+        if wait:
+            event[-1].synchronize()
+        (over if event[-1].query() else left).append(event)
+    return over, left
 
 
 def _is_over(end: Any) -> bool:

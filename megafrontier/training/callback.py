@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megafrontier.training.loop import StepResult
+    from megafrontier.training.result import StepResult
     from megafrontier.training.trainer import Trainer
 
 
@@ -13,8 +13,13 @@ class Callback:
     Every rank calls the same methods in the same order, so a callback may use collectives.
     """
 
+    def wants(self, trainer: "Trainer", step: int) -> bool:
+        """Whether it needs the trainer as it is after `step`: then nothing else is begun before
+        `after_step` has been called."""
+        return False
+
     def after_step(self, trainer: "Trainer", result: "StepResult") -> None:
-        """A step is done; `trainer.step` counts it."""
+        """A step is done. The next one may have begun: `result` says which it is about."""
 
     def at_end(self, trainer: "Trainer") -> None:
         """No step follows and every callback has seen the newest one. It need not be the last:

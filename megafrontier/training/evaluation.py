@@ -12,7 +12,7 @@ from megafrontier.model.gpt import GPT
 from megafrontier.training.batches import read_step
 from megafrontier.training.callback import Callback, is_due
 from megafrontier.training.logbook import Logbook
-from megafrontier.training.loop import StepResult
+from megafrontier.training.result import StepResult
 from megafrontier.training.trainer import Trainer
 
 
@@ -72,9 +72,12 @@ class Evaluate(Callback):
         self._beat = beat
         self._is_owed = False
 
+    def wants(self, trainer: Trainer, step: int) -> bool:
+        return is_due(trainer.config.evaluate.every, step)
+
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        is_last = trainer.step == trainer.last_step
-        if is_due(trainer.config.evaluate.every, trainer.step) and (is_last or not result.stop):
+        is_last = result.step == trainer.last_step
+        if self.wants(trainer, result.step) and (is_last or not result.stop):
             self._run(trainer)
             self._is_owed = False
         else:

@@ -3,7 +3,7 @@
 from megafrontier.errors import RunFailed
 from megafrontier.training.callback import Callback
 from megafrontier.training.logbook import Logbook
-from megafrontier.training.loop import StepResult
+from megafrontier.training.result import StepResult
 from megafrontier.training.trainer import Trainer
 
 
@@ -13,15 +13,17 @@ class Guard(Callback):
 
     def __init__(self, logbook: Logbook) -> None:
         self._logbook = logbook
+        self._in_a_row = 0
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Count and tell of a skipped step. Raises RunFailed at one too many."""
         is_finite = result.spiked or not result.skipped
-        trainer.skipped_in_a_row = 0 if is_finite else trainer.skipped_in_a_row + 1
+        self._in_a_row = 0 if is_finite else self._in_a_row + 1
         if result.skipped:
             global_batch = trainer.config.train.global_batch
             self._logbook.remark(_how_to_leave_out(result, global_batch))
         limit = trainer.config.train.nonfinite_limit
-        if trainer.skipped_in_a_row >= limit:
+        if self._in_a_row >= limit:
             first, last = result.samples
             raise RunFailed(
                 f"step {result.step}: the last {limit} steps had a non-finite loss or gradient "

@@ -18,6 +18,7 @@ from megafrontier.errors import STOPPED, UserError
 from megafrontier.training.arrangement import Arrangement, arrange, check_training
 from megafrontier.training.attempts import attempted
 from megafrontier.training.evaluation import Evaluate
+from megafrontier.training.garbage import garbage_collected
 from megafrontier.training.guard import Guard
 from megafrontier.training.kernels import describe_kernels
 from megafrontier.training.lease import hold
@@ -97,11 +98,20 @@ def choose_device(identity: Identity) -> torch.device:
     if torch.cuda.is_available():
         device = torch.device("cuda", identity.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        _let_segments_grow()
         return device
     if identity.source == "local":
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // identity.world_size))
     return torch.device("cpu")
+
+
+def _let_segments_grow() -> None:
+    """Buffers that come and go with the units leave holes in fixed segments. ROCm has none that
+    grow; whoever set the allocator up in the environment knows better."""
+    is_set = any(os.environ.get(f"PYTORCH_{kind}ALLOC_CONF") for kind in ("", "CUDA_"))
+    if torch.version.hip is None and not is_set:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def _train_rank(config: Config) -> int:
@@ -147,11 +157,9 @@ def _run(
         # The checkpoint first: what comes after it may be cut short.
         evaluate = Evaluate(logbook, watch.beat)
         watch.begin(trainer.step, trainer.engine.ledger)
-        run(
-            trainer,
-            [Log(logbook), save, evaluate, timeline, Guard(logbook), stragglers],
-            watch.beat,
-        )
+        with garbage_collected(config.train.gc_every) as garbage:
+            callbacks = [Log(logbook), save, evaluate, timeline, Guard(logbook), stragglers]
+            run(trainer, [*callbacks, garbage], watch.beat)
         trainer.engine.finish_publishing()  # or a lane would outlive the process groups
         if trainer.step >= trainer.last_step:
             return 0

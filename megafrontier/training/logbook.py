@@ -10,9 +10,9 @@ from typing import Any, TextIO
 from megafrontier.config import Config
 from megafrontier.errors import UserError
 from megafrontier.training.callback import Callback
-from megafrontier.training.loop import StepResult
 from megafrontier.training.metrics import step_metrics
 from megafrontier.training.progress import Progress
+from megafrontier.training.result import StepResult
 from megafrontier.training.sinks import Sink, open_sinks
 from megafrontier.training.trainer import Trainer
 

@@ -17,7 +17,7 @@ from megafrontier.data.tokenizer import load_tokenizer
 from megafrontier.errors import UserError
 from megafrontier.training.callback import Callback, is_due
 from megafrontier.training.logbook import Logbook
-from megafrontier.training.loop import StepResult
+from megafrontier.training.result import StepResult
 from megafrontier.training.trainer import Trainer
 
 
@@ -149,8 +149,11 @@ class Save(Callback):
         self._logbook = logbook
         self._last = resumed_step
 
+    def wants(self, trainer: Trainer, step: int) -> bool:
+        return is_due(trainer.config.checkpoint.every, step)
+
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        if is_due(trainer.config.checkpoint.every, trainer.step):
+        if self.wants(trainer, result.step):
             self._save(trainer)
 
     def at_end(self, trainer: Trainer) -> None:

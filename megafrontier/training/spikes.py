@@ -28,6 +28,10 @@ class SpikeRule:
         factors = config.spike_loss, config.spike_grad_norm
         return cls(*factors, deque(maxlen=window), deque(maxlen=window))
 
+    @property
+    def enabled(self) -> bool:
+        return bool(self.loss_factor or self.norm_factor)
+
     def judge(self, loss: float, norm: float) -> bool:
         """Whether a step of this loss (nats per token) and gradient norm is a spike. All ranks
         have the same numbers to the bit, and come to the same verdict."""
@@ -39,7 +43,7 @@ class SpikeRule:
 
     def state(self) -> dict[str, list[float]]:
         """What a checkpoint holds of it: nothing where it judges nothing."""
-        if not (self.loss_factor or self.norm_factor):
+        if not self.enabled:
             return {}
         return {"losses": list(self.losses), "norms": list(self.norms)}
 

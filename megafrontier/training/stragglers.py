@@ -4,7 +4,7 @@ import torch
 
 from megafrontier.training.callback import Callback, is_due
 from megafrontier.training.logbook import Logbook
-from megafrontier.training.loop import StepResult
+from megafrontier.training.result import StepResult
 from megafrontier.training.trainer import Trainer
 
 
@@ -24,7 +24,7 @@ class Stragglers(Callback):
         self._steps += 1
         self._seconds += result.seconds
         self._waited += trainer.engine.ledger.take_waited()
-        if is_due(trainer.config.log.stragglers_every, trainer.step):
+        if is_due(trainer.config.log.stragglers_every, result.step):
             self._compare(trainer)
             self._steps, self._seconds, self._waited = 0, 0.0, 0.0
 

@@ -1,6 +1,6 @@
 """Everything one rank trains with, put together from a configuration."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,7 +23,8 @@ from megafrontier.training.spikes import SpikeRule
 
 @dataclass
 class Trainer:
-    """One rank's model, data and state. `step` and `tokens` count what is done."""
+    """One rank's model, data and state. `step` counts what the device has been given to do,
+    `tokens` what the host knows of."""
 
     config: Config
     arrangement: Arrangement
@@ -37,7 +38,8 @@ class Trainer:
     spikes: SpikeRule
     step: int = 0
     tokens: int = 0
-    skipped_in_a_row: int = field(default=0)
+    read_at: float = 0.0
+    """When the newest step's numbers came to the host, by `time.perf_counter`."""
 
     @property
     def last_step(self) -> int:
@@ -74,7 +76,7 @@ def build_trainer(config: Config, arrangement: Arrangement, hierarchy: Hierarchy
         optimizer,
         loaders["train"],
         loaders["valid"],
-        LossScale.create(config.train.precision, config.train.loss_scale),
+        LossScale(config.train.precision, config.train.loss_scale, hierarchy.device),
         SpikeRule.create(config.train),
     )
 

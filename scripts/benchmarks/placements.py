@@ -26,7 +26,6 @@ from megafrontier.partition.placement import state_bytes
 from megafrontier.training.arrangement import Arrangement, check_training
 from megafrontier.training.launch import joined
 from megafrontier.training.loop import train_step
-from megafrontier.training.metrics import peak_memory_gib
 from megafrontier.training.trainer import Trainer, build_trainer
 
 
@@ -60,20 +59,17 @@ def measure(config: Config, steps: int) -> Row | None:
     with joined(config) as (arrangement, hierarchy):
         trainer = build_trainer(config, arrangement, hierarchy)
         trainer.engine.ledger.take()
-        seconds = []
-        for _ in range(steps):
-            seconds.append(train_step(trainer).seconds)
-            sent, _ = trainer.engine.ledger.take()
+        results = [train_step(trainer) for _ in range(steps)]
         trainer.close()
         held = tensor_bytes() - before
         row = Row(
             str(config.partition.strategy),
             held,
             expected_state(trainer.engine),
-            dict(zip(arrangement.levels.names, sent, strict=True)),
+            {name: int(level["bytes"]) for name, level in results[-1].comm.items()},
             expected_traffic(trainer, arrangement),
-            statistics.median(seconds),
-            peak_memory_gib(hierarchy),
+            statistics.median(result.seconds for result in results),
+            results[-1].memory_gib,
         )
         return row if trainer.is_first else None
 

@@ -1,8 +1,9 @@
 """What one rank of the slow network does: our engine, or computing alone, for some steps."""
 
 import os
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megafrontier.partition.wires import DTYPES, Wires
 from megafrontier.training.arrangement import Arrangement
 from megafrontier.training.launch import joined
 from megafrontier.training.loop import train_step
+from megafrontier.training.result import StepResult
 from megafrontier.training.trainer import Trainer, build_trainer, open_loader
 
 
@@ -28,7 +30,7 @@ from megafrontier.training.trainer import Trainer, build_trainer, open_loader
 class Stepper:
     """Something that trains: `step` does one optimizer step and returns the mean loss.
 
-    `between` runs between steps and is not part of them.
+    `between` runs between steps and is not part of them. `results` are of the engine's steps.
     """
 
     step: Callable[[], float]
@@ -37,6 +39,7 @@ class Stepper:
     protocol_bytes: Callable[[], int] = lambda: 0
     trainer: Trainer | None = None
     between: Callable[[], object] = lambda: None
+    results: Sequence[StepResult] = ()
 
 
 def run(job: Job) -> Answer:
@@ -58,8 +61,6 @@ def run(job: Job) -> Answer:
 def _measure(
     job: Job, config: Config, hierarchy: Hierarchy, stepper: Stepper, resident: int
 ) -> Answer:
-    if stepper.trainer is not None:
-        stepper.trainer.engine.ledger.take()
     hierarchy.all_true(True)
     bytes_before, packets_before = sent()
     cpu, machine_cpu = time.process_time(), machine_cpu_seconds()
@@ -71,7 +72,7 @@ def _measure(
         ends.append(time.perf_counter())
         stepper.between()
     cpu, machine_cpu = time.process_time() - cpu, machine_cpu_seconds() - machine_cpu
-    counted, seconds = _ledger(stepper.trainer, job.steps)
+    counted, seconds = _comm(stepper.results[-job.steps :])
     if trace is not None:
         trace.write(Path(job.options["trace"]))
     hierarchy.all_true(True)  # the slowest rank of the node has sent its last, too
@@ -103,14 +104,13 @@ def _start_trace(job: Job, trainer: Trainer | None) -> Trace | None:
     return ledger.trace
 
 
-def _ledger(trainer: Trainer | None, steps: int) -> tuple[int | None, dict[str, float]]:
+def _comm(results: Sequence[StepResult]) -> tuple[int | None, dict[str, float]]:
     """(bytes over the slowest level, seconds by level) of a step, by the engine's own count."""
-    if trainer is None:
+    if not results:
         return None, {}
-    ledger = trainer.engine.ledger
-    sent, seconds = ledger.take()
-    by_level = {n: s / steps for n, s in zip(ledger.names, seconds, strict=True)}
-    return round(sent[-1] / steps), by_level
+    names = list(results[0].comm)
+    seconds = {n: statistics.mean(r.comm[n]["seconds"] for r in results) for n in names}
+    return round(statistics.mean(r.comm[names[-1]]["bytes"] for r in results)), seconds
 
 
 # Bodies
@@ -119,12 +119,19 @@ def _ledger(trainer: Trainer | None, steps: int) -> tuple[int | None, dict[str, 
 def ours(job: Job, config: Config, arrangement: Arrangement, hierarchy: Hierarchy) -> Stepper:
     """The engine, as `megafrontier train` runs it."""
     trainer = build_trainer(config, arrangement, hierarchy)
+    results: list[StepResult] = []
+
+    def step() -> float:
+        results.append(train_step(trainer))
+        return results[-1].loss
+
     return Stepper(
-        lambda: train_step(trainer).loss,
+        step,
         sum(entry.numel for unit in trainer.engine.units for entry in unit.layout.entries),
         lambda: trainer.engine.step_bytes(trainer.loader.micro_batches)[-1],
         lambda: _gloo_bytes(trainer, arrangement),
         trainer,
+        results=results,
     )
 
 

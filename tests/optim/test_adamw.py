@@ -62,8 +62,13 @@ def make(cuts, chosen, weights=None):
 def run(optimizer, cuts, first, last):
     for step in range(first, last):
         gradient = values(step + 1)
-        shards = [gradient[a:b].clone() for a, b in pairwise(cuts)]
-        optimizer.step(shards, rate(step))
+        give(optimizer, cuts, gradient, rate(step), torch.tensor(0.0))
+
+
+def give(optimizer, cuts, gradient, lr, skip):
+    """One step with a gradient that is still to be divided by four."""
+    shards = [gradient[a:b] * 4 for a, b in pairwise(cuts)]
+    optimizer.step(shards, lr, torch.tensor(4.0), skip)
 
 
 def assert_is_reference(masters, optimizer):
@@ -123,6 +128,17 @@ def test_a_restored_optimizer_goes_on_where_the_saved_one_stood(fused):
     again.restore(saved.steps)
     run(again, cuts, 3, STEPS)
     assert_is_reference(others, again)
+
+
+@pytest.mark.parametrize("fused", ["torch", "none"])
+def test_a_skipped_step_changes_nothing_and_is_not_counted(fused):
+    cuts = [0, 49, 51, 96]
+    masters, optimizer = make(cuts, config(fused))
+    run(optimizer, cuts, 0, 3)
+    give(optimizer, cuts, torch.full((NUMEL,), torch.nan), 0.1, torch.tensor(1.0))
+    assert optimizer.steps == 3
+    run(optimizer, cuts, 3, STEPS)
+    assert_is_reference(masters, optimizer)
 
 
 def test_gradients_are_let_go_after_the_step():

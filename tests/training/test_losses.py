@@ -202,7 +202,8 @@ def test_weight_decay_falls_on_the_configured_kinds_alone(folder, no_decay, deca
     def body(hierarchy):
         trainer = build_trainer(config, arrange(config, 1), hierarchy)
         before = [unit.master.clone() for unit in trainer.engine.units]
-        trainer.optimizer.step([torch.zeros_like(master) for master in before], 0.1)
+        zeros = [torch.zeros_like(master) for master in before]
+        trainer.optimizer.step(zeros, 0.1, torch.tensor(1.0), torch.tensor(0.0))
         moved = set()
         for unit, old in zip(trainer.engine.units, before, strict=True):
             for entry, first, last in unit.layout.within(0, old.numel()):

@@ -27,12 +27,12 @@ import os, signal, sys
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command does, before torch is imported
 from megafrontier import cli
 from megafrontier.training import loop
-train_step = loop.train_step
+start_step = loop.start_step
 def strike(trainer):
     if trainer.step == {step} and trainer.hierarchy.rank == {rank}:
         {act}
-    return train_step(trainer)
-loop.train_step = strike
+    return start_step(trainer)
+loop.start_step = strike
 sys.exit(cli.main(sys.argv[1:]))
 """
 # All ranks come to the same verdict; the first is the last to leave.
@@ -189,7 +189,7 @@ def test_a_frozen_rank_is_lost_and_the_others_leave_their_stacks(folder):
     text = page.read_text()
     assert "last collective over world: " in text
     assert "in flight for" in text
-    assert "in train_step" in text
+    assert "in start_step" in text
 
 
 def test_local_ranks_that_hang_all_leave_their_stacks_and_end(folder):
@@ -202,7 +202,7 @@ def test_local_ranks_that_hang_all_leave_their_stacks_and_end(folder):
     pages = folder / "asleep" / "hang" / "step-00000003" / HOST
     assert sorted(os.listdir(pages)) == [f"rank-{rank}.txt" for rank in range(4)]
     assert "in strike" in (pages / "rank-1.txt").read_text()
-    assert "in train_step" in (pages / "rank-0.txt").read_text()
+    assert "in start_step" in (pages / "rank-0.txt").read_text()
 
 
 def test_what_a_lost_rank_interrupted_is_resumed_to_the_same_bits(folder):

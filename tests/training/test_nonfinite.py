@@ -111,7 +111,7 @@ def test_fp16_finds_its_scale_by_skipping_alike_on_all_ranks_and_then_learns(con
         for _ in range(45):
             before = [unit.master.clone() for unit in trainer.engine.units]
             results.append(train_step(trainer))
-            scales.append(trainer.loss_scale.scale)
+            scales.append(trainer.loss_scale.scale.item())
             now = [unit.master for unit in trainer.engine.units]
             unchanged.append(all(map(torch.equal, before, now)))
         trainer.close()

@@ -57,7 +57,7 @@ def train(folder, name, script, *overrides):
 def at_step(step, act):
     """Act, on one rank of the two, while the given step is computed."""
     condition = f"if arguments[0].step == {step - 1} and arguments[0].hierarchy.rank == 1:"
-    return SIGNAL_AT.format(module="loop", name="train_step", condition=condition, act=act)
+    return SIGNAL_AT.format(module="loop", name="start_step", condition=condition, act=act)
 
 
 def checkpoints(folder, name):

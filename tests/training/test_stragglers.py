@@ -21,13 +21,12 @@ def heard(own_seconds, ranks=4):
         remarks = []
         stragglers = Stragglers(f"host-{hierarchy.rank}", SimpleNamespace(remark=remarks.append))
         log = SimpleNamespace(stragglers_every=2, straggler=1.5)
-        trainer = SimpleNamespace(config=SimpleNamespace(log=log), hierarchy=hierarchy, step=0)
+        trainer = SimpleNamespace(config=SimpleNamespace(log=log), hierarchy=hierarchy)
         for seconds in own_seconds:
-            for _ in range(2):
+            for step in (1, 2):
                 ledger = SimpleNamespace(take_waited=lambda s=seconds: 10 - s[hierarchy.rank])
                 trainer.engine = SimpleNamespace(ledger=ledger)
-                trainer.step += 1
-                stragglers.after_step(trainer, SimpleNamespace(seconds=10.0))
+                stragglers.after_step(trainer, SimpleNamespace(step=step, seconds=10.0))
         return remarks
 
     return run_ranks((2, ranks // 2), body)[0]

@@ -1,0 +1,39 @@
+"""Python's garbage collector, held to the same steps on all ranks."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megafrontier.training.callback import Callback, is_due
+from megafrontier.training.result import StepResult
+from megafrontier.training.trainer import Trainer
+
+
+class Garbage(Callback):
+    """Collects every so many steps."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        if is_due(self._every, result.step):
+            gc.collect()
+
+
+@contextmanager
+def garbage_collected(every: int) -> Iterator[Garbage]:
+    """Collect only when the callback says so; with `every` 0 leave it to Python.
+
+    By itself the collector stops each rank at a moment of its own, and all the others wait for
+    each. What is there at the start stays for the whole run, and is not looked through again.
+    """
+    if every:
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+    try:
+        yield Garbage(every)
+    finally:
+        if every:
+            gc.enable()
+            gc.unfreeze()

@@ -1,0 +1,103 @@
+"""What a step did, and the way its numbers take from the device to the host."""
+
+import resource
+import time
+from dataclasses import dataclass
+
+import torch
+
+from megafrontier.training.late import Late, on_device
+from megafrontier.training.trainer import Trainer
+from megafrontier.training.verdict import Verdict
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did. `samples` is the range of global sample numbers it used."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    total_tokens: int
+    """Of the run so far."""
+    seconds: float
+    skipped: bool
+    samples: tuple[int, int]
+    stop: bool
+    """Whether any rank has been asked to stop; all ranks know it after the same step."""
+    spiked: bool
+    """Whether it was skipped though finite, as a spike."""
+    loss_scale: float
+    memory_gib: float
+    """The most that any rank has used."""
+    comm: dict[str, dict[str, float]]
+    """By level the bytes sent and seconds spent since the step before, means over the ranks."""
+
+
+class Pending:
+    """A step whose work has been handed to the device; `read` waits for its end."""
+
+    def __init__(
+        self, trainer: Trainer, begin: float, lr: float, first: int, found: Verdict
+    ) -> None:
+        """`begin` by `time.perf_counter`; `first` is the step's first sample. Every rank must make
+        it at the same place: it sums over the ranks."""
+        self._trainer, self._begin, self._lr = trainer, begin, lr
+        self._samples = first, first + trainer.config.train.global_batch
+        self._step = trainer.step
+        numbers = [
+            found.loss, found.norm, found.tokens, found.stops, found.skip, found.is_spike,
+            trainer.loss_scale.scale.double(),
+        ]  # fmt: skip
+        memory = peak_memory_gib(trainer.hierarchy.device)
+        largest = trainer.hierarchy.maximum(on_device([memory], trainer.hierarchy.device))
+        self._late = Late(torch.cat([torch.stack(numbers), largest, _traffic(trainer)]))
+
+    def read(self) -> StepResult:
+        """What the step did; to be called once, in the order of the steps."""
+        trainer = self._trainer
+        loss, norm, tokens, stops, skip, spike, scale, memory, *traffic = self._late.read()
+        now = time.perf_counter()
+        # Where steps overlap, one takes as long as from the end of that before.
+        seconds = now - max(self._begin, trainer.read_at)
+        trainer.read_at = now
+        trainer.tokens += int(tokens)
+        names = trainer.engine.ledger.names
+        sent, spent = traffic[: len(names)], traffic[len(names) :]
+        return StepResult(
+            step=self._step,
+            loss=loss,
+            grad_norm=norm,
+            lr=self._lr,
+            tokens=int(tokens),
+            total_tokens=trainer.tokens,
+            seconds=seconds,
+            skipped=bool(skip),
+            samples=self._samples,
+            stop=stops > 0,
+            spiked=bool(spike),
+            loss_scale=scale,
+            memory_gib=memory,
+            comm={
+                name: {"bytes": round(sent[i]), "seconds": spent[i]} for i, name in enumerate(names)
+            },
+        )
+
+
+def _traffic(trainer: Trainer) -> torch.Tensor:
+    """Bytes sent and seconds spent per level since the ledger was last read, means over the ranks,
+    float64 [2 · levels]."""
+    sent, seconds = trainer.engine.ledger.take()
+    mine = on_device([*sent, *seconds], trainer.hierarchy.device)
+    return trainer.hierarchy.sum(mine) / trainer.hierarchy.size
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory this rank has used: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

@@ -1,0 +1,168 @@
+"""The host hands the device its work without looking at it, and reads what came of it later."""
+
+import gc
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megafrontier.training import loop, verdict
+from megafrontier.training.arrangement import arrange
+from megafrontier.training.callback import Callback
+from megafrontier.training.garbage import garbage_collected
+from megafrontier.training.trainer import build_trainer
+from tests.ranks import run_ranks
+from tests.training import runs
+
+LOOKS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal"}
+READS = ("tolist", "item", "numpy", "cpu", "__bool__", "__float__", "__int__")
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    return runs.make_config_file(tmp_path)
+
+
+class Looking(TorchDispatchMode):
+    """Names the operators that bring a tensor's values to the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name() in LOOKS:
+            self.found.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def spying(found):
+    """Have each method that reads a tensor say so."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in READS:
+            method = getattr(torch.Tensor, name)
+
+            def noting(self, *arguments, name=name, method=method, **options):
+                found.append(name)
+                return method(self, *arguments, **options)
+
+            patch.setattr(torch.Tensor, name, noting)
+        yield
+
+
+@pytest.mark.parametrize("wires", ["exact", "low"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_host_looks_at_nothing_before_the_step_is_handed_over(config_file, wires, precision):
+    chosen = f"partition.wires={wires}", f"train.precision={precision}", "partition.overlap=none"
+    config = runs.load(config_file, *chosen)
+
+    def body(hierarchy):
+        trainer = build_trainer(config, arrange(config, hierarchy.size), hierarchy)
+        loop.train_step(trainer)
+        found = []
+        with spying(found), Looking() as looking:
+            pending = loop.start_step(trainer)
+            handed_over = [*found, *looking.found]
+            pending.read()
+        trainer.close()
+        return handed_over, found
+
+    for handed_over, found in run_ranks((2, 2, 1), body):
+        assert handed_over == []
+        assert found == ["tolist"], "reading the step is what the host waits for"
+
+
+class Collect(Callback):
+    """Keeps the results, and at which step the trainer stood."""
+
+    def __init__(self, every):
+        self._every = every
+        self.seen = []
+
+    def wants(self, trainer, step):
+        return step % self._every == 0
+
+    def after_step(self, trainer, result):
+        numbers = result.loss, result.grad_norm, result.tokens, result.total_tokens, result.lr
+        self.seen.append((result.step, trainer.step, numbers))
+
+
+def test_results_that_are_read_late_are_the_same_and_a_callback_can_have_one_at_once(config_file):
+    config = runs.load(config_file)
+
+    def body(hierarchy):
+        found = []
+        for read_late in (False, True):
+            trainer = build_trainer(config, arrange(config, hierarchy.size), hierarchy)
+            collect = Collect(every=3)
+            loop.run(trainer, [collect], read_late=read_late)
+            trainer.close()
+            found.append(collect.seen)
+        return found
+
+    for at_once, late in run_ranks((2, 2, 1), body):
+        assert [step for step, _, _ in at_once] == list(range(1, 9))
+        assert [(step, numbers) for step, _, numbers in late] == [
+            (step, numbers) for step, _, numbers in at_once
+        ]
+        assert [at for _, at, _ in at_once] == list(range(1, 9))
+        assert [at for _, at, _ in late] == [2, 3, 3, 5, 6, 6, 8, 8]
+
+
+def test_a_request_to_stop_is_heard_one_step_later_where_results_are_read_late(
+    config_file, monkeypatch
+):
+    config = runs.load(config_file, "machine=laptop")
+
+    def body(hierarchy):
+        reached = []
+        for read_late in (False, True):
+            trainer = build_trainer(config, arrange(config, 1), hierarchy)
+            monkeypatch.setattr(verdict, "stop_requested", lambda t=trainer: t.step == 3)
+            loop.run(trainer, [], read_late=read_late)
+            trainer.close()
+            reached.append(trainer.step)
+        return reached
+
+    assert run_ranks((1,), body) == [[4, 5]]
+
+
+def tensor_bytes():
+    """Bytes of the storages of all tensors alive."""
+    storages = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and not thing.is_meta:
+            storage = thing.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def least_tensor_bytes():
+    """Threads that read ahead, and gloo's own, hold some a moment longer."""
+    found = []
+    for _ in range(5):
+        time.sleep(0.02)
+        found.append(tensor_bytes())
+    return min(found)
+
+
+@pytest.mark.parametrize("overlap", ["none", "full"])
+def test_memory_is_flat_after_the_second_step_without_pythons_collector(config_file, overlap):
+    config = runs.load(config_file, f"partition.overlap={overlap}", "partition.wires=low")
+
+    def body(hierarchy):
+        trainer = build_trainer(config, arrange(config, hierarchy.size), hierarchy)
+        held = []
+        with garbage_collected(every=100):
+            for _ in range(6):
+                loop.train_step(trainer)
+                trainer.engine.finish_publishing()
+                held.append(least_tensor_bytes())
+        trainer.close()
+        return held[1:]
+
+    for held in run_ranks((2, 2, 1), body):
+        assert len(set(held)) == 1
