@@ -135,15 +135,17 @@ def test_a_constant_change_is_published_in_full_over_time():
         assert lags[-1] < 1e-4 * lags[0]
 
 
-def give_gradients(*twins):
-    """The same random gradients to units of one layout, as backward would."""
-    for index, parameter in enumerate(twins[0].parameters):
-        gradient = torch.randn(parameter.shape)
-        for unit in twins:
-            unit.parameters[index].grad = gradient.clone()
+def finished_gradients(engine, seed):
+    """What arrives of random gradients, handed over as backward does."""
+    torch.manual_seed(seed)
+    for unit in engine.units:
+        for index, parameter in enumerate(unit.parameters):
+            parameter.grad = torch.randn(parameter.shape)
             unit.take_gradient(index)
-    for unit in twins:
         unit.start_reducing()
+    found = engine.finish_gradients()
+    engine.clear_gradients()
+    return found
 
 
 def test_error_feedback_says_later_what_it_could_not_say_at_once():
@@ -153,18 +155,12 @@ def test_error_feedback_says_later_what_it_could_not_say_at_once():
         wires = preset("exact", "topo", reduce={"world": "int4"})
         _, engine, _ = build(hierarchy, wires, error_feedback=True)
         _, plain, _ = build(hierarchy, preset("exact", "topo"))
-        torch.manual_seed(hierarchy.rank)
         arrived = [torch.zeros_like(u.master) for u in engine.units]
         sent = [torch.zeros_like(u.master) for u in engine.units]
-        for _ in range(6):
-            for twins in zip(engine.units, plain.units, strict=True):
-                give_gradients(*twins)
-            for total, part in zip(arrived, engine.finish_gradients(), strict=True):
-                total += part
-            for total, part in zip(sent, plain.finish_gradients(), strict=True):
-                total += part
-            engine.clear_gradients()
-            plain.clear_gradients()
+        for step in range(6):
+            seed = 8 * step + hierarchy.rank
+            torch._foreach_add_(arrived, finished_gradients(engine, seed))
+            torch._foreach_add_(sent, finished_gradients(plain, seed))
         engine.fold_errors()
         worst = worst_without = 0.0
         for unit, a, s in zip(engine.units, arrived, sent, strict=True):
