@@ -39,9 +39,9 @@ def losses_alone(config):
     return losses
 
 
-def losses_sharded(config, strategy, hierarchy):
+def losses_sharded(config, strategy, hierarchy, **options):
     with torch.device("meta"):
-        model = GPT(config, checkpointing="block", loss_chunk_tokens=10)
+        model = GPT(config, loss_chunk_tokens=10, **{"checkpointing": "block", **options})
     engine = shard(
         model,
         model.units(),

@@ -1,0 +1,178 @@
+"""One compilation for all blocks, in every mode, on every rank, and never another in between."""
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config as inductor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megafrontier.model import compile
+from megafrontier.model.generate import generate
+from tests.model.conftest import SHAPES, small_config
+from tests.model.test_gpt_sharded import losses_alone, losses_sharded
+from tests.ranks import run_ranks
+
+LLAMA = SHAPES["llama grouped, tied"]
+MODES = ("none", "block", "selective", "offload")
+DOCUMENTS = [[0, 5, 24, 48], [0, 24, 48], [0, 24, 25, 26, 27, 30, 48]]
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Everything but the machine code; `frame_count` is how many graphs it was given."""
+    torch._dynamo.reset()
+    counters.clear()
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(compile, "BACKEND", counter)
+    yield counter
+    torch._dynamo.reset()
+
+
+def documents(starts):
+    return torch.tensor(starts, dtype=torch.int32)
+
+
+def gradients(model, *inputs):
+    return torch.autograd.grad(model(*inputs), list(model.parameters()))
+
+
+def assert_near(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_graph_serves_all_blocks_and_any_number_of_documents(
+    mode, compiler, make_model, tokens
+):
+    config = small_config(**{**LLAMA, "layers": 4})
+    plain, model = make_model(config), make_model(config, checkpointing=mode, compile_blocks=True)
+    for starts in DOCUMENTS:
+        inputs = (tokens, tokens, documents(starts))
+        assert_near(gradients(model, *inputs), gradients(plain, *inputs))
+    assert compiler.frame_count == 1
+    assert not counters["graph_break"]
+
+
+def test_training_and_evaluation_are_a_graph_each_and_none_is_made_again(
+    compiler, make_config, make_model, tokens
+):
+    model = make_model(make_config(**LLAMA), compile_blocks=True)
+    for _ in range(3):
+        model.train()(tokens, tokens).backward()
+        with torch.no_grad():
+            model.eval()(tokens, tokens)
+    assert compiler.frame_count == 2
+
+
+def test_text_is_generated_without_compiling(compiler, make_config, make_model):
+    config = make_config(**LLAMA)
+    plain, model = make_model(config), make_model(config, compile_blocks=True)
+    found = list(generate(model, [1, 2, 3], max_new_tokens=5, temperature=0))
+    assert found == list(generate(plain, [1, 2, 3], max_new_tokens=5, temperature=0))
+    assert compiler.frame_count == 0
+
+
+def test_compiled_ranks_train_as_one_process_does(compiler):
+    """Weights move, and are gone between uses; hooks gather them outside the one graph."""
+    config = small_config(**LLAMA)
+
+    def body(hierarchy):
+        return {
+            mode: (
+                losses_sharded(config, "topo", hierarchy, checkpointing=mode, compile_blocks=True),
+                compiler.frame_count,
+            )
+            for mode in ("block", "selective")
+        }
+
+    alone = losses_alone(config)
+    for rank in run_ranks((2, 2), body):
+        assert [losses for losses, _ in rank.values()] == [pytest.approx(alone, rel=1e-5)] * 2
+        assert [graphs for _, graphs in rank.values()] == [1, 2]
+
+
+@pytest.mark.parametrize("strategy", ["topo", "zero3"])
+def test_what_is_kept_for_backward_changes_no_bit_of_the_losses(strategy):
+    config = small_config(**LLAMA)
+
+    def body(hierarchy):
+        return [losses_sharded(config, strategy, hierarchy, checkpointing=m) for m in MODES]
+
+    for rank in run_ranks((2, 2), body):
+        assert rank == [rank[0]] * len(MODES)
+
+
+def test_real_machine_code_gives_the_losses_and_gradients(make_config, make_model, tokens):
+    torch._dynamo.reset()
+    config = make_config(**LLAMA)
+    plain = make_model(config)
+    model = make_model(config, checkpointing="selective", compile_blocks=True)
+    inputs = (tokens, tokens, documents(DOCUMENTS[0]))
+    assert_near([model(*inputs)], [plain(*inputs)])
+    assert_near(gradients(model, *inputs), gradients(plain, *inputs))
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products and attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = {"product": 0, "attention": 0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "bmm"):
+            self.found["product"] += 1
+        elif "attention" in name and "backward" not in name:
+            self.found["attention"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("starts", [None, DOCUMENTS[0]], ids=["plain", "documents"])
+@pytest.mark.parametrize("family", ["gpt2", "llama grouped, tied"])
+def test_selective_computes_no_product_and_no_attention_again(family, starts, make_model, tokens):
+    def in_backward(mode):
+        model = make_model(small_config(**SHAPES[family]), checkpointing=mode)
+        given = None if starts is None else documents(starts)
+        loss = model(tokens, tokens, given)
+        with Products() as products:
+            loss.backward()
+        return products.found
+
+    assert in_backward("selective") == in_backward("none")
+    assert in_backward("none")["attention"] == 0
+    assert in_backward("block")["attention"] == 2
+    assert in_backward("block")["product"] > in_backward("none")["product"]
+
+
+def test_a_host_without_a_compiler_is_told_apart():
+    cpu = torch.device("cpu")
+    assert compile.missing_compiler(cpu) is None
+    with inductor.patch("cpp.cxx", ("no-such-compiler",)):
+        assert compile.missing_compiler(cpu) == "no working C++ compiler (CXX or g++)"
+
+
+def test_the_compiled_backward_computes_no_product_again_with_selective(monkeypatch, make_model):
+    """The four of a block run forward, eight in backward; only by block some run again."""
+    seen = []
+
+    def compile_graph(graph, _inputs):
+        targets = [node.target for node in graph.graph.nodes]
+        seen.append(targets.count(torch.ops.aten.mm.default))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=compile_graph, partition_fn=min_cut_rematerialization_partition
+    )
+    monkeypatch.setattr(compile, "BACKEND", backend)
+    tokens = torch.zeros(1, 24, dtype=torch.int64)
+    for mode in ("none", "selective", "block"):
+        torch._dynamo.reset()
+        model = make_model(small_config(**LLAMA), checkpointing=mode, compile_blocks=True)
+        model(tokens, tokens).backward()
+    assert seen == [4, 8, 4, 8, 4, 11]
