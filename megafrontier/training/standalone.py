@@ -168,6 +168,7 @@ def evaluate_command(
     config = target.config
     if config.evaluate.batches == 0:
         raise UserError("evaluate.batches: 0, need at least 1")
+    config.train.compile = False  # a few batches would not repay it
     if nproc is not None or identify(os.environ).source == "alone":
         config.machine = "laptop"
         config.partition = PartitionConfig(strategy="zero3")
