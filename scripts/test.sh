@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The one test command: installs what the tests need, checks style and types, runs every test.
-# Arguments go to pytest: bash scripts/test.sh tests/partition -k exact
+# Arguments go to pytest, in one session: bash scripts/test.sh tests/partition -k exact
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/venv.sh dev
@@ -15,4 +15,26 @@ fi
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
 .venv/bin/mypy
-.venv/bin/python -m pytest -rs "$@"
+
+run_tests() { .venv/bin/python -m pytest -rs "$@"; }
+
+if [ $# -gt 0 ]; then
+    run_tests "$@"
+    exit
+fi
+# Whole runs wait much of their time, and those on Slurm most of it: side by side with the others.
+beside=(tests/training tests/slurm/test_life.py tests/slurm/test_losses.py)
+logs=$(mktemp -d)
+trap 'kill $(jobs -p) 2>/dev/null; wait; rm -r "$logs"' EXIT
+sessions=()
+for tests in "${beside[@]}"; do
+    run_tests "$tests" >"$logs/$(basename "$tests")" 2>&1 &
+    sessions+=($!)
+done
+code=0
+run_tests "${beside[@]/#/--ignore=}" || code=$?
+for i in "${!beside[@]}"; do
+    wait "${sessions[i]}" || code=$?
+    cat "$logs/$(basename "${beside[i]}")"
+done
+exit "$code"

@@ -8,12 +8,12 @@ import pytest
 from tests.slurm.jobs import unbroken
 
 
-def assert_finished(training, job, restarts, *overrides):
+def assert_finished(training, job, restarts):
     """To the last step, by so many requeues and nobody's hand, with the losses of an unbroken run
     to the last bit."""
     assert job.ended() == "COMPLETED", job.output
     assert job.restarts == restarts, job.output
-    assert training.losses == unbroken(training.config, 4, *overrides)
+    assert training.losses == unbroken(training.config, 4)
 
 
 def test_a_submitted_run_finishes(training):
@@ -28,17 +28,16 @@ def test_a_submitted_run_finishes(training):
 
 def test_a_run_longer_than_its_jobs_time_limit_goes_on_in_the_next(training):
     """The first job's ranks stop when the limit is near, the second's do not stop before it."""
-    training.slow_down(seconds=1)
+    training.slow_down(seconds=2)
     # Slurm looks every 30 s, and signals up to 30 s early: here 10 to 40 s after the start.
-    limits = ("--nodes=2", "--time=1", "--signal=B:USR1@20")
-    job = training.submit("train.steps=100", options=limits)
+    job = training.submit(options=("--nodes=2", "--time=1", "--signal=B:USR1@20"))
     job.wait_for_restart(1)
     job.wait_until(lambda: len(job.ranks()) == 4, "ranks")
     # Again and again: Slurm wakes them to let them end.
     job.wait_until(lambda: job.freeze_ranks() or job.restarts == 2, "restart 2")
     job.set_time_limit(minutes=20)
     training.speed_up()
-    assert_finished(training, job, 2, "train.steps=100")
+    assert_finished(training, job, restarts=2)
     assert job.output.count("exit code 75, requeued") == 1
     assert job.output.count("by the time limit, requeued") == 1
 
