@@ -119,14 +119,16 @@ def state_bytes(numel: int, placement: Placement, levels: Levels, itemsize: int)
     """Bytes one rank holds for a unit of `numel` padded elements, by state.
 
     The copy of the weights that gathers read from in the computing type of `itemsize` bytes,
-    gradients in fp32, optimizer state as fp32 master and two moments.
+    gradients in fp32, optimizer state as fp32 master and two moments. Whole masters of fp32 weights
+    are that copy.
     """
+    are_masters = itemsize == 4 and placement.on(levels).optimizer == 0
 
     def shard(depth: int) -> int:
         return numel // prod(levels.sizes[:depth])
 
     return {
-        "weights": shard(placement.backward_weights) * itemsize,
+        "weights": 0 if are_masters else shard(placement.backward_weights) * itemsize,
         "gradients": shard(placement.gradients) * 4,
         "optimizer": shard(placement.optimizer) * 12,
     }

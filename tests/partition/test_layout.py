@@ -94,3 +94,11 @@ def test_a_free_placement_is_read_level_by_level():
         weights="node", backward_weights="none", gradients="node", optimizer="world"
     )
     assert Placement.from_config(config, make_levels((2, 4, 3))) == Placement(2, 0, 2, 3)
+
+
+def test_levels_of_a_single_rank_do_not_count_as_sharding():
+    topo = Placement(1, 1, 2, 3)
+    assert topo.on(make_levels((2, 4, 8))) == topo
+    assert topo.on(make_levels((2, 1, 1))) == Placement(1, 1, 1, 1)
+    assert topo.on(make_levels((1, 4, 1))) == Placement(0, 0, 2, 2)
+    assert topo.on(make_levels((1, 1, 1))) == Placement(0, 0, 0, 0)
