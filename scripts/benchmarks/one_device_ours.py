@@ -29,10 +29,10 @@ def matrix_rate(precision: str) -> dict[str, float]:
     return {"flops_per_second": 2.0 * size**3 * count / (time.perf_counter() - begin)}
 
 
-def ours(setting: dict[str, Any], compiled: bool) -> dict[str, float]:
+def ours(setting: dict[str, Any], compiled: bool, checkpointing: str = "none") -> dict[str, float]:
     """The framework's own step, on one rank."""
     chosen = Setting(**setting)
-    config = our_config(chosen, compiled)
+    config = our_config(chosen, compiled, checkpointing)
     with joined(config) as (arrangement, hierarchy):
         clock = Clock(chosen.warm_up, chosen.steps)
         trainer = build_trainer(config, arrangement, hierarchy)
@@ -44,7 +44,8 @@ def ours(setting: dict[str, Any], compiled: bool) -> dict[str, float]:
     return figures | {"loss": result.loss}
 
 
-def our_config(setting: Setting, compiled: bool) -> Config:
+def our_config(setting: Setting, compiled: bool, checkpointing: str = "none") -> Config:
+    """The framework's configuration of a setting."""
     train = TrainConfig(
         steps=10_000,
         global_batch=setting.batch,
@@ -54,7 +55,7 @@ def our_config(setting: Setting, compiled: bool) -> Config:
     )
     data = DataConfig(train=[CorpusConfig(path=setting.corpus)], split=[1.0, 0.0])
     values = config_to_dict(Config(model=setting.model, data=data, train=train))
-    values["train"]["compile"] = compiled
+    values["train"] |= {"compile": compiled, "activation_checkpointing": checkpointing}
     values["schedule"]["name"] = "constant"
     values["optimizer"] |= {"lr": LR, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY}
     return config_from_dict(values, "one_device")

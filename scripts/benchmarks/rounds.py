@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,25 +158,35 @@ def chosen(tasks: Iterable[Task], arguments: argparse.Namespace) -> list[Task]:
 def measure(
     tasks: Sequence[Task], arguments: argparse.Namespace, table: Callable[[Results], str]
 ) -> None:
-    """Make all turns that are not made yet, round by round, and write the table after each round.
+    """Make all turns that are not made yet, round by round; write the table after each turn.
 
     Groups come one after the other, so that what is compared was measured close together. A row
     that cannot be had is asked for once only.
     """
     results = Results(arguments.out)
     deadline = time.monotonic() + 60 * (arguments.minutes or 1e9)
+    for task, number in _order(tasks, arguments.rounds):
+        if results.has(task, number) or _hopeless(results, task):
+            continue
+        if time.monotonic() > deadline:
+            print("out of time: the same command goes on", flush=True)
+            break
+        results.add(_turn(task, number, arguments.packages))
+        _show(results.turns[-1])
+        _write_table(results, arguments.out, table)
+    print(_write_table(results, arguments.out, table))
+
+
+def _order(tasks: Sequence[Task], rounds: int) -> Iterator[tuple[Task, int]]:
     for group in dict.fromkeys(task.group for task in tasks):
-        for number in range(arguments.rounds):
-            for task in (task for task in tasks if task.group == group):
-                if time.monotonic() > deadline:
-                    print("out of time: the same command goes on", flush=True)
-                    return
-                if not results.has(task, number) and not _hopeless(results, task):
-                    results.add(_turn(task, number, arguments.packages))
-                    _show(results.turns[-1])
-            text = f"{_machine_line(results)}\n\n{table(results)}\n"
-            (arguments.out / "table.md").write_text(text)
-    print(text)
+        for number in range(rounds):
+            yield from ((task, number) for task in tasks if task.group == group)
+
+
+def _write_table(results: Results, out: Path, table: Callable[[Results], str]) -> str:
+    text = f"{_machine_line(results)}\n\n{table(results)}\n"
+    (out / "table.md").write_text(text)
+    return text
 
 
 def _hopeless(results: Results, task: Task) -> bool:

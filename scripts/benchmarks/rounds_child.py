@@ -39,15 +39,18 @@ def peak_bytes() -> int:
     """Most memory this process had: allocated on a GPU, resident on a CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not ru_maxrss, which begins at the peak of the process that started this one.
+    return _resident_bytes("VmHWM")
 
 
 def held_bytes() -> int:
     """What it has now, in the same measure; on a CPU before a model exists these are libraries."""
-    if torch.cuda.is_available():
-        return torch.cuda.memory_allocated()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else _resident_bytes("VmRSS")
+
+
+def _resident_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 class Clock:
@@ -62,6 +65,8 @@ class Clock:
         self._count = 0
         self._marks = [time.perf_counter()]
         self._held = held_bytes()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
 
     @property
     def done(self) -> bool:

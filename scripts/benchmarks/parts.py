@@ -1,0 +1,221 @@
+"""Single parts of a training step beside what they replace: time and memory.
+
+    python scripts/benchmarks/parts.py OUT [--groups loss documents …] [--rounds 5]
+
+Each variant runs in a process of its own, in turns, forward and backward together:
+
+* loss: the output projection with the cross-entropy, a chunk of tokens at a time, and with all
+  logits at once;
+* documents: attention that is told where documents begin, with a dense mask, and causal over the
+  whole row, at several lengths of documents;
+* checkpointing: a whole training step with each `train.activation_checkpointing`;
+* adamw: torch's fused, torch's own loop, and apex's where it is installed.
+
+On a GPU in bf16 and at sizes that fill it, on a CPU in fp32. "Added" is the peak above what the
+process held before the part ran: libraries and inputs, for checkpointing libraries alone.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import get_args
+
+import torch
+import torch.nn.functional as F
+from one_device_setting import PRESETS, Setting, write_corpus
+from rounds import Results, Task, add_options, chosen, markdown, measure, spread
+from rounds_child import Unable, device, repeat
+from torch import Tensor
+
+from megafrontier.config import OptimizerConfig
+from megafrontier.errors import UserError
+from megafrontier.model.checkpointing import Mode
+from megafrontier.model.documents import document_attention
+from megafrontier.model.loss import linear_cross_entropy
+from megafrontier.model.positions import document_mask
+from megafrontier.optim.adamw import ShardedAdamW
+
+ON_GPU = torch.cuda.is_available()
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+WARM_UP, STEPS = (5, 30) if ON_GPU else (1, 3)
+
+
+def random(*shape: int) -> Tensor:
+    """Values of the type and device that are measured, with a gradient."""
+    return torch.randn(shape, device=device(), dtype=DTYPE, requires_grad=True)
+
+
+def loss(variant: str, tokens: int, hidden: int, vocab_size: int) -> dict[str, float]:
+    """Hidden states [tokens, hidden] to the sum of the losses, and back."""
+    states, weight = random(tokens, hidden), random(vocab_size, hidden)
+    targets = torch.randint(vocab_size, (tokens,), device=device())
+    all_at_once = torch.compile(_all_logits) if variant == "compiled" else _all_logits
+
+    def work() -> None:
+        if variant == "chunked":
+            total = linear_cross_entropy(
+                states, weight, targets, vocab_size=vocab_size, chunk_tokens=1024
+            )
+        else:
+            total = all_at_once(states, weight, targets)
+        total.backward()
+        states.grad = weight.grad = None
+
+    return repeat(work, WARM_UP, STEPS)
+
+
+def _all_logits(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(states, weight).float(), targets, reduction="sum")
+
+
+def attention(variant: str, length: int, row: int, heads: int, size: int) -> dict[str, float]:
+    """One row of `row` tokens in documents of `length`, [row, heads, size], and back."""
+    # Once small: what the first call imports is no memory of the part.
+    _attend(variant, 8, 16, *(random(16, heads, size) for _ in range(3)))()
+    return repeat(
+        _attend(variant, length, row, *(random(row, heads, size) for _ in range(3))), WARM_UP, STEPS
+    )
+
+
+def _attend(
+    variant: str, length: int, row: int, query: Tensor, key: Tensor, value: Tensor
+) -> Callable[[], None]:
+    starts = torch.arange(0, row + 1, length, dtype=torch.int32, device=device())
+    mask = document_mask(starts, 1, row) if variant == "dense mask" else None
+
+    def work() -> None:
+        if variant == "starts":
+            mixed = document_attention(query, key, value, starts, row)
+        else:
+            heads_first = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+            mixed = F.scaled_dot_product_attention(
+                *heads_first, attn_mask=mask, is_causal=mask is None
+            )
+        mixed.sum().backward()
+        query.grad = key.grad = value.grad = None
+
+    return work
+
+
+def adamw(fused: str, elements: int) -> dict[str, float]:
+    """One update of a flat fp32 shard of so many parameters, two thirds of them decayed."""
+    master, gradient = (torch.randn(elements, device=device()) for _ in range(2))
+    try:
+        optimizer = ShardedAdamW([master], [2 * elements // 3], OptimizerConfig(fused=fused))
+    except UserError as error:
+        raise Unable(str(error)) from error
+    return repeat(lambda: optimizer.step([gradient], 1e-4), WARM_UP, STEPS)
+
+
+def loss_tasks() -> list[Task]:
+    """Llama's head at the width of 1.3B on a GPU, narrower on a CPU."""
+    sizes = {"tokens": 16384 if ON_GPU else 4096, "hidden": 2048 if ON_GPU else 256}
+    sizes["vocab_size"] = 32000
+    group = f"loss: {sizes['tokens']} tokens, {sizes['hidden']} wide, 32000 ids"
+    variants = {
+        "1024 tokens at a time (ours)": "chunked",
+        "all logits": "plain",
+        "all logits, compiled": "compiled",
+    }
+    return [
+        Task(group, name, "parts:loss", {"variant": variant, **sizes})
+        for name, variant in variants.items()
+    ]
+
+
+def document_tasks() -> list[Task]:
+    """From many short documents to one that fills the row."""
+    sizes = {"row": 8192, "heads": 16, "size": 128} if ON_GPU else {"row": 2048, "heads": 4}
+    sizes.setdefault("size", 64)
+    variants = {"starts (ours)": "starts", "dense mask": "dense mask", "whole row": "causal"}
+    return [
+        Task(
+            f"documents of {length} in {sizes['row']} tokens",
+            name,
+            "parts:attention",
+            {"variant": variant, "length": length, **sizes},
+        )
+        for length in (128, 512, sizes["row"] // 2, sizes["row"])
+        for name, variant in variants.items()
+    ]
+
+
+def checkpointing_tasks(out: Path) -> list[Task]:
+    """Whole steps of one preset, with long enough rows for activations to matter."""
+    preset = "350M" if ON_GPU else "10M"
+    corpus = (out / f"corpus-{PRESETS[preset].vocab_size}").resolve()
+    rows, length = (16, 2048) if ON_GPU else (16, 256)
+    setting = Setting(
+        preset, "bf16" if ON_GPU else "fp32", rows, length, WARM_UP, STEPS, str(corpus)
+    )
+    group = f"checkpointing: {preset}, {rows} × {length} tokens"
+    options = {"setting": asdict(setting), "compiled": False}
+    return [
+        Task(group, mode, "one_device_ours:ours", options | {"checkpointing": mode})
+        for mode in get_args(Mode)
+        if ON_GPU or mode != "offload"  # on a CPU it is `block`
+    ]
+
+
+def adamw_tasks() -> list[Task]:
+    """A shard of many parameters."""
+    elements = 350_000_000 if ON_GPU else 10_000_000
+    names = {"torch": "torch, fused", "none": "torch, not fused", "apex": "apex"}
+    return [
+        Task(
+            f"adamw: {elements // 1_000_000}M parameters",
+            name,
+            "parts:adamw",
+            {"fused": fused, "elements": elements},
+        )
+        for fused, name in names.items()
+    ]
+
+
+def table(results: Results) -> str:
+    """A table for each group, times over the first row's."""
+    return "\n\n".join(_group_table(results, group) for group in results.groups())
+
+
+def _group_table(results: Results, group: str) -> str:
+    head = ["", "ms", "time over the first's", "added MiB"]
+    rows = [_row(results, group, name) for name in results.variants(group)]
+    return f"## {group}\n\n{markdown(head, rows)}"
+
+
+def _row(results: Results, group: str, name: str) -> list[str]:
+    skipped = results.skipped(group, name)
+    if skipped:
+        return [name, skipped, "", ""]
+    seconds = results.values(group, name, "step_seconds")
+    first = results.values(group, results.variants(group)[0], "step_seconds")
+    peaks, idle = (results.values(group, name, f"{which}_bytes") for which in ("peak", "idle"))
+    added = [(peak - before) / 2**20 for peak, before in zip(peaks, idle, strict=True)]
+    return [
+        name,
+        spread([1e3 * value for value in seconds], ",.2f"),
+        f"{statistics.median(seconds) / statistics.median(first):.2f}" if first else "",
+        spread(added),
+    ]
+
+
+def main() -> None:
+    """Measure, and print the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_options(parser)
+    arguments = parser.parse_args()
+    tasks = [*loss_tasks(), *document_tasks(), *checkpointing_tasks(arguments.out), *adamw_tasks()]
+    wanted = chosen(tasks, arguments)
+    for task in wanted:
+        if "setting" in task.arguments:
+            setting = Setting(**task.arguments["setting"])
+            write_corpus(Path(setting.corpus), setting.model.vocab_size)
+    measure(wanted, arguments, table)
+
+
+if __name__ == "__main__":
+    main()
