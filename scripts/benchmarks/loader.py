@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from one_device_setting import PRESETS, Setting
-from rounds import Results, Task, add_options, chosen, markdown, measure, middle_of, spread
+from rounds import Results, Task, add_options, markdown, measure, middle_of, spread
 from rounds_child import Span
 
 LENGTHS = (128, 512, 2048, 8192)
@@ -169,7 +169,7 @@ def main() -> None:
     arguments = parser.parse_args()
     corpus = (arguments.out / f"corpus-{arguments.megabytes:g}").resolve()
     write_corpus(corpus, arguments.megabytes)
-    measure(chosen(tasks_of(str(corpus), arguments), arguments), arguments, table)
+    measure(tasks_of(str(corpus), arguments), arguments, table)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from one_device_setting import PRESETS, Setting, write_corpus
-from rounds import Results, Task, add_options, chosen, gib, markdown, measure, middle_of, spread
+from rounds import Results, Task, add_options, gib, markdown, measure, middle_of, spread
 
 from megafrontier.model.flops import flops_per_token, parameter_count
 
@@ -138,7 +138,7 @@ def main() -> None:
         write_corpus(Path(setting.corpus), setting.model.vocab_size)
         print(f"{setting.preset}: {parameter_count(setting.model) / 1e6:.1f}M parameters")
     tasks = [task for setting in wanted for task in tasks_of(setting)]
-    measure(chosen(tasks, arguments), arguments, table)
+    measure(tasks, arguments, table)
 
 
 if __name__ == "__main__":

@@ -106,7 +106,8 @@ def adamw(fused: str, elements: int) -> dict[str, float]:
         optimizer = ShardedAdamW([master], [2 * elements // 3], OptimizerConfig(fused=fused))
     except UserError as error:
         raise Unable(str(error)) from error
-    return repeat(lambda: optimizer.step([gradient], 1e-4), WARM_UP, STEPS)
+    one, no = torch.ones((), device=device()), torch.zeros((), device=device())
+    return repeat(lambda: optimizer.step([gradient], 1e-4, one, no), WARM_UP, STEPS)
 
 
 def loss_tasks() -> list[Task]:
@@ -209,12 +210,11 @@ def main() -> None:
     add_options(parser)
     arguments = parser.parse_args()
     tasks = [*loss_tasks(), *document_tasks(), *checkpointing_tasks(arguments.out), *adamw_tasks()]
-    wanted = chosen(tasks, arguments)
-    for task in wanted:
+    for task in chosen(tasks, arguments):
         if "setting" in task.arguments:
             setting = Setting(**task.arguments["setting"])
             write_corpus(Path(setting.corpus), setting.model.vocab_size)
-    measure(wanted, arguments, table)
+    measure(tasks, arguments, table)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rounds import Results, Task, add_options, chosen, markdown, measure, spread
+from rounds import Results, Task, add_options, markdown, measure, spread
 from rounds_child import Span
 
 KINDS = ("sentencepiece", "hugging-face")
@@ -229,7 +229,7 @@ def main() -> None:
             ),
             Task(kind, "the library alone", "prepare:library_alone", common),
         ]
-    measure(chosen(tasks, arguments), arguments, table)
+    measure(tasks, arguments, table)
 
 
 if __name__ == "__main__":

@@ -52,8 +52,9 @@ class Turn:
 class Results:
     """The turns in OUT/results.json, each kept as soon as it was made."""
 
-    def __init__(self, out: Path) -> None:
-        self.path = out / "results.json"
+    def __init__(self, out: Path, order: Sequence[str] = ()) -> None:
+        """`order`: names of variants, as the tables shall have them."""
+        self.path, self._order = out / "results.json", {name: i for i, name in enumerate(order)}
         self.machine = describe_machine()
         self.turns: list[Turn] = []
         if self.path.is_file():
@@ -63,10 +64,11 @@ class Results:
             self.turns = [Turn(**turn) for turn in saved["turns"]]
 
     def has(self, task: Task, number: int) -> bool:
-        """Whether this turn was made, with the same arguments."""
+        """Whether this turn was made and gave figures, with the same arguments."""
         return any(
             (turn.group, turn.variant, turn.round) == (task.group, task.variant, number)
             and turn.arguments == task.arguments
+            and not turn.skipped
             for turn in self.turns
         )
 
@@ -89,8 +91,9 @@ class Results:
         return list(dict.fromkeys(turn.group for turn in self.turns))
 
     def variants(self, group: str) -> list[str]:
-        """Of one group, in the order they were first measured."""
-        return list(dict.fromkeys(turn.variant for turn in self.turns if turn.group == group))
+        """Of one group, in the order that was given."""
+        names = dict.fromkeys(turn.variant for turn in self.turns if turn.group == group)
+        return sorted(names, key=lambda name: self._order.get(name, len(self._order)))
 
     def values(self, group: str, variant: str, name: str) -> list[float]:
         """One figure of all turns of a row that gave it."""
@@ -158,26 +161,31 @@ def chosen(tasks: Iterable[Task], arguments: argparse.Namespace) -> list[Task]:
 def measure(
     tasks: Sequence[Task], arguments: argparse.Namespace, table: Callable[[Results], str]
 ) -> None:
-    """Make all turns that are not made yet, round by round; write the table after each turn.
+    """Make the chosen turns that are not made yet, round by round, and write the table after each.
 
     Groups come one after the other, so that what is compared was measured close together. A row
-    that cannot be had is asked for once only.
+    that gives no figures is asked for once only.
     """
-    results = Results(arguments.out)
+    results = Results(arguments.out, [task.variant for task in tasks])
     deadline = time.monotonic() + 60 * (arguments.minutes or 1e9)
-    for task, number in _order(tasks, arguments.rounds):
-        if results.has(task, number) or _hopeless(results, task):
+    hopeless = set()
+    for task, number in _in_rounds(chosen(tasks, arguments), arguments.rounds):
+        row = task.group, task.variant
+        if results.has(task, number) or row in hopeless:
             continue
         if time.monotonic() > deadline:
             print("out of time: the same command goes on", flush=True)
             break
-        results.add(_turn(task, number, arguments.packages))
-        _show(results.turns[-1])
+        turn = _turn(task, number, arguments.packages)
+        results.add(turn)
+        _show(turn)
         _write_table(results, arguments.out, table)
+        if turn.skipped:
+            hopeless.add(row)
     print(_write_table(results, arguments.out, table))
 
 
-def _order(tasks: Sequence[Task], rounds: int) -> Iterator[tuple[Task, int]]:
+def _in_rounds(tasks: Sequence[Task], rounds: int) -> Iterator[tuple[Task, int]]:
     for group in dict.fromkeys(task.group for task in tasks):
         for number in range(rounds):
             yield from ((task, number) for task in tasks if task.group == group)
@@ -187,10 +195,6 @@ def _write_table(results: Results, out: Path, table: Callable[[Results], str]) -
     text = f"{_machine_line(results)}\n\n{table(results)}\n"
     (out / "table.md").write_text(text)
     return text
-
-
-def _hopeless(results: Results, task: Task) -> bool:
-    return results.has(task, 0) and bool(results.skipped(task.group, task.variant))
 
 
 def _turn(task: Task, number: int, packages: Path | None) -> Turn:

@@ -1,0 +1,57 @@
+"""What the benchmarks of one device share: turns in rounds, kept, and gone on with."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "benchmarks"
+Measure = Callable[..., list[str]]
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measure:
+    """Measures variants without any process; returns the turns that were made."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import rounds
+
+    def measure(*variants: str, size: int = 1, skipped: str = "", **options: Any) -> list[str]:
+        made: list[str] = []
+
+        def turn(task: Any, number: int, packages: Any) -> Any:
+            made.append(f"{task.variant}{number}")
+            lacks = "not installed" if task.variant == skipped else ""
+            values = {} if lacks else {"seconds": 1.0 + number}
+            return rounds.Turn(task.group, task.variant, number, task.arguments, values, lacks)
+
+        monkeypatch.setattr(rounds, "_turn", turn)
+        tasks = [rounds.Task("group", variant, "", {"size": size}) for variant in variants]
+        common = {"out": tmp_path, "rounds": 2, "minutes": None, "packages": None}
+        arguments = Namespace(**(common | {"variants": None, "groups": None} | options))
+        rounds.measure(tasks, arguments, lambda results: ",".join(results.variants("group")))
+        return made
+
+    return measure
+
+
+def test_variants_take_turns(measured: Measure) -> None:
+    assert measured("a", "b") == ["a0", "b0", "a1", "b1"]
+
+
+def test_what_was_measured_is_not_measured_again(measured: Measure) -> None:
+    measured("a", "b")
+    assert measured("a", "b", rounds=3) == ["a2", "b2"]
+    assert measured("a", "b", variants=["b"], size=2) == ["b0", "b1"]
+
+
+def test_a_row_without_figures_is_tried_once_in_each_run(measured: Measure, tmp_path: Path) -> None:
+    assert measured("a", "b", skipped="a") == ["a0", "b0", "b1"]
+    assert measured("a", "b") == ["a0", "a1"]
+    assert (tmp_path / "table.md").read_text().endswith("a,b\n")
+
+
+def test_out_of_time_no_turn_begins(measured: Measure) -> None:
+    assert measured("a", minutes=-1.0) == []
+    assert measured("a") == ["a0", "a1"]
