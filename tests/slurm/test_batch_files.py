@@ -129,6 +129,41 @@ def test_nodes_on_which_the_environment_cannot_be_unpacked_are_left_out(training
     assert training.losses == unbroken(training.config, 2, *chosen)
 
 
+# Slurm as a job sees it whose ranks find that a node is not fit.
+SCONTROL = """#!/bin/sh
+case "$*" in
+    *hostnames*) printf 'frontier00001\\nfrontier00002\\n' ;;
+    *show*) echo ' Restarts=0 JobState=RUNNING ' ;;
+    *) echo "scontrol $*" ;;
+esac
+"""
+SRUN = "#!/bin/sh\nexit 69\n"
+
+
+@pytest.mark.parametrize(("listed", "is_requeued"), [("frontier00002", True), ("frontier9", False)])
+def test_a_run_with_bad_nodes_is_requeued_if_another_start_leaves_one_out(
+    tmp_path, listed, is_requeued
+):
+    """Otherwise it would meet the same again, and that for ever."""
+    for name, text in {"scontrol": SCONTROL, "srun": SRUN}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "bad-nodes.txt").write_text(f"{listed}\n")
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "MEGAFRONTIER_CLUSTER": "generic",
+        "MEGAFRONTIER_PREFIX": os.path.dirname(os.path.dirname(sys.executable)),
+        "MEGAFRONTIER_HOME": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "",
+    }  # fmt: skip
+    done = subprocess.run(
+        [ROOT / "slurm" / "train.sbatch", CONFIG, f"run.directory={tmp_path}"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 69, done.stderr
+    excluded = f"scontrol update JobId=7 ExcNodeList={listed}\n"
+    assert ("scontrol requeue 7\n" in done.stdout, excluded in done.stdout) == (is_requeued,) * 2
+    assert ("not requeued" in done.stdout) != is_requeued
+
+
 @pytest.mark.parametrize("file", ["train", "evaluate", "prepare"])
 def test_batch_files_without_arguments_say_what_they_need(file):
     done = subprocess.run(
