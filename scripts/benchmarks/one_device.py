@@ -36,7 +36,8 @@ CONTENDERS = {
     ),
     "transformers Trainer, compiled": ("one_device_transformers:hugging_face", {"compiled": True}),
     "transformers Trainer, eager": ("one_device_transformers:hugging_face", {"compiled": False}),
-    "litgpt": ("one_device_frameworks:litgpt", {}),
+    "litgpt, compiled": ("one_device_litgpt:litgpt", {}),
+    "torchtitan, compiled": ("one_device_torchtitan:torchtitan", {}),
 }
 
 

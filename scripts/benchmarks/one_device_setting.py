@@ -1,11 +1,13 @@
 """What every contender of one_device.py trains: a GPT in Llama's style, a corpus of random ids."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rounds_child import Clock, Finished
 
 from megafrontier.config import ModelConfig
 from megafrontier.data.indexed import IndexedDataset, token_dtype
@@ -110,3 +112,19 @@ class Rows(torch.utils.data.Dataset):
         start = row * self._length
         window = self._tokens[start : start + self._length + self._ahead]
         return torch.from_numpy(window.astype(np.int64))
+
+
+class Feed(torch.utils.data.IterableDataset):
+    """Batches [batch, s + 1] without end. When the next is asked for, a step has ended; the loop is
+    ended from here when all were timed."""
+
+    def __init__(self, setting: Setting, clock: Clock) -> None:
+        self._loader = torch.utils.data.DataLoader(Rows(setting, 1), setting.batch, drop_last=True)
+        self._clock = clock
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for batch in self._loader:
+            yield batch
+            self._clock.tick()
+            if self._clock.done:
+                raise Finished

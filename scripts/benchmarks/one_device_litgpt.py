@@ -1,33 +1,16 @@
-"""litgpt and torchtitan: contenders of one_device.py that must be installed, see there.
+"""litgpt: a contender of one_device.py that must be installed, see there.
 
-Each runs its own training loop, fed with our tokens; the feed sees where a step ends.
+Its own pretraining loop, fed with our tokens; the feed sees where a step ends.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from one_device_setting import BETAS, CLIP, LR, WEIGHT_DECAY, Rows, Setting
+from one_device_setting import BETAS, CLIP, LR, WEIGHT_DECAY, Feed, Rows, Setting
 from rounds_child import Clock, Finished
 
 from megafrontier.model.sizes import ffn_hidden
-
-
-class Feed(torch.utils.data.IterableDataset):
-    """Batches [batch, s + 1] without end. When the next is asked for, a step has ended; the loop is
-    ended from here when all were timed."""
-
-    def __init__(self, setting: Setting, clock: Clock) -> None:
-        self._loader = torch.utils.data.DataLoader(Rows(setting, 1), setting.batch, drop_last=True)
-        self._clock = clock
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for batch in self._loader:
-            yield batch
-            self._clock.tick()
-            if self._clock.done:
-                raise Finished
 
 
 def litgpt(setting: dict[str, Any]) -> dict[str, float]:
