@@ -134,11 +134,7 @@ class GPT(nn.Module):
         turning = rotary_size(self.config)
         rotary = rotary_tables(positions, turning, self.config.rotary_base) if turning else None
         hidden = self.embedding(tokens, positions)
-        mask = cached_mask(past, tokens.shape[1], tokens.device)
-        if documents is not None and not self._has_document_kernel(hidden):
-            mask, documents = document_mask(documents, *tokens.shape), None
-        if documents is not None and self.is_compiled:
-            let_length_vary(documents)
+        mask, documents = self._sight(hidden, past, documents)
         for i, block in enumerate(self.blocks):
             layer = cache.layers[i] if cache is not None else None
             hidden = block(hidden, rotary, mask, documents, layer)
@@ -147,9 +143,19 @@ class GPT(nn.Module):
         tied = self.embedding.tokens.weight if self.config.tie_embeddings else None
         return self.head(hidden, targets, tied)
 
-    def _has_document_kernel(self, hidden: Tensor) -> bool:
+    def _sight(
+        self, hidden: Tensor, past: int, documents: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Mask and documents for the blocks; at most one of them, as Attention takes them."""
+        batch, length, _ = hidden.shape
+        if documents is None:
+            return cached_mask(past, length, hidden.device), None
         dropout = self.config.dropout if self.training else 0.0
-        return skips_mask(self.config, hidden.device, hidden.dtype, dropout)
+        if not skips_mask(self.config, hidden.device, hidden.dtype, dropout):
+            return document_mask(documents, batch, length), None
+        if self.is_compiled:
+            let_length_vary(documents)
+        return None, documents
 
     def _check(
         self, tokens: Tensor, past: int, documents: Tensor | None, cache: KVCache | None
