@@ -138,7 +138,7 @@ def document_tasks() -> list[Task]:
             "parts:attention",
             {"variant": variant, "length": length, **sizes},
         )
-        for length in (128, 512, sizes["row"] // 2, sizes["row"])
+        for length in (128, 512, sizes["row"])
         for name, variant in variants.items()
     ]
 
