@@ -1,17 +1,20 @@
 """Our own part in one_device.py, and the machine's: each function runs in a process of its own."""
 
 import time
+from contextlib import closing, suppress
 from typing import Any
 
 import torch
 from one_device_setting import BETAS, CLIP, LR, WEIGHT_DECAY, Setting
-from rounds_child import Clock, device, synchronise
+from rounds_child import Clock, Finished, device, synchronise
 
 from megafrontier.config import CorpusConfig, DataConfig, config_from_dict, config_to_dict
 from megafrontier.config.schema import Config, TrainConfig
+from megafrontier.training.callback import Callback
 from megafrontier.training.launch import joined
-from megafrontier.training.loop import train_step
-from megafrontier.training.trainer import build_trainer
+from megafrontier.training.loop import run
+from megafrontier.training.result import StepResult
+from megafrontier.training.trainer import Trainer, build_trainer
 
 
 def matrix_rate(precision: str) -> dict[str, float]:
@@ -30,18 +33,30 @@ def matrix_rate(precision: str) -> dict[str, float]:
 
 
 def ours(setting: dict[str, Any], compiled: bool, checkpointing: str = "none") -> dict[str, float]:
-    """The framework's own step, on one rank."""
+    """The framework's own loop, on one rank."""
     chosen = Setting(**setting)
     config = our_config(chosen, compiled, checkpointing)
     with joined(config) as (arrangement, hierarchy):
         clock = Clock(chosen.warm_up, chosen.steps)
         trainer = build_trainer(config, arrangement, hierarchy)
-        while not clock.done:
-            result = train_step(trainer)
-            clock.tick()
-        figures = clock.figures()
-        trainer.close()
-    return figures | {"loss": result.loss}
+        tick = Tick(clock)
+        with suppress(Finished), closing(trainer):
+            run(trainer, [tick])
+    return clock.figures() | {"loss": tick.loss}
+
+
+class Tick(Callback):
+    """Ends the loop when all steps were timed."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.loss = 0.0
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        self._clock.tick()
+        self.loss = result.loss
+        if self._clock.done:
+            raise Finished
 
 
 def our_config(setting: Setting, compiled: bool, checkpointing: str = "none") -> Config:
