@@ -25,7 +25,7 @@ fi
 # Whole runs wait much of their time, and those on Slurm most of it: side by side with the others.
 beside=(tests/training tests/slurm/test_life.py tests/slurm/test_losses.py)
 logs=$(mktemp -d)
-trap 'kill $(jobs -p) 2>/dev/null; wait; rm -r "$logs"' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true; wait; rm -r "$logs"' EXIT
 sessions=()
 for tests in "${beside[@]}"; do
     run_tests "$tests" >"$logs/$(basename "$tests")" 2>&1 &
