@@ -96,4 +96,9 @@ def start_step(trainer: Trainer) -> Pending:
 def seed_dropout(seed: int, batch: Batch) -> None:
     """Make dropout a pure function of the run's seed and the samples, so that there is no random
     state to save and a resumed run draws what the unbroken one would have."""
-    torch.manual_seed((seed * 0x9E3779B97F4A7C15 + batch.first_sample) & 0x7FFF_FFFF_FFFF_FFFF)
+    value = (seed * 0x9E3779B97F4A7C15 + batch.first_sample) & 0x7FFF_FFFF_FFFF_FFFF
+    # Not torch.manual_seed: for devices that are not there it keeps every call, with its stack.
+    if batch.tokens.is_cuda:
+        torch.cuda.manual_seed(value)
+    else:
+        torch.default_generator.manual_seed(value)
