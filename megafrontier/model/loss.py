@@ -48,18 +48,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         ctx.scale = _FP16_SCALE if hidden.dtype == torch.float16 else 1.0
-        hidden_grad = torch.zeros_like(hidden) if with_gradient else None
+        hidden_grad = torch.empty_like(hidden) if with_gradient else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if with_gradient else None
         for start in range(0, hidden.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            chunk, wanted = hidden[rows], targets[rows]
-            logits = _logits(chunk, weight, vocab_size)
-            normaliser = logits.logsumexp(dim=-1, keepdim=True)
-            loss += _chunk_loss(logits, normaliser, wanted)
+            chunk, counted = hidden[rows], (targets[rows] != IGNORED)[:, None]
+            wanted = targets[rows].clamp(min=0)[:, None]
+            log_probabilities = _logits(chunk, weight, vocab_size).log_softmax(dim=-1)
+            loss -= torch.where(counted, log_probabilities.gather(1, wanted), 0.0).sum()
             if hidden_grad is not None and weight_grad is not None:
-                error = _logit_gradient_(logits, normaliser, wanted, ctx.scale).to(weight.dtype)
-                torch.mm(error, weight, out=hidden_grad[rows])
-                weight_grad += error.t() @ chunk
+                error = _logit_gradient_(log_probabilities, wanted, ctx.scale).to(weight.dtype)
+                # Ignored tokens are left out of the thin factors, not of the wide one.
+                counted = counted.to(weight.dtype)
+                torch.mm(error, weight, out=hidden_grad[rows]).mul_(counted)
+                _add_product_(weight_grad, error.t(), chunk * counted)
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(hidden_grad, weight_grad)
         return loss
@@ -77,19 +79,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _logits(chunk: Tensor, weight: Tensor, vocab_size: int) -> Tensor:
     """fp32 logits [c, rows] of hidden [c, h]; padding rows are -inf, so never likely."""
     logits = (chunk @ weight.t()).float()
-    logits[:, vocab_size:] = -torch.inf
+    if logits.shape[1] > vocab_size:
+        logits[:, vocab_size:] = -torch.inf
     return logits
 
 
-def _chunk_loss(logits: Tensor, normaliser: Tensor, targets: Tensor) -> Tensor:
-    counted = targets != IGNORED
-    chosen = logits.gather(1, targets.clamp(min=0)[:, None])
-    return torch.where(counted[:, None], normaliser - chosen, 0.0).sum()
+def _logit_gradient_(log_probabilities: Tensor, wanted: Tensor, scale: float) -> Tensor:
+    """scale · (softmax - one-hot), written over the logarithms of the softmax [c, rows]."""
+    gradient = log_probabilities.exp_()
+    gradient.scatter_add_(1, wanted, gradient.new_full(wanted.shape, -1.0))
+    return gradient if scale == 1 else gradient.mul_(scale)
 
 
-def _logit_gradient_(logits: Tensor, normaliser: Tensor, targets: Tensor, scale: float) -> Tensor:
-    """scale · (softmax - one-hot), 0 for ignored tokens, written over the logits [c, rows]."""
-    counted = (targets != IGNORED)[:, None].float()
-    probabilities = logits.sub_(normaliser).exp_()
-    probabilities.scatter_add_(1, targets.clamp(min=0)[:, None], -torch.ones_like(counted))
-    return probabilities.mul_(counted * scale)
+def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left · right to the fp32 total."""
+    if right.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
