@@ -64,7 +64,7 @@ def _group_table(results: Results, group: str) -> str:
     title = (
         f"## {group}\n\nA large matrix product: {spread([r / 1e12 for r in rates], '.3g')} TFLOP/s"
     )
-    head = ["contender", "tokens/s", "of ours, compiled", "MFU", "peak GiB"]
+    head = ["contender", "tokens/s", "over ours in the same round", "MFU", "peak GiB"]
     head += ["before the model", "warm-up s", "loss"]
     rows = [_row(results, group, name, rate) for name in results.variants(group) if name != RATE]
     return f"{title}.\n\n{markdown(head, rows)}"
@@ -76,13 +76,12 @@ def _row(results: Results, group: str, name: str, rate: float) -> list[str]:
         return [name, skipped, *[""] * 6]
     setting = _setting_of(results, group)
     speeds = _speeds(results, group, name, setting.tokens)
-    best = _speeds(results, group, "ours, compiled", setting.tokens)
     middle = statistics.median(speeds)
     flops = middle * flops_per_token(setting.model)
     return [
         name,
         spread(speeds),
-        f"{middle / statistics.median(best):.3f}" if best else "",
+        spread(results.ratios(group, "ours, compiled", name, "step_seconds"), ".3f"),
         f"{flops / rate:.1%}" if rate else "",
         gib(results.values(group, name, "peak_bytes")),
         gib(results.values(group, name, "idle_bytes")),

@@ -103,6 +103,19 @@ class Results:
             if (turn.group, turn.variant) == (group, variant) and name in turn.values
         ]
 
+    def ratios(self, group: str, variant: str, other: str, name: str) -> list[float]:
+        """One figure over the other variant's in the same round: the machine's speed drifts between
+        rounds more than within one."""
+        both = [
+            {
+                turn.round: turn.values[name]
+                for turn in self.turns
+                if (turn.group, turn.variant) == (group, row) and name in turn.values
+            }
+            for row in (variant, other)
+        ]
+        return [value / both[1][number] for number, value in both[0].items() if number in both[1]]
+
     def skipped(self, group: str, variant: str) -> str:
         """Why a row has no figures; empty where it has."""
         mine = [turn for turn in self.turns if (turn.group, turn.variant) == (group, variant)]
