@@ -94,6 +94,6 @@ def _logit_gradient_(log_probabilities: Tensor, wanted: Tensor, scale: float) ->
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left · right to the fp32 total."""
     if right.dtype == total.dtype:
-        total.addmm_(left, right)
+        torch.addmm(total, left, right, out=total)
     else:
         total += left @ right
