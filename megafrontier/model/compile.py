@@ -3,21 +3,24 @@
 What is compiled is a function of the block and its inputs, below `forward`: the hooks of the
 partition engine, which hang on the module, run outside it. Weights are inputs of the graph, so
 that one graph serves every block and takes them wherever the engine has gathered them. The
-embedding is a lookup and the head has its own loss by chunks: neither gains from it.
+embedding is a lookup and gains nothing. Of the head the losses of a chunk are compiled, a second
+graph: written out they pass over the logits some six times.
 """
 
 import logging
 import os
 import shutil
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 BACKEND = "inductor"
+T = TypeVar("T")
 
 
-def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def compiled(function: Callable[..., T]) -> Callable[..., T]:
     """The function as one graph for the shapes it is first called with, and one for each other."""
     # Says at length, on every rank, that checkpointed code may not work in place; ours does not.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)

@@ -15,7 +15,7 @@ from megafrontier.model.block import Block, make_norm
 from megafrontier.model.cache import KVCache
 from megafrontier.model.checkpointing import Mode
 from megafrontier.model.compile import compiled, let_length_vary
-from megafrontier.model.loss import linear_cross_entropy
+from megafrontier.model.loss import Losses, chunk_losses, linear_cross_entropy
 from megafrontier.model.offload import Parking
 from megafrontier.model.positions import (
     cached_mask,
@@ -47,8 +47,12 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """Last normalisation, output projection, and the loss."""
 
-    def __init__(self, config: ModelConfig, loss_chunk_tokens: int) -> None:
+    def __init__(
+        self, config: ModelConfig, loss_chunk_tokens: int, losses: Losses = chunk_losses
+    ) -> None:
+        """`losses`: what to call in place of `chunk_losses`, for instance that, compiled."""
         super().__init__()
+        self._losses = losses
         self.vocab_size = config.vocab_size
         self.loss_chunk_tokens = loss_chunk_tokens
         self.norm = make_norm(config)
@@ -70,6 +74,7 @@ class Head(nn.Module):
             targets.flatten(),
             vocab_size=self.vocab_size,
             chunk_tokens=self.loss_chunk_tokens,
+            losses=self._losses,
         )
 
 
@@ -98,7 +103,8 @@ class GPT(nn.Module):
             Block(config, checkpointing=checkpointing, parking=parking, run=run)
             for _ in range(config.layers)
         )
-        self.head = Head(config, loss_chunk_tokens)
+        losses = compiled(chunk_losses) if compile_blocks else chunk_losses
+        self.head = Head(config, loss_chunk_tokens, losses)
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """The modules whose parameters are gathered one module at a time, in forward order.

@@ -5,6 +5,7 @@ Logits are the largest tensor of a language model: 8 sequences of 2048 tokens ov
 the gradients are computed beside the loss, so that backward needs no logits either.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,19 +18,51 @@ _FP16_SCALE = 1024.0
 """fp16 loses what is below 6e-8, and most gradients of logits are of the size 1 / vocabulary."""
 
 
+Losses = Callable[[Tensor, Tensor, int, float, bool], tuple[Tensor, Tensor | None]]
+"""What `chunk_losses` is, or that, compiled."""
+
+
+def chunk_losses(
+    logits: Tensor, targets: Tensor, vocab_size: int, scale: float, with_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Of one chunk: the sum of its losses, and scale · (softmax - one-hot) in the logits' type.
+
+    logits [c, rows], of which those from `vocab_size` on are padding; targets [c]. The gradient is
+    wrong for ignored tokens: leaving them out of a thinner factor costs less.
+    """
+    counted = (targets != IGNORED)[:, None]
+    wanted = targets.clamp(min=0)[:, None]
+    known = logits.float()
+    if logits.shape[1] > vocab_size:
+        known[:, vocab_size:] = -torch.inf  # never likely
+    log_probabilities = known.log_softmax(dim=-1)
+    loss = -torch.where(counted, log_probabilities.gather(1, wanted), 0.0).sum()
+    if not with_gradient:
+        return loss, None
+    gradient = log_probabilities.exp_()
+    gradient.scatter_add_(1, wanted, gradient.new_full(wanted.shape, -1.0))
+    return loss, (gradient if scale == 1 else gradient.mul_(scale)).to(logits.dtype)
+
+
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int, chunk_tokens: int
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    chunk_tokens: int,
+    losses: Losses = chunk_losses,
 ) -> Tensor:
     """Sum over tokens of -log softmax(hidden · weightᵀ)[target]: an fp32 scalar.
 
     hidden [n, h], weight [rows, h] with rows ≥ vocab_size (the rows beyond are padding: no token
     is ever given to them), targets [n] int64, `IGNORED` for tokens without loss. Logits exist for
     `chunk_tokens` tokens at a time. Gradients are those of softmax minus one-hot, the weight's is
-    summed over chunks in fp32.
+    summed over chunks in fp32. `losses`: what to call in place of `chunk_losses`.
     """
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     loss = _LinearCrossEntropy.apply(
-        hidden, weight, targets, vocab_size, chunk_tokens, with_gradient
+        hidden, weight, targets, vocab_size, chunk_tokens, losses, with_gradient
     )
     assert isinstance(loss, Tensor)
     return loss
@@ -44,6 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         vocab_size: int,
         chunk_tokens: int,
+        losses: Losses,
         with_gradient: bool,
     ) -> Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -52,14 +86,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if with_gradient else None
         for start in range(0, hidden.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            chunk, counted = hidden[rows], (targets[rows] != IGNORED)[:, None]
-            wanted = targets[rows].clamp(min=0)[:, None]
-            log_probabilities = _logits(chunk, weight, vocab_size).log_softmax(dim=-1)
-            loss -= torch.where(counted, log_probabilities.gather(1, wanted), 0.0).sum()
-            if hidden_grad is not None and weight_grad is not None:
-                error = _logit_gradient_(log_probabilities, wanted, ctx.scale).to(weight.dtype)
-                # Ignored tokens are left out of the thin factors, not of the wide one.
-                counted = counted.to(weight.dtype)
+            chunk = hidden[rows]
+            logits = chunk @ weight.t()
+            found, error = losses(logits, targets[rows], vocab_size, ctx.scale, with_gradient)
+            loss += found
+            if error is not None and hidden_grad is not None and weight_grad is not None:
+                counted = (targets[rows] != IGNORED)[:, None].to(weight.dtype)
                 torch.mm(error, weight, out=hidden_grad[rows]).mul_(counted)
                 _add_product_(weight_grad, error.t(), chunk * counted)
         ctx.weight_dtype = weight.dtype
@@ -73,22 +105,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         by_weight = None
         if ctx.needs_input_grad[1]:
             by_weight = (weight_grad * factor).to(ctx.weight_dtype)
-        return (hidden_grad * factor).to(hidden_grad.dtype), by_weight, None, None, None, None
-
-
-def _logits(chunk: Tensor, weight: Tensor, vocab_size: int) -> Tensor:
-    """fp32 logits [c, rows] of hidden [c, h]; padding rows are -inf, so never likely."""
-    logits = (chunk @ weight.t()).float()
-    if logits.shape[1] > vocab_size:
-        logits[:, vocab_size:] = -torch.inf
-    return logits
-
-
-def _logit_gradient_(log_probabilities: Tensor, wanted: Tensor, scale: float) -> Tensor:
-    """scale · (softmax - one-hot), written over the logarithms of the softmax [c, rows]."""
-    gradient = log_probabilities.exp_()
-    gradient.scatter_add_(1, wanted, gradient.new_full(wanted.shape, -1.0))
-    return gradient if scale == 1 else gradient.mul_(scale)
+        return (hidden_grad * factor).to(hidden_grad.dtype), by_weight, *[None] * 5
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:

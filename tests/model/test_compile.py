@@ -1,4 +1,5 @@
-"""One compilation for all blocks, in every mode, on every rank, and never another in between."""
+"""One compilation for all blocks and one for the loss, in every mode, on every rank, and never
+another in between."""
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from tests.model.test_gpt_sharded import losses_alone, losses_sharded
 from tests.ranks import run_ranks
 
 LLAMA = SHAPES["llama grouped, tied"]
+LOSSES = 1
+"""Graphs of the head's."""
 MODES = ("none", "block", "selective", "offload")
 DOCUMENTS = [[0, 5, 24, 48], [0, 24, 48], [0, 24, 25, 26, 27, 30, 48]]
 
@@ -54,7 +57,7 @@ def test_one_graph_serves_all_blocks_and_any_number_of_documents(
     for starts in DOCUMENTS:
         inputs = (tokens, tokens, documents(starts))
         assert_near(gradients(model, *inputs), gradients(plain, *inputs))
-    assert compiler.frame_count == 1
+    assert compiler.frame_count == 1 + LOSSES
     assert not counters["graph_break"]
 
 
@@ -66,7 +69,7 @@ def test_training_and_evaluation_are_a_graph_each_and_none_is_made_again(
         model.train()(tokens, tokens).backward()
         with torch.no_grad():
             model.eval()(tokens, tokens)
-    assert compiler.frame_count == 2
+    assert compiler.frame_count == 2 * (1 + LOSSES)
 
 
 def test_text_is_generated_without_compiling(compiler, make_config, make_model):
@@ -93,7 +96,8 @@ def test_compiled_ranks_train_as_one_process_does(compiler):
     alone = losses_alone(config)
     for rank in run_ranks((2, 2), body):
         assert [losses for losses, _ in rank.values()] == [pytest.approx(alone, rel=1e-5)] * 2
-        assert [graphs for _, graphs in rank.values()] == [1, 2]
+        # The last chunk of the loss is shorter than the others.
+        assert [graphs for _, graphs in rank.values()] == [1 + 2 * LOSSES, 2 + 2 * LOSSES]
 
 
 @pytest.mark.parametrize("strategy", ["topo", "zero3"])
@@ -163,7 +167,8 @@ def test_the_compiled_backward_computes_no_product_again_with_selective(monkeypa
 
     def compile_graph(graph, _inputs):
         targets = [node.target for node in graph.graph.nodes]
-        seen.append(targets.count(torch.ops.aten.mm.default))
+        if torch.ops.aten.mm.default in targets:  # else it is the loss, without its products
+            seen.append(targets.count(torch.ops.aten.mm.default))
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(
