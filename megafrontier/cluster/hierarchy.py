@@ -63,6 +63,18 @@ class Hierarchy:
                 values = torch.stack(_all_of(values, group)).sum(0)
         return values
 
+    def sum_and_maximum(
+        self, sums: torch.Tensor, maxima: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Small float64 tensors [n] summed over all ranks and [m] with each element's largest, in
+        one message a level; the same bits on every rank, as `sum`."""
+        count = len(sums)
+        for group in self.control:
+            if group is not None:
+                found = torch.stack(_all_of(torch.cat([sums, maxima]), group))
+                sums, maxima = found[:, :count].sum(0), found[:, count:].amax(0)
+        return sums, maxima
+
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Every rank's small float64 tensor [n], as [size, n] in rank order, on every rank."""
         found = values.view(1, -1)

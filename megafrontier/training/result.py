@@ -1,16 +1,13 @@
 """What a step did, and the way its numbers take from the device to the host."""
 
-import resource
 import time
 from dataclasses import dataclass
 
 import torch
 
-from megafrontier.training.late import Late, on_device
+from megafrontier.training.late import Late
 from megafrontier.training.trainer import Trainer
 from megafrontier.training.verdict import Verdict
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,8 @@ class StepResult:
     memory_gib: float
     """The most that any rank has used."""
     comm: dict[str, dict[str, float]]
-    """By level the bytes sent and seconds spent since the step before, means over the ranks."""
+    """By level the bytes sent and seconds spent since the step before had its verdict, means over
+    the ranks: what a step publishes counts with the next."""
 
 
 class Pending:
@@ -44,18 +42,15 @@ class Pending:
     def __init__(
         self, trainer: Trainer, begin: float, lr: float, first: int, found: Verdict
     ) -> None:
-        """`begin` by `time.perf_counter`; `first` is the step's first sample. Every rank must make
-        it at the same place: it sums over the ranks."""
+        """`begin` by `time.perf_counter`; `first` is the step's first sample."""
         self._trainer, self._begin, self._lr = trainer, begin, lr
         self._samples = first, first + trainer.config.train.global_batch
         self._step = trainer.step
         numbers = [
             found.loss, found.norm, found.tokens, found.stops, found.skip, found.is_spike,
-            trainer.loss_scale.scale.double(),
+            trainer.loss_scale.scale.double(), found.memory,
         ]  # fmt: skip
-        memory = peak_memory_gib(trainer.hierarchy.device)
-        largest = trainer.hierarchy.maximum(on_device([memory], trainer.hierarchy.device))
-        self._late = Late(torch.cat([torch.stack(numbers), largest, _traffic(trainer)]))
+        self._late = Late(torch.cat([torch.stack(numbers), found.traffic]))
 
     def read(self) -> StepResult:
         """What the step did; to be called once, in the order of the steps."""
@@ -86,18 +81,3 @@ class Pending:
                 name: {"bytes": round(sent[i]), "seconds": spent[i]} for i, name in enumerate(names)
             },
         )
-
-
-def _traffic(trainer: Trainer) -> torch.Tensor:
-    """Bytes sent and seconds spent per level since the ledger was last read, means over the ranks,
-    float64 [2 · levels]."""
-    sent, seconds = trainer.engine.ledger.take()
-    mine = on_device([*sent, *seconds], trainer.hierarchy.device)
-    return trainer.hierarchy.sum(mine) / trainer.hierarchy.size
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """The most memory this rank has used: allocated on a GPU, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

@@ -1,8 +1,10 @@
-"""What becomes of a step: the mean loss, the gradient norm, and whether any weight may change.
+"""What becomes of a step: the mean loss, the gradient norm, and whether any weight may change;
+and with the same message what the step cost.
 
 All of it stays on the device, so that the optimizer can follow without the host having looked.
 """
 
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,16 +12,21 @@ import torch
 
 from megafrontier.optim.clipping import clip_factor, global_norm
 from megafrontier.signals import stop_requested
+from megafrontier.training.late import on_device
 from megafrontier.training.trainer import Trainer
+
+GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Each float64 [], the same bits on every rank.
+    """Each float64 [] but `traffic`, the same bits on every rank.
 
     A step `is_bad` where its loss or gradient is not finite, and a spike where the spike rule finds
     so; neither changes a weight. `divisor` is what the summed gradients are to be divided by:
-    tokens and loss scale, and what clipping takes off. `stops` counts ranks asked to stop.
+    tokens and loss scale, and what clipping takes off. `stops` counts ranks asked to stop. `memory`
+    is the most any rank has used, in GiB; `traffic` [2 · levels] has the bytes sent and the seconds
+    spent per level since the last verdict, means over the ranks.
     """
 
     loss: torch.Tensor
@@ -29,6 +36,8 @@ class Verdict:
     is_bad: torch.Tensor
     is_spike: torch.Tensor
     divisor: torch.Tensor
+    memory: torch.Tensor
+    traffic: torch.Tensor
 
     @property
     def skip(self) -> torch.Tensor:
@@ -39,10 +48,13 @@ def judge(trainer: Trainer, totals: torch.Tensor, gradients: Sequence[torch.Tens
     """The verdict on a step. `totals` float64 [2] is this rank's loss and tokens, `gradients` its
     1-D shards, summed over all ranks and tokens, and scaled."""
     hierarchy, engine = trainer.hierarchy, trainer.engine
-    asked = totals.new_full((1,), float(stop_requested()))
+    sent, seconds = engine.ledger.take()
+    mine = on_device([float(stop_requested()), *sent, *seconds], hierarchy.device)
+    used = on_device([peak_memory_gib(hierarchy.device)], hierarchy.device)
     with engine.ledger.waiting("loss and norm"):
-        loss_sum, tokens, stops = hierarchy.sum(torch.cat([totals, asked])).unbind()
+        sums, memory = hierarchy.sum_and_maximum(torch.cat([totals, mine]), used)
         norm = global_norm(gradients, hierarchy, engine.placement.optimizer)
+    loss_sum, tokens, stops = sums[:3].unbind()
     # Divided once, by the exact number of tokens in the global batch.
     count = tokens.clamp(min=1)
     divisor = count * trainer.loss_scale.scale
@@ -50,7 +62,15 @@ def judge(trainer: Trainer, totals: torch.Tensor, gradients: Sequence[torch.Tens
     is_bad = (~(loss.isfinite() & norm.isfinite())).double()
     is_spike = _judge_spike(trainer, loss, norm, is_bad)
     divisor = divisor / clip_factor(norm, trainer.config.train.clip_grad_norm)
-    return Verdict(loss, norm, tokens, stops, is_bad, is_spike, divisor)
+    traffic = sums[3:] / hierarchy.size
+    return Verdict(loss, norm, tokens, stops, is_bad, is_spike, divisor, memory[0], traffic)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory this rank has used: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
 
 
 def _judge_spike(
