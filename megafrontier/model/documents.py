@@ -47,11 +47,15 @@ def document_attention(
     return mixed
 
 
-@torch.library.custom_op("megafrontier::document_attention", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("megafrontier::document_attention", mutates_args=())
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest: int
 ) -> tuple[Tensor, Tensor]:
     """The result, and the fp32 logarithms [heads, t] of the softmax's sums, for backward."""
+    if query.is_cuda:
+        lengths = documents, documents, longest, longest
+        mixed, sums, *_ = _gpu_forward(query, key, value, *lengths, 0.0, True, False)
+        return mixed, sums
     mixed = torch.empty_like(query)
     sums = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
     for document in _slices(documents):
@@ -61,9 +65,7 @@ def _attend(
     return mixed, sums
 
 
-@torch.library.custom_op(
-    "megafrontier::document_attention_backward", mutates_args=(), device_types="cpu"
-)
+@torch.library.custom_op("megafrontier::document_attention_backward", mutates_args=())
 def _attend_backward(
     upstream: Tensor,
     query: Tensor,
@@ -75,10 +77,18 @@ def _attend_backward(
     longest: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
+    tensors = upstream, query, key, value, mixed
+    if query.is_cuda:
+        lengths = documents, documents, longest, longest
+        # Without dropout the random state is not read.
+        state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        unused = torch.empty(0, device=query.device)
+        found = _gpu_backward(*tensors, sums, *lengths, 0.0, True, state, unused)
+        return found[0], found[1], found[2]
     gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     for document in _slices(documents):
         parts = _cpu_backward(
-            *_rows(document, upstream, query, key, value, mixed),
+            *_rows(document, *tensors),
             sums[None, :, document].contiguous(),
             dropout_p=0.0,
             is_causal=True,
@@ -95,37 +105,6 @@ def _slices(documents: Tensor) -> list[slice]:
 def _rows(document: slice, *tensors: Tensor) -> list[Tensor]:
     """One document of each [t, heads, d], as [1, heads, tokens, d]."""
     return [tensor[document].transpose(0, 1)[None] for tensor in tensors]
-
-
-@_attend.register_kernel("cuda")
-def _attend_gpu(
-    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest: int
-) -> tuple[Tensor, Tensor]:
-    mixed, sums, *_ = _gpu_forward(
-        query, key, value, documents, documents, longest, longest, 0.0, True, False
-    )
-    return mixed, sums
-
-
-@_attend_backward.register_kernel("cuda")
-def _attend_backward_gpu(
-    upstream: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mixed: Tensor,
-    sums: Tensor,
-    documents: Tensor,
-    longest: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    # Without dropout the random state is not read.
-    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    unused = torch.empty(0, device=query.device)
-    lengths = documents, documents, longest, longest
-    gradients: tuple[Tensor, Tensor, Tensor] = _gpu_backward(
-        upstream, query, key, value, mixed, sums, *lengths, 0.0, True, state, unused
-    )
-    return gradients
 
 
 @_attend.register_fake
