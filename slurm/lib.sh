@@ -155,10 +155,11 @@ run() {
 }
 
 # The command of a step of all ranks, in `step`. After the first rank has ended the others have a
-# minute (SLURM_WAIT, if set) to end by themselves. --kill-on-bad-exit would end them at once: those who still live could
-# not say whom they lost, and srun's exit code would be that of its own kill.
+# minute (SLURM_WAIT, if set) to end by themselves. --kill-on-bad-exit would end them at once: those
+# who still live could not say whom they lost, and srun's exit code would be that of its own kill.
 make_step() {
-    step=(srun --kill-on-bad-exit=0 --wait="${SLURM_WAIT:-60}" --cpus-per-task="${SLURM_CPUS_PER_TASK:-CORES}")
+    step=(srun --kill-on-bad-exit=0 --wait="${SLURM_WAIT:-60}")
+    step+=(--cpus-per-task="${SLURM_CPUS_PER_TASK:-CORES}")
     step+=("${srun_options[@]}" python -m megafrontier "$@")
 }
 

@@ -29,6 +29,7 @@ class ShardedAdamW:
         decay_stops: Sequence[int],
         config: OptimizerConfig,
     ) -> None:
+        self._implementation = config.fused
         self._moments = {name: [torch.zeros_like(m) for m in masters] for name in MOMENTS}
         self._parts: list[tuple[torch.Tensor, int, slice]] = []
         groups: list[list[torch.Tensor]] = [[], []]
@@ -46,7 +47,6 @@ class ShardedAdamW:
             ],
             config,
         )
-        self._implementation = config.fused
         self._place_state(0)
 
     def _place_state(self, steps: int) -> None:
@@ -60,8 +60,7 @@ class ShardedAdamW:
             group["step"] = steps  # where apex counts
 
     def _step_device(self, part: torch.Tensor) -> torch.device:
-        fused = self._optimizer.param_groups[0].get("fused")
-        return part.device if fused else torch.device("cpu")
+        return part.device if self._implementation == "torch" else torch.device("cpu")
 
     def step(
         self,

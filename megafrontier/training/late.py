@@ -27,4 +27,5 @@ class Late:
         """The numbers, as soon as they are there."""
         if self._copied is not None:
             self._copied.synchronize()
-        return [float(value) for value in self._values.tolist()]
+        numbers: list[float] = self._values.tolist()
+        return numbers

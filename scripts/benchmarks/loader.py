@@ -11,14 +11,23 @@ step being read meanwhile.
 
 import argparse
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from one_device_setting import PRESETS, Setting
+from numpy.typing import NDArray
+from one_device_ours import our_config
+from one_device_setting import PRESETS, Setting, write_documents
 from rounds import Results, Task, add_options, markdown, measure, middle_of, spread
 from rounds_child import Span
+
+from megafrontier.config import CorpusConfig, DataConfig
+from megafrontier.data.samples import open_samples
+from megafrontier.training.launch import joined
+from megafrontier.training.loop import train_step
+from megafrontier.training.trainer import build_trainer
 
 LENGTHS = (128, 512, 2048, 8192)
 BATCH_TOKENS = 1 << 14
@@ -28,26 +37,20 @@ READING, WAITING = "reading", "waiting in a training step"
 
 def write_corpus(prefix: Path, megabytes: float) -> None:
     """Random ids of two bytes, so many MB, in documents of 1 to 2,000 tokens, if not there yet."""
-    from megafrontier.data.writer import Corpus, DocumentWriter
-
-    if prefix.with_name(f"{prefix.name}.idx").is_file():
-        return
     random = np.random.default_rng(0)
-    with Corpus(prefix, np.dtype("<u2")) as corpus:
-        writer = DocumentWriter(corpus)
-        while writer.tokens < megabytes * 5e5:
-            sizes = random.integers(1, 2000, 1000, np.int32)
-            ids = random.integers(0, PRESETS["10M"].vocab_size, int(sizes.sum()), np.uint16)
-            yes = np.ones(len(sizes), bool)
-            writer.write_runs(ids, sizes, yes, ~yes)
-        corpus.publish()
+
+    def documents() -> Iterator[tuple[NDArray, NDArray]]:
+        tokens = 0
+        while tokens < megabytes * 5e5:
+            sizes = random.integers(1, 2000, 1000)
+            tokens += int(sizes.sum())
+            yield random.integers(0, PRESETS["10M"].vocab_size, int(sizes.sum())), sizes
+
+    write_documents(prefix, VOCAB_SIZE, documents())
 
 
 def reading(corpus: str, length: int, mask: bool, seconds: float) -> dict[str, float]:
     """Batches of 16 Ki tokens, one after the other, in this thread."""
-    from megafrontier.config import CorpusConfig, DataConfig
-    from megafrontier.data.samples import open_samples
-
     torch.set_num_threads(1)
     data = DataConfig(train=[CorpusConfig(path=corpus)], split=[1.0, 0.0], document_mask=mask)
     samples = open_samples(data, length, 1234, VOCAB_SIZE, "train")
@@ -68,12 +71,6 @@ def reading(corpus: str, length: int, mask: bool, seconds: float) -> dict[str, f
 
 def waiting(setting: dict[str, Any], mask: bool) -> dict[str, float]:
     """Real steps, after a few that are not timed; the loader's time in each."""
-    from one_device_ours import our_config
-
-    from megafrontier.training.launch import joined
-    from megafrontier.training.loop import train_step
-    from megafrontier.training.trainer import build_trainer
-
     chosen_setting = Setting(**setting)
     config = our_config(chosen_setting, compiled=False)
     config.data.document_mask = mask

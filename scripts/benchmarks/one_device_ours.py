@@ -8,8 +8,16 @@ import torch
 from one_device_setting import BETAS, CLIP, LR, WEIGHT_DECAY, Setting
 from rounds_child import Clock, Finished, device, synchronise
 
-from megafrontier.config import CorpusConfig, DataConfig, config_from_dict, config_to_dict
-from megafrontier.config.schema import Config, TrainConfig
+from megafrontier.config import (
+    Config,
+    CorpusConfig,
+    DataConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+    check,
+)
+from megafrontier.model.checkpointing import Mode
 from megafrontier.training.callback import Callback
 from megafrontier.training.launch import joined
 from megafrontier.training.loop import run
@@ -32,7 +40,7 @@ def matrix_rate(precision: str) -> dict[str, float]:
     return {"flops_per_second": 2.0 * size**3 * count / (time.perf_counter() - begin)}
 
 
-def ours(setting: dict[str, Any], compiled: bool, checkpointing: str = "none") -> dict[str, float]:
+def ours(setting: dict[str, Any], compiled: bool, checkpointing: Mode = "none") -> dict[str, float]:
     """The framework's own loop, on one rank."""
     chosen = Setting(**setting)
     config = our_config(chosen, compiled, checkpointing)
@@ -59,7 +67,7 @@ class Tick(Callback):
             raise Finished
 
 
-def our_config(setting: Setting, compiled: bool, checkpointing: str = "none") -> Config:
+def our_config(setting: Setting, compiled: bool, checkpointing: Mode = "none") -> Config:
     """The framework's configuration of a setting."""
     train = TrainConfig(
         steps=10_000,
@@ -67,10 +75,14 @@ def our_config(setting: Setting, compiled: bool, checkpointing: str = "none") ->
         micro_batch=setting.batch,
         precision="bf16" if setting.mixed else "fp32",
         clip_grad_norm=CLIP,
+        compile=compiled,
+        activation_checkpointing=checkpointing,
     )
+    optimizer = OptimizerConfig(lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
+    schedule = ScheduleConfig(name="constant")
     data = DataConfig(train=[CorpusConfig(path=setting.corpus)], split=[1.0, 0.0])
-    values = config_to_dict(Config(model=setting.model, data=data, train=train))
-    values["train"] |= {"compile": compiled, "activation_checkpointing": checkpointing}
-    values["schedule"]["name"] = "constant"
-    values["optimizer"] |= {"lr": LR, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY}
-    return config_from_dict(values, "one_device")
+    config = Config(
+        model=setting.model, data=data, train=train, optimizer=optimizer, schedule=schedule
+    )
+    check(config)
+    return config

@@ -1,6 +1,6 @@
 """What every contender of one_device.py trains: a GPT in Llama's style, a corpus of random ids."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,16 +84,28 @@ class Setting:
 
 def write_corpus(prefix: Path, vocab_size: int) -> None:
     """16 Mi seeded ids, small ones more often as in language; nothing if it is there already."""
+
+    def documents() -> Iterator[tuple[NDArray, NDArray]]:
+        draws = np.random.default_rng(0).random(CORPUS_TOKENS, np.float32)
+        sizes = np.full(CORPUS_TOKENS // _DOCUMENT_TOKENS, _DOCUMENT_TOKENS)
+        yield draws**3 * vocab_size, sizes
+
+    write_documents(prefix, vocab_size, documents())
+
+
+def write_documents(
+    prefix: Path, vocab_size: int, parts: Iterable[tuple[NDArray, NDArray]]
+) -> None:
+    """A corpus of whole documents; nothing if it is there already. Of each part the ids of its
+    documents, one after the other, and their sizes."""
     if prefix.with_name(f"{prefix.name}.idx").is_file():
         return
     dtype = token_dtype(vocab_size)
-    draws = np.random.default_rng(0).random(CORPUS_TOKENS, np.float32)
-    ids = (draws**3 * vocab_size).astype(dtype)
-    count = CORPUS_TOKENS // _DOCUMENT_TOKENS
-    yes = np.ones(count, bool)
     with Corpus(prefix, dtype) as corpus:
-        sizes = np.full(count, _DOCUMENT_TOKENS, np.int32)
-        DocumentWriter(corpus).write_runs(ids, sizes, yes, ~yes)
+        writer = DocumentWriter(corpus)
+        for ids, sizes in parts:
+            yes = np.ones(len(sizes), bool)
+            writer.write_runs(ids.astype(dtype), sizes.astype(np.int32), yes, ~yes)
         corpus.publish()
 
 

@@ -124,10 +124,10 @@ def _stand_ins(setting: Setting, clock: Clock) -> tuple[Any, Any]:
             self.eos_id = None
 
         def encode(self, *_: object, **__: object) -> list[int]:
-            raise NotImplementedError
+            raise AssertionError("the corpus holds ids already")
 
         def decode(self, *_: object, **__: object) -> str:
-            raise NotImplementedError
+            raise AssertionError("the corpus holds ids already")
 
         def get_vocab_size(self) -> int:
             return setting.model.vocab_size

@@ -17,7 +17,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
+from measuring import tensor_bytes
 
 from megafrontier.cluster.local import fork_ranks
 from megafrontier.config import Config, load_config
@@ -42,25 +42,16 @@ class Row:
     peak_rss_gib: float
 
 
-def tensor_bytes() -> int:
-    """Bytes of the distinct storages of all tensors alive in this process."""
-    gc.collect()
-    storages = {}
-    for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and not thing.is_meta:
-            storage = thing.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
-
-
 def measure(config: Config, steps: int) -> Row | None:
     """Run on every rank; the first one's row."""
+    gc.collect()
     before = tensor_bytes()
     with joined(config) as (arrangement, hierarchy):
         trainer = build_trainer(config, arrangement, hierarchy)
         trainer.engine.ledger.take()
         results = [train_step(trainer) for _ in range(steps)]
         trainer.close()
+        gc.collect()
         held = tensor_bytes() - before
         row = Row(
             str(config.partition.strategy),

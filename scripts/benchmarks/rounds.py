@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import cpu_name
 
 CHILD = Path(__file__).with_name("rounds_child.py")
 TIMEOUT_SECONDS = 1800.0
@@ -97,24 +98,20 @@ class Results:
 
     def values(self, group: str, variant: str, name: str) -> list[float]:
         """One figure of all turns of a row that gave it."""
-        return [
-            turn.values[name]
-            for turn in self.turns
-            if (turn.group, turn.variant) == (group, variant) and name in turn.values
-        ]
+        return list(self._by_round(group, variant, name).values())
 
     def ratios(self, group: str, variant: str, other: str, name: str) -> list[float]:
         """One figure over the other variant's in the same round: the machine's speed drifts between
         rounds more than within one."""
-        both = [
-            {
-                turn.round: turn.values[name]
-                for turn in self.turns
-                if (turn.group, turn.variant) == (group, row) and name in turn.values
-            }
-            for row in (variant, other)
-        ]
-        return [value / both[1][number] for number, value in both[0].items() if number in both[1]]
+        mine, others = (self._by_round(group, row, name) for row in (variant, other))
+        return [value / others[number] for number, value in mine.items() if number in others]
+
+    def _by_round(self, group: str, variant: str, name: str) -> dict[int, float]:
+        return {
+            turn.round: turn.values[name]
+            for turn in self.turns
+            if (turn.group, turn.variant) == (group, variant) and name in turn.values
+        }
 
     def skipped(self, group: str, variant: str) -> str:
         """Why a row has no figures; empty where it has."""
@@ -125,20 +122,13 @@ class Results:
 def describe_machine() -> dict[str, str]:
     """What the figures hold for."""
     on_gpu = torch.cuda.is_available()
-    chip = torch.cuda.get_device_name() if on_gpu else f"{_cpu_name()}, no GPU"
+    chip = torch.cuda.get_device_name() if on_gpu else f"{cpu_name()}, no GPU"
     return {
         "device": chip,
         "cores": str(len(os.sched_getaffinity(0))),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import resident_bytes
 
 
 class Unable(Exception):
@@ -39,18 +40,12 @@ def peak_bytes() -> int:
     """Most memory this process had: allocated on a GPU, resident on a CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    # Not ru_maxrss, which begins at the peak of the process that started this one.
-    return _resident_bytes("VmHWM")
+    return resident_bytes("VmHWM")
 
 
 def held_bytes() -> int:
     """What it has now, in the same measure; on a CPU before a model exists these are libraries."""
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else _resident_bytes("VmRSS")
-
-
-def _resident_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else resident_bytes()
 
 
 class Clock:

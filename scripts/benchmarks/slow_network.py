@@ -27,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from measuring import cpu_name
 from slow_network_cluster import Cluster, JobFailed, interrupted_by_signals, wait_for_quiet
 from slow_network_job import Answer, Job
 from slow_network_links import Unable, links
@@ -241,16 +242,8 @@ class Results:
 
 def machine() -> dict[str, str | int]:
     """What the numbers were measured on."""
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    cores = len(os.sched_getaffinity(0))
-    return {"cpu": model, "cores": cores, "kernel": platform.release(), "torch": torch.__version__}
+    cores, kernel = len(os.sched_getaffinity(0)), platform.release()
+    return {"cpu": cpu_name(), "cores": cores, "kernel": kernel, "torch": torch.__version__}
 
 
 def parse() -> argparse.Namespace:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from fsdp2 import Fsdp2
+from measuring import resident_bytes
 from slow_network_job import Answer, Job
 from slow_network_links import machine_cpu_seconds, sent
 
@@ -90,7 +91,7 @@ def _measure(
         stepper.protocol_bytes(),
         counted,
         seconds,
-        _memory("VmHWM") - resident,
+        resident_bytes("VmHWM") - resident,
         loss,
     )
 
@@ -215,14 +216,7 @@ def whole_model(config: Config) -> GPT:
 # Memory
 
 
-def _memory(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
-
-
 def _reset_peak_memory() -> int:
     """Bytes resident now; the peak counts from here."""
     Path("/proc/self/clear_refs").write_text("5")
-    return _memory("VmRSS")
+    return resident_bytes()

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from measuring import tensor_bytes
 
 from megafrontier.partition import STRATEGIES, Placement, Wires, shard
 from megafrontier.partition.placement import state_bytes, traffic_bytes
@@ -58,27 +59,18 @@ def test_slow_levels_are_crossed_once_a_step_by_topo_and_every_time_by_zero3():
     assert world[1] == [piece * 6, piece * 24]
 
 
-def tensor_bytes():
-    """Bytes of all storages alive in this process that belong to the engine's tensors."""
-    gc.collect()
-    storages = {
-        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-        for t in gc.get_objects()
-        if isinstance(t, torch.Tensor) and not t.is_meta
-    }
-    return sum(storages.values())
-
-
 @pytest.mark.parametrize(
     ("strategy", "dtype"), [*((s, torch.bfloat16) for s in STRATEGIES), ("ddp", torch.float32)]
 )
 def test_state_held_between_steps_equals_the_formula_within_two_percent(strategy, dtype):
     def body(hierarchy):
+        gc.collect()
         before = tensor_bytes()
         model, engine = build(hierarchy, strategy, dtype)
         optimizer = make_optimizer(engine)
         engine_step(engine, model, optimizer, 0, 2)
         optimizer.zero_grad(set_to_none=True)
+        gc.collect()
         held = tensor_bytes() - before
         parts = [
             state_bytes(u.layout.numel, engine.placement, LEVELS, dtype.itemsize).values()

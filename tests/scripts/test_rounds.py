@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rounds
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "benchmarks"
 Measure = Callable[..., list[str]]
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measure:
     """Measures variants without any process; returns the turns that were made."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import rounds
 
     def measure(*variants: str, size: int = 1, skipped: str = "", **options: Any) -> list[str]:
         made: list[str] = []

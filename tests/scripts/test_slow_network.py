@@ -1,20 +1,14 @@
 """What the benchmark on a slow network makes of its measurements."""
 
-from pathlib import Path
-
 import pytest
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def _scripts_on_the_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+import slow_network_links
+from slow_network import Results
+from slow_network_bars import Bar, all_bars
+from slow_network_job import Answer
+from slow_network_report import ALONE, Figures, Row, load, row_of, table
 
 
 def make_answer(begins, ends, **others):
-    from slow_network_job import Answer
-
     values = {
         "cpu_seconds": 1.0,
         "machine_cpu_seconds": 4.0,
@@ -33,15 +27,11 @@ def make_answer(begins, ends, **others):
 
 
 def make_row(strategy, nodes, seconds, slower=1.0, accumulation=1, **others):
-    from slow_network_report import Row
-
     values = {"tokens": 100, "bytes_per_second": 10.0, "formula_bytes": 1.0} | others
     return Row(strategy, nodes, accumulation, slower, seconds=[seconds], **values)
 
 
 def make_figures():
-    from slow_network_report import ALONE, Figures
-
     return Figures(
         [
             make_row(ALONE, 1, 1.0),
@@ -56,8 +46,6 @@ def make_figures():
 
 
 def test_a_step_lasts_from_the_last_rank_that_begins_to_the_last_that_ends():
-    from slow_network_report import row_of
-
     answers = [make_answer([0.0, 5.0], [4.0, 8.0]), make_answer([1.0, 4.5], [3.0, 9.0])]
     row = row_of("mics", answers, per_node=1, accumulation=1)
     assert row.seconds == [3.0, 4.0]
@@ -82,8 +70,6 @@ def test_exposed_seconds_and_efficiency_are_relative_to_computing_alone():
 
 
 def test_bars_take_the_overlapped_row_where_there_is_one():
-    from slow_network_bars import all_bars
-
     bars = {bar.what.split(":")[0]: bar for bar in all_bars(make_figures())}
     hybrid = bars["topo exact over FSDP2 hybrid"]
     assert (hybrid.value, hybrid.reached) == (2.0, True)
@@ -94,9 +80,6 @@ def test_bars_take_the_overlapped_row_where_there_is_one():
 
 
 def test_speed_is_asked_only_where_the_rivals_communication_dominates():
-    from slow_network_bars import all_bars
-    from slow_network_report import ALONE, Figures
-
     def limit(rivals_bytes):
         rows = [
             make_row(ALONE, 4, 4.0, 16.0, 4),
@@ -111,9 +94,6 @@ def test_speed_is_asked_only_where_the_rivals_communication_dominates():
 
 
 def test_a_later_sitting_keeps_the_groups_that_it_does_not_measure_again(tmp_path):
-    from slow_network import Results
-    from slow_network_report import load
-
     def sitting(*rows):
         Results(tmp_path).replace(list(rows))
 
@@ -125,23 +105,17 @@ def test_a_later_sitting_keeps_the_groups_that_it_does_not_measure_again(tmp_pat
 
 
 def test_a_missed_bar_says_by_how_much():
-    from slow_network_bars import Bar
-
     assert "missed by 50.0 %" in Bar("x", 0.5, 1.0).line()
     assert "missed by 10.0 %" in Bar("x", 1.1, 1.0, least=False).line()
     assert "reached" in Bar("x", 1.0, 1.0).line()
 
 
 def test_a_skipped_row_stays_in_the_table_with_its_reason():
-    from slow_network_report import Figures, Row, table
-
     text = table(Figures([Row("topo low", 4, 1, skipped="partition.wires: low, need exact")]))
     assert "skipped: partition.wires: low, need exact" in text
 
 
 def test_without_root_or_its_tools_it_refuses_in_one_line(monkeypatch):
-    import slow_network_links
-
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     with pytest.raises(slow_network_links.Unable, match="needs root"):
         slow_network_links.links(1).__enter__()

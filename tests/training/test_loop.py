@@ -1,11 +1,11 @@
 """The host hands the device its work without looking at it, and reads what came of it later."""
 
-import gc
 import time
 from contextlib import contextmanager
 
 import pytest
 import torch
+from measuring import tensor_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafrontier.training import loop, verdict
@@ -128,16 +128,6 @@ def test_a_request_to_stop_is_heard_one_step_later_where_results_are_read_late(
         return reached
 
     assert run_ranks((1,), body) == [[4, 5]]
-
-
-def tensor_bytes():
-    """Bytes of the storages of all tensors alive."""
-    storages = {}
-    for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and not thing.is_meta:
-            storage = thing.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
 
 
 def least_tensor_bytes():

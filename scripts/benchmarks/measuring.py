@@ -1,0 +1,35 @@
+"""What benchmarks, and the tests of memory, ask the system and the process they run in."""
+
+import gc
+import platform
+from pathlib import Path
+
+import torch
+
+
+def cpu_name() -> str:
+    """The processor's name as the system gives it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def resident_bytes(field: str = "VmRSS") -> int:
+    """Memory of this process now (VmRSS), or its peak (VmHWM).
+
+    Not ru_maxrss, which begins at the peak of the process that started this one.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def tensor_bytes() -> int:
+    """Bytes of the distinct storages of all tensors alive in this process: those in cycles too,
+    unless `gc.collect` was called before."""
+    storages = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and not thing.is_meta:
+            storage = thing.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
