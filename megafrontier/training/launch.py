@@ -15,6 +15,7 @@ from megafrontier.cluster.identity import Identity, identify
 from megafrontier.cluster.local import exit_code, flush_output, fork_ranks
 from megafrontier.config import Config, load_machine, save_config
 from megafrontier.errors import STOPPED, UserError
+from megafrontier.training.allocator import prepare_allocator
 from megafrontier.training.arrangement import Arrangement, arrange, check_training
 from megafrontier.training.attempts import attempted
 from megafrontier.training.evaluation import Evaluate
@@ -86,6 +87,7 @@ def joined(
     identity = identify(os.environ)
     arrangement = arrange(config, identity.world_size)
     device = choose_device(identity)
+    prepare_allocator(device)
     wait_seconds = collective_seconds(config.train.hang_seconds)
     with join(identity, arrangement.levels, device, wait_seconds, met) as hierarchy:
         check_ranks_per_host(hierarchy, identity, arrangement.machine.device.ranks_per_host)
@@ -98,20 +100,11 @@ def choose_device(identity: Identity) -> torch.device:
     if torch.cuda.is_available():
         device = torch.device("cuda", identity.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        _let_segments_grow()
         return device
     if identity.source == "local":
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // identity.world_size))
     return torch.device("cpu")
-
-
-def _let_segments_grow() -> None:
-    """Buffers that come and go with the units leave holes in fixed segments. ROCm has none that
-    grow; whoever set the allocator up in the environment knows better."""
-    is_set = any(os.environ.get(f"PYTORCH_{kind}ALLOC_CONF") for kind in ("", "CUDA_"))
-    if torch.version.hip is None and not is_set:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def _train_rank(config: Config) -> int:

@@ -1,0 +1,42 @@
+"""How the memory of tensors is taken from the system."""
+
+import ctypes
+import os
+import platform
+
+import torch
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""glibc's names for mallopt(3)."""
+_NEVER = -1
+_LARGEST_FROM_HEAP = 32 << 20
+"""Bytes; the most that glibc takes for M_MMAP_THRESHOLD."""
+
+
+def prepare_allocator(device: torch.device) -> None:
+    """Let tensors of a step find the memory of the step before. To be called before the first
+    tensor is made; what the environment says of the allocator stays as it is."""
+    if device.type == "cuda":
+        _let_segments_grow()
+    elif platform.libc_ver()[0] == "glibc":
+        _keep_heap()
+        # torch reads it when it first allocates: storages of 2 MB and more take huge pages.
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+def _let_segments_grow() -> None:
+    """Buffers that come and go with the units leave holes in fixed segments. ROCm has none that
+    grow; whoever set the allocator up in the environment knows better."""
+    is_set = any(os.environ.get(f"PYTORCH_{kind}ALLOC_CONF") for kind in ("", "CUDA_"))
+    if torch.version.hip is None and not is_set:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+
+def _keep_heap() -> None:
+    """glibc gives large blocks back to the system when they are freed, and the next step would
+    have the system clear every page anew: some 4 % of its CPU time."""
+    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+        return
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_TRIM_THRESHOLD, _NEVER)
+    libc.mallopt(_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)

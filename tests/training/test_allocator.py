@@ -1,0 +1,42 @@
+"""Memory that a step frees is there for the next one."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+FAULTS_PER_ROUND = """
+import resource
+import torch
+from megafrontier.training.allocator import prepare_allocator
+
+{call}
+
+def work():
+    parts = [torch.ones(5 << 20) for _ in range(6)]  # 20 MB each
+
+work()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    work()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 10)
+"""
+NAMES = ("MALLOC_", "GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE")
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
+
+
+def faults(call: str, **settings: str) -> int:
+    """Pages that the system had to clear in each round of taking and freeing 120 MB."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(NAMES)} | settings
+    command = [sys.executable, "-c", FAULTS_PER_ROUND.format(call=call)]
+    return int(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+
+
+def test_the_pages_of_a_step_are_kept_for_the_next() -> None:
+    prepared = "prepare_allocator(torch.device('cpu'))"
+    assert faults("") > 5_000
+    assert faults(prepared) < 500
+    assert faults(prepared, MALLOC_TRIM_THRESHOLD_="100000", THP_MEM_ALLOC_ENABLE="0") > 5_000
