@@ -129,7 +129,7 @@ def test_nodes_on_which_the_environment_cannot_be_unpacked_are_left_out(training
     assert training.losses == unbroken(training.config, 2, *chosen)
 
 
-# Slurm as a job sees it whose ranks find that a node is not fit.
+# Slurm as a job sees it whose ranks find that a node is not fit, and list it.
 SCONTROL = """#!/bin/sh
 case "$*" in
     *hostnames*) printf 'frontier00001\\nfrontier00002\\n' ;;
@@ -137,31 +137,57 @@ case "$*" in
     *) echo "scontrol $*" ;;
 esac
 """
-SRUN = "#!/bin/sh\nexit 69\n"
+SRUN = """#!/bin/sh
+echo ranks start
+echo "$UNFIT" >>"$RUN/bad-nodes.txt"
+exit 69
+"""
 
 
-@pytest.mark.parametrize(("listed", "is_requeued"), [("frontier00002", True), ("frontier9", False)])
-def test_a_run_with_bad_nodes_is_requeued_if_another_start_leaves_one_out(
-    tmp_path, listed, is_requeued
-):
-    """Otherwise it would meet the same again, and that for ever."""
+def run_job_on_frontier00001_and_2(folder, unfit):
+    """The batch file as Slurm runs it, with ranks that list a node as `unfit` and end with 69."""
     for name, text in {"scontrol": SCONTROL, "srun": SRUN}.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "bad-nodes.txt").write_text(f"{listed}\n")
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
     environment = os.environ | {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}", "MEGAFRONTIER_CLUSTER": "generic",
+        "PATH": f"{folder}:{os.environ['PATH']}", "MEGAFRONTIER_CLUSTER": "generic",
         "MEGAFRONTIER_PREFIX": os.path.dirname(os.path.dirname(sys.executable)),
         "MEGAFRONTIER_HOME": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "",
+        "RUN": str(folder), "UNFIT": unfit,
     }  # fmt: skip
     done = subprocess.run(
-        [ROOT / "slurm" / "train.sbatch", CONFIG, f"run.directory={tmp_path}"],
+        [ROOT / "slurm" / "train.sbatch", CONFIG, f"run.directory={folder}"],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 69, done.stderr
-    excluded = f"scontrol update JobId=7 ExcNodeList={listed}\n"
-    assert ("scontrol requeue 7\n" in done.stdout, excluded in done.stdout) == (is_requeued,) * 2
-    assert ("not requeued" in done.stdout) != is_requeued
+    return done.stdout
+
+
+@pytest.mark.parametrize(("unfit", "is_requeued"), [("frontier00002", True), ("frontier9", False)])
+def test_a_run_with_bad_nodes_is_requeued_if_another_start_leaves_one_out(
+    tmp_path, unfit, is_requeued
+):
+    """Otherwise it would meet the same again, and that for ever."""
+    said = run_job_on_frontier00001_and_2(tmp_path, unfit)
+    excluded = f"scontrol update JobId=7 ExcNodeList={unfit}\n"
+    assert ("scontrol requeue 7\n" in said, excluded in said) == (is_requeued,) * 2
+    assert ("not requeued" in said) != is_requeued
+    assert "ranks start" in said
+
+
+def test_a_job_that_gets_a_listed_node_is_requeued_before_its_ranks_start(tmp_path):
+    (tmp_path / "bad-nodes.txt").write_text("frontier00002\n")
+    said = run_job_on_frontier00001_and_2(tmp_path, "frontier00001")
+    assert "scontrol requeue 7\n" in said
+    assert "scontrol update JobId=7 ExcNodeList=frontier00002\n" in said
+    assert "ranks start" not in said
+
+
+def test_a_submission_excludes_the_runs_bad_nodes_and_what_the_user_says_counts(tmp_path):
+    (tmp_path / "bad-nodes.txt").write_text("frontier00002\nfrontier00001\n")
+    own = "--exclude=frontier00009"
+    words = dry_run("slurm/train.sbatch", own, CONFIG, f"run.directory={tmp_path}")[0].split()
+    assert words.index("--exclude=frontier00001\\,frontier00002") < words.index(own)
 
 
 @pytest.mark.parametrize("file", ["train", "evaluate", "prepare"])
