@@ -60,6 +60,15 @@ class PeersLost(Ending):
     code = LOST
 
 
+class RanksAbsent(PeersLost):
+    """`ranks`, in order, are not where all others have met."""
+
+    def __init__(self, ranks: list[int], what: str) -> None:
+        numbers = ", ".join(map(str, ranks[:8])) + ", …" * (len(ranks) > 8)
+        super().__init__(f"rank{'s' * (len(ranks) > 1)} {numbers}: {what}")
+        self.ranks, self.what = ranks, what
+
+
 class NodesUnfit(Ending):
     """Nodes on which the run cannot start; the line names them."""
 

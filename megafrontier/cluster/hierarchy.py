@@ -8,12 +8,13 @@ from math import prod
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.levels import Levels
-from megafrontier.errors import PeersLost, UserError
+from megafrontier.cluster.rollcall import RollCall
+from megafrontier.errors import PeersLost, RanksAbsent, UserError
 
 
 @dataclass(frozen=True)
@@ -125,16 +126,17 @@ def join(
     levels: Levels,
     device: torch.device,
     timeout_seconds: float = 1800,
-    met: Callable[[Store | None], None] = lambda store: None,
+    meeting_seconds: float = 600,
+    met: Callable[[RollCall | None], None] = lambda roll: None,
 ) -> Iterator[Hierarchy]:
     """Meet the other ranks, make a group for each level, and leave in order at the end.
 
-    `met` is called with the store at which the ranks have met, None for one alone, before anything
+    `met` is called with the roll of the ranks that have met, None for one alone, before anything
     else that needs them.
 
-    Raises UserError when the host names contradict the levels, PeersLost when ranks do not come in
-    time. `timeout_seconds` is also that of every collective. Works with gloo on a CPU and with
-    NCCL or RCCL (both are torch's `nccl`) on a GPU.
+    Raises UserError when the host names contradict the levels, RanksAbsent when ranks do not come
+    in `meeting_seconds`, PeersLost when rank 0 does not. `timeout_seconds` is that of every
+    collective. Works with gloo on a CPU and with NCCL or RCCL (both are torch's `nccl`) on a GPU.
     """
     if levels.ranks != identity.world_size:
         raise UserError(
@@ -144,11 +146,12 @@ def join(
         met(None)
         yield Hierarchy(levels, 0, (None,) * len(levels.sizes), device)
         return
-    store = _meet(identity, timeout_seconds)
-    met(store)
+    roll = _meet(identity, meeting_seconds)
+    roll.store.set_timeout(timedelta(seconds=timeout_seconds))
+    met(roll)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore("world", store),
+        store=PrefixStore("world", roll.store),
         rank=identity.rank,
         world_size=identity.world_size,
         timeout=timedelta(seconds=timeout_seconds),
@@ -162,17 +165,31 @@ def join(
         dist.destroy_process_group()
 
 
-def _meet(identity: Identity, timeout_seconds: float) -> Store:
-    """The store of all ranks. Raises PeersLost when they are not all there in time."""
-    rank, size = identity.rank, identity.world_size
-    wait = timedelta(seconds=timeout_seconds)
+def _meet(identity: Identity, seconds: float) -> RollCall:
+    """The roll of all ranks, which are there. Raises RanksAbsent or PeersLost when they are not."""
+    # Without their number, torch's store waits for nobody: it could not say for whom in vain.
+    place = f"{identity.rendezvous}?rank={identity.rank}&world_size=-1"
     try:
-        return next(rendezvous(identity.rendezvous, rank, size, timeout=wait))[0]
-    except dist.DistError as error:
-        raise PeersLost(
-            f"{identity.rendezvous}: {size} ranks did not all meet there within "
-            f"{timeout_seconds:g} s: {str(error).splitlines()[0]}"
-        ) from error
+        store, _, _ = next(rendezvous(place, timeout=timedelta(seconds=seconds)))
+        roll = RollCall(store, identity)
+        absent = roll.meet(seconds)
+    except RuntimeError as error:  # torch's, of the store
+        raise _unmet(identity, seconds, error) from error
+    if absent:
+        raise RanksAbsent(absent, f"did not come to {identity.rendezvous} within {seconds:g} s")
+    return roll
+
+
+def _unmet(identity: Identity, seconds: float, error: RuntimeError) -> PeersLost:
+    """Rank 0 could not open the store, or the others could not reach it there."""
+    if identity.rank == 0:
+        return PeersLost(
+            f"{identity.rendezvous}: rank 0 cannot wait there: {str(error).splitlines()[0]}"
+        )
+    lost = PeersLost(f"rank 0: no answer at {identity.rendezvous} within {seconds:g} s")
+    # It is not there to say so. Two a host do: one of them may be lost too.
+    lost.is_one_ranks = identity.local_rank < 2
+    return lost
 
 
 def _groups(levels: Levels, rank: int) -> tuple[dist.ProcessGroup | None, ...]:

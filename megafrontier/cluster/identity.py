@@ -2,6 +2,7 @@
 
 import hashlib
 import socket
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -88,6 +89,21 @@ def _from_slurm(environment: Mapping[str, str]) -> Identity:
         f"tcp://{master}:{port}",
         environment.get("SLURMD_NODENAME") or socket.gethostname(),
     )
+
+
+def planned_hosts(environment: Mapping[str, str], size: int) -> list[str]:
+    """The host of each rank as Slurm lays out a step, the same number in a row on each; nothing
+    without Slurm, or where its numbers are others."""
+    nodes = environment.get("SLURM_STEP_NODELIST", "")
+    command = ["scontrol", "show", "hostnames", nodes]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    hosts = said.stdout.split()
+    if not nodes or not hosts or size % len(hosts):
+        return []
+    return [host for host in hosts for _ in range(size // len(hosts))]
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

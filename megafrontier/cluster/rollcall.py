@@ -1,11 +1,12 @@
-"""Who is still there: what the ranks ask each other once something has gone wrong, and only then.
+"""Who is there: all ranks at the start, and again once something has gone wrong, and only then.
 
-A rank in trouble raises the alarm, a key in the store at which all have met. Whoever answers within
-ANSWER_SECONDS is there; rank 0 counts the answers in blocks of ranks, looks into those blocks alone
-that are not complete, and publishes whom it misses. Where no word comes from rank 0, it is the one
-that was lost, and the store with it.
+At the start each rank leaves its host in the store at which all meet; rank 0 waits for the last
+one, or publishes who has not come. Later a rank in trouble raises the alarm, a key in that store.
+Whoever answers within ANSWER_SECONDS is there; rank 0 counts the answers in blocks of ranks, looks
+into those blocks alone that are not complete, and publishes whom it misses. Where no word comes
+from rank 0, it is the one that was lost, and the store with it.
 
-Until then nothing is sent: a waiting rank costs rank 0 one idle connection.
+In between nothing is sent: a waiting rank costs rank 0 one idle connection.
 """
 
 import json
@@ -49,17 +50,42 @@ class RollCall:
 
     def __init__(self, store: Store, identity: Identity) -> None:
         self.identity = identity
-        self._store = store
+        self.store = store
         self.first_host = identity.host
 
-    def enrol(self) -> None:
-        """Leave this rank's host, for the day on which the rank cannot name it itself."""
-        self._store.set(f"host/{self.identity.rank}", self.identity.host)
+    def meet(self, seconds: float) -> list[int]:
+        """Wait for all ranks, so many seconds by rank 0's clock. Returns those that have not come,
+        the same to every rank that has. Raises RuntimeError where rank 0 goes meanwhile.
+
+        Each leaves its host, for the day on which the rank cannot name it itself.
+        """
+        rank, size = self.identity.rank, self.identity.world_size
+        self.store.set(f"host/{rank}", self.identity.host)
+        if self.store.add("met", 1) == size:
+            self.store.compare_set("absent", "", "[]")
+        if rank == 0:
+            self._await_all(seconds)
+        else:
+            self.store.wait(["absent"], timedelta(seconds=seconds + VERDICT_SECONDS))
+        absent: list[int] = json.loads(self._text("absent"))
         self.first_host = self._text("host/0")
+        if absent and rank == 0:
+            self._await_listeners(size - len(absent) - 1)
+        elif absent:
+            self.store.add("listeners", 1)
+        return absent
+
+    def _await_all(self, seconds: float) -> None:
+        try:
+            self.store.wait(["absent"], timedelta(seconds=seconds))
+        except RuntimeError:  # torch's, at the end of the time
+            ranks = range(self.identity.world_size)
+            absent = [rank for rank in ranks if not self.store.check([f"host/{rank}"])]
+            self.store.compare_set("absent", "", json.dumps(absent))
 
     def clone(self) -> "RollCall":
         """The same over another connection."""
-        store = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+        store = self.store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
         other = RollCall(store, self.identity)
         other.first_host = self.first_host
         return other
@@ -67,16 +93,16 @@ class RollCall:
     def raise_alarm(self, alarm: Alarm) -> Alarm:
         """Wake all ranks. Returns the alarm that counts: another rank may have been first."""
         mine = json.dumps(asdict(alarm))
-        return _decode(self._store.compare_set("alarm", "", mine))
+        return _decode(self.store.compare_set("alarm", "", mine))
 
     def wait_for_alarm(self) -> Alarm:
         """Block until some rank raises it. Raises RuntimeError when the store is gone."""
-        self._store.wait(["alarm"], _NEVER)
-        return _decode(self._store.get("alarm"))
+        self.store.wait(["alarm"], _NEVER)
+        return _decode(self.store.get("alarm"))
 
     def alarm(self) -> Alarm | None:
         """The alarm, if there is one."""
-        return _decode(self._store.get("alarm")) if self._store.check(["alarm"]) else None
+        return _decode(self.store.get("alarm")) if self.store.check(["alarm"]) else None
 
     def missing(self) -> Missing:
         """Answer, and learn which ranks did not, and where they ran; empty where all did. Every
@@ -84,16 +110,16 @@ class RollCall:
         long. Raises RuntimeError without word from rank 0, or blocks where the network swallows
         everything (see `within`)."""
         rank = self.identity.rank
-        self._store.set(f"here/{rank}", "")
-        self._store.add(f"answers/{rank // _BLOCK}", 1)
+        self.store.set(f"here/{rank}", "")
+        self.store.add(f"answers/{rank // _BLOCK}", 1)
         if rank == 0:
             lost = self._count()
-            self._store.set("verdict", json.dumps(lost))
+            self.store.set("verdict", json.dumps(lost))
             self._await_listeners(self.identity.world_size - len(lost) - 1)
             return lost
-        self._store.wait(["verdict"], timedelta(seconds=VERDICT_SECONDS))
+        self.store.wait(["verdict"], timedelta(seconds=VERDICT_SECONDS))
         found = json.loads(self._text("verdict"))
-        self._store.add("listeners", 1)
+        self.store.add("listeners", 1)
         return [(rank, host) for rank, host in found]
 
     def _count(self) -> Missing:
@@ -102,18 +128,18 @@ class RollCall:
         deadline = time.monotonic() + ANSWER_SECONDS
         while blocks and time.monotonic() < deadline:
             time.sleep(0.1)
-            blocks = [b for b in blocks if self._store.add(f"answers/{b[0] // _BLOCK}", 0) < len(b)]
-        lost = [rank for b in blocks for rank in b if not self._store.check([f"here/{rank}"])]
+            blocks = [b for b in blocks if self.store.add(f"answers/{b[0] // _BLOCK}", 0) < len(b)]
+        lost = [rank for b in blocks for rank in b if not self.store.check([f"here/{rank}"])]
         return [(rank, self._text(f"host/{rank}")) for rank in lost]
 
     def _await_listeners(self, count: int) -> None:
         """The store ends with rank 0, which may leave once the others know the verdict."""
         deadline = time.monotonic() + ANSWER_SECONDS
-        while self._store.add("listeners", 0) < count and time.monotonic() < deadline:
+        while self.store.add("listeners", 0) < count and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def _text(self, key: str) -> str:
-        return self._store.get(key).decode()
+        return self.store.get(key).decode()
 
 
 def _decode(raw: bytes) -> Alarm:

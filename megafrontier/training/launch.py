@@ -7,14 +7,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch.distributed.distributed_c10d import Store
 
 from megafrontier.checkpoint.read import read_manifest
 from megafrontier.cluster.hierarchy import Hierarchy, check_ranks_per_host, join
 from megafrontier.cluster.identity import Identity, identify
 from megafrontier.cluster.local import exit_code, flush_output, fork_ranks
+from megafrontier.cluster.rollcall import RollCall
 from megafrontier.config import Config, load_machine, save_config
-from megafrontier.errors import STOPPED, UserError
+from megafrontier.errors import STOPPED, RanksAbsent, UserError
+from megafrontier.training import bad_nodes
 from megafrontier.training.allocator import prepare_allocator
 from megafrontier.training.arrangement import Arrangement, arrange, check_training
 from megafrontier.training.attempts import attempted
@@ -30,7 +31,7 @@ from megafrontier.training.saving import Save, resume
 from megafrontier.training.stragglers import Stragglers
 from megafrontier.training.timeline import Timeline
 from megafrontier.training.trainer import build_trainer
-from megafrontier.training.watch import Watch, collective_seconds, watched
+from megafrontier.training.watch import Watch, collective_seconds, meeting_seconds, watched
 
 
 def train(config: Config, nproc: int | None) -> int:
@@ -81,15 +82,16 @@ def launch(body: Callable[[], int], nproc: int | None, check: Callable[[int], No
 
 @contextmanager
 def joined(
-    config: Config, met: Callable[[Store | None], None] = lambda store: None
+    config: Config, met: Callable[[RollCall | None], None] = lambda roll: None
 ) -> Iterator[tuple[Arrangement, Hierarchy]]:
     """This rank's place in the machine that a configuration describes; `met` as in `join`."""
     identity = identify(os.environ)
     arrangement = arrange(config, identity.world_size)
     device = choose_device(identity)
     prepare_allocator(device)
-    wait_seconds = collective_seconds(config.train.hang_seconds)
-    with join(identity, arrangement.levels, device, wait_seconds, met) as hierarchy:
+    hang_seconds = config.train.hang_seconds
+    seconds = collective_seconds(hang_seconds), meeting_seconds(hang_seconds)
+    with join(identity, arrangement.levels, device, *seconds, met) as hierarchy:
         check_ranks_per_host(hierarchy, identity, arrangement.machine.device.ranks_per_host)
         yield arrangement, hierarchy
 
@@ -111,6 +113,13 @@ def _train_rank(config: Config) -> int:
     identity = identify(os.environ)
     check_present(config, load_machine(config.machine).device, identity)
     directory = Path(config.run.directory)
+    try:
+        return _train_watched(config, identity, directory)
+    except RanksAbsent as error:
+        raise bad_nodes.of_absent(error, directory, identity, os.environ) from error
+
+
+def _train_watched(config: Config, identity: Identity, directory: Path) -> int:
     with (
         closing(Watch(identity, directory, config.train.hang_seconds)) as watch,
         joined(config, watch.start) as (arrangement, hierarchy),

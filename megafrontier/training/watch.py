@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from torch.distributed.distributed_c10d import Store
-
 from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.rollcall import (
     ANSWER_SECONDS,
@@ -39,6 +37,8 @@ from megafrontier.training.stacks import hang_folder, write_stacks
 
 START_FACTOR = 3
 """Start-up and first step (kernels, connections, compilation) may take so many times as long."""
+MEETING_SECONDS = 600.0
+"""The most that ranks may take to come: thousands of them import torch from the same storage."""
 TRIAL_SECONDS = 180.0
 """The most that ranks may take to connect to each other, and again for the pre-flight: connections
 of thousands of ranks take a minute."""
@@ -49,6 +49,11 @@ NO_HANG_SECONDS = 1800.0
 def collective_seconds(hang_seconds: float) -> float:
     """Timeout of the process groups: later than the watch, which says more."""
     return max(NO_HANG_SECONDS, 2 * START_FACTOR * hang_seconds)
+
+
+def meeting_seconds(hang_seconds: float) -> float:
+    """How long ranks may take to come to where all meet."""
+    return min(MEETING_SECONDS, START_FACTOR * hang_seconds or MEETING_SECONDS)
 
 
 class Watch:
@@ -72,13 +77,11 @@ class Watch:
     def _is_local(self) -> bool:
         return self._identity.source == "local"
 
-    def start(self, store: Store | None) -> None:
-        """The ranks have met at `store`, and connect to each other: begin to watch and listen."""
-        if store is not None:
-            enrolled = RollCall(store, self._identity)
-            enrolled.enrol()
+    def start(self, roll: RollCall | None) -> None:
+        """The ranks have met, and connect to each other: begin to watch and listen."""
+        if roll is not None:
             # To connect, the main thread waits in the store and keeps others out meanwhile.
-            self._roll = enrolled.clone()
+            self._roll = roll.clone()
         self._try_nodes(True)
         if self._hang_seconds > 0:
             threading.Thread(target=self._look, name="watch", daemon=True).start()
@@ -168,7 +171,8 @@ class Watch:
             line = f"{describe(missing)}: lost, no answer{self._where(alarm)}"
             knows_whom = missing[0][0] != 0  # without rank 0 a rank cannot tell who is cut off
             if alarm.hang and alarm.code == BAD_NODE and knows_whom:
-                self._leave(BAD_NODE, line + self._list(missing))
+                listed = bad_nodes.list_missing(self._directory, missing, self._identity)
+                self._leave(BAD_NODE, line + listed)
             self._leave(LOST, line)
         if alarm.hang:
             self._leave(LOST, f"the run hangs, though every rank answers{self._where(alarm)}")
@@ -180,17 +184,6 @@ class Watch:
             return []
         found = within(VERDICT_SECONDS + ANSWER_SECONDS, self._roll.missing)
         return [(0, self._roll.first_host)] if found is None else found
-
-    def _list(self, missing: Missing) -> str:
-        """List the hosts that do not answer rank 0, or its own where most do not."""
-        assert self._roll is not None
-        hosts = {host for _, host in missing}
-        if 2 * len(missing) > self._identity.world_size:
-            hosts = {self._roll.first_host}
-        if self._identity.rank == 0:
-            with suppress(OSError):  # its own way to the storage may be cut
-                bad_nodes.add(self._directory, hosts)
-        return f"; listed in {self._directory / bad_nodes.NAME}: {', '.join(sorted(hosts))}"
 
     def _where(self, alarm: Alarm) -> str:
         folder = hang_folder(self._directory, self._step)

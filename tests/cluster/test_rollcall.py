@@ -1,13 +1,14 @@
 """Who does not answer is named, with its host; whoever is first decides what the alarm is."""
 
 import threading
+import time
 
 import pytest
 import torch.distributed as dist
 
 from megafrontier.cluster import rollcall
 from megafrontier.cluster.identity import Identity
-from megafrontier.cluster.rollcall import Alarm, RollCall, describe, within
+from megafrontier.cluster.rollcall import ANSWER_SECONDS, Alarm, RollCall, describe, within
 
 SIZE = 200  # more than one block
 
@@ -17,24 +18,42 @@ def rolls():
     store = dist.HashStore()
     hosts = [f"frontier{rank // 8:05d}" for rank in range(SIZE)]
     found = [RollCall(store, Identity(r, SIZE, r % 8, "slurm", "", hosts[r])) for r in range(SIZE)]
-    for roll in found:
-        roll.enrol()
+    assert each(found, lambda roll: roll.meet(60)) == {rank: [] for rank in range(SIZE)}
     return found
 
 
 def verdicts(rolls):
+    """Whom each rank learns to be missing."""
+    return each(rolls, RollCall.missing)
+
+
+def each(rolls, ask):
     """What each rank learns; each asks on its own thread, as the ranks do on their own hosts."""
     found = {}
 
-    def ask(roll):
-        found[roll.identity.rank] = roll.missing()
+    def run(roll):
+        found[roll.identity.rank] = ask(roll)
 
-    threads = [threading.Thread(target=ask, args=(roll,)) for roll in rolls]
+    threads = [threading.Thread(target=run, args=(roll,)) for roll in rolls]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     return found
+
+
+def test_those_that_do_not_come_are_named_to_every_rank_that_has():
+    store = dist.HashStore()
+    came = [RollCall(store, Identity(r, 6, r, "slurm")) for r in (0, 1, 3, 4)]
+    begin = time.monotonic()
+    assert each(came, lambda roll: roll.meet(0.5)) == {r: [2, 5] for r in (0, 1, 3, 4)}
+    assert time.monotonic() - begin < ANSWER_SECONDS, "rank 0 leaves when the others know"
+
+
+def test_where_rank_0_does_not_come_nobody_waits_for_ever(monkeypatch):
+    monkeypatch.setattr(rollcall, "VERDICT_SECONDS", 0.5)
+    with pytest.raises(RuntimeError):
+        RollCall(dist.HashStore(), Identity(1, 2, 1, "slurm")).meet(0.1)
 
 
 def test_those_that_do_not_answer_are_named_on_every_rank(rolls, monkeypatch):

@@ -56,7 +56,7 @@ from megafrontier.cluster import hierarchy
 from megafrontier.training import preflight
 {name} = {module}.{name}
 def strike(where, *arguments):
-    if where.rank == 1:
+    if where.rank == {rank}:
         {act}
     return {name}(where, *arguments)
 {module}.{name} = strike
@@ -143,7 +143,7 @@ def on_two_hosts(rank):
 def test_a_host_that_is_silent_before_the_first_step_is_named_and_listed(folder, where):
     """While the ranks connect to each other, or in an exchange of the pre-flight."""
     module, name = where.split(".")
-    script = WHILE_TRIED.format(module=module, name=name, act=FREEZE)
+    script = WHILE_TRIED.format(module=module, name=name, rank=1, act=FREEZE)
     chosen = ("train.hang_seconds=3", "machine.device.ranks_per_host=1")
     code, told = launched(folder, module, script, *chosen, identity=on_two_hosts)[0]
     assert code == BAD_NODE
@@ -151,6 +151,48 @@ def test_a_host_that_is_silent_before_the_first_step_is_named_and_listed(folder,
     assert told.endswith(f"; listed in {folder}/{module}/bad-nodes.txt: frontier00002\n")
     assert told.count("\n") == 1
     assert (folder / module / "bad-nodes.txt").read_text() == "frontier00002\n"
+
+
+@pytest.fixture
+def laid_out(tmp_path, monkeypatch):
+    """Slurm's own word of the hosts of its step."""
+    tool = tmp_path / "scontrol"
+    tool.write_text('#!/bin/sh\necho "$3" | tr , "\\n"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "frontier00001,frontier00002")
+
+
+def frozen_before_meeting(folder, name, rank):
+    script = WHILE_TRIED.format(module="hierarchy", name="_meet", rank=rank, act=FREEZE)
+    chosen = ("train.hang_seconds=3", "machine.device.ranks_per_host=1")
+    return launched(folder, name, script, *chosen, identity=on_two_hosts)[1 - rank]
+
+
+@pytest.mark.usefixtures("laid_out")
+def test_a_rank_that_does_not_come_is_named_with_its_host_which_is_listed(folder):
+    code, told = frozen_before_meeting(folder, "absent", rank=1)
+    assert code == BAD_NODE
+    assert told.startswith(
+        "megafrontier: rank 1 on frontier00002: did not come to tcp://127.0.0.1:"
+    )
+    assert told.endswith(f" within 9 s; listed in {folder}/absent/bad-nodes.txt: frontier00002\n")
+    assert told.count("\n") == 1
+    assert (folder / "absent" / "bad-nodes.txt").read_text() == "frontier00002\n"
+
+
+def test_without_slurms_word_its_host_is_not_known_and_the_run_may_start_again(folder):
+    code, told = frozen_before_meeting(folder, "unknown", rank=1)
+    assert code == LOST
+    assert told.startswith("megafrontier: rank 1: did not come to tcp://127.0.0.1:")
+    assert told.count("\n") == 1
+
+
+def test_where_rank_0_does_not_come_another_says_so(folder):
+    code, told = frozen_before_meeting(folder, "first", rank=0)
+    assert code == LOST
+    (line,) = [line for line in told.splitlines() if "megafrontier: " in line]  # c10d has its own
+    assert line.startswith("megafrontier: rank 0: no answer at tcp://127.0.0.1:")
 
 
 @pytest.mark.parametrize(
@@ -170,10 +212,12 @@ def test_who_hears_from_less_than_half_is_itself_the_silent_one(
     store = dist.HashStore()
     others = [RollCall(store, Identity(r, 4, 0, "slurm", host=f"host{r}")) for r in range(1, 4)]
     for other in others:
-        store.set(f"host/{other.identity.rank}", other.identity.host)
+        threading.Thread(target=other.meet, args=(60,)).start()
+    first = RollCall(store, Identity(0, 4, 0, "slurm", host="host0"))
+    assert first.meet(60) == []
     for rank in answering:
         threading.Thread(target=others[rank - 1].missing, daemon=True).start()
-    Watch(Identity(0, 4, 0, "slurm", host="host0"), tmp_path, 0.1).start(store)
+    Watch(first.identity, tmp_path, 0.1).start(first)
     assert codes.get(timeout=60) == BAD_NODE
     assert (tmp_path / "bad-nodes.txt").read_text().split() == listed
 
