@@ -40,7 +40,12 @@ def chunk_losses(
     if not with_gradient:
         return loss, None
     gradient = log_probabilities.exp_()
-    gradient.scatter_add_(1, wanted, gradient.new_full(wanted.shape, -1.0))
+    if torch.compiler.is_compiling():
+        # One pass with what stands around it; a scatter would be one of its own, in fp32.
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        gradient = gradient - (columns == wanted).float()
+    else:
+        gradient.scatter_add_(1, wanted, gradient.new_full(wanted.shape, -1.0))
     return loss, (gradient if scale == 1 else gradient.mul_(scale)).to(logits.dtype)
 
 
