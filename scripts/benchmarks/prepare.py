@@ -82,7 +82,9 @@ def make_tokenizer(kind: str, folder: Path, text: Path) -> None:
 def ours(text: str, tokenizer: str, workers: int) -> dict[str, float]:
     """`megafrontier prepare`, to a corpus."""
     from megafrontier.data.prepare import prepare
+    from megafrontier.data.tokenizer import load_tokenizer
 
+    load_tokenizer(tokenizer)  # imported before the span, as by the others
     with Span() as span:
         summary = prepare([text], tokenizer, "corpus", workers)
     return _figures(span, summary.tokens, text)
