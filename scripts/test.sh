@@ -16,23 +16,25 @@ fi
 .venv/bin/ruff check .
 .venv/bin/mypy
 
-run_tests() { .venv/bin/python -m pytest -rs "$@"; }
-
+pytest=(.venv/bin/python -m pytest -rs)
 if [ $# -gt 0 ]; then
-    run_tests "$@"
-    exit
+    exec "${pytest[@]}" "$@"
 fi
 # Whole runs wait much of their time, and those on Slurm most of it: side by side with the others.
 beside=(tests/training tests/slurm/test_life.py tests/slurm/test_losses.py)
 logs=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; wait; rm -r "$logs"' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
 sessions=()
 for tests in "${beside[@]}"; do
-    run_tests "$tests" >"$logs/$(basename "$tests")" 2>&1 &
+    "${pytest[@]}" "$tests" >"$logs/$(basename "$tests")" 2>&1 &
     sessions+=($!)
 done
+# In the background too, for bash delays its traps while it waits for a child in the foreground.
+"${pytest[@]}" "${beside[@]/#/--ignore=}" &
 code=0
-run_tests "${beside[@]/#/--ignore=}" || code=$?
+wait $! || code=$?
 for i in "${!beside[@]}"; do
     wait "${sessions[i]}" || code=$?
     cat "$logs/$(basename "${beside[i]}")"
