@@ -32,6 +32,7 @@ for tests in "${beside[@]}"; do
     sessions+=($!)
 done
 # In the background too, for bash delays its traps while it waits for a child in the foreground.
+# At Ctrl-C it ends as the others do, without a summary.
 "${pytest[@]}" "${beside[@]/#/--ignore=}" &
 code=0
 wait $! || code=$?

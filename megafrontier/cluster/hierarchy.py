@@ -167,26 +167,25 @@ def join(
 
 def _meet(identity: Identity, seconds: float) -> RollCall:
     """The roll of all ranks, which are there. Raises RanksAbsent or PeersLost when they are not."""
-    # Without their number, torch's store waits for nobody: it could not say for whom in vain.
+    # Told the number of ranks, torch's store would wait for so many, and could not say for whom.
     place = f"{identity.rendezvous}?rank={identity.rank}&world_size=-1"
     try:
         store, _, _ = next(rendezvous(place, timeout=timedelta(seconds=seconds)))
         roll = RollCall(store, identity)
         absent = roll.meet(seconds)
     except RuntimeError as error:  # torch's, of the store
-        raise _unmet(identity, seconds, error) from error
+        raise _unmet(identity, error) from error
     if absent:
         raise RanksAbsent(absent, f"did not come to {identity.rendezvous} within {seconds:g} s")
     return roll
 
 
-def _unmet(identity: Identity, seconds: float, error: RuntimeError) -> PeersLost:
+def _unmet(identity: Identity, error: RuntimeError) -> PeersLost:
     """Rank 0 could not open the store, or the others could not reach it there."""
+    why = str(error).splitlines()[0]
     if identity.rank == 0:
-        return PeersLost(
-            f"{identity.rendezvous}: rank 0 cannot wait there: {str(error).splitlines()[0]}"
-        )
-    lost = PeersLost(f"rank 0: no answer at {identity.rendezvous} within {seconds:g} s")
+        return PeersLost(f"rank 0: cannot wait at {identity.rendezvous}: {why}")
+    lost = PeersLost(f"rank 0: no answer at {identity.rendezvous}: {why}")
     # It is not there to say so. Two a host do: one of them may be lost too.
     lost.is_one_ranks = identity.local_rank < 2
     return lost

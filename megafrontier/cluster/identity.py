@@ -93,15 +93,17 @@ def _from_slurm(environment: Mapping[str, str]) -> Identity:
 
 def planned_hosts(environment: Mapping[str, str], size: int) -> list[str]:
     """The host of each rank as Slurm lays out a step, the same number in a row on each; nothing
-    without Slurm, or where its numbers are others."""
+    where it does so otherwise, or cannot say."""
     nodes = environment.get("SLURM_STEP_NODELIST", "")
+    if not nodes or not environment.get("SLURM_DISTRIBUTION", "block").startswith("block"):
+        return []
     command = ["scontrol", "show", "hostnames", nodes]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
     hosts = said.stdout.split()
-    if not nodes or not hosts or size % len(hosts):
+    if not hosts or size % len(hosts):
         return []
     return [host for host in hosts for _ in range(size // len(hosts))]
 

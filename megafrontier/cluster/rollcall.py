@@ -13,6 +13,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import groupby
@@ -54,13 +55,15 @@ class RollCall:
         self.first_host = identity.host
 
     def meet(self, seconds: float) -> list[int]:
-        """Wait for all ranks, so many seconds by rank 0's clock. Returns those that have not come,
-        the same to every rank that has. Raises RuntimeError where rank 0 goes meanwhile.
+        """Wait for all ranks, so many seconds by rank 0's clock, and the others a little longer for
+        its word. Returns those that have not come, the same to every rank that has. Raises
+        RuntimeError where rank 0 goes meanwhile.
 
         Each leaves its host, for the day on which the rank cannot name it itself.
         """
         rank, size = self.identity.rank, self.identity.world_size
         self.store.set(f"host/{rank}", self.identity.host)
+        self.store.add(f"come/{rank // _BLOCK}", 1)
         if self.store.add("met", 1) == size:
             self.store.compare_set("absent", "", "[]")
         if rank == 0:
@@ -68,19 +71,19 @@ class RollCall:
         else:
             self.store.wait(["absent"], timedelta(seconds=seconds + VERDICT_SECONDS))
         absent: list[int] = json.loads(self._text("absent"))
-        self.first_host = self._text("host/0")
-        if absent and rank == 0:
+        if not absent:
+            self.first_host = self._text("host/0")
+        elif rank == 0:
             self._await_listeners(size - len(absent) - 1)
-        elif absent:
-            self.store.add("listeners", 1)
+        elif rank not in absent:  # come in time
+            self._listened()
         return absent
 
     def _await_all(self, seconds: float) -> None:
         try:
             self.store.wait(["absent"], timedelta(seconds=seconds))
         except RuntimeError:  # torch's, at the end of the time
-            ranks = range(self.identity.world_size)
-            absent = [rank for rank in ranks if not self.store.check([f"host/{rank}"])]
+            absent = self._without("host", self._incomplete("come", self._blocks()))
             self.store.compare_set("absent", "", json.dumps(absent))
 
     def clone(self) -> "RollCall":
@@ -119,18 +122,32 @@ class RollCall:
             return lost
         self.store.wait(["verdict"], timedelta(seconds=VERDICT_SECONDS))
         found = json.loads(self._text("verdict"))
-        self.store.add("listeners", 1)
+        self._listened()
         return [(rank, host) for rank, host in found]
 
     def _count(self) -> Missing:
-        size = self.identity.world_size
-        blocks = [range(first, min(first + _BLOCK, size)) for first in range(0, size, _BLOCK)]
+        blocks = self._blocks()
         deadline = time.monotonic() + ANSWER_SECONDS
         while blocks and time.monotonic() < deadline:
             time.sleep(0.1)
-            blocks = [b for b in blocks if self.store.add(f"answers/{b[0] // _BLOCK}", 0) < len(b)]
-        lost = [rank for b in blocks for rank in b if not self.store.check([f"here/{rank}"])]
-        return [(rank, self._text(f"host/{rank}")) for rank in lost]
+            blocks = self._incomplete("answers", blocks)
+        return [(rank, self._text(f"host/{rank}")) for rank in self._without("here", blocks)]
+
+    def _blocks(self) -> list[range]:
+        size = self.identity.world_size
+        return [range(first, min(first + _BLOCK, size)) for first in range(0, size, _BLOCK)]
+
+    def _incomplete(self, counter: str, blocks: list[range]) -> list[range]:
+        """Those of the blocks that have not all counted themselves."""
+        return [b for b in blocks if self.store.add(f"{counter}/{b[0] // _BLOCK}", 0) < len(b)]
+
+    def _without(self, key: str, blocks: list[range]) -> list[int]:
+        """The ranks of these blocks that have not set their key."""
+        return [rank for b in blocks for rank in b if not self.store.check([f"{key}/{rank}"])]
+
+    def _listened(self) -> None:
+        with suppress(RuntimeError):  # rank 0 may have gone: its word is known
+            self.store.add("listeners", 1)
 
     def _await_listeners(self, count: int) -> None:
         """The store ends with rank 0, which may leave once the others know the verdict."""

@@ -124,7 +124,8 @@ class TrainConfig:
     """Steps whose median tells a spike; none is seen before there have been as many."""
     hang_seconds: float = 600.0
     """End the run, with every thread's stack in RUN/hang, when no step, save or batch of an
-    evaluation has finished for so long (start-up and first step: three times as long); 0: never."""
+    evaluation has finished for so long (start-up and first step: three times as long); 0: never.
+    All ranks have to come within as long as for start-up, 10 minutes at the most."""
     attempts: int = 5
     """Give the run up for good when so many starts in a row have ended by themselves, none with a
     step more than the first of them; 0: never."""

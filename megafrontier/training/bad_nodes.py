@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megafrontier.cluster.identity import Identity, planned_hosts
 from megafrontier.cluster.rollcall import Missing, describe
-from megafrontier.errors import NodesUnfit, RanksAbsent
+from megafrontier.errors import Ending, NodesUnfit, RanksAbsent, RunFailed
 
 NAME = "bad-nodes.txt"
 
@@ -42,10 +42,12 @@ def list_missing(directory: Path, missing: Missing, identity: Identity) -> str:
 
 def of_absent(
     error: RanksAbsent, directory: Path, identity: Identity, environment: Mapping[str, str]
-) -> RanksAbsent | NodesUnfit:
-    """The same error; where a launcher can tell on which hosts the absent ranks were to run, one
-    that names these, which then are listed."""
-    hosts = planned_hosts(environment, identity.world_size)
+) -> Ending:
+    """The same error; where Slurm can tell on which hosts the absent ranks were to run, one that
+    names these, which then are listed. That most ranks do not come is no matter of nodes."""
+    if 2 * len(error.ranks) > identity.world_size:
+        return RunFailed(str(error))
+    hosts = planned_hosts(environment, identity.world_size) if identity.source == "slurm" else []
     if not hosts:
         return error
     missing = [(rank, hosts[rank]) for rank in error.ranks]

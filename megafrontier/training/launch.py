@@ -89,9 +89,11 @@ def joined(
     arrangement = arrange(config, identity.world_size)
     device = choose_device(identity)
     prepare_allocator(device)
-    hang_seconds = config.train.hang_seconds
-    seconds = collective_seconds(hang_seconds), meeting_seconds(hang_seconds)
-    with join(identity, arrangement.levels, device, *seconds, met) as hierarchy:
+    waiting = {
+        "timeout_seconds": collective_seconds(config.train.hang_seconds),
+        "meeting_seconds": meeting_seconds(config.train.hang_seconds),
+    }
+    with join(identity, arrangement.levels, device, met=met, **waiting) as hierarchy:
         check_ranks_per_host(hierarchy, identity, arrangement.machine.device.ranks_per_host)
         yield arrangement, hierarchy
 

@@ -15,9 +15,9 @@ from tests.slurm.jobs import unbroken
 CONFIG = "configs/gpt-20b.yaml"
 
 
-def dry_run(*words: str, cluster: str = "frontier") -> list[str]:
+def dry_run(*words: str, cluster: str = "frontier", **variables: str) -> list[str]:
     """The lines a batch file says, outside of a job and without any Slurm."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")} | variables
     environment |= {"DRY_RUN": "1", "MEGAFRONTIER_CLUSTER": cluster}
     environment["MEGAFRONTIER_PREFIX"] = os.path.dirname(os.path.dirname(sys.executable))
     done = subprocess.run(
@@ -137,6 +137,7 @@ case "$*" in
     *) echo "scontrol $*" ;;
 esac
 """
+SINFO = "#!/bin/sh\nprintf 'frontier0000%s\\n' 1 2 3 3\n"
 SRUN = """#!/bin/sh
 echo ranks start
 echo "$UNFIT" >>"$RUN/bad-nodes.txt"
@@ -144,13 +145,19 @@ exit 69
 """
 
 
-def run_job_on_frontier00001_and_2(folder, unfit):
-    """The batch file as Slurm runs it, with ranks that list a node as `unfit` and end with 69."""
-    for name, text in {"scontrol": SCONTROL, "srun": SRUN}.items():
+def with_tools(folder, **texts):
+    """A PATH on which these scripts come first."""
+    for name, text in texts.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def run_job_on_frontier00001_and_2(folder, unfit):
+    """The batch file as Slurm runs it, with ranks that list a node as `unfit` and end with 69."""
     environment = os.environ | {
-        "PATH": f"{folder}:{os.environ['PATH']}", "MEGAFRONTIER_CLUSTER": "generic",
+        "PATH": with_tools(folder, scontrol=SCONTROL, srun=SRUN, sinfo=SINFO),
+        "MEGAFRONTIER_CLUSTER": "generic",
         "MEGAFRONTIER_PREFIX": os.path.dirname(os.path.dirname(sys.executable)),
         "MEGAFRONTIER_HOME": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "",
         "RUN": str(folder), "UNFIT": unfit,
@@ -184,9 +191,10 @@ def test_a_job_that_gets_a_listed_node_is_requeued_before_its_ranks_start(tmp_pa
 
 
 def test_a_submission_excludes_the_runs_bad_nodes_and_what_the_user_says_counts(tmp_path):
-    (tmp_path / "bad-nodes.txt").write_text("frontier00002\nfrontier00001\n")
-    own = "--exclude=frontier00009"
-    words = dry_run("slurm/train.sbatch", own, CONFIG, f"run.directory={tmp_path}")[0].split()
+    (tmp_path / "bad-nodes.txt").write_text("frontier00002\nfrontier00001\nunknown\n")
+    own, run = "--exclude=frontier00009", f"run.directory={tmp_path}"
+    path = with_tools(tmp_path, sinfo=SINFO)
+    words = dry_run("slurm/train.sbatch", own, CONFIG, run, PATH=path)[0].split()
     assert words.index("--exclude=frontier00001\\,frontier00002") < words.index(own)
 
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from megafrontier.cluster import rollcall
 from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.rollcall import RollCall
-from megafrontier.errors import BAD_NODE, LOST
+from megafrontier.errors import BAD_NODE, LOST, RanksAbsent, RunFailed
+from megafrontier.training import bad_nodes
 from megafrontier.training.watch import Watch
 from tests.training import runs
 from tests.training.test_launchers import slurm, start
@@ -186,6 +187,13 @@ def test_without_slurms_word_its_host_is_not_known_and_the_run_may_start_again(f
     assert code == LOST
     assert told.startswith("megafrontier: rank 1: did not come to tcp://127.0.0.1:")
     assert told.count("\n") == 1
+
+
+def test_that_most_ranks_do_not_come_is_no_matter_of_nodes(tmp_path):
+    error = RanksAbsent([1, 2, 3], "did not come")
+    found = bad_nodes.of_absent(error, tmp_path, Identity(0, 4, 0, "slurm"), {})
+    assert isinstance(found, RunFailed)
+    assert str(found) == "ranks 1, 2, 3: did not come"
 
 
 def test_where_rank_0_does_not_come_another_says_so(folder):
