@@ -14,14 +14,12 @@ _LARGEST_FROM_HEAP = 32 << 20
 
 
 def prepare_allocator(device: torch.device) -> None:
-    """Let tensors of a step find the memory of the step before. To be called before the first
-    tensor is made; what the environment says of the allocator stays as it is."""
+    """Let tensors of a step find the memory of the step before. What the environment says of the
+    allocator stays as it is."""
     if device.type == "cuda":
         _let_segments_grow()
     elif platform.libc_ver()[0] == "glibc":
         _keep_heap()
-        # torch reads it when it first allocates: storages of 2 MB and more take huge pages.
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def _let_segments_grow() -> None:
@@ -35,7 +33,8 @@ def _let_segments_grow() -> None:
 def _keep_heap() -> None:
     """glibc gives large blocks back to the system when they are freed, and the next step would
     have the system clear every page anew: some 4 % of its CPU time. Those beyond 32 MB it still
-    does."""
+    does. (torch's own huge pages, THP_MEM_ALLOC_ENABLE, spare as much and cost more: tensors that
+    all begin at multiples of 2 MB share the same sets of the cache.)"""
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
     libc = ctypes.CDLL(None)
