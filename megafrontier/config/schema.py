@@ -201,9 +201,9 @@ class PartitionConfig:
     """Level through which masters and optimizer state are sharded, or `none`."""
     wires: WiresConfig = field(default_factory=WiresConfig)
     """Formats on the wires."""
-    error_feedback: bool = False
+    error_feedback: bool | None = None
     """Add what the last step's gradient messages failed to say to the next ones', on the levels
-    between `gradients` and `optimizer`."""
+    between `gradients` and `optimizer`. Default: with the wires `low`."""
     overlap: Literal["none", "safe", "full"] = "safe"
     """Collectives under computation. none: never. safe: one in flight at a time, for machines on
     which several communicators at once hang (MI250X, ROCm/rccl#2191). full: levels side by side."""

@@ -1,7 +1,7 @@
 """Which format each level gets: presets, single choices over them, and what cannot be."""
 
 from megafrontier.cluster.levels import Levels
-from megafrontier.config import WiresConfig
+from megafrontier.config import PartitionConfig, WiresConfig
 from megafrontier.errors import UserError
 from megafrontier.partition.placement import Placement
 from megafrontier.partition.wires import Wires, make_wire
@@ -19,11 +19,20 @@ def choose_wires(
     _override(gather, config.gather, levels, "gather")
     _override(reduce, config.reduce, levels, "reduce")
     _check_deltas(gather, placement, levels)
-    rotates = config.preset == "low" if config.rotation is None else config.rotation
+    rotates = _unless_chosen(config.rotation, config)
     return Wires(
         tuple(make_wire(name) for name in gather),
         tuple(make_wire(name, rotates) for name in reduce),
     )
+
+
+def has_error_feedback(config: PartitionConfig) -> bool:
+    """Whether gradients carry what earlier messages failed to say."""
+    return _unless_chosen(config.error_feedback, config.wires)
+
+
+def _unless_chosen(choice: bool | None, wires: WiresConfig) -> bool:
+    return wires.preset == "low" if choice is None else choice
 
 
 def _exact(_placement: Placement, count: int, precision: str) -> tuple[Formats, Formats]:

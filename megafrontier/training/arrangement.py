@@ -8,18 +8,20 @@ from megafrontier.data.tokenizer import load_tokenizer
 from megafrontier.errors import UserError
 from megafrontier.optim.adamw import find_apex
 from megafrontier.partition import Placement, Wires
-from megafrontier.partition.presets import choose_wires
+from megafrontier.partition.presets import choose_wires, has_error_feedback
 from megafrontier.training.batches import PARTS, make_loader, open_part
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A machine's levels for this many ranks, the placement on them, and their wires."""
+    """A machine's levels for this many ranks, the placement on them, and their wires, whose
+    gradients may carry error feedback."""
 
     machine: MachineConfig
     levels: Levels
     placement: Placement
     wires: Wires
+    error_feedback: bool
 
 
 def arrange(config: Config, ranks: int) -> Arrangement:
@@ -29,7 +31,7 @@ def arrange(config: Config, ranks: int) -> Arrangement:
     placement = Placement.from_config(config.partition, levels)
     precision = config.train.precision
     wires = choose_wires(config.partition.wires, placement, levels, precision)
-    return Arrangement(machine, levels, placement, wires)
+    return Arrangement(machine, levels, placement, wires, has_error_feedback(config.partition))
 
 
 def check_training(config: Config, ranks: int) -> None:

@@ -135,7 +135,7 @@ def checkpoint_bytes(config: Config, arrangement: Arrangement) -> int:
     """Bytes of one checkpoint: fp32 masters and two moments, and what low-bit wires add."""
     parameters = sum(math.prod(shape) for shape in parameter_shapes(config.model).values())
     deltas = 2 if arrangement.wires.have_deltas else 0
-    return parameters * (12 + deltas + (2 if config.partition.error_feedback else 0))
+    return parameters * (12 + deltas + (2 if arrangement.error_feedback else 0))
 
 
 def _check_room(config: Config, arrangement: Arrangement, hierarchy: Hierarchy) -> None:

@@ -102,7 +102,7 @@ def build_model(
         hierarchy,
         dtype=DTYPES[config.train.precision],
         wires=arrangement.wires,
-        error_feedback=config.partition.error_feedback,
+        error_feedback=arrangement.error_feedback,
         overlap=config.partition.overlap,
         prefetch=config.partition.prefetch,
         check_order=config.partition.check_order,

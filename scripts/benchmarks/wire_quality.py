@@ -25,10 +25,10 @@ VARIANTS = {
         "partition.strategy=topo",
         "partition.wires={preset: low, rotation: false}",
     ],
-    "low-feedback": [
+    "low-forgetful": [
         "partition.strategy=topo",
         "partition.wires=low",
-        "partition.error_feedback=true",
+        "partition.error_feedback=false",
     ],
 }
 

@@ -36,9 +36,9 @@ def test_resume_on_the_same_layout_is_identical_to_the_last_bit(config_file, tmp
     ]
 
 
-def test_resume_with_low_bit_wires_and_error_feedback_is_identical_too(config_file, tmp_path):
+def test_resume_with_low_bit_wires_and_their_error_feedback_is_identical_too(config_file, tmp_path):
     """Published weights and unsaid errors are state; saving folds the errors in either run."""
-    chosen = ("partition.wires=low", "partition.error_feedback=true", "checkpoint.every=3")
+    chosen = ("partition.wires=low", "checkpoint.every=3")
     unbroken = runs.run(config_file, 8, *chosen, f"run.directory={tmp_path}/unbroken")
     runs.run(config_file, 8, *chosen, "train.stop_at=3")
     resumed = runs.run(config_file, 8, *chosen)
