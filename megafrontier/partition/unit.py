@@ -96,7 +96,7 @@ class Unit:
         self.errors = {
             level: self._empty(level, torch.bfloat16).zero_()
             for level in levels
-            if self._moves.hierarchy.groups[level] is not None
+            if self._moves.may_leave_errors(level)
         }
 
     def _empty(self, depth: int, dtype: torch.dtype) -> torch.Tensor:

@@ -65,6 +65,11 @@ class Wire:
     is_delta: bool = False
     rotates: bool = False
 
+    @property
+    def is_low_bit(self) -> bool:
+        """Whether it rounds to codes of its own, and not to another type alone."""
+        return not isinstance(self.codec, CastCodec)
+
     def gather(self, shard: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> int:
         """Fill `out` [size · n] from every peer's `shard` [n], which may lie inside `out`.
 
@@ -103,6 +108,8 @@ class Wire:
         if error is not None:
             said = self.codec.decode(messages, out.numel())
             error.copy_((values - (rotate(said) if self.rotates else said)).view(-1))
+            # The step is skipped; what it could not say must not come back in the next.
+            error.nan_to_num_(0.0, 0.0, 0.0)
         received = torch.empty_like(messages)
         all_to_all(received.view(-1), messages.view(-1), group)
         self.codec.decode_sum(received, out)

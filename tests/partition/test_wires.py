@@ -186,6 +186,29 @@ def test_a_non_finite_gradient_reaches_the_norm_through_every_wire():
     assert run_ranks((2, 2, 2), body) == [False] * 8
 
 
+def test_what_a_non_finite_gradient_could_not_say_is_forgotten():
+    def body(hierarchy):
+        model, engine, _ = build(hierarchy, preset("low", "topo"), error_feedback=True)
+        found = []
+        for factor in (float("nan"), float("inf"), 1.0):
+            engine.backward(model(batch(0)[:2]) * factor)
+            gradients = engine.finish_gradients()
+            found.append(all(bool(gradient.isfinite().all()) for gradient in gradients))
+            engine.clear_gradients()
+        return found[2]
+
+    assert run_ranks((2, 2, 2), body) == [True] * 8
+
+
+def test_errors_are_kept_only_where_low_bits_are_sent():
+    def body(hierarchy):
+        wires = preset("low", "zero1")
+        _, engine, _ = build(hierarchy, wires, "zero1", error_feedback=True)
+        return {level for unit in engine.units for level in unit.errors}
+
+    assert run_ranks((2, 2, 2), body) == [{1, 2}] * 8
+
+
 def test_padding_stays_zero_though_rotations_mix_it_with_the_last_parameter():
     def body(hierarchy):
         model, engine, optimizer = build(hierarchy, preset("low", "topo"), error_feedback=True)
