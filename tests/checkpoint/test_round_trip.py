@@ -1,11 +1,11 @@
 """What is saved is what is loaded, on any number of ranks, and no more than that is read."""
 
 import builtins
-import re
 from pathlib import Path
 
 import pytest
 import torch
+from measuring import resident_bytes
 from safetensors import safe_open
 
 from megafrontier.checkpoint import read
@@ -192,22 +192,16 @@ def _big(elements: int) -> tuple[list[Layout], Manifest, torch.Tensor]:
     return layouts, manifest, torch.randn(elements)
 
 
-def _peak_mib() -> float:
-    """Most memory that this process has held so far."""
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 2**10
-
-
 def _grown_mib(folder: Path, elements: int) -> float:
     """What a save and a fill of half the tensor add to the most memory held."""
     layouts, manifest, tensor = _big(elements)
     # Neither contiguous nor of the same type: what has to be copied, as from and to a GPU.
     spread = torch.stack([tensor, tensor], 1)[:, 0]
     shard = torch.ones(elements // 2, dtype=torch.bfloat16)
-    before = _peak_mib()
+    before = resident_bytes("VmHWM")
     path = save(folder, manifest, {"weight": [spread]}, 0, True, Alone())
     open_checkpoint(path).fill(layouts, {"weight": [shard]}, 1, 2)
-    grown = _peak_mib() - before
+    grown = (resident_bytes("VmHWM") - before) / 2**20
     assert torch.equal(shard, tensor[elements // 2 :].bfloat16())
     return grown
 

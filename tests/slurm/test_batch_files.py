@@ -11,6 +11,7 @@ import pytest
 from tests.data.corpora import read_corpus
 from tests.slurm.cluster import ROOT
 from tests.slurm.jobs import unbroken
+from tests.tools import with_tools
 
 CONFIG = "configs/gpt-20b.yaml"
 
@@ -143,14 +144,6 @@ echo ranks start
 echo "$UNFIT" >>"$RUN/bad-nodes.txt"
 exit 69
 """
-
-
-def with_tools(folder, **texts):
-    """A PATH on which these scripts come first."""
-    for name, text in texts.items():
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    return f"{folder}:{os.environ['PATH']}"
 
 
 def run_job_on_frontier00001_and_2(folder, unfit):

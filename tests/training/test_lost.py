@@ -18,6 +18,7 @@ from megafrontier.cluster.rollcall import RollCall
 from megafrontier.errors import BAD_NODE, LOST, RanksAbsent, RunFailed
 from megafrontier.training import bad_nodes
 from megafrontier.training.watch import Watch
+from tests.tools import with_tools
 from tests.training import runs
 from tests.training.test_launchers import slurm, start
 
@@ -157,10 +158,8 @@ def test_a_host_that_is_silent_before_the_first_step_is_named_and_listed(folder,
 @pytest.fixture
 def laid_out(tmp_path, monkeypatch):
     """Slurm's own word of the hosts of its step."""
-    tool = tmp_path / "scontrol"
-    tool.write_text('#!/bin/sh\necho "$3" | tr , "\\n"\n')
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    scontrol = '#!/bin/sh\necho "$3" | tr , "\\n"\n'
+    monkeypatch.setenv("PATH", with_tools(tmp_path, scontrol=scontrol))
     monkeypatch.setenv("SLURM_STEP_NODELIST", "frontier00001,frontier00002")
 
 
