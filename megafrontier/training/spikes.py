@@ -1,58 +1,68 @@
 """Which steps are spikes: beyond a multiple of the running median of loss or gradient norm."""
 
-from collections import deque
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
+import torch
+
 from megafrontier.config import TrainConfig
+from megafrontier.training.late import on_device
+
+NAMES = ("losses", "norms")
 
 
-@dataclass
 class SpikeRule:
-    """Judges each finite step by those before it; a factor of 0 judges nothing.
+    """Judges each finite step by the `window` finite ones before it; a factor of 0 judges nothing.
 
     The median takes no notice of single spikes, so they need not be kept out of it; and a loss that
-    has risen for good is no spike any more after half a window.
+    has risen for good is no spike any more after half a window. All of it stays on the device, for
+    the optimizer follows before the host has looked.
     """
 
-    loss_factor: float
-    norm_factor: float
-    losses: deque[float] = field(default_factory=deque)
-    norms: deque[float] = field(default_factory=deque)
+    def __init__(
+        self, loss_factor: float, norm_factor: float, window: int, device: torch.device
+    ) -> None:
+        self.enabled = bool(loss_factor or norm_factor)
+        self._factors = on_device([loss_factor or math.inf, norm_factor or math.inf], device)
+        # float64 [2, window], the newest last; NaN where there has been no step yet.
+        self._before = torch.full((2, window), math.nan, dtype=torch.float64, device=device)
 
     @classmethod
-    def create(cls, config: TrainConfig) -> "SpikeRule":
-        window = config.spike_window
-        factors = config.spike_loss, config.spike_grad_norm
-        return cls(*factors, deque(maxlen=window), deque(maxlen=window))
+    def create(cls, config: TrainConfig, device: torch.device) -> "SpikeRule":
+        return cls(config.spike_loss, config.spike_grad_norm, config.spike_window, device)
 
-    @property
-    def enabled(self) -> bool:
-        return bool(self.loss_factor or self.norm_factor)
+    def judge(self, loss: torch.Tensor, norm: torch.Tensor, is_bad: torch.Tensor) -> torch.Tensor:
+        """1 where a step of this loss (nats per token) and gradient norm is a spike, else 0; all
+        float64 []. One that `is_bad` is none, and nothing to judge by. All ranks have the same
+        numbers to the bit, and come to the same verdict."""
+        if not self.enabled:
+            return torch.zeros_like(loss)
+        step = torch.stack([loss, norm])
+        is_beyond = (step > self._factors * self._usual()).any()
+        shifted = torch.cat([self._before[:, 1:], step[:, None]], 1)
+        self._before = torch.where(is_bad > 0, self._before, shifted)
+        return is_beyond * (1 - is_bad)
 
-    def judge(self, loss: float, norm: float) -> bool:
-        """Whether a step of this loss (nats per token) and gradient norm is a spike. All ranks
-        have the same numbers to the bit, and come to the same verdict."""
-        is_spike = _is_beyond(loss, self.loss_factor, self.losses)
-        is_spike |= _is_beyond(norm, self.norm_factor, self.norms)
-        self.losses.append(loss)
-        self.norms.append(norm)
-        return is_spike
+    def _usual(self) -> torch.Tensor:
+        """Medians [2]; infinite before there has been a whole window of steps."""
+        window = self._before.shape[1]
+        middle = self._before.sort(1).values[:, (window - 1) // 2 : window // 2 + 1].mean(1)
+        return torch.where(self._before[:, 0].isnan(), math.inf, middle)
 
     def state(self) -> dict[str, list[float]]:
         """What a checkpoint holds of it: nothing where it judges nothing."""
         if not self.enabled:
             return {}
-        return {"losses": list(self.losses), "norms": list(self.norms)}
+        rows = self._before.tolist()
+        return {
+            name: [value for value in row if not math.isnan(value)]
+            for name, row in zip(NAMES, rows, strict=True)
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's `state`; one without it starts afresh."""
-        self.losses.extend(state.get("losses", ()))
-        self.norms.extend(state.get("norms", ()))
-
-
-def _is_beyond(value: float, factor: float, before: deque[float]) -> bool:
-    is_judged = factor > 0 and len(before) == before.maxlen
-    return is_judged and value > factor * median(before)
+        for row, name in zip(self._before, NAMES, strict=True):
+            values = state.get(name, ())[-len(row) :]
+            if values:
+                row[-len(values) :] = torch.tensor(values, dtype=torch.float64)

@@ -60,7 +60,7 @@ def judge(trainer: Trainer, totals: torch.Tensor, gradients: Sequence[torch.Tens
     divisor = count * trainer.loss_scale.scale
     loss, norm = loss_sum / count, norm / divisor
     is_bad = (~(loss.isfinite() & norm.isfinite())).double()
-    is_spike = _judge_spike(trainer, loss, norm, is_bad)
+    is_spike = trainer.spikes.judge(loss, norm, is_bad)
     divisor = divisor / clip_factor(norm, trainer.config.train.clip_grad_norm)
     traffic = sums[3:] / hierarchy.size
     return Verdict(loss, norm, tokens, stops, is_bad, is_spike, divisor, memory[0], traffic)
@@ -71,12 +71,3 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-
-
-def _judge_spike(
-    trainer: Trainer, loss: torch.Tensor, norm: torch.Tensor, is_bad: torch.Tensor
-) -> torch.Tensor:
-    """Only a run that asks for the spike rule pays for looking at the numbers at once."""
-    if not trainer.spikes.enabled or is_bad.item():
-        return torch.zeros_like(loss)
-    return torch.full_like(loss, float(trainer.spikes.judge(loss.item(), norm.item())))

@@ -57,7 +57,7 @@ def spying(found):
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_the_host_looks_at_nothing_before_the_step_is_handed_over(config_file, wires, precision):
     chosen = f"partition.wires={wires}", f"train.precision={precision}", "partition.overlap=none"
-    config = runs.load(config_file, *chosen)
+    config = runs.load(config_file, *chosen, "train.spike_loss=2", "train.spike_window=1")
 
     def body(hierarchy):
         trainer = build_trainer(config, arrange(config, hierarchy.size), hierarchy)
