@@ -1,4 +1,4 @@
-"""Print the name and the directory of the run that a config and overrides describe, a line each.
+"""Print name, directory and attempts of the run that a config and overrides describe, a line each.
 
     python slurm/describe.py CONFIG [key=value …]
 
@@ -11,8 +11,8 @@ from megafrontier.config import load_config
 from megafrontier.errors import UserError
 
 try:
-    run = load_config(sys.argv[1], sys.argv[2:]).run
+    config = load_config(sys.argv[1], sys.argv[2:])
 except UserError as error:
     print(f"megafrontier: {error}", file=sys.stderr)
     sys.exit(2)
-print(run.name, run.directory, sep="\n")
+print(config.run.name, config.run.directory, config.train.attempts, sep="\n")

@@ -128,7 +128,7 @@ class TrainConfig:
     All ranks have to come within as long as for start-up, 10 minutes at the most."""
     attempts: int = 5
     """Give the run up for good when so many starts in a row have ended by themselves, none with a
-    step more than the first of them; 0: never."""
+    step more than the first of them, or in a Slurm job before all ranks had met; 0: never."""
     gc_every: int = 100
     """Collect Python's garbage after every so many steps, on all ranks at once, and at no other
     time; 0: leave it to Python, which stops each rank at another moment."""

@@ -7,6 +7,8 @@ them, will not be the last.
 
 An attempt after which bad-nodes.txt lists more hosts than before has failed through them, and the
 next one leaves them out: it does not count. A cluster has only so many.
+
+Starts that end before all ranks have met are noted ("unmet") and counted by slurm/train.sbatch.
 """
 
 import json
@@ -98,8 +100,8 @@ def count_failures(path: Path, reached: int, listed: int) -> int:
         if "reached" in entry:
             starts.append((entry["reached"], entry.get("bad_nodes", 0)))
             ends.append(None)
-        elif ends:
-            ends[-1] = entry.get("ended")
+        elif ends and "ended" in entry:
+            ends[-1] = entry["ended"]
     failures, best = 0, -1
     afterwards = [*starts[1:], (reached, listed)]
     for (_, before), (last_step, after), code in zip(starts, afterwards, ends, strict=False):

@@ -130,7 +130,7 @@ def test_nodes_on_which_the_environment_cannot_be_unpacked_are_left_out(training
     assert training.losses == unbroken(training.config, 2, *chosen)
 
 
-# Slurm as a job sees it whose ranks find that a node is not fit, and list it.
+# Slurm as a job sees it.
 SCONTROL = """#!/bin/sh
 case "$*" in
     *hostnames*) printf 'frontier00001\\nfrontier00002\\n' ;;
@@ -139,28 +139,29 @@ case "$*" in
 esac
 """
 SINFO = "#!/bin/sh\nprintf 'frontier0000%s\\n' 1 2 3 3\n"
-SRUN = """#!/bin/sh
-echo ranks start
-echo "$UNFIT" >>"$RUN/bad-nodes.txt"
-exit 69
-"""
+SRUN = "#!/bin/sh\necho ranks start\n"
 
 
-def run_job_on_frontier00001_and_2(folder, unfit):
-    """The batch file as Slurm runs it, with ranks that list a node as `unfit` and end with 69."""
+def run_job_on_frontier00001_and_2(folder, *chosen, ranks, code):
+    """The output of the batch file as Slurm runs it, which ends with a code; `ranks`: what srun
+    does."""
     environment = os.environ | {
-        "PATH": with_tools(folder, scontrol=SCONTROL, srun=SRUN, sinfo=SINFO),
+        "PATH": with_tools(folder, scontrol=SCONTROL, srun=SRUN + ranks, sinfo=SINFO),
         "MEGAFRONTIER_CLUSTER": "generic",
         "MEGAFRONTIER_PREFIX": os.path.dirname(os.path.dirname(sys.executable)),
         "MEGAFRONTIER_HOME": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "",
-        "RUN": str(folder), "UNFIT": unfit,
     }  # fmt: skip
     done = subprocess.run(
-        [ROOT / "slurm" / "train.sbatch", CONFIG, f"run.directory={folder}"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+        [ROOT / "slurm" / "train.sbatch", ROOT / CONFIG, f"run.directory={folder}", *chosen],
+        cwd=folder, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 69, done.stderr
+    assert done.returncode == code, done.stderr
     return done.stdout
+
+
+def finds_unfit(node):
+    """Ranks that list a node."""
+    return f"echo {node} >>bad-nodes.txt\nexit 69\n"
 
 
 @pytest.mark.parametrize(("unfit", "is_requeued"), [("frontier00002", True), ("frontier9", False)])
@@ -168,7 +169,7 @@ def test_a_run_with_bad_nodes_is_requeued_if_another_start_leaves_one_out(
     tmp_path, unfit, is_requeued
 ):
     """Otherwise it would meet the same again, and that for ever."""
-    said = run_job_on_frontier00001_and_2(tmp_path, unfit)
+    said = run_job_on_frontier00001_and_2(tmp_path, ranks=finds_unfit(unfit), code=69)
     excluded = f"scontrol update JobId=7 ExcNodeList={unfit}\n"
     assert ("scontrol requeue 7\n" in said, excluded in said) == (is_requeued,) * 2
     assert ("not requeued" in said) != is_requeued
@@ -177,10 +178,32 @@ def test_a_run_with_bad_nodes_is_requeued_if_another_start_leaves_one_out(
 
 def test_a_job_that_gets_a_listed_node_is_requeued_before_its_ranks_start(tmp_path):
     (tmp_path / "bad-nodes.txt").write_text("frontier00002\n")
-    said = run_job_on_frontier00001_and_2(tmp_path, "frontier00001")
+    ranks = finds_unfit("frontier00001")
+    said = run_job_on_frontier00001_and_2(tmp_path, ranks=ranks, code=69)
     assert "scontrol requeue 7\n" in said
     assert "scontrol update JobId=7 ExcNodeList=frontier00002\n" in said
     assert "ranks start" not in said
+
+
+def start_with_three_attempts(folder, ranks, code):
+    return run_job_on_frontier00001_and_2(folder, "train.attempts=3", ranks=ranks, code=code)
+
+
+def test_a_run_whose_ranks_never_meet_is_given_up(tmp_path):
+    """A node without rank 0's answer, a package that is not there: nobody notes the start."""
+    for _ in range(2):
+        for _ in range(2):
+            assert "requeue 7\n" in start_with_three_attempts(tmp_path, "exit 70", 70)
+        said = start_with_three_attempts(tmp_path, "exit 1", 3)
+        assert "scontrol requeue" not in said
+        assert "exit code 1 before all ranks had met, as in the last 3 starts" in said
+    # Started again it tries as often: that is what the second round shows.
+
+
+def test_starts_that_rank_0_notes_are_its_own_to_count(tmp_path):
+    noting = "echo '{\"reached\": 0}' >>attempts.jsonl\nexit 70"
+    for ranks in ("exit 70", "exit 70", *[noting] * 4, "exit 70", "exit 70"):
+        assert "requeue 7\n" in start_with_three_attempts(tmp_path, ranks, 70)
 
 
 def test_a_submission_excludes_the_runs_bad_nodes_and_what_the_user_says_counts(tmp_path):

@@ -98,6 +98,21 @@ def test_a_bad_node_that_is_not_left_out_ends_the_run_as_any_failure_does(config
     assert (tmp_path / "bad-nodes.txt").read_text() == "frontier00002\n"
 
 
+def test_starts_that_the_batch_file_notes_count_there_and_not_here(config, tmp_path):
+    def note(line):
+        with (tmp_path / "attempts.jsonl").open("a") as file:
+            file.write(line + "\n")
+
+    for _ in range(1 + LIMIT):
+        assert attempt(config, tmp_path, 7, STOPPED)
+        note('{"at": "2026", "job": "7", "unmet": 70}')
+    assert all(attempt(config, tmp_path, 7) for _ in range(LIMIT))
+    note('{"at": "2026", "job": "7", "ended": 3}')  # given up there: a person looks
+    assert all(attempt(config, tmp_path, 7) for _ in range(LIMIT))
+    with pytest.raises(RunFailed):
+        attempt(config, tmp_path, 7)
+
+
 def test_zero_never_gives_up(config, tmp_path):
     config.train.attempts = 0
     assert all(attempt(config, tmp_path, 7) for _ in range(10))
