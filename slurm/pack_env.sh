@@ -13,7 +13,11 @@ if [ -z "$out" ]; then
 fi
 # Under its name it is always whole.
 if [ -d "$prefix/conda-meta" ]; then
-    conda-pack --prefix "$prefix" --output "$out.partial" --format tar.gz --force \
+    if ! command -v conda-pack >/dev/null; then
+        echo "megafrontier: $prefix: a conda environment, need conda-pack to pack it" >&2
+        exit 2
+    fi
+    conda-pack --quiet --prefix "$prefix" --output "$out.partial" --format tar.gz --force \
         --ignore-editable-packages # jobs take megafrontier itself from the repository
 elif [ -e "$prefix/pyvenv.cfg" ]; then
     tar -czf "$out.partial" -C "$prefix" .

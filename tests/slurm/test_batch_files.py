@@ -109,6 +109,23 @@ def test_a_packed_environment_is_unpacked_on_every_nodes_own_disk(training, tmp_
     assert left == [], "the job has taken away what it brought"
 
 
+@pytest.mark.parametrize(
+    ("inside", "said"),
+    [("conda-meta", "a conda environment, need conda-pack"), ("bin", "no venv and no conda")],
+)
+def test_an_environment_that_cannot_be_packed_is_refused_by_name(tmp_path, inside, said):
+    prefix, archive = tmp_path / "environment", tmp_path / "environment.tar.gz"
+    (prefix / inside).mkdir(parents=True)
+    done = subprocess.run(
+        [ROOT / "slurm/pack_env.sh", archive, prefix],
+        env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"{prefix}: {said}" in line
+    assert not archive.exists()
+
+
 def test_nodes_on_which_the_environment_cannot_be_unpacked_are_left_out(training, packed):
     """On one there is something else in the archive's place, on another in that of a file in it;
     each is found out by one start, and the next trains without them."""
