@@ -19,6 +19,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+COMPUTATION = -1
+"""The number, among the lanes', of where the model runs."""
 Policy = Literal["none", "safe", "full"]
 Task = Callable[[], object]
 
@@ -136,19 +138,22 @@ class StreamLane:
 
 
 class Lanes:
-    """One lane for each level, as the policy shares them out."""
+    """The lanes of a policy, by number."""
 
     def __init__(self, policy: Policy, levels: int, device: torch.device) -> None:
         self.policy = policy
         if policy == "full":
             self._lanes = [_make_lane(f"level-{i}", device) for i in range(levels)]
         else:
-            lane = InlineLane() if policy == "none" else _make_lane("levels", device)
-            self._lanes = [lane] * levels
+            self._lanes = [InlineLane() if policy == "none" else _make_lane("levels", device)]
 
-    def run(self, level: int, task: Task, after: Ticket) -> Ticket:
-        """Run `task`, a crossing of `level` or work beside one, after `after`."""
-        return self._lanes[level].run(task, after)
+    def number(self, level: int) -> int:
+        """The lane of a level."""
+        return min(level, len(self._lanes) - 1)
+
+    def run(self, number: int, task: Task, after: Ticket) -> Ticket:
+        """Run `task` on a lane after `after`."""
+        return self._lanes[number].run(task, after)
 
 
 def _make_lane(name: str, device: torch.device) -> Lane:

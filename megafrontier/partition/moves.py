@@ -5,9 +5,9 @@ shallower ones, no step copies or permutes. Each move is a chain of crossings, o
 runs on the levels' lanes; the caller gets a ticket for its end.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megafrontier.cluster.collectives import all_gather
 from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.partition.lanes import DONE, Lanes, Task, Ticket
+from megafrontier.partition.lanes import COMPUTATION, DONE, Lanes, Ticket
 from megafrontier.partition.layout import shard_range
 from megafrontier.partition.ledger import Ledger
 from megafrontier.partition.wires import Wire, Wires
@@ -25,24 +25,45 @@ LABEL_BYTES = 96
 NO_ERRORS: Mapping[int, torch.Tensor] = MappingProxyType({})
 
 
+Change = Callable[[torch.Tensor], torch.Tensor]
+"""What a crossing, or work beside one, makes of the tensor on its way."""
+
+
 @dataclass
 class Slot:
     """A tensor on its way: each crossing reads it and puts its result in its place.
 
     `label` says which move of which unit this is, in traces and when ranks disagree.
+
+    Note on memory. A lane of a device has only been given its work when the call returns. What it
+    reads and another lane (or the computation) has allocated, torch would hand out again meanwhile;
+    so that is kept here until the computation waits for the end. What a lane has allocated itself
+    is safe: it is handed out again on that lane alone, behind its reader. So is the result, for
+    each lane waits for the computation before it takes up a task.
     """
 
     value: torch.Tensor
     label: str
     ticket: Ticket = DONE
+    _home: int = COMPUTATION
+    _kept: list[torch.Tensor] = field(default_factory=list)
+
+    def put(self, value: torch.Tensor, lane: int) -> None:
+        """Go on with `value`, which `lane` has made of the one before."""
+        if self._home != lane:
+            self._kept.append(self.value)
+        self.value, self._home = value, lane
 
     def wait(self) -> torch.Tensor:
         """The tensor at the end of the chain, ready to be used here."""
         self.ticket.wait()
-        if self.value.is_cuda:
-            # It was allocated on a lane's stream and is used on this one.
-            self.value.record_stream(torch.cuda.current_stream())
+        self.settle()
         return self.value
+
+    def settle(self) -> None:
+        """All that was to be done is done: what was read can go."""
+        self.ticket = DONE
+        self._kept.clear()
 
 
 class Moves:
@@ -87,16 +108,16 @@ class Moves:
         self._gather(self._wires.gather, slot, Slot(out, label), start, stop)
         return slot.ticket
 
-    def place(self, weights: torch.Tensor, start: int, stop: int, label: str) -> Ticket:
+    def place(self, weights: torch.Tensor, start: int, stop: int, label: str) -> Slot:
         """Gather each owner's part of `weights`, at depth `start`, exactly to depth `stop`."""
         exact = Wires.plain(len(self._wires.gather), weights.dtype)
         slot = Slot(self.inside(weights, stop, start), label)
         self._gather(exact.gather, slot, Slot(weights, label), start, stop)
-        return slot.ticket
+        return slot
 
     def publish(
         self, master: torch.Tensor, weights: torch.Tensor, start: int, stop: int, label: str
-    ) -> Ticket:
+    ) -> Slot:
         """Bring fp32 `master`, a slice at depth `start`, to all copies `weights` at depth `stop`.
 
         Over the outermost levels with delta wires only the change since the last publication
@@ -107,27 +128,22 @@ class Moves:
         depth = start
         while depth > stop and self._wires.gather[depth - 1].is_delta:
             depth -= 1
+        slot = Slot(own, label)
         if depth == start:
-            slot = Slot(own, label)
-            self.then(slot, start - 1, lambda: own.copy_(master))
+            self.then(slot, start - 1, lambda published: published.copy_(master))
         else:
-            slot = self._publish_change(master, Slot(own, label), start, depth)
+            self.then(slot, start - 1, lambda published: master - published)
+            for level in reversed(range(depth, start)):
+                self.then(slot, level, partial(self._pass_change_on, level, label))
             reached = self.inside(weights, stop, depth)
-            self.then(slot, depth, partial(_add_change, slot, reached))
+            self.then(slot, depth, lambda change: reached.copy_(reached + change))
         self._gather(self._wires.gather, slot, Slot(weights, label), depth, stop)
-        return slot.ticket
-
-    def _publish_change(self, master: torch.Tensor, slot: Slot, start: int, stop: int) -> Slot:
-        """A chain to the fp32 change of the slice at depth `stop`, decoded alike on every rank."""
-        self.then(slot, start - 1, partial(_subtract, slot, master))
-        for level in reversed(range(stop, start)):
-            self.then(slot, level, partial(self._pass_change_on, slot, level))
         return slot
 
-    def _pass_change_on(self, slot: Slot, level: int) -> None:
-        change = slot.value
+    def _pass_change_on(self, level: int, label: str, change: torch.Tensor) -> torch.Tensor:
+        """The fp32 change of the slice at depth `level`, decoded alike on every rank."""
         out = change.new_empty(change.numel() * self.hierarchy.levels.sizes[level])
-        self._cross_gather(self._wires.gather, slot, Slot(out, slot.label), level, level)
+        return self._cross_gather(self._wires.gather, Slot(out, label), level, level, change)
 
     def reduce(
         self,
@@ -163,27 +179,31 @@ class Moves:
         self._sum_replicas(plain.reduce, slot, stop)
         return slot
 
-    def then(self, slot: Slot, level: int, task: Task) -> None:
-        """Go on with `task` on the lane of `level`: a crossing of it, or local work beside one."""
-        slot.ticket = self._lanes.run(max(level, 0), task, slot.ticket)
+    def then(self, slot: Slot, level: int, change: Change) -> None:
+        """Go on with `change` on the lane of `level`: a crossing of it, or work beside one."""
+        lane = self._lanes.number(max(level, 0))
+        task = partial(_go_on, slot, lane, change)
+        slot.ticket = self._lanes.run(lane, task, slot.ticket)
+        if slot.ticket is DONE:
+            slot.settle()
 
     def _gather(
         self, wires: tuple[Wire, ...], slot: Slot, out: Slot, start: int, stop: int
     ) -> None:
         for level in reversed(range(stop, start)):
-            self.then(slot, level, partial(self._cross_gather, wires, slot, out, stop, level))
+            self.then(slot, level, partial(self._cross_gather, wires, out, stop, level))
 
     def _cross_gather(
-        self, wires: tuple[Wire, ...], slot: Slot, out: Slot, stop: int, level: int
-    ) -> None:
+        self, wires: tuple[Wire, ...], out: Slot, stop: int, level: int, shard: torch.Tensor
+    ) -> torch.Tensor:
         target = self.inside(out.value, stop, level)
         group = self.hierarchy.groups[level]
         if group is not None:
-            with self._crossing(level, group, slot.label) as sent:
-                sent.append(wires[level].gather(slot.value, target, group))
-        elif slot.value.data_ptr() != target.data_ptr():
-            target.copy_(slot.value)
-        slot.value = target
+            with self._crossing(level, group, out.label) as sent:
+                sent.append(wires[level].gather(shard, target, group))
+        elif shard.data_ptr() != target.data_ptr():
+            target.copy_(shard)
+        return target
 
     def _reduce(
         self,
@@ -195,24 +215,28 @@ class Moves:
     ) -> None:
         for level in range(start, stop):
             error = errors.get(level)
-            self.then(slot, level, partial(self._cross_reduce, wires, slot, level, error))
+            self.then(slot, level, partial(self._cross_reduce, wires, level, slot.label, error))
 
     def may_leave_errors(self, level: int) -> bool:
         """Whether gradients cross a level, and in low bits."""
         return self.hierarchy.groups[level] is not None and self._wires.reduce[level].is_low_bit
 
     def _cross_reduce(
-        self, wires: tuple[Wire, ...], slot: Slot, level: int, error: torch.Tensor | None
-    ) -> None:
+        self,
+        wires: tuple[Wire, ...],
+        level: int,
+        label: str,
+        error: torch.Tensor | None,
+        full: torch.Tensor,
+    ) -> torch.Tensor:
         group = self.hierarchy.groups[level]
         if group is None:
-            return
-        full = slot.value
+            return full
         size = self.hierarchy.levels.sizes[level]
         out = torch.empty(full.numel() // size, dtype=torch.float32, device=full.device)
-        with self._crossing(level, group, slot.label) as sent:
+        with self._crossing(level, group, label) as sent:
             sent.append(wires[level].reduce(full, out, group, error))
-        slot.value = out
+        return out
 
     def _crossing(
         self, level: int, group: dist.ProcessGroup, label: str
@@ -241,19 +265,15 @@ class Moves:
         if depth == last:
             return
         whole = Slot(slot.value, slot.label)
-        self.then(slot, depth, partial(_remember, slot, whole))
+        self.then(slot, depth, partial(_remember, whole))
         self._reduce(wires, slot, depth, last, NO_ERRORS)
         self._gather(wires, slot, whole, last, depth)
 
 
-def _remember(slot: Slot, whole: Slot) -> None:
-    whole.value = slot.value
+def _go_on(slot: Slot, lane: int, change: Change) -> None:
+    slot.put(change(slot.value), lane)
 
 
-def _subtract(slot: Slot, master: torch.Tensor) -> None:
-    slot.value = master - slot.value
-
-
-def _add_change(slot: Slot, reached: torch.Tensor) -> None:
-    reached.copy_(reached + slot.value)
-    slot.value = reached
+def _remember(whole: Slot, value: torch.Tensor) -> torch.Tensor:
+    whole.value = value
+    return value

@@ -58,12 +58,12 @@ class Unit:
         self._decay_numel = sum(parameter.numel() for _, parameter in decayed)
         self.phase = Phase.RELEASED
         self.is_stale = False
-        self._publishing: Ticket = DONE
         self._gathering: Ticket = DONE
-        self._reducing: Ticket = DONE
         self._gradient_full: torch.Tensor | None = None
         self._finished: Slot | None = None
         self._allocate(error_feedback)
+        self._publishing = Slot(self.weights, f"publish {name}")
+        self._reducing = Slot(self.gradient, f"reduce {name}")
         self._flat = FlatGradient(self.layout)
         self._is_fresh = True
         self.parameters = [self._parameter() for _ in ordered]
@@ -156,7 +156,7 @@ class Unit:
             self.weights,
             place.optimizer,
             place.backward_weights,
-            f"publish {self.name}",
+            self._publishing.label,
         )
 
     def finish_publishing(self) -> None:
@@ -181,12 +181,12 @@ class Unit:
         self.phase = Phase.FORWARD
         if self.is_stale:
             self.start_publishing()
-        self._gathering = self._publishing
+        self._gathering = self._publishing.ticket
         if not self.is_persistent:
             self.full.untyped_storage().resize_(self.layout.numel * self.full.itemsize)
             depth = self.placement.backward_weights
             self._gathering = self._moves.gather(
-                self.weights, self.full, depth, 0, f"gather {self.name}", self._publishing
+                self.weights, self.full, depth, 0, f"gather {self.name}", self._gathering
             )
             self._point(self._views)
 
@@ -194,6 +194,7 @@ class Unit:
         """Return when the parameters are whole."""
         self.start_gathering()
         self._gathering.wait()
+        self._publishing.wait()  # it came before
 
     def release(self) -> None:
         """Give the gathered weights back; the shards stay."""
@@ -229,20 +230,15 @@ class Unit:
         self._flat.complete(self._gradient_full)
         depth = self.placement.gradients
         slot = self._moves.reduce(
-            self._gradient_full, 0, depth, f"reduce {self.name}", after=self._reducing
+            self._gradient_full, 0, depth, self._reducing.label, after=self._reducing.ticket
         )
         self._gradient_full = None
-        accumulate = partial(self._accumulate, slot, self._is_fresh)
+        self._moves.then(slot, depth - 1, partial(self._accumulate, self._is_fresh))
         self._is_fresh = False
-        self._moves.then(slot, depth - 1, accumulate)
-        self._reducing = slot.ticket
+        self._reducing = slot
 
-    def _accumulate(self, slot: Slot, is_first: bool) -> None:
-        if is_first:
-            self.gradient.copy_(slot.value)
-        else:
-            self.gradient.add_(slot.value)
-        slot.value = self.gradient
+    def _accumulate(self, is_first: bool, reduced: torch.Tensor) -> torch.Tensor:
+        return self.gradient.copy_(reduced) if is_first else self.gradient.add_(reduced)
 
     def finish_reducing(self) -> None:
         """Return when the gradient shard holds every micro-batch so far."""
@@ -261,7 +257,7 @@ class Unit:
             place.optimizer,
             f"finish {self.name}",
             self.errors,
-            self._reducing,
+            self._reducing.ticket,
         )
         self._moves.sum_replicas(self._finished, place.optimizer)
 
@@ -272,6 +268,7 @@ class Unit:
         assert self._finished is not None
         gradient = self._finished.wait()
         self._finished = None
+        self.finish_reducing()  # it came before
         # A rotation mixes the last parameter with the padding after it, and messages round.
         gradient[self._padding].zero_()
         return gradient

@@ -8,9 +8,11 @@ import torch
 
 from megafrontier.config import WiresConfig
 from megafrontier.partition import Placement, shard
+from megafrontier.partition import engine as engine_module
 from megafrontier.partition.lanes import DONE, Lanes
 from megafrontier.partition.presets import choose_wires
 from megafrontier.partition.trace import Trace
+from tests.partition.streams import Streams
 from tests.partition.tiny import GLOBAL_BATCH, LENGTH, TinyModel, batch
 from tests.ranks import make_levels, run_ranks
 
@@ -26,7 +28,7 @@ CASES = [
 ]
 
 
-def train(hierarchy, strategy, preset, error_feedback, overlap, prefetch):
+def train(hierarchy, strategy, preset, error_feedback, overlap, prefetch, steps=5):
     placement = Placement.named(strategy, LEVELS)
     wires = choose_wires(WiresConfig(preset=preset), placement, LEVELS, "fp32")
     model = TinyModel(tied=False)
@@ -36,7 +38,7 @@ def train(hierarchy, strategy, preset, error_feedback, overlap, prefetch):
     )  # fmt: skip
     optimizer = torch.optim.AdamW([unit.master for unit in engine.units], lr=0.02)
     losses = []
-    for step in range(5):
+    for step in range(steps):
         parts = batch(step).chunk(8)[hierarchy.rank].chunk(2)
         for i, tokens in enumerate(parts):
             loss = model(tokens)
@@ -63,6 +65,23 @@ def test_all_policies_give_the_same_losses_and_masters_to_the_bit(strategy, pres
         for other_losses, other_masters in others:
             assert losses == other_losses
             assert all(torch.equal(a, b) for a, b in zip(masters, other_masters, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["safe", "full"])
+@pytest.mark.parametrize(("strategy", "preset"), [("topo", "low"), ("hpz", "zero++")])
+def test_memory_that_a_lane_may_still_use_is_not_given_back(strategy, preset, policy):
+    """On a device a lane's work is only issued when the call returns; torch would hand out again at
+    once what is given back then."""
+
+    def body(hierarchy):
+        streams = Streams(policy, len(LEVELS.sizes))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine_module, "Lanes", lambda *_: streams)
+            streams.watch(patch)
+            train(hierarchy, strategy, preset, preset == "low", policy, 1, steps=2)
+        return streams.lost
+
+    assert run_ranks((2, 2, 2), body) == [[]] * 8
 
 
 def test_reductions_run_under_the_backward_of_the_units_before():
@@ -195,9 +214,11 @@ def test_safe_has_one_lane_and_full_one_a_level():
     def lane_count(policy):
         lanes = Lanes(policy, 3, CPU)
         names = set()
-        tickets = [
-            lanes.run(i, lambda: names.add(threading.current_thread().name), DONE) for i in range(3)
-        ]
+
+        def note():
+            names.add(threading.current_thread().name)
+
+        tickets = [lanes.run(lanes.number(level), note, DONE) for level in range(3)]
         for ticket in tickets:
             ticket.wait()
         return len(names), threading.current_thread().name in names

@@ -1,0 +1,114 @@
+"""Lanes that behave as a device's streams do, on a CPU: a task is issued when it is given, and
+counts as running until somebody waits for it. So memory that goes too early is found without a
+device."""
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megafrontier.partition.lanes import COMPUTATION, DONE
+
+Clock = dict[int, int]
+"""Up to which of a lane's tasks something is known to have run, by lane."""
+
+
+@dataclass
+class Ticket:
+    """Waited for where it is: by the computation, or by the lane whose task comes after."""
+
+    streams: "Streams"
+    clock: Clock
+
+    def wait(self):
+        self.streams.learn(self.clock)
+
+
+@dataclass
+class Streams:
+    """In place of an engine's `Lanes`. `lost` names what has gone back to the memory of the lane
+    that allocated it while another might still have read or written it."""
+
+    policy: str
+    levels: int
+    lost: list[str] = field(default_factory=list)
+    _clocks: dict[int, Clock] = field(default_factory=lambda: {COMPUTATION: {}})
+    _here: int = COMPUTATION
+    _homes: dict[int, int] = field(default_factory=dict)
+    _uses: dict[int, Clock] = field(default_factory=dict)
+
+    def number(self, level):
+        return level if self.policy == "full" else 0
+
+    def run(self, number, task, after):
+        clock = self._clocks.setdefault(number, {})
+        self._here = number
+        self.learn(self._clocks[COMPUTATION])
+        if after is not DONE:
+            after.wait()
+        clock[number] = clock.get(number, 0) + 1
+        with Noting(self):
+            task()
+        self._here = COMPUTATION
+        return Ticket(self, dict(clock))
+
+    def learn(self, clock):
+        """What runs here from now on comes after all that."""
+        mine = self._clocks[self._here]
+        for lane, count in clock.items():
+            mine[lane] = max(mine.get(lane, 0), count)
+
+    def watch(self, monkeypatch):
+        """See what is given back by emptying a storage, too."""
+        resize = torch.UntypedStorage.resize_
+
+        def resizing(storage, size):
+            if size == 0 and id(storage) in self._homes:
+                self._check(id(storage), "a unit's weights")
+            return resize(storage, size)
+
+        monkeypatch.setattr(torch.UntypedStorage, "resize_", resizing)
+
+    def note(self, before, after):
+        """An operator of a task has made tensors of others."""
+        for storage in _storages(before):
+            self._use(storage, COMPUTATION)  # if no task has made it
+        for storage in _storages(after):
+            self._use(storage, self._here)
+
+    def _use(self, storage, home):
+        key = id(storage)
+        if key not in self._homes:
+            self._homes[key], self._uses[key] = home, {}
+            weakref.finalize(storage, self._gone, key, f"{storage.nbytes()} bytes of lane {home}")
+        self._uses[key][self._here] = self._clocks[self._here][self._here]
+
+    def _gone(self, key, name):
+        self._check(key, name)
+        del self._homes[key], self._uses[key]
+
+    def _check(self, key, name):
+        known = self._clocks[COMPUTATION]
+        for lane, count in self._uses[key].items():
+            if lane != self._homes[key] and known.get(lane, 0) < count:
+                self.lost.append(f"{name} while lane {lane} runs")
+
+
+class Noting(TorchDispatchMode):
+    """Tells which memory the operators of a task use."""
+
+    def __init__(self, streams):
+        super().__init__()
+        self._streams = streams
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self._streams.note((args, kwargs), out)
+        return out
+
+
+def _storages(tree):
+    tensors = [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+    return [x.untyped_storage() for x in tensors if x.dim()]  # numbers go by value
