@@ -8,7 +8,10 @@ Each variant runs in a process of its own, in turns, forward and backward togeth
   logits at once;
 * documents: attention that is told where documents begin, with a dense mask, and causal over the
   whole row, at several lengths of documents;
-* checkpointing: a whole training step with each `train.activation_checkpointing`;
+* checkpointing: a whole training step with each `train.activation_checkpointing`, plain and
+  compiled;
+* start: building the model and the first step, with blocks that are not compiled, and compiled with
+  the compiler's cache empty, and full;
 * adamw: torch's fused, torch's own loop, and apex's where it is installed.
 
 On a GPU in bf16 and at sizes that fill it, on a CPU in fp32. "Added" is the peak above what the
@@ -16,14 +19,18 @@ process held before the part ran: libraries and inputs, for checkpointing librar
 """
 
 import argparse
+import os
 import statistics
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
+from one_device_ours import ours
 from one_device_setting import PRESETS, Setting, write_corpus
 from rounds import Results, Task, add_options, chosen, markdown, measure, spread
 from rounds_child import Unable, device, repeat
@@ -110,6 +117,18 @@ def adamw(fused: str, elements: int) -> dict[str, float]:
     return repeat(lambda: optimizer.step([gradient], 1e-4, one, no), WARM_UP, STEPS)
 
 
+def start(setting: dict[str, Any], compiled: bool, cached: bool = False) -> dict[str, float]:
+    """To the end of the first step; with `cached` another process has made it before."""
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        if cached:
+            before = get_context("spawn").Process(target=ours, args=(setting, compiled))
+            before.start()
+            before.join()
+        figures = ours(setting, compiled)
+    return figures | {"step_seconds": figures["warm_up_seconds"]}
+
+
 def loss_tasks() -> list[Task]:
     """Llama's head at the width of 1.3B on a GPU, narrower on a CPU."""
     sizes = {"tokens": 16384 if ON_GPU else 4096, "hidden": 2048 if ON_GPU else 256}
@@ -145,19 +164,48 @@ def document_tasks() -> list[Task]:
 
 def checkpointing_tasks(out: Path) -> list[Task]:
     """Whole steps of one preset, with long enough rows for activations to matter."""
-    preset = "350M" if ON_GPU else "10M"
+    setting = _setting(out, WARM_UP, STEPS)
+    modes = [mode for mode in get_args(Mode) if ON_GPU or mode != "offload"]  # on a CPU it is block
+    return [
+        Task(
+            f"checkpointing: {_named(setting)}",
+            mode + ", compiled" * compiled,
+            "one_device_ours:ours",
+            {"setting": asdict(setting), "compiled": compiled, "checkpointing": mode},
+        )
+        for compiled in (False, True)
+        for mode in modes
+    ]
+
+
+def start_tasks(out: Path) -> list[Task]:
+    """First steps of the same."""
+    setting = _setting(out, 1, 1)
+    variants: dict[str, dict[str, bool]] = {
+        "not compiled": {"compiled": False},
+        "compiled, cache empty": {"compiled": True},
+        "compiled, cache full": {"compiled": True, "cached": True},
+    }
+    return [
+        Task(
+            f"start: {_named(setting)}",
+            name,
+            "parts:start",
+            {"setting": asdict(setting), **options},
+        )
+        for name, options in variants.items()
+    ]
+
+
+def _setting(out: Path, warm_up: int, steps: int) -> Setting:
+    preset, precision = ("350M", "bf16") if ON_GPU else ("10M", "fp32")
     corpus = (out / f"corpus-{PRESETS[preset].vocab_size}").resolve()
     rows, length = (16, 2048) if ON_GPU else (16, 256)
-    setting = Setting(
-        preset, "bf16" if ON_GPU else "fp32", rows, length, WARM_UP, STEPS, str(corpus)
-    )
-    group = f"checkpointing: {preset}, {rows} × {length} tokens"
-    options = {"setting": asdict(setting), "compiled": False}
-    return [
-        Task(group, mode, "one_device_ours:ours", options | {"checkpointing": mode})
-        for mode in get_args(Mode)
-        if ON_GPU or mode != "offload"  # on a CPU it is `block`
-    ]
+    return Setting(preset, precision, rows, length, warm_up, steps, str(corpus))
+
+
+def _named(setting: Setting) -> str:
+    return f"{setting.preset}, {setting.batch} × {setting.sequence_length} tokens"
 
 
 def adamw_tasks() -> list[Task]:
@@ -209,7 +257,13 @@ def main() -> None:
     )
     add_options(parser)
     arguments = parser.parse_args()
-    tasks = [*loss_tasks(), *document_tasks(), *checkpointing_tasks(arguments.out), *adamw_tasks()]
+    tasks = [
+        *loss_tasks(),
+        *document_tasks(),
+        *checkpointing_tasks(arguments.out),
+        *start_tasks(arguments.out),
+        *adamw_tasks(),
+    ]
     for task in chosen(tasks, arguments):
         if "setting" in task.arguments:
             setting = Setting(**task.arguments["setting"])
