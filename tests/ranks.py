@@ -29,7 +29,7 @@ def run_ranks(sizes: Sequence[int], body: Callable[[Hierarchy], Any]) -> list[An
 
         def rank_body() -> int:
             identity = identify(os.environ)
-            with join(identity, levels, torch.device("cpu"), timeout_seconds=60) as hierarchy:
+            with join(identity, levels, torch.device("cpu"), timeout_seconds=300) as hierarchy:
                 result = body(hierarchy)
             Path(folder, str(identity.rank)).write_bytes(pickle.dumps(result))
             return 0

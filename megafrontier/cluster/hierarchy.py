@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -157,12 +158,23 @@ def join(
         timeout=timedelta(seconds=timeout_seconds),
     )
     try:
-        groups, control = (_groups(levels, identity.rank) for _ in range(2))
+        groups, control = (_groups(levels, identity.rank, timeout_seconds) for _ in range(2))
         hierarchy = Hierarchy(levels, identity.rank, groups, device, control)
         _check_hosts(hierarchy, identity)
         yield hierarchy
-    finally:
+    except BaseException:
+        give_up(device)
+        raise
+    dist.destroy_process_group()
+
+
+def give_up(device: torch.device) -> None:
+    """Leave the groups without the others, who may be gone. NCCL's and RCCL's own way out waits
+    for every collective that has begun, and so for ever for those of ranks that are."""
+    if device.type != "cuda":
         dist.destroy_process_group()
+    elif hasattr(dist.distributed_c10d, "_abort_process_group"):  # torch has no public name for it
+        dist.distributed_c10d._abort_process_group()
 
 
 def _meet(identity: Identity, seconds: float) -> RollCall:
@@ -191,10 +203,15 @@ def _unmet(identity: Identity, error: RuntimeError) -> PeersLost:
     return lost
 
 
-def _groups(levels: Levels, rank: int) -> tuple[dist.ProcessGroup | None, ...]:
+def _groups(levels: Levels, rank: int, seconds: float) -> tuple[dist.ProcessGroup | None, ...]:
     # Each rank creates only its own groups: creating everybody's would be O(world) work a rank.
+    # They do not inherit the timeout; NCCL's own is 10 minutes.
+    options: dict[str, Any] = {
+        "use_local_synchronization": True,
+        "timeout": timedelta(seconds=seconds),
+    }
     return tuple(
-        dist.new_group(levels.peers(rank, i), use_local_synchronization=True) if size > 1 else None
+        dist.new_group(levels.peers(rank, i), **options) if size > 1 else None
         for i, size in enumerate(levels.sizes)
     )
 

@@ -124,6 +124,8 @@ class Engine:
             unit.initialise(initial)
             self.units.append(unit)
         replace_parameters(model, self.units)
+        # So that a unit's reduction has been waited for when that of the next micro-batch begins.
+        self._prefetch = min(self._prefetch, len(self.units) - 1)
         for index, (_, module, _) in enumerate(owned):
             self._attach(module, index)
         self.place(from_masters=True)

@@ -25,6 +25,7 @@ class Ledger:
         if device.type == "cuda":
             self._origin = torch.cuda.Event(enable_timing=True)
             self._origin.record()
+        self._began = time.perf_counter()
         self._thread = threading.get_ident()
         self._is_waiting = False
         self._waited = 0.0
@@ -136,7 +137,7 @@ class Ledger:
         with self._lock:
             events, self._events = _split_over(self._events, wait)
         for level, label, start, stop in events:
-            begin = self._origin.elapsed_time(start) / 1000
+            begin = self._began + self._origin.elapsed_time(start) / 1000
             self._note(level, label, begin, start.elapsed_time(stop) / 1000)
         with self._lock:
             taken = self._bytes, self._seconds

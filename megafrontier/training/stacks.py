@@ -17,8 +17,8 @@ def hang_folder(directory: Path, step: int) -> Path:
 def write_stacks(
     folder: Path, identity: Identity, step: int, idle_seconds: float, ledger: Ledger | None
 ) -> None:
-    """One page: the last collective over each level, then every thread's stack, newest call
-    first. Raises OSError."""
+    """One page: every thread's stack, newest call first, then the last collective over each level.
+    Raises OSError, and RuntimeError for a device that has failed."""
     path = folder / identity.host / f"rank-{identity.rank}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -28,7 +28,9 @@ def write_stacks(
             f"nothing finished for {idle_seconds:.1f} s after step {step}\n",
             file=file,
         )
+        print("stacks of all threads, newest call first:\n", file=file, flush=True)
+        faulthandler.dump_traceback(file, all_threads=True)
+        # Last, for it asks the device, which may not answer any more.
+        print(file=file)
         for level, crossing in {} if ledger is None else ledger.last().items():
             print(f"last collective over {level}: {crossing}", file=file)
-        print("\nstacks of all threads, newest call first:\n", file=file, flush=True)
-        faulthandler.dump_traceback(file, all_threads=True)

@@ -192,7 +192,8 @@ class Watch:
     def _report(self) -> None:
         idle = time.monotonic() - self._last
         folder = hang_folder(self._directory, self._step)
-        with suppress(OSError):  # a full disk must not keep the rank from leaving
+        # Neither a full disk nor a device that has failed may keep the rank from leaving.
+        with suppress(OSError, RuntimeError):
             write_stacks(folder, self._identity, self._step, idle, self.ledger)
 
     def _leave(self, code: int, line: str = "") -> None:

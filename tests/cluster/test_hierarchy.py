@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megafrontier.cluster import collectives
-from megafrontier.cluster.hierarchy import Hierarchy, join
+from megafrontier.cluster.hierarchy import Hierarchy, give_up, join
 from megafrontier.cluster.identity import Identity, identify
 from megafrontier.cluster.local import fork_ranks
 from megafrontier.errors import UserError
@@ -95,6 +95,39 @@ def test_a_level_of_one_rank_has_no_group():
         return [group is None for group in hierarchy.groups], hierarchy.sum(torch.ones(1)).item()
 
     assert run_ranks((1, 2, 1), body) == [([True, False, True], 2.0)] * 2
+
+
+def test_the_groups_of_levels_have_the_timeout_that_was_asked_for(tmp_path, monkeypatch):
+    """They do not inherit it: NCCL would end them after 10 minutes, whatever the config says."""
+    found = []
+    new_group = dist.new_group
+
+    def noting(*arguments, **options):
+        found.append(options["timeout"].total_seconds())
+        return new_group(*arguments, **options)
+
+    monkeypatch.setattr(dist, "new_group", noting)
+
+    def body():
+        identity = identify(os.environ)
+        with join(identity, make_levels((2, 1, 2)), CPU, timeout_seconds=77):
+            (tmp_path / str(identity.rank)).write_text(str(found))
+        return 0
+
+    assert fork_ranks(4, body) == 0
+    assert {path.read_text() for path in tmp_path.iterdir()} == {str([77.0] * 4)}
+
+
+@pytest.mark.parametrize(("device", "way"), [("cpu", "destroyed"), ("cuda", "aborted")])
+def test_a_rank_that_fails_does_not_wait_on_a_device_for_the_others(device, way, monkeypatch):
+    """NCCL's orderly end waits for collectives that peers who are gone never finish."""
+    ends = []
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ends.append("destroyed"))
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_abort_process_group", lambda: ends.append("aborted")
+    )
+    give_up(torch.device(device))
+    assert ends == [way]
 
 
 def meet(hosts, sizes, folder):

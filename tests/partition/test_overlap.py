@@ -68,8 +68,11 @@ def test_all_policies_give_the_same_losses_and_masters_to_the_bit(strategy, pres
 
 
 @pytest.mark.parametrize("policy", ["safe", "full"])
-@pytest.mark.parametrize(("strategy", "preset"), [("topo", "low"), ("hpz", "zero++")])
-def test_memory_that_a_lane_may_still_use_is_not_given_back(strategy, preset, policy):
+@pytest.mark.parametrize(
+    ("strategy", "preset", "prefetch"),
+    [("topo", "low", 1), ("hpz", "zero++", 1), ("zero2", "exact", 9)],
+)
+def test_memory_that_a_lane_may_still_use_is_not_given_back(strategy, preset, prefetch, policy):
     """On a device a lane's work is only issued when the call returns; torch would hand out again at
     once what is given back then."""
 
@@ -78,7 +81,7 @@ def test_memory_that_a_lane_may_still_use_is_not_given_back(strategy, preset, po
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_module, "Lanes", lambda *_: streams)
             streams.watch(patch)
-            train(hierarchy, strategy, preset, preset == "low", policy, 1, steps=2)
+            train(hierarchy, strategy, preset, preset == "low", policy, prefetch, steps=2)
         return streams.lost
 
     assert run_ranks((2, 2, 2), body) == [[]] * 8
