@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from megafrontier.config import ModelConfig
-from megafrontier.model.documents import has_document_kernel
+from megafrontier.model.documents import has_document_kernel, has_promised_shape
 from megafrontier.model.sizes import head_size, kv_heads
 
 _NAMES = {
@@ -23,6 +23,18 @@ def skips_mask(
     weights, which such kernels do not have, nor in a type that they do not know."""
     sizes = config.heads, kv_heads(config), head_size(config)
     return dropout == 0 and has_document_kernel(device, dtype, *sizes)
+
+
+def uncompilable_attention(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
+) -> str | None:
+    """Why blocks with this attention cannot be compiled on the device; None where they can."""
+    sizes = config.heads, kv_heads(config), head_size(config)
+    if not documents or not skips_mask(config, device, dtype, config.dropout):
+        return None
+    if has_promised_shape(device, dtype, *sizes):
+        return None
+    return "this GPU's attention within documents (data.document_mask) is of another shape"
 
 
 def attention_backend(

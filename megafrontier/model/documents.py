@@ -35,6 +35,21 @@ def has_document_kernel(
     return head_size % 8 == 0 and torch.backends.cuda.can_use_flash_attention(params)
 
 
+@cache
+def has_promised_shape(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int
+) -> bool:
+    """Whether the kernel's sums are the [heads, t] that torch.compile is told to expect: on a CPU
+    always; ROCm's have had one padded row for each document instead."""
+    if device.type != "cuda":
+        return True
+    query, key = (
+        torch.zeros(16, n, head_size, device=device, dtype=dtype) for n in (heads, kv_heads)
+    )
+    documents = torch.tensor([0, 4, 16], dtype=torch.int32, device=device)
+    return _attend(query, key, key, documents, 12)[1].shape == (heads, 16)
+
+
 def document_attention(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest: int
 ) -> Tensor:

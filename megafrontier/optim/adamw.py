@@ -111,6 +111,8 @@ class ShardedAdamW:
 def _build(groups: list[dict[str, object]], config: OptimizerConfig) -> torch.optim.Optimizer:
     betas = (config.betas[0], config.betas[1])
     if config.fused == "apex":
+        if not torch.cuda.is_available():
+            raise UserError("optimizer.fused: apex, but no accelerator is here; need torch or none")
         fused_adam = find_apex().FusedAdam
         return fused_adam(groups, lr=config.lr, betas=betas, eps=config.eps, adam_w_mode=True)
     fused = config.fused == "torch"
@@ -118,12 +120,10 @@ def _build(groups: list[dict[str, object]], config: OptimizerConfig) -> torch.op
 
 
 def find_apex() -> ModuleType:
-    """apex's optimizers module, NVIDIA's or ROCm's, on an accelerator.
+    """apex's optimizers module, NVIDIA's or ROCm's. Looks at no device: ranks may be forked later.
 
     Raises UserError where there is none, and for the unrelated package of that name on PyPI.
     """
-    if not torch.cuda.is_available():
-        raise UserError("optimizer.fused: apex, but no accelerator is here; need torch or none")
     try:
         module = importlib.import_module("apex.optimizers")
     except ImportError as error:

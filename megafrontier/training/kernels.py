@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.config import Config
-from megafrontier.model.backends import attention_backend
+from megafrontier.model.backends import attention_backend, uncompilable_attention
 from megafrontier.model.compile import missing_compiler
 from megafrontier.partition.wires import DTYPES
 
@@ -13,7 +13,11 @@ def uncompiled_because(config: Config, hierarchy: Hierarchy) -> str | None:
     """What some rank lacks to compile the blocks as asked, the same on every rank; else None."""
     if not config.train.compile:
         return None
-    return hierarchy.first_error(missing_compiler(hierarchy.device))
+    device, dtype = hierarchy.device, DTYPES[config.train.precision]
+    gap = missing_compiler(device) or uncompilable_attention(
+        config.model, device, dtype, config.data.document_mask
+    )
+    return hierarchy.first_error(gap)
 
 
 def describe_kernels(config: Config, hierarchy: Hierarchy) -> Iterator[str]:

@@ -100,9 +100,13 @@ def joined(
 
 def choose_device(identity: Identity) -> torch.device:
     """This rank's GPU where there is one; a launcher that binds one GPU to each rank shows it as
-    number 0. On a CPU, local ranks share the cores."""
+    number 0. On a CPU, local ranks share the cores. Raises UserError for more local ranks than
+    devices."""
     if torch.cuda.is_available():
-        device = torch.device("cuda", identity.local_rank % torch.cuda.device_count())
+        count = torch.cuda.device_count()
+        if identity.source == "local" and identity.world_size > count:
+            raise UserError(f"--nproc: {identity.world_size}, need at most {count}, one a device")
+        device = torch.device("cuda", identity.local_rank % count)
         torch.cuda.set_device(device)
         return device
     if identity.source == "local":

@@ -157,6 +157,14 @@ def accelerator(monkeypatch):
 
 def test_apex_without_an_accelerator_is_refused():
     with pytest.raises(UserError, match=r"optimizer\.fused: apex, but no accelerator is here"):
+        make([0, 96], config(fused="apex"))
+
+
+def test_apex_is_looked_for_without_a_look_at_the_device(monkeypatch):
+    """Which ranks that are forked afterwards could not use any more."""
+    monkeypatch.setattr(torch.cuda, "is_available", pytest.fail)
+    monkeypatch.setitem(sys.modules, "apex", None)
+    with pytest.raises(UserError, match="apex is not installed"):
         find_apex()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._inductor import config as inductor
 
-from megafrontier.model import compile
+from megafrontier.model import backends, compile
 from tests.training import runs
 
 
@@ -34,6 +34,16 @@ def test_without_a_compiler_one_line_says_so_and_the_blocks_run_as_they_are(trai
     assert said == [
         "warning: train.compile: no working C++ compiler (CXX or g++); the blocks run uncompiled",
         "attention: math; blocks: not compiled",
+    ]
+
+
+def test_a_kernel_for_documents_that_the_compiler_would_refuse_runs_uncompiled(train, monkeypatch):
+    monkeypatch.setattr(backends, "has_promised_shape", lambda *_: False)
+    _, said = train("asked", "train.compile=true", "data.document_mask=true")
+    assert said == [
+        "warning: train.compile: this GPU's attention within documents (data.document_mask) is of "
+        "another shape; the blocks run uncompiled",
+        "attention: varlen flash; blocks: not compiled",
     ]
 
 

@@ -5,9 +5,12 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from megafrontier.checkpoint import write
 from megafrontier.cli import main
+from megafrontier.cluster.identity import Identity
+from megafrontier.errors import UserError
 from megafrontier.training import launch, logbook, saving
 from tests.data.corpora import write_corpus
 from tests.training import runs
@@ -16,6 +19,14 @@ from tests.training import runs
 @pytest.fixture
 def config_file(tmp_path):
     return runs.make_config_file(tmp_path)
+
+
+def test_more_local_ranks_than_devices_are_refused(monkeypatch):
+    """NCCL would only say that a device is used twice."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UserError, match="--nproc: 4, need at most 2, one a device"):
+        launch.choose_device(Identity(1, 4, 1, "local"))
 
 
 def make_tokenizer(folder):
@@ -42,7 +53,7 @@ BAD = [
     (("train.stepz=3",), "train.stepz: 3, no such key; did you mean steps?"),
     (("train.steps=many",), "train.steps: many, need an integer"),
     (("machine=cray",), "machine: cray, need the path of a machine file or one of"),
-    (("optimizer.fused=apex",), "optimizer.fused: apex, but no accelerator is here"),
+    (("optimizer.fused=apex",), "optimizer.fused: apex, but apex is not installed"),
     (("checkpoint.resume=/nowhere/step-1",), "checkpoint.resume: /nowhere/step-1"),
     (("run.directory={folder}/corpus.bin/run",), "corpus.bin/run: Not a directory, need a folder"),
 ]  # fmt: skip
