@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -147,18 +146,19 @@ def join(
         met(None)
         yield Hierarchy(levels, 0, (None,) * len(levels.sizes), device)
         return
+    timeout = timedelta(seconds=timeout_seconds)
     roll = _meet(identity, meeting_seconds)
-    roll.store.set_timeout(timedelta(seconds=timeout_seconds))
+    roll.store.set_timeout(timeout)
     met(roll)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=PrefixStore("world", roll.store),
         rank=identity.rank,
         world_size=identity.world_size,
-        timeout=timedelta(seconds=timeout_seconds),
+        timeout=timeout,
     )
     try:
-        groups, control = (_groups(levels, identity.rank, timeout_seconds) for _ in range(2))
+        groups, control = (_groups(levels, identity.rank, timeout) for _ in range(2))
         hierarchy = Hierarchy(levels, identity.rank, groups, device, control)
         _check_hosts(hierarchy, identity)
         yield hierarchy
@@ -203,15 +203,13 @@ def _unmet(identity: Identity, error: RuntimeError) -> PeersLost:
     return lost
 
 
-def _groups(levels: Levels, rank: int, seconds: float) -> tuple[dist.ProcessGroup | None, ...]:
+def _groups(levels: Levels, rank: int, timeout: timedelta) -> tuple[dist.ProcessGroup | None, ...]:
     # Each rank creates only its own groups: creating everybody's would be O(world) work a rank.
     # They do not inherit the timeout; NCCL's own is 10 minutes.
-    options: dict[str, Any] = {
-        "use_local_synchronization": True,
-        "timeout": timedelta(seconds=seconds),
-    }
     return tuple(
-        dist.new_group(levels.peers(rank, i), **options) if size > 1 else None
+        dist.new_group(levels.peers(rank, i), timeout=timeout, use_local_synchronization=True)
+        if size > 1
+        else None
         for i, size in enumerate(levels.sizes)
     )
 

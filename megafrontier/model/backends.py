@@ -21,18 +21,20 @@ def skips_mask(
 ) -> bool:
     """Whether documents are told apart without a dense mask: not with dropout on the attention
     weights, which such kernels do not have, nor in a type that they do not know."""
-    sizes = config.heads, kv_heads(config), head_size(config)
-    return dropout == 0 and has_document_kernel(device, dtype, *sizes)
+    return dropout == 0 and has_document_kernel(device, dtype, *_head_sizes(config))
+
+
+def _head_sizes(config: ModelConfig) -> tuple[int, int, int]:
+    return config.heads, kv_heads(config), head_size(config)
 
 
 def uncompilable_attention(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
 ) -> str | None:
     """Why blocks with this attention cannot be compiled on the device; None where they can."""
-    sizes = config.heads, kv_heads(config), head_size(config)
     if not documents or not skips_mask(config, device, dtype, config.dropout):
         return None
-    if has_promised_shape(device, dtype, *sizes):
+    if has_promised_shape(device, dtype, *_head_sizes(config)):
         return None
     return "this GPU's attention within documents (data.document_mask) is of another shape"
 

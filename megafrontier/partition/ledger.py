@@ -25,7 +25,7 @@ class Ledger:
         if device.type == "cuda":
             self._origin = torch.cuda.Event(enable_timing=True)
             self._origin.record()
-        self._began = time.perf_counter()
+            self._began = time.perf_counter()
         self._thread = threading.get_ident()
         self._is_waiting = False
         self._waited = 0.0

@@ -4,7 +4,7 @@ A codec turns elements into messages and back; a wire is a codec put to work in 
 moves over several levels (`moves.py`) have one wire for each level and direction.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -130,8 +130,8 @@ _CODECS: dict[str, Codec] = {
 
 def make_wire(name: str, rotates: bool = False) -> Wire:
     """The wire of a format's name; only low-bit ones rotate (casts gain nothing by it)."""
-    codec = _CODECS[name]
-    return Wire(codec, name.startswith("delta"), rotates and not isinstance(codec, CastCodec))
+    wire = Wire(_CODECS[name], name.startswith("delta"))
+    return replace(wire, rotates=rotates and wire.is_low_bit)
 
 
 @dataclass(frozen=True)

@@ -13,24 +13,20 @@ NAMES = ("losses", "norms")
 
 
 class SpikeRule:
-    """Judges each finite step by the `window` finite ones before it; a factor of 0 judges nothing.
+    """Judges each finite step by the last ones before it; a factor of 0 judges nothing.
 
     The median takes no notice of single spikes, so they need not be kept out of it; and a loss that
     has risen for good is no spike any more after half a window. All of it stays on the device, for
     the optimizer follows before the host has looked.
     """
 
-    def __init__(
-        self, loss_factor: float, norm_factor: float, window: int, device: torch.device
-    ) -> None:
-        self.enabled = bool(loss_factor or norm_factor)
-        self._factors = on_device([loss_factor or math.inf, norm_factor or math.inf], device)
+    def __init__(self, config: TrainConfig, device: torch.device) -> None:
+        factors = config.spike_loss, config.spike_grad_norm
+        self.enabled = any(factors)
+        self._factors = on_device([factor or math.inf for factor in factors], device)
         # float64 [2, window], the newest last; NaN where there has been no step yet.
-        self._before = torch.full((2, window), math.nan, dtype=torch.float64, device=device)
-
-    @classmethod
-    def create(cls, config: TrainConfig, device: torch.device) -> "SpikeRule":
-        return cls(config.spike_loss, config.spike_grad_norm, config.spike_window, device)
+        shape = len(NAMES), config.spike_window
+        self._before = torch.full(shape, math.nan, dtype=torch.float64, device=device)
 
     def judge(self, loss: torch.Tensor, norm: torch.Tensor, is_bad: torch.Tensor) -> torch.Tensor:
         """1 where a step of this loss (nats per token) and gradient norm is a spike, else 0; all

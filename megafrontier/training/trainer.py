@@ -77,7 +77,7 @@ def build_trainer(config: Config, arrangement: Arrangement, hierarchy: Hierarchy
         loaders["train"],
         loaders["valid"],
         LossScale(config.train.precision, config.train.loss_scale, hierarchy.device),
-        SpikeRule.create(config.train, hierarchy.device),
+        SpikeRule(config.train, hierarchy.device),
     )
 
 

@@ -32,7 +32,6 @@ class Streams:
     that allocated it while another might still have read or written it."""
 
     policy: str
-    levels: int
     lost: list[str] = field(default_factory=list)
     _clocks: dict[int, Clock] = field(default_factory=lambda: {COMPUTATION: {}})
     _here: int = COMPUTATION

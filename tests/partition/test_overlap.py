@@ -77,7 +77,7 @@ def test_memory_that_a_lane_may_still_use_is_not_given_back(strategy, preset, pr
     once what is given back then."""
 
     def body(hierarchy):
-        streams = Streams(policy, len(LEVELS.sizes))
+        streams = Streams(policy)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_module, "Lanes", lambda *_: streams)
             streams.watch(patch)

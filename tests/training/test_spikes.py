@@ -7,6 +7,7 @@ import statistics
 import pytest
 import torch
 
+from megafrontier.config import TrainConfig
 from megafrontier.model.gpt import GPT
 from megafrontier.training import loop
 from megafrontier.training.spikes import SpikeRule
@@ -16,7 +17,8 @@ CHOSEN = ("train.steps=12", "evaluate.batches=0", "machine=laptop", "train.spike
 
 
 def make_rule(loss_factor=0.0, norm_factor=0.0, window=3) -> SpikeRule:
-    return SpikeRule(loss_factor, norm_factor, window, torch.device("cpu"))
+    config = TrainConfig(spike_loss=loss_factor, spike_grad_norm=norm_factor, spike_window=window)
+    return SpikeRule(config, torch.device("cpu"))
 
 
 def judge(rule, values, norm=1.0, is_bad=0.0):
