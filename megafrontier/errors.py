@@ -69,6 +69,12 @@ class RanksAbsent(PeersLost):
         self.ranks, self.what = ranks, what
 
 
+class Unconnected(PeersLost):
+    """This rank does not reach another one, though both have met the others."""
+
+    is_one_ranks = True
+
+
 class NodesUnfit(Ending):
     """Nodes on which the run cannot start; the line names them."""
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from megafrontier.cluster.hierarchy import Hierarchy, join
+from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import identify
+from megafrontier.cluster.join import join
 from megafrontier.cluster.levels import Levels
 from megafrontier.cluster.local import fork_ranks
 

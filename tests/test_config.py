@@ -241,6 +241,29 @@ def test_a_file_inherits_from_another_beside_it(write):
     assert config.train.steps == 7
 
 
+def test_a_file_changes_single_values_of_short_forms_it_inherits(write):
+    parent = write("base.yaml", "partition: {wires: low}\nmachine: frontier\n")
+    child = "partition: {wires: {reduce: {world: int8}}}\nmachine: {levels: {world: {size: 16}}}\n"
+    config = load_config(write("top.yaml", f"defaults: base.yaml\n{child}"))
+    chosen = ["partition.wires.reduce.world=int8", "machine.levels.world.size=16"]
+    assert config == load_config(parent, chosen)
+    assert config.partition.wires.preset == "low"
+    assert list(config.machine["levels"]) == ["pair", "node", "world"]
+
+
+def test_a_file_that_names_all_levels_says_their_order(write):
+    write("base.yaml", "machine: laptop")
+    child = "machine: {levels: {node: {size: 8}, world: {}}}"
+    config = load_config(write("top.yaml", f"defaults: base.yaml\n{child}"))
+    assert list(load_machine(config.machine).levels) == ["node", "world"]
+
+
+def test_a_machine_given_whole_replaces_the_files(write):
+    path = write("a.yaml", "machine: {levels: {node: {size: 4}, world: {}}, device: {name: x}}")
+    whole = {"levels": {"pair": {"size": 2}, "world": {}}}
+    assert load_config(path, ["machine={levels: {pair: {size: 2}, world: {}}}"]).machine == whole
+
+
 def test_a_circle_of_inheritance_is_refused(write):
     write("a.yaml", "defaults: b.yaml")
     path = write("b.yaml", "defaults: a.yaml")

@@ -1,11 +1,14 @@
 """How fast this rank's links are, level by level: short timed exchanges with its neighbours."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.errors import Unconnected
 
 REPEATS = 4
 """The best of them counts: the first opens the connection, and others may be disturbed."""
@@ -24,9 +27,19 @@ def neighbours(index: int, size: int) -> list[int | None]:
     return met
 
 
+@contextmanager
+def reaching(what: str) -> Iterator[None]:
+    """That a rank does not reach others is no bug: Unconnected says so in one line."""
+    try:
+        yield
+    except RuntimeError as error:  # torch's, of every backend
+        raise Unconnected(f"{what}: {str(error).splitlines()[0]}") from error
+
+
 def measure(hierarchy: Hierarchy, level: int, size_bytes: int) -> float:
     """Gigabytes per second, one direction while the other is in use as well, of the better of this
-    rank's links over `level`; infinite where the level has one rank. All ranks call it."""
+    rank's links over `level`; infinite where the level has one rank. All ranks call it. Raises
+    Unconnected."""
     group = hierarchy.groups[level]
     if group is None:
         return float("inf")
@@ -34,12 +47,12 @@ def measure(hierarchy: Hierarchy, level: int, size_bytes: int) -> float:
     out = torch.zeros(size_bytes, dtype=torch.uint8, device=hierarchy.device)
     into = torch.empty_like(out)
     met = neighbours(hierarchy.coordinates[level], len(peers))
-    seconds = [
-        _exchange(peers[peer], out, into, group)
-        for peer in met
-        if peer is not None
-        for _ in range(REPEATS)
-    ]
+    seconds = []
+    for peer in (peers[index] for index in met if index is not None):
+        name = f"link {hierarchy.levels.names[level]}"
+        whom = f"rank {hierarchy.rank}: {name} to rank {peer}"
+        with reaching(whom), hierarchy.standing.at(name, peer):
+            seconds += [_exchange(peer, out, into, group) for _ in range(REPEATS)]
     return size_bytes / min(seconds) / 1e9
 
 

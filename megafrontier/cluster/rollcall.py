@@ -3,8 +3,9 @@
 At the start each rank leaves its host in the store at which all meet; rank 0 waits for the last
 one, or publishes who has not come. Later a rank in trouble raises the alarm, a key in that store.
 Whoever answers within ANSWER_SECONDS is there; rank 0 counts the answers in blocks of ranks, looks
-into those blocks alone that are not complete, and publishes whom it misses. Where no word comes
-from rank 0, it is the one that was lost, and the store with it.
+into those blocks alone that are not complete, and publishes whom it misses. Where nothing moves and
+it misses nobody, it reads what each rank said that it is at, and publishes who holds up the others.
+Where no word comes from rank 0, it is the one that was lost, and the store with it.
 
 In between nothing is sent: a waiting rank costs rank 0 one idle connection.
 """
@@ -22,6 +23,7 @@ from typing import TypeVar
 from torch.distributed.distributed_c10d import Store
 
 from megafrontier.cluster.identity import Identity
+from megafrontier.cluster.standing import Standing, culprits, decode
 
 ANSWER_SECONDS = 3.0
 VERDICT_SECONDS = 10.0
@@ -32,6 +34,8 @@ _NEVER = timedelta(days=20)  # what still fits the store's milliseconds
 
 Missing = list[tuple[int, str]]
 """Ranks and their hosts, in rank order."""
+Stuck = list[tuple[int, str, str]]
+"""Ranks, their hosts, and what they are stuck in, in rank order."""
 T = TypeVar("T")
 
 
@@ -46,6 +50,14 @@ class Alarm:
     hang: bool = False
 
 
+@dataclass(frozen=True)
+class Answers:
+    """Who did not answer; where all did and nothing moves, for whom the others wait, if known."""
+
+    missing: Missing
+    stuck: Stuck
+
+
 class RollCall:
     """One rank's part. A thread that blocks in it needs one of its own, which `clone` gives."""
 
@@ -53,6 +65,7 @@ class RollCall:
         self.identity = identity
         self.store = store
         self.first_host = identity.host
+        self.standing = Standing()
 
     def meet(self, seconds: float) -> list[int]:
         """Wait for all ranks, so many seconds by rank 0's clock, and the others a little longer for
@@ -90,7 +103,7 @@ class RollCall:
         """The same over another connection."""
         store = self.store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
         other = RollCall(store, self.identity)
-        other.first_host = self.first_host
+        other.first_host, other.standing = self.first_host, self.standing
         return other
 
     def raise_alarm(self, alarm: Alarm) -> Alarm:
@@ -107,23 +120,24 @@ class RollCall:
         """The alarm, if there is one."""
         return _decode(self.store.get("alarm")) if self.store.check(["alarm"]) else None
 
-    def missing(self) -> Missing:
-        """Answer, and learn which ranks did not, and where they ran; empty where all did. Every
-        rank calls it once. Takes ANSWER_SECONDS, less where all answer, and rank 0 up to twice as
-        long. Raises RuntimeError without word from rank 0, or blocks where the network swallows
+    def answer(self, hang: bool) -> Answers:
+        """Answer, and learn what the others did, and where `hang` what they are at. Every rank
+        calls it once. Takes ANSWER_SECONDS, less where all answer, and rank 0 up to twice as long.
+        Raises RuntimeError without word from rank 0, or blocks where the network swallows
         everything (see `within`)."""
         rank = self.identity.rank
-        self.store.set(f"here/{rank}", "")
+        self.store.set(f"here/{rank}", self.standing.encode())
         self.store.add(f"answers/{rank // _BLOCK}", 1)
         if rank == 0:
-            lost = self._count()
-            self.store.set("verdict", json.dumps(lost))
-            self._await_listeners(self.identity.world_size - len(lost) - 1)
-            return lost
+            missing = self._count()
+            answers = Answers(missing, self._stuck() if hang and not missing else [])
+            self.store.set("verdict", json.dumps(asdict(answers)))
+            self._await_listeners(self.identity.world_size - len(missing) - 1)
+            return answers
         self.store.wait(["verdict"], timedelta(seconds=VERDICT_SECONDS))
         found = json.loads(self._text("verdict"))
         self._listened()
-        return [(rank, host) for rank, host in found]
+        return Answers(**{name: [tuple(row) for row in rows] for name, rows in found.items()})
 
     def _count(self) -> Missing:
         blocks = self._blocks()
@@ -132,6 +146,12 @@ class RollCall:
             time.sleep(0.1)
             blocks = self._incomplete("answers", blocks)
         return [(rank, self._text(f"host/{rank}")) for rank in self._without("here", blocks)]
+
+    def _stuck(self) -> Stuck:
+        keys = ([f"here/{rank}" for rank in block] for block in self._blocks())
+        told = (text for some in keys for text in self.store.multi_get(some))
+        found = culprits({rank: decode(text) for rank, text in enumerate(told)})
+        return [(rank, self._text(f"host/{rank}"), what) for rank, what in found.items()]
 
     def _blocks(self) -> list[range]:
         size = self.identity.world_size

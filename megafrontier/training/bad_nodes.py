@@ -27,16 +27,19 @@ def add(directory: Path, hosts: Iterable[str]) -> None:
         file.writelines(f"{host}\n" for host in found)
 
 
-def list_missing(directory: Path, missing: Missing, identity: Identity) -> str:
-    """On rank 0: list the hosts that do not answer it, or its own where most ranks do not. Returns
-    what to say of it; nothing on the other ranks, which are silent."""
+def list_hosts(directory: Path, ranks: Missing, identity: Identity) -> str | None:
+    """On rank 0: list the hosts of these ranks, or its own where they are most of all. Returns
+    what to say of it, None where the list cannot be written; nothing on the other ranks, which are
+    silent."""
     if identity.rank:
         return ""
-    hosts = {host for _, host in missing}
-    if 2 * len(missing) > identity.world_size:
+    hosts = {host for _, host in ranks}
+    if 2 * len(ranks) > identity.world_size:
         hosts = {identity.host}
-    with suppress(OSError):  # its own way to the storage may be cut
+    try:
         add(directory, hosts)
+    except OSError:  # its own way to the storage may be cut
+        return None
     return f"; listed in {directory / NAME}: {', '.join(sorted(hosts))}"
 
 
@@ -51,5 +54,7 @@ def of_absent(
     if not hosts:
         return error
     missing = [(rank, hosts[rank]) for rank in error.ranks]
-    said = list_missing(directory, missing, identity)
+    said = list_hosts(directory, missing, identity)
+    if said is None:
+        return error
     return NodesUnfit(f"{describe(missing)}: {error.what}{said}")

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from megafrontier.checkpoint.read import read_manifest
-from megafrontier.cluster.hierarchy import Hierarchy, check_ranks_per_host, join
+from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import Identity, identify
+from megafrontier.cluster.join import check_ranks_per_host, join
 from megafrontier.cluster.local import exit_code, flush_output, fork_ranks
 from megafrontier.cluster.rollcall import RollCall
 from megafrontier.config import Config, load_machine, save_config
@@ -82,9 +83,12 @@ def launch(body: Callable[[], int], nproc: int | None, check: Callable[[int], No
 
 @contextmanager
 def joined(
-    config: Config, met: Callable[[RollCall | None], None] = lambda roll: None
+    config: Config,
+    met: Callable[[RollCall | None], None] = lambda roll: None,
+    failed: Callable[[Exception], None] = lambda error: None,
 ) -> Iterator[tuple[Arrangement, Hierarchy]]:
-    """This rank's place in the machine that a configuration describes; `met` as in `join`."""
+    """This rank's place in the machine that a configuration describes; `met` and `failed` as in
+    `join`."""
     identity = identify(os.environ)
     arrangement = arrange(config, identity.world_size)
     device = choose_device(identity)
@@ -93,7 +97,7 @@ def joined(
         "timeout_seconds": collective_seconds(config.train.hang_seconds),
         "meeting_seconds": meeting_seconds(config.train.hang_seconds),
     }
-    with join(identity, arrangement.levels, device, met=met, **waiting) as hierarchy:
+    with join(identity, arrangement.levels, device, met=met, failed=failed, **waiting) as hierarchy:
         check_ranks_per_host(hierarchy, identity, arrangement.machine.device.ranks_per_host)
         yield arrangement, hierarchy
 
@@ -128,7 +132,7 @@ def _train_rank(config: Config) -> int:
 def _train_watched(config: Config, identity: Identity, directory: Path) -> int:
     with (
         closing(Watch(identity, directory, config.train.hang_seconds)) as watch,
-        joined(config, watch.start) as (arrangement, hierarchy),
+        joined(config, watch.start, watch.fail) as (arrangement, hierarchy),
         open_logbook(config, hierarchy.rank == 0) as logbook,
         watched(watch),
         hold(directory, identity, hierarchy, logbook.remark),

@@ -27,6 +27,7 @@ GIB = 2**30
 MEMORY_PART = 0.9
 """Drivers and firmware keep some of what is sold; a process of an earlier job keeps more."""
 SKEW_SECONDS = 1.0
+STORAGE = "run.directory"
 NAMED = 16
 """Hosts named at most: more are no matter of single nodes."""
 
@@ -68,8 +69,10 @@ def preflight(
     if slow_links(config, arrangement, table, hierarchy):  # perhaps only disturbed for a moment
         again = _tell(arrangement, identity, hierarchy)
         table = replace(table, rates=torch.maximum(table.rates, again.rates))
-    problem = check_device(arrangement.machine.device, hierarchy.device)
-    problem = problem or _check_storage(directory, identity)
+    with hierarchy.standing.at("its device"):
+        problem = check_device(arrangement.machine.device, hierarchy.device)
+    with hierarchy.standing.at(STORAGE):
+        problem = problem or _check_storage(directory, identity)
     failing = _name_hosts(problem, table, identity, hierarchy)
     failing = failing or _judge(config, arrangement, table, identity, hierarchy, warn)
     if failing:
@@ -139,23 +142,29 @@ def checkpoint_bytes(config: Config, arrangement: Arrangement) -> int:
 
 
 def _check_room(config: Config, arrangement: Arrangement, hierarchy: Hierarchy) -> None:
-    """Room for the checkpoints to keep that are not there yet, and for the next one beside them
-    until the oldest goes."""
     problem = None
     if hierarchy.rank == 0:
-        directory = Path(config.run.directory)
-        there = len(list_checkpoints(directory / "checkpoints"))
-        count = max(1, config.checkpoint.keep + 1 - there)
-        need = count * checkpoint_bytes(config, arrangement) / GIB
-        free = _free_gib(directory)
-        if free < need:
-            problem = (
-                f"run.directory: {directory}: {free:.1f} GiB free, need {need:.1f} for {count} "
-                f"checkpoints (checkpoint.keep {config.checkpoint.keep})"
-            )
+        with hierarchy.standing.at(STORAGE):
+            problem = _lack_of_room(config, arrangement)
     agreed = hierarchy.first_error(problem)
     if agreed is not None:
         raise UserError(agreed)
+
+
+def _lack_of_room(config: Config, arrangement: Arrangement) -> str | None:
+    """Room for the checkpoints to keep that are not there yet, and for the next one beside them
+    until the oldest goes."""
+    directory = Path(config.run.directory)
+    there = len(list_checkpoints(directory / "checkpoints"))
+    count = max(1, config.checkpoint.keep + 1 - there)
+    need = count * checkpoint_bytes(config, arrangement) / GIB
+    free = _free_gib(directory)
+    if free >= need:
+        return None
+    return (
+        f"run.directory: {directory}: {free:.1f} GiB free, need {need:.1f} for {count} "
+        f"checkpoints (checkpoint.keep {config.checkpoint.keep})"
+    )
 
 
 def _free_gib(directory: Path) -> float:

@@ -6,7 +6,8 @@ rank 0 with the line that says who was lost or that the run hung, the others wit
 main thread may be stuck in a collective for good, so the threads here end the process themselves.
 
 Before the first step only the nodes and their links are tried, which takes seconds. Where that does
-not end, the hosts that do not answer the roll call are listed in bad-nodes.txt.
+not end, the hosts that do not answer the roll call are listed in bad-nodes.txt; where all answer,
+those whose trial or link the others wait for, as long as these are the most.
 
 Note on local ranks. Their parent knows who has died and ends the others, so they raise no alarm
 for an exception; for a hang they do, and look for one each second in their common file.
@@ -25,12 +26,14 @@ from megafrontier.cluster.rollcall import (
     ANSWER_SECONDS,
     VERDICT_SECONDS,
     Alarm,
+    Answers,
     Missing,
     RollCall,
+    Stuck,
     describe,
     within,
 )
-from megafrontier.errors import BAD_NODE, LOST, Ending
+from megafrontier.errors import BAD_NODE, LOST, Ending, Unconnected
 from megafrontier.partition.ledger import Ledger
 from megafrontier.training import bad_nodes
 from megafrontier.training.stacks import hang_folder, write_stacks
@@ -42,6 +45,8 @@ MEETING_SECONDS = 600.0
 TRIAL_SECONDS = 180.0
 """The most that ranks may take to connect to each other, and again for the pre-flight: connections
 of thousands of ranks take a minute."""
+STORAGE_SECONDS = 20.0
+"""The most that each last word on the storage may take."""
 NO_HANG_SECONDS = 1800.0
 """How long a collective may take where hangs are not looked for: torch wants a number."""
 
@@ -123,8 +128,12 @@ class Watch:
         return. It does where all answer: the exception is this rank's own."""
         if self._roll is None or self._is_local:
             return
+        rank = self._identity.rank
+        if isinstance(error, Unconnected):
+            time.sleep(ANSWER_SECONDS)  # the others come as far as they can, and no farther
+            self._call(Alarm(rank, str(error), LOST, hang=True))
         code = error.code if isinstance(error, Ending) else 1
-        self._call(Alarm(self._identity.rank, "", code))
+        self._call(Alarm(rank, "", code))
 
     def _look(self) -> None:
         roll = self._roll if self._is_local else None
@@ -162,28 +171,53 @@ class Watch:
         """Leave with all ranks. Returns only for this rank's own failure, which it explains
         itself."""
         if not self._ending.acquire(blocking=False):
-            time.sleep(2 * VERDICT_SECONDS)  # another thread is at it and ends the process
+            time.sleep(5 * STORAGE_SECONDS)  # another thread is at it and ends the process
             return
+        report = threading.Thread(target=self._report, daemon=True)
         if alarm.hang:
-            self._report()
-        missing = self._missing()
-        if missing:
-            line = f"{describe(missing)}: lost, no answer{self._where(alarm)}"
-            knows_whom = missing[0][0] != 0  # without rank 0 a rank cannot tell who is cut off
-            if alarm.hang and alarm.code == BAD_NODE and knows_whom:
-                listed = bad_nodes.list_missing(self._directory, missing, self._identity)
-                self._leave(BAD_NODE, line + listed)
-            self._leave(LOST, line)
+            report.start()
+            # Not for long: what hangs may be the storage, and an answer is waited for.
+            report.join(ANSWER_SECONDS / 2)
+        answers = self._answers(alarm.hang)
         if alarm.hang:
-            self._leave(LOST, f"the run hangs, though every rank answers{self._where(alarm)}")
+            report.join(STORAGE_SECONDS)
+        if answers.missing:
+            self._leave(*self._lost(alarm, answers.missing))
+        if alarm.hang:
+            self._leave(*self._hung(alarm, answers.stuck))
         if alarm.rank != self._identity.rank:
             self._leave(alarm.code)
 
-    def _missing(self) -> Missing:
-        if self._roll is None:
-            return []
-        found = within(VERDICT_SECONDS + ANSWER_SECONDS, self._roll.missing)
-        return [(0, self._roll.first_host)] if found is None else found
+    def _answers(self, hang: bool) -> Answers:
+        roll = self._roll
+        if roll is None:
+            return Answers([], [])
+        found = within(VERDICT_SECONDS + ANSWER_SECONDS, lambda: roll.answer(hang))
+        return Answers([(0, roll.first_host)], []) if found is None else found
+
+    def _lost(self, alarm: Alarm, missing: Missing) -> tuple[int, str]:
+        line = f"{describe(missing)}: lost, no answer{self._where(alarm)}"
+        knows_whom = missing[0][0] != 0  # without rank 0 a rank cannot tell who is cut off
+        if not (alarm.hang and alarm.code == BAD_NODE and knows_whom):
+            return LOST, line
+        return self._listed(line, missing)
+
+    def _hung(self, alarm: Alarm, stuck: Stuck) -> tuple[int, str]:
+        why = f"though every rank answers{self._where(alarm)}"
+        if not stuck:
+            return LOST, f"the run hangs, {why}"
+        ranks = [(rank, host) for rank, host, _ in stuck]
+        line = f"{describe(ranks)}: stuck at {', '.join(sorted({at for *_, at in stuck}))}, {why}"
+        are_few = 2 * len(ranks) <= self._identity.world_size  # most are no matter of single nodes
+        if not are_few or self._is_local:
+            return LOST, line
+        return self._listed(line, ranks)
+
+    def _listed(self, line: str, ranks: Missing) -> tuple[int, str]:
+        """Without the list, which rank 0 writes, another start would meet the same nodes."""
+        who = self._identity
+        said = within(STORAGE_SECONDS, lambda: bad_nodes.list_hosts(self._directory, ranks, who))
+        return (LOST, line) if said is None else (BAD_NODE, line + said)
 
     def _where(self, alarm: Alarm) -> str:
         folder = hang_folder(self._directory, self._step)
@@ -203,7 +237,7 @@ class Watch:
         if line and (first or (line.startswith("rank 0 ") and self._identity.local_rank < 2)):
             print(f"megafrontier: {line}", file=sys.stderr, flush=True)
         if line and first:
-            self.last_words(code, line)
+            within(STORAGE_SECONDS, lambda: self.last_words(code, line))
         with suppress(OSError):
             sys.stdout.flush()
         os._exit(code)

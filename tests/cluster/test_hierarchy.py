@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megafrontier.cluster import collectives
-from megafrontier.cluster.hierarchy import Hierarchy, give_up, join
+from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import Identity, identify
+from megafrontier.cluster.join import give_up, join
 from megafrontier.cluster.local import fork_ranks
 from megafrontier.errors import UserError
 from tests.ranks import make_levels, run_ranks

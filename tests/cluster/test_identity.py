@@ -5,8 +5,8 @@ import socket
 import pytest
 import torch
 
-from megafrontier.cluster.hierarchy import misplaced
 from megafrontier.cluster.identity import Identity, identify
+from megafrontier.cluster.join import misplaced
 from megafrontier.errors import UserError
 
 SLURM = {

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megafrontier.cluster import rollcall
 from megafrontier.cluster.identity import Identity
-from megafrontier.cluster.rollcall import ANSWER_SECONDS, Alarm, RollCall, describe, within
+from megafrontier.cluster.rollcall import ANSWER_SECONDS, Alarm, Answers, RollCall, describe, within
 
 SIZE = 200  # more than one block
 
@@ -24,7 +24,8 @@ def rolls():
 
 def verdicts(rolls):
     """Whom each rank learns to be missing."""
-    return each(rolls, RollCall.missing)
+    found = each(rolls, lambda roll: roll.answer(hang=False))
+    return {rank: answers.missing for rank, answers in found.items()}
 
 
 def each(rolls, ask):
@@ -70,9 +71,23 @@ def test_where_all_answer_nobody_is_missing_and_nobody_waits(rolls, monkeypatch)
     assert list(verdicts(rolls).values()) == [[]] * SIZE
 
 
+def test_where_nothing_moves_those_for_whom_the_others_wait_are_named_on_every_rank(rolls):
+    """Ranks 70 and 71 do not reach each other, 69 waits for 70; 9 is at something alone."""
+
+    def ask(roll):
+        peer = {70: 71, 71: 70, 69: 70}.get(roll.identity.rank)
+        at = "link world" if peer else "run.directory" if roll.identity.rank == 9 else ""
+        with roll.standing.at(at, peer):
+            return roll.answer(hang=True)
+
+    expected = [(9, "frontier00001", "run.directory")]
+    expected += [(rank, "frontier00008", "link world") for rank in (70, 71)]
+    assert list(each(rolls, ask).values()) == [Answers([], expected)] * SIZE
+
+
 def test_without_rank_0_there_is_no_verdict(rolls, monkeypatch):
     monkeypatch.setattr(rollcall, "VERDICT_SECONDS", 0.2)
-    assert within(20, rolls[1].missing) is None
+    assert within(20, lambda: rolls[1].answer(hang=True)) is None
 
 
 def test_the_first_alarm_counts_and_wakes_every_rank(rolls):

@@ -18,11 +18,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.append(str(ROOT / "scripts" / "benchmarks"))  # where the project makes its networks
 
 from slow_network_cluster import interrupted_by_signals  # noqa: E402
-from slow_network_links import Links, links  # noqa: E402
+from slow_network_links import NIC, Links, links  # noqa: E402
 
 TOOLS = ("slurmctld", "slurmd", "sbatch", "munged")
 FAST = 1e9
 """Bytes a second of the nodes' links: more than they can use."""
+NOWHERE = "02:00:00:00:00:00"
+"""A link address that no node has."""
 FIRST_PORT = 6817
 NODE_GONE_SECONDS = 20
 
@@ -113,6 +115,11 @@ class Cluster:
         """Plug it in again."""
         self._cable(node, "up")
 
+    def part(self, node: str, other: str) -> None:
+        """Let what the one sends to the other be lost on its way, and nothing else."""
+        address = self.network.address(self.network.namespaces.index(other))
+        _neighbours(node, "replace", address, "lladdr", NOWHERE, "nud", "permanent")
+
     def set_down(self, node: str) -> None:
         """What an administrator or a health check does to a node."""
         self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
@@ -122,6 +129,7 @@ class Cluster:
         self.network.shape(FAST)
         for node in self.nodes:
             self.mend(node)
+            _neighbours(node, "flush", "nud", "permanent")
             self.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
         self.run("scancel", "--user=root")
         wait_until(self._all_idle, 60, "all nodes to be idle")
@@ -220,6 +228,11 @@ def boot(folder: Path, nodes: int) -> Iterator[Cluster]:
             yield cluster
         finally:
             cluster.stop()
+
+
+def _neighbours(node: str, *what: str) -> None:
+    """Change what a node knows of the others' link addresses."""
+    subprocess.run(["ip", "-n", node, "neigh", *what, "dev", NIC], check=True)
 
 
 def wait_until(

@@ -32,6 +32,15 @@ def test_a_lost_node_is_noticed_and_left_for_another(training, loss):
     assert lost not in job.nodes
 
 
+def test_two_nodes_that_do_not_reach_each_other_are_named_and_left_out(training):
+    one, other = training.cluster.nodes[2:]
+    training.cluster.part(one, other)
+    job = training.submit("train.hang_seconds=5", options=("--nodes=4",))
+    job.wait_for_restart(1)
+    assert f"ranks 4-5 on {one}; ranks 6-7 on {other}: stuck at connections to all, " in job.output
+    job.wait_until(lambda: job.fields["ExcNodeList"] == f"{one},{other}", "an exclusion")
+
+
 def test_a_checkpoint_torn_by_a_kill_is_not_resumed_from(training):
     training.slow_down()
     job = training.submit("checkpoint.every=1")

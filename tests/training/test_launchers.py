@@ -47,7 +47,7 @@ def launch(folder, name, identity, *overrides):
     return [(p.returncode, *texts) for p, texts in zip(started, ended, strict=True)]
 
 
-def start(program, folder, name, identity, *overrides):
+def start(program, folder, name, identity, *overrides, ranks=RANKS):
     """The ranks' processes, each running `program`."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = [
@@ -55,7 +55,7 @@ def start(program, folder, name, identity, *overrides):
         f"run.directory={folder}/{name}", *MACHINE, *overrides,
     ]  # fmt: skip
     started = []
-    for rank in range(RANKS):
+    for rank in range(ranks):
         own = {key: str(value) for key, value in (identity(rank) | meeting).items()}
         environment = os.environ | own | {"OMP_NUM_THREADS": "1"}
         started.append(

@@ -16,7 +16,7 @@ from megafrontier.cluster import rollcall
 from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.rollcall import RollCall
 from megafrontier.errors import BAD_NODE, LOST, RanksAbsent, RunFailed
-from megafrontier.training import bad_nodes
+from megafrontier.training import bad_nodes, watch
 from megafrontier.training.watch import Watch
 from tests.tools import with_tools
 from tests.training import runs
@@ -40,6 +40,7 @@ sys.exit(cli.main(sys.argv[1:]))
 # All ranks come to the same verdict; the first is the last to leave.
 UNFIT = """
 import os, sys, time
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 from megafrontier import cli
 from megafrontier.errors import NodesUnfit
 from megafrontier.training import launch
@@ -54,18 +55,20 @@ WHILE_TRIED = """
 import os, signal, sys
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 from megafrontier import cli
-from megafrontier.cluster import hierarchy
+from megafrontier.cluster import join, links
 from megafrontier.training import preflight
 {name} = {module}.{name}
-def strike(where, *arguments):
-    if where.rank == {rank}:
+RANK = int(os.environ["SLURM_PROCID"])
+def strike(first, *others):
+    if {where}:
         {act}
-    return {name}(where, *arguments)
+    return {name}(first, *others)
 {module}.{name} = strike
 sys.exit(cli.main(sys.argv[1:]))
 """
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 FREEZE = "os.kill(os.getpid(), signal.SIGSTOP)"
+SLEEP = "__import__('time').sleep(1000)"
 ENDLESS = ("train.steps=100000",)
 
 
@@ -76,12 +79,12 @@ def folder(tmp_path_factory):
     return path
 
 
-def launched(folder, name, script, *overrides, identity=slurm):
-    """Two ranks that no parent watches over; (exit code, stderr) of those that end."""
-    ranks = start(["-c", script], folder, name, identity, *ENDLESS, *overrides)
+def launched(folder, name, script, *overrides, identity=slurm, count=2):
+    """Ranks that no parent watches over; (exit code, stderr) of those that end."""
+    ranks = start(["-c", script], folder, name, identity, *ENDLESS, *overrides, ranks=count)
     ended = {}
     deadline = time.monotonic() + 120
-    while len(ended) < 2 and time.monotonic() < deadline:
+    while len(ended) < count and time.monotonic() < deadline:
         ended = {i: rank.poll() for i, rank in enumerate(ranks) if rank.poll() is not None}
         if FREEZE in script and len(ended) == 1:
             break
@@ -141,11 +144,11 @@ def on_two_hosts(rank):
     return slurm(rank) | {"SLURM_LOCALID": 0, "SLURMD_NODENAME": f"frontier{rank + 1:05d}"}
 
 
-@pytest.mark.parametrize("where", ["hierarchy._check_hosts", "preflight.measure"])
+@pytest.mark.parametrize("where", ["join._check_hosts", "preflight.measure"])
 def test_a_host_that_is_silent_before_the_first_step_is_named_and_listed(folder, where):
     """While the ranks connect to each other, or in an exchange of the pre-flight."""
     module, name = where.split(".")
-    script = WHILE_TRIED.format(module=module, name=name, rank=1, act=FREEZE)
+    script = WHILE_TRIED.format(module=module, name=name, where="RANK == 1", act=FREEZE)
     chosen = ("train.hang_seconds=3", "machine.device.ranks_per_host=1")
     code, told = launched(folder, module, script, *chosen, identity=on_two_hosts)[0]
     assert code == BAD_NODE
@@ -153,6 +156,61 @@ def test_a_host_that_is_silent_before_the_first_step_is_named_and_listed(folder,
     assert told.endswith(f"; listed in {folder}/{module}/bad-nodes.txt: frontier00002\n")
     assert told.count("\n") == 1
     assert (folder / module / "bad-nodes.txt").read_text() == "frontier00002\n"
+
+
+def on_four_hosts(rank):
+    return on_two_hosts(rank) | {"SLURM_NTASKS": 4}
+
+
+@pytest.mark.parametrize(
+    ("at", "function", "where", "who"),
+    [
+        # Neither reaches the other, though both reach the store; their neighbours wait for them.
+        ("link world", "links._exchange", "{RANK, first} == {1, 2}", (1, 2)),
+        ("run.directory", "preflight._check_storage", "RANK == 2", (2,)),
+        ("its device", "preflight.check_device", "RANK == 2", (2,)),
+    ],
+)
+def test_a_host_on_which_all_wait_before_the_first_step_is_named_and_listed(
+    folder, at, function, where, who
+):
+    module, name = function.split(".")
+    script = WHILE_TRIED.format(module=module, name=name, where=where, act=SLEEP)
+    chosen = ("train.hang_seconds=3", "machine.device.ranks_per_host=1")
+    ended = launched(folder, name, script, *chosen, identity=on_four_hosts, count=4)
+    assert [code for code, _ in ended.values()] == [BAD_NODE] * 4
+    hosts = [f"frontier{rank + 1:05d}" for rank in who]
+    ranks = "; ".join(f"rank {rank} on {host}" for rank, host in zip(who, hosts, strict=True))
+    told = "".join(errors for _, errors in ended.values())
+    assert told.startswith(f"megafrontier: {ranks}: stuck at {at}, though every rank answers")
+    assert told.endswith(f"; listed in {folder}/{name}/bad-nodes.txt: {', '.join(hosts)}\n")
+    assert told.count("\n") == 1
+    assert (folder / name / "bad-nodes.txt").read_text().split() == hosts
+
+
+def test_ranks_that_fail_to_reach_each_other_are_named_and_listed(folder):
+    """Neither is told when the other gives up; no traceback comes of it."""
+    error = "(_ for _ in ()).throw(RuntimeError('reset by peer\\nat gloo'))"
+    where = "{RANK, first} == {1, 2}"
+    script = WHILE_TRIED.format(module="links", name="_exchange", where=where, act=error)
+    chosen = ("train.hang_seconds=60", "machine.device.ranks_per_host=1")
+    ended = launched(folder, "reset", script, *chosen, identity=on_four_hosts, count=4)
+    assert [code for code, _ in ended.values()] == [BAD_NODE] * 4
+    (told,) = "".join(errors for _, errors in ended.values()).splitlines()
+    assert "rank 1 on frontier00002; rank 2 on frontier00003: stuck at link world, " in told
+    assert ": link world to rank " in told
+    assert "reset by peer, stacks in " in told
+    assert told.endswith("bad-nodes.txt: frontier00002, frontier00003")
+
+
+def test_a_link_of_most_ranks_is_no_matter_of_nodes_but_named(folder):
+    """Also without a pre-flight: neighbours meet before the first collective."""
+    script = WHILE_TRIED.format(module="links", name="_exchange", where="True", act=SLEEP)
+    chosen = ("train.hang_seconds=3", "preflight.enabled=false", "machine.device.ranks_per_host=1")
+    code, told = launched(folder, "both", script, *chosen, identity=on_two_hosts)[0]
+    assert code == LOST
+    assert "rank 0 on frontier00001; rank 1 on frontier00002: stuck at link world, " in told
+    assert not (folder / "both" / "bad-nodes.txt").exists()
 
 
 @pytest.fixture
@@ -164,7 +222,7 @@ def laid_out(tmp_path, monkeypatch):
 
 
 def frozen_before_meeting(folder, name, rank):
-    script = WHILE_TRIED.format(module="hierarchy", name="_meet", rank=rank, act=FREEZE)
+    script = WHILE_TRIED.format(module="join", name="_meet", where=f"RANK == {rank}", act=FREEZE)
     chosen = ("train.hang_seconds=3", "machine.device.ranks_per_host=1")
     return launched(folder, name, script, *chosen, identity=on_two_hosts)[1 - rank]
 
@@ -202,20 +260,26 @@ def test_where_rank_0_does_not_come_another_says_so(folder):
     assert line.startswith("megafrontier: rank 0: no answer at tcp://127.0.0.1:")
 
 
+@pytest.fixture
+def codes(monkeypatch):
+    """With which this process would have ended; who ends it goes no further."""
+    found = queue.Queue()
+
+    def leave(code):
+        found.put(code)
+        threading.Event().wait()
+
+    monkeypatch.setattr(os, "_exit", leave)
+    return found
+
+
 @pytest.mark.parametrize(
     ("answering", "listed"), [((1, 2), ["host3"]), ((1,), ["host2", "host3"]), ((), ["host0"])]
 )
 def test_who_hears_from_less_than_half_is_itself_the_silent_one(
-    tmp_path, monkeypatch, answering, listed
+    tmp_path, monkeypatch, codes, answering, listed
 ):
     monkeypatch.setattr(rollcall, "ANSWER_SECONDS", 0.5)
-    codes = queue.Queue()
-
-    def leave(code):
-        codes.put(code)
-        threading.Event().wait()  # the caller goes no further
-
-    monkeypatch.setattr(os, "_exit", leave)
     store = dist.HashStore()
     others = [RollCall(store, Identity(r, 4, 0, "slurm", host=f"host{r}")) for r in range(1, 4)]
     for other in others:
@@ -223,7 +287,7 @@ def test_who_hears_from_less_than_half_is_itself_the_silent_one(
     first = RollCall(store, Identity(0, 4, 0, "slurm", host="host0"))
     assert first.meet(60) == []
     for rank in answering:
-        threading.Thread(target=others[rank - 1].missing, daemon=True).start()
+        threading.Thread(target=others[rank - 1].answer, args=(True,), daemon=True).start()
     Watch(first.identity, tmp_path, 0.1).start(first)
     assert codes.get(timeout=60) == BAD_NODE
     assert (tmp_path / "bad-nodes.txt").read_text().split() == listed
@@ -243,9 +307,21 @@ def test_a_frozen_rank_is_lost_and_the_others_leave_their_stacks(folder):
     assert "in start_step" in text
 
 
+def test_a_rank_ends_also_where_the_storage_hangs(tmp_path, monkeypatch, codes, capsys):
+    """Neither its stacks nor its last words can be written."""
+    monkeypatch.setattr(watch, "write_stacks", lambda *_: threading.Event().wait())
+    monkeypatch.setattr(watch, "STORAGE_SECONDS", 0.1)
+    hanging = Watch(Identity(0, 1, 0, "alone"), tmp_path, 0.1)
+    hanging.last_words = lambda *_: threading.Event().wait()
+    hanging.start(None)
+    hanging.connected()
+    assert codes.get(timeout=60) == LOST
+    assert "the run hangs" in capsys.readouterr().err
+
+
 def test_local_ranks_that_hang_all_leave_their_stacks_and_end(folder):
     """One rank does not come to the collective; all are alive."""
-    script = AT_STEP.format(step=3, rank=1, act="__import__('time').sleep(1000)")
+    script = AT_STEP.format(step=3, rank=1, act=SLEEP)
     ended = local(folder, "asleep", 4, script, "train.hang_seconds=8")
     assert ended.returncode == LOST
     assert ended.stderr.count("\n") == 1

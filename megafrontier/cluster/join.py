@@ -1,0 +1,173 @@
+"""How ranks meet, connect to each other, and leave."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.cluster.identity import Identity
+from megafrontier.cluster.levels import Levels
+from megafrontier.cluster.links import measure, reaching
+from megafrontier.cluster.rollcall import RollCall
+from megafrontier.errors import PeersLost, RanksAbsent, Unconnected, UserError
+
+
+@contextmanager
+def join(
+    identity: Identity,
+    levels: Levels,
+    device: torch.device,
+    timeout_seconds: float = 1800,
+    meeting_seconds: float = 600,
+    met: Callable[[RollCall | None], None] = lambda roll: None,
+    failed: Callable[[Unconnected], None] = lambda error: None,
+) -> Iterator[Hierarchy]:
+    """Meet the other ranks, make a group for each level, and leave in order at the end.
+
+    `met` is called with the roll of the ranks that have met, None for one alone, before anything
+    else that needs them; `failed` where this rank then does not reach another.
+
+    Raises UserError when the host names contradict the levels, RanksAbsent when ranks do not come
+    in `meeting_seconds`, PeersLost when rank 0 does not, and Unconnected. `timeout_seconds` is that
+    of every collective. Works with gloo on a CPU, and with NCCL or RCCL (both are torch's `nccl`)
+    on a GPU.
+    """
+    if levels.ranks != identity.world_size:
+        raise UserError(
+            f"machine.levels: hold {levels.ranks} ranks, but {identity.world_size} were started"
+        )
+    if identity.world_size == 1:
+        met(None)
+        yield Hierarchy(levels, 0, (None,) * len(levels.sizes), device)
+        return
+    timeout = timedelta(seconds=timeout_seconds)
+    roll = _meet(identity, meeting_seconds)
+    roll.store.set_timeout(timeout)
+    met(roll)
+    try:
+        hierarchy = _connect(roll, levels, device, timeout)
+        _check_hosts(hierarchy, identity)
+        yield hierarchy
+    except BaseException as error:
+        if isinstance(error, Unconnected):
+            failed(error)
+        if dist.is_initialized():
+            give_up(device)
+        raise
+    dist.destroy_process_group()
+
+
+def _connect(roll: RollCall, levels: Levels, device: torch.device, timeout: timedelta) -> Hierarchy:
+    """Reach all that this rank is going to talk to."""
+    rank = roll.identity.rank
+    at = "connections to all"  # which gloo makes at once
+    with reaching(f"rank {rank}: {at}"), roll.standing.at(at):
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=PrefixStore("world", roll.store),
+            rank=rank,
+            world_size=levels.ranks,
+            timeout=timeout,
+        )
+    groups, control = (_groups(levels, rank, timeout) for _ in range(2))
+    hierarchy = Hierarchy(levels, rank, groups, device, control, roll.standing)
+    # Neighbours at each level before the first collective: where that waited for a link that is
+    # dead, nobody could say which it is.
+    for level in range(len(levels.sizes)):
+        measure(hierarchy, level, size_bytes=1)
+    return hierarchy
+
+
+def give_up(device: torch.device) -> None:
+    """Leave the groups without the others, who may be gone. NCCL's and RCCL's own way out waits
+    for every collective that has begun, and so for ever for those of ranks that are."""
+    if device.type != "cuda":
+        dist.destroy_process_group()
+    elif hasattr(dist.distributed_c10d, "_abort_process_group"):  # torch has no public name for it
+        dist.distributed_c10d._abort_process_group()
+
+
+def _meet(identity: Identity, seconds: float) -> RollCall:
+    """The roll of all ranks, which are there. Raises RanksAbsent or PeersLost when they are not."""
+    # Told the number of ranks, torch's store would wait for so many, and could not say for whom.
+    place = f"{identity.rendezvous}?rank={identity.rank}&world_size=-1"
+    try:
+        store, _, _ = next(rendezvous(place, timeout=timedelta(seconds=seconds)))
+        roll = RollCall(store, identity)
+        absent = roll.meet(seconds)
+    except RuntimeError as error:  # torch's, of the store
+        raise _unmet(identity, error) from error
+    if absent:
+        raise RanksAbsent(absent, f"did not come to {identity.rendezvous} within {seconds:g} s")
+    return roll
+
+
+def _unmet(identity: Identity, error: RuntimeError) -> PeersLost:
+    """Rank 0 could not open the store, or the others could not reach it there."""
+    why = str(error).splitlines()[0]
+    if identity.rank == 0:
+        return PeersLost(f"rank 0: cannot wait at {identity.rendezvous}: {why}")
+    lost = PeersLost(f"rank 0: no answer at {identity.rendezvous}: {why}")
+    # It is not there to say so. Two a host do: one of them may be lost too.
+    lost.is_one_ranks = identity.local_rank < 2
+    return lost
+
+
+def _groups(levels: Levels, rank: int, timeout: timedelta) -> tuple[dist.ProcessGroup | None, ...]:
+    # Each rank creates only its own groups: creating everybody's would be O(world) work a rank.
+    # They do not inherit the timeout; NCCL's own is 10 minutes.
+    return tuple(
+        dist.new_group(levels.peers(rank, i), timeout=timeout, use_local_synchronization=True)
+        if size > 1
+        else None
+        for i, size in enumerate(levels.sizes)
+    )
+
+
+def _check_hosts(hierarchy: Hierarchy, identity: Identity) -> None:
+    """Refuse levels that hosts cut through: up to some level all peers share a host, beyond it no
+    two do. Every rank looks at all hosts, so that all refuse alike."""
+    mine = torch.tensor([identity.host_number], dtype=torch.float64, device=hierarchy.device)
+    hosts = hierarchy.gather(mine).flatten().tolist()
+    held = next((i for i, other in enumerate(hosts) if other != hosts[0]), len(hosts))
+    firsts = hosts[::held]
+    if hosts != [first for first in firsts for _ in range(held)] or len({*firsts}) < len(firsts):
+        raise UserError(
+            f"machine.levels: {len(hosts)} ranks, of which the first host has {held} in a row and "
+            "others another number; need the same number of consecutive ranks on every host"
+        )
+    sizes = hierarchy.levels.sizes
+    fits = [prod(sizes[:depth]) for depth in range(len(sizes) + 1)]
+    if held not in fits:
+        steps = " × ".join(f"{n} {s}" for n, s in zip(hierarchy.levels.names, sizes, strict=True))
+        raise UserError(
+            f"machine.levels: {steps}, but every host has {held} ranks, which cuts through a "
+            f"level; need sizes that multiply to {held} up to a host's edge"
+        )
+
+
+def misplaced(identity: Identity, expected: int | None) -> str | None:
+    """What is wrong with the ranks that a launcher put on this rank's host, where the machine file
+    has `expected` of them. Local ranks are an arrangement made on purpose and are not checked."""
+    if expected is None or identity.source in ("local", "alone"):
+        return None
+    if identity.local_rank < expected and identity.rank % expected == identity.local_rank:
+        return None
+    return (
+        f"machine.device.ranks_per_host: rank {identity.rank} is local rank "
+        f"{identity.local_rank} on {identity.host}, need {expected} consecutive ranks a host"
+    )
+
+
+def check_ranks_per_host(hierarchy: Hierarchy, identity: Identity, expected: int | None) -> None:
+    """Refuse, on every rank alike, a launch whose ranks on a host are not the machine file's: a
+    rank that saw it alone would leave the others waiting. Raises UserError."""
+    error = hierarchy.first_error(misplaced(identity, expected))
+    if error is not None:
+        raise UserError(error)

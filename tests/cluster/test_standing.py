@@ -1,0 +1,34 @@
+"""For whom the others wait is told from what each rank says that it is at."""
+
+import pytest
+
+from megafrontier.cluster.standing import Place, Standing, culprits, decode
+
+LINK, STORAGE = "link world", "run.directory"
+
+
+@pytest.mark.parametrize(
+    ("places", "found"),
+    [
+        ({0: Place(), 1: Place()}, {}),
+        ({0: Place(), 1: Place(STORAGE)}, {1: STORAGE}),
+        ({0: Place(LINK, 1), 1: Place(LINK, 0), 2: Place(LINK, 1), 3: Place()}, {0: LINK, 1: LINK}),
+        # Rank 1 has come no further, or stands at an exchange over another level.
+        ({0: Place(LINK, 1), 1: Place(STORAGE)}, {1: STORAGE}),
+        ({0: Place(LINK, 1), 1: Place("link node", 0)}, {}),
+        ({0: Place(LINK, 5)}, {}),
+    ],
+)
+def test_who_is_stuck_alone_or_with_a_peer_that_is_too_is_one_of_them(places, found):
+    assert culprits(places) == found
+
+
+def test_a_place_is_left_but_by_who_fails_there():
+    standing = Standing()
+    told = []
+    with standing.at(LINK, 3):
+        told.append(decode(standing.encode().encode()))
+    told.append(decode(standing.encode().encode()))
+    with pytest.raises(RuntimeError, match="reset by peer"), standing.at(LINK, 3):
+        raise RuntimeError("reset by peer")
+    assert [*told, decode(standing.encode().encode())] == [Place(LINK, 3), Place(), Place(LINK, 3)]
