@@ -41,7 +41,8 @@ megafrontier train configs/quickstart.yaml train.steps=200 optimizer.lr=1e-3
   environment variable.
 - **Machines.** `machine` is a name from `configs/machines/` (in the current directory, then among
   those that come along), the path of such a file, or its content inline. Only the outermost level
-  may leave its `size` open. `machine.levels.world.size=16` changes one value of a named machine.
+  may leave its `size` open. `machine.levels.world.size=16` changes one value of a named machine,
+  as a mapping does in a file that inherits it; `machine={…}` on the command line replaces it.
 - **What ran.** The run directory holds `config.yaml` with every key and every reference resolved.
 
 """

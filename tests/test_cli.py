@@ -10,6 +10,7 @@ import torch
 
 from megafrontier.cli import main
 from megafrontier.data.prepare import prepare
+from tests.data.corpora import write_corpus
 from tests.training import runs
 
 COMMANDS = (
@@ -191,6 +192,40 @@ def test_evaluate_takes_overrides_and_a_config(life, capfd):
     chosen = ("model.vocab_size=300", "data.split=[0.8,0.2]", "evaluate.batches=1")
     line = run_command(capfd, "evaluate", life / "config.yaml", *chosen)
     assert numbers(line)[3] == 16 * 16
+
+
+def test_evaluate_does_not_read_the_training_data(life, capfd):
+    chosen = ("data.train=[{path: /nowhere}]", f"data.valid=[{{path: {life}/text}}]")
+    assert numbers(run_command(capfd, "evaluate", life / "run", *chosen))[0] > 0
+
+
+def test_the_end_of_a_document_is_no_text_to_evaluate(life, capfd, tmp_path):
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    named = Tokenizer(models.BPE({"<eos>": 0, "a": 1}, []))
+    named.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=named, eos_token="<eos>").save_pretrained(tmp_path)
+    write_corpus(tmp_path / "valid", [[[1] * 7 + [0]]] * 33)
+    line = run_command(
+        capfd, "evaluate", life / "config.yaml", "model.vocab_size=300", "evaluate.batches=1",
+        f"tokenizer={tmp_path}", f"data.valid=[{{path: {tmp_path}/valid}}]",
+    )  # fmt: skip
+    assert numbers(line)[3:] == [256, 256 * 7 / 8]
+
+
+def test_generated_text_keeps_its_space_behind_the_prompt(life, capfd, monkeypatch):
+    from megafrontier.data.tokenizer import SentencePieceTokenizer
+    from megafrontier.training import standalone
+
+    decode = SentencePieceTokenizer.decode
+    monkeypatch.setattr(  # as Llama's does
+        SentencePieceTokenizer, "decode", lambda *a: decode(*a).removeprefix(" ")
+    )
+    tokens = SentencePieceTokenizer(life / "tokenizer" / "tokenizer.model").encode(" ist breit")
+    monkeypatch.setattr(standalone, "generate", lambda *_, **__: iter(tokens))
+    text = run_command(capfd, "generate", life / "run", "--prompt", "Der Fluß")
+    assert text.rstrip("\n") == "Der Fluß ist breit"
 
 
 def test_greedy_text_is_the_same_each_time_and_a_seed_repeats_the_rest(life, capfd):

@@ -264,6 +264,13 @@ def test_a_machine_given_whole_replaces_the_files(write):
     assert load_config(path, ["machine={levels: {pair: {size: 2}, world: {}}}"]).machine == whole
 
 
+def test_values_that_cannot_be_merged_are_refused_with_both_files(write):
+    write("base.yaml", "data: {train: [{path: a}]}")
+    path = write("top.yaml", "defaults: base.yaml\ndata: {train: {path: b}}")
+    message = refusal(load_config, path)
+    assert "top.yaml: over base.yaml: " in message
+
+
 def test_a_circle_of_inheritance_is_refused(write):
     write("a.yaml", "defaults: b.yaml")
     path = write("b.yaml", "defaults: a.yaml")

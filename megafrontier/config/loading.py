@@ -48,9 +48,21 @@ def _resolve(values: DictConfig, overrides: Sequence[str], origin: str) -> Confi
 
 def _spell_out(values: DictConfig) -> None:
     """Write the short form `wires: low` as what it stands for, so that single wires can follow."""
-    preset = OmegaConf.select(values, "partition.wires")
+    preset = _select(values, "partition.wires")
     if isinstance(preset, str):
         OmegaConf.update(values, "partition.wires", {"preset": preset}, merge=False)
+
+
+def _spell_out_machine(values: DictConfig) -> None:
+    """Write a machine's name as what its file holds, so that single values can follow."""
+    machine = _select(values, "machine")
+    if isinstance(machine, str):
+        values["machine"] = _read_yaml(_machine_file(machine))
+
+
+def _select(values: DictConfig, key: str) -> Any:
+    # What a reference that cannot be resolved yet stands for is `_structure`'s to refuse.
+    return OmegaConf.select(values, key, throw_on_resolution_failure=False)
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
@@ -105,8 +117,24 @@ def _read_yaml(path: Path, children: tuple[Path, ...] = ()) -> DictConfig:
         return values
     if not isinstance(parent, str):
         raise UserError(f"{path}: defaults: {parent}, need the path of one file")
-    merged = OmegaConf.merge(_read_yaml(path.parent / parent, (*children, path)), values)
+    below = _read_yaml(path.parent / parent, (*children, path))
+    try:
+        return _merge(below, values)
+    except (OmegaConfBaseException, TypeError) as error:  # a list over a mapping, for instance
+        raise UserError(f"{path}: over {parent}: {str(error).splitlines()[0]}") from error
+
+
+def _merge(parent: DictConfig, child: DictConfig) -> DictConfig:
+    """A file's values over its parent's."""
+    _spell_out(parent)
+    if isinstance(_select(child, "machine"), DictConfig):
+        _spell_out_machine(parent)
+    merged = OmegaConf.merge(parent, child)
     assert isinstance(merged, DictConfig)
+    levels = _select(child, "machine.levels")
+    # Levels keep the parent's order, which says nothing of those that only the child has.
+    if isinstance(levels, DictConfig) and set(levels) == set(merged.machine.levels):
+        merged.machine.levels = {level: merged.machine.levels[level] for level in levels}
     return merged
 
 
@@ -115,12 +143,13 @@ def _apply_override(values: DictConfig, override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(f"override {override!r}: expected key=value, as in train.steps=100")
-    if key.startswith("machine.") and isinstance(values.get("machine"), str):
-        values["machine"] = _read_yaml(_machine_file(values["machine"]))
+    if key.startswith("machine."):
+        _spell_out_machine(values)
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
         assert isinstance(parsed, dict)
-        OmegaConf.update(values, key, parsed["value"], merge=True)
+        # A machine given whole replaces the file's, as a name does; its parts are merged.
+        OmegaConf.update(values, key, parsed["value"], merge=key != "machine")
     except YAMLError as error:
         raise UserError(f"override {override!r}: not valid YAML after the '=': {error}") from error
     except (OmegaConfBaseException, ValueError, TypeError) as error:

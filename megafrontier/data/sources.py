@@ -4,6 +4,7 @@ Only bytes are moved here; decoding and parsing them is the workers' part (`text
 """
 
 import glob
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,13 @@ from megafrontier.errors import UserError
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 """Plain text taken from a folder; a file that is named itself may have any suffix."""
 
+_KINDS: dict[str, Literal["text", "lines", "parquet"]] = {
+    **dict.fromkeys(TEXT_SUFFIXES, "text"),
+    ".jsonl": "lines",
+    ".json": "lines",
+    ".parquet": "parquet",
+}
+_PACKED_SUFFIXES = (".gz", ".zst")
 _ROWS = 512  # rows of a table read and shipped at a time
 _DATASET_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 
@@ -89,13 +97,13 @@ def _find(name: str, split: str) -> list[Source]:
     if path.is_dir():
         return _find_folder(path, split)
     if path.exists():
-        return [_file_source(path)]
+        return [_find_file(path)]
     if glob.has_magic(name):
         matches = [s for m in sorted(glob.glob(name, recursive=True)) for s in _find_match(m)]
         if not matches:
             raise UserError(f"input {name!r}: no file matches; need .txt, .jsonl, .parquet, …")
         return matches
-    if not _DATASET_NAME.fullmatch(name) or _kind(path) != "text" or path.suffix in TEXT_SUFFIXES:
+    if not _DATASET_NAME.fullmatch(name) or _suffix(path) in _KINDS:
         raise UserError(f"input {name!r}: no such file or folder")
     dataset, _, config = name.partition(":")
     return [_dataset_source(name, "load_dataset", split, dataset, config or None)]
@@ -103,7 +111,13 @@ def _find(name: str, split: str) -> list[Source]:
 
 def _find_match(match: str) -> list[Source]:
     """A match of a glob: folders are left to patterns that say so, with `**`."""
-    return [_file_source(Path(match))] if os.path.isfile(match) else []
+    return [_find_file(Path(match))] if os.path.isfile(match) else []
+
+
+def _find_file(path: Path) -> Source:
+    if not _holds_text(path):
+        raise UserError(f"input {str(path)!r}: no JSON lines, need one object a line")
+    return _file_source(path)
 
 
 def _find_folder(folder: Path, split: str) -> list[Source]:
@@ -115,7 +129,7 @@ def _find_folder(folder: Path, split: str) -> list[Source]:
     found = [_file_source(path) for path in _walk(folder)]
     if not found:
         known = ", ".join(TEXT_SUFFIXES)
-        raise UserError(f"input {name!r}: no {known}, .jsonl, .jsonl.gz, .jsonl.zst or .parquet")
+        raise UserError(f"input {name!r}: no {known}, .jsonl, .parquet or .json of JSON lines")
     return found
 
 
@@ -131,20 +145,34 @@ def _walk(folder: Path) -> Iterator[Path]:
     for parent, folders, files in os.walk(folder):
         folders[:] = sorted(f for f in folders if not f.startswith("."))
         for path in (Path(parent, file) for file in sorted(files)):
-            known = _kind(path) != "text" or path.suffix in TEXT_SUFFIXES
-            if known and not path.name.startswith(".") and path.is_file():
+            known = _suffix(path) in _KINDS and not path.name.startswith(".")
+            if known and path.is_file() and _holds_text(path):
                 yield path
 
 
-def _kind(path: Path) -> Literal["text", "lines", "parquet"]:
-    name = path.name.removesuffix(".gz").removesuffix(".zst")
-    if name.endswith(".jsonl"):
-        return "lines"
-    return "parquet" if name.endswith(".parquet") else "text"
+def _suffix(path: Path) -> str:
+    """The file's own when it is unpacked."""
+    return Path(path.stem if path.suffix in _PACKED_SUFFIXES else path.name).suffix
+
+
+def _holds_text(path: Path) -> bool:
+    """False for a .json of anything but JSON lines, which are known by their first line: it alone
+    is an object."""
+    if _suffix(path) != ".json":
+        return True
+    line = b""
+    for chunk in Stream(path).chunks():
+        line = (line + chunk).lstrip()
+        if not line.startswith(b"{") or b"\n" in line:
+            break
+    try:
+        return isinstance(json.loads(line.split(b"\n", 1)[0]), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _file_source(path: Path) -> Source:
-    return Source(str(path), _kind(path), path.stat().st_size)
+    return Source(str(path), _KINDS.get(_suffix(path), "text"), path.stat().st_size)
 
 
 def _dataset_source(name: str, loader: str, split: str, *arguments: str | None) -> Source:

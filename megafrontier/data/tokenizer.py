@@ -133,15 +133,17 @@ class SentencePieceTokenizer:
         raise UserError(f"tokenizer {self.path}: no end-of-sequence piece, need one to end texts")
 
     def _is_lossless(self) -> bool:
-        """Whether line ends are pieces of their own, spaces are kept, and bytes catch the rest: so
-        `megafrontier tokenizer` makes them."""
+        """Whether line ends are pieces of their own and in no other, spaces are kept, and bytes
+        catch the rest: so `megafrontier tokenizer` makes them."""
         newline = self._model.piece_to_id("\n")
+        pieces = self._model.id_to_piece(list(range(self.vocab_size)))
         probe = "  a \n"
         return (
             not self._model.is_unknown(newline)
             and self._model.encode("\n") == [newline]
             and self._model.decode(self._model.encode(probe)) == probe
             and not self._model.is_unknown(self._model.piece_to_id("<0x00>"))
+            and not any(len(piece) > 1 and piece.splitlines() != [piece] for piece in pieces)
         )
 
 

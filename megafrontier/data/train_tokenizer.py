@@ -4,7 +4,9 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from pathlib import Path
+from random import Random
 from typing import BinaryIO, Literal
 
 from megafrontier.data.sources import Reader, find_sources
@@ -33,18 +35,10 @@ class Sample:
     def lines(self) -> Iterator[str]:
         """The lines. Raises UserError for an input that cannot be read, and for bad text unless
         `skip_bad`."""
-        limit = self.max_megabytes * 1e6
-        sources = find_sources(self.inputs)
-        total = sum(source.file_bytes for source in sources)
-        keep = min(1.0, limit / max(1, total))
-        for number, text in enumerate(self._texts(Reader(sources, self.key))):
-            # One text in every 1 / keep, spread over all inputs.
-            if int((number + 1) * keep) == int(number * keep):
-                continue
+        reader = Reader(find_sources(self.inputs), self.key)
+        for text in _draw(self._texts(reader), self.max_megabytes * 1e6):
             yield from _cut(text)
             self.text_bytes += len(text.encode())
-            if self.text_bytes > limit:
-                return
 
     def _texts(self, reader: Reader) -> Iterator[str]:
         for batch in reader.batches():
@@ -58,6 +52,23 @@ class Sample:
         if not self.skip_bad:
             raise UserError(f"{bad}; --skip-bad leaves such texts out")
         self.bad.append(str(bad))
+
+
+def _draw(texts: Iterator[str], limit: float) -> list[str]:
+    """Texts of at most `limit` bytes together (or one longer text), in order, each as likely.
+
+    How much there is to choose from, packed as it may be, is known only at the end: so each text
+    draws a number, and the smallest ones go while there is too much.
+    """
+    draws = Random(0)
+    kept: list[tuple[float, int, str]] = []
+    size = 0
+    for number, text in enumerate(texts):
+        heappush(kept, (draws.random(), number, text))
+        size += len(text.encode())
+        while size > limit and len(kept) > 1:
+            size -= len(heappop(kept)[2].encode())
+    return [text for _, text in sorted((number, text) for _, number, text in kept)]
 
 
 def _cut(text: str) -> Iterator[str]:

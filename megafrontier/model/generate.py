@@ -1,6 +1,6 @@
 """Text from a model, a token at a time: sampling, the cache, and streaming whole characters."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -77,14 +77,17 @@ def next_token_probabilities(
     return torch.zeros_like(probabilities).scatter_(0, tokens, probabilities)
 
 
-def stream_text(tokens: Iterator[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
-    """Yield the text of tokens as it grows, but never half a character.
+def stream_text(
+    tokens: Iterator[int], decode: Callable[[list[int]], str], prompt: Sequence[int] = ()
+) -> Iterator[str]:
+    """Yield the text of the tokens that follow `prompt` as it grows, but never half a character.
 
-    A character may be spread over several byte tokens; until it is whole, `decode` ends in
-    U+FFFD, which is held back. What is still broken at the end is yielded as it is.
+    Decoded with the prompt, because Llama's tokenizers leave out a space that comes first. A
+    character may be spread over several byte tokens; until it is whole, `decode` ends in U+FFFD,
+    which is held back. What is still broken at the end is yielded as it is.
     """
-    seen: list[int] = []
-    text, shown = "", 0
+    seen = list(prompt)
+    text, shown = "", len(decode(seen))
     for token in tokens:
         seen.append(token)
         text = decode(seen)

@@ -1,5 +1,6 @@
 """What a configuration means on a given number of ranks, checked before any of them starts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megafrontier.cluster.levels import Levels
@@ -9,7 +10,7 @@ from megafrontier.errors import UserError
 from megafrontier.optim.adamw import find_apex
 from megafrontier.partition import Placement, Wires
 from megafrontier.partition.presets import choose_wires, has_error_feedback
-from megafrontier.training.batches import PARTS, make_loader, open_part
+from megafrontier.training.batches import PARTS, Part, make_loader, open_part
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,14 @@ def arrange(config: Config, ranks: int) -> Arrangement:
     return Arrangement(machine, levels, placement, wires, has_error_feedback(config.partition))
 
 
-def check_training(config: Config, ranks: int) -> None:
-    """Refuse what would fail later: placement, batch, vocabulary, corpora, apex.
+def check_training(config: Config, ranks: int, parts: Sequence[Part] = PARTS) -> None:
+    """Refuse what would fail later: placement, batch, vocabulary, corpora of `parts`, apex.
 
     Opens files but computes nothing, so that ranks may be forked after it. Raises UserError.
     """
     arrange(config, ranks)
     check_vocabulary(config)
-    for part in PARTS:
+    for part in parts:
         samples = open_part(config, part)
         if samples is not None:
             make_loader(config, samples, part, 0, ranks)

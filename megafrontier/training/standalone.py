@@ -105,9 +105,8 @@ def generate_command(
     # An empty prompt starts where a document starts.
     tokens = tokenizer.encode(prompt) or [tokenizer.eod]
     show(prompt)
-    for text in stream_text(
-        generate(model, tokens, stop=tokenizer.eod, **sampling), tokenizer.decode
-    ):
+    new = generate(model, tokens, stop=tokenizer.eod, **sampling)
+    for text in stream_text(new, tokenizer.decode, tokens):
         show(text)
 
 
@@ -180,7 +179,7 @@ def evaluate_command(
                 show(describe(target.checkpoint, found))
         return 0
 
-    return launch(body, nproc, partial(check_training, config))
+    return launch(body, nproc, partial(check_training, config, parts=("valid",)))
 
 
 def _evaluate(target: Target, arrangement: Arrangement, hierarchy: Hierarchy) -> Evaluation:
@@ -193,7 +192,8 @@ def _evaluate(target: Target, arrangement: Arrangement, hierarchy: Hierarchy) ->
     tokenizer = load_tokenizer(config.tokenizer)
 
     def text_bytes(batch: Batch) -> int:
-        kept = (row[row >= 0].tolist() for row in batch.targets)
+        # The end of a document is no text, though some tokenizers decode it to their name for it.
+        kept = (row[(row >= 0) & (row != tokenizer.eod)].tolist() for row in batch.targets)
         return sum(len(tokenizer.decode(ids).encode()) for ids in kept)
 
     try:

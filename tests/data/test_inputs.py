@@ -30,7 +30,13 @@ def zstd(data: bytes) -> bytes:
 
 @pytest.mark.parametrize(
     ("name", "pack"),
-    [("x.jsonl", bytes), ("x.jsonl.gz", gzip.compress), ("x.jsonl.zst", zstd)],
+    [
+        ("x.jsonl", bytes),
+        ("x.jsonl.gz", gzip.compress),
+        ("x.jsonl.zst", zstd),
+        ("x.json", bytes),
+        ("x.json.gz", gzip.compress),
+    ],
 )
 def test_json_lines_are_read_packed_or_not(tmp_path: Path, name: str, pack) -> None:
     (tmp_path / name).write_bytes(pack(LINES))
@@ -38,6 +44,18 @@ def test_json_lines_are_read_packed_or_not(tmp_path: Path, name: str, pack) -> N
     # Several members one after the other, as `cat` and parallel packers make them.
     (tmp_path / name).write_bytes(pack(LINES) + pack(LINES))
     assert prepared(tmp_path, tmp_path / name) == TEXTS * 2
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '["text"]\n' * 2, '{\n "text": "x"\n}\n', '{"text"'])
+def test_json_that_is_no_json_lines_is_refused_but_left_out_of_a_folder(
+    tmp_path: Path, text: str
+) -> None:
+    (tmp_path / "x.json").write_text(text)
+    for name in ("x.json", "*.json"):
+        with pytest.raises(UserError, match=r"x\.json': no JSON lines, need one object a line"):
+            prepared(tmp_path, tmp_path / name)
+    (tmp_path / "lines.json").write_text(f"\n{LINES.decode()}")
+    assert prepared(tmp_path, tmp_path) == TEXTS
 
 
 def test_another_key_and_blank_lines(tmp_path: Path) -> None:
@@ -68,7 +86,11 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     for name in names:
         (folder / name).write_text(name)
     (folder / "b.jsonl").write_bytes(LINES)
-    assert prepared(tmp_path, folder) == ["a.rst", *TEXTS, "c.py", "b/a.txt", "b/z.md"]
+    (folder / "d.txt.gz").write_bytes(gzip.compress(b"packed"))
+    (folder / "e.md.zst").write_bytes(zstd(b"too"))
+    (folder / "image.png.gz").write_bytes(gzip.compress(b"packed"))
+    found = ["a.rst", *TEXTS, "c.py", "packed", "too", "b/a.txt", "b/z.md"]
+    assert prepared(tmp_path, folder) == found
 
 
 def test_a_glob_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
@@ -147,7 +169,15 @@ def test_bad_input_is_named_by_file_and_place_and_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    "name", ["missing.txt", "missing.jsonl.gz", "./missing", "deep/missing/x", "none-*.txt"]
+    "name",
+    [
+        "missing.txt",
+        "missing.txt.gz",
+        "missing.json.gz",
+        "./missing",
+        "deep/missing/x",
+        "none-*.txt",
+    ],
 )
 def test_missing_input_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match=r"no such file or folder|no file matches"):

@@ -1,6 +1,8 @@
 """Tokenizers: every text comes back, whatever the kind, and what is saved loads again."""
 
+import gzip
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 
 from megafrontier.cli import main
 from megafrontier.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from megafrontier.data.train_tokenizer import Sample
 from megafrontier.errors import UserError
 from tests.data.training import train_tokenizer
 
@@ -128,6 +131,29 @@ def test_another_sentencepiece_model_is_saved_for_transformers_only_if_that_is_e
         assert theirs.encode(text, add_special_tokens=False) == tokenizer.encode(text)
 
 
+@pytest.mark.parametrize("symbols", [["\n", "\n\n"], ["\n", "\u2028a"]])
+def test_a_model_with_pieces_across_lines_gives_the_ids_of_sentencepiece(
+    tmp_path: Path, symbols: list[str]
+) -> None:
+    from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+
+    SentencePieceTrainer.train(
+        input=SOURCES,
+        model_prefix=str(tmp_path / "other"),
+        model_type="bpe",
+        vocab_size=400,
+        user_defined_symbols=symbols,
+        byte_fallback=True,
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        minloglevel=2,
+    )
+    theirs = SentencePieceProcessor(model_file=str(tmp_path / "other.model"))
+    text = "one\n\ntwo\n\n\nthree\u2028a"
+    assert load_tokenizer(str(tmp_path / "other.model")).encode(text) == theirs.encode(text)
+
+
 def save_fast_bpe(folder: Path, **baked: Any) -> None:
     """A byte-level BPE tokenizer of Hugging Face's; `baked`: a truncation its file asks for."""
     from tokenizers import Tokenizer as Fast
@@ -175,14 +201,18 @@ def test_training_twice_gives_the_same_bytes(trained: Path, tmp_path: Path) -> N
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
 
 
+@pytest.mark.parametrize(("suffix", "pack"), [(".txt", bytes), (".txt.gz", gzip.compress)])
 def test_training_uses_no_more_text_than_it_may_and_takes_it_from_everywhere(
-    tmp_path: Path,
+    tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes]
 ) -> None:
     for i in range(200):
         subject = "apples" if i < 180 else "Ω"
-        (tmp_path / f"{i:03}.txt").write_text(f"text number {i} of {subject}\n" * 50)
-    sample = train_tokenizer([str(tmp_path)], 300, tmp_path / "out", max_megabytes=0.05)
-    assert 40_000 < sample.text_bytes < 60_000
+        text = f"text number {i} of {subject}\n" * 50
+        (tmp_path / f"{i:03}{suffix}").write_bytes(pack(text.encode()))
+    texts = [str(tmp_path / "*.txt*")]
+    assert len({tuple(Sample(texts, 0.05).lines()) for _ in range(2)}) == 1
+    sample = train_tokenizer(texts, 300, tmp_path / "out", max_megabytes=0.05)
+    assert 40_000 < sample.text_bytes <= 50_000
     # Only the last texts have the letter; unseen it would be its two bytes.
     assert len(load_tokenizer(str(tmp_path / "out")).encode("Ω")) == 1
 

@@ -139,6 +139,14 @@ def test_streamed_text_has_no_half_characters():
     assert pieces == list(text)
 
 
+def test_streamed_text_keeps_its_space_behind_the_prompt_and_no_half_character():
+    def decode(tokens):
+        return bytes(tokens).decode(errors="replace").removeprefix(" ")
+
+    assert "".join(stream_text(iter(b" c"), decode, b" a b")) == " c"
+    assert list(stream_text(iter("é".encode()), decode, b" a b")) == ["é"]
+
+
 def test_bytes_that_never_become_a_character_are_shown():
     def decode(tokens):
         return bytes(tokens).decode(errors="replace")
