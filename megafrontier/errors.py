@@ -75,6 +75,13 @@ class Unconnected(PeersLost):
     is_one_ranks = True
 
 
+class StorageFailed(Ending):
+    """Files that are there could not be read, or nothing be written. Another start may find the
+    storage well."""
+
+    code = LOST
+
+
 class NodesUnfit(Ending):
     """Nodes on which the run cannot start; the line names them."""
 

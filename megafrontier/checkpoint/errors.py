@@ -1,10 +1,23 @@
 """What can go wrong with a checkpoint, as the training loop needs to tell it apart."""
 
-from megafrontier.errors import UserError
+from pathlib import Path
+
+from megafrontier.errors import Ending, StorageFailed, UserError
 
 
 class CheckpointCorrupt(UserError):
     """A checkpoint is not whole: a file is missing, cut short, changed, or of something else."""
+
+
+class CheckpointUnreadable(StorageFailed):
+    """The storage does not let a checkpoint be read; it may well be whole."""
+
+
+def not_read(path: Path, error: OSError) -> Ending:
+    """Why a checkpoint's file could not be read: its own fault, or the storage's."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return CheckpointCorrupt(f"{path}: missing: {error.strerror}")
+    return CheckpointUnreadable(f"{path}: cannot read: {error.strerror}")
 
 
 class CheckpointWriteError(UserError):

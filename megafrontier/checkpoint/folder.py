@@ -97,6 +97,13 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
+def set_later_aside(root: Path, step: int) -> None:
+    """Set aside all checkpoints after `step`. One rank calls it. Raises OSError."""
+    for path in list(candidates(root)):
+        if (step_of(path) or 0) > step:
+            set_aside(path)
+
+
 def fsync_folder(path: Path) -> None:
     """Bring a folder's names to the disk: without it a rename may be lost with the power."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megafrontier.checkpoint.errors import CheckpointCorrupt
+from megafrontier.checkpoint.errors import CheckpointCorrupt, not_read
 from megafrontier.checkpoint.manifest import DTYPE_NAMES, DTYPES, Manifest
 from megafrontier.checkpoint.seal import BLANK, crc32_hex, is_sealed, seal
 
@@ -141,15 +141,14 @@ class PieceFile:
 
     def __init__(self, root: Path, name: str, manifest: Manifest, piece: int) -> None:
         """Open file `name` of the checkpoint at `root`. Raises CheckpointCorrupt naming the file
-        when it cannot be read, is damaged, or belongs to another checkpoint or piece."""
+        when it is missing, damaged, or belongs to another checkpoint or piece; CheckpointUnreadable
+        when the storage fails."""
         self.path = root / name
         try:
             self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
             self._size = os.fstat(self._file.fileno()).st_size
-        except FileNotFoundError as error:
-            raise self._corrupt("missing") from error
         except OSError as error:
-            raise self._corrupt(f"cannot open: {error.strerror}") from error
+            raise not_read(self.path, error) from error
         header, payload_at = self._read_header()
         try:
             metadata = header.pop("__metadata__")
@@ -165,7 +164,8 @@ class PieceFile:
     def read_into(self, stored: Stored, out: torch.Tensor) -> None:
         """Read one whole slice into `out`, 1-D, contiguous, on the CPU, of the slice's type.
 
-        Raises CheckpointCorrupt when the bytes are not those that were written.
+        Raises CheckpointCorrupt when the bytes are not those that were written, and
+        CheckpointUnreadable.
         """
         data = _bytes_of(out)
         self._read_at(stored.at, data)
@@ -183,7 +183,7 @@ class PieceFile:
             try:
                 got = os.preadv(self._file.fileno(), [buffer[done:]], offset + done)
             except OSError as error:
-                raise self._corrupt(f"cannot read: {error.strerror}") from error
+                raise not_read(self.path, error) from error
             if got == 0:
                 raise self._corrupt(f"ends at byte {offset + done}: cut short")
             done += got

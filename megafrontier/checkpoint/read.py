@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megafrontier.checkpoint.errors import CheckpointCorrupt
+from megafrontier.checkpoint.errors import CheckpointCorrupt, not_read
 from megafrontier.checkpoint.manifest import FILE_NAME, Manifest, piece_file
 from megafrontier.checkpoint.piece import PieceFile, file_size
 from megafrontier.errors import UserError
@@ -40,14 +40,15 @@ def open_checkpoint(path: Path, rank: int = 0, size: int = 1) -> "Checkpoint":
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint at `path`, checked. Raises CheckpointCorrupt when there is
-    none or it is damaged, UserError when it was written by a later version."""
+    none or it is damaged, CheckpointUnreadable when the storage fails, UserError when it was
+    written by a later version."""
     try:
         text = (path / FILE_NAME).read_bytes()
     except FileNotFoundError as error:
         reason = f"{path}: no {FILE_NAME}: half-written, or not a megafrontier checkpoint"
         raise CheckpointCorrupt(reason) from error
     except OSError as error:
-        raise CheckpointCorrupt(f"{path / FILE_NAME}: cannot read: {error.strerror}") from error
+        raise not_read(path / FILE_NAME, error) from error
     return Manifest.decode(text, path / FILE_NAME)
 
 
@@ -62,7 +63,7 @@ def _check_size(path: Path, need: int) -> None:
     try:
         found = path.stat().st_size
     except OSError as error:
-        raise CheckpointCorrupt(f"{path}: missing: {error.strerror}") from error
+        raise not_read(path, error) from error
     if found != need:
         raise CheckpointCorrupt(f"{path}: {found} bytes, need {need}: cut short or grown")
 

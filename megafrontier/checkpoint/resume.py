@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megafrontier.checkpoint.crowd import Crowd, from_rank_0
-from megafrontier.checkpoint.errors import CheckpointCorrupt
+from megafrontier.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable
 from megafrontier.checkpoint.folder import candidates
 from megafrontier.checkpoint.read import Checkpoint, open_checkpoint
 from megafrontier.errors import UserError
@@ -27,7 +27,8 @@ def open_newest(
 
     Raises UserError on all ranks when there are checkpoints and none is whole (to start over in
     silence would waste what can perhaps be saved), or when one does not fit the model or was
-    written by a later version: then an older one is not what is wanted.
+    written by a later version: then an older one is not what is wanted. Raises CheckpointUnreadable
+    on all ranks where the storage fails one of them.
     """
     names = [path.name for path in candidates(root)] if crowd.rank == 0 else []
     refused = []
@@ -76,12 +77,15 @@ def _attempt(
 
 
 def _agree(act: Callable[[], None], crowd: Crowd) -> str | None:
-    """Act on every rank. Returns the first rank's word of damage, raises any other failure."""
-    corrupt = failure = None
+    """Act on every rank. Returns the first rank's word of damage, raises any other failure; that of
+    the storage on all ranks alike, for to take an older checkpoint would give up a whole one."""
+    corrupt = unread = failure = None
     try:
         act()
     except CheckpointCorrupt as error:
         corrupt = str(error)
+    except CheckpointUnreadable as error:
+        unread = str(error)
     except Exception as error:
         failure = error
     fatal = crowd.first_error(None if failure is None else str(failure) or repr(failure))
@@ -89,4 +93,7 @@ def _agree(act: Callable[[], None], crowd: Crowd) -> str | None:
         raise failure
     if fatal is not None:
         raise UserError(fatal)
+    lost = crowd.first_error(unread)
+    if lost is not None:
+        raise CheckpointUnreadable(lost)
     return crowd.first_error(corrupt)

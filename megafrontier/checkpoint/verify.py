@@ -10,13 +10,14 @@ from pathlib import Path
 
 import torch
 
-from megafrontier.checkpoint.errors import CheckpointCorrupt
+from megafrontier.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable
 from megafrontier.checkpoint.manifest import Attached, Manifest, piece_file
 from megafrontier.checkpoint.piece import PieceFile, Stored
 from megafrontier.checkpoint.read import read_manifest
 from megafrontier.checkpoint.seal import crc32_hex
 from megafrontier.errors import UserError
 
+UNSOUND = (CheckpointCorrupt, CheckpointUnreadable)
 Covered = list[tuple[tuple[str, str], int, int]]
 """(state, parameter), start and stop of slices that are sound."""
 
@@ -47,7 +48,7 @@ def verify(path: Path) -> VerifyReport:
         raise UserError(f"{path}: no such folder, need a checkpoint")
     try:
         manifest = read_manifest(path)
-    except UserError as error:
+    except (UserError, CheckpointUnreadable) as error:
         return VerifyReport(path, (str(error),), 1, 0, time.monotonic() - started)
     problems = [p for file in manifest.files if (p := _attached_problem(path, file)) is not None]
     covered: Covered = []
@@ -80,14 +81,14 @@ def _check_piece(path: Path, manifest: Manifest, piece: int) -> tuple[list[str],
     covered: Covered = []
     try:
         file = PieceFile(path, piece_file(piece), manifest, piece)
-    except CheckpointCorrupt as error:
+    except UNSOUND as error:
         return [str(error)], covered
     for key, slices in file.slices.items():
         for stored in slices:
             try:
                 _read(file, stored)
                 covered.append((key, stored.start, stored.stop))
-            except CheckpointCorrupt as error:
+            except UNSOUND as error:
                 problems.append(str(error))
     file.close()
     return problems, covered

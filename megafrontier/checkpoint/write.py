@@ -179,7 +179,5 @@ def _publish(partial: Path, final: Path) -> None:
         if replaced is not None:
             replaced.rename(final)
         raise
-    for path in list(folder.candidates(root)):
-        if (folder.step_of(path) or 0) > step:
-            folder.set_aside(path)
+    folder.set_later_aside(root, step)
     folder.fsync_folder(root)

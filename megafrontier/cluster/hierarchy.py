@@ -1,5 +1,6 @@
 """One process's view of the machine: its coordinates and a process group for each level."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from megafrontier.cluster.collectives import all_gather
 from megafrontier.cluster.levels import Levels
 from megafrontier.cluster.standing import Standing
+from megafrontier.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,17 @@ class Hierarchy:
         mine = self.size if message is None else self.rank
         lowest = -int(self.maximum(torch.tensor([-mine], device=self.device)).item())
         return self._broadcast_text(message if self.rank == lowest else None)
+
+    def together(self, act: Callable[[], None]) -> None:
+        """Act on every rank; where some raise UserError all raise the lowest one's."""
+        problem = None
+        try:
+            act()
+        except UserError as error:
+            problem = str(error)
+        agreed = self.first_error(problem)
+        if agreed is not None:
+            raise UserError(agreed)
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
         """Elementwise largest value of a small tensor [n] over all ranks."""

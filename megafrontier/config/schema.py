@@ -223,7 +223,9 @@ class CheckpointConfig:
     keep_every: int = 0
     """Checkpoints of every such step are kept for good; 0: none."""
     resume: str = "auto"
-    """auto: the run's newest whole checkpoint, if any. never. Or the path of a checkpoint."""
+    """auto: the run's newest whole checkpoint, if any. never: begin new. Or the path of a
+    checkpoint at which the run begins; once it has some of its own it goes on from them, unless
+    the path is one of these."""
 
 
 @dataclass

@@ -60,6 +60,7 @@ class Loader:
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._first = dp_rank * (global_batch // dp_size)
         self._skip = [list(pair) for pair in skip]
+        self._origin = 0, 0
         self._device = torch.device(device)
         self.micro_batches = global_batch // at_a_time
         """Micro-batches of one rank in a step."""
@@ -67,9 +68,22 @@ class Loader:
         self._process = os.getpid()
         self._ahead: dict[int, Future[list[Batch]]] = {}
 
-    def first_sample(self, step: int) -> int:
-        """Global number of the first sample of optimizer step `step`, over all ranks."""
-        return data_step(step, self._skip) * self._global_batch
+    def position(self, step: int) -> tuple[int, int]:
+        """What optimizer step `step` reads: the data's own step, and the global number of its first
+        sample over all ranks."""
+        own = data_step(step, self._skip)
+        first_step, first_sample = self._origin
+        return own, first_sample + (own - first_step) * self._global_batch
+
+    def go_on(self, position: tuple[int, int]) -> None:
+        """Count from a `position` on that a loader of another `global_batch` may have had: steps
+        before and after it have other sizes, and no sample is left out or read twice."""
+        self._origin = position
+
+    def data_step_of(self, sample: int) -> int:
+        """The data's own step that begins with this sample."""
+        first_step, first_sample = self._origin
+        return first_step + (sample - first_sample) // self._global_batch
 
     def step(self, step: int) -> list[Batch]:
         """This rank's micro-batches of optimizer step `step` (from 0), on the device.
@@ -92,7 +106,7 @@ class Loader:
         self._thread, self._ahead = None, {}
 
     def _read(self, step: int) -> list[Batch]:
-        first = self.first_sample(step) + self._first
+        first = self.position(step)[1] + self._first
         size = self._micro_batch
         batches = [self._samples.batch(first + i * size, size) for i in range(self.micro_batches)]
         return [b.pin_memory() for b in batches] if self._device.type == "cuda" else batches

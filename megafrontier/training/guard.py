@@ -1,5 +1,6 @@
 """Tell of skipped steps, and stop a run that has ceased to learn: too many non-finite in a row."""
 
+from megafrontier.data.loader import Loader
 from megafrontier.errors import RunFailed
 from megafrontier.training.callback import Callback
 from megafrontier.training.logbook import Logbook
@@ -20,8 +21,7 @@ class Guard(Callback):
         is_finite = result.spiked or not result.skipped
         self._in_a_row = 0 if is_finite else self._in_a_row + 1
         if result.skipped:
-            global_batch = trainer.config.train.global_batch
-            self._logbook.remark(_how_to_leave_out(result, global_batch))
+            self._logbook.remark(_how_to_leave_out(result, trainer.loader))
         limit = trainer.config.train.nonfinite_limit
         if self._in_a_row >= limit:
             first, last = result.samples
@@ -31,9 +31,10 @@ class Guard(Callback):
             )
 
 
-def _how_to_leave_out(result: StepResult, global_batch: int) -> str:
+def _how_to_leave_out(result: StepResult, loader: Loader) -> str:
     first, last = result.samples
+    begin, end = loader.data_step_of(first), loader.data_step_of(last)
     return (
         f"step {result.step} changed no weight; it read samples {first} to {last - 1}, which "
-        f"data.skip=[[{first // global_batch},{last // global_batch}]] leaves out"
+        f"data.skip=[[{begin},{end}]] leaves out"
     )

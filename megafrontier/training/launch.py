@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from megafrontier.checkpoint.read import read_manifest
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import Identity, identify
 from megafrontier.cluster.join import check_ranks_per_host, join
@@ -28,10 +27,11 @@ from megafrontier.training.lease import hold
 from megafrontier.training.logbook import Log, Logbook, check_directory, open_logbook
 from megafrontier.training.loop import run
 from megafrontier.training.preflight import check_present, preflight
-from megafrontier.training.saving import Save, resume
+from megafrontier.training.resuming import check_resume, resume
+from megafrontier.training.saving import Save
 from megafrontier.training.stragglers import Stragglers
 from megafrontier.training.timeline import Timeline
-from megafrontier.training.trainer import build_trainer
+from megafrontier.training.trainer import Trainer, build_trainer
 from megafrontier.training.watch import Watch, collective_seconds, meeting_seconds, watched
 
 
@@ -46,17 +46,7 @@ def train(config: Config, nproc: int | None) -> int:
 def _check(config: Config, ranks: int) -> None:
     check_training(config, ranks)
     check_directory(config)
-    if config.checkpoint.resume not in ("auto", "never"):
-        _check_checkpoint(Path(config.checkpoint.resume))
-
-
-def _check_checkpoint(path: Path) -> None:
-    try:
-        read_manifest(path)
-    except UserError as error:
-        raise UserError(
-            f"checkpoint.resume: {error}; need auto, never or the path of a checkpoint"
-        ) from error
+    check_resume(config)
 
 
 def launch(body: Callable[[], int], nproc: int | None, check: Callable[[int], None]) -> int:
@@ -159,9 +149,7 @@ def _run(
         logbook.remark(line)
     try:
         resume(trainer, logbook)
-        logbook.open_sinks(config, trainer.step)
-        if trainer.is_first:
-            _keep_config(config)
+        hierarchy.together(partial(_keep_books, trainer, logbook))
         save = Save(logbook, trainer.step)
         trainer.engine.ledger.take()  # placing the first weights is no step's traffic
         timeline = Timeline(trainer)
@@ -181,8 +169,12 @@ def _run(
         trainer.close()
 
 
-def _keep_config(config: Config) -> None:
-    folder = Path(config.run.directory)
+def _keep_books(trainer: Trainer, logbook: Logbook) -> None:
+    """The first rank begins to keep metrics, and notes the configuration."""
+    config, folder = trainer.config, Path(trainer.config.run.directory)
+    if not trainer.is_first:
+        return
+    logbook.open_sinks(config, trainer.step)
     try:
         save_config(config, folder / "config.yaml")
     except OSError as error:

@@ -72,7 +72,7 @@ def start_step(trainer: Trainer) -> Pending:
     """
     begin = time.perf_counter()
     config, engine = trainer.config, trainer.engine
-    first_sample = trainer.loader.first_sample(trainer.step)
+    _, first_sample = trainer.loader.position(trainer.step)
     lr = learning_rate(trainer.step, config.train.steps, config.optimizer, config.schedule)
     micro_batches = read_step(trainer.loader, trainer.step, trainer.hierarchy.rank)
     totals = torch.zeros(2, dtype=torch.float64, device=trainer.hierarchy.device)

@@ -8,12 +8,14 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from megafrontier.checkpoint.folder import list_checkpoints
+from megafrontier.checkpoint.folder import clean_partials, list_checkpoints
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.links import measure
@@ -22,6 +24,7 @@ from megafrontier.errors import DeviceMissing, NodesUnfit, RunFailed, UserError
 from megafrontier.model.gpt import parameter_shapes
 from megafrontier.training import bad_nodes
 from megafrontier.training.arrangement import Arrangement
+from megafrontier.training.saving import checkpoint_root
 
 GIB = 2**30
 MEMORY_PART = 0.9
@@ -64,7 +67,7 @@ def preflight(
     RunFailed where most of them do; UserError where the storage lacks room.
     """
     directory = Path(config.run.directory)
-    _check_room(config, arrangement, hierarchy)
+    hierarchy.together(partial(_check_room, config, arrangement, hierarchy))
     table = _tell(arrangement, identity, hierarchy)
     if slow_links(config, arrangement, table, hierarchy):  # perhaps only disturbed for a moment
         again = _tell(arrangement, identity, hierarchy)
@@ -142,29 +145,22 @@ def checkpoint_bytes(config: Config, arrangement: Arrangement) -> int:
 
 
 def _check_room(config: Config, arrangement: Arrangement, hierarchy: Hierarchy) -> None:
-    problem = None
-    if hierarchy.rank == 0:
-        with hierarchy.standing.at(STORAGE):
-            problem = _lack_of_room(config, arrangement)
-    agreed = hierarchy.first_error(problem)
-    if agreed is not None:
-        raise UserError(agreed)
-
-
-def _lack_of_room(config: Config, arrangement: Arrangement) -> str | None:
-    """Room for the checkpoints to keep that are not there yet, and for the next one beside them
-    until the oldest goes."""
-    directory = Path(config.run.directory)
-    there = len(list_checkpoints(directory / "checkpoints"))
-    count = max(1, config.checkpoint.keep + 1 - there)
+    """Raises UserError without room for the checkpoints to keep that are not there yet, and for the
+    next one beside them until the oldest goes."""
+    if hierarchy.rank:
+        return
+    root = checkpoint_root(config)
+    with hierarchy.standing.at(STORAGE):
+        with suppress(OSError):
+            clean_partials(root)  # a save that was killed holds the room of the next
+        count = max(1, config.checkpoint.keep + 1 - len(list_checkpoints(root)))
+        free = _free_gib(Path(config.run.directory))
     need = count * checkpoint_bytes(config, arrangement) / GIB
-    free = _free_gib(directory)
-    if free >= need:
-        return None
-    return (
-        f"run.directory: {directory}: {free:.1f} GiB free, need {need:.1f} for {count} "
-        f"checkpoints (checkpoint.keep {config.checkpoint.keep})"
-    )
+    if free < need:
+        raise UserError(
+            f"run.directory: {config.run.directory}: {free:.1f} GiB free, need {need:.1f} for "
+            f"{count} checkpoints (checkpoint.keep {config.checkpoint.keep})"
+        )
 
 
 def _free_gib(directory: Path) -> float:

@@ -1,12 +1,15 @@
 """Training goes on from the newest whole checkpoint, on all ranks the same."""
 
+import os
+
 import pytest
 import torch
 
 from megafrontier.checkpoint.crowd import Alone
-from megafrontier.checkpoint.errors import CheckpointCorrupt
+from megafrontier.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable
 from megafrontier.checkpoint.manifest import FILE_NAME, Manifest, piece_file
 from megafrontier.checkpoint.resume import load_checkpoint, open_newest
+from megafrontier.checkpoint.verify import verify
 from megafrontier.errors import UserError
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import (
@@ -119,6 +122,22 @@ def test_a_failure_of_one_rank_alone_stops_all(tmp_path):
     results = run_crowd(3, body)
     assert [type(result) for result in results] == [UserError, RuntimeError, UserError]
     assert {str(result) for result in results} == {"out of memory"}
+
+
+def test_a_storage_that_fails_one_rank_is_no_reason_to_give_up_a_checkpoint(tmp_path, monkeypatch):
+    save_all(tmp_path, 100)
+    path = save_all(tmp_path, 200)
+    reads = os.preadv
+
+    def preadv(descriptor, buffers, offset):
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(path / piece_file(3)):
+            raise OSError(5, "Input/output error")
+        return reads(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(CheckpointUnreadable, match=r"step-00000200.*cannot read: Input/output"):
+        resume(tmp_path)
+    assert "Input/output error" in verify(path).problems[0]
 
 
 def test_a_checkpoint_given_by_path_is_loaded_or_refused_but_never_replaced(tmp_path):

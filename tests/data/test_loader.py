@@ -86,7 +86,7 @@ def test_the_loader_skips(samples: Samples) -> None:
     skipping = Loader(samples, GLOBAL_BATCH, 4, skip=[[2, 5]])
     assert torch.equal(read(plain, 1), read(skipping, 1))
     assert torch.equal(read(plain, 5), read(skipping, 2))
-    assert skipping.first_sample(2) == 5 * GLOBAL_BATCH
+    assert skipping.position(2) == (5, 5 * GLOBAL_BATCH)
     plain.close()
     skipping.close()
 

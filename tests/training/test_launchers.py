@@ -91,3 +91,12 @@ def test_ranks_that_a_launcher_spreads_otherwise_than_the_machine_file_are_refus
     assert [code for code, _, _ in ended] == [2] * RANKS, "the other rank must not wait"
     assert "ranks_per_host: rank 1 is local rank 1 on frontier00001, need 1" in ended[0][2]
     assert "Traceback" not in ended[0][2] + ended[1][2]
+
+
+def test_what_the_first_rank_alone_refuses_ends_all_as_bad_input(folder):
+    (folder / "refused" / "config.yaml").mkdir(parents=True)
+    ended = launch(folder, "refused", slurm)
+    assert [code for code, _, _ in ended] == [2] * RANKS
+    told = "Is a directory, need room to write\n"
+    assert ended[0][2] == f"megafrontier: run.directory: {folder}/refused: {told}"
+    assert ended[1][2] == ""

@@ -207,6 +207,16 @@ def test_storage_without_room_is_refused_with_what_is_needed(config_file, monkey
     assert train(config_file, 4, "checkpoint.keep=0") == 0
 
 
+def test_the_room_of_a_save_that_was_killed_is_room(config_file, monkeypatch):
+    config = runs.load(config_file)
+    size = checkpoint_bytes(config, arrange(config, 4))
+    torn = Path(config.run.directory) / "checkpoints" / ".step-00000003.partial"
+    torn.mkdir(parents=True)
+    free = lambda _: (2.5 if torn.exists() else 3.5) * size / 2**30  # noqa: E731
+    monkeypatch.setattr(preflight, "_free_gib", free)
+    assert train(config_file, 4) == 0
+
+
 def test_a_checkpoint_is_as_large_as_it_is_taken_to_be(config_file):
     config = runs.load(config_file, "machine=laptop")
     arrangement = arrange(config, 1)

@@ -10,7 +10,7 @@ import torch
 from megafrontier.checkpoint import write
 from megafrontier.cli import main
 from megafrontier.cluster.identity import Identity
-from megafrontier.errors import UserError
+from megafrontier.errors import FAILED, LOST, UserError
 from megafrontier.training import launch, logbook, saving
 from tests.data.corpora import write_corpus
 from tests.training import runs
@@ -144,6 +144,32 @@ def test_a_disk_that_fills_up_in_a_save_costs_that_checkpoint_alone(
     checkpoints = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000002", "step-00000006"]
     assert main(["checkpoint", "verify", str(checkpoints)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("every", "unsaved_from", "code"),
+    [
+        (0, 0, FAILED),  # nothing at all: a person is needed
+        (2, 5, LOST),  # the end alone: another start may do better
+    ],
+)
+def test_a_run_whose_end_cannot_be_saved_is_not_done(
+    config_file, monkeypatch, capfd, every, unsaved_from, code
+):
+    whole = write.write_piece
+
+    def full(path, manifest, piece, shards):
+        if manifest.step >= unsaved_from:
+            raise OSError(122, "Disk quota exceeded", str(path))
+        return whole(path, manifest, piece, shards)
+
+    monkeypatch.setattr(write, "write_piece", full)
+    config = runs.load(config_file, *CHECKPOINTS, f"checkpoint.every={every}")
+    assert runs.train(config, 4) == code
+    shown = capfd.readouterr()
+    assert "warning: no checkpoint at step 6: " in shown.out
+    assert shown.err.startswith("megafrontier: step 6: could not be saved; ")
+    assert shown.err.count("\n") == 1
 
 
 def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(

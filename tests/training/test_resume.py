@@ -8,10 +8,12 @@ import torch
 
 from megafrontier.checkpoint.read import open_checkpoint
 from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.data.loader import Loader
 from megafrontier.partition import STRATEGIES
 from megafrontier.training.arrangement import arrange
 from megafrontier.training.loop import train_step
-from megafrontier.training.saving import checkpoint_root, resume, save_trainer, shards
+from megafrontier.training.resuming import resume
+from megafrontier.training.saving import checkpoint_root, save_trainer, shards
 from megafrontier.training.trainer import build_trainer
 from tests.ranks import run_ranks
 from tests.training import runs
@@ -98,6 +100,7 @@ def test_every_strategy_loads_every_other_strategys_checkpoint(config_file, tmp_
             path = tmp_path / source / "checkpoints" / "step-00000002"
             trainer.step = 0
             trainer.config.checkpoint.resume = str(path)
+            trainer.config.run.directory = f"{tmp_path}/none of its own"
             resume(trainer, Quiet())
             assert trainer.step == 2
             worst += differences(trainer, open_checkpoint(path))
@@ -154,6 +157,108 @@ def test_resume_never_refuses_a_directory_that_holds_another_runs_checkpoints(
     assert checkpoint_root_exists(tmp_path)
 
 
+def log_of(directory):
+    return (directory / "log.txt").read_text()
+
+
+ONE = ("machine=laptop", "evaluate.batches=0")
+
+
+@pytest.fixture
+def imported(config_file, tmp_path):
+    """A checkpoint of another run, from which this one is to begin."""
+    runs.run(config_file, 1, *ONE, "train.stop_at=2", f"run.directory={tmp_path}/other")
+    return f"checkpoint.resume={tmp_path}/other/checkpoints/step-00000002"
+
+
+def test_a_run_begins_at_a_named_checkpoint_and_goes_on_from_its_own(
+    config_file, tmp_path, imported
+):
+    """The same command again, as a job in the queue gives it."""
+    unbroken = runs.run(config_file, 1, *ONE, f"run.directory={tmp_path}/unbroken")
+    for stop in (4, 6, 8):
+        lines = runs.run(config_file, 1, *ONE, imported, f"train.stop_at={stop}")
+    assert runs.losses(lines) == runs.losses(unbroken)[2:]
+    for step, folder in ((2, "other"), (4, "run"), (6, "run")):
+        line = f"resumed from {tmp_path}/{folder}/checkpoints/step-{step:08d} at step {step}"
+        assert line in log_of(tmp_path / "run")
+    assert not list(tmp_path.glob("run/checkpoints/*.superseded"))
+
+
+def test_a_requeued_job_goes_back_to_a_checkpoint_of_its_own_once(
+    config_file, tmp_path, monkeypatch
+):
+    runs.run(config_file, 1, *ONE, "checkpoint.every=2", "checkpoint.keep=0")
+    back = f"checkpoint.resume={tmp_path}/run/checkpoints/step-00000004"
+    assert (
+        runs.train(runs.load(config_file, *ONE, back, "checkpoint.keep=0", "train.stop_at=5"), 1)
+        == 0
+    )
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == [
+        "step-00000002", "step-00000004", "step-00000005", "step-00000006.superseded",
+        "step-00000008.superseded",
+    ]  # fmt: skip
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert runs.train(runs.load(config_file, *ONE, back, "train.stop_at=6"), 1) == 0
+    assert "step-00000005 at step 5" in log_of(tmp_path / "run")
+
+
+def test_a_requeued_job_that_was_to_begin_new_goes_on(config_file, tmp_path, monkeypatch):
+    new = "checkpoint.resume=never"
+    runs.run(config_file, 1, *ONE, new, "train.stop_at=3")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    runs.run(config_file, 1, *ONE, new, "train.stop_at=4")
+    assert "step-00000003 at step 3" in log_of(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ("model.heads=4", "model.heads: 4, but "),
+        ("model.norm_eps=1e-3", "model.norm_eps: 0.001, but "),
+        ("model.parallel_residual=true", "model.parallel_residual: True, but "),
+        ("model.rotary_fraction=0.5", "model.rotary_fraction: 0.5, but "),
+    ],
+)
+def test_weights_that_fit_a_model_of_another_function_are_refused(
+    config_file, imported, capfd, changed, said
+):
+    assert runs.train(runs.load(config_file, *ONE, imported, changed), 1) == 2
+    error = capfd.readouterr().err
+    assert said in error
+    assert "was trained with " in error
+    assert error.count("\n") == 1
+
+
+def test_another_rotary_base_may_be_meant_and_is_told(config_file, tmp_path, imported):
+    runs.run(config_file, 1, *ONE, imported, "model.rotary_base=500000")
+    warning = "warning: model.rotary_base: 500000.0, was 10000.0"
+    assert warning in log_of(tmp_path / "run")
+
+
+def test_another_global_batch_neither_repeats_nor_skips_a_sample(
+    config_file, tmp_path, monkeypatch
+):
+    whole = Loader.step
+
+    def step(loader, number):
+        batches = whole(loader, number)
+        with (tmp_path / "read").open("a") as file:
+            file.writelines(
+                f"{b.first_sample + i}\n" for b in batches for i in range(len(b.tokens))
+            )
+        return batches
+
+    monkeypatch.setattr(Loader, "step", step)
+    for stop, batch in ((3, 16), (5, 8), (6, 32)):
+        runs.run(config_file, 1, *ONE, f"train.stop_at={stop}", f"train.global_batch={batch}")
+    read = [int(line) for line in (tmp_path / "read").read_text().split()]
+    assert read == list(range(3 * 16 + 2 * 8 + 32))
+    said = "train.global_batch: 32, was 8; the data go on at sample 64"
+    assert said in log_of(tmp_path / "run")
+
+
 def checkpoint_root_exists(tmp_path):
     return (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
 
@@ -166,7 +271,7 @@ def test_one_rank_writes_and_reads_without_a_process_group(config_file):
     train_step(trainer)
     path = save_trainer(trainer)
     trainer.close()
-    assert path.parent == checkpoint_root(trainer)
+    assert path.parent == checkpoint_root(trainer.config)
     again = build_trainer(config, arrangement, hierarchy)
     partial(resume, again)(Quiet())
     assert differences(again, open_checkpoint(path)) == 0
