@@ -11,6 +11,17 @@ fail() {
     exit 2
 }
 
+# Repeat a command that asks Slurm until it is answered, for some 5 minutes: slurmctld may have
+# been started anew.
+patiently() {
+    local pause
+    for pause in {1..24}; do
+        "$@" && return
+        sleep "$pause"
+    done
+    "$@"
+}
+
 show() {
     printf '%q ' "$@"
     echo
@@ -33,8 +44,16 @@ is_asked_to_stop=
 split_options() {
     options=()
     while [[ ${1:-} == -* ]]; do
-        if [ "$1" = --dry-run ]; then dry_run=1; else options+=("$1"); fi
-        shift
+        case $1 in
+            --dry-run) dry_run=1 ;;
+            -[HIQhksvVO]) options+=("$1") ;;
+            -?) # the other short ones have a value
+                options+=("$1" "${2:-}")
+                shift
+                ;;
+            *) options+=("$1") ;;
+        esac
+        [ $# = 0 ] || shift
     done
     arguments=("$@")
 }
@@ -154,11 +173,12 @@ run() {
     if [ -n "$dry_run" ]; then show "$@"; else "$@"; fi
 }
 
-# The command of a step of all ranks, in `step`. After the first rank has ended the others have a
-# minute (SLURM_WAIT, if set) to end by themselves. --kill-on-bad-exit would end them at once: those
-# who still live could not say whom they lost, and srun's exit code would be that of its own kill.
+# The command of a step of all ranks, in `step`. After the first rank has ended the others have 11
+# minutes (SLURM_WAIT, if set) to end by themselves: they may wait 10 for one that has not come, and
+# are to say so. --kill-on-bad-exit would end them at once: those who still live could not say whom
+# they lost, and srun's exit code would be that of its own kill.
 make_step() {
-    step=(srun --kill-on-bad-exit=0 --wait="${SLURM_WAIT:-60}")
+    step=(srun --kill-on-bad-exit=0 --wait="${SLURM_WAIT:-660}")
     step+=(--cpus-per-task="${SLURM_CPUS_PER_TASK:-CORES}")
     step+=("${srun_options[@]}" python -m megafrontier "$@")
 }

@@ -41,6 +41,12 @@ def test_a_dry_run_shows_what_would_be_submitted_and_run():
     assert any(line.startswith("module load") for line in said)
 
 
+def test_short_options_of_sbatch_take_their_values_along():
+    said = dry_run("slurm/train.sbatch", "-N", "2", "-H", "-qdebug", "-t", "1:00:00", CONFIG)[0]
+    assert "-N 2 -H -qdebug -t 1:00:00" in said
+    assert said.split()[-1] == CONFIG
+
+
 def test_frontiers_own_lines_reach_no_other_cluster():
     for cluster in ("lumi", "generic"):
         said = dry_run("slurm/train.sbatch", "--nodes=2", CONFIG, cluster=cluster)[0]
@@ -159,11 +165,11 @@ SINFO = "#!/bin/sh\nprintf 'frontier0000%s\\n' 1 2 3 3\n"
 SRUN = "#!/bin/sh\necho ranks start\n"
 
 
-def run_job_on_frontier00001_and_2(folder, *chosen, ranks, code):
+def run_job_on_frontier00001_and_2(folder, *chosen, ranks, code, scontrol=SCONTROL):
     """The output of the batch file as Slurm runs it, which ends with a code; `ranks`: what srun
     does."""
     environment = os.environ | {
-        "PATH": with_tools(folder, scontrol=SCONTROL, srun=SRUN + ranks, sinfo=SINFO),
+        "PATH": with_tools(folder, scontrol=scontrol, srun=SRUN + ranks, sinfo=SINFO),
         "MEGAFRONTIER_CLUSTER": "generic",
         "MEGAFRONTIER_PREFIX": os.path.dirname(os.path.dirname(sys.executable)),
         "MEGAFRONTIER_HOME": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "",
@@ -191,6 +197,16 @@ def test_a_run_with_bad_nodes_is_requeued_if_another_start_leaves_one_out(
     assert ("scontrol requeue 7\n" in said, excluded in said) == (is_requeued,) * 2
     assert ("not requeued" in said) != is_requeued
     assert "ranks start" in said
+
+
+def test_slurm_may_be_silent_for_a_while_at_the_end_of_a_job(tmp_path):
+    """Its controller is started anew: neither is the job taken for cancelled, nor forgotten."""
+    silent = 'case "$*" in *requeue*|*show\\ job*)\n'
+    silent += f"echo . >>{tmp_path}/asked; [ $(wc -l <{tmp_path}/asked) -gt 2 ] || exit 1 ;; esac\n"
+    scontrol = SCONTROL.replace("#!/bin/sh\n", "#!/bin/sh\n" + silent)
+    said = run_job_on_frontier00001_and_2(tmp_path, ranks="exit 75", code=75, scontrol=scontrol)
+    assert "exit code 75, requeued\n" in said
+    assert "scontrol requeue 7\n" in said
 
 
 def test_a_job_that_gets_a_listed_node_is_requeued_before_its_ranks_start(tmp_path):
