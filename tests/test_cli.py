@@ -106,6 +106,19 @@ def test_an_interrupt_is_no_traceback(monkeypatch, tmp_path):
     assert main(["train", str(runs.make_config_file(tmp_path))]) == 130
 
 
+def test_a_run_that_stops_early_shows_its_last_step_and_the_time_until_then(tmp_path, capsys):
+    from megafrontier.config import Config
+    from megafrontier.training.logbook import open_logbook
+
+    config = Config()
+    config.run.directory = str(tmp_path / "run")
+    config.train.steps, config.train.stop_at, config.log.every = 300, 15, 10
+    with open_logbook(config, True) as logbook:
+        for step in range(1, 16):
+            logbook.write({"step": step, "step_seconds": 2.0})
+    assert capsys.readouterr().out == "step 10/300  ETA 10s\nstep 15/300  ETA 0s\n"
+
+
 TEXT = "Der Fluß ist breit, 3 € sind viel; a stitch in time saves nine.\n" * 60
 
 
@@ -228,6 +241,20 @@ def test_generated_text_keeps_its_space_behind_the_prompt(life, capfd, monkeypat
     assert text.rstrip("\n") == "Der Fluß ist breit"
 
 
+def test_generated_tokens_are_the_tokenizers(life, capfd, monkeypatch):
+    from megafrontier.training import standalone
+
+    found = {}
+
+    def generate(*_, **sampling):
+        found.update(sampling)
+        return iter(())
+
+    monkeypatch.setattr(standalone, "generate", generate)
+    run_command(capfd, "generate", life / "run", "--prompt", "Der Fluß")
+    assert found["vocab_size"] == 300
+
+
 def test_greedy_text_is_the_same_each_time_and_a_seed_repeats_the_rest(life, capfd):
     def text(*more):
         words = ("generate", life / "run", "--prompt", "Der Fl", "--max-new-tokens", 8, *more)
@@ -264,6 +291,9 @@ def test_what_is_exported_gives_transformers_the_same_loss_and_comes_back_to_tra
     imported = run_command(
         capfd, "import", tmp_path / "exported", "--out", tmp_path / "imported"
     ).strip()
+    again = ["import", str(tmp_path / "exported"), "--out", str(tmp_path / "imported")]
+    assert main(again) == 2
+    assert "imported: holds checkpoints; need another --out" in capfd.readouterr().err
     lines = runs.run(
         life / "config.yaml", 4, f"checkpoint.resume={imported}", "model.vocab_size=300",
         "model.vocab_multiple=128",
@@ -272,3 +302,16 @@ def test_what_is_exported_gives_transformers_the_same_loss_and_comes_back_to_tra
     )  # fmt: skip
     assert runs.valid_losses(lines)[0] == pytest.approx(trained, abs=2e-4)
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+
+
+def test_a_model_in_bf16_as_on_a_gpu_gives_the_logits_of_fp32(life, monkeypatch):
+    from megafrontier.training import standalone
+    from megafrontier.training.standalone import load_model, newest
+
+    path, cpu = newest(life / "run"), torch.device("cpu")
+    tokens = torch.arange(16).view(1, -1)
+    exact = load_model(path, cpu)[1](tokens)
+    monkeypatch.setattr(standalone, "_dtype_on", lambda device: torch.bfloat16)
+    found = load_model(path, cpu)[1](tokens)
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found.float(), exact, rtol=0.05, atol=0.05)

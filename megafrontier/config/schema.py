@@ -265,7 +265,7 @@ class LevelConfig:
 @dataclass
 class DeviceConfig:
     name: str = "cpu"
-    """Name of the device, for logs."""
+    """`cpu`, or an accelerator's name: then a launcher's ranks must find one."""
     memory_gib: float | None = None
     """Memory of one device."""
     peak_tflops: float | None = None

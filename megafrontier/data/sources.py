@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from megafrontier.data.streams import BLOCK_BYTES, Stream, cut_characters
 from megafrontier.errors import UserError
@@ -95,7 +95,11 @@ def share(sources: Sequence[Source], part: int, parts: int) -> Sequence[Source]:
 def _find(name: str, split: str) -> list[Source]:
     path = Path(name)
     if path.is_dir():
-        return _find_folder(path, split)
+        try:
+            return _find_folder(path, split)
+        except OSError as error:
+            found = f"input {name!r}: {error.filename}: {error.strerror}"
+            raise UserError(f"{found}, need a folder to read") from error
     if path.exists():
         return [_find_file(path)]
     if glob.has_magic(name):
@@ -129,7 +133,7 @@ def _find_folder(folder: Path, split: str) -> list[Source]:
     found = [_file_source(path) for path in _walk(folder)]
     if not found:
         known = ", ".join(TEXT_SUFFIXES)
-        raise UserError(f"input {name!r}: no {known}, .jsonl, .parquet or .json of JSON lines")
+        raise UserError(f"input {name!r}: no {known}, .jsonl or .parquet")
     return found
 
 
@@ -142,12 +146,25 @@ def _describes_dataset(readme: Path) -> bool:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    for parent, folders, files in os.walk(folder):
+    """Its texts and those of the folders in it or linked from it, each folder once: links may go
+    in circles. Raises OSError for a folder that cannot be listed."""
+    seen = set()
+    for parent, folders, files in os.walk(folder, onerror=_fail, followlinks=True):
+        real = os.path.realpath(parent)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
         folders[:] = sorted(f for f in folders if not f.startswith("."))
         for path in (Path(parent, file) for file in sorted(files)):
             known = _suffix(path) in _KINDS and not path.name.startswith(".")
-            if known and path.is_file() and _holds_text(path):
+            # A .json in a folder is as often about the texts as one of them.
+            if known and _suffix(path) != ".json" and path.is_file():
                 yield path
+
+
+def _fail(error: OSError) -> NoReturn:
+    raise error
 
 
 def _suffix(path: Path) -> str:

@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
         """Ids of each text."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; `eod` has none in SentencePiece and bytes."""
+        """The text of ids; `eod` has none in SentencePiece and bytes, nor has an unknown id."""
 
     def save(self, folder: Path) -> None:
         """Write into `folder` what `load_tokenizer(folder)` reads back, and, but for `bytes`, what
@@ -99,7 +99,7 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids."""
-        return self._model.decode([int(i) for i in ids])
+        return self._model.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
 
     def save(self, folder: Path) -> None:
         """Write the model and, for `transformers`, the same as a fast tokenizer.

@@ -22,12 +22,14 @@ def generate(
     top_p: float = 1.0,
     seed: int | None = None,
     stop: int | None = None,
+    vocab_size: int | None = None,
 ) -> Iterator[int]:
     """Yield the tokens that follow `prompt`, each as soon as it is known.
 
     Ends after `max_new_tokens`, when prompt and text fill the model's sequence length, or before
     the token `stop`. Sampling as in `next_token_probabilities`; the same `seed` gives the same
-    tokens, None a new one every time. The model is in eval mode until the iterator is used up.
+    tokens, None a new one every time. Only tokens below `vocab_size` follow, None: any that the
+    model has. The model is in eval mode until the iterator is used up.
 
     Raises UserError at once for a prompt that is empty, too long or of unknown tokens, and for
     values out of range.
@@ -37,6 +39,8 @@ def generate(
     _need(temperature >= 0, "temperature", temperature, "need 0 or more")
     _need(top_k >= 0, "top_k", top_k, "need 0 (all tokens) or more")
     _need(0 < top_p <= 1, "top_p", top_p, "need more than 0, at most 1")
+    fits = seed is None or -(2**63) <= seed < 2**64
+    _need(fits, "seed", seed, "need -2**63 to 2**64 - 1")
 
     generator = torch.Generator()
     if seed is None:
@@ -45,6 +49,7 @@ def generate(
         generator.manual_seed(seed)
 
     def choose(logits: Tensor) -> int:
+        logits = logits[:vocab_size]
         if temperature == 0:
             return int(logits.argmax())
         probabilities = next_token_probabilities(logits, temperature, top_k, top_p)

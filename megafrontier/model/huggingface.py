@@ -180,6 +180,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
     """A temporary folder that becomes `out` when everything went well, and vanishes if not."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists and is not an empty folder; choose another --out")
+    out = out.resolve()  # `.` has no name
     folder = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         folder.mkdir(parents=True)

@@ -67,7 +67,9 @@ def open_logbook(config: Config, is_first: bool) -> Iterator[Logbook]:
         return
     with (
         _open_log(config) as log,
-        Progress(config.train.steps, sys.stdout, config.log.every, log) as progress,
+        Progress(
+            config.train.steps, sys.stdout, config.log.every, log, config.train.stop_at
+        ) as progress,
         closing(Logbook(progress)) as logbook,
     ):
         yield logbook

@@ -19,9 +19,18 @@ class Progress:
     and in `log` on any stream, every `every`-th step is a plain line.
     """
 
-    def __init__(self, steps: int, stream: TextIO, every: int, log: TextIO | None = None) -> None:
-        """`steps` is the step the run ends at; `log` is a file that gets the plain lines."""
+    def __init__(
+        self,
+        steps: int,
+        stream: TextIO,
+        every: int,
+        log: TextIO | None = None,
+        stop_at: int | None = None,
+    ) -> None:
+        """`steps` is the step the run ends at, `stop_at` the one this process does (None: that
+        too); `log` is a file that gets the plain lines."""
         self._steps, self._every = steps, every
+        self._stop_at = stop_at or steps
         self._stream, self._log = stream, log
         # The median forgets a step that compiled, evaluated or hung; 20 steps follow a change.
         self._recent_seconds: deque[float] = deque(maxlen=20)
@@ -55,12 +64,12 @@ class Progress:
     def _is_kept(self, values: dict[str, Any]) -> bool:
         step = values["step"]
         special = "valid_loss" in values or values.get("skipped", False)
-        return special or step % self._every == 0 or step >= self._steps
+        return special or step % self._every == 0 or step >= self._stop_at
 
     def _eta_seconds(self, values: dict[str, Any]) -> float | None:
         if "valid_loss" in values or not self._recent_seconds:
             return None
-        return median(self._recent_seconds) * max(self._steps - values["step"], 0)
+        return median(self._recent_seconds) * max(self._stop_at - values["step"], 0)
 
     def __enter__(self) -> "Progress":
         return self

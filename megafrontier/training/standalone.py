@@ -12,6 +12,7 @@ import torch
 
 from megafrontier.checkpoint.commands import find
 from megafrontier.checkpoint.crowd import Alone
+from megafrontier.checkpoint.folder import candidates
 from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.checkpoint.read import Checkpoint, open_checkpoint, read_manifest
 from megafrontier.checkpoint.write import save
@@ -35,6 +36,7 @@ from megafrontier.partition.wires import DTYPES
 from megafrontier.training.arrangement import Arrangement, check_training
 from megafrontier.training.evaluation import Evaluation, evaluate
 from megafrontier.training.launch import joined, launch
+from megafrontier.training.resuming import check_model
 from megafrontier.training.saving import attach_tokenizer
 from megafrontier.training.trainer import build_model, open_loader
 
@@ -77,16 +79,23 @@ class Weights(Mapping[str, torch.Tensor]):
 
 
 def load_model(path: Path, device: torch.device) -> tuple[Config, GPT]:
-    """A whole fp32 model on one device. Raises UserError when the checkpoint is not whole."""
+    """A whole model on one device: fp32 on a CPU, bf16 on a GPU, which would not hold the largest
+    otherwise. Raises UserError when the checkpoint is not whole."""
     config = saved_config(path)
     with torch.device("meta"):
         model = GPT(config.model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(_dtype_on(device))
     model.to_empty(device=device)
     weights = Weights(open_checkpoint(path))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
     return config, model
+
+
+def _dtype_on(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def generate_command(
@@ -105,7 +114,7 @@ def generate_command(
     # An empty prompt starts where a document starts.
     tokens = tokenizer.encode(prompt) or [tokenizer.eod]
     show(prompt)
-    new = generate(model, tokens, stop=tokenizer.eod, **sampling)
+    new = generate(model, tokens, stop=tokenizer.eod, vocab_size=tokenizer.vocab_size, **sampling)
     for text in stream_text(new, tokenizer.decode, tokens):
         show(text)
 
@@ -123,8 +132,11 @@ def export_command(path: Path, out: Path, precision: str) -> str:
 def import_command(folder: Path, out: Path) -> Path:
     """Make a checkpoint, at step 0 and of weights alone, of a Hugging Face model folder.
 
-    `out` is the checkpoints folder to write it into. Raises UserError for what GPT does not do.
+    `out` is the checkpoints folder to write it into. Raises UserError for what GPT does not do, and
+    when there are checkpoints in `out` already.
     """
+    if any(candidates(out)):
+        raise UserError(f"{out}: holds checkpoints; need another --out")
     model, tensors = import_model(folder)
     config = Config(model=model, tokenizer=str(folder))
     layout = Layout.build("imported", parameter_shapes(model).items(), 1)
@@ -185,6 +197,7 @@ def evaluate_command(
 def _evaluate(target: Target, arrangement: Arrangement, hierarchy: Hierarchy) -> Evaluation:
     config = target.config
     checkpoint = open_checkpoint(target.checkpoint, hierarchy.rank, hierarchy.size)
+    check_model(config.model, checkpoint)
     model, _ = build_model(config, arrangement, hierarchy, partial(_read_slice, checkpoint))
     loader = open_loader(config, "valid", hierarchy)
     if loader is None:

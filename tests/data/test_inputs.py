@@ -1,7 +1,9 @@
 """What prepare reads: every kind of input, and a line that names file and place for bad ones."""
 
+import errno
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -47,15 +49,21 @@ def test_json_lines_are_read_packed_or_not(tmp_path: Path, name: str, pack) -> N
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '["text"]\n' * 2, '{\n "text": "x"\n}\n', '{"text"'])
-def test_json_that_is_no_json_lines_is_refused_but_left_out_of_a_folder(
-    tmp_path: Path, text: str
-) -> None:
+def test_json_that_is_no_json_lines_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text)
     for name in ("x.json", "*.json"):
         with pytest.raises(UserError, match=r"x\.json': no JSON lines, need one object a line"):
             prepared(tmp_path, tmp_path / name)
-    (tmp_path / "lines.json").write_text(f"\n{LINES.decode()}")
-    assert prepared(tmp_path, tmp_path) == TEXTS
+
+
+def test_json_is_left_out_of_a_folder_but_read_when_it_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "x.txt").write_text("a text")
+    (folder / "lines.json").write_text(f"\n{LINES.decode()}")
+    assert prepared(tmp_path, folder) == ["a text"]
+    assert prepared(tmp_path, folder / "lines.json") == TEXTS
+    assert prepared(tmp_path, folder / "*.json") == TEXTS
 
 
 def test_another_key_and_blank_lines(tmp_path: Path) -> None:
@@ -91,6 +99,36 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     (folder / "image.png.gz").write_bytes(gzip.compress(b"packed"))
     found = ["a.rst", *TEXTS, "c.py", "packed", "too", "b/a.txt", "b/z.md"]
     assert prepared(tmp_path, folder) == found
+
+
+def test_linked_folders_are_read_once_and_circles_end(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    (folder / "x.txt").write_text("here")
+    (elsewhere / "x.txt").write_text("there")
+    (elsewhere / "back").symlink_to(folder)
+    for name in ("a", "b"):
+        (folder / name).symlink_to(elsewhere)
+    assert prepared(tmp_path, folder) == ["here", "there"]
+
+
+def test_a_folder_that_cannot_be_listed_is_refused_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "folder"
+    (folder / "locked").mkdir(parents=True)
+    (folder / "x.txt").write_text("here")
+    scandir = os.scandir
+
+    def refuse(path):  # modes do not hold back root
+        if str(path).endswith("locked"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UserError, match=r"folder': .*/locked: Permission denied, need a folder"):
+        prepared(tmp_path, folder)
 
 
 def test_a_glob_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:

@@ -63,6 +63,13 @@ def test_the_ready_made_tokenizer_gives_every_text_back() -> None:
     assert len(source.encode()) / len(tokenizer.encode(source)) > 3
 
 
+def test_ids_beyond_the_tokenizer_have_no_text() -> None:
+    tokenizer = load_tokenizer(GENERAL)
+    ids = tokenizer.encode(TEXTS[3])
+    unknown = [tokenizer.vocab_size, tokenizer.vocab_size + 99, -1]
+    assert tokenizer.decode([*unknown, *ids, *unknown]) == TEXTS[3]
+
+
 def test_bytes_give_every_text_back(tmp_path: Path) -> None:
     check_round_trip(load_tokenizer("bytes"))
     load_tokenizer("bytes").save(tmp_path / "saved")

@@ -57,6 +57,14 @@ def test_stops_at_the_sequence_length_the_count_and_the_stop_token(make_config, 
     assert stopped == greedy[: greedy.index(stop)]
 
 
+@pytest.mark.parametrize("temperature", [0, 2.0])
+def test_tokens_beyond_the_vocabulary_never_follow(temperature, make_config, make_model):
+    model = make_model(make_config())
+    sampling = {"max_new_tokens": 15, "temperature": temperature, "seed": 1}
+    assert max(generate(model, PROMPT, **sampling)) >= 6
+    assert max(generate(model, PROMPT, **sampling, vocab_size=6)) < 6
+
+
 def test_tokens_come_one_by_one_and_leave_the_callers_modes_alone(make_config, make_model):
     model = make_model(make_config(dropout=0.5)).train()
     tokens = generate(model, PROMPT, max_new_tokens=15, temperature=0)
@@ -125,6 +133,8 @@ def test_sampled_tokens_follow_the_probabilities(make_config, make_model):
         ({"top_p": 0.0}, "top_p: 0.0, need more than 0"),
         ({"top_k": -1}, "top_k: -1"),
         ({"max_new_tokens": -1}, "max_new_tokens: -1"),
+        ({"seed": 2**64}, r"seed: 18446744073709551616, need -2\*\*63 to 2\*\*64 - 1"),
+        ({"seed": -(2**63) - 1}, "seed: -9223372036854775809, need"),
     ],
 )
 def test_bad_input_is_refused_at_once(changes, message, make_config, make_model):

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -265,6 +266,15 @@ def test_a_missing_or_misshapen_weight_leaves_nothing_behind(make_config, make_m
     ):
         export_model(config, weights, tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_folder_may_be_the_one_we_are_in(make_config, make_model, tmp_path, monkeypatch):
+    config, out = make_config(), tmp_path / "out"
+    out.mkdir()
+    monkeypatch.chdir(out)
+    export_model(config, make_model(config).state_dict(), Path())
+    assert (out / "config.json").is_file()
+    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_an_occupied_folder_is_not_overwritten(exported, make_config):
