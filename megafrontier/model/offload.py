@@ -84,25 +84,38 @@ class Copies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        self._going: tuple[Tensor, torch.cuda.Event] | None = None
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Begin to copy what the computation has made by now; the host may not read it yet."""
+        """Begin to copy what the computation has made by now; the host may not read it yet.
+
+        The tensor is kept until the computation has waited for the copy, at the next one. With
+        `record_stream` its memory would be free only when the device has come so far, and the host,
+        which runs ahead, would take new memory for each block.
+        """
+        self._let_go()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._stream)
+            self._going = tensor, self._stream.record_event()
         return host
+
+    def _let_go(self) -> None:
+        if self._going is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._going[1])
+            self._going = None
 
     def start_back(self, host: Tensor) -> Tensor:
         """Begin to copy back, for `arrive` to finish; after what is computed now, since memory
-        would fill if the copies of all blocks ran ahead."""
+        would fill if the copies of all blocks ran ahead. The computation's memory takes it, which
+        waits for the copy before it gives that memory to another."""
+        self._let_go()
+        tensor = torch.empty_like(host, device=self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            return host.to(self._device, non_blocking=True)
+            return tensor.copy_(host, non_blocking=True)
 
     def arrive(self, tensor: Tensor) -> None:
         """Let the computation wait for what has begun to come back, and use it."""
-        computing = torch.cuda.current_stream(self._device)
-        computing.wait_stream(self._stream)
-        tensor.record_stream(computing)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)

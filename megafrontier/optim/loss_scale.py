@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import torch
 
 GROWTH_INTERVAL = 1000
+LEAST = 2.0**-24
+"""Far below 1, for gradients are sums over tokens."""
 
 
 class LossScale:
@@ -26,7 +28,7 @@ class LossScale:
         good = self._good_steps + 1
         is_due = good == GROWTH_INTERVAL
         grown = torch.where(is_due, self.scale * 2, self.scale)
-        halved = (self.scale / 2).clamp(min=1)
+        halved = (self.scale / 2).clamp(min=LEAST)
         self.scale = torch.where(is_bad > 0, halved, grown)
         self._good_steps = torch.where((is_bad > 0) | is_due, 0.0, good)
 

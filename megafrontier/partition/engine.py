@@ -269,6 +269,12 @@ class Engine:
                 unit.published.copy_(unit.master)
             unit.place()
 
+    def scale_errors(self, factor: torch.Tensor) -> None:
+        """Multiply by `factor` [] all that gradient messages have left unsaid."""
+        for unit in self.units:
+            for error in unit.errors.values():
+                error.mul_(factor)
+
     def fold_errors(self) -> None:
         """Make every unit's `error` hold all that is left unsaid; before a checkpoint."""
         for unit in self.units:

@@ -124,7 +124,8 @@ class StreamLane:
     """A device stream (CUDA or ROCm): the caller only enqueues."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        # Its small kernels come first, or each would wait behind a matrix product's.
+        self._stream = torch.cuda.Stream(device, priority=-1)
 
     def run(self, task: Task, after: Ticket) -> Ticket:
         """Enqueue behind what the calling stream has been given so far."""

@@ -1,7 +1,10 @@
 """Tell of skipped steps, and stop a run that has ceased to learn: too many non-finite in a row."""
 
+import math
+
 from megafrontier.data.loader import Loader
 from megafrontier.errors import RunFailed
+from megafrontier.optim.loss_scale import LEAST
 from megafrontier.training.callback import Callback
 from megafrontier.training.logbook import Logbook
 from megafrontier.training.result import StepResult
@@ -19,7 +22,8 @@ class Guard(Callback):
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         """Count and tell of a skipped step. Raises RunFailed at one too many."""
         is_finite = result.spiked or not result.skipped
-        self._in_a_row = 0 if is_finite else self._in_a_row + 1
+        if is_finite or not _looks_for_scale(trainer, result):
+            self._in_a_row = 0 if is_finite else self._in_a_row + 1
         if result.skipped:
             self._logbook.remark(_how_to_leave_out(result, trainer.loader))
         limit = trainer.config.train.nonfinite_limit
@@ -29,6 +33,13 @@ class Guard(Callback):
                 f"step {result.step}: the last {limit} steps had a non-finite loss or gradient "
                 f"(train.nonfinite_limit), the newest with samples {first} to {last - 1}"
             )
+
+
+def _looks_for_scale(trainer: Trainer, result: StepResult) -> bool:
+    """Whether a lower loss scale is all that a non-finite step asks for: at the start of a run in
+    fp16 many in a row do."""
+    may_fall = trainer.loss_scale.enabled and result.loss_scale > LEAST
+    return may_fall and math.isfinite(result.loss)
 
 
 def _how_to_leave_out(result: StepResult, loader: Loader) -> str:

@@ -88,7 +88,10 @@ def start_step(trainer: Trainer) -> Pending:
     trainer.optimizer.step(gradients, lr, verdict.divisor, verdict.skip)
     engine.publish()
     engine.clear_gradients()
+    scale = trainer.loss_scale.scale
     trainer.loss_scale.update(verdict.is_bad)
+    # What a skipped step could not say must not come back, and the rest is in units of the scale.
+    engine.scale_errors((1 - verdict.skip) * trainer.loss_scale.scale / scale)
     trainer.step += 1
     return Pending(trainer, begin, lr, first_sample, verdict)
 

@@ -57,6 +57,35 @@ def test_one_ranks_nan_is_skipped_by_all_counted_and_logged_with_its_samples(
     assert log.count("skipped: loss or gradient not finite") == 4
 
 
+def test_steps_that_look_for_a_loss_scale_do_not_stop_the_run(config_file):
+    """From 2^40 it falls in more steps than may be non-finite in a row."""
+    chosen = ("train.precision=fp16", f"train.loss_scale={2.0**40}", "train.steps=40")
+    lines = runs.run(config_file, 1, *STEPS, "machine=laptop", *chosen)
+    skipped = [line["step"] for line in lines if line.get("skipped")]
+    assert skipped == list(range(1, len(skipped) + 1))
+    assert 10 < len(skipped) < 40
+
+
+def test_a_skipped_step_leaves_nothing_unsaid_for_the_next(config_file):
+    """A spike's rounding error, fed back, would be larger than the next gradient."""
+
+    def body(hierarchy):
+        config = runs.load(config_file, "partition.wires=low", "evaluate.batches=0")
+        trainer = build_trainer(config, arrange(config, hierarchy.size), hierarchy)
+        judged, sizes = trainer.spikes.judge, []
+        for is_spike in (0.0, 1.0):
+            trainer.spikes.judge = lambda *found, spike=is_spike: judged(*found) + spike
+            assert train_step(trainer).skipped == bool(is_spike)
+            errors = (error for unit in trainer.engine.units for error in unit.errors.values())
+            sizes.append(sum(float(error.abs().sum()) for error in errors))
+        trainer.close()
+        return sizes
+
+    for after_a_step, after_a_skipped_one in run_ranks((2, 2, 2), body):
+        assert after_a_step > 0
+        assert after_a_skipped_one == 0
+
+
 def test_so_many_in_a_row_stop_the_run_with_code_3_and_one_line(config_file, poison, capfd):
     poison(64, 80, 96)
     assert train(runs.load(config_file, *STEPS), 4) == 3
