@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megafrontier.errors import BAD_INPUT, UserError
+from megafrontier.errors import Ending, UserError
 
 _OVERRIDE = re.compile(r"[^-/=][^/=]*=")
 
@@ -22,9 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     try:
         return arguments.command(arguments) or 0
-    except UserError as error:
+    except Ending as error:
         print(f"megafrontier: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return error.code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:

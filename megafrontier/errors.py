@@ -2,9 +2,9 @@
 
     0   done
     2   bad input: change the command
-    3   the run has failed: look at it
+    3   the run has failed, or nothing of it could be saved: look at it
     69  a node is not fit for the run: start again without those in RUN/bad-nodes.txt
-    70  a rank was lost or hung: start again
+    70  a rank was lost or hung, or the storage failed: start again
     75  stopped on request: start again to go on
 
 Any other code is a bug's or a signal's.

@@ -11,15 +11,15 @@ fail() {
     exit 2
 }
 
-# Repeat a command that asks Slurm until it is answered, for some 5 minutes: slurmctld may have
-# been started anew.
+# Ask Slurm until it answers, for some 5 minutes: slurmctld may have been started anew. The answer is
+# in `answer`, and the loop in this shell, for a subshell would end at the first TERM.
 patiently() {
     local pause
     for pause in {1..24}; do
-        "$@" && return
-        sleep "$pause"
+        answer=$("$@") && return 0 # without the number a trap would give its own
+        sleep "$pause" || true
     done
-    "$@"
+    return 1
 }
 
 show() {
@@ -46,9 +46,17 @@ split_options() {
     while [[ ${1:-} == -* ]]; do
         case $1 in
             --dry-run) dry_run=1 ;;
-            -[HIQhksvVO]) options+=("$1") ;;
-            -?) # the other short ones have a value
-                options+=("$1" "${2:-}")
+            -[HIOQVWhksuv]) options+=("$1") ;;
+            -a?*) options+=("--array=${1#-a}") ;;
+            -a)
+                options+=("--array=${2:-}")
+                shift
+                ;;
+            # The other short ones have a value, and of the long ones those that are common.
+            -? | --nodes | --ntasks | --ntasks-per-node | --cpus-per-task | --time | --account | \
+                --partition | --qos | --job-name | --output | --error | --array | --dependency | \
+                --nodelist | --exclude | --constraint | --reservation | --begin | --mem | --signal)
+                if [[ $1 == --* ]]; then options+=("$1=${2:-}"); else options+=("$1" "${2:-}"); fi
                 shift
                 ;;
             *) options+=("$1") ;;

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megafrontier.checkpoint.errors import CheckpointUnreadable
 from megafrontier.checkpoint.folder import candidates, step_of
 from megafrontier.checkpoint.manifest import DTYPE_NAMES, FILE_NAME, Manifest
 from megafrontier.checkpoint.read import open_checkpoint, read_manifest
@@ -15,11 +16,15 @@ from megafrontier.errors import UserError
 def find(path: Path) -> list[Path]:
     """The checkpoints, oldest first, that a run directory, a checkpoints folder or the path of
     one checkpoint stands for. Raises UserError when there is none."""
-    if not path.is_dir():
-        raise UserError(f"{path}: no such folder, need a run, its checkpoints or one checkpoint")
-    if step_of(path) is not None or (path / FILE_NAME).is_file():
-        return [path]
-    found = list(candidates(path / "checkpoints")) or list(candidates(path))
+    try:
+        if not path.is_dir():
+            fits = "need a run, its checkpoints or one checkpoint"
+            raise UserError(f"{path}: no such folder, {fits}")
+        if step_of(path) is not None or (path / FILE_NAME).is_file():
+            return [path]
+        found = list(candidates(path / "checkpoints")) or list(candidates(path))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}, need a folder to read") from error
     if not found:
         raise UserError(f"{path}: no checkpoints, need a folder with step-00000100 or the like")
     return found[::-1]
@@ -45,7 +50,7 @@ def _row(path: Path) -> dict[str, Any]:
         row |= {"step": manifest.step, "saved_at": manifest.saved_at}
         row |= {"gib": round(manifest.payload_bytes / 2**30, 6)}
         open_checkpoint(path)
-    except UserError as error:
+    except (UserError, CheckpointUnreadable) as error:
         return row | {"whole": False, "problem": str(error)}
     return row | {"whole": True, "problem": None}
 

@@ -17,6 +17,9 @@ from megafrontier.cluster.links import measure, reaching
 from megafrontier.cluster.rollcall import RollCall
 from megafrontier.errors import PeersLost, RanksAbsent, Unconnected, UserError
 
+ALL_PEERS = "connections to all"
+"""Where gloo connects each rank to every other; NCCL and RCCL connect later."""
+
 
 @contextmanager
 def join(
@@ -66,8 +69,7 @@ def join(
 def _connect(roll: RollCall, levels: Levels, device: torch.device, timeout: timedelta) -> Hierarchy:
     """Reach all that this rank is going to talk to."""
     rank = roll.identity.rank
-    at = "connections to all"  # which gloo makes at once
-    with reaching(f"rank {rank}: {at}"), roll.standing.at(at):
+    with reaching(f"rank {rank}: {ALL_PEERS}"), roll.standing.at(ALL_PEERS):
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore("world", roll.store),

@@ -13,7 +13,7 @@ In between nothing is sent: a waiting rank costs rank 0 one idle connection.
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -52,10 +52,12 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Answers:
-    """Who did not answer; where all did and nothing moves, for whom the others wait, if known."""
+    """Who did not answer; where all did and nothing moves, for whom the others wait, if known, and
+    on how many hosts all are."""
 
     missing: Missing
     stuck: Stuck
+    hosts: int = 0
 
 
 class RollCall:
@@ -130,14 +132,15 @@ class RollCall:
         self.store.add(f"answers/{rank // _BLOCK}", 1)
         if rank == 0:
             missing = self._count()
-            answers = Answers(missing, self._stuck() if hang and not missing else [])
+            answers = self._look_round() if hang and not missing else Answers(missing, [])
             self.store.set("verdict", json.dumps(asdict(answers)))
             self._await_listeners(self.identity.world_size - len(missing) - 1)
             return answers
         self.store.wait(["verdict"], timedelta(seconds=VERDICT_SECONDS))
         found = json.loads(self._text("verdict"))
         self._listened()
-        return Answers(**{name: [tuple(row) for row in rows] for name, rows in found.items()})
+        missing, stuck = ([tuple(row) for row in found[name]] for name in ("missing", "stuck"))
+        return Answers(missing, stuck, found["hosts"])
 
     def _count(self) -> Missing:
         blocks = self._blocks()
@@ -147,11 +150,14 @@ class RollCall:
             blocks = self._incomplete("answers", blocks)
         return [(rank, self._text(f"host/{rank}")) for rank in self._without("here", blocks)]
 
-    def _stuck(self) -> Stuck:
-        keys = ([f"here/{rank}" for rank in block] for block in self._blocks())
-        told = (text for some in keys for text in self.store.multi_get(some))
-        found = culprits({rank: decode(text) for rank, text in enumerate(told)})
-        return [(rank, self._text(f"host/{rank}"), what) for rank, what in found.items()]
+    def _look_round(self) -> Answers:
+        hosts = [text.decode() for text in self._texts("host")]
+        found = culprits({rank: decode(text) for rank, text in enumerate(self._texts("here"))})
+        return Answers([], [(rank, hosts[rank], at) for rank, at in found.items()], len({*hosts}))
+
+    def _texts(self, key: str) -> Iterator[bytes]:
+        for block in self._blocks():
+            yield from self.store.multi_get([f"{key}/{rank}" for rank in block])
 
     def _blocks(self) -> list[range]:
         size = self.identity.world_size

@@ -36,7 +36,8 @@ class Loader:
 
     Of the `global_batch` samples of a step, rank d takes the d-th stretch and cuts it into
     micro-batches in order; so the samples of a step, and their order, are the same at any number of
-    ranks and any micro-batch size. Keeps no state that a checkpoint would have to hold.
+    ranks and any micro-batch size. Its one state, the `position`, is a function of the step as long
+    as `global_batch` stays.
     Raises UserError when the batch sizes do not divide.
     """
 

@@ -57,7 +57,7 @@ def attempted(config: Config, identity: Identity, hierarchy: Hierarchy) -> Itera
     reached = reached_step(directory / "metrics.jsonl") if first else 0
     listed = len(bad_nodes.listed(directory)) if first else 0
     refusal = _refusal(directory, reached, listed, config.train.attempts) if first else None
-    job = {"job": os.environ["SLURM_JOB_ID"]} if "SLURM_JOB_ID" in os.environ else {}
+    job = {"job": found} if (found := _job()) is not None else {}
     who = {"host": identity.host, "ranks": identity.world_size, **job}
     attempt.note(reached=reached, bad_nodes=listed, **who)
     try:
@@ -68,6 +68,26 @@ def attempted(config: Config, identity: Identity, hierarchy: Hierarchy) -> Itera
     except Ending as error:
         attempt.ended(error.code, str(error))
         raise
+
+
+def note_begun(directory: Path, wanted: str) -> None:
+    """Note that this Slurm job has done what `checkpoint.resume` asks for once: its later starts
+    have the same arguments. Rank 0 calls it; what cannot be written is left out."""
+    if (job := _job()) is not None:
+        Attempt(directory / "attempts.jsonl").note(begun=wanted, job=job)
+
+
+def has_begun(directory: Path, wanted: str) -> bool:
+    """Whether an earlier start of this Slurm job has done so."""
+    job = _job()
+    return job is not None and any(
+        entry.get("begun") == wanted and entry.get("job") == job
+        for entry in _entries(directory / "attempts.jsonl")
+    )
+
+
+def _job() -> str | None:
+    return os.environ.get("SLURM_JOB_ID")
 
 
 def reached_step(metrics: Path) -> int:

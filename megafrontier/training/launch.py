@@ -26,7 +26,7 @@ from megafrontier.training.kernels import describe_kernels
 from megafrontier.training.lease import hold
 from megafrontier.training.logbook import Log, Logbook, check_directory, open_logbook
 from megafrontier.training.loop import run
-from megafrontier.training.preflight import check_present, preflight
+from megafrontier.training.preflight import check_present, clear_room, preflight
 from megafrontier.training.resuming import check_resume, resume
 from megafrontier.training.saving import Save
 from megafrontier.training.stragglers import Stragglers
@@ -130,6 +130,7 @@ def _train_watched(config: Config, identity: Identity, directory: Path) -> int:
     ):
         watch.last_words = attempt.ended
         if config.preflight.enabled:
+            clear_room(config, hierarchy)
             with watch.trying_nodes():
                 preflight(config, arrangement, identity, hierarchy, logbook.remark)
         code = _run(config, arrangement, hierarchy, logbook, watch)

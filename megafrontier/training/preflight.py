@@ -82,6 +82,13 @@ def preflight(
         _refuse(failing, table.hosts, directory, hierarchy)
 
 
+def clear_room(config: Config, hierarchy: Hierarchy) -> None:
+    """A save that was killed holds the room of the next. It may take long to delete."""
+    if hierarchy.rank == 0:
+        with suppress(OSError):
+            clean_partials(checkpoint_root(config))
+
+
 def _tell(arrangement: Arrangement, identity: Identity, hierarchy: Hierarchy) -> Table:
     levels = range(len(hierarchy.levels.sizes))
     stated = stated_rates(arrangement, hierarchy)
@@ -151,8 +158,6 @@ def _check_room(config: Config, arrangement: Arrangement, hierarchy: Hierarchy) 
         return
     root = checkpoint_root(config)
     with hierarchy.standing.at(STORAGE):
-        with suppress(OSError):
-            clean_partials(root)  # a save that was killed holds the room of the next
         count = max(1, config.checkpoint.keep + 1 - len(list_checkpoints(root)))
         free = _free_gib(Path(config.run.directory))
     need = count * checkpoint_bytes(config, arrangement) / GIB

@@ -1,6 +1,5 @@
 """How a run takes up a checkpoint: which one, and whether it is of the same model."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -14,8 +13,10 @@ from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.checkpoint.read import Checkpoint, read_manifest
 from megafrontier.checkpoint.resume import load_checkpoint, open_newest
 from megafrontier.config import Config, ModelConfig
+from megafrontier.data.loader import data_step
 from megafrontier.errors import UserError
 from megafrontier.model.sizes import head_size, kv_heads, rotary_size
+from megafrontier.training.attempts import has_begun, note_begun
 from megafrontier.training.logbook import Logbook
 from megafrontier.training.saving import checkpoint_root, shards
 from megafrontier.training.trainer import Trainer
@@ -24,8 +25,8 @@ from megafrontier.training.trainer import Trainer
 def check_resume(config: Config) -> None:
     """Raises UserError where `checkpoint.resume` names a checkpoint that is needed and not sound at
     first sight."""
-    path = named_checkpoint(config)
-    if path is None or not (leads_back(config) or not list_checkpoints(checkpoint_root(config))):
+    path, own = named_checkpoint(config), list_checkpoints(checkpoint_root(config))
+    if path is None or (own and (not leads_back(config) or is_begun(config))):
         return
     try:
         read_manifest(path)
@@ -41,17 +42,16 @@ def named_checkpoint(config: Config) -> Path | None:
     return None if wanted in ("auto", "never") else Path(wanted)
 
 
-def is_requeued() -> bool:
-    """Whether this is a Slurm job that has been started before, with the same arguments."""
-    return int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
-
-
 def leads_back(config: Config) -> bool:
-    """Whether the run is to go back to a checkpoint of its own. A requeued job has done so."""
+    """Whether the run is to go back to a checkpoint of its own."""
     path = named_checkpoint(config)
-    if path is None or is_requeued():
-        return False
-    return path.resolve().parent == checkpoint_root(config).resolve()
+    return path is not None and path.resolve().parent == checkpoint_root(config).resolve()
+
+
+def is_begun(config: Config) -> bool:
+    """Whether an earlier start of this Slurm job, with the same arguments, has gone back or begun
+    anew as they say: then this one goes on."""
+    return has_begun(Path(config.run.directory), config.checkpoint.resume)
 
 
 def resume(trainer: Trainer, logbook: Logbook) -> None:
@@ -65,11 +65,15 @@ def resume(trainer: Trainer, logbook: Logbook) -> None:
     in one directory.
     """
     config, root = trainer.config, checkpoint_root(trainer.config)
-    if config.checkpoint.resume == "never" and not is_requeued():
-        _refuse_old_checkpoints(trainer, root)
-        return
     load = partial(_fill, trainer)
-    is_back, path = leads_back(config), named_checkpoint(config)
+    path = named_checkpoint(config)
+    # By rank 0's word: file systems do not show all nodes the same at every moment.
+    is_begun_now = not trainer.hierarchy.all_true(not (trainer.is_first and is_begun(config)))
+    is_back = leads_back(config) and not is_begun_now
+    if config.checkpoint.resume == "never" and not is_begun_now:
+        _refuse_old_checkpoints(trainer, root)
+        _note_begun(trainer)
+        return
     found = None if is_back else open_newest(root, load, trainer.hierarchy, logbook.remark)
     if found is None and path is not None:
         found = load_checkpoint(path, load, trainer.hierarchy)
@@ -82,6 +86,12 @@ def resume(trainer: Trainer, logbook: Logbook) -> None:
         logbook.remark(line)
     if is_back:
         trainer.hierarchy.together(partial(_give_up_later, trainer, root))
+        _note_begun(trainer)
+
+
+def _note_begun(trainer: Trainer) -> None:
+    if trainer.is_first:
+        note_begun(Path(trainer.config.run.directory), trainer.config.checkpoint.resume)
 
 
 def _refuse_old_checkpoints(trainer: Trainer, root: Path) -> None:
@@ -106,7 +116,7 @@ def _give_up_later(trainer: Trainer, root: Path) -> None:
 
 def _fill(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """This rank's part of every state that both sides have."""
-    _check_model(trainer.config.model, checkpoint)
+    check_model(trainer.config.model, checkpoint)
     piece, pieces = trainer.hierarchy.piece(trainer.engine.placement.optimizer)
     layouts = [unit.layout for unit in trainer.engine.units]
     checkpoint.fill(layouts, restored(trainer, checkpoint.manifest), piece, pieces)
@@ -128,13 +138,23 @@ def _take_up(trainer: Trainer, manifest: Manifest) -> None:
     trainer.optimizer.restore(int(manifest.extra.get("optimizer_steps", 0)))
     trainer.loss_scale.restore(manifest.extra.get("loss_scale", {}))
     trainer.spikes.restore(manifest.extra.get("spikes", {}))
-    if "data" in manifest.extra:
-        step, sample = manifest.extra["data"]
-        trainer.loader.go_on((step, sample))
+    step, sample = manifest.extra.get("data") or _position(manifest)
+    trainer.loader.go_on((step, sample))
 
 
-def _check_model(model: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Refuse weights that fit, of a model that computes something else with them."""
+def _position(manifest: Manifest) -> tuple[int, int]:
+    """Where the data stood, from before checkpoints said so."""
+    own = data_step(manifest.step, manifest.config.get("data", {}).get("skip", []))
+    return own, own * _global_batch(manifest)
+
+
+def _global_batch(manifest: Manifest) -> int:
+    return int(manifest.config.get("train", {}).get("global_batch", 0))
+
+
+def check_model(model: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Refuse weights that fit, of a model that computes something else with them. Raises
+    UserError."""
     saved = _saved_model(checkpoint.manifest)
     if saved is None:
         return
@@ -152,6 +172,7 @@ def _function(model: ModelConfig) -> dict[str, Any]:
         "heads": model.heads,
         "kv_heads": kv_heads(model),
         "head_size": head_size(model),
+        "vocab_size": model.vocab_size,
         "norm": model.norm,
         "norm_eps": model.norm_eps,
         "activation": model.activation,
@@ -175,9 +196,8 @@ def _changes(trainer: Trainer, manifest: Manifest) -> list[str]:
     model, saved = trainer.config.model, _saved_model(manifest)
     if saved is not None and model.position == "rotary" and saved.rotary_base != model.rotary_base:
         lines.append(f"warning: model.rotary_base: {model.rotary_base}, was {saved.rotary_base}")
-    before = manifest.config.get("train", {}).get("global_batch")
-    now = trainer.config.train.global_batch
-    if "data" in manifest.extra and before != now:
+    before, now = _global_batch(manifest), trainer.config.train.global_batch
+    if manifest.step and before != now:
         _, sample = trainer.loader.position(trainer.step)
         lines.append(f"train.global_batch: {now}, was {before}; the data go on at sample {sample}")
     return lines

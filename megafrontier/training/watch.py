@@ -22,6 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megafrontier.cluster.identity import Identity
+from megafrontier.cluster.join import ALL_PEERS
+from megafrontier.cluster.local import PEER_SECONDS
 from megafrontier.cluster.rollcall import (
     ANSWER_SECONDS,
     VERDICT_SECONDS,
@@ -29,7 +31,6 @@ from megafrontier.cluster.rollcall import (
     Answers,
     Missing,
     RollCall,
-    Stuck,
     describe,
     within,
 )
@@ -126,6 +127,8 @@ class Watch:
     def fail(self, error: Exception) -> None:
         """Ask all ranks whether this rank's exception comes of a lost one; then this does not
         return. It does where all answer: the exception is this rank's own."""
+        if self._is_local and isinstance(error, Unconnected):
+            time.sleep(PEER_SECONDS)  # a peer may be gone: then the parent ends this rank now
         if self._roll is None or self._is_local:
             return
         rank = self._identity.rank
@@ -156,7 +159,9 @@ class Watch:
         except RuntimeError:
             # Rank 0 may only have been a little faster to leave.
             if not self._closed.wait(ANSWER_SECONDS):
-                self._leave(LOST, f"rank 0 on {ear.first_host}: lost, no answer")
+                self._leave(
+                    LOST, f"rank 0 on {ear.first_host}: lost, no answer", first_is_lost=True
+                )
             return
         if alarm.rank != self._identity.rank:  # else the thread that raised it sees to it
             self._end(alarm)
@@ -182,9 +187,10 @@ class Watch:
         if alarm.hang:
             report.join(STORAGE_SECONDS)
         if answers.missing:
-            self._leave(*self._lost(alarm, answers.missing))
+            first_is_lost = answers.missing[0][0] == 0
+            self._leave(*self._lost(alarm, answers.missing), first_is_lost)
         if alarm.hang:
-            self._leave(*self._hung(alarm, answers.stuck))
+            self._leave(*self._hung(alarm, answers))
         if alarm.rank != self._identity.rank:
             self._leave(alarm.code)
 
@@ -202,14 +208,17 @@ class Watch:
             return LOST, line
         return self._listed(line, missing)
 
-    def _hung(self, alarm: Alarm, stuck: Stuck) -> tuple[int, str]:
+    def _hung(self, alarm: Alarm, answers: Answers) -> tuple[int, str]:
         why = f"though every rank answers{self._where(alarm)}"
-        if not stuck:
+        if not answers.stuck:
             return LOST, f"the run hangs, {why}"
-        ranks = [(rank, host) for rank, host, _ in stuck]
-        line = f"{describe(ranks)}: stuck at {', '.join(sorted({at for *_, at in stuck}))}, {why}"
-        are_few = 2 * len(ranks) <= self._identity.world_size  # most are no matter of single nodes
-        if not are_few or self._is_local:
+        ranks = [(rank, host) for rank, host, _ in answers.stuck]
+        places = {at for *_, at in answers.stuck}
+        line = f"{describe(ranks)}: stuck at {', '.join(sorted(places))}, {why}"
+        count = len({host for _, host in ranks})
+        # What most hosts fail is no matter of single nodes. And gloo connects to one peer after the
+        # other: beside the two ends of a dead link, those may hang that would have come after.
+        if self._is_local or 2 * count > answers.hosts or (ALL_PEERS in places and count > 2):
             return LOST, line
         return self._listed(line, ranks)
 
@@ -230,11 +239,11 @@ class Watch:
         with suppress(OSError, RuntimeError):
             write_stacks(folder, self._identity, self._step, idle, self.ledger)
 
-    def _leave(self, code: int, line: str = "") -> None:
+    def _leave(self, code: int, line: str = "", first_is_lost: bool = False) -> None:
         """End the process as it stands: to unwind it would wait for what is lost."""
         first = self._identity.rank == 0
         # Two a host speak where rank 0 cannot: one of them may have died too.
-        if line and (first or (line.startswith("rank 0 ") and self._identity.local_rank < 2)):
+        if line and (first or (first_is_lost and self._identity.local_rank < 2)):
             print(f"megafrontier: {line}", file=sys.stderr, flush=True)
         if line and first:
             within(STORAGE_SECONDS, lambda: self.last_words(code, line))

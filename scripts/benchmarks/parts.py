@@ -12,6 +12,7 @@ Each variant runs in a process of its own, in turns, forward and backward togeth
   compiled;
 * start: building the model and the first step, with blocks that are not compiled, and compiled with
   the compiler's cache empty, and full;
+* norm: RMSNorm as torch has it, compiled, and apex's where it is installed;
 * adamw: torch's fused, torch's own loop, and apex's where it is installed.
 
 On a GPU in bf16 and at sizes that fill it, on a CPU in fp32. "Added" is the peak above what the
@@ -19,6 +20,7 @@ process held before the part ran: libraries and inputs, for checkpointing librar
 """
 
 import argparse
+import importlib
 import os
 import statistics
 import tempfile
@@ -104,6 +106,37 @@ def _attend(
         query.grad = key.grad = value.grad = None
 
     return work
+
+
+def norm(variant: str, tokens: int, hidden: int) -> dict[str, float]:
+    """RMSNorm of hidden states [tokens, hidden], and back."""
+    states, weight = random(tokens, hidden), random(hidden)
+    grown = torch.randn_like(states)
+    compute = {
+        "torch": lambda: F.rms_norm,
+        "compiled": lambda: torch.compile(F.rms_norm),
+        "apex": _apex_rms_norm,
+    }[variant]()
+
+    def work() -> None:
+        compute(states, (hidden,), weight, 1e-5).backward(grown)
+        states.grad = weight.grad = None
+
+    return repeat(work, WARM_UP, STEPS)
+
+
+def _apex_rms_norm() -> Callable[..., Tensor]:
+    try:
+        fused = importlib.import_module("apex.normalization.fused_layer_norm")
+    except ImportError as error:
+        raise Unable(f"apex: {error}") from error
+    if not ON_GPU:
+        raise Unable("apex needs an accelerator")
+
+    def rms_norm(states: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float) -> Tensor:
+        return fused.fused_rms_norm_affine(states, weight, shape, eps)
+
+    return rms_norm
 
 
 def adamw(fused: str, elements: int) -> dict[str, float]:
@@ -208,6 +241,20 @@ def _named(setting: Setting) -> str:
     return f"{setting.preset}, {setting.batch} × {setting.sequence_length} tokens"
 
 
+def norm_tasks() -> list[Task]:
+    """A micro-batch of 1.3B's width on a GPU, of 10M's on a CPU."""
+    sizes = {"tokens": 16384, "hidden": 2048} if ON_GPU else {"tokens": 4096, "hidden": 320}
+    return [
+        Task(
+            f"norm: {sizes['tokens']} tokens of width {sizes['hidden']}",
+            name,
+            "parts:norm",
+            {"variant": name, **sizes},
+        )
+        for name in ("torch", "compiled", "apex")
+    ]
+
+
 def adamw_tasks() -> list[Task]:
     """A shard of many parameters."""
     elements = 350_000_000 if ON_GPU else 10_000_000
@@ -262,6 +309,7 @@ def main() -> None:
         *document_tasks(),
         *checkpointing_tasks(arguments.out),
         *start_tasks(arguments.out),
+        *norm_tasks(),
         *adamw_tasks(),
     ]
     for task in chosen(tasks, arguments):

@@ -1,11 +1,15 @@
 """`megafrontier checkpoint` tells what is there and whether it is whole."""
 
+import errno
 import json
+import os
+from pathlib import Path
 
 import pytest
 
 from megafrontier.checkpoint.manifest import piece_file
 from megafrontier.cli import main
+from megafrontier.errors import LOST
 from tests.checkpoint.helpers import SHAPES, flip, save_all
 
 
@@ -68,3 +72,32 @@ def test_a_path_without_checkpoints_is_refused_in_one_line(tmp_path, capsys):
         assert err.count("\n") == 1
     assert main(["checkpoint", "list", str(tmp_path / "nowhere")]) == 2
     assert "nowhere: no such folder" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_read_is_refused_in_one_line(run, capsys, monkeypatch):
+    def refuse(_):  # modes do not hold back root
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    for action in ("list", "show", "verify"):
+        assert main(["checkpoint", action, str(run)]) == 2
+        err = capsys.readouterr().err
+        assert f"{run}: Permission denied, need a folder to read" in err
+        assert err.count("\n") == 1
+
+
+def test_a_storage_that_fails_hides_no_other_checkpoint(run, capsys, monkeypatch):
+    whole = Path.read_bytes
+
+    def read(path):
+        if path.parent.name == "step-00000100":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return whole(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    assert main(["checkpoint", "list", str(run)]) == 2
+    bad, good = capsys.readouterr().out.splitlines()[-2:]
+    assert "cannot read: Input/output error" in bad
+    assert good.endswith("whole")
+    assert main(["checkpoint", "show", str(run / "checkpoints" / "step-00000100")]) == LOST
+    assert capsys.readouterr().err.count("\n") == 1

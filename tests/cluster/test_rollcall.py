@@ -82,7 +82,7 @@ def test_where_nothing_moves_those_for_whom_the_others_wait_are_named_on_every_r
 
     expected = [(9, "frontier00001", "run.directory")]
     expected += [(rank, "frontier00008", "link world") for rank in (70, 71)]
-    assert list(each(rolls, ask).values()) == [Answers([], expected)] * SIZE
+    assert list(each(rolls, ask).values()) == [Answers([], expected, SIZE // 8)] * SIZE
 
 
 def test_without_rank_0_there_is_no_verdict(rolls, monkeypatch):

@@ -42,9 +42,26 @@ def test_a_dry_run_shows_what_would_be_submitted_and_run():
 
 
 def test_short_options_of_sbatch_take_their_values_along():
-    said = dry_run("slurm/train.sbatch", "-N", "2", "-H", "-qdebug", "-t", "1:00:00", CONFIG)[0]
-    assert "-N 2 -H -qdebug -t 1:00:00" in said
+    said = dry_run("slurm/train.sbatch", "-N", "2", "-W", "-qdebug", "-t", "1:00:00", CONFIG)[0]
+    assert "-N 2 -W -qdebug -t 1:00:00" in said
     assert said.split()[-1] == CONFIG
+
+
+def test_long_options_of_sbatch_may_have_a_blank_before_their_values():
+    words = ("slurm/train.sbatch", "--nodes", "2", "--exclusive", "--time", "60", CONFIG)
+    assert "--nodes=2 --exclusive --time=60" in dry_run(*words)[0]
+
+
+@pytest.mark.parametrize("array", [("-a", "0-3"), ("-a0-3",), ("--array", "0-3")])
+def test_an_array_may_be_asked_for_as_sbatch_takes_it(array):
+    said = dry_run("slurm/prepare.sbatch", *array, "texts", "--tokenizer", "bytes", "--out", "x")
+    assert "--array=0-3" in said[0]
+
+
+@pytest.mark.parametrize("file", ["train", "evaluate", "prepare"])
+def test_on_frontier_every_job_asks_for_the_disk_that_a_packed_environment_needs(file):
+    lines = (ROOT / "slurm" / f"{file}.sbatch").read_text().splitlines()
+    assert lines.index("#SBATCH --constraint=nvme") > lines.index("# Frontier:")
 
 
 def test_frontiers_own_lines_reach_no_other_cluster():
@@ -201,8 +218,14 @@ def test_a_run_with_bad_nodes_is_requeued_if_another_start_leaves_one_out(
 
 def test_slurm_may_be_silent_for_a_while_at_the_end_of_a_job(tmp_path):
     """Its controller is started anew: neither is the job taken for cancelled, nor forgotten."""
-    silent = 'case "$*" in *requeue*|*show\\ job*)\n'
-    silent += f"echo . >>{tmp_path}/asked; [ $(wc -l <{tmp_path}/asked) -gt 2 ] || exit 1 ;; esac\n"
+    asked = tmp_path / "asked"
+    silent = f"""for word in requeue show.job; do
+        if echo "$*" | grep -q "$word"; then
+            echo "$word" >>{asked}
+            [ $(grep -c "$word" {asked}) -gt 1 ] || exit 1
+        fi
+    done
+    """
     scontrol = SCONTROL.replace("#!/bin/sh\n", "#!/bin/sh\n" + silent)
     said = run_job_on_frontier00001_and_2(tmp_path, ranks="exit 75", code=75, scontrol=scontrol)
     assert "exit code 75, requeued\n" in said

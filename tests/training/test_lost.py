@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from megafrontier.cluster import rollcall
 from megafrontier.cluster.identity import Identity
-from megafrontier.cluster.rollcall import RollCall
+from megafrontier.cluster.join import ALL_PEERS
+from megafrontier.cluster.rollcall import Alarm, Answers, RollCall
 from megafrontier.errors import BAD_NODE, LOST, RanksAbsent, RunFailed
 from megafrontier.training import bad_nodes, watch
 from megafrontier.training.watch import Watch
@@ -271,6 +272,34 @@ def codes(monkeypatch):
 
     monkeypatch.setattr(os, "_exit", leave)
     return found
+
+
+def stuck_at(place, ranks, ranks_a_host):
+    return [(rank, f"host{rank // ranks_a_host}", place) for rank in ranks]
+
+
+@pytest.mark.parametrize(
+    ("stuck", "hosts", "code"),
+    [
+        (stuck_at("link world", (2, 4), 2), 4, BAD_NODE),
+        (stuck_at("run.directory", range(0, 32, 8), 8), 4, LOST),  # one rank of each host
+        (stuck_at("run.directory", range(0, 16, 8), 8), 4, BAD_NODE),
+        (stuck_at(ALL_PEERS, (2, 3, 4, 5), 2), 8, BAD_NODE),
+        (stuck_at(ALL_PEERS, (2, 4, 6), 2), 8, LOST),  # who waits for the two, who is one of them?
+    ],
+)
+def test_hosts_that_hold_up_the_others_are_listed_where_they_are_few_and_known(
+    tmp_path, capsys, codes, stuck, hosts, code
+):
+    for rank in (1, 0):
+        one = Watch(Identity(rank, 64, rank, "slurm", host="host0"), tmp_path, 60)
+        one._answers = lambda hang: Answers([], stuck, hosts)
+        threading.Thread(target=one._end, args=(Alarm(0, "why", LOST, True),), daemon=True).start()
+        assert codes.get(timeout=60) == code
+        assert (capsys.readouterr().err == "") == (rank > 0), "rank 0 speaks alone"
+    listed = tmp_path / "bad-nodes.txt"
+    named = sorted({host for _, host, _ in stuck})
+    assert (listed.read_text().split() if listed.exists() else []) == named * (code == BAD_NODE)
 
 
 @pytest.mark.parametrize(

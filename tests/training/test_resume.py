@@ -6,7 +6,8 @@ from itertools import product
 import pytest
 import torch
 
-from megafrontier.checkpoint.read import open_checkpoint
+from megafrontier.checkpoint.manifest import FILE_NAME
+from megafrontier.checkpoint.read import open_checkpoint, read_manifest
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.data.loader import Loader
 from megafrontier.partition import STRATEGIES
@@ -189,6 +190,8 @@ def test_a_requeued_job_goes_back_to_a_checkpoint_of_its_own_once(
     config_file, tmp_path, monkeypatch
 ):
     runs.run(config_file, 1, *ONE, "checkpoint.every=2", "checkpoint.keep=0")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # an earlier start met a bad node, and no more
     back = f"checkpoint.resume={tmp_path}/run/checkpoints/step-00000004"
     assert (
         runs.train(runs.load(config_file, *ONE, back, "checkpoint.keep=0", "train.stop_at=5"), 1)
@@ -199,23 +202,31 @@ def test_a_requeued_job_goes_back_to_a_checkpoint_of_its_own_once(
         "step-00000002", "step-00000004", "step-00000005", "step-00000006.superseded",
         "step-00000008.superseded",
     ]  # fmt: skip
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert runs.train(runs.load(config_file, *ONE, back, "train.stop_at=6"), 1) == 0
+    assert (
+        runs.train(runs.load(config_file, *ONE, back, "checkpoint.keep=0", "train.stop_at=6"), 1)
+        == 0
+    )
     assert "step-00000005 at step 5" in log_of(tmp_path / "run")
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert runs.train(runs.load(config_file, *ONE, back, "train.stop_at=5"), 1) == 0
+    assert log_of(tmp_path / "run").count("step-00000004 at step 4") == 2
 
 
 def test_a_requeued_job_that_was_to_begin_new_goes_on(config_file, tmp_path, monkeypatch):
     new = "checkpoint.resume=never"
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     runs.run(config_file, 1, *ONE, new, "train.stop_at=3")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     runs.run(config_file, 1, *ONE, new, "train.stop_at=4")
     assert "step-00000003 at step 3" in log_of(tmp_path / "run")
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert runs.train(runs.load(config_file, *ONE, new), 1) == 2
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
         ("model.heads=4", "model.heads: 4, but "),
+        ("model.vocab_size=258", "model.vocab_size: 258, but "),
         ("model.norm_eps=1e-3", "model.norm_eps: 0.001, but "),
         ("model.parallel_residual=true", "model.parallel_residual: True, but "),
         ("model.rotary_fraction=0.5", "model.rotary_fraction: 0.5, but "),
@@ -237,9 +248,11 @@ def test_another_rotary_base_may_be_meant_and_is_told(config_file, tmp_path, imp
     assert warning in log_of(tmp_path / "run")
 
 
+@pytest.mark.parametrize("keeps_position", [True, False])
 def test_another_global_batch_neither_repeats_nor_skips_a_sample(
-    config_file, tmp_path, monkeypatch
+    config_file, tmp_path, monkeypatch, keeps_position
 ):
+    """Also after a checkpoint from before they held the position."""
     whole = Loader.step
 
     def step(loader, number):
@@ -251,12 +264,22 @@ def test_another_global_batch_neither_repeats_nor_skips_a_sample(
         return batches
 
     monkeypatch.setattr(Loader, "step", step)
-    for stop, batch in ((3, 16), (5, 8), (6, 32)):
+    batches = ((3, 16), (5, 8), (6, 32)) if keeps_position else ((3, 16), (6, 32))
+    for stop, batch in batches:
         runs.run(config_file, 1, *ONE, f"train.stop_at={stop}", f"train.global_batch={batch}")
+        if not keeps_position and stop == 3:
+            forget_position(tmp_path / "run" / "checkpoints" / "step-00000003")
     read = [int(line) for line in (tmp_path / "read").read_text().split()]
-    assert read == list(range(3 * 16 + 2 * 8 + 32))
-    said = "train.global_batch: 32, was 8; the data go on at sample 64"
+    assert read == list(range(3 * 16 + (2 * 8 + 32 if keeps_position else 3 * 32)))
+    before, sample = (8, 64) if keeps_position else (16, 48)
+    said = f"train.global_batch: 32, was {before}; the data go on at sample {sample}"
     assert said in log_of(tmp_path / "run")
+
+
+def forget_position(path):
+    manifest = read_manifest(path)
+    del manifest.extra["data"]
+    (path / FILE_NAME).write_bytes(manifest.encode())
 
 
 def checkpoint_root_exists(tmp_path):

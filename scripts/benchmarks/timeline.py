@@ -1,0 +1,84 @@
+"""Draw traces of `megafrontier train --trace`, or of slow_network.py --trace, as a picture.
+
+    python scripts/benchmarks/timeline.py OUT.png TRACE.json [TITLE] … [--begin S] [--seconds S]
+
+A panel for each trace: a row for each level's crossings, the fastest on top, and one for the time
+that the computation waited for them. All panels have the same length, from `--begin` seconds after
+each trace's first event.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from megafrontier.partition.trace import WAITING
+from megafrontier.report.style import level_colours, pyplot
+
+WAITING_COLOUR = "#BBBBBB"
+Bars = dict[str, list[tuple[float, float]]]
+"""By row, each bar's begin and length in seconds."""
+
+
+def read(path: Path) -> Bars:
+    """The bars of a trace, from its first event on."""
+    events = json.loads(path.read_text())["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    timed = [event for event in events if event["ph"] == "X"]
+    first = min(event["ts"] for event in timed)
+    bars: Bars = {name: [] for name in rows.values()}
+    for event in timed:
+        bars[rows[event["tid"]]].append(((event["ts"] - first) / 1e6, event["dur"] / 1e6))
+    return bars
+
+
+def panel(axis: Any, title: str, bars: Bars, begin: float, seconds: float) -> None:
+    """One trace."""
+    levels = [name for name in bars if name != WAITING]
+    colours = level_colours(levels) | {WAITING: WAITING_COLOUR}
+    rows = [*levels, WAITING]
+    for place, name in enumerate(rows):
+        axis.broken_barh(
+            [(start - begin, length) for start, length in bars[name]],
+            (place - 0.4, 0.8),
+            color=colours[name],
+            linewidth=0,
+        )
+    axis.set_yticks(range(len(rows)), rows)
+    axis.set_ylim(len(rows) - 0.5, -0.5)
+    axis.set_xlim(0, seconds)
+    axis.grid(axis="y", visible=False)
+    axis.set_title(title)
+
+
+def main() -> None:
+    """Read, and draw."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("traces", nargs="+", metavar="TRACE.json [TITLE]")
+    parser.add_argument("--begin", type=float, default=0.0)
+    parser.add_argument("--seconds", type=float, help="default: to the end of the longest")
+    arguments = parser.parse_args()
+    titles: dict[Path, str] = {}
+    for word in arguments.traces:
+        if word.endswith(".json"):
+            titles[Path(word)] = Path(word).stem
+        elif titles:
+            titles[list(titles)[-1]] = word
+    found = {path: read(path) for path in titles}
+    ends = (at + length for bars in found.values() for row in bars.values() for at, length in row)
+    seconds = arguments.seconds or max(ends) - arguments.begin
+    plt = pyplot()
+    figure, axes = plt.subplots(
+        len(found), figsize=(10, 1.7 * len(found) + 0.5), squeeze=False, layout="constrained"
+    )
+    for axis, (path, bars) in zip(axes.flat, found.items(), strict=True):
+        panel(axis, titles[path], bars, arguments.begin, seconds)
+    axes.flat[-1].set_xlabel("seconds")
+    figure.savefig(arguments.out)
+
+
+if __name__ == "__main__":
+    main()
