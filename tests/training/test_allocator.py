@@ -44,3 +44,38 @@ def test_the_pages_of_a_step_are_kept_for_the_next_unless_the_environment_says_o
     assert faults(trimming) > 5_000
     assert faults(f"{trimming}; {prepared}") < 500
     assert faults(prepared, MALLOC_TRIM_THRESHOLD_="100000") > 5_000
+
+
+RESIDENT = """
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+import torch
+from megafrontier.training.allocator import prepare_allocator
+
+ctypes.CDLL(None).mallopt(-1, -1)
+ctypes.CDLL(None).mallopt(-3, 32 << 20)
+{call}
+
+def work():
+    parts = [torch.ones(1 << 20) for _ in range(12)]  # 4 MB each
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) >> 8  # pages of 4 KB, in MB
+
+lanes = [ThreadPoolExecutor(1) for _ in range(4)]
+before = resident()
+for _ in range(3):
+    for lane in lanes:
+        lane.submit(work).result()
+print(resident() - before)
+"""
+
+
+def test_threads_that_take_turns_share_what_is_kept() -> None:
+    def grown(call: str) -> int:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(NAMES)}
+        command = [sys.executable, "-c", RESIDENT.format(call=call)]
+        return int(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+
+    assert grown("prepare_allocator(torch.device('cpu'))") < grown("") / 2
