@@ -97,12 +97,14 @@ class Placement:
 def _stand_in(name: str, levels: Levels) -> int:
     """Depth of a strategy's level on any machine.
 
-    `pair` is the fastest level and `world` the slowest, whatever they are called; `node` is the
-    level of that name or else the last but one.
+    `pair` is the fastest level and `world` the slowest, whatever they are called.
     """
-    count = len(levels.names)
-    node = levels.depth("node") if "node" in levels.names else max(1, count - 1)
-    return {"none": 0, "pair": 1, "node": node, "world": count}[name]
+    return {"none": 0, "pair": 1, "node": node_depth(levels), "world": len(levels.names)}[name]
+
+
+def node_depth(levels: Levels) -> int:
+    """How many levels lie within a node: those up to the one called so, or all but the last."""
+    return levels.depth("node") if "node" in levels.names else max(1, len(levels.names) - 1)
 
 
 def _check_nesting(given: dict[str, str], depths: dict[str, int]) -> None:

@@ -3,7 +3,7 @@
 from megafrontier.cluster.levels import Levels
 from megafrontier.config import PartitionConfig, WiresConfig
 from megafrontier.errors import UserError
-from megafrontier.partition.placement import Placement
+from megafrontier.partition.placement import Placement, node_depth
 from megafrontier.partition.wires import Wires, make_wire
 
 Formats = list[str]
@@ -14,8 +14,7 @@ def choose_wires(
     config: WiresConfig, placement: Placement, levels: Levels, precision: str
 ) -> Wires:
     """The wires that a configuration asks for. Raises UserError naming the level that cannot."""
-    count = len(levels.names)
-    gather, reduce = _PRESETS[config.preset](placement, count, precision)
+    gather, reduce = _PRESETS[config.preset](placement, levels, precision)
     _override(gather, config.gather, levels, "gather")
     _override(reduce, config.reduce, levels, "reduce")
     _check_deltas(gather, placement, levels)
@@ -35,32 +34,42 @@ def _unless_chosen(choice: bool | None, wires: WiresConfig) -> bool:
     return wires.preset == "low" if choice is None else choice
 
 
-def _exact(_placement: Placement, count: int, precision: str) -> tuple[Formats, Formats]:
+def _exact(_placement: Placement, levels: Levels, precision: str) -> tuple[Formats, Formats]:
+    count = len(levels.names)
     return [precision] * count, [precision] * count
 
 
-def _zero_plus_plus(_placement: Placement, count: int, precision: str) -> tuple[Formats, Formats]:
+def _zero_plus_plus(
+    placement: Placement, levels: Levels, precision: str
+) -> tuple[Formats, Formats]:
     """ZeRO++ (arXiv:2306.10209): weights in int8 between nodes; gradients in int4 in two hops,
     over the node and between nodes. A level inside the node's fastest link stays as it is."""
-    gather, reduce = _exact(_placement, count, precision)
-    gather[-1] = "int8"
-    hops = min(2, count)
-    reduce[-hops:] = ["int4"] * hops
+    gather, reduce = _exact(placement, levels, precision)
+    network = _first_between_nodes(levels)
+    for level in range(network, len(gather)):
+        gather[level] = "int8"
+    for level in range(max(network - 1, 0), len(reduce)):
+        reduce[level] = "int4"
     return gather, reduce
 
 
-def _low(placement: Placement, count: int, precision: str) -> tuple[Formats, Formats]:
+def _low(placement: Placement, levels: Levels, precision: str) -> tuple[Formats, Formats]:
     """Exact inside the fastest level, gradients int8 in the node and rotated int4 beyond.
 
     Weights are published as 4-bit changes, encoded once by their owner: passing the same codes on
     inside the node costs no further error. Where they are gathered in every micro-batch instead,
     there is no last copy to change, and they go as int8.
     """
-    gather, reduce = _exact(placement, count, precision)
-    for level in range(min(1, count - 1), count):
+    gather, reduce = _exact(placement, levels, precision)
+    for level in range(min(1, len(gather) - 1), len(gather)):
         gather[level] = "delta4" if _publishes(placement, level) else "int8"
-        reduce[level] = "int4" if level == count - 1 else "int8"
+        reduce[level] = "int4" if level >= _first_between_nodes(levels) else "int8"
     return gather, reduce
+
+
+def _first_between_nodes(levels: Levels) -> int:
+    """The first level that joins nodes; the last one, where all of them lie within a node."""
+    return min(node_depth(levels), len(levels.names) - 1)
 
 
 _PRESETS = {"exact": _exact, "zero++": _zero_plus_plus, "low": _low}

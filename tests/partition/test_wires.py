@@ -241,6 +241,33 @@ def test_presets_are_what_they_say():
     assert [w.rotates for w in low.reduce] == [False, True, True]
 
 
+def test_every_level_between_nodes_has_the_few_bits():
+    large = Levels(("pair", "node", "group", "world"), (2, 4, 32, 3))
+    assert names(preset("low", "topo", large, "bf16")) == [
+        "CastCodec", *["deltaBlockCodec4"] * 3,
+        "CastCodec", "BlockCodec8", "BlockCodec4", "BlockCodec4",
+    ]  # fmt: skip
+    assert names(preset("zero++", "hpz", large, "bf16")) == [
+        "CastCodec", "CastCodec", "BlockCodec8", "BlockCodec8",
+        "CastCodec", "BlockCodec4", "BlockCodec4", "BlockCodec4",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("names_", "low", "zero"),
+    [
+        (("world",), ["BlockCodec4"], ["BlockCodec4"]),
+        (("pair", "node"), ["CastCodec", "BlockCodec4"], ["BlockCodec4"] * 2),
+        (("node", "world"), ["CastCodec", "BlockCodec4"], ["BlockCodec4"] * 2),
+    ],
+)
+def test_on_few_levels_the_last_one_has_the_few_bits(names_, low, zero):
+    levels = Levels(names_, (2,) * len(names_))
+    reduce = slice(len(names_), None)
+    assert names(preset("low", "topo", levels, "bf16"))[reduce] == low
+    assert names(preset("zero++", "topo", levels, "bf16"))[reduce] == zero
+
+
 @pytest.mark.parametrize(
     ("strategy", "gather", "named"),
     [
