@@ -22,7 +22,6 @@ from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.partition.lanes import Lanes, Policy
 from megafrontier.partition.ledger import Ledger
 from megafrontier.partition.modules import (
-    ROOT,
     assign,
     own_values,
     replace_parameters,
@@ -31,7 +30,8 @@ from megafrontier.partition.modules import (
 )
 from megafrontier.partition.moves import Moves
 from megafrontier.partition.placement import Placement, traffic_bytes
-from megafrontier.partition.unit import InitialSlice, Phase, Unit
+from megafrontier.partition.pool import Pool
+from megafrontier.partition.unit import ROOT, InitialSlice, Phase, Unit
 from megafrontier.partition.wires import Wires
 
 Decay = Callable[[str], bool]
@@ -116,16 +116,17 @@ class Engine:
         """Make units of a model's parameters and hang hooks on its modules."""
         settle_buffers(model, self.hierarchy.device)
         owned = list(assign(model, blocks))
+        # So that a unit's reduction has been waited for when that of the next micro-batch begins.
+        self._prefetch = min(self._prefetch, len(owned) - 1)
+        pool = Pool(self._prefetch + 1, dtype, self.hierarchy.device)
         for name, _, parameters in owned:
             decayed = [named for named in parameters if decay(named[0])]
             unit = Unit(
-                name, parameters, decayed, self.placement, self._moves, dtype, error_feedback
+                name, parameters, decayed, self.placement, self._moves, pool, error_feedback
             )
             unit.initialise(initial)
             self.units.append(unit)
         replace_parameters(model, self.units)
-        # So that a unit's reduction has been waited for when that of the next micro-batch begins.
-        self._prefetch = min(self._prefetch, len(self.units) - 1)
         for index, (_, module, _) in enumerate(owned):
             self._attach(module, index)
         self.place(from_masters=True)
@@ -155,7 +156,8 @@ class Engine:
         unit = self.units[index]
 
         def before(*_: Any) -> None:
-            self._gather(index, ahead=1)
+            if unit.phase is not Phase.BACKWARD:  # else recomputed within its own backward
+                self._gather(index, ahead=1)
 
         def after(_module: nn.Module, _arguments: Any, output: Any) -> None:
             self._after_forward(index, output)
@@ -163,7 +165,7 @@ class Engine:
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
         for i, parameter in enumerate(unit.parameters):
-            parameter.register_post_accumulate_grad_hook(self._on_gradient(unit, i))
+            parameter.register_post_accumulate_grad_hook(self._on_gradient(index, i))
 
     def _gather(self, index: int, ahead: int) -> None:
         """Make a unit whole, and begin with those that run after it (`ahead` 1) or before (-1)."""
@@ -172,6 +174,8 @@ class Engine:
             neighbour = index + ahead * distance
             if 0 <= neighbour < len(self.units):
                 self.units[neighbour].start_gathering()
+        if ahead > 0:
+            self._start_publishing(index)
         with self.ledger.waiting(f"gather {self.units[index].name}"):
             self.units[index].gather()
 
@@ -189,25 +193,35 @@ class Engine:
         self._gather(index, ahead=-1)
         self.units[index].phase = Phase.BACKWARD
 
-    def _on_gradient(self, unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
+    def _on_gradient(self, index: int, parameter: int) -> Callable[[torch.Tensor], None]:
+        unit = self.units[index]
+
         def ready(_parameter: torch.Tensor) -> None:
-            unit.take_gradient(index)
+            unit.take_gradient(parameter)
             missing = self._missing.get(unit, len(unit.parameters)) - 1
             self._missing[unit] = missing
             if missing == 0:
-                self._finish_backward(unit)
+                self._finish_backward(unit, index - 1 - self._prefetch)
 
         return ready
 
-    def _finish_backward(self, unit: Unit) -> None:
+    def _finish_backward(self, unit: Unit, ahead: int = -1) -> None:
+        """Reduce a unit's gradient and, in its place, begin to gather the unit with index `ahead`,
+        if there is one, whose turn comes after those already gathered."""
         self._missing.pop(unit, None)
         unit.release()
         # As many full gradients wait for their reduction as units are gathered ahead: bounded.
         while len(self._reducing) > self._prefetch:
             with self.ledger.waiting(f"reduce {self._reducing[0].name}"):
                 self._reducing.popleft().finish_reducing()
-        unit.start_reducing()
-        self._reducing.append(unit)
+        with self._moves.woven():
+            if self._prefetch and ahead >= 0 and not self.units[ahead].is_stale:
+                self.units[ahead].start_gathering()
+            unit.start_reducing()
+        if self._policy == "none":
+            unit.finish_reducing()  # it is done, and its memory serves the next unit
+        else:
+            self._reducing.append(unit)
         if self._is_last:
             unit.start_finishing()
 
@@ -242,18 +256,24 @@ class Engine:
     def publish(self) -> None:
         """Bring the masters' present values to the weights of every rank.
 
-        With overlap this only begins: it runs under the next forward, first unit first. Where
-        levels run side by side all units begin at once; else each one with its next gathering,
-        for on the one lane it would hold up the gathering of the units before it.
+        With overlap this only begins: it runs under the next forward, first unit first, each one
+        with its gathering or, where levels run side by side, before it.
         """
         for unit in self.units:
             unit.release()
             unit.is_stale = True
-        if self._policy == "full":
-            for unit in self.units:
-                unit.start_publishing()
-        elif self._policy == "none":
+        if self._policy == "none":
             self.finish_publishing()
+        self._start_publishing(-1)
+
+    def _start_publishing(self, index: int) -> None:
+        """Where levels run side by side, begin with those that come after unit `index` and the
+        `prefetch` units gathered ahead of it: as many again, so that what is on its way stays
+        bounded. On one lane they would hold up the gathering of the units before them."""
+        if self._policy == "full":
+            for unit in self.units[index + 1 : index + 2 * (self._prefetch + 1)]:
+                if unit.is_stale:
+                    unit.start_publishing()
 
     def finish_publishing(self) -> None:
         """Return when every copy of the weights is up to date."""

@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 from megafrontier.errors import UserError
-from megafrontier.partition.unit import InitialSlice, Named, Unit
-
-ROOT = "root"
+from megafrontier.partition.unit import ROOT, InitialSlice, Named, Unit
 
 
 def assign(

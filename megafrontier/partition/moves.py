@@ -5,9 +5,8 @@ shallower ones, no step copies or permutes. Each move is a chain of crossings, o
 runs on the levels' lanes; the caller gets a ticket for its end.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MappingProxyType
 
@@ -16,54 +15,14 @@ import torch.distributed as dist
 
 from megafrontier.cluster.collectives import all_gather
 from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.partition.lanes import COMPUTATION, DONE, Lanes, Ticket
+from megafrontier.partition.lanes import DONE, Lanes, Ticket
 from megafrontier.partition.layout import shard_range
 from megafrontier.partition.ledger import Ledger
+from megafrontier.partition.slot import Change, Slot, Step, weave
 from megafrontier.partition.wires import Wire, Wires
 
 LABEL_BYTES = 96
 NO_ERRORS: Mapping[int, torch.Tensor] = MappingProxyType({})
-
-
-Change = Callable[[torch.Tensor], torch.Tensor]
-"""What a crossing, or work beside one, makes of the tensor on its way."""
-
-
-@dataclass
-class Slot:
-    """A tensor on its way: each crossing reads it and puts its result in its place.
-
-    `label` says which move of which unit this is, in traces and when ranks disagree.
-
-    Note on memory. A lane of a device has only been given its work when the call returns. What it
-    reads and another lane (or the computation) has allocated, torch would hand out again meanwhile;
-    so that is kept here until the computation waits for the end. What a lane has allocated itself
-    is safe: it is handed out again on that lane alone, behind its reader. So is the result, for
-    each lane waits for the computation before it takes up a task.
-    """
-
-    value: torch.Tensor
-    label: str
-    ticket: Ticket = DONE
-    _home: int = COMPUTATION
-    _kept: list[torch.Tensor] = field(default_factory=list)
-
-    def put(self, value: torch.Tensor, lane: int) -> None:
-        """Go on with `value`, which `lane` has made of the one before."""
-        if self._home != lane:
-            self._kept.append(self.value)
-        self.value, self._home = value, lane
-
-    def wait(self) -> torch.Tensor:
-        """The tensor at the end of the chain, ready to be used here."""
-        self.ticket.wait()
-        self.settle()
-        return self.value
-
-    def settle(self) -> None:
-        """All that was to be done is done: what was read can go."""
-        self.ticket = DONE
-        self._kept.clear()
 
 
 class Moves:
@@ -83,6 +42,7 @@ class Moves:
         self._wires = wires
         self._lanes = lanes
         self._check_order = check_order
+        self._held: list[Step] | None = None
 
     def inside(self, buffer: torch.Tensor, depth: int, deeper: int) -> torch.Tensor:
         """This rank's slice at depth `deeper` as a view of its slice `buffer` at `depth`."""
@@ -99,14 +59,14 @@ class Moves:
         stop: int,
         label: str,
         after: Ticket = DONE,
-    ) -> Ticket:
+    ) -> Slot:
         """Fill `out`, a slice at depth `stop`, from every owner's `shard` at depth `start`.
 
         `shard` may be this rank's own part of `out`. Crosses levels start - 1 … stop.
         """
         slot = Slot(shard, label, after)
         self._gather(self._wires.gather, slot, Slot(out, label), start, stop)
-        return slot.ticket
+        return slot
 
     def place(self, weights: torch.Tensor, start: int, stop: int, label: str) -> Slot:
         """Gather each owner's part of `weights`, at depth `start`, exactly to depth `stop`."""
@@ -181,6 +141,24 @@ class Moves:
 
     def then(self, slot: Slot, level: int, change: Change) -> None:
         """Go on with `change` on the lane of `level`: a crossing of it, or work beside one."""
+        if self._held is None:
+            self._issue(slot, level, change)
+        else:
+            self._held.append((slot, level, change))
+
+    @contextmanager
+    def woven(self) -> Iterator[None]:
+        """Give the lanes a gather and a reduce, begun inside in this order, in that of `weave`."""
+        held: list[Step] = []
+        self._held = held
+        try:
+            yield
+        finally:
+            self._held = None
+        for slot, level, change in weave(held):
+            self._issue(slot, level, change)
+
+    def _issue(self, slot: Slot, level: int, change: Change) -> None:
         lane = self._lanes.number(max(level, 0))
         task = partial(_go_on, slot, lane, change)
         slot.ticket = self._lanes.run(lane, task, slot.ticket)

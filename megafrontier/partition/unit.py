@@ -1,24 +1,25 @@
 """A unit: the parameters of one block in one flat buffer, and this rank's shard of each state.
 
-Note on storage. `full` is one tensor whose storage is emptied and refilled, never replaced:
-autograd may have saved views of a parameter (a transposed weight, say) during forward, and they
-see the weights gathered again for backward because they share the storage. While the storage is
-empty the parameters point at a NaN, so that a stray read shows instead of crashing.
+The memory for what is whole comes from a pool (`pool.py`). While a unit's weights are not there its
+parameters point at a NaN, so that a stray read shows.
 """
 
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import nn
 
 from megafrontier.partition.flat_gradient import FlatGradient
-from megafrontier.partition.lanes import DONE, Ticket
 from megafrontier.partition.layout import Layout
-from megafrontier.partition.moves import Moves, Slot
+from megafrontier.partition.moves import Moves
 from megafrontier.partition.placement import Placement
+from megafrontier.partition.pool import Pool
+from megafrontier.partition.slot import Slot
 
+ROOT = "root"
+"""The unit of all that no block owns; it is whole for the whole pass."""
 Named = tuple[str, nn.Parameter]
 InitialSlice = Callable[[str, tuple[int, ...], int, int], torch.Tensor]
 """(parameter, shape, start, stop) → fp32 elements [start, stop) of its first value."""
@@ -42,7 +43,7 @@ class Unit:
         decayed: Sequence[Named],
         placement: Placement,
         moves: Moves,
-        dtype: torch.dtype,
+        pool: Pool,
         error_feedback: bool,
     ) -> None:
         """`decayed` are those of `parameters` with weight decay; they lie first in the buffer."""
@@ -53,40 +54,38 @@ class Unit:
         self.placement = placement
         self.layout = Layout.build(name, ((n, p.shape) for n, p in ordered), hierarchy.size)
         self._moves = moves
-        self._device = hierarchy.device
-        self._dtype = dtype
+        self._pool = pool
+        self.is_persistent = placement.backward_weights == 0
+        is_alone = self.is_persistent or name == ROOT
+        self._seat = pool.own_seat() if is_alone else pool.next_seat()
+        self._seat.reserve(self.layout.numel)
         self._decay_numel = sum(parameter.numel() for _, parameter in decayed)
         self.phase = Phase.RELEASED
         self.is_stale = False
-        self._gathering: Ticket = DONE
         self._gradient_full: torch.Tensor | None = None
+        self._lent: torch.Tensor | None = None
         self._finished: Slot | None = None
         self._allocate(error_feedback)
         self._publishing = Slot(self.weights, f"publish {name}")
+        self._gathering = Slot(self.weights, f"gather {name}")
         self._reducing = Slot(self.gradient, f"reduce {name}")
         self._flat = FlatGradient(self.layout)
         self._is_fresh = True
         self.parameters = [self._parameter() for _ in ordered]
-        self._views = [
-            self.full[e.offset : e.offset + e.numel].view(e.shape) for e in self.layout.entries
-        ]
-        nan = torch.full((), float("nan"), dtype=dtype, device=self._device)
+        nan = torch.full((), float("nan"), dtype=pool.dtype, device=pool.device)
         self._nothing = [nan.expand(entry.shape) for entry in self.layout.entries]
-        if self.is_persistent:
-            self._point(self._views)
-        else:
-            self.release()
+        self._point(self._views if self.is_persistent else self._nothing)
 
     def _allocate(self, error_feedback: bool) -> None:
         place = self.placement
-        self.full = self._empty(0, self._dtype)
-        self.is_persistent = place.backward_weights == 0
         self.weights = (
-            self.full if self.is_persistent else self._empty(place.backward_weights, self._dtype)
+            self.full
+            if self.is_persistent
+            else self._empty(place.backward_weights, self._pool.dtype)
         )
         self.gradient = self._empty(place.gradients, torch.float32).zero_()
         # Where every rank updates all of the weights, and computes in fp32, they are the masters.
-        self._computes_with_masters = place.optimizer == 0 and self._dtype is torch.float32
+        self._computes_with_masters = place.optimizer == 0 and self._pool.dtype is torch.float32
         self.master = (
             self.full
             if self._computes_with_masters
@@ -101,10 +100,20 @@ class Unit:
 
     def _empty(self, depth: int, dtype: torch.dtype) -> torch.Tensor:
         _, pieces = self._moves.hierarchy.piece(depth)
-        return torch.empty(self.layout.numel // pieces, dtype=dtype, device=self._device)
+        return torch.empty(self.layout.numel // pieces, dtype=dtype, device=self._pool.device)
+
+    @cached_property
+    def full(self) -> torch.Tensor:
+        """The whole weights, while the unit is gathered; another's else."""
+        return self._seat.memory[: self.layout.numel]
+
+    @cached_property
+    def _views(self) -> list[torch.Tensor]:
+        entries = self.layout.entries
+        return [self.full[e.offset : e.offset + e.numel].view(e.shape) for e in entries]
 
     def _parameter(self) -> nn.Parameter:
-        return nn.Parameter(torch.empty(0, dtype=self._dtype, device=self._device))
+        return nn.Parameter(torch.empty(0, dtype=self._pool.dtype, device=self._pool.device))
 
     def _point(self, tensors: Sequence[torch.Tensor]) -> None:
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
@@ -181,12 +190,15 @@ class Unit:
         self.phase = Phase.FORWARD
         if self.is_stale:
             self.start_publishing()
-        self._gathering = self._publishing.ticket
+        self._seat.take(self)
         if not self.is_persistent:
-            self.full.untyped_storage().resize_(self.layout.numel * self.full.itemsize)
-            depth = self.placement.backward_weights
             self._gathering = self._moves.gather(
-                self.weights, self.full, depth, 0, f"gather {self.name}", self._gathering
+                self.weights,
+                self.full,
+                self.placement.backward_weights,
+                0,
+                self._gathering.label,
+                self._publishing.ticket,
             )
             self._point(self._views)
 
@@ -198,12 +210,12 @@ class Unit:
 
     def release(self) -> None:
         """Give the gathered weights back; the shards stay."""
-        if self.phase is not Phase.RELEASED:
-            self._gathering.wait()  # gathered ahead, but not used
+        if self.phase is Phase.RELEASED:
+            return
+        self._gathering.wait()  # gathered ahead, but not used
         self.phase = Phase.RELEASED
         if not self.is_persistent:
             self._point(self._nothing)
-            self.full.untyped_storage().resize_(0)
 
     # Gradients
 
@@ -218,7 +230,7 @@ class Unit:
         assert fresh is not None
         self.parameters[index].grad = None
         if self.placement.gradients and self._gradient_full is None:
-            self._gradient_full = self._empty(0, self._dtype)
+            self._gradient_full = self._pool.take_gradient(self.layout.numel)
             self._flat.start()
         whole = self.gradient if self._gradient_full is None else self._gradient_full
         self._flat.put(whole, index, fresh)
@@ -227,13 +239,12 @@ class Unit:
         """Begin to add this micro-batch's gradient, reduced to the gradient level, to its shard."""
         if self._gradient_full is None:
             return
+        self.finish_reducing()  # one buffer at a time is on its way
         self._flat.complete(self._gradient_full)
         depth = self.placement.gradients
-        slot = self._moves.reduce(
-            self._gradient_full, 0, depth, self._reducing.label, after=self._reducing.ticket
-        )
-        self._gradient_full = None
+        slot = self._moves.reduce(self._gradient_full, 0, depth, self._reducing.label)
         self._moves.then(slot, depth - 1, partial(self._accumulate, self._is_fresh))
+        self._lent, self._gradient_full = self._gradient_full, None
         self._is_fresh = False
         self._reducing = slot
 
@@ -241,8 +252,14 @@ class Unit:
         return self.gradient.copy_(reduced) if is_first else self.gradient.add_(reduced)
 
     def finish_reducing(self) -> None:
-        """Return when the gradient shard holds every micro-batch so far."""
+        """Return when the gradient shard holds every micro-batch so far, and what has begun to be
+        made of it beyond is there."""
         self._reducing.wait()
+        if self._finished is not None:
+            self._finished.wait()
+        if self._lent is not None:
+            self._pool.give_gradient(self._lent)
+            self._lent = None
 
     def start_finishing(self) -> None:
         """Begin to reduce the gradient shard to the optimizer level, and over replicas."""

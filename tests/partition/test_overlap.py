@@ -120,28 +120,73 @@ def test_reductions_run_under_the_backward_of_the_units_before():
         assert most <= 2
 
 
-def test_publishing_runs_under_the_next_forward_first_unit_first():
+@pytest.mark.parametrize(
+    ("policy", "prefetch", "begun"), [("safe", 1, 0), ("full", 1, 3), ("full", 0, 1)]
+)
+def test_publishing_runs_under_the_next_forward_first_unit_first_and_bounded(
+    policy, prefetch, begun
+):
     def body(hierarchy):
         model = TinyModel(tied=False)
         engine = shard(
-            model, model.units(), Placement.named("topo", LEVELS), hierarchy, overlap="safe"
-        )
-        started = []
+            model, model.units(), Placement.named("topo", LEVELS), hierarchy,
+            overlap=policy, prefetch=prefetch,
+        )  # fmt: skip
+        started, under_way = [], []
         for unit in engine.units:
             inner = unit.start_publishing
             unit.start_publishing = lambda unit=unit, inner=inner: (
                 started.append(unit.name),
                 inner(),
             )
+        for index, (_, module) in enumerate(model.units()):
+            module.register_forward_hook(
+                lambda *_, index=index: under_way.append(len(started) - index)
+            )
         engine.publish()
         at_once = list(started)
         with torch.no_grad():
             model(batch(0)[:2])
-        return at_once, started, [unit.name for unit in engine.units]
+        return at_once, started, [unit.name for unit in engine.units], max(under_way)
 
-    for at_once, started, names in run_ranks((2, 2, 2), body):
-        assert at_once == []
+    for at_once, started, names, under_way in run_ranks((2, 2, 2), body):
+        assert at_once == names[:begun]
         assert started == names
+        # The running unit, and those after it.
+        assert under_way == (prefetch + 1) * (2 if policy == "full" else 1)
+
+
+def test_a_slow_level_gathers_while_the_levels_inside_it_reduce():
+    """Of one unit's reduction and the gathering that begins beside it, on the one lane."""
+
+    def body(hierarchy):
+        model = TinyModel(tied=False)
+        engine = shard(
+            model, model.units(), Placement.named("zero3", LEVELS), hierarchy, overlap="safe"
+        )
+        crossed = []
+        crossing = engine.ledger.crossing
+
+        def watched(level, label):
+            crossed.append((LEVELS.names[level], label))
+            return crossing(level, label)
+
+        engine.ledger.crossing = watched
+        engine.backward(model(batch(0)[:2]))
+        engine.finish_gradients()
+        return crossed
+
+    expected = [
+        ("world", "gather blocks.0"),
+        ("pair", "reduce blocks.2"),
+        ("node", "reduce blocks.2"),
+        ("node", "gather blocks.0"),
+        ("pair", "gather blocks.0"),
+        ("world", "reduce blocks.2"),
+    ]
+    for crossed in run_ranks((2, 2, 2), body):
+        start = crossed.index(expected[1]) - 1
+        assert crossed[start : start + len(expected)] == expected
 
 
 def test_ranks_that_disagree_on_the_order_are_named_with_their_units():

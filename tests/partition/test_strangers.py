@@ -69,12 +69,16 @@ def whole_gradients(engine, shards):
 
 
 @pytest.mark.parametrize("extra", [False, True])
-@pytest.mark.parametrize("weights", [0, 1, 2])
-def test_shared_reused_and_unused_parameters_get_their_summed_gradients(weights, extra):
+@pytest.mark.parametrize(
+    ("weights", "overlap"), [(0, "safe"), (1, "safe"), (2, "safe"), (2, "none"), (1, "full")]
+)
+def test_shared_reused_and_unused_parameters_get_their_summed_gradients(weights, overlap, extra):
+    """With one unit whole at a time, too: one of two uses gives its place up between them."""
+
     def body(hierarchy):
         model = Odd()
         placement = Placement(weights, weights, 2, 2)
-        engine = shard(model, model.units(), placement, hierarchy)
+        engine = shard(model, model.units(), placement, hierarchy, overlap=overlap)
         torch.manual_seed(hierarchy.rank)
         engine.backward(model(torch.randn(3, 5), extra))
         pieces = []
@@ -99,15 +103,19 @@ def test_activation_checkpointing_inside_or_around_a_block_changes_nothing(outsi
             for block in model.blocks:
                 wrap_with_checkpoint(block, outside)
         engine = shard(model, model.units(), Placement(1, 1, 2, 2), hierarchy)
+        engine.ledger.take()
         loss = model(batch(hierarchy.rank)[:4])
         engine.backward(loss)
-        return loss.item(), [g.clone() for g in engine.finish_gradients()]
+        gradients = [g.clone() for g in engine.finish_gradients()]
+        sent, _ = engine.ledger.take()
+        return loss.item(), gradients, sent
 
     def body(hierarchy):
         return run(hierarchy, False), run(hierarchy, True)
 
     for plain, recomputed in run_ranks((2, 2), body):
         assert plain[0] == recomputed[0]
+        assert plain[2] == recomputed[2]  # nothing is gathered once more
         for a, b in zip(plain[1], recomputed[1], strict=True):
             assert torch.equal(a, b)
 
