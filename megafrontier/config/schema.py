@@ -173,9 +173,10 @@ class ScheduleConfig:
 @dataclass
 class WiresConfig:
     preset: Literal["exact", "zero++", "low"] = "exact"
-    """exact: the precision everywhere. zero++: weights int8 over the last level, gradients int4.
-    low: exact inside the first level, int8 gradients in the node, rotated int4 gradients and 4-bit
-    changes of weights beyond. `wires: low` is short for `wires: {preset: low}`."""
+    """exact: the precision everywhere. zero++: weights int8 between nodes, gradients int4 there and
+    over the node. low: exact inside the first level, int8 gradients in the node, rotated int4
+    gradients and 4-bit changes of weights beyond. `wires: low` is short for
+    `wires: {preset: low}`."""
     # str and not WireFormat: OmegaConf refuses every value of a dict of literals; `check` looks.
     gather: dict[str, str] = field(default_factory=dict)
     """Format of weights on the wire of each level, over the preset's, `{LEVEL: FORMAT}`: fp32,

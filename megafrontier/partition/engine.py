@@ -13,7 +13,7 @@ collectives in the same order on every rank; nothing here depends on timing.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from megafrontier.partition.lanes import Lanes, Policy
 from megafrontier.partition.ledger import Ledger
 from megafrontier.partition.modules import (
     assign,
+    in_backward,
     own_values,
     replace_parameters,
     settle_buffers,
@@ -100,7 +101,7 @@ class Engine:
         self._prefetch = 0 if self._policy == "none" else prefetch
         lanes = Lanes(self._policy, len(hierarchy.levels.sizes), hierarchy.device)
         self._moves = Moves(hierarchy, wires, self.ledger, lanes, check_order)
-        self._missing: dict[Unit, int] = {}
+        self._missing: dict[Unit, set[int]] = {}
         self._reducing: deque[Unit] = deque()
         self._is_last = False
 
@@ -116,7 +117,8 @@ class Engine:
         """Make units of a model's parameters and hang hooks on its modules."""
         settle_buffers(model, self.hierarchy.device)
         owned = list(assign(model, blocks))
-        # So that a unit's reduction has been waited for when that of the next micro-batch begins.
+        # So that neighbours have different seats, and a unit's reduction has been waited for when
+        # that of the next micro-batch begins.
         self._prefetch = min(self._prefetch, len(owned) - 1)
         pool = Pool(self._prefetch + 1, dtype, self.hierarchy.device)
         for name, _, parameters in owned:
@@ -154,20 +156,29 @@ class Engine:
 
     def _attach(self, module: nn.Module, index: int) -> None:
         unit = self.units[index]
+        given: dict[int, object] = {}
 
-        def before(*_: Any) -> None:
-            if unit.phase is not Phase.BACKWARD:  # else recomputed within its own backward
+        def before(_module: nn.Module, *arguments: Any) -> None:
+            given.update((id(t), t.grad_fn) for t in tensors_in(arguments))
+            if in_backward():  # recomputed: the units after it have had their turn
+                self._gather(index, ahead=0)
+                unit.phase = Phase.BACKWARD
+            else:
                 self._gather(index, ahead=1)
+                unit.phase = Phase.FORWARD
 
         def after(_module: nn.Module, _arguments: Any, output: Any) -> None:
-            self._after_forward(index, output)
+            # What a block passes on as it came has its gradient in the backward of another block.
+            made = [t for t in tensors_in(output) if given.get(id(t), self) is not t.grad_fn]
+            given.clear()
+            self._after_forward(index, [t for t in made if t.requires_grad])
 
-        module.register_forward_pre_hook(before)
+        module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
         for i, parameter in enumerate(unit.parameters):
             parameter.register_post_accumulate_grad_hook(self._on_gradient(index, i))
 
-    def _gather(self, index: int, ahead: int) -> None:
+    def _gather(self, index: int, ahead: Literal[-1, 0, 1]) -> None:
         """Make a unit whole, and begin with those that run after it (`ahead` 1) or before (-1)."""
         self.units[index].start_gathering()
         for distance in range(1, self._prefetch + 1):
@@ -179,14 +190,12 @@ class Engine:
         with self.ledger.waiting(f"gather {self.units[index].name}"):
             self.units[index].gather()
 
-    def _after_forward(self, index: int, output: Any) -> None:
+    def _after_forward(self, index: int, made: list[torch.Tensor]) -> None:
         unit = self.units[index]
-        if unit.phase is Phase.BACKWARD:
-            return  # recomputed within its own backward, which still needs the weights
-        tensors = [t for t in tensors_in(output) if t.requires_grad]
-        for tensor in tensors:
+        for tensor in made:
             tensor.register_hook(lambda _gradient: self._before_backward(index))
-        if not (tensors and self.stays_gathered(unit)):
+        # Recomputed within its own backward it still needs the weights.
+        if not in_backward() and not (made and self.stays_gathered(unit)):
             unit.release()
 
     def _before_backward(self, index: int) -> None:
@@ -197,17 +206,24 @@ class Engine:
         unit = self.units[index]
 
         def ready(_parameter: torch.Tensor) -> None:
+            is_whole = unit.is_persistent or unit.phase is Phase.BACKWARD
+            if not is_whole or unit.is_finishing:
+                raise RuntimeError(
+                    f"parameter {unit.layout.entries[parameter].name}: a gradient outside of the "
+                    f"backward of {unit.name!r}; its output must be tensors, in tuples, lists, "
+                    "dicts or dataclasses, and checkpoints around blocks need use_reentrant=False"
+                )
             unit.take_gradient(parameter)
-            missing = self._missing.get(unit, len(unit.parameters)) - 1
-            self._missing[unit] = missing
-            if missing == 0:
+            missing = self._missing.setdefault(unit, set(range(len(unit.parameters))))
+            missing.discard(parameter)
+            if not missing:
                 self._finish_backward(unit, index - 1 - self._prefetch)
 
         return ready
 
-    def _finish_backward(self, unit: Unit, ahead: int = -1) -> None:
-        """Reduce a unit's gradient and, in its place, begin to gather the unit with index `ahead`,
-        if there is one, whose turn comes after those already gathered."""
+    def _finish_backward(self, unit: Unit, next_index: int = -1) -> None:
+        """Reduce a unit's gradient and, into its place, begin to gather the unit whose turn comes
+        after those already gathered, if there is one."""
         self._missing.pop(unit, None)
         unit.release()
         # As many full gradients wait for their reduction as units are gathered ahead: bounded.
@@ -215,8 +231,8 @@ class Engine:
             with self.ledger.waiting(f"reduce {self._reducing[0].name}"):
                 self._reducing.popleft().finish_reducing()
         with self._moves.woven():
-            if self._prefetch and ahead >= 0 and not self.units[ahead].is_stale:
-                self.units[ahead].start_gathering()
+            if self._prefetch and next_index >= 0 and not self.units[next_index].is_stale:
+                self.units[next_index].start_gathering()
             unit.start_reducing()
         if self._policy == "none":
             unit.finish_reducing()  # it is done, and its memory serves the next unit
@@ -230,13 +246,17 @@ class Engine:
 
         `loss` is a scalar sum (over tokens): dividing is left to the end of the step. With
         `is_last`, the step's last micro-batch, each unit goes on to the optimizer level at once.
+
+        Raises RuntimeError for a parameter that gets a gradient when the engine cannot have had its
+        weights there, or a second one after its unit was done.
         """
         self._is_last = is_last
         loss.backward()
-        # Units of which some parameter took no part are still waiting for it.
         for unit in reversed(self.units):
-            if unit in self._missing or unit.phase is not Phase.RELEASED:
+            if unit in self._missing:  # some parameter took no part, and it still waits for it
                 self._finish_backward(unit)
+            else:
+                unit.release()  # if it was gathered ahead, but its turn never came
 
     def finish_gradients(self) -> list[torch.Tensor]:
         """Reduce from the gradient level to the optimizer level, once per step.
@@ -267,8 +287,8 @@ class Engine:
         self._start_publishing(-1)
 
     def _start_publishing(self, index: int) -> None:
-        """Where levels run side by side, begin with those that come after unit `index` and the
-        `prefetch` units gathered ahead of it: as many again, so that what is on its way stays
+        """Where levels run side by side, begin with those that come after unit `index` and after
+        those gathered ahead of it: 2 · prefetch + 1 in all, so that what is on its way stays
         bounded. On one lane they would hold up the gathering of the units before them."""
         if self._policy == "full":
             for unit in self.units[index + 1 : index + 2 * (self._prefetch + 1)]:

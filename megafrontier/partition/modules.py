@@ -1,6 +1,7 @@
 """A model as the engine sees it: which unit owns which parameter, and how to replace them."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def replace_parameters(model: nn.Module, units: Iterable[Unit]) -> None:
 
 
 def tensors_in(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a module's output, however nested."""
+    """The tensors in a module's output, however nested in dicts, lists, tuples and dataclasses."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, dict):
@@ -81,3 +82,11 @@ def tensors_in(output: Any) -> Iterator[torch.Tensor]:
     elif isinstance(output, (list, tuple)):
         for item in output:
             yield from tensors_in(item)
+    elif is_dataclass(output):
+        yield from tensors_in(list(vars(output).values()))
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward here, in which forward is recomputed."""
+    task: int = torch._C._current_graph_task_id()  # torch's own checkpointing asks this, too
+    return task != -1

@@ -63,4 +63,5 @@ def weave(steps: list[Step]) -> list[Step]:
     gather = [step for step in steps if step[0] is steps[0][0]]
     reduce = [step for step in steps if step[0] is not steps[0][0]]
     inside = [step for step in reduce if step[1] < gather[0][1]]
-    return gather[:1] + inside + gather[1:] + reduce[len(inside) :]
+    beyond = [step for step in reduce if step[1] >= gather[0][1]]
+    return gather[:1] + inside + gather[1:] + beyond

@@ -1,8 +1,4 @@
-"""A unit: the parameters of one block in one flat buffer, and this rank's shard of each state.
-
-The memory for what is whole comes from a pool (`pool.py`). While a unit's weights are not there its
-parameters point at a NaN, so that a stray read shows.
-"""
+"""A unit: the parameters of one block in one flat buffer, and this rank's shard of each state."""
 
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
@@ -14,6 +10,7 @@ from torch import nn
 from megafrontier.partition.flat_gradient import FlatGradient
 from megafrontier.partition.layout import Layout
 from megafrontier.partition.moves import Moves
+from megafrontier.partition.parameters import Parameters
 from megafrontier.partition.placement import Placement
 from megafrontier.partition.pool import Pool
 from megafrontier.partition.slot import Slot
@@ -71,10 +68,11 @@ class Unit:
         self._reducing = Slot(self.gradient, f"reduce {name}")
         self._flat = FlatGradient(self.layout)
         self._is_fresh = True
-        self.parameters = [self._parameter() for _ in ordered]
-        nan = torch.full((), float("nan"), dtype=pool.dtype, device=pool.device)
-        self._nothing = [nan.expand(entry.shape) for entry in self.layout.entries]
-        self._point(self._views if self.is_persistent else self._nothing)
+        self._parameters = Parameters(self.layout, pool.dtype, pool.device)
+        if self.is_persistent:
+            self._parameters.show(self.full)
+        else:
+            self._parameters.hide()
 
     def _allocate(self, error_feedback: bool) -> None:
         place = self.placement
@@ -107,17 +105,10 @@ class Unit:
         """The whole weights, while the unit is gathered; another's else."""
         return self._seat.memory[: self.layout.numel]
 
-    @cached_property
-    def _views(self) -> list[torch.Tensor]:
-        entries = self.layout.entries
-        return [self.full[e.offset : e.offset + e.numel].view(e.shape) for e in entries]
-
-    def _parameter(self) -> nn.Parameter:
-        return nn.Parameter(torch.empty(0, dtype=self._pool.dtype, device=self._pool.device))
-
-    def _point(self, tensors: Sequence[torch.Tensor]) -> None:
-        for parameter, tensor in zip(self.parameters, tensors, strict=True):
-            parameter.data = tensor
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """In the order of the layout."""
+        return self._parameters.all
 
     @property
     def range(self) -> tuple[int, int]:
@@ -190,8 +181,8 @@ class Unit:
         self.phase = Phase.FORWARD
         if self.is_stale:
             self.start_publishing()
-        self._seat.take(self)
         if not self.is_persistent:
+            self._seat.take(self)
             self._gathering = self._moves.gather(
                 self.weights,
                 self.full,
@@ -200,7 +191,7 @@ class Unit:
                 self._gathering.label,
                 self._publishing.ticket,
             )
-            self._point(self._views)
+            self._parameters.show(self.full)
 
     def gather(self) -> None:
         """Return when the parameters are whole."""
@@ -215,7 +206,7 @@ class Unit:
         self._gathering.wait()  # gathered ahead, but not used
         self.phase = Phase.RELEASED
         if not self.is_persistent:
-            self._point(self._nothing)
+            self._parameters.hide()
 
     # Gradients
 
@@ -239,7 +230,7 @@ class Unit:
         """Begin to add this micro-batch's gradient, reduced to the gradient level, to its shard."""
         if self._gradient_full is None:
             return
-        self.finish_reducing()  # one buffer at a time is on its way
+        self.finish_reducing()  # done long since, but for a unit that is reduced twice
         self._flat.complete(self._gradient_full)
         depth = self.placement.gradients
         slot = self._moves.reduce(self._gradient_full, 0, depth, self._reducing.label)
@@ -260,6 +251,11 @@ class Unit:
         if self._lent is not None:
             self._pool.give_gradient(self._lent)
             self._lent = None
+
+    @property
+    def is_finishing(self) -> bool:
+        """Whether the step's gradient has begun to be reduced to the optimizer level."""
+        return self._finished is not None
 
     def start_finishing(self) -> None:
         """Begin to reduce the gradient shard to the optimizer level, and over replicas."""

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megafrontier.partition.lanes import COMPUTATION, DONE
+from megafrontier.partition.pool import Pool, Seat
 
 Clock = dict[int, int]
 """Up to which of a lane's tasks something is known to have run, by lane."""
@@ -60,15 +61,24 @@ class Streams:
             mine[lane] = max(mine.get(lane, 0), count)
 
     def watch(self, monkeypatch):
-        """See what is given back by emptying a storage, too."""
-        resize = torch.UntypedStorage.resize_
+        """See what changes hands within the pool, too."""
+        take, give = Seat.take, Pool.give_gradient
 
-        def resizing(storage, size):
-            if size == 0 and id(storage) in self._homes:
-                self._check(id(storage), "a unit's weights")
-            return resize(storage, size)
+        def taking(seat, guest):
+            take(seat, guest)
+            self._hand_over(seat.memory, "a seat")
 
-        monkeypatch.setattr(torch.UntypedStorage, "resize_", resizing)
+        def giving(pool, buffer):
+            self._hand_over(buffer, "a full gradient")
+            give(pool, buffer)
+
+        monkeypatch.setattr(Seat, "take", taking)
+        monkeypatch.setattr(Pool, "give_gradient", giving)
+
+    def _hand_over(self, memory, name):
+        key = id(memory.untyped_storage())
+        if key in self._homes:
+            self._check(key, name)
 
     def note(self, before, after):
         """An operator of a task has made tensors of others."""

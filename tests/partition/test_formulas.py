@@ -1,7 +1,7 @@
 """Bytes sent and bytes held are what the formulas say; released weights are gone."""
 
 import gc
-from itertools import chain
+from collections import Counter
 
 import pytest
 import torch
@@ -85,11 +85,16 @@ def test_state_held_between_steps_equals_the_formula_within_two_percent(strategy
         assert held == pytest.approx(formula, rel=0.02)
 
 
-def pool_bytes(engine):
-    """What units take in turns: full weights, and full gradients."""
-    seats = {u.full.data_ptr(): u._seat.memory for u in engine.units if not u.is_persistent}
-    gradients = chain(*engine.units[0]._pool._gradients.values())
-    return sum(buffer.nbytes for buffer in [*seats.values(), *gradients])
+def pool_bytes(engine, ahead=1):
+    """What units take in turns: full weights on `ahead` + 1 seats, and of each size of gradients
+    those that are written or wait."""
+    numels = [u.layout.numel for u in engine.units]
+    weights = gradients = 0
+    if not engine.units[0].is_persistent:
+        weights = sum(max(numels[seat :: ahead + 1]) for seat in range(ahead + 1))
+    if engine.placement.gradients:
+        gradients = sum(n * min(count, ahead + 2) for n, count in Counter(numels).items())
+    return (weights + gradients) * engine.units[0].full.itemsize
 
 
 @pytest.mark.parametrize(

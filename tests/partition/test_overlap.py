@@ -28,12 +28,12 @@ CASES = [
 ]
 
 
-def train(hierarchy, strategy, preset, error_feedback, overlap, prefetch, steps=5):
+def train(hierarchy, strategy, preset, error_feedback, overlap, prefetch, steps=5, order=1):
     placement = Placement.named(strategy, LEVELS)
     wires = choose_wires(WiresConfig(preset=preset), placement, LEVELS, "fp32")
     model = TinyModel(tied=False)
     engine = shard(
-        model, model.units(), placement, hierarchy, wires=wires,
+        model, model.units()[::order], placement, hierarchy, wires=wires,
         error_feedback=error_feedback, overlap=overlap, prefetch=prefetch,
     )  # fmt: skip
     optimizer = torch.optim.AdamW([unit.master for unit in engine.units], lr=0.02)
@@ -69,10 +69,17 @@ def test_all_policies_give_the_same_losses_and_masters_to_the_bit(strategy, pres
 
 @pytest.mark.parametrize("policy", ["safe", "full"])
 @pytest.mark.parametrize(
-    ("strategy", "preset", "prefetch"),
-    [("topo", "low", 1), ("hpz", "zero++", 1), ("zero2", "exact", 9)],
+    ("strategy", "preset", "prefetch", "order"),
+    [
+        ("topo", "low", 1, 1),
+        ("hpz", "zero++", 1, 1),
+        ("zero2", "exact", 9, 1),
+        ("zero3", "exact", 1, -1),  # units are gathered ahead in vain
+    ],
 )
-def test_memory_that_a_lane_may_still_use_is_not_given_back(strategy, preset, prefetch, policy):
+def test_memory_that_a_lane_may_still_use_is_not_given_back(
+    strategy, preset, prefetch, order, policy
+):
     """On a device a lane's work is only issued when the call returns; torch would hand out again at
     once what is given back then."""
 
@@ -81,7 +88,7 @@ def test_memory_that_a_lane_may_still_use_is_not_given_back(strategy, preset, pr
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_module, "Lanes", lambda *_: streams)
             streams.watch(patch)
-            train(hierarchy, strategy, preset, preset == "low", policy, prefetch, steps=2)
+            train(hierarchy, strategy, preset, preset == "low", policy, prefetch, 2, order)
         return streams.lost
 
     assert run_ranks((2, 2, 2), body) == [[]] * 8

@@ -5,8 +5,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megafrontier.config import WiresConfig
 from megafrontier.errors import UserError
 from megafrontier.partition import Placement, shard
+from megafrontier.partition.presets import choose_wires
 from tests.partition.tiny import TinyModel, batch
 from tests.ranks import run_ranks
 
@@ -95,17 +97,18 @@ def test_shared_reused_and_unused_parameters_get_their_summed_gradients(weights,
             torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("outside", [False, True])
-def test_activation_checkpointing_inside_or_around_a_block_changes_nothing(outside):
+def test_activation_checkpointing_inside_or_around_a_block_changes_nothing(outside, reentrant):
     def run(hierarchy, recompute):
         model = TinyModel(tied=False)
         if recompute:
             for block in model.blocks:
-                wrap_with_checkpoint(block, outside)
+                wrap_with_checkpoint(block, outside, reentrant)
         engine = shard(model, model.units(), Placement(1, 1, 2, 2), hierarchy)
         engine.ledger.take()
         loss = model(batch(hierarchy.rank)[:4])
-        engine.backward(loss)
+        engine.backward(loss, is_last=True)
         gradients = [g.clone() for g in engine.finish_gradients()]
         sent, _ = engine.ledger.take()
         return loss.item(), gradients, sent
@@ -120,10 +123,48 @@ def test_activation_checkpointing_inside_or_around_a_block_changes_nothing(outsi
             assert torch.equal(a, b)
 
 
-def wrap_with_checkpoint(block, outside):
+@pytest.mark.parametrize("overlap", ["none", "safe", "full"])
+@pytest.mark.parametrize(
+    ("strategy", "preset"), [("topo", "low"), ("mics", "exact"), ("ddp", "exact")]
+)
+def test_units_gathered_in_vain_are_not_reduced_for_it(strategy, preset, overlap):
+    """Blocks named in another order than they run, and a root that is done before the others."""
+
+    def run(hierarchy, order):
+        model = TinyModel(tied=False)
+        placement = Placement.named(strategy, hierarchy.levels)
+        wires = choose_wires(WiresConfig(preset=preset), placement, hierarchy.levels, "fp32")
+        engine = shard(
+            model, order(model.units()), placement, hierarchy,
+            wires=wires, error_feedback=preset == "low", overlap=overlap,
+        )  # fmt: skip
+        found = {}
+        for step in range(3):
+            engine.backward(model(batch(step)[hierarchy.rank :: 8]), is_last=True)
+            for unit, gradient in zip(engine.units, engine.finish_gradients(), strict=True):
+                found[step, unit.name] = gradient.clone()
+            engine.clear_gradients()
+        return found
+
+    def body(hierarchy):
+        orders = [lambda u: u, lambda u: u[::-1], lambda u: u[1:3], lambda u: u[1:-1]]
+        return [run(hierarchy, order) for order in orders]
+
+    results = run_ranks((2, 2, 2), body)
+    for plain, turned, *_ in results:
+        for key, gradient in plain.items():
+            assert torch.equal(gradient, turned[key]), key
+    totals = [
+        sum(g.square().sum().item() for rank in results for g in rank[order].values())
+        for order in range(4)
+    ]
+    assert totals == pytest.approx([totals[0]] * 4, rel=1e-4 if preset == "exact" else 0.05)
+
+
+def wrap_with_checkpoint(block, outside, reentrant):
     name = "_call_impl" if outside else "forward"
     inner = getattr(block, name)
-    setattr(block, name, lambda *a: checkpoint(inner, *a, use_reentrant=False))
+    setattr(block, name, lambda *a: checkpoint(inner, *a, use_reentrant=reentrant))
 
 
 def test_saved_views_of_weights_see_them_again_after_release():

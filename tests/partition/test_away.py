@@ -1,0 +1,153 @@
+"""Weights are there whenever autograd wants them, and refused where the engine cannot know."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megafrontier.partition import Placement, shard
+from tests.partition.tiny import TinyModel, batch
+from tests.ranks import run_ranks
+
+
+class Passing(nn.Module):
+    """The first block makes something that all pass on and use, as T5 does with its biases."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.kind = kind
+        self.blocks = nn.ModuleList(PassingBlock(i == 0, kind) for i in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = Both(x, None) if self.kind == "dataclass" else (x, None)
+        for block in self.blocks:
+            state = block(state)
+        return (state.x if self.kind == "dataclass" else state[0]).square().sum()
+
+
+@dataclass
+class Both:
+    x: torch.Tensor
+    memory: torch.Tensor | None
+
+
+class PassingBlock(nn.Module):
+    def __init__(self, makes: bool, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16, bias=False)
+        self.memory = nn.Linear(16, 16, bias=False) if makes else None
+        self.kind = kind
+
+    def forward(self, state):
+        x, memory = (state.x, state.memory) if self.kind == "dataclass" else state
+        if self.memory is not None:
+            memory = self.memory(x).tanh()
+        y = self.linear(x + memory).tanh()
+        if self.kind == "in place":
+            x = x.clone() if x.is_leaf else x
+            y = x.add_(y)  # the tensor that came, but not what it was
+        return Both(y, memory) if self.kind == "dataclass" else (y, memory)
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dataclass", "in place"])
+@pytest.mark.parametrize("overlap", ["none", "safe"])
+def test_a_block_may_pass_on_what_another_has_made(overlap, kind):
+    def gradients(hierarchy, placement):
+        model = Passing(kind)
+        blocks = [(f"blocks.{i}", b) for i, b in enumerate(model.blocks)]
+        engine = shard(model, blocks, placement, hierarchy, overlap=overlap)
+        torch.manual_seed(hierarchy.rank)
+        x = torch.randn(2, 16, requires_grad=True)
+        engine.backward(model(x), is_last=True)
+        return [g.clone() for g in engine.finish_gradients()]
+
+    def body(hierarchy):
+        whole = gradients(hierarchy, Placement(0, 0, 2, 2))
+        return gradients(hierarchy, Placement(2, 2, 2, 2)), whole
+
+    for sharded, whole in run_ranks((2, 2), body):
+        for a, b in zip(sharded, whole, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("overlap", ["none", "safe"])
+def test_a_backward_that_the_engine_did_not_lead_leaves_the_next_step_right(overlap):
+    def run(hierarchy, probes):
+        model = TinyModel(tied=False)
+        engine = shard(model, model.units(), Placement(2, 2, 2, 2), hierarchy, overlap=overlap)
+        if probes:
+            seen = []
+            handle = model.blocks[1].register_forward_hook(lambda *a: seen.append(a[2]))
+            torch.autograd.grad(model(batch(0)[:2]), seen)
+            handle.remove()
+        engine.backward(model(batch(hierarchy.rank)[:4]), is_last=True)
+        return [g.clone() for g in engine.finish_gradients()]
+
+    def body(hierarchy):
+        return run(hierarchy, False), run(hierarchy, True)
+
+    for plain, probed in run_ranks((2, 2), body):
+        for a, b in zip(plain, probed, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_weights_that_are_away_in_backward_are_refused_and_not_another_units():
+    """A block whose loss leaves it by a side door: the engine cannot know when it is needed."""
+
+    class Aside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16, bias=False)
+            self.aside: list[torch.Tensor] = []
+
+        def forward(self, x):
+            y = self.linear(x)
+            self.aside.append(y.square().sum())
+            return y.detach() + x
+
+    def body(hierarchy):
+        model = nn.Sequential(*(Aside() for _ in range(4)))
+        blocks = [(f"{i}", block) for i, block in enumerate(model)]
+        engine = shard(model, blocks, Placement(1, 1, 1, 1), hierarchy)
+        model(torch.randn(2, 16, requires_grad=True))
+        messages = []
+        for block in (model[1], model[3]):  # the last one's weights have stayed
+            with pytest.raises(RuntimeError) as error:
+                engine.backward(block.aside[0])
+            messages.append(str(error.value))
+        return messages
+
+    for gone, stayed in run_ranks((2,), body):
+        assert "modified by an inplace operation" in gone
+        assert "parameter 3.linear.weight: a gradient outside of the backward of '3'" in stayed
+
+
+def test_a_gradient_that_comes_when_its_unit_is_done_is_refused_by_name():
+    """Reentrant checkpoints hand a weight that two of them use its gradient in two parts."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared = nn.Linear(4, 4)
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(lambda x, block=block: self.shared(block(x)), x, use_reentrant=True)
+            return x.sum()
+
+    def body(hierarchy):
+        model = Twice()
+        blocks = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
+        engine = shard(model, blocks, Placement(0, 0, 1, 1), hierarchy)
+        loss = model(torch.randn(2, 4, requires_grad=True))
+        with pytest.raises(RuntimeError) as error:
+            engine.backward(loss, is_last=True)
+        return str(error.value)
+
+    for message in run_ranks((2,), body):
+        assert "parameter shared." in message
+        assert "use_reentrant=False" in message
