@@ -102,6 +102,7 @@ class Engine:
         lanes = Lanes(self._policy, len(hierarchy.levels.sizes), hierarchy.device)
         self._moves = Moves(hierarchy, wires, self.ledger, lanes, check_order)
         self._missing: dict[Unit, set[int]] = {}
+        self._done: set[Unit] = set()
         self._reducing: deque[Unit] = deque()
         self._is_last = False
 
@@ -161,6 +162,7 @@ class Engine:
         def before(_module: nn.Module, *arguments: Any) -> None:
             given.update((id(t), t.grad_fn) for t in tensors_in(arguments))
             if in_backward():  # recomputed: the units after it have had their turn
+                self._done.discard(unit)
                 self._gather(index, ahead=0)
                 unit.phase = Phase.BACKWARD
             else:
@@ -174,7 +176,8 @@ class Engine:
             self._after_forward(index, [t for t in made if t.requires_grad])
 
         module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(after)
+        # Also when forward ends early, as a recomputation does, or fails: nothing is left behind.
+        module.register_forward_hook(after, always_call=True)
         for i, parameter in enumerate(unit.parameters):
             parameter.register_post_accumulate_grad_hook(self._on_gradient(index, i))
 
@@ -199,6 +202,8 @@ class Engine:
             unit.release()
 
     def _before_backward(self, index: int) -> None:
+        if self.units[index] in self._done:
+            return  # what is left of its backward has no parameters
         self._gather(index, ahead=-1)
         self.units[index].phase = Phase.BACKWARD
 
@@ -214,9 +219,10 @@ class Engine:
                     "dicts or dataclasses, and checkpoints around blocks need use_reentrant=False"
                 )
             unit.take_gradient(parameter)
-            missing = self._missing.setdefault(unit, set(range(len(unit.parameters))))
-            missing.discard(parameter)
-            if not missing:
+            if unit not in self._missing:
+                self._missing[unit] = set(range(len(unit.parameters)))
+            self._missing[unit].discard(parameter)
+            if not self._missing[unit]:
                 self._finish_backward(unit, index - 1 - self._prefetch)
 
         return ready
@@ -225,6 +231,7 @@ class Engine:
         """Reduce a unit's gradient and, into its place, begin to gather the unit whose turn comes
         after those already gathered, if there is one."""
         self._missing.pop(unit, None)
+        self._done.add(unit)
         unit.release()
         # As many full gradients wait for their reduction as units are gathered ahead: bounded.
         while len(self._reducing) > self._prefetch:
@@ -248,7 +255,8 @@ class Engine:
         `is_last`, the step's last micro-batch, each unit goes on to the optimizer level at once.
 
         Raises RuntimeError for a parameter that gets a gradient when the engine cannot have had its
-        weights there, or a second one after its unit was done.
+        weights there, or a second one after its unit was done. After an exception the engine is of
+        no more use.
         """
         self._is_last = is_last
         loss.backward()
@@ -257,6 +265,7 @@ class Engine:
                 self._finish_backward(unit)
             else:
                 unit.release()  # if it was gathered ahead, but its turn never came
+        self._done.clear()
 
     def finish_gradients(self) -> list[torch.Tensor]:
         """Reduce from the gradient level to the optimizer level, once per step.

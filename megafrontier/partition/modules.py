@@ -1,7 +1,7 @@
 """A model as the engine sees it: which unit owns which parameter, and how to replace them."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -82,8 +82,8 @@ def tensors_in(output: Any) -> Iterator[torch.Tensor]:
     elif isinstance(output, (list, tuple)):
         for item in output:
             yield from tensors_in(item)
-    elif is_dataclass(output):
-        yield from tensors_in(list(vars(output).values()))
+    elif is_dataclass(output) and not isinstance(output, type):
+        yield from tensors_in([getattr(output, field.name, None) for field in fields(output)])
 
 
 def in_backward() -> bool:

@@ -28,7 +28,7 @@ class Passing(nn.Module):
         return (state.x if self.kind == "dataclass" else state[0]).square().sum()
 
 
-@dataclass
+@dataclass(slots=True)
 class Both:
     x: torch.Tensor
     memory: torch.Tensor | None
@@ -71,6 +71,36 @@ def test_a_block_may_pass_on_what_another_has_made(overlap, kind):
     for sharded, whole in run_ranks((2, 2), body):
         for a, b in zip(sharded, whole, strict=True):
             assert torch.equal(a, b)
+
+
+class Residual(nn.Module):
+    """Hands the residual on by itself, whose backward comes after that of all its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16, bias=False)
+
+    def forward(self, state):
+        hidden, residual = state
+        residual = hidden + residual
+        return self.linear(residual).tanh(), residual
+
+
+@pytest.mark.parametrize("overlap", ["none", "safe"])
+def test_a_unit_that_is_done_is_not_gathered_once_more(overlap):
+    def body(hierarchy):
+        blocks = [(f"{i}", Residual()) for i in range(4)]
+        model = nn.Sequential(*(block for _, block in blocks))
+        engine = shard(model, blocks, Placement(1, 1, 1, 1), hierarchy, overlap=overlap)
+        engine.ledger.take()
+        x = torch.randn(2, 16, requires_grad=True)
+        hidden, residual = model((x, x))
+        engine.backward((hidden + residual).sum(), is_last=True)
+        engine.finish_gradients()
+        return engine.ledger.take()[0], engine.step_bytes(1)
+
+    for sent, formula in run_ranks((2,), body):
+        assert sent == formula
 
 
 @pytest.mark.parametrize("overlap", ["none", "safe"])
