@@ -160,6 +160,7 @@ class Engine:
         given: dict[int, object] = {}
 
         def before(_module: nn.Module, *arguments: Any) -> None:
+            given.clear()  # of a forward that ended early, as a recomputation does
             given.update((id(t), t.grad_fn) for t in tensors_in(arguments))
             if in_backward():  # recomputed: the units after it have had their turn
                 self._done.discard(unit)
@@ -176,8 +177,7 @@ class Engine:
             self._after_forward(index, [t for t in made if t.requires_grad])
 
         module.register_forward_pre_hook(before, with_kwargs=True)
-        # Also when forward ends early, as a recomputation does, or fails: nothing is left behind.
-        module.register_forward_hook(after, always_call=True)
+        module.register_forward_hook(after)
         for i, parameter in enumerate(unit.parameters):
             parameter.register_post_accumulate_grad_hook(self._on_gradient(index, i))
 
