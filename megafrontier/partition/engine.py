@@ -121,11 +121,11 @@ class Engine:
         # So that neighbours have different seats, and a unit's reduction has been waited for when
         # that of the next micro-batch begins.
         self._prefetch = min(self._prefetch, len(owned) - 1)
-        pool = Pool(self._prefetch + 1, dtype, self.hierarchy.device)
+        self.pool = Pool(self._prefetch + 1, dtype, self.hierarchy.device)
         for name, _, parameters in owned:
             decayed = [named for named in parameters if decay(named[0])]
             unit = Unit(
-                name, parameters, decayed, self.placement, self._moves, pool, error_feedback
+                name, parameters, decayed, self.placement, self._moves, self.pool, error_feedback
             )
             unit.initialise(initial)
             self.units.append(unit)

@@ -27,17 +27,17 @@ class Seat:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._device = device
-        self._numel = 0
+        self.numel = 0
         self._guest: Guest | None = None
 
     def reserve(self, numel: int) -> None:
         """Say, before the first one sits down, that a unit of `numel` elements will."""
-        self._numel = max(self._numel, numel)
+        self.numel = max(self.numel, numel)
 
     @cached_property
     def memory(self) -> torch.Tensor:
         """Elements [of the largest unit]."""
-        return torch.empty(self._numel, dtype=self._dtype, device=self._device)
+        return torch.empty(self.numel, dtype=self._dtype, device=self._device)
 
     def take(self, guest: Guest) -> None:
         """Give the seat to a unit. One that has been gathered there, but runs later or goes on
@@ -54,8 +54,16 @@ class Pool:
         """`whole` is how many units, each following on the one before, are whole at a time."""
         self.dtype = dtype
         self.device = device
-        self._shared = cycle([Seat(dtype, device) for _ in range(whole)])
+        self._seats = [Seat(dtype, device) for _ in range(whole)]
+        self._shared = cycle(self._seats[:])
         self._gradients: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        self._gradient_numel = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all seats and of the gradient buffers made so far, in use or not."""
+        seats = sum(seat.numel for seat in self._seats)
+        return (seats + self._gradient_numel) * self.dtype.itemsize
 
     def next_seat(self) -> Seat:
         """The seat of the next unit in the order in which they run."""
@@ -63,12 +71,16 @@ class Pool:
 
     def own_seat(self) -> Seat:
         """A seat for a unit that shares with no other."""
-        return Seat(self.dtype, self.device)
+        self._seats.append(Seat(self.dtype, self.device))
+        return self._seats[-1]
 
     def take_gradient(self, numel: int) -> torch.Tensor:
         """A buffer [numel] with anything in it."""
         free = self._gradients[numel]
-        return free.pop() if free else torch.empty(numel, dtype=self.dtype, device=self.device)
+        if free:
+            return free.pop()
+        self._gradient_numel += numel
+        return torch.empty(numel, dtype=self.dtype, device=self.device)
 
     def give_gradient(self, buffer: torch.Tensor) -> None:
         """Take a buffer back; the computation has waited for all that read it."""

@@ -12,7 +12,7 @@ from megafrontier.partition.layout import Layout
 from megafrontier.partition.moves import Moves
 from megafrontier.partition.parameters import Parameters
 from megafrontier.partition.placement import Placement
-from megafrontier.partition.pool import Pool
+from megafrontier.partition.pool import Pool, Seat
 from megafrontier.partition.slot import Slot
 
 ROOT = "root"
@@ -53,8 +53,7 @@ class Unit:
         self._moves = moves
         self._pool = pool
         self.is_persistent = placement.backward_weights == 0
-        is_alone = self.is_persistent or name == ROOT
-        self._seat = pool.own_seat() if is_alone else pool.next_seat()
+        self._seat = self._choose_seat()
         self._seat.reserve(self.layout.numel)
         self._decay_numel = sum(parameter.numel() for _, parameter in decayed)
         self.phase = Phase.RELEASED
@@ -73,6 +72,11 @@ class Unit:
             self._parameters.show(self.full)
         else:
             self._parameters.hide()
+
+    def _choose_seat(self) -> Seat:
+        if self.is_persistent:
+            return Seat(self._pool.dtype, self._pool.device)  # for good: its state, not the pool's
+        return self._pool.own_seat() if self.name == ROOT else self._pool.next_seat()
 
     def _allocate(self, error_feedback: bool) -> None:
         place = self.placement

@@ -83,9 +83,7 @@ def load_model(path: Path, device: torch.device) -> tuple[Config, GPT]:
     otherwise. Raises UserError when the checkpoint is not whole."""
     config = saved_config(path)
     with torch.device("meta"):
-        model = GPT(config.model)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(_dtype_on(device))
+        model = GPT(config.model).to(_dtype_on(device))
     model.to_empty(device=device)
     weights = Weights(open_checkpoint(path))
     with torch.no_grad():

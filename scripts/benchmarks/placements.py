@@ -3,9 +3,10 @@
     python scripts/benchmarks/placements.py CONFIG [--nproc 8] [--steps 5] [--json F] [key=value …]
 
 For each strategy and rank 0 of N local ranks: bytes of state held between steps (measured on the
-tensors alive, and by the formula), bytes sent per level in one step (counted, and by the formula),
-median step seconds, and the largest peak resident memory of any rank. The strategies take turns in
-one run, each in fresh processes, because the machine's speed drifts.
+tensors alive, and by the formula), bytes of the buffers in which units are whole in turn, bytes
+sent per level in one step (counted, and by the formula), median step seconds, and the largest peak
+resident memory of any rank. The strategies take turns in one run, each in fresh processes, because
+the machine's speed drifts.
 """
 
 import argparse
@@ -36,6 +37,7 @@ class Row:
     strategy: str
     state_bytes: int
     state_formula: int
+    pool_bytes: int
     sent: dict[str, int]
     sent_formula: dict[str, int]
     step_seconds: float
@@ -52,11 +54,13 @@ def measure(config: Config, steps: int) -> Row | None:
         results = [train_step(trainer) for _ in range(steps)]
         trainer.close()
         gc.collect()
-        held = tensor_bytes() - before
+        pool = trainer.engine.pool.held_bytes
+        held = tensor_bytes() - before - pool
         row = Row(
             str(config.partition.strategy),
             held,
             expected_state(trainer.engine),
+            pool,
             {name: int(level["bytes"]) for name, level in results[-1].comm.items()},
             expected_traffic(trainer, arrangement),
             statistics.median(result.seconds for result in results),
@@ -101,11 +105,12 @@ def run_strategy(config: Config, nproc: int, steps: int) -> Row:
 def table(rows: list[Row]) -> str:
     """Markdown."""
     levels = list(rows[0].sent)
-    head = ["strategy", "state MB", "formula", *(f"{n} MB/step" for n in levels)]
+    head = ["strategy", "state MB", "formula", "pool MB", *(f"{n} MB/step" for n in levels)]
     head += ["bytes = formula", "s/step", "peak RSS GiB"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for row in rows:
-        cells = [row.strategy, f"{row.state_bytes / 1e6:.2f}", f"{row.state_formula / 1e6:.2f}"]
+        sizes = (row.state_bytes, row.state_formula, row.pool_bytes)
+        cells = [row.strategy, *(f"{size / 1e6:.2f}" for size in sizes)]
         cells += [f"{row.sent[name] / 1e6:.2f}" for name in levels]
         cells += ["yes" if row.sent == row.sent_formula else "NO"]
         cells += [f"{row.step_seconds:.3f}", f"{row.peak_rss_gib:.2f}"]

@@ -30,11 +30,16 @@ NAMES = ("MALLOC_", "GLIBC_TUNABLES")
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
 
 
+def printed(script: str, call: str, **settings: str) -> int:
+    """What `script` prints with `call` in its place, in an environment without other settings."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(NAMES)} | settings
+    command = [sys.executable, "-c", script.format(call=call)]
+    return int(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+
+
 def faults(call: str, **settings: str) -> int:
     """Pages that the system had to clear in each round of taking and freeing 120 MB."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(NAMES)} | settings
-    command = [sys.executable, "-c", FAULTS_PER_ROUND.format(call=call)]
-    return int(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+    return printed(FAULTS_PER_ROUND, call, **settings)
 
 
 def test_the_pages_of_a_step_are_kept_for_the_next_unless_the_environment_says_otherwise() -> None:
@@ -73,9 +78,5 @@ print(resident() - before)
 
 
 def test_threads_that_take_turns_share_what_is_kept() -> None:
-    def grown(call: str) -> int:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(NAMES)}
-        command = [sys.executable, "-c", RESIDENT.format(call=call)]
-        return int(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
-
-    assert grown("prepare_allocator(torch.device('cpu'))") < grown("") / 2
+    alone = printed(RESIDENT, "")
+    assert printed(RESIDENT, "prepare_allocator(torch.device('cpu'))") < alone / 2
