@@ -185,7 +185,7 @@ class WiresConfig:
     reduce: dict[str, str] = field(default_factory=dict)
     """Format of gradients on the wire of each level, over the preset's. Sums are fp32."""
     rotation: bool | None = None
-    """Rotate gradients (block Hadamard) before a low-bit wire. Default: in `low`."""
+    """Rotate gradients (block Hadamard) before an int4 wire. Default: in `low`."""
 
 
 @dataclass

@@ -4,7 +4,7 @@ A codec turns elements into messages and back; a wire is a codec put to work in 
 moves over several levels (`moves.py`) have one wire for each level and direction.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -129,9 +129,13 @@ _CODECS: dict[str, Codec] = {
 
 
 def make_wire(name: str, rotates: bool = False) -> Wire:
-    """The wire of a format's name; only low-bit ones rotate (casts gain nothing by it)."""
-    wire = Wire(_CODECS[name], name.startswith("delta"))
-    return replace(wire, rotates=rotates and wire.is_low_bit)
+    """The wire of a format's name; of those that may rotate only the ones of 4 bits do.
+
+    What the others lose is lost in the noise of 4 bits: of real gradients int8 errs by 0.8 to 1.2 %
+    (norm of the error over the norm) and rotated by 0.8 %, int4 by 11 to 15 % and rotated by 10 to
+    11 %.
+    """
+    return Wire(_CODECS[name], name.startswith("delta"), rotates and _CODECS[name] is INT4)
 
 
 @dataclass(frozen=True)
