@@ -16,6 +16,7 @@ On a GPU with Triton the same messages, to the byte, come from `codec_triton.py`
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -108,16 +109,22 @@ class BlockCodec:
 
     def _quantise(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """bf16 scales [rows, blocks] and packed codes uint8 of `values` [rows, n]."""
-        rows, count = values.shape
-        padded = values.new_empty(rows, -(-count // self.block) * self.block, dtype=torch.float32)
-        padded[:, :count] = values
-        padded[:, count:] = 0
-        blocks = padded.view(rows, -1, self.block)
+        blocks = self._blocks(values)
         scales = self._scales(blocks.abs().amax(-1))
-        # An all-zero block has scale 0; 0 / 1 keeps its zeros.
-        steps = torch.where(scales == 0, 1.0, scales.float()).unsqueeze(-1)
-        blocks.div_(steps).round_().nan_to_num_(0.0)
-        return scales, self._pack(padded.to(torch.int8))
+        steps = scales.float()
+        steps.masked_fill_(steps == 0, 1.0)  # 0 / 1 keeps the zeros of an all-zero block
+        codes = (blocks / steps.unsqueeze(-1)).round_().nan_to_num_(0.0).to(torch.int8)
+        return scales, self._pack(codes.view(values.shape[0], -1))
+
+    def _blocks(self, values: torch.Tensor) -> torch.Tensor:
+        """fp32 [rows, blocks, block] of `values` [rows, n], the last block filled up with zeros;
+        the values themselves where they fit."""
+        rows, count = values.shape
+        if missing := -count % self.block:
+            padded = values.new_zeros(rows, count + missing, dtype=torch.float32)
+            padded[:, :count] = values
+            return padded.view(rows, -1, self.block)
+        return values.float().view(rows, -1, self.block)
 
     def _scales(self, largest: torch.Tensor) -> torch.Tensor:
         """bf16 scales of blocks by their `largest` magnitudes, fp32 of the same shape."""
@@ -128,21 +135,19 @@ class BlockCodec:
         rounded = scales.to(torch.bfloat16)
         # What is not finite becomes NaN, which 0 × code cannot hide; the NaN of these bits, because
         # torch writes 0x7FC0 or 0xFFFF by whether the element fell into a vector.
-        rounded.view(torch.int16).masked_fill_(~torch.isfinite(scales), 0x7FC0)
+        rounded.view(torch.int16).masked_fill_(~(scales < math.inf), 0x7FC0)
         return rounded
 
     def _restore(self, messages: torch.Tensor, count: int, first: int, last: int) -> torch.Tensor:
         """Elements `first` to `last` fp32 [rows, last - first] of messages of `count` elements."""
-        rows, start = messages.shape[0], self.scale_bytes(count)
+        start = self.scale_bytes(count)
         blocks = slice(first // self.block * 2, -(-last // self.block) * 2)
         scales = messages[:, blocks].contiguous().view(torch.bfloat16).float().unsqueeze(-1)
         codes = self._unpack(
             messages[:, start + self.code_bytes(first) : start + self.code_bytes(last)]
         )
-        padded = codes.new_empty(rows, scales.shape[1] * self.block, dtype=torch.float32)
-        padded[:, : last - first] = codes[:, : last - first]
-        padded.view(rows, -1, self.block).mul_(scales)
-        return padded[:, : last - first]
+        values = self._blocks(codes[:, : last - first]).mul_(scales)
+        return values.view(messages.shape[0], -1)[:, : last - first]
 
     def _pack(self, codes: torch.Tensor) -> torch.Tensor:
         """int8 codes [rows, even] → bytes; two 4-bit codes a byte, the first one low."""

@@ -98,6 +98,21 @@ def test_what_was_decoded_encodes_to_the_same_codes(codec):
 
 
 @pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("count", [4096, 5001])
+def test_a_long_message_is_the_same_made_in_slabs_and_whole(codec, count, monkeypatch):
+    def everything():
+        messages = codec.encode(values)
+        total = torch.empty(count)
+        codec.decode_sum(messages, total)
+        return messages, codec.decode(messages, count), total
+
+    values = random(3, count)
+    whole = everything()
+    monkeypatch.setattr("megafrontier.partition.codec._SLAB", {"cpu": 3 * 512})
+    assert all(map(torch.equal, everything(), whole))
+
+
+@pytest.mark.parametrize("codec", CODECS)
 def test_sums_are_fp32_in_the_order_of_the_rows(codec):
     values = random(5, 1000)
     messages = codec.encode(values)
