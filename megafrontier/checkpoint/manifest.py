@@ -68,7 +68,8 @@ class Manifest:
     pieces: int
     """Equal parts that every unit's flat buffer is cut into; one file each."""
     states: Mapping[str, torch.dtype]
-    """Kinds of tensors, one of each per parameter: weight, exp_avg, exp_avg_sq."""
+    """Kinds of tensors, one of each per parameter: weight, exp_avg, exp_avg_sq and, where a run has
+    them, published and error."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The run's resolved config in plain containers."""
     rng: Mapping[str, Any] = field(default_factory=dict)

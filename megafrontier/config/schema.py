@@ -86,8 +86,8 @@ class DataConfig:
     document_mask: bool = False
     """Attention and loss do not cross a document's end, and positions restart there."""
     skip: list[list[int]] = field(default_factory=list)
-    """Ranges [from, to] of steps whose batches are left out (`to` not included), for instance
-    after a loss spike; later steps move up."""
+    """Ranges [from, to] of data steps, counted from 0, whose batches are left out (`to` not
+    included), for instance after a loss spike; later steps move up."""
 
 
 @dataclass
@@ -161,7 +161,8 @@ class OptimizerConfig:
 @dataclass
 class ScheduleConfig:
     name: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    """Course of the learning rate after the warm-up, to `min_lr` at `train.steps`."""
+    """Course of the learning rate after the warm-up: to `min_lr` at `train.steps`, or `constant`, at
+    `optimizer.lr`."""
     warmup_steps: int = 0
     """Steps of linear warm-up."""
     min_lr: float = 0.0
@@ -174,8 +175,8 @@ class ScheduleConfig:
 class WiresConfig:
     preset: Literal["exact", "zero++", "low"] = "exact"
     """exact: the precision everywhere. zero++: weights int8 between nodes, gradients int4 there and
-    over the node. low: exact inside the first level, int8 gradients in the node, rotated int4
-    gradients and 4-bit changes of weights beyond. `wires: low` is short for
+    over the node. low: exact inside the first level; beyond it 4-bit changes of weights, gradients
+    int8 in the node and rotated int4 between nodes. `wires: low` is short for
     `wires: {preset: low}`."""
     # str and not WireFormat: OmegaConf refuses every value of a dict of literals; `check` looks.
     gather: dict[str, str] = field(default_factory=dict)

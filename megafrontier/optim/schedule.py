@@ -11,7 +11,7 @@ def learning_rate(
     """Rate of 0-based optimizer `step` out of `steps`.
 
     Linear warm-up to `optimizer.lr`; then cosine (Loshchilov & Hutter 2017), linear, wsd
-    (warm-up, stable, linear decay over the last `decay_fraction`) or constant, to `min_lr`.
+    (warm-up, stable, linear decay over the last `decay_fraction`), all to `min_lr`, or constant.
     """
     if step < schedule.warmup_steps:
         return optimizer.lr * (step + 1) / schedule.warmup_steps
