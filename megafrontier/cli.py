@@ -46,8 +46,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     takes_overrides = bool(words) and words[0] in ("train", "evaluate")
     overrides = [word for word in words if takes_overrides and _OVERRIDE.match(word)]
     arguments = _parser().parse_args([word for word in words if word not in overrides])
-    if overrides:
-        arguments.overrides = overrides
+    if overrides:  # after what argparse took for one, which the config will refuse
+        arguments.overrides = [*arguments.overrides, *overrides]
     return arguments
 
 

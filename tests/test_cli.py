@@ -96,6 +96,12 @@ def test_overrides_may_stand_anywhere(line, tmp_path, monkeypatch):
     assert (config.run.name, config.train.steps, nproc) == ("a", 7, 3)
 
 
+def test_a_word_that_is_no_override_is_refused_beside_one_that_is(tmp_path, capsys):
+    path = runs.make_config_file(tmp_path)
+    assert main(["train", str(path), "train.steps", "7", "run.name=a"]) == 2
+    assert "override 'train.steps': expected key=value" in capsys.readouterr().err
+
+
 def test_an_interrupt_is_no_traceback(monkeypatch, tmp_path):
     from megafrontier.training import launch
 
@@ -205,6 +211,28 @@ def test_evaluate_takes_overrides_and_a_config(life, capfd):
     chosen = ("model.vocab_size=300", "data.split=[0.8,0.2]", "evaluate.batches=1")
     line = run_command(capfd, "evaluate", life / "config.yaml", *chosen)
     assert numbers(line)[3] == 16 * 16
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("tokenizer=/nowhere", "tokenizer '/nowhere'"),
+        ("machine=frontier", "machine: not used by evaluate"),
+        ("partition.strategy=topo", "partition.strategy: not used by evaluate"),
+        ("train.compile=true", "train.compile: not used by evaluate"),
+    ],
+)
+def test_evaluate_ignores_no_override(life, capfd, override, said):
+    assert main(["evaluate", str(life / "run"), override]) == 2
+    assert said in capfd.readouterr().err
+
+
+def test_evaluate_says_when_it_reads_what_is_held_out_more_than_once(life, capfd):
+    once, often = (
+        run_command(capfd, "evaluate", life / "run", f"evaluate.batches={n}") for n in (1, 50)
+    )
+    assert "evaluate.batches" not in once
+    assert "evaluate.batches: 50: more than is held out, whose windows are read " in often
 
 
 def test_evaluate_does_not_read_the_training_data(life, capfd):

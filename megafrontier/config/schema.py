@@ -161,8 +161,8 @@ class OptimizerConfig:
 @dataclass
 class ScheduleConfig:
     name: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    """Course of the learning rate after the warm-up: to `min_lr` at `train.steps`, or `constant`, at
-    `optimizer.lr`."""
+    """Course of the learning rate after the warm-up: to `min_lr` at `train.steps`; constant stays
+    at `optimizer.lr`."""
     warmup_steps: int = 0
     """Steps of linear warm-up."""
     min_lr: float = 0.0

@@ -76,6 +76,10 @@ class Loader:
         first_step, first_sample = self._origin
         return own, first_sample + (own - first_step) * self._global_batch
 
+    def epochs(self, steps: int) -> float:
+        """How often the first `steps` steps read a window, on average over all windows."""
+        return steps * self._global_batch / sum(self._samples.windows)
+
     def go_on(self, position: tuple[int, int]) -> None:
         """Count from a `position` on that a loader of another `global_batch` may have had: steps
         before and after it have other sizes, and no sample is left out or read twice."""

@@ -38,7 +38,7 @@ def arrange(config: Config, ranks: int) -> Arrangement:
 def check_training(config: Config, ranks: int, parts: Sequence[Part] = PARTS) -> None:
     """Refuse what would fail later: placement, batch, vocabulary, corpora of `parts`, apex.
 
-    Opens files but computes nothing, so that ranks may be forked after it. Raises UserError.
+    Reads files but computes nothing, so that ranks may be forked after it. Raises UserError.
     """
     arrange(config, ranks)
     check_vocabulary(config)
@@ -46,6 +46,7 @@ def check_training(config: Config, ranks: int, parts: Sequence[Part] = PARTS) ->
         samples = open_part(config, part)
         if samples is not None:
             make_loader(config, samples, part, 0, ranks)
+            samples.batch(0, 1)  # one is enough to tell most wrong tokenizers
     if config.optimizer.fused == "apex":
         find_apex()
 

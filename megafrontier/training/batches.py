@@ -7,6 +7,7 @@ import torch
 from megafrontier.config import Config
 from megafrontier.data.loader import Loader
 from megafrontier.data.samples import Batch, Samples, open_samples
+from megafrontier.data.tokenizer import load_tokenizer
 from megafrontier.errors import RankError, UserError
 
 Part = Literal["train", "valid"]
@@ -18,8 +19,10 @@ def open_part(config: Config, part: Part) -> Samples | None:
 
     Raises UserError for a corpus that cannot be read.
     """
-    model = config.model
-    return open_samples(config.data, model.sequence_length, config.run.seed, model.vocab_size, part)
+    tokenizer = load_tokenizer(config.tokenizer)
+    return open_samples(
+        config.data, config.model.sequence_length, config.run.seed, tokenizer.vocab_size, part
+    )
 
 
 def make_loader(

@@ -36,6 +36,17 @@ def no_bytes(_batch: Batch) -> int:
     return 0
 
 
+def describe_validation(loader: Loader | None, batches: int) -> list[str]:
+    """What `batches` mean that is not to be expected."""
+    epochs = loader.epochs(batches) if loader is not None else 0.0
+    if epochs <= 1:
+        return []
+    return [
+        f"evaluate.batches: {batches}: more than is held out, whose windows are read "
+        f"{epochs:.1f} times"
+    ]
+
+
 @torch.no_grad()
 def evaluate(
     model: GPT,

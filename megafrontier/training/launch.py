@@ -19,7 +19,7 @@ from megafrontier.training import bad_nodes
 from megafrontier.training.allocator import prepare_allocator
 from megafrontier.training.arrangement import Arrangement, arrange, check_training
 from megafrontier.training.attempts import attempted
-from megafrontier.training.evaluation import Evaluate
+from megafrontier.training.evaluation import Evaluate, describe_validation
 from megafrontier.training.garbage import garbage_collected
 from megafrontier.training.guard import Guard
 from megafrontier.training.kernels import describe_kernels
@@ -146,7 +146,8 @@ def _run(
     watch: Watch,
 ) -> int:
     trainer = build_trainer(config, arrangement, hierarchy)
-    for line in describe_kernels(config, hierarchy):
+    validation = describe_validation(trainer.valid_loader, config.evaluate.batches)
+    for line in [*describe_kernels(config, hierarchy), *validation]:
         logbook.remark(line)
     try:
         resume(trainer, logbook)

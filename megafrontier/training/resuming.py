@@ -12,7 +12,7 @@ from megafrontier.checkpoint.folder import list_checkpoints, set_later_aside
 from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.checkpoint.read import Checkpoint, read_manifest
 from megafrontier.checkpoint.resume import load_checkpoint, open_newest
-from megafrontier.config import Config, ModelConfig
+from megafrontier.config import Config, ModelConfig, config_to_dict
 from megafrontier.data.loader import data_step
 from megafrontier.errors import UserError
 from megafrontier.model.sizes import head_size, kv_heads, rotary_size
@@ -20,6 +20,16 @@ from megafrontier.training.attempts import has_begun, note_begun
 from megafrontier.training.logbook import Logbook
 from megafrontier.training.saving import checkpoint_root, shards
 from megafrontier.training.trainer import Trainer
+
+ORDER_KEYS = (
+    "run.seed",
+    "model.sequence_length",
+    "tokenizer",
+    "data.train",
+    "data.split",
+    "data.document_mask",
+)
+"""On what it depends which tokens a sample's number stands for."""
 
 
 def check_resume(config: Config) -> None:
@@ -75,6 +85,9 @@ def resume(trainer: Trainer, logbook: Logbook) -> None:
         _note_begun(trainer)
         return
     found = None if is_back else open_newest(root, load, trainer.hierarchy, logbook.remark)
+    if found is not None and path is not None and not leads_back(config):
+        logbook.remark(f"checkpoint.resume: {path}: not used, the run has checkpoints of its own")
+    is_start = found is None and not is_back
     if found is None and path is not None:
         found = load_checkpoint(path, load, trainer.hierarchy)
     if found is None:
@@ -82,11 +95,22 @@ def resume(trainer: Trainer, logbook: Logbook) -> None:
     trainer.engine.place(from_masters="published" not in restored(trainer, found.manifest))
     _take_up(trainer, found.manifest)
     logbook.remark(f"resumed from {found.path} at step {trainer.step}")
+    if trainer.step >= trainer.last_step:
+        _say_done(trainer, found.path, is_start, logbook)
     for line in _changes(trainer, found.manifest):
         logbook.remark(line)
     if is_back:
         trainer.hierarchy.together(partial(_give_up_later, trainer, root))
         _note_begun(trainer)
+
+
+def _say_done(trainer: Trainer, path: Path, is_start: bool, logbook: Logbook) -> None:
+    """Nothing is left to do: right for a run that is started once more, wrong for a new one."""
+    key = "stop_at" if trainer.config.train.stop_at else "steps"
+    problem = f"train.{key}: {trainer.last_step}"
+    if is_start:
+        raise UserError(f"{problem}, need more than {trainer.step}, the step of {path}")
+    logbook.remark(f"{problem}: reached, nothing left to do")
 
 
 def _note_begun(trainer: Trainer) -> None:
@@ -196,8 +220,29 @@ def _changes(trainer: Trainer, manifest: Manifest) -> list[str]:
     model, saved = trainer.config.model, _saved_model(manifest)
     if saved is not None and model.position == "rotary" and saved.rotary_base != model.rotary_base:
         lines.append(f"warning: model.rotary_base: {model.rotary_base}, was {saved.rotary_base}")
+    lines += _data_changes(trainer.config, manifest)
     before, now = _global_batch(manifest), trainer.config.train.global_batch
     if manifest.step and before != now:
         _, sample = trainer.loader.position(trainer.step)
         lines.append(f"train.global_batch: {now}, was {before}; the data go on at sample {sample}")
     return lines
+
+
+def _data_changes(config: Config, manifest: Manifest) -> list[str]:
+    """What gives the numbers of the samples another meaning: some are then read twice."""
+    if not manifest.step:
+        return []
+    now, before = (
+        {key: _value(values, key) for key in ORDER_KEYS}
+        for values in (config_to_dict(config), manifest.config)
+    )
+    return [
+        f"warning: {key}: {now[key]}, was {before[key]}; samples are others from here on"
+        for key in ORDER_KEYS
+        if before[key] is not None and before[key] != now[key]
+    ]
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    section, _, name = key.rpartition(".")
+    return (config.get(section, {}) if section else config).get(name)

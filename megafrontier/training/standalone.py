@@ -34,7 +34,7 @@ from megafrontier.model.huggingface import export_model, import_model
 from megafrontier.partition.layout import Layout
 from megafrontier.partition.wires import DTYPES
 from megafrontier.training.arrangement import Arrangement, check_training
-from megafrontier.training.evaluation import Evaluation, evaluate
+from megafrontier.training.evaluation import Evaluation, describe_validation, evaluate
 from megafrontier.training.launch import joined, launch
 from megafrontier.training.resuming import check_model
 from megafrontier.training.saving import attach_tokenizer
@@ -50,12 +50,13 @@ def newest(path: Path) -> Path:
 
 
 def saved_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config a checkpoint was trained with, and its own copy of the tokenizer.
+    """The config a checkpoint was trained with, and its own copy of the tokenizer, unless
+    `overrides` name another.
 
     Raises UserError for overrides that do not fit it.
     """
     config = config_from_dict(dict(read_manifest(path).config), str(path), overrides)
-    if (path / "tokenizer").is_dir():
+    if (path / "tokenizer").is_dir() and not any(o.startswith("tokenizer=") for o in overrides):
         config.tokenizer = str(path / "tokenizer")
     return config
 
@@ -178,13 +179,15 @@ def evaluate_command(
     if config.evaluate.batches == 0:
         raise UserError("evaluate.batches: 0, need at least 1")
     config.train.compile = False  # a few batches would not repay it
-    if nproc is not None or identify(os.environ).source == "alone":
+    is_local = nproc is not None or identify(os.environ).source == "alone"
+    _refuse_unused(overrides, ("train.compile", *(("machine", "partition") if is_local else ())))
+    if is_local:
         config.machine = "laptop"
         config.partition = PartitionConfig(strategy="zero3")
 
     def body() -> int:
         with joined(config) as (arrangement, hierarchy):
-            found = _evaluate(target, arrangement, hierarchy)
+            found = _evaluate(target, arrangement, hierarchy, show)
             if hierarchy.rank == 0:
                 show(describe(target.checkpoint, found))
         return 0
@@ -192,7 +195,16 @@ def evaluate_command(
     return launch(body, nproc, partial(check_training, config, parts=("valid",)))
 
 
-def _evaluate(target: Target, arrangement: Arrangement, hierarchy: Hierarchy) -> Evaluation:
+def _refuse_unused(overrides: Sequence[str], unused: Sequence[str]) -> None:
+    for override in overrides:
+        key = override.partition("=")[0]
+        if any(f"{key}.".startswith(f"{name}.") for name in unused):
+            raise UserError(f"{key}: not used by evaluate here, leave it out")
+
+
+def _evaluate(
+    target: Target, arrangement: Arrangement, hierarchy: Hierarchy, show: Callable[[str], Any]
+) -> Evaluation:
     config = target.config
     checkpoint = open_checkpoint(target.checkpoint, hierarchy.rank, hierarchy.size)
     check_model(config.model, checkpoint)
@@ -200,6 +212,9 @@ def _evaluate(target: Target, arrangement: Arrangement, hierarchy: Hierarchy) ->
     loader = open_loader(config, "valid", hierarchy)
     if loader is None:
         raise UserError("data.split: keeps nothing for validation; need data.valid or a part")
+    if hierarchy.rank == 0:
+        for line in describe_validation(loader, config.evaluate.batches):
+            show(line)
     tokenizer = load_tokenizer(config.tokenizer)
 
     def text_bytes(batch: Batch) -> int:

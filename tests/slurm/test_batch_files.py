@@ -73,6 +73,17 @@ def test_frontiers_own_lines_reach_no_other_cluster():
         assert "--network" not in said
 
 
+def test_a_machine_that_is_not_there_is_refused_before_the_job_waits_in_the_queue():
+    done = subprocess.run(
+        [sys.executable, "slurm/describe.py", CONFIG, "machine=frontier-larg"],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("megafrontier: machine: frontier-larg, need the path of a ")
+    assert done.stderr.count("\n") == 1
+
+
 def test_an_unknown_cluster_is_refused_in_one_line():
     done = subprocess.run(
         ["slurm/train.sbatch", CONFIG], cwd=ROOT, capture_output=True, text=True,

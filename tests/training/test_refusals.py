@@ -75,6 +75,16 @@ def test_bad_input_is_refused_in_one_line_before_any_rank_starts(
     assert reason in error
 
 
+def test_a_corpus_of_another_tokenizer_is_refused_before_any_rank_starts(
+    config_file, tmp_path, capfd
+):
+    """The model may have room for its ids; what they mean is lost all the same."""
+    write_corpus(tmp_path / "corpus", [[[300] * 400]])
+    config = runs.load(config_file, "model.vocab_size=400")
+    with pytest.raises(UserError, match="token id 300, need 0 to 256, the ids of `tokenizer`"):
+        launch.train(config, 4)
+
+
 def test_no_ranks_at_all_are_refused(config_file, capfd):
     assert main(["train", str(config_file), "--nproc", "0"]) == 2
     assert capfd.readouterr().err == "megafrontier: --nproc: 0, need at least 1\n"

@@ -180,9 +180,11 @@ def test_a_run_begins_at_a_named_checkpoint_and_goes_on_from_its_own(
     for stop in (4, 6, 8):
         lines = runs.run(config_file, 1, *ONE, imported, f"train.stop_at={stop}")
     assert runs.losses(lines) == runs.losses(unbroken)[2:]
+    log = log_of(tmp_path / "run")
+    assert log.count("00000002: not used, the run has checkpoints of its own") == 2
     for step, folder in ((2, "other"), (4, "run"), (6, "run")):
         line = f"resumed from {tmp_path}/{folder}/checkpoints/step-{step:08d} at step {step}"
-        assert line in log_of(tmp_path / "run")
+        assert line in log
     assert not list(tmp_path.glob("run/checkpoints/*.superseded"))
 
 
@@ -240,6 +242,30 @@ def test_weights_that_fit_a_model_of_another_function_are_refused(
     assert said in error
     assert "was trained with " in error
     assert error.count("\n") == 1
+
+
+def test_a_run_cannot_begin_where_it_is_to_end(config_file, tmp_path, imported, capfd):
+    assert runs.train(runs.load(config_file, *ONE, imported, "train.steps=2"), 1) == 2
+    assert "train.steps: 2, need more than 2, the step of " in capfd.readouterr().err
+    runs.run(config_file, 1, *ONE, imported)
+    runs.run(config_file, 1, *ONE, imported)
+    assert log_of(tmp_path / "run").count("train.steps: 8: reached, nothing left to do") == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ("run.seed=8", "run.seed: 8, was 7"),
+        ("data.split=[0.8, 0.2]", "data.split: [0.8, 0.2], was [0.9, 0.1]"),
+        ("data.document_mask=true", "data.document_mask: True, was False"),
+        ("model.sequence_length=8", "model.sequence_length: 8, was 16"),
+    ],
+)
+def test_other_data_under_the_same_numbers_are_told(config_file, tmp_path, imported, changed, said):
+    runs.run(config_file, 1, *ONE, imported, changed, "train.stop_at=3")
+    warning = f"warning: {said}; samples are others from here on"
+    assert log_of(tmp_path / "run").count("warning: ") == 1
+    assert warning in log_of(tmp_path / "run")
 
 
 def test_another_rotary_base_may_be_meant_and_is_told(config_file, tmp_path, imported):
