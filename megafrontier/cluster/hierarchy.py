@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,28 @@ from megafrontier.cluster.collectives import all_gather
 from megafrontier.cluster.levels import Levels
 from megafrontier.cluster.standing import Standing
 from megafrontier.errors import UserError
+
+
+class Waiting(Protocol):
+    """Has begun collectives."""
+
+    def drain(self) -> None:
+        """Return when they are over."""
+        ...
+
+
+class Turn:
+    """Whose collectives are under way on the groups: of several engines one's at a time, or the
+    rows of both would mix differently on every rank."""
+
+    def __init__(self) -> None:
+        self._holder: Waiting | None = None
+
+    def take(self, taker: Waiting) -> None:
+        """Go on when the collectives of whoever had the turn are over."""
+        if self._holder is not None and self._holder is not taker:
+            self._holder.drain()
+        self._holder = taker
 
 
 @dataclass(frozen=True)
@@ -28,6 +51,7 @@ class Hierarchy:
     device: torch.device
     control: tuple[dist.ProcessGroup | None, ...] = ()
     standing: Standing = field(default_factory=Standing)
+    turn: Turn = field(default_factory=Turn)
     coordinates: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,19 +1,14 @@
-"""The engine: hooks that gather a unit when its module runs and reduce its gradient when done.
+"""The engine: a model's state placed on a hierarchy, and the steps of training it there.
 
-    engine = shard(model, blocks, placement, hierarchy)
-    for batch in micro_batches:
-        engine.backward(model(batch))  # a sum over tokens, not a mean
-    gradients = engine.finish_gradients()
-    ... update each unit.master with its finished gradient, then engine.clear_gradients() ...
-    engine.publish()
-
-Note on order. Every rank runs the same modules in the same order, so hooks issue the same
-collectives in the same order on every rank; nothing here depends on timing.
+engine = shard(model, blocks, placement, hierarchy)
+for batch in micro_batches:
+    engine.backward(model(batch))  # a sum over tokens, not a mean
+gradients = engine.finish_gradients()
+... update each unit.master with its finished gradient, then engine.clear_gradients() ...
+engine.publish()
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,16 +18,15 @@ from megafrontier.partition.lanes import Lanes, Policy
 from megafrontier.partition.ledger import Ledger
 from megafrontier.partition.modules import (
     assign,
-    in_backward,
     own_values,
     replace_parameters,
     settle_buffers,
-    tensors_in,
 )
 from megafrontier.partition.moves import Moves
 from megafrontier.partition.placement import Placement, traffic_bytes
 from megafrontier.partition.pool import Pool
-from megafrontier.partition.unit import ROOT, InitialSlice, Phase, Unit
+from megafrontier.partition.schedule import Schedule
+from megafrontier.partition.unit import InitialSlice, Unit
 from megafrontier.partition.wires import Wires
 
 Decay = Callable[[str], bool]
@@ -99,12 +93,9 @@ class Engine:
         # One rank crosses nothing: a thread would only cost.
         self._policy: Policy = overlap if hierarchy.size > 1 else "none"
         self._prefetch = 0 if self._policy == "none" else prefetch
-        lanes = Lanes(self._policy, len(hierarchy.levels.sizes), hierarchy.device)
+        levels = len(hierarchy.levels.sizes)
+        lanes = Lanes(self._policy, levels, hierarchy.device, hierarchy.turn)
         self._moves = Moves(hierarchy, wires, self.ledger, lanes, check_order)
-        self._missing: dict[Unit, set[int]] = {}
-        self._done: set[Unit] = set()
-        self._reducing: deque[Unit] = deque()
-        self._is_last = False
 
     def take_over(
         self,
@@ -120,8 +111,8 @@ class Engine:
         owned = list(assign(model, blocks))
         # So that neighbours have different seats, and a unit's reduction has been waited for when
         # that of the next micro-batch begins.
-        self._prefetch = min(self._prefetch, len(owned) - 1)
-        self.pool = Pool(self._prefetch + 1, dtype, self.hierarchy.device)
+        prefetch = min(self._prefetch, len(owned) - 1)
+        self.pool = Pool(prefetch + 1, dtype, self.hierarchy.device)
         for name, _, parameters in owned:
             decayed = [named for named in parameters if decay(named[0])]
             unit = Unit(
@@ -130,14 +121,11 @@ class Engine:
             unit.initialise(initial)
             self.units.append(unit)
         replace_parameters(model, self.units)
-        for index, (_, module, _) in enumerate(owned):
-            self._attach(module, index)
+        modules = [module for _, module, _ in owned]
+        self._schedule = Schedule(
+            self.units, modules, self._moves, self.ledger, self._policy, prefetch
+        )
         self.place(from_masters=True)
-
-    def stays_gathered(self, unit: Unit) -> bool:
-        """Whether a unit is gathered once for forward and backward: the root unit, which runs all
-        the while, and the last block, whose backward follows its forward at once."""
-        return unit.name == ROOT or unit is self.units[-1]
 
     def step_bytes(self, micro_batches: int, wires: Wires | None = None) -> list[int]:
         """Bytes this rank sends over each level in an optimizer step, by the formula; with `wires`,
@@ -149,104 +137,11 @@ class Engine:
                 self.hierarchy.levels,
                 wires or self.wires,
                 micro_batches,
-                1 if self.stays_gathered(unit) else 2,
+                1 if self._schedule.stays_gathered(unit) else 2,
             )
             for unit in self.units
         )
         return [sum(level) for level in zip(*units, strict=True)]
-
-    def _attach(self, module: nn.Module, index: int) -> None:
-        unit = self.units[index]
-        given: dict[int, object] = {}
-
-        def before(_module: nn.Module, *arguments: Any) -> None:
-            given.clear()  # of a forward that ended early, as a recomputation does
-            given.update((id(t), t.grad_fn) for t in tensors_in(arguments))
-            if in_backward():  # recomputed: the units after it have had their turn
-                self._done.discard(unit)
-                self._gather(index, ahead=0)
-                unit.phase = Phase.BACKWARD
-            else:
-                self._gather(index, ahead=1)
-                unit.phase = Phase.FORWARD
-
-        def after(_module: nn.Module, _arguments: Any, output: Any) -> None:
-            # What a block passes on as it came has its gradient in the backward of another block.
-            made = [t for t in tensors_in(output) if given.get(id(t), self) is not t.grad_fn]
-            given.clear()
-            self._after_forward(index, [t for t in made if t.requires_grad])
-
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(after)
-        for i, parameter in enumerate(unit.parameters):
-            parameter.register_post_accumulate_grad_hook(self._on_gradient(index, i))
-
-    def _gather(self, index: int, ahead: Literal[-1, 0, 1]) -> None:
-        """Make a unit whole, and begin with those that run after it (`ahead` 1) or before (-1)."""
-        self.units[index].start_gathering()
-        for distance in range(1, self._prefetch + 1):
-            neighbour = index + ahead * distance
-            if 0 <= neighbour < len(self.units):
-                self.units[neighbour].start_gathering()
-        if ahead > 0:
-            self._start_publishing(index)
-        with self.ledger.waiting(f"gather {self.units[index].name}"):
-            self.units[index].gather()
-
-    def _after_forward(self, index: int, made: list[torch.Tensor]) -> None:
-        unit = self.units[index]
-        for tensor in made:
-            tensor.register_hook(lambda _gradient: self._before_backward(index))
-        # Recomputed within its own backward it still needs the weights.
-        if not in_backward() and not (made and self.stays_gathered(unit)):
-            unit.release()
-
-    def _before_backward(self, index: int) -> None:
-        if self.units[index] in self._done:
-            return  # what is left of its backward has no parameters
-        self._gather(index, ahead=-1)
-        self.units[index].phase = Phase.BACKWARD
-
-    def _on_gradient(self, index: int, parameter: int) -> Callable[[torch.Tensor], None]:
-        unit = self.units[index]
-
-        def ready(_parameter: torch.Tensor) -> None:
-            is_whole = unit.is_persistent or unit.phase is Phase.BACKWARD
-            if not is_whole or unit.is_finishing:
-                raise RuntimeError(
-                    f"parameter {unit.layout.entries[parameter].name}: a gradient outside of the "
-                    f"backward of {unit.name!r}; its output must be tensors, in tuples, lists, "
-                    "dicts or dataclasses, and checkpoints around blocks need use_reentrant=False"
-                )
-            unit.take_gradient(parameter)
-            if unit not in self._missing:
-                self._missing[unit] = set(range(len(unit.parameters)))
-            self._missing[unit].discard(parameter)
-            if not self._missing[unit]:
-                self._finish_backward(unit, index - 1 - self._prefetch)
-
-        return ready
-
-    def _finish_backward(self, unit: Unit, next_index: int = -1) -> None:
-        """Reduce a unit's gradient and, into its place, begin to gather the unit whose turn comes
-        after those already gathered, if there is one."""
-        self._missing.pop(unit, None)
-        self._done.add(unit)
-        unit.release()
-        # As many full gradients wait for their reduction as units are gathered ahead: bounded.
-        while len(self._reducing) > self._prefetch:
-            with self.ledger.waiting(f"reduce {self._reducing[0].name}"):
-                self._reducing.popleft().finish_reducing()
-        with self._moves.woven():
-            if self._prefetch and next_index >= 0 and not self.units[next_index].is_stale:
-                self.units[next_index].start_gathering()
-            unit.start_reducing()
-        if self._policy == "none":
-            unit.finish_reducing()  # it is done, and its memory serves the next unit
-        else:
-            self._reducing.append(unit)
-        if self._is_last:
-            unit.start_finishing()
 
     def backward(self, loss: torch.Tensor, is_last: bool = False) -> None:
         """Backward of one micro-batch; gradients go to their shards, summed over the ranks.
@@ -258,21 +153,14 @@ class Engine:
         weights there, or a second one after its unit was done. After an exception the engine is of
         no more use.
         """
-        self._is_last = is_last
-        loss.backward()
-        for unit in reversed(self.units):
-            if unit in self._missing:  # some parameter took no part, and it still waits for it
-                self._finish_backward(unit)
-            else:
-                unit.release()  # if it was gathered ahead, but its turn never came
-        self._done.clear()
+        self._schedule.backward(loss, is_last)
 
     def finish_gradients(self) -> list[torch.Tensor]:
         """Reduce from the gradient level to the optimizer level, once per step.
 
         Returns this rank's shard of each unit, fp32, summed over everything since `clear`.
         """
-        self._reducing.clear()
+        self._schedule.reducing.clear()  # each unit waits for its own
         with self.ledger.waiting("finish gradients"):
             self.finish_publishing()
             return [unit.finish_gradient() for unit in self.units]
@@ -293,16 +181,7 @@ class Engine:
             unit.is_stale = True
         if self._policy == "none":
             self.finish_publishing()
-        self._start_publishing(-1)
-
-    def _start_publishing(self, index: int) -> None:
-        """Where levels run side by side, begin with those that come after unit `index` and after
-        those gathered ahead of it: 2 · prefetch + 1 in all, so that what is on its way stays
-        bounded. On one lane they would hold up the gathering of the units before them."""
-        if self._policy == "full":
-            for unit in self.units[index + 1 : index + 2 * (self._prefetch + 1)]:
-                if unit.is_stale:
-                    unit.start_publishing()
+        self._schedule.start_publishing(-1)
 
     def finish_publishing(self) -> None:
         """Return when every copy of the weights is up to date."""

@@ -19,6 +19,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from megafrontier.cluster.hierarchy import Turn
+
 COMPUTATION = -1
 """The number, among the lanes', of where the model runs."""
 Policy = Literal["none", "safe", "full"]
@@ -139,10 +141,12 @@ class StreamLane:
 
 
 class Lanes:
-    """The lanes of a policy, by number."""
+    """The lanes of a policy, by number. Those of other engines use the same groups, in `turn`."""
 
-    def __init__(self, policy: Policy, levels: int, device: torch.device) -> None:
+    def __init__(self, policy: Policy, levels: int, device: torch.device, turn: Turn) -> None:
         self.policy = policy
+        self._turn = turn
+        self._newest: dict[int, Ticket] = {}
         if policy == "full":
             self._lanes = [_make_lane(f"level-{i}", device) for i in range(levels)]
         else:
@@ -154,7 +158,14 @@ class Lanes:
 
     def run(self, number: int, task: Task, after: Ticket) -> Ticket:
         """Run `task` on a lane after `after`."""
-        return self._lanes[number].run(task, after)
+        self._turn.take(self)
+        self._newest[number] = ticket = self._lanes[number].run(task, after)
+        return ticket
+
+    def drain(self) -> None:
+        """Return when all that was given is done."""
+        for ticket in self._newest.values():
+            ticket.wait()
 
 
 def _make_lane(name: str, device: torch.device) -> Lane:

@@ -10,6 +10,9 @@ import torch
 
 from megafrontier.partition.trace import WAITING, Trace
 
+MOST_EVENTS = 20_000
+"""On a GPU, crossings and waits that have not been read: several times those of a large step."""
+
 
 class Ledger:
     """Counts what the moves hand to the collectives until `take` empties it."""
@@ -66,6 +69,7 @@ class Ledger:
                 self._events.append((level, label, start, stop))
             if self._is_exposed():
                 self._waits.append((start, stop))
+            self._bound()
         else:
             yield sent
             self._newest[level] = label, called, True
@@ -112,6 +116,7 @@ class Ledger:
             yield
             stop.record()
             self._waits.append((start, stop))
+            self._bound()
         else:
             yield
             self._waited += time.perf_counter() - begin
@@ -119,13 +124,22 @@ class Ledger:
         if self.trace is not None:
             self.trace.add(WAITING, label, begin, time.perf_counter() - begin)
 
+    def _bound(self) -> None:
+        """Let events go in a loop of one's own that never takes."""
+        if len(self._events) + len(self._waits) > MOST_EVENTS:
+            self._read_events()
+            self._read_waits()
+
     def take_waited(self, wait: bool = False) -> float:
         """Seconds that the computation waited for others since the last call; as `take`."""
+        self._read_waits(wait)
+        waited, self._waited = self._waited, 0.0
+        return waited
+
+    def _read_waits(self, wait: bool = False) -> None:
         waits, self._waits = _split_over(self._waits, wait)
         for start, stop in waits:
             self._waited += start.elapsed_time(stop) / 1000
-        waited, self._waited = self._waited, 0.0
-        return waited
 
     def take(self, wait: bool = False) -> tuple[list[int], list[float]]:
         """(bytes, seconds) per level since the last call.
@@ -134,15 +148,18 @@ class Ledger:
         forward belongs to the next step. So do on a GPU the seconds of what is still under way
         there, unless asked to `wait` for it.
         """
+        self._read_events(wait)
+        with self._lock:
+            taken = self._bytes, self._seconds
+            self._clear()
+        return taken
+
+    def _read_events(self, wait: bool = False) -> None:
         with self._lock:
             events, self._events = _split_over(self._events, wait)
         for level, label, start, stop in events:
             begin = self._began + self._origin.elapsed_time(start) / 1000
             self._note(level, label, begin, start.elapsed_time(stop) / 1000)
-        with self._lock:
-            taken = self._bytes, self._seconds
-            self._clear()
-        return taken
 
 
 def _split_over(events: list[Any], wait: bool) -> tuple[list[Any], list[Any]]:

@@ -1,6 +1,6 @@
 """A model as the engine sees it: which unit owns which parameter, and how to replace them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -14,7 +14,8 @@ from megafrontier.partition.unit import ROOT, InitialSlice, Named, Unit
 def assign(
     model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]
 ) -> Iterator[tuple[str, nn.Module, list[Named]]]:
-    """(unit name, module, its parameters): the root unit first, if anything is left for it.
+    """(unit name, module, its parameters) of those that have any: the root unit, of all that no
+    block has to itself, first.
 
     Raises UserError for a frozen parameter and for a block that is not part of the model.
     """
@@ -34,7 +35,9 @@ def assign(
     if root:
         yield ROOT, model, root
     for block, module in blocks:
-        yield block, module, [(n, p) for n, p in names.items() if owners.get(n) == {block}]
+        own = [(n, p) for n, p in names.items() if owners.get(n) == {block}]
+        if own:  # else it runs as it is
+            yield block, module, own
 
 
 def own_values(model: nn.Module) -> InitialSlice:
@@ -84,6 +87,31 @@ def tensors_in(output: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
     elif is_dataclass(output) and not isinstance(output, type):
         yield from tensors_in([getattr(output, field.name, None) for field in fields(output)])
+
+
+def refuse_views(tensors: Iterable[torch.Tensor], unit: Unit) -> None:
+    """Raises UserError for one of a block's outputs that lies in its weights: they are away when it
+    is used."""
+    if unit.is_persistent:
+        return
+    weights = unit.full.untyped_storage().data_ptr()
+    for tensor in tensors:
+        if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() == weights:
+            raise UserError(
+                f"block {unit.name!r} returns a view of its own parameter, need a copy (.clone())"
+            )
+
+
+class Run:
+    """One run of a block in forward, as the hook on what it has made: it lives as long as the graph
+    that it is part of. When the first of the gradients comes its backward begins."""
+
+    def __init__(self, begin: "Callable[[Run], None]") -> None:
+        self._begin = begin
+
+    def __call__(self, _gradient: torch.Tensor) -> None:
+        """The hook."""
+        self._begin(self)
 
 
 def in_backward() -> bool:

@@ -37,7 +37,8 @@ class Seat:
     @cached_property
     def memory(self) -> torch.Tensor:
         """Elements [of the largest unit]."""
-        return torch.empty(self.numel, dtype=self._dtype, device=self._device)
+        with torch.inference_mode(False):  # it will serve training, whoever is the first to ask
+            return torch.empty(self.numel, dtype=self._dtype, device=self._device)
 
     def take(self, guest: Guest) -> None:
         """Give the seat to a unit. One that has been gathered there, but runs later or goes on

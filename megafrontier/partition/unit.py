@@ -231,9 +231,13 @@ class Unit:
         self._flat.put(whole, index, fresh)
 
     def start_reducing(self) -> None:
-        """Begin to add this micro-batch's gradient, reduced to the gradient level, to its shard."""
-        if self._gradient_full is None:
+        """Begin to add this micro-batch's gradient, reduced to the gradient level, to its shard;
+        zeros where none has come to this rank, for others may have one."""
+        if self.placement.gradients == 0:
             return
+        if self._gradient_full is None:
+            self._gradient_full = self._pool.take_gradient(self.layout.numel)
+            self._flat.start()
         self.finish_reducing()  # done long since, but for a unit that is reduced twice
         self._flat.complete(self._gradient_full)
         depth = self.placement.gradients

@@ -160,7 +160,10 @@ def _take_up(trainer: Trainer, manifest: Manifest) -> None:
     trainer.step = manifest.step
     trainer.tokens = manifest.tokens
     trainer.optimizer.restore(int(manifest.extra.get("optimizer_steps", 0)))
-    trainer.loss_scale.restore(manifest.extra.get("loss_scale", {}))
+    saved_scale = manifest.extra.get("loss_scale", {})
+    trainer.loss_scale.restore(saved_scale)
+    # What gradients have left unsaid is in units of the scale, which another precision changes.
+    trainer.engine.scale_errors(trainer.loss_scale.scale / saved_scale.get("scale", 1.0))
     trainer.spikes.restore(manifest.extra.get("spikes", {}))
     step, sample = manifest.extra.get("data") or _position(manifest)
     trainer.loader.go_on((step, sample))

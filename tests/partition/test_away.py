@@ -155,24 +155,40 @@ def test_weights_that_are_away_in_backward_are_refused_and_not_another_units():
         assert "parameter 3.linear.weight: a gradient outside of the backward of '3'" in stayed
 
 
-def test_a_gradient_that_comes_when_its_unit_is_done_is_refused_by_name():
+class Twice(nn.Module):
     """Reentrant checkpoints hand a weight that two of them use its gradient in two parts."""
 
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shared = nn.Linear(4, 4)
-            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
-        def forward(self, x):
-            for block in self.blocks:
-                x = checkpoint(lambda x, block=block: self.shared(block(x)), x, use_reentrant=True)
-            return x.sum()
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(lambda x, block=block: self.shared(block(x)), x, use_reentrant=True)
+        return x.sum()
 
+
+def test_the_root_takes_a_gradient_in_parts():
+    def body(hierarchy):
+        torch.manual_seed(0)
+        model, x = Twice(), torch.randn(2, 4, requires_grad=True)
+        model(x).backward()
+        expected = 2 * model.shared.weight.grad.flatten()  # of two ranks
+        blocks = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
+        engine = shard(model, blocks, Placement(0, 0, 0, 0), hierarchy)
+        engine.backward(model(x), is_last=True)
+        root = engine.finish_gradients()[0]
+        place = next(e for e in engine.units[0].layout.entries if e.name == "shared.weight")
+        return torch.equal(root[place.offset : place.offset + place.numel], expected)
+
+    assert run_ranks((2,), body) == [True] * 2
+
+
+def test_a_gradient_that_comes_when_its_unit_is_done_is_refused_by_name():
     def body(hierarchy):
         model = Twice()
-        blocks = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
-        engine = shard(model, blocks, Placement(0, 0, 1, 1), hierarchy)
+        engine = shard(model, [("shared", model.shared)], Placement(0, 0, 1, 1), hierarchy)
         loss = model(torch.randn(2, 4, requires_grad=True))
         with pytest.raises(RuntimeError) as error:
             engine.backward(loss, is_last=True)

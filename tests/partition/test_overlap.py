@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from megafrontier.cluster.hierarchy import Turn
 from megafrontier.config import WiresConfig
 from megafrontier.partition import Placement, shard
 from megafrontier.partition import engine as engine_module
@@ -114,7 +115,7 @@ def test_reductions_run_under_the_backward_of_the_units_before():
 
         def watched_start(unit):
             start(unit)
-            waiting.append(len(engine._reducing) + 1)
+            waiting.append(len(engine._schedule.reducing) + 1)
 
         for unit in engine.units:
             unit.start_reducing = lambda unit=unit: watched_start(unit)
@@ -240,7 +241,7 @@ def test_a_trace_has_a_row_a_level_and_names_moves_and_units(tmp_path):
 
 
 def test_a_lane_runs_tasks_in_order_and_after_what_they_wait_for():
-    lanes = Lanes("full", 2, CPU)
+    lanes = Lanes("full", 2, CPU, Turn())
     gate, seen = threading.Event(), []
     first = lanes.run(0, gate.wait, DONE)
     second = lanes.run(1, lambda: seen.append("after the gate"), first)
@@ -253,9 +254,23 @@ def test_a_lane_runs_tasks_in_order_and_after_what_they_wait_for():
     assert seen.index("after the gate") < seen.index("last")
 
 
+@pytest.mark.parametrize("policy", ["none", "safe", "full"])
+def test_two_engines_do_not_mix_their_collectives(policy):
+    """They use the same process groups; a teacher and a student, say."""
+    turn = Turn()
+    one, other = Lanes("full", 2, CPU, turn), Lanes(policy, 2, CPU, turn)
+    gate, seen = threading.Event(), []
+    for number in (0, 1):
+        one.run(number, lambda: (gate.wait(10), seen.append("one")), DONE)
+    threading.Timer(0.05, gate.set).start()
+    other.run(0, lambda: seen.append("other"), DONE)
+    other.drain()
+    assert seen == ["one", "one", "other"]
+
+
 @pytest.mark.parametrize("policy", ["safe", "full"])
 def test_after_an_error_a_lane_issues_nothing_more(policy):
-    lanes = Lanes(policy, 1, CPU)
+    lanes = Lanes(policy, 1, CPU, Turn())
     seen = []
     broken = lanes.run(0, lambda: 1 / 0, DONE)
     later = lanes.run(0, lambda: seen.append("issued"), DONE)
@@ -267,7 +282,7 @@ def test_after_an_error_a_lane_issues_nothing_more(policy):
 
 def test_safe_has_one_lane_and_full_one_a_level():
     def lane_count(policy):
-        lanes = Lanes(policy, 3, CPU)
+        lanes = Lanes(policy, 3, CPU, Turn())
         names = set()
 
         def note():

@@ -49,11 +49,18 @@ class Odd(nn.Module):
         return [("first", self.first), ("second", self.second)]
 
 
-def gradients_alone(extra):
+USES = {
+    "never": lambda rank: False,
+    "always": lambda rank: True,
+    "on some ranks": lambda rank: rank % 2 == 0,
+}
+
+
+def gradients_alone(uses):
     model = Odd()
     for rank in range(4):
         torch.manual_seed(rank)
-        model(torch.randn(3, 5), extra).backward()
+        model(torch.randn(3, 5), uses(rank)).backward()
     return {
         name: torch.zeros_like(p) if p.grad is None else p.grad
         for name, p in model.named_parameters()
@@ -70,7 +77,7 @@ def whole_gradients(engine, shards):
     return found
 
 
-@pytest.mark.parametrize("extra", [False, True])
+@pytest.mark.parametrize("extra", USES)
 @pytest.mark.parametrize(
     ("weights", "overlap"), [(0, "safe"), (1, "safe"), (2, "safe"), (2, "none"), (1, "full")]
 )
@@ -80,9 +87,11 @@ def test_shared_reused_and_unused_parameters_get_their_summed_gradients(weights,
     def body(hierarchy):
         model = Odd()
         placement = Placement(weights, weights, 2, 2)
-        engine = shard(model, model.units(), placement, hierarchy, overlap=overlap)
+        engine = shard(
+            model, model.units(), placement, hierarchy, overlap=overlap, check_order=True
+        )
         torch.manual_seed(hierarchy.rank)
-        engine.backward(model(torch.randn(3, 5), extra))
+        engine.backward(model(torch.randn(3, 5), USES[extra](hierarchy.rank)))
         pieces = []
         for shard_ in engine.finish_gradients():
             flat = torch.empty(shard_.numel() * 4)
@@ -90,11 +99,71 @@ def test_shared_reused_and_unused_parameters_get_their_summed_gradients(weights,
             pieces.append(flat)
         return whole_gradients(engine, pieces)
 
-    expected = gradients_alone(extra)
+    expected = gradients_alone(USES[extra])
     for found in run_ranks((2, 2), body):
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_a_block_without_parameters_runs_as_it_is():
+    def body(hierarchy):
+        torch.manual_seed(4)
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+        x = torch.randn(3, 4)
+        model(x).sum().backward()
+        expected = 2 * model[0].weight.grad.flatten()
+        engine = shard(
+            model, [(str(i), m) for i, m in enumerate(model)], Placement(1, 1, 1, 1), hierarchy
+        )
+        engine.backward(model(x).sum())
+        start, stop = engine.units[0].range
+        got = engine.finish_gradients()[0][: max(0, min(stop, 16) - start)]
+        return [u.name for u in engine.units], torch.allclose(got, expected[start:][: got.numel()])
+
+    assert run_ranks((2,), body) == [(["0", "2"], True)] * 2
+
+
+def test_a_view_of_weights_that_will_be_away_is_refused():
+    class Learned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.queries = nn.Linear(4, 4), nn.Parameter(torch.ones(6, 4))
+
+        def forward(self, x):
+            return self.linear(x), self.queries[:3]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Learned()
+
+        def forward(self, x):
+            x, queries = self.block(x)
+            return (x * queries).sum()
+
+    def body(hierarchy):
+        model = Model()
+        shard(model, [("block", model.block)], Placement(1, 1, 1, 1), hierarchy)
+        with pytest.raises(UserError) as error, torch.no_grad():
+            model(torch.ones(3, 4))
+        return str(error.value)
+
+    message = "block 'block' returns a view of its own parameter, need a copy (.clone())"
+    assert run_ranks((2,), body) == [message] * 2
+
+
+def test_the_first_forward_may_be_for_inference_alone():
+    def body(hierarchy):
+        model = TinyModel(tied=False)
+        engine = shard(model, model.units(), Placement(1, 1, 1, 1), hierarchy)
+        with torch.inference_mode():
+            before = model(batch(0)[:2]).item()
+        loss = model(batch(0)[:2])
+        engine.backward(loss)
+        return loss.item() == before and all(g.isfinite().all() for g in engine.finish_gradients())
+
+    assert run_ranks((2,), body) == [True] * 2
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

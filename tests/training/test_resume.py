@@ -56,6 +56,31 @@ def test_resume_with_low_bit_wires_and_their_error_feedback_is_identical_too(con
     assert runs.losses(elsewhere)[-1] < runs.losses(unbroken)[0]
 
 
+def test_what_gradients_left_unsaid_is_scaled_with_the_loss(config_file, tmp_path):
+    """It is in units of the loss scale, which fp16 has and the precision after it has not."""
+
+    def build(hierarchy, *chosen):
+        chosen = ("partition.wires=low", "train.global_batch=8", "optimizer.lr=0", *chosen)
+        config = runs.load(config_file, *chosen)
+        return build_trainer(config, arrange(config, hierarchy.size), hierarchy)
+
+    def body(hierarchy):
+        first = build(hierarchy, "train.precision=fp16", "train.loss_scale=256")
+        train_step(first)
+        save_trainer(first)
+        path = tmp_path / "run" / "checkpoints" / "step-00000001"
+        second = build(hierarchy, "train.precision=bf16", f"checkpoint.resume={path}")
+        resume(second, Quiet())
+        said = [u.error for u in first.engine.units], [u.error for u in second.engine.units]
+        first.close()
+        second.close()
+        return [(a.abs().sum().item(), b.abs().sum().item()) for a, b in zip(*said, strict=True)]
+
+    found = run_ranks((2, 2, 2), body)
+    assert all(scaled == saved / 256 for rank in found for saved, scaled in rank)
+    assert any(saved for rank in found for saved, _ in rank)
+
+
 def test_a_run_handed_over_strategies_and_rank_counts_keeps_the_losses(config_file, tmp_path):
     one_level = "machine=laptop"
     short = ("train.steps=10", "train.global_batch=8", "evaluate.batches=0")

@@ -1,0 +1,193 @@
+"""The schedule: hooks that gather a unit when its module runs and reduce its gradient when done.
+
+Note on order. Every rank runs the same modules in the same order, so hooks issue the same
+collectives in the same order on every rank; nothing here depends on timing, or on which parameters
+of a block have a gradient.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from megafrontier.partition.lanes import Policy
+from megafrontier.partition.ledger import Ledger
+from megafrontier.partition.modules import Run, in_backward, refuse_views, tensors_in
+from megafrontier.partition.moves import Moves
+from megafrontier.partition.unit import ROOT, Phase, Unit
+
+
+class Schedule:
+    """When each unit of a model is whole, and when its gradient is reduced."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        modules: Sequence[nn.Module],
+        moves: Moves,
+        ledger: Ledger,
+        policy: Policy,
+        prefetch: int,
+    ) -> None:
+        """`modules` are those of `units`, in the order in which they run; they get the hooks."""
+        self.units = units
+        self.reducing: deque[Unit] = deque()
+        """Units whose gradient is on its way to its shard, oldest first."""
+        self._moves = moves
+        self._ledger = ledger
+        self._policy = policy
+        self._prefetch = prefetch
+        # By number of unit: its runs whose backward has not begun; of the units whose backward has
+        # begun and is not done, the parameters that have no gradient yet.
+        self._runs: list[WeakSet[Run]] = [WeakSet() for _ in units]
+        self._missing: dict[int, set[int]] = {}
+        self._done: set[Unit] = set()
+        self._is_last = False
+        self._leads = False  # a backward; another's, for its own ends, leaves no gradients here
+        for index, module in enumerate(modules):
+            self._attach(module, index)
+
+    def stays_gathered(self, unit: Unit) -> bool:
+        """Whether a unit is gathered once for forward and backward: the root unit, which runs all
+        the while, and the last block, whose backward follows its forward at once."""
+        return unit.name == ROOT or unit is self.units[-1]
+
+    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        """See `Engine.backward`."""
+        self._is_last, self._leads = is_last, True
+        loss.backward()
+        self._leads = False
+        for index, unit in reversed(list(enumerate(self.units))):
+            if index in self._missing:  # the root, or some parameter took no part
+                self._finish_backward(index)
+            else:
+                unit.release()  # if it was gathered ahead, but its turn never came
+        self._done.clear()
+
+    def start_publishing(self, index: int) -> None:
+        """Where levels run side by side, begin with those that come after unit `index` and after
+        those gathered ahead of it: 2 · prefetch + 1 in all, so that what is on its way stays
+        bounded. On one lane they would hold up the gathering of the units before them."""
+        if self._policy == "full":
+            for unit in self.units[index + 1 : index + 2 * (self._prefetch + 1)]:
+                if unit.is_stale:
+                    unit.start_publishing()
+
+    def _attach(self, module: nn.Module, index: int) -> None:
+        unit = self.units[index]
+        given: dict[int, object] = {}
+
+        def before(_module: nn.Module, *arguments: Any) -> None:
+            given.clear()  # of a forward that ended early, as a recomputation does
+            given.update((id(t), t.grad_fn) for t in tensors_in(arguments))
+            if in_backward():  # recomputed: the units after it have had their turn
+                self._done.discard(unit)
+                self._gather(index, ahead=0)
+                unit.phase = Phase.BACKWARD
+            else:
+                self._gather(index, ahead=1)
+                unit.phase = Phase.FORWARD
+
+        def after(_module: nn.Module, _arguments: Any, output: Any) -> None:
+            # What a block passes on as it came has its gradient in the backward of another block.
+            made = [t for t in tensors_in(output) if given.get(id(t), self) is not t.grad_fn]
+            given.clear()
+            refuse_views(made, unit)
+            self._after_forward(index, [t for t in made if t.requires_grad])
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
+        for i, parameter in enumerate(unit.parameters):
+            parameter.register_post_accumulate_grad_hook(self._on_gradient(index, i))
+
+    def _gather(self, index: int, ahead: Literal[-1, 0, 1]) -> None:
+        """Make a unit whole, and begin with those that run after it (`ahead` 1) or before (-1)."""
+        self.units[index].start_gathering()
+        for distance in range(1, self._prefetch + 1):
+            neighbour = index + ahead * distance
+            if 0 <= neighbour < len(self.units):
+                self.units[neighbour].start_gathering()
+        if ahead > 0:
+            self.start_publishing(index)
+        with self._ledger.waiting(f"gather {self.units[index].name}"):
+            self.units[index].gather()
+
+    def _after_forward(self, index: int, made: list[torch.Tensor]) -> None:
+        unit = self.units[index]
+        run = Run(partial(self._before_backward, index))
+        for tensor in made:
+            tensor.register_hook(run)
+        # Recomputed within its own backward it still needs the weights.
+        if not in_backward():
+            if made:
+                self._runs[index].add(run)
+            if not (made and self.stays_gathered(unit)):
+                unit.release()
+
+    def _before_backward(self, index: int, run: Run) -> None:
+        self._runs[index].discard(run)
+        if self.units[index] in self._done:
+            return  # what is left of its backward has no parameters
+        if self._leads:
+            self._finish_those_before(index)
+            self._missing.setdefault(index, self._all_parameters(index))
+        self._gather(index, ahead=-1)
+        self.units[index].phase = Phase.BACKWARD
+
+    def _finish_those_before(self, index: int) -> None:
+        """Finish the units whose backward is over though a parameter took no part in it, perhaps
+        on this rank alone: others are done with them by now, and the order must be the same.
+
+        Autograd runs the nodes of one run of a block before those of any run before it.
+        """
+        for other in list(self._missing):
+            if other != index and not self._runs[other] and self.units[other].name != ROOT:
+                self._finish_backward(other)
+
+    def _all_parameters(self, index: int) -> set[int]:
+        return set(range(len(self.units[index].parameters)))
+
+    def _on_gradient(self, index: int, parameter: int) -> Callable[[torch.Tensor], None]:
+        unit = self.units[index]
+
+        def ready(_parameter: torch.Tensor) -> None:
+            is_whole = unit.is_persistent or unit.phase is Phase.BACKWARD
+            if not is_whole or unit.is_finishing:
+                raise RuntimeError(
+                    f"parameter {unit.layout.entries[parameter].name}: a gradient outside of the "
+                    f"backward of {unit.name!r}; its output must be tensors, in tuples, lists, "
+                    "dicts or dataclasses, and checkpoints around blocks need use_reentrant=False"
+                )
+            unit.take_gradient(parameter)
+            missing = self._missing.setdefault(index, self._all_parameters(index))
+            missing.discard(parameter)
+            if not missing and unit.name != ROOT:  # it comes last, whichever gradients it has got
+                self._finish_backward(index)
+
+        return ready
+
+    def _finish_backward(self, index: int) -> None:
+        """Reduce a unit's gradient and, into its place, begin to gather the unit whose turn comes
+        after those already gathered, if there is one."""
+        unit, next_index = self.units[index], index - 1 - self._prefetch
+        self._missing.pop(index)
+        self._done.add(unit)
+        unit.release()
+        # As many full gradients wait for their reduction as units are gathered ahead: bounded.
+        while len(self.reducing) > self._prefetch:
+            with self._ledger.waiting(f"reduce {self.reducing[0].name}"):
+                self.reducing.popleft().finish_reducing()
+        with self._moves.woven():
+            if self._prefetch and next_index >= 0 and not self.units[next_index].is_stale:
+                self.units[next_index].start_gathering()
+            unit.start_reducing()
+        if self._policy == "none":
+            unit.finish_reducing()  # it is done, and its memory serves the next unit
+        else:
+            self.reducing.append(unit)
+        if self._is_last:
+            unit.start_finishing()

@@ -1,0 +1,63 @@
+"""Parameters that have no gradient on some ranks: what the ranks do together stays in one order."""
+
+import pytest
+import torch
+from torch import nn
+
+from megafrontier.partition import Placement, shard
+from tests.ranks import run_ranks
+
+
+class Experts(nn.Module):
+    """Of two experts a rank may need but one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, idle: bool) -> torch.Tensor:
+        x = x + self.experts[0](x)
+        return x if idle else x + self.experts[1](x)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embedding, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.blocks = nn.ModuleList(Experts() for _ in range(4))
+
+    def forward(self, rank: int) -> torch.Tensor:
+        torch.manual_seed(rank)
+        x = self.embedding(torch.randn(2, 8))
+        for i, block in enumerate(self.blocks):
+            x = block(x, idle=(rank + i) % 4 == 0)
+        return self.head(x).sum()
+
+
+@pytest.mark.parametrize("overlap", ["none", "safe", "full"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "topo"])
+def test_parameters_idle_on_some_ranks_change_no_order_of_collectives(strategy, overlap):
+    """As experts are that get no token of one rank's."""
+
+    def run(hierarchy, placement):
+        model = Mixture()
+        blocks = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
+        engine = shard(model, blocks, placement, hierarchy, overlap=overlap, check_order=True)
+        for is_last in (False, True):
+            engine.backward(model(hierarchy.rank), is_last)
+        shards = engine.finish_gradients()
+        return [(u.range, s.clone()) for u, s in zip(engine.units, shards, strict=True)]
+
+    def body(hierarchy):
+        return run(hierarchy, Placement.named(strategy, hierarchy.levels))
+
+    model = Mixture()
+    for rank in [0, 1, 2, 3] * 2:
+        model(rank).backward()
+    units = [[model.embedding, model.head], *([block] for block in model.blocks)]
+    for found in run_ranks((2, 2), body):
+        for (span, shard_), modules in zip(found, units, strict=True):
+            whole = torch.cat([p.grad.flatten() for m in modules for p in m.parameters()])
+            whole = torch.nn.functional.pad(whole, (0, span[1]))[slice(*span)]
+            torch.testing.assert_close(shard_, whole, rtol=1e-5, atol=1e-5)
