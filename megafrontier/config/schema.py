@@ -175,8 +175,8 @@ class ScheduleConfig:
 class WiresConfig:
     preset: Literal["exact", "zero++", "low"] = "exact"
     """exact: the precision everywhere. zero++: weights int8 between nodes, gradients int4 there and
-    over the node. low: exact inside the first level; beyond it 4-bit changes of weights, gradients
-    int8 in the node and rotated int4 between nodes. `wires: low` is short for
+    over the node. low: exact inside the first level; beyond it 4-bit changes of weights, and
+    gradients rotated, int8 in the node and int4 between nodes. `wires: low` is short for
     `wires: {preset: low}`."""
     # str and not WireFormat: OmegaConf refuses every value of a dict of literals; `check` looks.
     gather: dict[str, str] = field(default_factory=dict)
@@ -186,7 +186,7 @@ class WiresConfig:
     reduce: dict[str, str] = field(default_factory=dict)
     """Format of gradients on the wire of each level, over the preset's. Sums are fp32."""
     rotation: bool | None = None
-    """Rotate gradients (block Hadamard) before an int4 wire. Default: in `low`."""
+    """Rotate gradients (block Hadamard) before a low-bit wire. Default: in `low`."""
 
 
 @dataclass

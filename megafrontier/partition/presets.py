@@ -54,7 +54,7 @@ def _zero_plus_plus(
 
 
 def _low(placement: Placement, levels: Levels, precision: str) -> tuple[Formats, Formats]:
-    """Exact inside the fastest level, gradients int8 in the node and rotated int4 beyond.
+    """Exact inside the fastest level, gradients int8 in the node and int4 beyond, both rotated.
 
     Weights are published as 4-bit changes, encoded once by their owner: passing the same codes on
     inside the node costs no further error. Where they are gathered in every micro-batch instead,

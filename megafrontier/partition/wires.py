@@ -4,7 +4,7 @@ A codec turns elements into messages and back; a wire is a codec put to work in 
 moves over several levels (`moves.py`) have one wire for each level and direction.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -129,13 +129,13 @@ _CODECS: dict[str, Codec] = {
 
 
 def make_wire(name: str, rotates: bool = False) -> Wire:
-    """The wire of a format's name; of those that may rotate only the ones of 4 bits do.
+    """The wire of a format's name; only low-bit ones rotate (casts gain nothing by it).
 
-    What the others lose is lost in the noise of 4 bits: of real gradients int8 errs by 0.8 to 1.2 %
-    (norm of the error over the norm) and rotated by 0.8 %, int4 by 11 to 15 % and rotated by 10 to
-    11 %.
+    int8 too, though its error is small against int4's: without a rotation it says nothing of what
+    lies far below a block's largest value, in step after step, and Adam would scale that up.
     """
-    return Wire(_CODECS[name], name.startswith("delta"), rotates and _CODECS[name] is INT4)
+    wire = Wire(_CODECS[name], name.startswith("delta"))
+    return replace(wire, rotates=rotates and wire.is_low_bit)
 
 
 @dataclass(frozen=True)

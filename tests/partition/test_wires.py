@@ -238,7 +238,7 @@ def test_presets_are_what_they_say():
     ]  # fmt: skip
     low = preset("low", "zero3", frontier, "bf16")
     assert not low.have_deltas
-    assert [w.rotates for w in low.reduce] == [False, False, True]
+    assert [w.rotates for w in low.reduce] == [False, True, True]
 
 
 def test_every_level_between_nodes_has_the_few_bits():
