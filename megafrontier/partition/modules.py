@@ -76,17 +76,21 @@ def replace_parameters(model: nn.Module, units: Iterable[Unit]) -> None:
                 module._parameters[name] = new[id(parameter)]
 
 
-def tensors_in(output: Any) -> Iterator[torch.Tensor]:
+def tensors_in(output: Any) -> list[torch.Tensor]:
     """The tensors in a module's output, however nested in dicts, lists, tuples and dataclasses."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict):
-        yield from tensors_in(list(output.values()))
-    elif isinstance(output, (list, tuple)):
-        for item in output:
-            yield from tensors_in(item)
-    elif is_dataclass(output) and not isinstance(output, type):
-        yield from tensors_in([getattr(output, field.name, None) for field in fields(output)])
+    found: list[torch.Tensor] = []
+    rest = [output]
+    while rest:
+        item = rest.pop()
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, dict):
+            rest += item.values()
+        elif isinstance(item, (list, tuple)):
+            rest += item
+        elif is_dataclass(item) and not isinstance(item, type):
+            rest += [getattr(item, field.name, None) for field in fields(item)]
+    return found
 
 
 def refuse_views(tensors: Iterable[torch.Tensor], unit: Unit) -> None:

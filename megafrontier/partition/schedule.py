@@ -134,7 +134,7 @@ class Schedule:
             return  # what is left of its backward has no parameters
         if self._leads:
             self._finish_those_before(index)
-            self._missing.setdefault(index, self._all_parameters(index))
+            self._missing_of(index)
         self._gather(index, ahead=-1)
         self.units[index].phase = Phase.BACKWARD
 
@@ -148,8 +148,10 @@ class Schedule:
             if other != index and not self._runs[other] and self.units[other].name != ROOT:
                 self._finish_backward(other)
 
-    def _all_parameters(self, index: int) -> set[int]:
-        return set(range(len(self.units[index].parameters)))
+    def _missing_of(self, index: int) -> set[int]:
+        if index not in self._missing:
+            self._missing[index] = set(range(len(self.units[index].parameters)))
+        return self._missing[index]
 
     def _on_gradient(self, index: int, parameter: int) -> Callable[[torch.Tensor], None]:
         unit = self.units[index]
@@ -163,7 +165,7 @@ class Schedule:
                     "dicts or dataclasses, and checkpoints around blocks need use_reentrant=False"
                 )
             unit.take_gradient(parameter)
-            missing = self._missing.setdefault(index, self._all_parameters(index))
+            missing = self._missing_of(index)
             missing.discard(parameter)
             if not missing and unit.name != ROOT:  # it comes last, whichever gradients it has got
                 self._finish_backward(index)
