@@ -76,9 +76,14 @@ class Loader:
         first_step, first_sample = self._origin
         return own, first_sample + (own - first_step) * self._global_batch
 
-    def epochs(self, steps: int) -> float:
-        """How often the first `steps` steps read a window, on average over all windows."""
-        return steps * self._global_batch / sum(self._samples.windows)
+    @property
+    def windows(self) -> int:
+        """Windows in one epoch of all corpora."""
+        return sum(self._samples.windows)
+
+    def samples_in(self, steps: int) -> int:
+        """Samples that so many steps read."""
+        return steps * self._global_batch
 
     def go_on(self, position: tuple[int, int]) -> None:
         """Count from a `position` on that a loader of another `global_batch` may have had: steps

@@ -38,12 +38,11 @@ def no_bytes(_batch: Batch) -> int:
 
 def describe_validation(loader: Loader | None, batches: int) -> list[str]:
     """What `batches` mean that is not to be expected."""
-    epochs = loader.epochs(batches) if loader is not None else 0.0
-    if epochs <= 1:
+    if loader is None or loader.samples_in(batches) <= loader.windows:
         return []
     return [
-        f"evaluate.batches: {batches}: more than is held out, whose windows are read "
-        f"{epochs:.1f} times"
+        f"evaluate.batches: {batches}, {loader.samples_in(batches)} samples, but "
+        f"{loader.windows} are held out: some are read again"
     ]
 
 
