@@ -1,11 +1,13 @@
 """The engine: a model's state placed on a hierarchy, and the steps of training it there.
 
-engine = shard(model, blocks, placement, hierarchy)
-for batch in micro_batches:
-    engine.backward(model(batch))  # a sum over tokens, not a mean
-gradients = engine.finish_gradients()
-... update each unit.master with its finished gradient, then engine.clear_gradients() ...
-engine.publish()
+    engine = shard(model, blocks, placement, hierarchy)
+    for batch in micro_batches:
+        engine.backward(model(batch))  # a sum over tokens, not a mean
+    gradients = engine.finish_gradients()
+    ... update each unit.master with its finished gradient, then engine.clear_gradients() ...
+    engine.publish()
+
+When a unit is whole and when its gradient is reduced is the matter of `schedule.py`.
 """
 
 from collections.abc import Callable, Sequence

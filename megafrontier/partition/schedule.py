@@ -42,10 +42,10 @@ class Schedule:
         self._policy = policy
         self._prefetch = prefetch
         # By number of unit: its runs whose backward has not begun; of the units whose backward has
-        # begun and is not done, the parameters that have no gradient yet.
+        # begun and is not done, the parameters that have no gradient yet; those that are done.
         self._runs: list[WeakSet[Run]] = [WeakSet() for _ in units]
         self._missing: dict[int, set[int]] = {}
-        self._done: set[Unit] = set()
+        self._done: set[int] = set()
         self._is_last = False
         self._leads = False  # a backward; another's, for its own ends, leaves no gradients here
         for index, module in enumerate(modules):
@@ -85,7 +85,7 @@ class Schedule:
             given.clear()  # of a forward that ended early, as a recomputation does
             given.update((id(t), t.grad_fn) for t in tensors_in(arguments))
             if in_backward():  # recomputed: the units after it have had their turn
-                self._done.discard(unit)
+                self._done.discard(index)
                 self._gather(index, ahead=0)
                 unit.phase = Phase.BACKWARD
             else:
@@ -130,7 +130,7 @@ class Schedule:
 
     def _before_backward(self, index: int, run: Run) -> None:
         self._runs[index].discard(run)
-        if self.units[index] in self._done:
+        if index in self._done:
             return  # what is left of its backward has no parameters
         if self._leads:
             self._finish_those_before(index)
@@ -177,7 +177,7 @@ class Schedule:
         after those already gathered, if there is one."""
         unit, next_index = self.units[index], index - 1 - self._prefetch
         self._missing.pop(index)
-        self._done.add(unit)
+        self._done.add(index)
         unit.release()
         # As many full gradients wait for their reduction as units are gathered ahead: bounded.
         while len(self.reducing) > self._prefetch:
