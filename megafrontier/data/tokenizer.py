@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -234,6 +235,13 @@ def load_tokenizer(spec: str) -> Tokenizer:
         f"tokenizer {spec!r}: no such file or folder; give a SentencePiece .model, a Hugging Face "
         "tokenizer folder or name, or `bytes`"
     )
+
+
+@cache
+def vocabulary_size(spec: str) -> int:
+    """Ids of the tokenizer that `spec` names, which is loaded for it once in a process and those
+    forked from it. Raises UserError as `load_tokenizer` does."""
+    return load_tokenizer(spec).vocab_size
 
 
 def _is_a_path(spec: str) -> bool:

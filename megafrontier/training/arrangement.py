@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megafrontier.cluster.levels import Levels
 from megafrontier.config import Config, MachineConfig, load_machine
-from megafrontier.data.tokenizer import load_tokenizer
+from megafrontier.data.tokenizer import vocabulary_size
 from megafrontier.errors import UserError
 from megafrontier.optim.adamw import find_apex
 from megafrontier.partition import Placement, Wires
@@ -53,7 +53,7 @@ def check_training(config: Config, ranks: int, parts: Sequence[Part] = PARTS) ->
 
 def check_vocabulary(config: Config) -> None:
     """Raises UserError when the tokenizer has ids that the model does not know."""
-    need = load_tokenizer(config.tokenizer).vocab_size
+    need = vocabulary_size(config.tokenizer)
     if config.model.vocab_size < need:
         raise UserError(
             f"model.vocab_size: {config.model.vocab_size}, need at least {need} for tokenizer "

@@ -7,7 +7,7 @@ import torch
 from megafrontier.config import Config
 from megafrontier.data.loader import Loader
 from megafrontier.data.samples import Batch, Samples, open_samples
-from megafrontier.data.tokenizer import load_tokenizer
+from megafrontier.data.tokenizer import vocabulary_size
 from megafrontier.errors import RankError, UserError
 
 Part = Literal["train", "valid"]
@@ -19,10 +19,8 @@ def open_part(config: Config, part: Part) -> Samples | None:
 
     Raises UserError for a corpus that cannot be read.
     """
-    tokenizer = load_tokenizer(config.tokenizer)
-    return open_samples(
-        config.data, config.model.sequence_length, config.run.seed, tokenizer.vocab_size, part
-    )
+    ids = vocabulary_size(config.tokenizer)
+    return open_samples(config.data, config.model.sequence_length, config.run.seed, ids, part)
 
 
 def make_loader(
