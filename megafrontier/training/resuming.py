@@ -171,12 +171,12 @@ def _take_up(trainer: Trainer, manifest: Manifest) -> None:
 
 def _position(manifest: Manifest) -> tuple[int, int]:
     """Where the data stood, from before checkpoints said so."""
-    own = data_step(manifest.step, manifest.config.get("data", {}).get("skip", []))
+    own = data_step(manifest.step, _value(manifest.config, "data.skip") or [])
     return own, own * _global_batch(manifest)
 
 
 def _global_batch(manifest: Manifest) -> int:
-    return int(manifest.config.get("train", {}).get("global_batch", 0))
+    return int(_value(manifest.config, "train.global_batch") or 0)
 
 
 def check_model(model: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -247,5 +247,6 @@ def _data_changes(config: Config, manifest: Manifest) -> list[str]:
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
+    """None where an older or imported checkpoint does not say."""
     section, _, name = key.rpartition(".")
     return (config.get(section, {}) if section else config).get(name)
