@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from megafrontier.cluster.groups import groups_of
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.levels import Levels
@@ -77,7 +78,7 @@ def _connect(roll: RollCall, levels: Levels, device: torch.device, timeout: time
             world_size=levels.ranks,
             timeout=timeout,
         )
-    groups, control = (_groups(levels, rank, timeout) for _ in range(2))
+    groups, control = (groups_of(levels, rank, device, timeout) for _ in range(2))
     hierarchy = Hierarchy(levels, rank, groups, device, control, roll.standing)
     # Neighbours at each level before the first collective: where that waited for a link that is
     # dead, nobody could say which it is.
@@ -119,17 +120,6 @@ def _unmet(identity: Identity, error: RuntimeError) -> PeersLost:
     # It is not there to say so. Two a host do: one of them may be lost too.
     lost.is_one_ranks = identity.local_rank < 2
     return lost
-
-
-def _groups(levels: Levels, rank: int, timeout: timedelta) -> tuple[dist.ProcessGroup | None, ...]:
-    # Each rank creates only its own groups: creating everybody's would be O(world) work a rank.
-    # They do not inherit the timeout; NCCL's own is 10 minutes.
-    return tuple(
-        dist.new_group(levels.peers(rank, i), timeout=timeout, use_local_synchronization=True)
-        if size > 1
-        else None
-        for i, size in enumerate(levels.sizes)
-    )
 
 
 def _check_hosts(hierarchy: Hierarchy, identity: Identity) -> None:

@@ -1,0 +1,40 @@
+"""The groups of a rank share one thread, and torch may watch them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+
+LEVELS = (2, 1, 2)
+
+
+def gloos_threads(hierarchy):
+    """The names of this rank's threads that wait on sockets, after a collective of each group."""
+    hierarchy.all_true(True)
+    for group in hierarchy.groups:
+        if group is not None:
+            dist.all_reduce(torch.ones(1), group=group)
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return [name for name in names if name == "gloo_tcp_loop"]
+
+
+def test_one_thread_a_rank_waits_on_the_sockets_of_all_its_groups():
+    """torch would start one a group, and each wakes a hundred times a second."""
+    assert run_ranks(LEVELS, gloos_threads) == [["gloo_tcp_loop"]] * 4
+
+
+@pytest.fixture
+def watching():
+    """As `TORCH_DISTRIBUTED_DEBUG=DETAIL`, which torch has read by now."""
+    kept = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    yield
+    dist.set_debug_level(kept)
+
+
+def test_groups_work_where_torch_watches_every_collective(watching):
+    sums = run_ranks(LEVELS, lambda hierarchy: hierarchy.sum(torch.ones(1).double()).item())
+    assert sums == [4.0] * 4
