@@ -28,6 +28,14 @@ def all_gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup)
     _all_gather(out, shard, group=group)
 
 
-def all_to_all(out: torch.Tensor, pieces: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Send piece i of `pieces` [size · n] to peer i; `out` [size · n] gets one from each."""
-    dist.all_to_all_single(out, pieces, group=group)
+def all_to_all(
+    out: torch.Tensor,
+    pieces: torch.Tensor,
+    group: dist.ProcessGroup,
+    sizes: list[int] | None = None,
+) -> None:
+    """Send piece i of `pieces` to peer i; `out` gets one from each, in rank order.
+
+    Pieces are of equal size, or of `sizes` elements, alike on both ends: 0 for none.
+    """
+    dist.all_to_all_single(out, pieces, sizes, sizes, group=group)

@@ -182,22 +182,36 @@ def _kernels(device_type: str) -> ModuleType | None:
     return codec_triton
 
 
-@cache
-def _hadamard(size: int, device: torch.device) -> torch.Tensor:
-    """Sylvester's matrix over the root of its size: symmetric and its own inverse."""
-    matrix = torch.ones(1, 1)
-    while matrix.shape[0] < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return (matrix / size**0.5).to(device)
-
-
 def rotate(values: torch.Tensor) -> torch.Tensor:
-    """Block Hadamard rotation of fp32 [rows, n]; the same again undoes it.
+    """Block Hadamard rotation of [rows, n], in fp32 and √2 times as large; `rotate_back` undoes it.
 
     It spreads an outlier over its block, so that the others keep their bits (as SDP4Bit does,
     arXiv:2410.15526). A tail shorter than a block stays as it is.
     """
+    return _multiply(values.float(), 1 / 8)
+
+
+def rotate_back(values: torch.Tensor) -> torch.Tensor:
+    """The fp32 [rows, n] that `rotate` turned into `values`."""
+    return _multiply(values, 1 / 16)
+
+
+def _multiply(values: torch.Tensor, scale: float) -> torch.Tensor:
+    """Each whole block of fp32 [rows, n] by Sylvester's matrix, scaled."""
     whole = values.shape[1] // ROTATION * ROTATION
     blocks = values[:, :whole].reshape(-1, ROTATION)
-    turned = (blocks @ _hadamard(ROTATION, values.device)).view(values.shape[0], whole)
+    turned = (blocks @ _sylvester(scale, values.device)).view(values.shape[0], whole)
     return torch.cat([turned, values[:, whole:]], dim=1) if whole < values.shape[1] else turned
+
+
+@cache
+def _sylvester(scale: float, device: torch.device) -> torch.Tensor:
+    """Sylvester's matrix of ±`scale`, symmetric; its square is 128 · scale² times the identity.
+
+    The two scales are powers of two whose product is 1/128: any arithmetic that a device multiplies
+    matrices in holds them exactly (TF32 would shorten 1/√128, and each rotation shrink the values).
+    """
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < ROTATION:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (matrix * scale).to(device)

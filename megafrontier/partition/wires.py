@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megafrontier.cluster.collectives import all_gather, all_to_all
-from megafrontier.partition.codec import INT4, INT8, rotate
+from megafrontier.partition.codec import INT4, INT8, rotate, rotate_back
 
 
 class Codec(Protocol):
@@ -77,14 +77,16 @@ class Wire:
         bytes this rank sent.
         """
         peers = out.numel() // shard.numel() - 1
-        message = self.codec.encode(shard.view(1, -1))
+        values = shard.view(1, -1)
+        message = self.codec.encode(rotate(values) if self.rotates else values)
         if message.dtype == out.dtype:
             all_gather(out, message.view(-1), group)
         else:
             received = message.new_empty(peers + 1, message.shape[1])
             all_gather(received.view(-1), message.view(-1), group)
-            out.copy_(self.codec.decode(received, shard.numel()).reshape(-1))
-        return peers * self.codec.message_bytes(shard.numel())
+            said = self.codec.decode(received, shard.numel())
+            out.copy_((rotate_back(said) if self.rotates else said).view(-1))
+        return peers * message.nbytes
 
     def reduce(
         self,
@@ -93,29 +95,63 @@ class Wire:
         group: dist.ProcessGroup,
         error: torch.Tensor | None = None,
     ) -> int:
-        """Sum every peer's piece of `full` [size · n] into `out` [n], fp32, in rank order.
+        """Sum every peer's piece of `full` [size · n] into `out` [n], fp32, in rank order; with a
+        low-bit codec this rank's own comes last.
 
         With `error` [size · n], what this rank's last message failed to say is added before it
         speaks again, and `error` becomes what it fails to say now. Returns the bytes sent.
         """
         # All-to-all and a local sum: one rounding per level instead of one per hop of a ring,
         # an order of summation that is the same in every run, and on gloo half the bytes.
-        values = full.view(-1, out.numel())
-        if error is not None:
-            values = values + error.view_as(values)
-        turned = rotate(values.float()) if self.rotates else values
-        messages = self.codec.encode(turned)
-        if error is not None:
-            said = self.codec.decode(messages, out.numel())
-            error.copy_((values - (rotate(said) if self.rotates else said)).view(-1))
-            # The step is skipped; what it could not say must not come back in the next.
-            error.nan_to_num_(0.0, 0.0, 0.0)
+        pieces = full.view(-1, out.numel())
+        if self.is_low_bit:
+            errors = None if error is None else error.view_as(pieces)
+            return self._reduce_rounded(pieces, out, group, errors)
+        messages = self.codec.encode(pieces)
         received = torch.empty_like(messages)
         all_to_all(received.view(-1), messages.view(-1), group)
         self.codec.decode_sum(received, out)
+        return messages[1:].nbytes
+
+    def _reduce_rounded(
+        self,
+        pieces: torch.Tensor,
+        out: torch.Tensor,
+        group: dist.ProcessGroup,
+        errors: torch.Tensor | None,
+    ) -> int:
+        """The others' messages and this rank's own of `pieces` [size, n] summed into `out` [n]: its
+        own crosses no link, so it is not rounded."""
+        mine = dist.get_rank(group)
+        others = [part for part in (slice(mine), slice(mine + 1, len(pieces))) if len(pieces[part])]
+        messages = torch.cat(
+            [self._say(pieces[part], None if errors is None else errors[part]) for part in others]
+        )
+        sizes = [messages.shape[1]] * len(pieces)
+        sizes[mine] = 0
+        received = torch.empty_like(messages)
+        all_to_all(received.view(-1), messages.view(-1), group, sizes)
+        self.codec.decode_sum(received, out)
         if self.rotates:
-            out.copy_(rotate(out.view(1, -1)).view(-1))
-        return (values.shape[0] - 1) * self.codec.message_bytes(out.numel())
+            out.copy_(rotate_back(out.view(1, -1)).view(-1))
+        out.add_(pieces[mine])
+        if errors is not None:
+            out.add_(errors[mine])
+            errors[mine] = 0  # a checkpoint brings some, of what others could not say
+        return messages.nbytes
+
+    def _say(self, values: torch.Tensor, error: torch.Tensor | None) -> torch.Tensor:
+        """Messages of `values` [rows, n] and, with it, of `error` [rows, n], which becomes what
+        they fail to say."""
+        if error is not None:
+            values = values + error
+        messages = self.codec.encode(rotate(values) if self.rotates else values)
+        if error is not None:
+            said = self.codec.decode(messages, values.shape[1])
+            error.copy_(values - (rotate_back(said) if self.rotates else said))
+            # The step is skipped; what it could not say must not come back in the next.
+            error.nan_to_num_(0.0, 0.0, 0.0)
+        return messages
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
