@@ -2,6 +2,7 @@
 
 import math
 import re
+import shutil
 import subprocess
 import sys
 
@@ -225,6 +226,25 @@ def test_evaluate_takes_overrides_and_a_config(life, capfd):
 def test_evaluate_ignores_no_override(life, capfd, override, said):
     assert main(["evaluate", str(life / "run"), override]) == 2
     assert said in capfd.readouterr().err
+
+
+def test_a_checkpoint_that_one_rank_cannot_read_is_named_in_one_line(life, capfd, tmp_path):
+    """Whichever rank it is, and however it would be noticed: by the length or by the contents."""
+    source = sorted((life / "run" / "checkpoints").glob("step-*"))[-1]
+
+    def overwrite(data):
+        header = 8 + int.from_bytes(data[:8], "little")
+        return data[:header] + bytes(len(data) - header)
+
+    for number, damage in enumerate((lambda data: data[:-9], overwrite)):
+        copy = tmp_path / str(number) / source.name
+        shutil.copytree(source, copy)
+        last = max(copy.glob("pieces/*/*"))
+        assert last.name != "00000000.safetensors"
+        last.write_bytes(damage(last.read_bytes()))
+        assert main(["evaluate", str(copy), "--nproc", "4"]) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        assert str(last) in line
 
 
 def test_evaluate_says_when_it_reads_what_is_held_out_more_than_once(life, capfd):

@@ -12,6 +12,8 @@ wavefronts of 32 and 64 alike. What that takes:
   that a compiler could fold into the addition.
 - bf16 is written and read as integers: rounding to bf16 is an addition to the bits, widening a
   shift. Triton's interpreter, which the tests run, is wrong about halves and subnormals there.
+- Bytes of codes come from the host: a `count` that fits into 32 bits is of 32 bits here, and so
+  would be 8 · `count`, which does not fit from 2^28 elements on.
 - `enable_fp_fusion=False`: a product of a code and a scale is exact in fp32 (15 bits), so a fused
   multiply-add would differ only where the product overflows; it must not differ there either.
 """
@@ -52,6 +54,7 @@ def _encode(  # type: ignore[no-untyped-def]
     message_bytes,
     count,
     scale_bytes,
+    code_bytes,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -78,7 +81,6 @@ def _encode(  # type: ignore[no-untyped-def]
     codes = shifted.to(tl.int32, bitcast=True) - 0x4B400000
     codes = tl.where((largest >= 0x7F800000)[:, None], 0, codes)
 
-    code_bytes = (count * BITS + 7) // 8
     if BITS == 8:
         tl.store(message + scale_bytes + at, codes.to(tl.int8).to(tl.uint8, bitcast=True),
                  mask=at < count)  # fmt: skip
@@ -88,7 +90,7 @@ def _encode(  # type: ignore[no-untyped-def]
         at = blocks[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
         tl.store(message + scale_bytes + at, packed.to(tl.uint8), mask=at < code_bytes)
 
-    padding = scale_bytes + code_bytes + tl.arange(0, 16)
+    padding = tl.arange(0, 16).to(tl.int64) + scale_bytes + code_bytes
     end = tl.where(tile == tiles - 1, message_bytes, 0)
     tl.store(message + padding, tl.zeros([16], tl.uint8), mask=padding < end)
 
@@ -100,6 +102,7 @@ def _decode_sum(  # type: ignore[no-untyped-def]
     message_bytes,
     count,
     scale_bytes,
+    code_bytes,
     rows,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -113,7 +116,7 @@ def _decode_sum(  # type: ignore[no-untyped-def]
     at = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     WIDTH: tl.constexpr = BLOCK * BITS // 8
     code_at = blocks[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    code_mask = code_at < (count * BITS + 7) // 8
+    code_mask = code_at < code_bytes
     message = messages + output * rows * message_bytes
 
     # Of a byte's two 4-bit codes the first is summed in `total` and the second in `total_high`.
@@ -151,6 +154,7 @@ def encode(codec: BlockCodec, values: torch.Tensor) -> torch.Tensor:
                 messages.shape[1],
                 count,
                 codec.scale_bytes(count),
+                codec.code_bytes(count),
                 **_constants(codec),
                 **LAUNCH,
             )
@@ -186,6 +190,7 @@ def _launch_decode(codec: BlockCodec, messages: torch.Tensor, out: torch.Tensor,
                 messages.shape[1],
                 count,
                 codec.scale_bytes(count),
+                codec.code_bytes(count),
                 rows,
                 **_constants(codec),
                 **LAUNCH,

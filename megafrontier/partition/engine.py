@@ -127,7 +127,7 @@ class Engine:
         self._schedule = Schedule(
             self.units, modules, self._moves, self.ledger, self._policy, prefetch
         )
-        self.place(from_masters=True)
+        self._place(from_masters=True)
 
     def step_bytes(self, micro_batches: int, wires: Wires | None = None) -> list[int]:
         """Bytes this rank sends over each level in an optimizer step, by the formula; with `wires`,
@@ -190,9 +190,19 @@ class Engine:
         for unit in self.units:
             unit.finish_publishing()
 
-    def place(self, from_masters: bool) -> None:
-        """Bring each rank's `published` shards to every rank exactly, after they, or with
-        `from_masters` the masters they are then copied from, have been filled from outside."""
+    def restore(self, has_published: bool) -> None:
+        """Bring the weights to every rank, after the masters have been filled from outside, and
+        with `has_published` every unit's `published`: the same bits that the ranks computed with
+        when those were saved."""
+        if has_published or self.wires.have_deltas:
+            self._place(from_masters=not has_published)
+        else:  # what these wires make of the masters
+            self.publish()
+            self.finish_publishing()
+
+    def _place(self, from_masters: bool) -> None:
+        """Bring each rank's `published`, with `from_masters` copied from them, to every rank
+        exactly."""
         for unit in self.units:
             unit.release()
             if from_masters:

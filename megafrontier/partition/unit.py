@@ -87,11 +87,9 @@ class Unit:
         )
         self.gradient = self._empty(place.gradients, torch.float32).zero_()
         # Where every rank updates all of the weights, and computes in fp32, they are the masters.
-        self._computes_with_masters = place.optimizer == 0 and self._pool.dtype is torch.float32
+        self.computes_with_masters = place.optimizer == 0 and self._pool.dtype is torch.float32
         self.master = (
-            self.full
-            if self._computes_with_masters
-            else self._empty(place.optimizer, torch.float32)
+            self.full if self.computes_with_masters else self._empty(place.optimizer, torch.float32)
         ).zero_()
         levels = range(place.gradients, place.optimizer) if error_feedback else ()
         self.errors = {
@@ -153,7 +151,7 @@ class Unit:
         """Begin to bring the masters to every copy of the weights that gathers read from."""
         place = self.placement
         self.is_stale = False
-        if self._computes_with_masters:
+        if self.computes_with_masters:
             return
         self._publishing = self._moves.publish(
             self.master,

@@ -92,7 +92,7 @@ def resume(trainer: Trainer, logbook: Logbook) -> None:
         found = load_checkpoint(path, load, trainer.hierarchy)
     if found is None:
         return
-    trainer.engine.place(from_masters="published" not in restored(trainer, found.manifest))
+    trainer.engine.restore("published" in restored(trainer, found.manifest))
     _take_up(trainer, found.manifest)
     logbook.remark(f"resumed from {found.path} at step {trainer.step}")
     if trainer.step >= trainer.last_step:
@@ -139,13 +139,18 @@ def _give_up_later(trainer: Trainer, root: Path) -> None:
 
 
 def _fill(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """This rank's part of every state that both sides have."""
+    """This rank's part of every state that both sides have. Others start from zero: a checkpoint
+    that proved damaged half-way may have left something in them."""
     check_model(trainer.config.model, checkpoint)
+    units = trainer.engine.units
+    for tensors in (*trainer.optimizer.moments.values(), *(u.errors.values() for u in units)):
+        for tensor in tensors:
+            tensor.zero_()
     piece, pieces = trainer.hierarchy.piece(trainer.engine.placement.optimizer)
-    layouts = [unit.layout for unit in trainer.engine.units]
+    layouts = [unit.layout for unit in units]
     checkpoint.fill(layouts, restored(trainer, checkpoint.manifest), piece, pieces)
     if not trainer.hierarchy.is_first_replica(trainer.engine.placement.optimizer):
-        for unit in trainer.engine.units:
+        for unit in units:
             if unit.error is not None:
                 unit.error.zero_()  # the first replica says it
 

@@ -32,7 +32,7 @@ def shards(trainer: Trainer) -> Mapping[str, Sequence[torch.Tensor]]:
     """
     units = trainer.engine.units
     found = {"weight": [unit.master for unit in units], **trainer.optimizer.moments}
-    if trainer.engine.wires.have_deltas:
+    if trainer.engine.wires.have_deltas and not units[0].computes_with_masters:
         found["published"] = [unit.published for unit in units]
     errors = [unit.error for unit in units if unit.error is not None]
     if errors:

@@ -15,11 +15,13 @@ from megafrontier.checkpoint.crowd import Alone
 from megafrontier.checkpoint.folder import candidates
 from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.checkpoint.read import Checkpoint, open_checkpoint, read_manifest
+from megafrontier.checkpoint.resume import load_checkpoint
 from megafrontier.checkpoint.write import save
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import identify
 from megafrontier.config import (
     Config,
+    ModelConfig,
     PartitionConfig,
     config_from_dict,
     config_to_dict,
@@ -31,6 +33,7 @@ from megafrontier.errors import UserError
 from megafrontier.model.generate import generate, stream_text
 from megafrontier.model.gpt import GPT, parameter_shapes
 from megafrontier.model.huggingface import export_model, import_model
+from megafrontier.partition.engine import Engine
 from megafrontier.partition.layout import Layout
 from megafrontier.partition.wires import DTYPES
 from megafrontier.training.arrangement import Arrangement, check_training
@@ -206,9 +209,9 @@ def _evaluate(
     target: Target, arrangement: Arrangement, hierarchy: Hierarchy, show: Callable[[str], Any]
 ) -> Evaluation:
     config = target.config
-    checkpoint = open_checkpoint(target.checkpoint, hierarchy.rank, hierarchy.size)
-    check_model(config.model, checkpoint)
-    model, _ = build_model(config, arrangement, hierarchy, partial(_read_slice, checkpoint))
+    model, engine = build_model(config, arrangement, hierarchy)
+    load_checkpoint(target.checkpoint, partial(_fill, config.model, engine), hierarchy)
+    engine.restore(has_published=False)
     loader = open_loader(config, "valid", hierarchy)
     if loader is None:
         raise UserError("data.split: keeps nothing for validation; need data.valid or a part")
@@ -228,13 +231,12 @@ def _evaluate(
         loader.close()
 
 
-def _read_slice(
-    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], start: int, stop: int
-) -> torch.Tensor:
-    found = checkpoint.shapes.get(name)
-    if found != shape:
-        raise UserError(f"{checkpoint.path}: {name}: shape {found}, the model needs {shape}")
-    return checkpoint.read("weight", name, start, stop)
+def _fill(model: ModelConfig, engine: Engine, checkpoint: Checkpoint) -> None:
+    """This rank's part of the weights."""
+    check_model(model, checkpoint)
+    masters = {"weight": [unit.master for unit in engine.units]}
+    piece, pieces = engine.hierarchy.piece(engine.placement.optimizer)
+    checkpoint.fill([unit.layout for unit in engine.units], masters, piece, pieces)
 
 
 def describe(checkpoint: Path, found: Evaluation) -> str:

@@ -13,7 +13,6 @@ from megafrontier.model.initialise import initial_slice, parameter_kind
 from megafrontier.optim.adamw import ShardedAdamW
 from megafrontier.optim.loss_scale import LossScale
 from megafrontier.partition import Engine, shard
-from megafrontier.partition.unit import InitialSlice
 from megafrontier.partition.wires import DTYPES
 from megafrontier.training.arrangement import Arrangement
 from megafrontier.training.batches import PARTS, Part, make_loader, open_part
@@ -85,9 +84,8 @@ def build_model(
     config: Config,
     arrangement: Arrangement,
     hierarchy: Hierarchy,
-    initial: InitialSlice | None = None,
 ) -> tuple[GPT, Engine]:
-    """A GPT sharded over the hierarchy, with its seeded first values or those of `initial`."""
+    """A GPT sharded over the hierarchy, with its seeded first values."""
     with torch.device("meta"):
         model = GPT(
             config.model,
@@ -106,7 +104,7 @@ def build_model(
         overlap=config.partition.overlap,
         prefetch=config.partition.prefetch,
         check_order=config.partition.check_order,
-        initial=initial or partial(initial_slice, config.model, config.run.seed),
+        initial=partial(initial_slice, config.model, config.run.seed),
         decay=lambda name: parameter_kind(name) not in config.optimizer.no_decay,
     )
     return model, engine

@@ -189,6 +189,16 @@ def test_a_gpu_chooses_the_kernels_and_its_plain_torch_agrees_with_them(codec, m
     assert same_bits(codec.decode(messages, 100_003), kernels.decode(codec, messages, 100_003))
 
 
+@pytest.mark.skipif(not HAS_GPU, reason="no GPU")
+@pytest.mark.parametrize(("codec", "count"), [(INT8, 2**28 + 5), (INT4, 2**29 + 5)])
+def test_rows_whose_bits_cannot_be_counted_in_32_bits(codec, count):
+    """As of an embedding of 128k tokens over two ranks."""
+    values = torch.zeros(1, count, device="cuda")
+    values[0, ::1001] = 1.0
+    values[0, -3:] = -1.0
+    assert torch.equal(codec.decode(codec.encode(values), count), values)
+
+
 @CODECS
 def test_blocks_too_small_for_a_normal_scale_are_sent_as_zeros(codec):
     """Their largest code would not fit: -128 instead of +190, a gradient of the wrong sign."""

@@ -25,9 +25,18 @@ def config_file(tmp_path):
     return runs.make_config_file(tmp_path)
 
 
-@pytest.mark.parametrize("strategy", ["topo", "hpz", "mics", "zero1"])
-def test_resume_on_the_same_layout_is_identical_to_the_last_bit(config_file, tmp_path, strategy):
-    chosen = (f"partition.strategy={strategy}", "model.dropout=0.1", "train.steps=6")
+@pytest.mark.parametrize(
+    ("strategy", "wires"),
+    [(name, "exact") for name in ("topo", "hpz", "mics", "zero1")] + [("hpz", "zero++")],
+)
+def test_resume_on_the_same_layout_is_identical_to_the_last_bit(
+    config_file, tmp_path, strategy, wires
+):
+    """With wires, too, that round the weights of every step and keep nothing of it."""
+    chosen = (
+        f"partition.strategy={strategy}", f"partition.wires={wires}", "model.dropout=0.1",
+        "train.steps=6",
+    )  # fmt: skip
     unbroken = runs.run(config_file, 8, *chosen, f"run.directory={tmp_path}/unbroken")
     runs.run(config_file, 8, *chosen, "train.stop_at=3")
     resumed = runs.run(config_file, 8, *chosen)
@@ -148,6 +157,52 @@ def differences(trainer, checkpoint):
                 expected = checkpoint.tensor(state, entry.name).flatten()[first:last]
                 different += int((shard[at : at + last - first] != expected).sum())
     return different
+
+
+def test_masters_are_not_overwritten_by_published_weights_where_both_are_one(config_file, tmp_path):
+    """On one rank, in fp32, a model computes with the masters; delta wires left copies behind."""
+    chosen = ("machine=laptop", "partition.strategy=zero1", "partition.wires=low", "train.steps=4")
+    runs.run(config_file, 2, *chosen)
+    path = tmp_path / "run" / "checkpoints" / "step-00000004"
+    checkpoint = open_checkpoint(path)
+    assert any(
+        not torch.equal(checkpoint.tensor("weight", name), checkpoint.tensor("published", name))
+        for name in checkpoint.shapes
+    )
+
+    def body(hierarchy):
+        config = runs.load(
+            config_file, *chosen, "train.steps=5", f"checkpoint.resume={path}",
+            f"run.directory={tmp_path}/alone",
+        )  # fmt: skip
+        trainer = build_trainer(config, arrange(config, 1), hierarchy)
+        resume(trainer, Quiet())
+        different = differences(trainer, checkpoint)
+        trainer.close()
+        return different
+
+    assert run_ranks((1,), body) == [0]
+
+
+def test_nothing_is_left_of_a_checkpoint_that_proved_damaged_half_way(config_file, tmp_path):
+    """One before it may lack states that it had."""
+    runs.run(config_file, 8, "train.steps=2")
+    path = tmp_path / "run" / "checkpoints" / "step-00000002"
+
+    def body(hierarchy):
+        config = runs.load(
+            config_file, "partition.wires=low", f"checkpoint.resume={path}",
+            f"run.directory={tmp_path}/other",
+        )  # fmt: skip
+        trainer = build_trainer(config, arrange(config, 8), hierarchy)
+        errors = [error for unit in trainer.engine.units for error in unit.errors.values()]
+        for left in errors:
+            left.fill_(1.0)
+        resume(trainer, Quiet())
+        trainer.close()
+        return len(errors) > 0, sum(error.abs().sum().item() for error in errors)
+
+    assert run_ranks((2, 2, 2), body) == [(True, 0.0)] * 8
 
 
 def test_auto_falls_back_to_the_newest_whole_checkpoint_with_a_warning(config_file, tmp_path):
