@@ -1,7 +1,7 @@
 """How ranks meet, connect to each other, and leave."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from math import prod
 
@@ -15,7 +15,7 @@ from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.levels import Levels
 from megafrontier.cluster.links import measure, reaching
-from megafrontier.cluster.rollcall import RollCall
+from megafrontier.cluster.rollcall import REFUSAL_SECONDS, RollCall
 from megafrontier.errors import PeersLost, RanksAbsent, Unconnected, UserError
 
 ALL_PEERS = "connections to all"
@@ -37,7 +37,8 @@ def join(
     `met` is called with the roll of the ranks that have met, None for one alone, before anything
     else that needs them; `failed` where this rank then does not reach another.
 
-    Raises UserError when the host names contradict the levels, RanksAbsent when ranks do not come
+    Raises UserError when the host names contradict the levels or a rank was stopped by one in
+    `checking`, RanksAbsent when ranks do not come
     in `meeting_seconds`, PeersLost when rank 0 does not, and Unconnected. `timeout_seconds` is that
     of every collective. Works with gloo on a CPU, and with NCCL or RCCL (both are torch's `nccl`)
     on a GPU.
@@ -96,13 +97,31 @@ def give_up(device: torch.device) -> None:
         dist.distributed_c10d._abort_process_group()
 
 
-def _meet(identity: Identity, seconds: float) -> RollCall:
-    """The roll of all ranks, which are there. Raises RanksAbsent or PeersLost when they are not."""
+@contextmanager
+def checking(identity: Identity) -> Iterator[None]:
+    """What a launcher's rank finds wrong with its input inside, every rank raises, the others when
+    they come to meet: a file may be on one node and not on another."""
+    try:
+        yield
+    except UserError as error:
+        if identity.source in ("slurm", "torchrun") and identity.world_size > 1:
+            where = f"rank {identity.rank} on {identity.host}: " if identity.rank else ""
+            with suppress(RuntimeError):  # rank 0 ended before it opened the store
+                _roll(identity, REFUSAL_SECONDS).refuse(f"{where}{error}")
+        raise
+
+
+def _roll(identity: Identity, seconds: float) -> RollCall:
     # Told the number of ranks, torch's store would wait for so many, and could not say for whom.
     place = f"{identity.rendezvous}?rank={identity.rank}&world_size=-1"
+    store, _, _ = next(rendezvous(place, timeout=timedelta(seconds=seconds)))
+    return RollCall(store, identity)
+
+
+def _meet(identity: Identity, seconds: float) -> RollCall:
+    """The roll of all ranks, which are there. Raises RanksAbsent or PeersLost when they are not."""
     try:
-        store, _, _ = next(rendezvous(place, timeout=timedelta(seconds=seconds)))
-        roll = RollCall(store, identity)
+        roll = _roll(identity, seconds)
         absent = roll.meet(seconds)
     except RuntimeError as error:  # torch's, of the store
         raise _unmet(identity, error) from error

@@ -1,11 +1,12 @@
 """Who is there: all ranks at the start, and again once something has gone wrong, and only then.
 
 At the start each rank leaves its host in the store at which all meet; rank 0 waits for the last
-one, or publishes who has not come. Later a rank in trouble raises the alarm, a key in that store.
-Whoever answers within ANSWER_SECONDS is there; rank 0 counts the answers in blocks of ranks, looks
-into those blocks alone that are not complete, and publishes whom it misses. Where nothing moves and
-it misses nobody, it reads what each rank said that it is at, and publishes who holds up the others.
-Where no word comes from rank 0, it is the one that was lost, and the store with it.
+one, or publishes who has not come; a rank that cannot start publishes why. Later a rank in trouble
+raises the alarm, a key in that store. Whoever answers within ANSWER_SECONDS is there; rank 0 counts
+the answers in blocks of ranks, looks into those blocks alone that are not complete, and publishes
+whom it misses. Where nothing moves and it misses nobody, it reads what each rank said that it is
+at, and publishes who holds up the others. Where no word comes from rank 0, it is the one that was
+lost, and the store with it.
 
 In between nothing is sent: a waiting rank costs rank 0 one idle connection.
 """
@@ -24,8 +25,11 @@ from torch.distributed.distributed_c10d import Store
 
 from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.standing import Standing, culprits, decode
+from megafrontier.errors import UserError
 
 ANSWER_SECONDS = 3.0
+REFUSAL_SECONDS = 20.0
+"""For every rank to hear that one does not start, though some may still be importing torch."""
 VERDICT_SECONDS = 10.0
 """From the alarm to rank 0's word, at the most."""
 _BLOCK = 64
@@ -72,7 +76,7 @@ class RollCall:
     def meet(self, seconds: float) -> list[int]:
         """Wait for all ranks, so many seconds by rank 0's clock, and the others a little longer for
         its word. Returns those that have not come, the same to every rank that has. Raises
-        RuntimeError where rank 0 goes meanwhile.
+        UserError where one has refused to, RuntimeError where rank 0 goes meanwhile.
 
         Each leaves its host, for the day on which the rank cannot name it itself.
         """
@@ -85,7 +89,10 @@ class RollCall:
             self._await_all(seconds)
         else:
             self.store.wait(["absent"], timedelta(seconds=seconds + VERDICT_SECONDS))
-        absent: list[int] = json.loads(self._text("absent"))
+        absent: list[int] | str = json.loads(self._text("absent"))
+        if isinstance(absent, str):
+            self._hear_refusal()
+            raise UserError(absent)
         if not absent:
             self.first_host = self._text("host/0")
         elif rank == 0:
@@ -93,6 +100,17 @@ class RollCall:
         elif rank not in absent:  # come in time
             self._listened()
         return absent
+
+    def refuse(self, reason: str) -> None:
+        """Instead of `meet`: end every rank's meeting with this UserError, or an earlier one."""
+        self.store.compare_set("absent", "", json.dumps(reason))
+        self._hear_refusal()
+
+    def _hear_refusal(self) -> None:
+        if self.identity.rank == 0:
+            self._await_listeners(self.identity.world_size - 1, REFUSAL_SECONDS)
+        else:
+            self._listened()
 
     def _await_all(self, seconds: float) -> None:
         try:
@@ -175,9 +193,9 @@ class RollCall:
         with suppress(RuntimeError):  # rank 0 may have gone: its word is known
             self.store.add("listeners", 1)
 
-    def _await_listeners(self, count: int) -> None:
+    def _await_listeners(self, count: int, seconds: float = ANSWER_SECONDS) -> None:
         """The store ends with rank 0, which may leave once the others know the verdict."""
-        deadline = time.monotonic() + ANSWER_SECONDS
+        deadline = time.monotonic() + seconds
         while self.store.add("listeners", 0) < count and time.monotonic() < deadline:
             time.sleep(0.02)
 

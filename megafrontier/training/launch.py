@@ -10,7 +10,7 @@ import torch
 
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import Identity, identify
-from megafrontier.cluster.join import check_ranks_per_host, join
+from megafrontier.cluster.join import check_ranks_per_host, checking, join
 from megafrontier.cluster.local import exit_code, flush_output, fork_ranks
 from megafrontier.cluster.rollcall import RollCall
 from megafrontier.config import Config, load_machine, save_config
@@ -55,7 +55,8 @@ def launch(body: Callable[[], int], nproc: int | None, check: Callable[[int], No
         identity = identify(os.environ)
 
         def checked() -> int:
-            check(identity.world_size)
+            with checking(identity):
+                check(identity.world_size)
             return body()
 
         code = exit_code(checked, speaks=identity.rank == 0)

@@ -1,12 +1,15 @@
 """Ranks that torchrun or Slurm starts train as local ones do."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
+from megafrontier.cluster.rollcall import REFUSAL_SECONDS
 from tests.training import runs
 
 RANKS = 2
@@ -100,3 +103,32 @@ def test_what_the_first_rank_alone_refuses_ends_all_as_bad_input(folder):
     told = "Is a directory, need room to write\n"
     assert ended[0][2] == f"megafrontier: run.directory: {folder}/refused: {told}"
     assert ended[1][2] == ""
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_one_node_lacks_is_said_once_and_ends_all_as_bad_input(folder, failing):
+    """As a corpus on a disk of another node: nobody waits for ranks that cannot start."""
+
+    def lacking(rank):
+        disk = folder / ("elsewhere" if rank == failing else "here")
+        return slurm(rank) | {"NODE_DISK": disk}
+
+    (folder / "here").mkdir(exist_ok=True)
+    for source in folder.glob("corpus.*"):
+        shutil.copy(source, folder / "here")
+    corpus = "data.train=[{path: '${oc.env:NODE_DISK}/corpus'}]"
+    ended = launch(folder, f"lacking{failing}", lacking, corpus)
+    assert [code for code, _, _ in ended] == [2] * RANKS, ended
+    where = "rank 1 on frontier00001: " if failing else ""
+    assert ended[0][2].startswith(f"megafrontier: {where}{folder}/elsewhere/corpus.idx: cannot")
+    assert ended[0][2].count("\n") == 1
+    assert ended[1][2] == ""
+
+
+def test_what_every_rank_refuses_is_said_once(folder):
+    begin = time.monotonic()
+    ended = launch(folder, "nowhere", slurm, "data.train=[{path: /nowhere}]")
+    assert [code for code, _, _ in ended] == [2] * RANKS
+    assert ended[0][2].count("\n") == 1
+    assert ended[1][2] == ""
+    assert time.monotonic() - begin < REFUSAL_SECONDS
