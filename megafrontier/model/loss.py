@@ -120,6 +120,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left · right to the fp32 total."""
+    if right.dtype == torch.float16:
+        # The sum over a chunk, times _FP16_SCALE, can be more than fp16's 65,504 for an id that
+        # many of its tokens have, and no loss scale would help: that comes after it.
+        left, right = left.bfloat16(), right.bfloat16()
     if right.dtype == total.dtype:
         torch.addmm(total, left, right, out=total)
     else:

@@ -70,6 +70,18 @@ def test_fp16_keeps_gradients_of_unlikely_tokens():
     torch.testing.assert_close(gradient[1, 0].float(), expected, rtol=2e-2, atol=0)
 
 
+def test_fp16_bears_a_chunk_of_one_frequent_id():
+    """Spaces, newlines: 200 tokens of a chunk add up to more than fp16 holds of the scaled sum."""
+    hidden = torch.ones(1024, 2, dtype=torch.float16)
+    weight = torch.zeros(50, 2, dtype=torch.float16, requires_grad=True)
+    targets = torch.arange(1024) % 40
+    targets[:200] = 7
+    linear_cross_entropy(hidden, weight, targets, vocab_size=50, chunk_tokens=1024).backward()
+    counts = torch.bincount(targets, minlength=50)[:, None].expand(50, 2)
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad.float(), 1024 / 50 - counts, rtol=0.01, atol=0.01)
+
+
 def test_weight_gradient_is_summed_in_fp32():
     """600 chunks that each give a half: a bf16 sum would stop growing at 128."""
     hidden = torch.ones(600, 1, dtype=torch.bfloat16)
