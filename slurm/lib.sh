@@ -55,7 +55,10 @@ split_options() {
             # The other short ones have a value, and of the long ones those that are common.
             -? | --nodes | --ntasks | --ntasks-per-node | --cpus-per-task | --time | --account | \
                 --partition | --qos | --job-name | --output | --error | --array | --dependency | \
-                --nodelist | --exclude | --constraint | --reservation | --begin | --mem | --signal)
+                --nodelist | --exclude | --constraint | --reservation | --begin | --mem | \
+                --signal | --gres | --gpus | --gpus-per-node | --gpus-per-task | --mail-user | \
+                --mail-type | --comment | --export | --licenses | --network | --chdir | \
+                --mem-per-cpu | --mem-per-gpu | --deadline | --switches | --wckey | --clusters)
                 if [[ $1 == --* ]]; then options+=("$1=${2:-}"); else options+=("$1" "${2:-}"); fi
                 shift
                 ;;
@@ -99,6 +102,8 @@ submit() {
 enter_job() {
     # Until a step runs, which then is told. Without this the signal would end the job.
     trap 'is_asked_to_stop=1' USR1
+    # With --export=NONE sbatch has srun, too, hand on nothing of what follows.
+    unset SLURM_EXPORT_ENV
     enter
     if [ -n "${MEGAFRONTIER_ENV_TAR:-}" ]; then
         [ -n "$dry_run" ] || [ -r "$MEGAFRONTIER_ENV_TAR" ] ||
@@ -187,7 +192,9 @@ run() {
 # they lost, and srun's exit code would be that of its own kill.
 make_step() {
     step=(srun --kill-on-bad-exit=0 --wait="${SLURM_WAIT:-660}")
-    step+=(--cpus-per-task="${SLURM_CPUS_PER_TASK:-CORES}")
+    # Slurm tells the cores that were asked for; without, as by salloc, it is left to the site.
+    local cores=${SLURM_CPUS_PER_TASK:-${dry_run:+CORES}}
+    step+=(${cores:+--cpus-per-task="$cores"})
     step+=("${srun_options[@]}" python -m megafrontier "$@")
 }
 

@@ -48,8 +48,8 @@ def test_short_options_of_sbatch_take_their_values_along():
 
 
 def test_long_options_of_sbatch_may_have_a_blank_before_their_values():
-    words = ("slurm/train.sbatch", "--nodes", "2", "--exclusive", "--time", "60", CONFIG)
-    assert "--nodes=2 --exclusive --time=60" in dry_run(*words)[0]
+    words = ("slurm/train.sbatch", "--nodes", "2", "--exclusive", "--gres", "gpu:8", CONFIG)
+    assert "--nodes=2 --exclusive --gres=gpu:8" in dry_run(*words)[0]
 
 
 @pytest.mark.parametrize("array", [("-a", "0-3"), ("-a0-3",), ("--array", "0-3")])
@@ -193,14 +193,14 @@ SINFO = "#!/bin/sh\nprintf 'frontier0000%s\\n' 1 2 3 3\n"
 SRUN = "#!/bin/sh\necho ranks start\n"
 
 
-def run_job_on_frontier00001_and_2(folder, *chosen, ranks, code, scontrol=SCONTROL):
+def run_job_on_frontier00001_and_2(folder, *chosen, ranks, code, scontrol=SCONTROL, **variables):
     """The output of the batch file as Slurm runs it, which ends with a code; `ranks`: what srun
     does."""
     environment = os.environ | {
         "PATH": with_tools(folder, scontrol=scontrol, srun=SRUN + ranks, sinfo=SINFO),
         "MEGAFRONTIER_CLUSTER": "generic",
         "MEGAFRONTIER_PREFIX": os.path.dirname(os.path.dirname(sys.executable)),
-        "MEGAFRONTIER_HOME": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "",
+        "MEGAFRONTIER_HOME": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "", **variables,
     }  # fmt: skip
     done = subprocess.run(
         [ROOT / "slurm" / "train.sbatch", ROOT / CONFIG, f"run.directory={folder}", *chosen],
@@ -241,6 +241,23 @@ def test_slurm_may_be_silent_for_a_while_at_the_end_of_a_job(tmp_path):
     said = run_job_on_frontier00001_and_2(tmp_path, ranks="exit 75", code=75, scontrol=scontrol)
     assert "exit code 75, requeued\n" in said
     assert "scontrol requeue 7\n" in said
+
+
+def test_what_salloc_runs_is_not_said_to_be_requeued(tmp_path):
+    scontrol = SCONTROL.replace("JobState=RUNNING ", "JobState=RUNNING BatchFlag=0 ")
+    said = run_job_on_frontier00001_and_2(tmp_path, ranks="exit 75", code=75, scontrol=scontrol)
+    assert "exit code 75, no batch job to be requeued: the same command goes on\n" in said
+    assert "scontrol requeue" not in said
+
+
+def test_ranks_get_the_jobs_environment_however_it_was_submitted(tmp_path):
+    """sbatch --export=NONE has srun hand on nothing; salloc says nothing of cores."""
+    ranks = 'echo "$* SLURM_EXPORT_ENV=$SLURM_EXPORT_ENV."'
+    said = run_job_on_frontier00001_and_2(tmp_path, ranks=ranks, code=0, SLURM_EXPORT_ENV="NONE")
+    assert " SLURM_EXPORT_ENV=.\n" in said
+    assert "--cpus-per-task" not in said
+    said = run_job_on_frontier00001_and_2(tmp_path, ranks=ranks, code=0, SLURM_CPUS_PER_TASK="7")
+    assert " --cpus-per-task=7 " in said
 
 
 def test_a_job_that_gets_a_listed_node_is_requeued_before_its_ranks_start(tmp_path):
