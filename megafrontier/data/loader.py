@@ -10,13 +10,15 @@ from megafrontier.data.samples import Batch, Samples
 from megafrontier.errors import UserError
 
 
-def data_step(step: int, skip: Sequence[Sequence[int]]) -> int:
-    """The step of the data's own count that optimizer step `step` reads, when the data steps in
-    each range [from, to) of `skip` are left out. Both count from 0; ranges may overlap."""
+def data_step(steps: int, skip: Sequence[Sequence[int]], first: int = 0) -> int:
+    """The step of the data's own count, from 0, that is read `steps` optimizer steps after `first`
+    was next, when the data steps in each range [from, to) of `skip` are left out. What lies before
+    `first` has been read or left out already. Ranges may overlap."""
+    step = first + steps
     for start, stop in _joined(skip):
         if step < start:
             break
-        step += stop - start
+        step += max(0, stop - max(start, first))
     return step
 
 
@@ -37,7 +39,7 @@ class Loader:
     Of the `global_batch` samples of a step, rank d takes the d-th stretch and cuts it into
     micro-batches in order; so the samples of a step, and their order, are the same at any number of
     ranks and any micro-batch size. Its one state, the `position`, is a function of the step as long
-    as `global_batch` stays.
+    as `global_batch` and `skip` stay.
     Raises UserError when the batch sizes do not divide.
     """
 
@@ -61,7 +63,7 @@ class Loader:
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._first = dp_rank * (global_batch // dp_size)
         self._skip = [list(pair) for pair in skip]
-        self._origin = 0, 0
+        self._origin = 0, 0, 0
         self._device = torch.device(device)
         self.micro_batches = global_batch // at_a_time
         """Micro-batches of one rank in a step."""
@@ -72,8 +74,8 @@ class Loader:
     def position(self, step: int) -> tuple[int, int]:
         """What optimizer step `step` reads: the data's own step, and the global number of its first
         sample over all ranks."""
-        own = data_step(step, self._skip)
-        first_step, first_sample = self._origin
+        at, first_step, first_sample = self._origin
+        own = data_step(step - at, self._skip, first_step)
         return own, first_sample + (own - first_step) * self._global_batch
 
     @property
@@ -85,14 +87,15 @@ class Loader:
         """Samples that so many steps read."""
         return steps * self._global_batch
 
-    def go_on(self, position: tuple[int, int]) -> None:
-        """Count from a `position` on that a loader of another `global_batch` may have had: steps
-        before and after it have other sizes, and no sample is left out or read twice."""
-        self._origin = position
+    def go_on(self, step: int, position: tuple[int, int]) -> None:
+        """Count from the `position` on that optimizer step `step` has. A loader of another
+        `global_batch`, or one that left out other steps, may have come to it: no sample is left out
+        or read twice for that."""
+        self._origin = step, *position
 
     def data_step_of(self, sample: int) -> int:
         """The data's own step that begins with this sample."""
-        first_step, first_sample = self._origin
+        _, first_step, first_sample = self._origin
         return first_step + (sample - first_sample) // self._global_batch
 
     def step(self, step: int) -> list[Batch]:

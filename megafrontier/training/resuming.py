@@ -171,7 +171,7 @@ def _take_up(trainer: Trainer, manifest: Manifest) -> None:
     trainer.engine.scale_errors(trainer.loss_scale.scale / saved_scale.get("scale", 1.0))
     trainer.spikes.restore(manifest.extra.get("spikes", {}))
     step, sample = manifest.extra.get("data") or _position(manifest)
-    trainer.loader.go_on((step, sample))
+    trainer.loader.go_on(manifest.step, (step, sample))
 
 
 def _position(manifest: Manifest) -> tuple[int, int]:
@@ -228,7 +228,7 @@ def _changes(trainer: Trainer, manifest: Manifest) -> list[str]:
     model, saved = trainer.config.model, _saved_model(manifest)
     if saved is not None and model.position == "rotary" and saved.rotary_base != model.rotary_base:
         lines.append(f"warning: model.rotary_base: {model.rotary_base}, was {saved.rotary_base}")
-    lines += _data_changes(trainer.config, manifest)
+    lines += _data_changes(trainer.config, manifest) or _window_changes(trainer, manifest)
     before, now = _global_batch(manifest), trainer.config.train.global_batch
     if manifest.step and before != now:
         _, sample = trainer.loader.position(trainer.step)
@@ -249,6 +249,15 @@ def _data_changes(config: Config, manifest: Manifest) -> list[str]:
         for key in ORDER_KEYS
         if before[key] is not None and before[key] != now[key]
     ]
+
+
+def _window_changes(trainer: Trainer, manifest: Manifest) -> list[str]:
+    """The order is one of all windows: a corpus that has grown, or `data.valid` in place of a part
+    of `data.train`, changes it from the first to the last."""
+    now, before = trainer.loader.windows, manifest.extra.get("windows", trainer.loader.windows)
+    if not manifest.step or now == before:
+        return []
+    return [f"warning: data.train: {now} windows, was {before}; samples are others from here on"]
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:

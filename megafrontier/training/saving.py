@@ -62,6 +62,7 @@ def save_trainer(trainer: Trainer) -> Path:
             "loss_scale": trainer.loss_scale.state(),
             "spikes": trainer.spikes.state(),
             "data": trainer.loader.position(trainer.step),
+            "windows": trainer.loader.windows,
         },
     )
     return save(

@@ -81,6 +81,20 @@ def test_skipped_steps_are_left_out_and_later_ones_move_up(
     assert [data_step(step, skip) for step in range(6)] == expected
 
 
+@pytest.mark.parametrize("skip", [[], [[2, 5]], [[2, 5], [11, 13]], [[9, 11]]])
+def test_a_resumed_loader_that_skips_otherwise_leaves_out_and_repeats_nothing_else(
+    samples: Samples, skip: list[list[int]]
+) -> None:
+    """Ranges from before the checkpoint may come and go: what was read is read."""
+    before = Loader(samples, GLOBAL_BATCH, 4, skip=[[2, 5]])
+    assert before.position(7)[0] == 10
+    after = Loader(samples, GLOBAL_BATCH, 4, skip=skip)
+    after.go_on(7, before.position(7))
+    expected = [own for own in range(10, 18) if not any(a <= own < b for a, b in skip)][:5]
+    found = [after.position(step) for step in range(7, 12)]
+    assert found == [(own, own * GLOBAL_BATCH) for own in expected]
+
+
 def test_the_loader_skips(samples: Samples) -> None:
     plain = Loader(samples, GLOBAL_BATCH, 4)
     skipping = Loader(samples, GLOBAL_BATCH, 4, skip=[[2, 5]])

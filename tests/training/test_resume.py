@@ -1,5 +1,6 @@
 """A resumed run goes on as the unbroken one: to the bit on the same layout, else closely."""
 
+import re
 from functools import partial
 from itertools import product
 
@@ -346,6 +347,16 @@ def test_other_data_under_the_same_numbers_are_told(config_file, tmp_path, impor
     warning = f"warning: {said}; samples are others from here on"
     assert log_of(tmp_path / "run").count("warning: ") == 1
     assert warning in log_of(tmp_path / "run")
+
+
+def test_a_corpus_of_another_size_is_told(config_file, tmp_path, imported):
+    """All of it is for training once validation has a corpus of its own; or it was made anew."""
+    valid = f"data.valid=[{{path: {tmp_path}/corpus}}]"
+    runs.run(config_file, 1, *ONE, imported, valid, "train.stop_at=3")
+    warning = r"warning: data.train: (\d+) windows, was (\d+); samples are others from here on"
+    found = re.search(warning, log_of(tmp_path / "run"))
+    assert found is not None
+    assert int(found[1]) * 0.9 == pytest.approx(int(found[2]), abs=1)
 
 
 def test_another_rotary_base_may_be_meant_and_is_told(config_file, tmp_path, imported):
