@@ -134,8 +134,8 @@ def _finish(partial: Path, manifest: Manifest, attach: Attach | None) -> None:
         files=[_settle(path, partial) for path in _attached(partial)],
     )
     _write(partial / FILE_NAME, manifest.encode())
-    for path in [partial, *(path for path in partial.rglob("*") if path.is_dir())]:
-        folder.fsync_folder(path)
+    for path, _, _ in os.walk(partial):  # asks nothing about single files: there may be thousands
+        folder.fsync_folder(Path(path))
 
 
 def _check_pieces(partial: Path, pieces: int) -> None:

@@ -138,12 +138,13 @@ class Hierarchy:
         return found
 
     def _broadcast_text(self, text: str | None) -> str:
-        """The text of the one rank that has one; the others give None and add zeros to it."""
+        """The text of the one rank that has one; the others give None, which is less than it in
+        every byte. No rank holds more than the text itself."""
         raw = b"" if text is None else text.encode()
         length = int(self.maximum(torch.tensor([len(raw)], device=self.device)).item())
-        data = torch.zeros(length, dtype=torch.float64, device=self.device)
-        data[: len(raw)] = torch.tensor(list(raw), dtype=torch.float64, device=self.device)
-        return bytes(int(x) for x in self.sum(data).tolist()).decode()
+        data = torch.zeros(length, dtype=torch.uint8, device=self.device)
+        data[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8, device=self.device)
+        return bytes(self.maximum(data).tolist()).decode()
 
 
 def _all_of(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -117,12 +117,19 @@ def _check_nesting(given: dict[str, str], depths: dict[str, int]) -> None:
             )
 
 
-def state_bytes(numel: int, placement: Placement, levels: Levels, itemsize: int) -> dict[str, int]:
+def state_bytes(
+    numel: int,
+    placement: Placement,
+    levels: Levels,
+    itemsize: int,
+    fed_back: Wires | None = None,
+) -> dict[str, int]:
     """Bytes one rank holds for a unit of `numel` padded elements, by state.
 
     The copy of the weights that gathers read from in the computing type of `itemsize` bytes,
     gradients in fp32, optimizer state as fp32 master and two moments. Whole masters of fp32 weights
-    are that copy.
+    are that copy. With error feedback `fed_back` are its wires: what gradients crossing a level in
+    low bits could not say, in bf16.
     """
     are_masters = itemsize == 4 and placement.on(levels).optimizer == 0
 
@@ -133,6 +140,11 @@ def state_bytes(numel: int, placement: Placement, levels: Levels, itemsize: int)
         "weights": 0 if are_masters else shard(placement.backward_weights) * itemsize,
         "gradients": shard(placement.gradients) * 4,
         "optimizer": shard(placement.optimizer) * 12,
+        "errors": sum(
+            shard(level) * 2
+            for level in range(placement.gradients, placement.optimizer)
+            if fed_back and levels.sizes[level] > 1 and fed_back.reduce[level].is_low_bit
+        ),
     }
 
 

@@ -22,6 +22,7 @@ from megafrontier.cluster.links import measure
 from megafrontier.config import Config, DeviceConfig
 from megafrontier.errors import DeviceMissing, NodesUnfit, RunFailed, UserError
 from megafrontier.model.gpt import parameter_shapes
+from megafrontier.partition.wires import DTYPES
 from megafrontier.training import bad_nodes
 from megafrontier.training.arrangement import Arrangement
 from megafrontier.training.saving import checkpoint_root
@@ -147,7 +148,7 @@ def _check_storage(directory: Path, identity: Identity) -> str | None:
 def checkpoint_bytes(config: Config, arrangement: Arrangement) -> int:
     """Bytes of one checkpoint: fp32 masters and two moments, and what low-bit wires add."""
     parameters = sum(math.prod(shape) for shape in parameter_shapes(config.model).values())
-    deltas = 2 if arrangement.wires.have_deltas else 0
+    deltas = DTYPES[config.train.precision].itemsize if arrangement.wires.have_deltas else 0
     return parameters * (12 + deltas + (2 if arrangement.error_feedback else 0))
 
 
