@@ -9,7 +9,7 @@ the user's: never resumed from, counted or deleted.
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megafrontier.checkpoint.manifest import FILE_NAME
@@ -49,30 +49,33 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 
 def prune(root: Path, keep: int, keep_every: int) -> list[Path]:
-    """Delete all published checkpoints but the newest `keep` and those of every `keep_every`-th
-    step; 0 newest keeps all, 0 steps keeps none for good. One rank calls it.
+    """Take their names from all published checkpoints but the newest `keep` and those of every
+    `keep_every`-th step; 0 newest keeps all, 0 steps keeps none for good. One rank calls it.
 
-    Returns what was deleted. Raises OSError.
+    Returns the hidden folders that are left of them, for `delete`: a kill in between leaves no half
+    of a checkpoint under its name. Raises OSError.
     """
     if keep == 0:
         return []
-    removed = []
+    hidden = []
     for path in list_checkpoints(root)[:-keep]:
         step = step_of(path)
         assert step is not None
         if keep_every == 0 or step % keep_every != 0:
-            remove(path)
-            removed.append(path)
-    return removed
+            hidden.append(path.with_name(f".{path.name}.removed"))
+            delete(hidden[-1:])
+            path.rename(hidden[-1])
+    fsync_folder(root)
+    return hidden
 
 
-def remove(path: Path) -> None:
-    """Delete a checkpoint. A kill in between leaves no half of it under its name."""
-    hidden = path.with_name(f".{path.name}.removed")
-    _delete(hidden)
-    path.rename(hidden)
-    fsync_folder(path.parent)
-    _delete(hidden)
+def delete(paths: Iterable[Path]) -> None:
+    """Delete folders with all that is in them, and links, where they are there. Raises OSError."""
+    for path in paths:
+        if path.is_symlink():
+            path.unlink()
+        elif path.exists():
+            shutil.rmtree(path)
 
 
 def clean_partials(root: Path) -> list[Path]:
@@ -81,8 +84,7 @@ def clean_partials(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
     left = [path for path in root.iterdir() if _HIDDEN.fullmatch(path.name)]
-    for path in left:
-        _delete(path)
+    delete(left)
     return left
 
 
@@ -111,10 +113,3 @@ def fsync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _delete(path: Path) -> None:
-    if path.is_symlink():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)

@@ -1,13 +1,15 @@
 """Checkpoints of a trainer: what goes into one, and when."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from megafrontier.checkpoint.errors import CheckpointWriteError
-from megafrontier.checkpoint.folder import prune
+from megafrontier.checkpoint.folder import delete, prune
 from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.checkpoint.write import save
 from megafrontier.config import Config, config_to_dict
@@ -89,6 +91,8 @@ class Save(Callback):
     def __init__(self, logbook: Logbook, resumed_step: int) -> None:
         self._logbook = logbook
         self._last = self._resumed_step = resumed_step
+        self._thread = ThreadPoolExecutor(1, "delete")
+        self._deleting: Future[None] | None = None
 
     def wants(self, trainer: Trainer, step: int) -> bool:
         return is_due(trainer.config.checkpoint.every, step)
@@ -100,6 +104,12 @@ class Save(Callback):
     def at_end(self, trainer: Trainer) -> None:
         """Save what has not been. Raises RunFailed where nothing of this start could be, and
         StorageFailed where the run's end could not: no other job is to take it for done."""
+        try:
+            self._save_last(trainer)
+        finally:
+            self._finish_deleting()
+
+    def _save_last(self, trainer: Trainer) -> None:
         if self._last == trainer.step or self._save(trainer) or self._save(trainer):
             return
         what = f"step {trainer.step}: could not be saved; log.txt has the reason"
@@ -109,6 +119,7 @@ class Save(Callback):
             raise StorageFailed(what)
 
     def _save(self, trainer: Trainer) -> bool:
+        self._finish_deleting()
         try:
             path = save_trainer(trainer)
         except CheckpointWriteError as error:
@@ -121,8 +132,21 @@ class Save(Callback):
         return True
 
     def _prune(self, trainer: Trainer) -> None:
+        """Delete old checkpoints under the steps that follow: they have a file for every rank."""
         keep = trainer.config.checkpoint
+        with self._telling():
+            hidden = prune(checkpoint_root(trainer.config), keep.keep, keep.keep_every)
+            self._deleting = self._thread.submit(delete, hidden)
+
+    def _finish_deleting(self) -> None:
+        deleting, self._deleting = self._deleting, None
+        with self._telling():
+            if deleting is not None:
+                deleting.result()
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
         try:
-            prune(checkpoint_root(trainer.config), keep.keep, keep.keep_every)
+            yield
         except OSError as error:
             self._logbook.remark(f"warning: old checkpoints not deleted: {error}")

@@ -208,7 +208,7 @@ def test_a_kill_during_a_deletion_leaves_no_half_of_a_checkpoint(tmp_path):
 
     def child() -> bool:
         _kill_at(shutil, "rmtree", [0], 1)
-        folder.prune(tmp_path, 2, 0)
+        folder.delete(folder.prune(tmp_path, 2, 0))
         return True
 
     assert in_child(child) == -signal.SIGKILL

@@ -1,10 +1,13 @@
 """Which checkpoints are there and which are kept."""
 
+import os
+
 import pytest
 
 from megafrontier.checkpoint.folder import (
     candidates,
     clean_partials,
+    delete,
     list_checkpoints,
     prune,
     step_folder,
@@ -55,9 +58,13 @@ def test_candidates_come_newest_first_and_include_the_half_written(root):
     ],
 )
 def test_the_newest_and_every_nth_are_kept(root, keep, keep_every, left):
-    removed = prune(root, keep, keep_every)
+    everything = steps(list_checkpoints(root))
+    hidden = prune(root, keep, keep_every)
     assert steps(list_checkpoints(root)) == left
-    assert sorted(steps(removed) + left) == [100, 200, 300, 400, 500, 100_000_000]
+    gone = sorted(set(everything) - set(left))
+    assert [path.name for path in hidden] == [f".step-{step:08d}.removed" for step in gone]
+    delete(hidden)
+    assert not any(path.exists() for path in hidden)
     others = {"step-00000600", "step-7", "other", ".step-00000700.partial", "step-00000800"}
     assert others <= {path.name for path in root.iterdir()}, "what is not ours is left alone"
 
@@ -66,7 +73,10 @@ def test_a_link_is_unlinked_and_what_it_leads_to_stays(root, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / FILE_NAME).touch()
     (root / "step-00000050").symlink_to(elsewhere)
-    assert steps(prune(root, 5, 0)) == [50, 100]
+    hidden = prune(root, 5, 0)
+    assert [path.name for path in hidden] == [".step-00000050.removed", ".step-00000100.removed"]
+    delete(hidden)
+    assert not any(os.path.lexists(path) for path in hidden)
     assert (elsewhere / FILE_NAME).exists()
 
 
