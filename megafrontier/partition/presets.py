@@ -17,6 +17,7 @@ def choose_wires(
     gather, reduce = _PRESETS[config.preset](placement, levels, precision)
     _override(gather, config.gather, levels, "gather")
     _override(reduce, config.reduce, levels, "reduce")
+    _check_use(config.gather, placement, levels)
     _check_deltas(gather, placement, levels)
     rotates = _unless_chosen(config.rotation, config)
     return Wires(
@@ -25,8 +26,15 @@ def choose_wires(
     )
 
 
-def has_error_feedback(config: PartitionConfig) -> bool:
-    """Whether gradients carry what earlier messages failed to say."""
+def has_error_feedback(config: PartitionConfig, wires: Wires, placement: Placement) -> bool:
+    """Whether gradients carry what earlier messages failed to say. Raises UserError where they are
+    to, and no message fails to say anything."""
+    between = wires.reduce[placement.gradients : placement.optimizer]
+    if config.error_feedback and not any(wire.is_low_bit for wire in between):
+        raise UserError(
+            "partition.error_feedback: true, but no level between partition.gradients and "
+            "partition.optimizer has a wire of few bits; leave it out"
+        )
     return _unless_chosen(config.error_feedback, config.wires)
 
 
@@ -86,6 +94,15 @@ def _override(formats: Formats, chosen: dict[str, str], levels: Levels, move: st
             known = ", ".join(levels.names)
             raise UserError(f"partition.wires.{move}.{name}: no such level, need one of {known}")
         formats[levels.names.index(name)] = wire
+
+
+def _check_use(chosen: dict[str, str], placement: Placement, levels: Levels) -> None:
+    for name, wire in chosen.items():
+        if levels.names.index(name) >= placement.optimizer:
+            raise UserError(
+                f"partition.wires.gather.{name}: {wire}, but this placement has all of the weights "
+                "within that level; leave it out"
+            )
 
 
 def _check_deltas(gather: Formats, placement: Placement, levels: Levels) -> None:

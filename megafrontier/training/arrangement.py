@@ -32,7 +32,8 @@ def arrange(config: Config, ranks: int) -> Arrangement:
     placement = Placement.from_config(config.partition, levels)
     precision = config.train.precision
     wires = choose_wires(config.partition.wires, placement, levels, precision)
-    return Arrangement(machine, levels, placement, wires, has_error_feedback(config.partition))
+    feeds_back = has_error_feedback(config.partition, wires, placement)
+    return Arrangement(machine, levels, placement, wires, feeds_back)
 
 
 def check_training(config: Config, ranks: int, parts: Sequence[Part] = PARTS) -> None:

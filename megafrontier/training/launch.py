@@ -27,7 +27,7 @@ from megafrontier.training.lease import hold
 from megafrontier.training.logbook import Log, Logbook, check_directory, open_logbook
 from megafrontier.training.loop import run
 from megafrontier.training.preflight import check_present, clear_room, preflight
-from megafrontier.training.resuming import check_resume, resume
+from megafrontier.training.resuming import check_resume, goes_on, resume
 from megafrontier.training.saving import Save
 from megafrontier.training.stragglers import Stragglers
 from megafrontier.training.timeline import Timeline
@@ -166,7 +166,8 @@ def _run(
         trainer.engine.finish_publishing()  # or a lane would outlive the process groups
         if trainer.step >= trainer.last_step:
             return 0
-        logbook.remark(f"stopped on request at step {trainer.step}; the same command goes on")
+        how = "the same command goes on" if goes_on(config) else "go on without checkpoint.resume"
+        logbook.remark(f"stopped on request at step {trainer.step}; {how}")
         return STOPPED
     finally:
         trainer.close()

@@ -64,6 +64,11 @@ def is_begun(config: Config) -> bool:
     return has_begun(Path(config.run.directory), config.checkpoint.resume)
 
 
+def goes_on(config: Config) -> bool:
+    """Whether another start as this one would take up the newest checkpoint."""
+    return is_begun(config) or not (config.checkpoint.resume == "never" or leads_back(config))
+
+
 def resume(trainer: Trainer, logbook: Logbook) -> None:
     """Take up the checkpoint that `checkpoint.resume` asks for, if any.
 

@@ -84,11 +84,18 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_to_the_same_bits(
     last = stopped[-1]["step"]
     assert last == 4 if whom == "getpid" else last in (4, 5), "the parent may take a moment"
     assert checkpoints(folder, name) == [f"step-{last:08d}"]
-    assert f"stopped on request at step {last}" in ended.stdout
+    assert f"stopped on request at step {last}; the same command goes on\n" in ended.stdout
     assert not runs.valid_losses(stopped), "there is no time for an evaluation"
     resumed = resume(folder, name)
     assert runs.losses(resumed) == runs.losses(unbroken)
     assert runs.valid_losses(resumed) == runs.valid_losses(unbroken)
+
+
+def test_a_run_that_the_same_command_would_lead_back_again_says_so(folder):
+    act = KILL.format(whom="getpid", signal="SIGUSR1")
+    ended = train(folder, "anew", at_step(4, act), "checkpoint.resume=never")
+    assert ended.returncode == STOPPED, ended.stderr
+    assert "stopped on request at step 4; go on without checkpoint.resume\n" in ended.stdout
 
 
 def test_a_checkpoint_just_written_for_that_step_is_kept_and_not_written_again(folder):
