@@ -24,6 +24,8 @@ from types import ModuleType
 
 import torch
 
+from megafrontier.partition.layout import SHARD_ALIGNMENT
+
 MESSAGE_ALIGNMENT = 16
 """Bytes. RCCL and NCCL copy in 16-byte units and are slow on the rest."""
 
@@ -170,6 +172,9 @@ class BlockCodec:
 
 INT8 = BlockCodec(bits=8, block=256)
 INT4 = BlockCodec(bits=4, block=128)
+DELTA8 = BlockCodec(bits=8, block=SHARD_ALIGNMENT)
+"""Whose blocks, as those of INT4, never lie across shards: what one level has decoded, the next one
+encodes to the same codes."""
 
 
 @cache

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megafrontier.cluster.collectives import all_gather, all_to_all
-from megafrontier.partition.codec import INT4, INT8, rotate, rotate_back
+from megafrontier.partition.codec import DELTA8, INT4, INT8, rotate, rotate_back
 
 
 class Codec(Protocol):
@@ -159,7 +159,7 @@ _CODECS: dict[str, Codec] = {
     **{name: CastCodec(dtype) for name, dtype in DTYPES.items()},
     "int8": INT8,
     "int4": INT4,
-    "delta8": INT8,
+    "delta8": DELTA8,
     "delta4": INT4,
 }
 

@@ -7,7 +7,7 @@ from megafrontier.cluster.levels import Levels
 from megafrontier.config import WiresConfig
 from megafrontier.errors import UserError
 from megafrontier.partition import STRATEGIES, Placement, shard
-from megafrontier.partition.codec import INT4
+from megafrontier.partition.codec import DELTA8, INT4
 from megafrontier.partition.placement import traffic_bytes
 from megafrontier.partition.presets import choose_wires
 from megafrontier.partition.wires import make_wire
@@ -144,6 +144,25 @@ def test_a_constant_change_is_published_in_full_over_time(dtype):
 
     for lags in run_ranks((2, 2, 2), body):
         assert lags[-1] <= (1e-4 * lags[0] if dtype is torch.float32 else 0.0)
+
+
+@pytest.mark.parametrize(("name", "codec"), [("delta4", INT4), ("delta8", DELTA8)])
+def test_a_delta_is_rounded_once_however_many_levels_it_crosses(name, codec):
+    def body(hierarchy):
+        wires = preset("exact", "zero1", gather=dict.fromkeys(LEVELS.names, name))
+        _, engine, _ = build(hierarchy, wires, "zero1")
+        before = [unit.published.clone() for unit in engine.units]
+        for unit in engine.units:
+            unit.master.add_(torch.randn(unit.master.shape) * (1 + hierarchy.rank))
+        engine.publish()
+        engine.finish_publishing()
+        return all(
+            torch.equal(unit.published, old + codec.decode(codec.encode(said), len(old))[0])
+            for unit, old in zip(engine.units, before, strict=True)
+            for said in [(unit.master - old).view(1, -1)]
+        )
+
+    assert run_ranks((2, 2, 2), body) == [True] * 8
 
 
 def test_what_a_rank_keeps_of_its_own_gradient_is_not_rounded():
