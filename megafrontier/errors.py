@@ -38,6 +38,16 @@ class UserError(Ending):
         super().__init__(" ".join(message.split()))
 
 
+class RanksRefused(UserError):
+    """`count` of `size` ranks cannot start: (rank, host, why) of some of them."""
+
+    def __init__(self, refusals: list[tuple[int, str, str]], count: int, size: int) -> None:
+        rank, host, why = min(refusals)
+        more = f" (and {count - 1} more)" if count > 1 else ""
+        super().__init__(why if count == size else f"rank {rank} on {host}{more}: {why}")
+        self.refusals, self.are_few = refusals, 2 * count < size
+
+
 class RankError(UserError):
     """Bad input that one rank met and the others did not."""
 

@@ -71,7 +71,7 @@ split_options() {
 
 # submit FILE OPTION… -- ARGUMENT…: hand a batch file to Slurm. Leaves the job's number in `job`.
 submit() {
-    local file=$1 own=() command
+    local file=$1 own=() kept=() lines name until='' command
     shift
     while [ "$1" != -- ]; do
         own+=("$1")
@@ -80,13 +80,18 @@ submit() {
     shift
     export MEGAFRONTIER_HOME=$home
     command=(sbatch --parsable)
-    if [ ${#sbatch_options[@]} = 0 ]; then
+    if [[ " ${own[*]} " == *" --export=NONE "* || ${SBATCH_EXPORT:-} == NONE ]]; then
+        for name in $(compgen -e MEGAFRONTIER_); do kept+=("$name=${!name}"); done
+    fi
+    if [ ${#sbatch_options[@]} = 0 ] && [ ${#kept[@]} = 0 ]; then
         command+=("${own[@]}" "$file" "$@")
     else
-        # Wrapped, for sbatch to read none of the file's lines: some cannot be taken back.
-        mapfile -t shared < <(sed -n '/^# Frontier/q; s/^#SBATCH //p' "$file")
-        command+=("${shared[@]}" "${sbatch_options[@]}" "${own[@]}")
-        command+=(--wrap "exec bash $(show "$file" "$@")")
+        # Wrapped, for sbatch to read none of another cluster's lines, of which some cannot be taken
+        # back, and for a job without the caller's environment to know what it is to use.
+        [ ${#sbatch_options[@]} = 0 ] || until='/^# Frontier/q;'
+        mapfile -t lines < <(sed -n "$until s/^#SBATCH //p" "$file")
+        command+=("${lines[@]}" "${sbatch_options[@]}" "${own[@]}")
+        command+=(--wrap "exec $(show env "${kept[@]}" bash "$file" "$@")")
     fi
     job=JOB
     if [ -n "$dry_run" ]; then

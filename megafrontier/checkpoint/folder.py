@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from megafrontier.checkpoint.manifest import FILE_NAME
@@ -63,7 +64,6 @@ def prune(root: Path, keep: int, keep_every: int) -> list[Path]:
         assert step is not None
         if keep_every == 0 or step % keep_every != 0:
             hidden.append(path.with_name(f".{path.name}.removed"))
-            delete(hidden[-1:])
             path.rename(hidden[-1])
     fsync_folder(root)
     return hidden
@@ -80,12 +80,15 @@ def delete(paths: Iterable[Path]) -> None:
 
 def clean_partials(root: Path) -> list[Path]:
     """Delete what killed saves and deletions left behind. One rank calls it, while no other saves
-    into `root`. Returns what was deleted. Raises OSError."""
+    into `root`. Returns what was deleted. Raises OSError, but not for what was to be deleted before
+    and cannot be: it is in nobody's way."""
     if not root.is_dir():
         return []
     left = [path for path in root.iterdir() if _HIDDEN.fullmatch(path.name)]
-    delete(left)
-    return left
+    for path in left:
+        with suppress(OSError) if path.name.endswith(".removed") else nullcontext():
+            delete([path])
+    return [path for path in left if not os.path.lexists(path)]
 
 
 def set_aside(path: Path) -> Path:

@@ -1,30 +1,32 @@
 """A process group for each level of a machine."""
 
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import Store
 
 from megafrontier.cluster.levels import Levels
 
-GLOO = "gloo_on_one_device"
-"""torch's gloo, of which all groups of a rank share the first one's device."""
+
+@cache
+def _gloo() -> str:
+    """The name of torch's gloo, of which all groups of a rank share the first one's device; a torch
+    for GPUs may have none."""
+    dist.Backend.register_backend("gloo_on_one_device", _gloo_group, devices=["cpu"])
+    return "gloo_on_one_device"
 
 
-def _gloo(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
+def _gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     # torch would make a device for each group. A device is a thread that wakes 100 times a second,
     # and a rank has two groups a level: of 16 ranks on 2 cores theirs took a twentieth of both.
     world: Any = dist.group.WORLD
     first = world._get_backend(torch.device("cpu")).options
     options = type(first)()  # torch has no public name for it
     options._devices, options._threads, options._timeout = first._devices, first._threads, timeout
-    return ProcessGroupGloo(store, rank, size, options)
-
-
-dist.Backend.register_backend(GLOO, _gloo, devices=["cpu"])
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def groups_of(
@@ -40,7 +42,7 @@ def groups_of(
         dist.new_group(
             levels.peers(rank, level),
             timeout=timeout,
-            backend=None if device.type == "cuda" else GLOO,
+            backend=None if device.type == "cuda" else _gloo(),
             use_local_synchronization=True,
         )
         if size > 1

@@ -1,9 +1,10 @@
 """How ranks meet, connect to each other, and leave."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from math import prod
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,8 @@ from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.levels import Levels
 from megafrontier.cluster.links import measure, reaching
-from megafrontier.cluster.rollcall import REFUSAL_SECONDS, RollCall
-from megafrontier.errors import PeersLost, RanksAbsent, Unconnected, UserError
+from megafrontier.cluster.rollcall import RollCall
+from megafrontier.errors import PeersLost, RankError, RanksAbsent, Unconnected, UserError
 
 ALL_PEERS = "connections to all"
 """Where gloo connects each rank to every other; NCCL and RCCL connect later."""
@@ -37,11 +38,10 @@ def join(
     `met` is called with the roll of the ranks that have met, None for one alone, before anything
     else that needs them; `failed` where this rank then does not reach another.
 
-    Raises UserError when the host names contradict the levels or a rank was stopped by one in
-    `checking`, RanksAbsent when ranks do not come
-    in `meeting_seconds`, PeersLost when rank 0 does not, and Unconnected. `timeout_seconds` is that
-    of every collective. Works with gloo on a CPU, and with NCCL or RCCL (both are torch's `nccl`)
-    on a GPU.
+    Raises UserError when the host names contradict the levels, RanksRefused when ranks say that
+    they cannot start, RanksAbsent when they do not come in `meeting_seconds`, PeersLost when rank 0
+    does not, and Unconnected. `timeout_seconds` is that of every collective. Works with gloo on a
+    CPU, and with NCCL or RCCL (both are torch's `nccl`) on a GPU.
     """
     if levels.ranks != identity.world_size:
         raise UserError(
@@ -97,18 +97,16 @@ def give_up(device: torch.device) -> None:
         dist.distributed_c10d._abort_process_group()
 
 
-@contextmanager
-def checking(identity: Identity) -> Iterator[None]:
-    """What a launcher's rank finds wrong with its input inside, every rank raises, the others when
-    they come to meet: a file may be on one node and not on another."""
+def refuse(identity: Identity, error: UserError, meeting_seconds: float) -> NoReturn:
+    """Come where all ranks meet, to say why this one cannot start: a file may be on one node and
+    not on another. Raises RanksRefused, as all then do, or where they do not meet `error`."""
     try:
-        yield
-    except UserError as error:
-        if identity.source in ("slurm", "torchrun") and identity.world_size > 1:
-            where = f"rank {identity.rank} on {identity.host}: " if identity.rank else ""
-            with suppress(RuntimeError):  # rank 0 ended before it opened the store
-                _roll(identity, REFUSAL_SECONDS).refuse(f"{where}{error}")
-        raise
+        _roll(identity, meeting_seconds).meet(meeting_seconds, str(error))
+    except RuntimeError:  # torch's, of the store
+        own = RankError(f"rank {identity.rank} on {identity.host}: {error}")
+        own.is_one_ranks = identity.local_rank == 0  # as many as there are hosts, not ranks
+        raise own from error
+    raise AssertionError("met in spite of a refusal")
 
 
 def _roll(identity: Identity, seconds: float) -> RollCall:

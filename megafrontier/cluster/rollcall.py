@@ -1,12 +1,12 @@
 """Who is there: all ranks at the start, and again once something has gone wrong, and only then.
 
 At the start each rank leaves its host in the store at which all meet; rank 0 waits for the last
-one, or publishes who has not come; a rank that cannot start publishes why. Later a rank in trouble
-raises the alarm, a key in that store. Whoever answers within ANSWER_SECONDS is there; rank 0 counts
-the answers in blocks of ranks, looks into those blocks alone that are not complete, and publishes
-whom it misses. Where nothing moves and it misses nobody, it reads what each rank said that it is
-at, and publishes who holds up the others. Where no word comes from rank 0, it is the one that was
-lost, and the store with it.
+one, or publishes who has not come; a rank that cannot start comes to say why. Later a rank in
+trouble raises the alarm, a key in that store. Whoever answers within ANSWER_SECONDS is there; rank
+0 counts the answers in blocks of ranks, looks into those blocks alone that are not complete, and
+publishes whom it misses. Where nothing moves and it misses nobody, it reads what each rank said
+that it is at, and publishes who holds up the others. Where no word comes from rank 0, it is the one
+that was lost, and the store with it.
 
 In between nothing is sent: a waiting rank costs rank 0 one idle connection.
 """
@@ -25,15 +25,13 @@ from torch.distributed.distributed_c10d import Store
 
 from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.standing import Standing, culprits, decode
-from megafrontier.errors import UserError
+from megafrontier.errors import RanksRefused
 
 ANSWER_SECONDS = 3.0
-REFUSAL_SECONDS = 20.0
-"""For every rank to hear that one does not start, though some may still be importing torch."""
 VERDICT_SECONDS = 10.0
 """From the alarm to rank 0's word, at the most."""
 _BLOCK = 64
-_NAMED_HOSTS = 8
+_NAMED_HOSTS = _TOLD_REFUSALS = 8
 _NEVER = timedelta(days=20)  # what still fits the store's milliseconds
 
 Missing = list[tuple[int, str]]
@@ -73,51 +71,54 @@ class RollCall:
         self.first_host = identity.host
         self.standing = Standing()
 
-    def meet(self, seconds: float) -> list[int]:
+    def meet(self, seconds: float, refusal: str | None = None) -> list[int]:
         """Wait for all ranks, so many seconds by rank 0's clock, and the others a little longer for
         its word. Returns those that have not come, the same to every rank that has. Raises
-        UserError where one has refused to, RuntimeError where rank 0 goes meanwhile.
+        RanksRefused on all where some, with a `refusal`, have come to say why they cannot start,
+        RuntimeError where rank 0 goes meanwhile.
 
         Each leaves its host, for the day on which the rank cannot name it itself.
         """
         rank, size = self.identity.rank, self.identity.world_size
+        if refusal is not None:
+            self._refuse(refusal)
         self.store.set(f"host/{rank}", self.identity.host)
         self.store.add(f"come/{rank // _BLOCK}", 1)
         if self.store.add("met", 1) == size:
-            self.store.compare_set("absent", "", "[]")
+            self._publish_absent([])
         if rank == 0:
             self._await_all(seconds)
         else:
             self.store.wait(["absent"], timedelta(seconds=seconds + VERDICT_SECONDS))
-        absent: list[int] | str = json.loads(self._text("absent"))
-        if isinstance(absent, str):
-            self._hear_refusal()
-            raise UserError(absent)
-        if not absent:
+        absent, refusals, count = json.loads(self._text("absent"))
+        if not absent and not count:
             self.first_host = self._text("host/0")
         elif rank == 0:
             self._await_listeners(size - len(absent) - 1)
         elif rank not in absent:  # come in time
             self._listened()
-        return absent
+        if count:
+            raise RanksRefused([tuple(row) for row in refusals], count, size)
+        return list(absent)
 
-    def refuse(self, reason: str) -> None:
-        """Instead of `meet`: end every rank's meeting with this UserError, or an earlier one."""
-        self.store.compare_set("absent", "", json.dumps(reason))
-        self._hear_refusal()
+    def _refuse(self, why: str) -> None:
+        number = self.store.add("refusals", 1)
+        # Rank 0's is kept, whatever its number: where all refuse it is the one that is told.
+        if number <= _TOLD_REFUSALS or self.identity.rank == 0:
+            row = self.identity.rank, self.identity.host, why
+            self.store.set(f"refusal/{min(number, _TOLD_REFUSALS)}", json.dumps(row))
 
-    def _hear_refusal(self) -> None:
-        if self.identity.rank == 0:
-            self._await_listeners(self.identity.world_size - 1, REFUSAL_SECONDS)
-        else:
-            self._listened()
+    def _publish_absent(self, absent: list[int]) -> None:
+        count = self.store.add("refusals", 0)
+        keys = [f"refusal/{number + 1}" for number in range(min(count, _TOLD_REFUSALS))]
+        rows = [json.loads(self._text(key)) for key in keys if self.store.check([key])]
+        self.store.compare_set("absent", "", json.dumps((absent, rows, len(rows) and count)))
 
     def _await_all(self, seconds: float) -> None:
         try:
             self.store.wait(["absent"], timedelta(seconds=seconds))
         except RuntimeError:  # torch's, at the end of the time
-            absent = self._without("host", self._incomplete("come", self._blocks()))
-            self.store.compare_set("absent", "", json.dumps(absent))
+            self._publish_absent(self._without("host", self._incomplete("come", self._blocks())))
 
     def clone(self) -> "RollCall":
         """The same over another connection."""
@@ -193,9 +194,9 @@ class RollCall:
         with suppress(RuntimeError):  # rank 0 may have gone: its word is known
             self.store.add("listeners", 1)
 
-    def _await_listeners(self, count: int, seconds: float = ANSWER_SECONDS) -> None:
+    def _await_listeners(self, count: int) -> None:
         """The store ends with rank 0, which may leave once the others know the verdict."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + ANSWER_SECONDS
         while self.store.add("listeners", 0) < count and time.monotonic() < deadline:
             time.sleep(0.02)
 

@@ -120,11 +120,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left · right to the fp32 total."""
-    if right.dtype == torch.float16:
-        # The sum over a chunk, times _FP16_SCALE, can be more than fp16's 65,504 for an id that
-        # many of its tokens have, and no loss scale would help: that comes after it.
-        left, right = left.bfloat16(), right.bfloat16()
     if right.dtype == total.dtype:
         torch.addmm(total, left, right, out=total)
+    elif right.dtype == torch.float16:
+        # A chunk's sum, times _FP16_SCALE, can be more than fp16's 65,504 for an id that many of
+        # its tokens have, and no loss scale would help: that comes later. So the thin factor
+        # shrinks by a power of two, which in most chunks is 1.
+        most = torch.linalg.vector_norm(left, 1, dim=1, dtype=torch.float32).max()
+        factor = (most * right.abs().max() / 2**15).log2().ceil().clamp(min=0).exp2()
+        total += (left @ (right / factor).to(right.dtype)).float().mul_(factor)
     else:
         total += left @ right

@@ -171,10 +171,10 @@ class BlockCodec:
 
 
 INT8 = BlockCodec(bits=8, block=256)
-INT4 = BlockCodec(bits=4, block=128)
+INT4 = BlockCodec(bits=4, block=SHARD_ALIGNMENT)
 DELTA8 = BlockCodec(bits=8, block=SHARD_ALIGNMENT)
-"""Whose blocks, as those of INT4, never lie across shards: what one level has decoded, the next one
-encodes to the same codes."""
+"""As INT4's its blocks never lie across shards: what one level has decoded, the next one encodes to
+the same codes."""
 
 
 @cache

@@ -94,7 +94,7 @@ class Moves:
         else:
             # Against what the copies can hold: the rest of a master in fp32 would stay in every
             # difference, and the largest rest of a block would set its scale.
-            self.then(slot, start - 1, lambda own: master.to(own.dtype).float() - own)
+            self.then(slot, start - 1, lambda old: master.to(old.dtype).float() - old)
             for level in reversed(range(depth, start)):
                 self.then(slot, level, partial(self._pass_change_on, level, label))
             reached = self.inside(weights, stop, depth)

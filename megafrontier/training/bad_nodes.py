@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megafrontier.cluster.identity import Identity, planned_hosts
 from megafrontier.cluster.rollcall import Missing, describe
-from megafrontier.errors import Ending, NodesUnfit, RanksAbsent, RunFailed
+from megafrontier.errors import Ending, NodesUnfit, RanksAbsent, RanksRefused, RunFailed
 
 NAME = "bad-nodes.txt"
 
@@ -41,6 +41,15 @@ def list_hosts(directory: Path, ranks: Missing, identity: Identity) -> str | Non
     except OSError:  # its own way to the storage may be cut
         return None
     return f"; listed in {directory / NAME}: {', '.join(sorted(hosts))}"
+
+
+def of_refused(error: RanksRefused, directory: Path, identity: Identity) -> Ending:
+    """The same error; where a few ranks of a Slurm job cannot start, one that names their hosts,
+    which are listed: what most ranks refuse is no matter of nodes."""
+    if identity.source != "slurm" or not error.are_few:
+        return error
+    said = list_hosts(directory, [(rank, host) for rank, host, _ in error.refusals], identity)
+    return error if said is None else NodesUnfit(f"{error}{said}")
 
 
 def of_absent(

@@ -10,11 +10,11 @@ import torch
 
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import Identity, identify
-from megafrontier.cluster.join import check_ranks_per_host, checking, join
+from megafrontier.cluster.join import check_ranks_per_host, join, refuse
 from megafrontier.cluster.local import exit_code, flush_output, fork_ranks
 from megafrontier.cluster.rollcall import RollCall
 from megafrontier.config import Config, load_machine, save_config
-from megafrontier.errors import STOPPED, RanksAbsent, UserError
+from megafrontier.errors import STOPPED, Ending, RanksAbsent, RanksRefused, UserError
 from megafrontier.training import bad_nodes
 from megafrontier.training.allocator import prepare_allocator
 from megafrontier.training.arrangement import Arrangement, arrange, check_training
@@ -40,7 +40,13 @@ def train(config: Config, nproc: int | None) -> int:
 
     Raises UserError for bad input, before any process group starts.
     """
-    return launch(lambda: _train_rank(config), nproc, partial(_check, config))
+    return launch(
+        config,
+        lambda: _train_rank(config),
+        nproc,
+        partial(_check, config),
+        partial(bad_nodes.of_refused, directory=Path(config.run.directory)),
+    )
 
 
 def _check(config: Config, ranks: int) -> None:
@@ -49,15 +55,24 @@ def _check(config: Config, ranks: int) -> None:
     check_resume(config)
 
 
-def launch(body: Callable[[], int], nproc: int | None, check: Callable[[int], None]) -> int:
-    """Run `body` on every rank, after `check` with their number."""
+def launch(
+    config: Config,
+    body: Callable[[], int],
+    nproc: int | None,
+    check: Callable[[int], None],
+    of_refused: Callable[..., Ending] = lambda error, identity: error,
+) -> int:
+    """Run `body` on every rank, after `check` with their number. `of_refused` makes the error to
+    end with where some of a launcher's ranks did not pass."""
     if nproc is None:
         identity = identify(os.environ)
 
         def checked() -> int:
-            with checking(identity):
-                check(identity.world_size)
-            return body()
+            try:
+                _check_among_others(config, identity, check)
+                return body()
+            except RanksRefused as error:
+                raise of_refused(error, identity=identity) from error
 
         code = exit_code(checked, speaks=identity.rank == 0)
         if identity.source in ("slurm", "torchrun"):
@@ -70,6 +85,15 @@ def launch(body: Callable[[], int], nproc: int | None, check: Callable[[int], No
         raise UserError(f"--nproc: {nproc}, need at least 1")
     check(nproc)
     return fork_ranks(nproc, body)
+
+
+def _check_among_others(config: Config, identity: Identity, check: Callable[[int], None]) -> None:
+    try:
+        check(identity.world_size)
+    except UserError as error:
+        if identity.source in ("slurm", "torchrun") and identity.world_size > 1:
+            refuse(identity, error, meeting_seconds(config.train.hang_seconds))
+        raise
 
 
 @contextmanager
@@ -166,8 +190,11 @@ def _run(
         trainer.engine.finish_publishing()  # or a lane would outlive the process groups
         if trainer.step >= trainer.last_step:
             return 0
-        how = "the same command goes on" if goes_on(config) else "go on without checkpoint.resume"
-        logbook.remark(f"stopped on request at step {trainer.step}; {how}")
+        if trainer.is_first:
+            how = (
+                "the same command goes on" if goes_on(config) else "go on without checkpoint.resume"
+            )
+            logbook.remark(f"stopped on request at step {trainer.step}; {how}")
         return STOPPED
     finally:
         trainer.close()

@@ -66,7 +66,8 @@ def is_begun(config: Config) -> bool:
 
 def goes_on(config: Config) -> bool:
     """Whether another start as this one would take up the newest checkpoint."""
-    return is_begun(config) or not (config.checkpoint.resume == "never" or leads_back(config))
+    is_asked_back = config.checkpoint.resume == "never" or leads_back(config)
+    return not is_asked_back or is_begun(config)
 
 
 def resume(trainer: Trainer, logbook: Logbook) -> None:

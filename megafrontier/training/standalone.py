@@ -195,7 +195,7 @@ def evaluate_command(
                 show(describe(target.checkpoint, found))
         return 0
 
-    return launch(body, nproc, partial(check_training, config, parts=("valid",)))
+    return launch(config, body, nproc, partial(check_training, config, parts=("valid",)))
 
 
 def _refuse_unused(overrides: Sequence[str], unused: Sequence[str]) -> None:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megafrontier.partition.codec import INT4, INT8, MESSAGE_ALIGNMENT, rotate, rotate_back
+from megafrontier.partition.codec import DELTA8, INT4, INT8, MESSAGE_ALIGNMENT, rotate, rotate_back
 
-CODECS = [INT8, INT4]
+CODECS = [INT8, INT4, DELTA8]
 LENGTHS = [1, 2, 5, 127, 128, 129, 255, 256, 1000, 4096]
 
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from megafrontier.partition.codec import INT4, INT8, SMALLEST_SCALE
+from megafrontier.partition.codec import DELTA8, INT4, INT8, SMALLEST_SCALE
 
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed (pip install triton)", allow_module_level=True)
@@ -20,7 +20,7 @@ if find_spec("triton") is None:
 HAS_GPU = torch.cuda.is_available()
 RUNS_KERNELS = HAS_GPU or os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if HAS_GPU else "cpu"
-CODECS = pytest.mark.parametrize("codec", [INT8, INT4], ids=["int8", "int4"])
+CODECS = pytest.mark.parametrize("codec", [INT8, INT4, DELTA8], ids=["int8", "int4", "delta8"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 LENGTHS = [1, 2, 3, 127, 128, 129, 255, 256, 257, 1000, 4095, 4096, 4097, 12345]
 needs_kernels = pytest.mark.skipif(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -62,6 +63,19 @@ def test_an_array_may_be_asked_for_as_sbatch_takes_it(array):
 def test_on_frontier_every_job_asks_for_the_disk_that_a_packed_environment_needs(file):
     lines = (ROOT / "slurm" / f"{file}.sbatch").read_text().splitlines()
     assert lines.index("#SBATCH --constraint=nvme") > lines.index("# Frontier:")
+
+
+@pytest.mark.parametrize("cluster", ["frontier", "generic"])
+def test_a_job_without_the_callers_environment_knows_what_it_is_to_use(cluster):
+    """sbatch --export=NONE takes it away, and with it the cluster's name and the packed one."""
+    words = ("slurm/train.sbatch", "--nodes=2", "--export=NONE", CONFIG)
+    said = dry_run(*words, cluster=cluster, MEGAFRONTIER_ENV_TAR="/shared/env.tar.gz")[0]
+    (wrapped,) = (word for word in shlex.split(said) if word.startswith("exec env "))
+    given = {f"MEGAFRONTIER_CLUSTER={cluster}", "MEGAFRONTIER_ENV_TAR=/shared/env.tar.gz"}
+    assert given | {f"MEGAFRONTIER_HOME={ROOT}"} <= set(shlex.split(wrapped))
+    assert shlex.split(wrapped)[-2:] == [str(ROOT / "slurm" / "train.sbatch"), CONFIG]
+    assert "--signal=B:USR1@300" in said
+    assert ("--account=ABC123" in said) == (cluster == "frontier")
 
 
 def test_frontiers_own_lines_reach_no_other_cluster():
@@ -246,7 +260,7 @@ def test_slurm_may_be_silent_for_a_while_at_the_end_of_a_job(tmp_path):
 def test_what_salloc_runs_is_not_said_to_be_requeued(tmp_path):
     scontrol = SCONTROL.replace("JobState=RUNNING ", "JobState=RUNNING BatchFlag=0 ")
     said = run_job_on_frontier00001_and_2(tmp_path, ranks="exit 75", code=75, scontrol=scontrol)
-    assert "exit code 75, no batch job to be requeued: the same command goes on\n" in said
+    assert "exit code 75, no batch job and so not requeued: start again to resume\n" in said
     assert "scontrol requeue" not in said
 
 

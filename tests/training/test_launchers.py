@@ -5,11 +5,10 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
-from megafrontier.cluster.rollcall import REFUSAL_SECONDS
+from megafrontier.errors import BAD_NODE
 from tests.training import runs
 
 RANKS = 2
@@ -119,16 +118,35 @@ def test_what_one_node_lacks_is_said_once_and_ends_all_as_bad_input(folder, fail
     corpus = "data.train=[{path: '${oc.env:NODE_DISK}/corpus'}]"
     ended = launch(folder, f"lacking{failing}", lacking, corpus)
     assert [code for code, _, _ in ended] == [2] * RANKS, ended
-    where = "rank 1 on frontier00001: " if failing else ""
+    where = f"rank {failing} on frontier00001: "
     assert ended[0][2].startswith(f"megafrontier: {where}{folder}/elsewhere/corpus.idx: cannot")
     assert ended[0][2].count("\n") == 1
     assert ended[1][2] == ""
 
 
 def test_what_every_rank_refuses_is_said_once(folder):
-    begin = time.monotonic()
     ended = launch(folder, "nowhere", slurm, "data.train=[{path: /nowhere}]")
     assert [code for code, _, _ in ended] == [2] * RANKS
+    assert ended[0][2].startswith("megafrontier: /nowhere.idx: ")
     assert ended[0][2].count("\n") == 1
     assert ended[1][2] == ""
-    assert time.monotonic() - begin < REFUSAL_SECONDS
+
+
+def test_a_node_that_cannot_start_while_most_can_is_named_listed_and_left_out(folder):
+    """As with a mount that has gone bad: another start goes without it."""
+
+    def on_three_nodes(rank):
+        disk = folder / ("gone" if rank == 2 else "here")
+        node = {"SLURM_NTASKS": 3, "SLURM_LOCALID": 0, "SLURMD_NODENAME": f"frontier0000{rank}"}
+        return slurm(rank) | node | {"NODE_DISK": disk}
+
+    corpus = "data.train=[{path: '${oc.env:NODE_DISK}/corpus'}]"
+    chosen = (corpus, "train.global_batch=3", "machine.device.ranks_per_host=1")
+    started = start(["-m", "megafrontier"], folder, "gone", on_three_nodes, *chosen, ranks=3)
+    ended = [process.communicate(timeout=60) for process in started]
+    assert [process.returncode for process in started] == [BAD_NODE] * 3, ended
+    listed = folder / "gone" / "bad-nodes.txt"
+    assert ended[0][1].startswith(f"megafrontier: rank 2 on frontier00002: {folder}/gone/corpus")
+    assert ended[0][1].endswith(f"; listed in {listed}: frontier00002\n")
+    assert [error for _, error in ended[1:]] == ["", ""]
+    assert listed.read_text() == "frontier00002\n"
