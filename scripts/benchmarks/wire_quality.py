@@ -5,8 +5,8 @@
 Trains CONFIG (same seed, same batches) once for each variant into DIR/VARIANT, writes the table of
 final validation losses to DIR/quality.md and quality.json, and draws all curves into DIR with
 `megafrontier report`. A variant whose run is complete is not run again, one that was stopped goes
-on; so a long comparison may be made in several sittings. `exact-reordered` computes what `exact` does
-with its sums in another order: what these two differ by is chance.
+on; so a long comparison may be made in several sittings. `exact-reordered` computes what `exact`
+does with its sums in another order: what these two differ by is chance.
 """
 
 import argparse
