@@ -90,7 +90,7 @@ def test_halves_round_to_even(codec, dtype):
     """With a largest value of q the scale is 1, and every half is a tie."""
     q = codec.largest
     halves = torch.arange(-2 * q, 2 * q + 1).float() / 2
-    values = torch.zeros(2, -(-halves.numel() // codec.block) * codec.block)
+    values = torch.zeros(2, -(-halves.numel() // (codec.block - 1)) * codec.block)
     for first in range(0, halves.numel(), codec.block - 1):
         block = first // (codec.block - 1) * codec.block
         part = halves[first : first + codec.block - 1]
