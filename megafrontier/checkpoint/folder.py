@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from megafrontier.checkpoint.manifest import FILE_NAME
@@ -85,8 +85,10 @@ def clean_partials(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
     left = [path for path in root.iterdir() if _HIDDEN.fullmatch(path.name)]
-    for path in left:
-        with suppress(OSError) if path.name.endswith(".removed") else nullcontext():
+    removed = [path for path in left if path.name.endswith(".removed")]
+    delete(path for path in left if path not in removed)
+    for path in removed:
+        with suppress(OSError):
             delete([path])
     return [path for path in left if not os.path.lexists(path)]
 

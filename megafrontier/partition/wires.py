@@ -77,15 +77,13 @@ class Wire:
         bytes this rank sent.
         """
         peers = out.numel() // shard.numel() - 1
-        values = shard.view(1, -1)
-        message = self.codec.encode(rotate(values) if self.rotates else values)
+        message = self._encode(shard.view(1, -1))
         if message.dtype == out.dtype:
             all_gather(out, message.view(-1), group)
         else:
             received = message.new_empty(peers + 1, message.shape[1])
             all_gather(received.view(-1), message.view(-1), group)
-            said = self.codec.decode(received, shard.numel())
-            out.copy_((rotate_back(said) if self.rotates else said).view(-1))
+            out.copy_(self._decode(received, shard.numel()).view(-1))
         return peers * message.nbytes
 
     def reduce(
@@ -145,13 +143,19 @@ class Wire:
         they fail to say."""
         if error is not None:
             values = values + error
-        messages = self.codec.encode(rotate(values) if self.rotates else values)
+        messages = self._encode(values)
         if error is not None:
-            said = self.codec.decode(messages, values.shape[1])
-            error.copy_(values - (rotate_back(said) if self.rotates else said))
+            error.copy_(values - self._decode(messages, values.shape[1]))
             # The step is skipped; what it could not say must not come back in the next.
             error.nan_to_num_(0.0, 0.0, 0.0)
         return messages
+
+    def _encode(self, values: torch.Tensor) -> torch.Tensor:
+        return self.codec.encode(rotate(values) if self.rotates else values)
+
+    def _decode(self, messages: torch.Tensor, count: int) -> torch.Tensor:
+        said = self.codec.decode(messages, count)
+        return rotate_back(said) if self.rotates else said
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

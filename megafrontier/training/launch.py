@@ -91,7 +91,7 @@ def _check_among_others(config: Config, identity: Identity, check: Callable[[int
     try:
         check(identity.world_size)
     except UserError as error:
-        if identity.source in ("slurm", "torchrun") and identity.world_size > 1:
+        if identity.world_size > 1:
             refuse(identity, error, meeting_seconds(config.train.hang_seconds))
         raise
 

@@ -16,6 +16,7 @@ from megafrontier.config import Config, ModelConfig, config_to_dict
 from megafrontier.data.loader import data_step
 from megafrontier.errors import UserError
 from megafrontier.model.sizes import head_size, kv_heads, rotary_size
+from megafrontier.partition import Engine
 from megafrontier.training.attempts import has_begun, note_begun
 from megafrontier.training.logbook import Logbook
 from megafrontier.training.saving import checkpoint_root, shards
@@ -147,18 +148,28 @@ def _give_up_later(trainer: Trainer, root: Path) -> None:
 def _fill(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """This rank's part of every state that both sides have. Others start from zero: a checkpoint
     that proved damaged half-way may have left something in them."""
-    check_model(trainer.config.model, checkpoint)
     units = trainer.engine.units
     for tensors in (*trainer.optimizer.moments.values(), *(u.errors.values() for u in units)):
         for tensor in tensors:
             tensor.zero_()
-    piece, pieces = trainer.hierarchy.piece(trainer.engine.placement.optimizer)
-    layouts = [unit.layout for unit in units]
-    checkpoint.fill(layouts, restored(trainer, checkpoint.manifest), piece, pieces)
+    states = restored(trainer, checkpoint.manifest)
+    fill_shards(checkpoint, trainer.config.model, trainer.engine, states)
     if not trainer.hierarchy.is_first_replica(trainer.engine.placement.optimizer):
         for unit in units:
             if unit.error is not None:
                 unit.error.zero_()  # the first replica says it
+
+
+def fill_shards(
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    engine: Engine,
+    states: Mapping[str, Sequence[torch.Tensor]],
+) -> None:
+    """Load this rank's shard of each unit in these states. Raises UserError for another model."""
+    check_model(model, checkpoint)
+    piece, pieces = engine.hierarchy.piece(engine.placement.optimizer)
+    checkpoint.fill([unit.layout for unit in engine.units], states, piece, pieces)
 
 
 def restored(trainer: Trainer, manifest: Manifest) -> dict[str, Sequence[torch.Tensor]]:

@@ -21,7 +21,6 @@ from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import identify
 from megafrontier.config import (
     Config,
-    ModelConfig,
     PartitionConfig,
     config_from_dict,
     config_to_dict,
@@ -33,13 +32,12 @@ from megafrontier.errors import UserError
 from megafrontier.model.generate import generate, stream_text
 from megafrontier.model.gpt import GPT, parameter_shapes
 from megafrontier.model.huggingface import export_model, import_model
-from megafrontier.partition.engine import Engine
 from megafrontier.partition.layout import Layout
 from megafrontier.partition.wires import DTYPES
 from megafrontier.training.arrangement import Arrangement, check_training
 from megafrontier.training.evaluation import Evaluation, describe_validation, evaluate
 from megafrontier.training.launch import joined, launch
-from megafrontier.training.resuming import check_model
+from megafrontier.training.resuming import fill_shards
 from megafrontier.training.saving import attach_tokenizer
 from megafrontier.training.trainer import build_model, open_loader
 
@@ -210,7 +208,9 @@ def _evaluate(
 ) -> Evaluation:
     config = target.config
     model, engine = build_model(config, arrangement, hierarchy)
-    load_checkpoint(target.checkpoint, partial(_fill, config.model, engine), hierarchy)
+    weights = {"weight": [unit.master for unit in engine.units]}
+    load = partial(fill_shards, model=config.model, engine=engine, states=weights)
+    load_checkpoint(target.checkpoint, load, hierarchy)
     engine.restore(has_published=False)
     loader = open_loader(config, "valid", hierarchy)
     if loader is None:
@@ -229,14 +229,6 @@ def _evaluate(
         return evaluate(model, loader, hierarchy, config.evaluate.batches, text_bytes)
     finally:
         loader.close()
-
-
-def _fill(model: ModelConfig, engine: Engine, checkpoint: Checkpoint) -> None:
-    """This rank's part of the weights."""
-    check_model(model, checkpoint)
-    masters = {"weight": [unit.master for unit in engine.units]}
-    piece, pieces = engine.hierarchy.piece(engine.placement.optimizer)
-    checkpoint.fill([unit.layout for unit in engine.units], masters, piece, pieces)
 
 
 def describe(checkpoint: Path, found: Evaluation) -> str:

@@ -70,7 +70,9 @@ def test_a_skipped_step_leaves_nothing_unsaid_for_the_next(config_file):
     """A spike's rounding error, fed back, would be larger than the next gradient."""
 
     def body(hierarchy):
-        config = runs.load(config_file, "partition.wires=low", "evaluate.batches=0")
+        # So wide that no rank sends padding alone, of which nothing is left unsaid.
+        wide = "model.ffn_hidden=48"
+        config = runs.load(config_file, wide, "partition.wires=low", "evaluate.batches=0")
         trainer = build_trainer(config, arrange(config, hierarchy.size), hierarchy)
         judged, sizes = trainer.spikes.judge, []
         for is_spike in (0.0, 1.0):
@@ -81,9 +83,9 @@ def test_a_skipped_step_leaves_nothing_unsaid_for_the_next(config_file):
         trainer.close()
         return sizes
 
-    after_a_step, after_a_skipped_one = zip(*run_ranks((2, 2, 2), body), strict=True)
-    assert sum(size > 0 for size in after_a_step) > 4  # the last ranks send padding alone
-    assert after_a_skipped_one == (0,) * 8
+    for after_a_step, after_a_skipped_one in run_ranks((2, 2, 2), body):
+        assert after_a_step > 0
+        assert after_a_skipped_one == 0
 
 
 def test_so_many_in_a_row_stop_the_run_with_code_3_and_one_line(config_file, poison, capfd):
