@@ -24,8 +24,8 @@ class Job:
 class Answer:
     """What one rank saw. Seconds are of one clock for all ranks.
 
-    `begins` and `ends` are of the steps after the warm-up; `nic_bytes` left its node's NIC from the
-    first to the last, all ranks of the node together, in `nic_packets`.
+    `begins` and `ends` are of the steps after the warm-up; `nic_bytes` left its node's NIC in all
+    steps, the warm-up's too, all ranks of the node together, in `nic_packets`.
     """
 
     begins: list[float]
@@ -37,6 +37,8 @@ class Answer:
     tokens: int
     """In one step, over all ranks."""
     parameters: int
+    steps_sent: int
+    """Warm-up and measured steps."""
     nic_bytes: int
     nic_packets: int
     formula_bytes: int

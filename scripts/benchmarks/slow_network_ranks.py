@@ -31,7 +31,8 @@ from megafrontier.training.trainer import Trainer, build_trainer, open_loader
 class Stepper:
     """Something that trains: `step` does one optimizer step and returns the mean loss.
 
-    `between` runs between steps and is not part of them. `results` are of the engine's steps.
+    `between` runs between steps and is not part of them, `settle` after the last one: it sends what
+    a step leaves to be sent under the next. `results` are of the engine's steps.
     """
 
     step: Callable[[], float]
@@ -40,6 +41,7 @@ class Stepper:
     protocol_bytes: Callable[[], int] = lambda: 0
     trainer: Trainer | None = None
     between: Callable[[], object] = lambda: None
+    settle: Callable[[], object] = lambda: None
     results: Sequence[StepResult] = ()
 
 
@@ -50,8 +52,6 @@ def run(job: Job) -> Answer:
     config = load_config(job.config, job.overrides)
     with joined(config) as (arrangement, hierarchy):
         stepper = STEPPERS[job.kind](job, config, arrangement, hierarchy)
-        for _ in range(job.warmup):
-            stepper.step()
         answer = _measure(job, config, hierarchy, stepper, resident)
         hierarchy.all_true(True)  # nobody leaves while a peer still needs it
         if stepper.trainer is not None:
@@ -63,7 +63,11 @@ def _measure(
     job: Job, config: Config, hierarchy: Hierarchy, stepper: Stepper, resident: int
 ) -> Answer:
     hierarchy.all_true(True)
+    # From before the warm-up, for a step that is timed begins with the sending of the one before.
     bytes_before, packets_before = sent()
+    for _ in range(job.warmup):
+        stepper.step()
+    hierarchy.all_true(True)
     cpu, machine_cpu = time.process_time(), machine_cpu_seconds()
     begins, ends = [], []
     trace = _start_trace(job, stepper.trainer)
@@ -76,6 +80,7 @@ def _measure(
     counted, seconds = _comm(stepper.results[-job.steps :])
     if trace is not None:
         trace.write(Path(job.options["trace"]))
+    stepper.settle()
     hierarchy.all_true(True)  # the slowest rank of the node has sent its last, too
     bytes_after, packets_after = sent()
     return Answer(
@@ -85,6 +90,7 @@ def _measure(
         machine_cpu,
         config.train.global_batch * config.model.sequence_length,
         stepper.parameters,
+        job.warmup + job.steps,
         bytes_after - bytes_before,
         packets_after - packets_before,
         stepper.formula_bytes(),
@@ -132,6 +138,7 @@ def ours(job: Job, config: Config, arrangement: Arrangement, hierarchy: Hierarch
         lambda: trainer.engine.step_bytes(trainer.loader.micro_batches)[-1],
         lambda: _gloo_bytes(trainer, arrangement),
         trainer,
+        settle=trainer.engine.finish_publishing,
         results=results,
     )
 

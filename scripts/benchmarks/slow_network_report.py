@@ -56,9 +56,14 @@ class Row:
         if self.skipped or other.skipped:
             self.skipped = self.skipped or other.skipped
             return
+        part = len(other.seconds) / len(self.seconds + other.seconds)
+        for name in ("nic_bytes", "nic_packets", "cpu_seconds"):
+            mine, its = getattr(self, name), getattr(other, name)
+            setattr(self, name, mine + part * (its - mine))
+        for level, its in other.ledger_seconds.items():
+            self.ledger_seconds[level] += part * (its - self.ledger_seconds[level])
         self.seconds += other.seconds
         self.others_cores = max(self.others_cores, other.others_cores)
-        self.nic_bytes = max(self.nic_bytes, other.nic_bytes)
         self.memory_bytes = max(self.memory_bytes, other.memory_bytes)
 
     @property
@@ -92,7 +97,7 @@ class Row:
 
 def row_of(strategy: str, answers: Sequence[Answer], per_node: int, accumulation: int) -> Row:
     """The row of one job, from its ranks' answers in rank order."""
-    steps = len(answers[0].ends)
+    steps, steps_sent = len(answers[0].ends), answers[0].steps_sent
     nodes = len(answers) // per_node
     # A step has begun, and ended, when its last rank has.
     begins = [max(at) for at in zip(*(answer.begins for answer in answers), strict=True)]
@@ -108,8 +113,8 @@ def row_of(strategy: str, answers: Sequence[Answer], per_node: int, accumulation
         seconds=[end - begin for begin, end in zip(begins, ends, strict=True)],
         tokens=answers[0].tokens,
         parameters=answers[0].parameters,
-        nic_bytes=sum(a.nic_bytes for a in answers[::per_node]) / nodes / steps,
-        nic_packets=sum(a.nic_packets for a in answers[::per_node]) / nodes / steps,
+        nic_bytes=sum(a.nic_bytes for a in answers[::per_node]) / nodes / steps_sent,
+        nic_packets=sum(a.nic_packets for a in answers[::per_node]) / nodes / steps_sent,
         formula_bytes=sum(a.formula_bytes for a in answers) / nodes,
         protocol_bytes=sum(a.protocol_bytes for a in answers) / nodes,
         ledger_bytes=sum(counted) / nodes if counted else None,

@@ -14,6 +14,7 @@ def make_answer(begins, ends, **others):
         "machine_cpu_seconds": 4.0,
         "tokens": 100,
         "parameters": 10,
+        "steps_sent": 4,
         "nic_bytes": 1000,
         "nic_packets": 4,
         "formula_bytes": 40,
@@ -49,9 +50,19 @@ def test_a_step_lasts_from_the_last_rank_that_begins_to_the_last_that_ends():
     answers = [make_answer([0.0, 5.0], [4.0, 8.0]), make_answer([1.0, 4.5], [3.0, 9.0])]
     row = row_of("mics", answers, per_node=1, accumulation=1)
     assert row.seconds == [3.0, 4.0]
-    assert row.nic_bytes == 500, "of one node and one step"
+    assert row.nic_bytes == 250, "of one node and one step, the warm-up's counted too"
     assert row.formula_bytes == 40, "of one node"
     assert row.others_cores == pytest.approx((4.0 - 2.0) / 8.0), "from the first begin to the end"
+
+
+def test_turns_of_a_row_are_joined_by_the_steps_they_have():
+    row = make_row("mics", 2, 1.0, nic_bytes=10.0, nic_packets=1.0, ledger_seconds={"world": 1.0})
+    other = make_row("mics", 2, 3.0, nic_bytes=40.0, nic_packets=4.0, ledger_seconds={"world": 4.0})
+    other.seconds.append(5.0)
+    row.join(other)
+    assert row.seconds == [1.0, 3.0, 5.0]
+    assert (row.nic_bytes, row.nic_packets) == (30.0, 3.0), "bytes and packets of the same turns"
+    assert row.ledger_seconds == {"world": 3.0}
 
 
 def test_bytes_on_the_nic_are_compared_without_headers_and_preambles():
