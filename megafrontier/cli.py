@@ -188,7 +188,10 @@ def _add_train(commands: Any) -> None:
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--nproc", type=int, metavar="N", help="start N local ranks; default: join the launcher's"
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="start N local ranks; default: join the launcher's, 1 without a launcher",
     )
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="as in train.steps=100"

@@ -43,7 +43,7 @@ def open_newest(
     if refused:
         raise UserError(
             f"{root}: none of {len(refused)} checkpoints is whole: {'; '.join(refused)}; to start "
-            "over, move them away or set checkpoint.resume=never"
+            "over, move them away or give another run.name"
         )
     return None
 

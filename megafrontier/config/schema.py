@@ -84,7 +84,9 @@ class DataConfig:
     split: list[float] = field(default_factory=lambda: [0.99, 0.01])
     """Parts of each training corpus for training and validation, used when `valid` is empty."""
     document_mask: bool = False
-    """Attention and loss do not cross a document's end, and positions restart there."""
+    """Attention and loss do not cross a document's end, and positions restart there. Without a mask
+    in memory, unless `model.dropout` is above 0 or a GPU has no such kernel for the heads: the
+    log's `attention:` says which."""
     skip: list[list[int]] = field(default_factory=list)
     """Ranges [from, to] of data steps, counted from 0, whose batches are left out (`to` not
     included), for instance after a loss spike; later steps move up."""
@@ -225,9 +227,9 @@ class CheckpointConfig:
     keep_every: int = 0
     """Checkpoints of every such step are kept for good; 0: none."""
     resume: str = "auto"
-    """auto: the run's newest whole checkpoint, if any. never: begin new. Or the path of a
-    checkpoint at which the run begins; once it has some of its own it goes on from them, unless
-    the path is one of these."""
+    """auto: the run's newest whole checkpoint, if any. never: begin new, refused where the run has
+    checkpoints. Or the path of a checkpoint at which the run begins; once it has some of its own it
+    goes on from them, unless the path is one of these."""
 
 
 @dataclass
@@ -266,14 +268,20 @@ class LevelConfig:
 
 @dataclass
 class DeviceConfig:
-    name: str = "cpu"
-    """`cpu`, or an accelerator's name: then a launcher's ranks must find one."""
+    name: str = "any"
+    """any: an accelerator where there is one. cpu: the processors, whatever else there is. Or an
+    accelerator's name: then a launcher's ranks must find one."""
     memory_gib: float | None = None
     """Memory of one device."""
     peak_tflops: float | None = None
     """Dense peak of one device in the training precision, for MFU; unknown: no MFU."""
     ranks_per_host: int | None = None
     """Ranks that Slurm or torchrun must start on each host; unknown: not checked."""
+
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether `name` says that each rank has an accelerator."""
+        return self.name not in ("any", "cpu")
 
 
 @dataclass

@@ -106,7 +106,7 @@ def joined(
     `join`."""
     identity = identify(os.environ)
     arrangement = arrange(config, identity.world_size)
-    device = choose_device(identity)
+    device = choose_device(identity, arrangement.machine.device.name)
     prepare_allocator(device)
     waiting = {
         "timeout_seconds": collective_seconds(config.train.hang_seconds),
@@ -117,14 +117,17 @@ def joined(
         yield arrangement, hierarchy
 
 
-def choose_device(identity: Identity) -> torch.device:
-    """This rank's GPU where there is one; a launcher that binds one GPU to each rank shows it as
-    number 0. On a CPU, local ranks share the cores. Raises UserError for more local ranks than
-    devices."""
-    if torch.cuda.is_available():
+def choose_device(identity: Identity, name: str) -> torch.device:
+    """This rank's GPU where there is one, unless `name` (`machine.device.name`) is `cpu`; a
+    launcher that binds one GPU to each rank shows it as number 0. On a CPU, local ranks share the
+    cores. Raises UserError for more local ranks than devices."""
+    if name != "cpu" and torch.cuda.is_available():
         count = torch.cuda.device_count()
         if identity.source == "local" and identity.world_size > count:
-            raise UserError(f"--nproc: {identity.world_size}, need at most {count}, one a device")
+            raise UserError(
+                f"--nproc: {identity.world_size}, need at most {count}, one a device, or "
+                "machine.device.name=cpu"
+            )
         device = torch.device("cuda", identity.local_rank % count)
         torch.cuda.set_device(device)
         return device

@@ -104,7 +104,7 @@ def stated_rates(arrangement: Arrangement, hierarchy: Hierarchy) -> list[float |
     """The machine file's GB/s of each level. None are expected of processors that stand in for
     its devices, as in a rehearsal of Frontier on a laptop."""
     machine = arrangement.machine
-    stands_in = hierarchy.device.type == "cpu" and machine.device.name != "cpu"
+    stands_in = hierarchy.device.type == "cpu" and machine.device.is_accelerator
     rates = [level.gigabytes_per_second for level in machine.levels.values()]
     return [None] * len(rates) if stands_in else rates
 
@@ -116,7 +116,7 @@ def _size_bytes(rate: float | None) -> int:
 
 def check_device(device: DeviceConfig, found: torch.device) -> str | None:
     """What the device lacks, if anything."""
-    if device.memory_gib is None or (found.type == "cpu" and device.name != "cpu"):
+    if device.memory_gib is None or (found.type == "cpu" and device.is_accelerator):
         return None
     need = MEMORY_PART * device.memory_gib
     if found.type == "cuda":
@@ -260,7 +260,7 @@ def check_present(config: Config, device: DeviceConfig, identity: Identity) -> N
     """Refuse a node on which a launcher's rank finds no accelerator where the machine file has
     one: among others that have theirs it could not even meet them. Raises DeviceMissing."""
     is_launched = identity.source in ("slurm", "torchrun")
-    if not config.preflight.enabled or not is_launched or device.name == "cpu":
+    if not config.preflight.enabled or not is_launched or not device.is_accelerator:
         return
     if not torch.cuda.is_available():
         directory = Path(config.run.directory)

@@ -94,7 +94,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_resumed(tmp_path, dama
 def test_where_none_is_whole_training_does_not_start_over_in_silence(tmp_path):
     for step in (100, 200):
         _truncate(save_all(tmp_path, step))
-    with pytest.raises(UserError, match=r"none of 2 .*step-00000200.*step-00000100.*resume=never"):
+    with pytest.raises(UserError, match=r"none of 2 .*step-00000200.*step-00000100.*run.name"):
         resume(tmp_path)
 
 

@@ -11,6 +11,7 @@ import torch
 from megafrontier.checkpoint import write
 from megafrontier.cli import main
 from megafrontier.cluster.identity import Identity
+from megafrontier.config import load_config, load_machine
 from megafrontier.errors import FAILED, LOST, UserError
 from megafrontier.training import launch, logbook, saving
 from tests.data.corpora import write_corpus
@@ -27,7 +28,15 @@ def test_more_local_ranks_than_devices_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UserError, match="--nproc: 4, need at most 2, one a device"):
-        launch.choose_device(Identity(1, 4, 1, "local"))
+        launch.choose_device(Identity(1, 4, 1, "local"), "any")
+
+
+def test_a_machine_of_processors_leaves_accelerators_alone(monkeypatch):
+    """README's quickstart, on a workstation with two of them and eight local ranks."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    name = load_machine(load_config("configs/quickstart.yaml").machine).device.name
+    assert launch.choose_device(Identity(1, 8, 1, "local"), name) == torch.device("cpu")
 
 
 def make_tokenizer(folder):
