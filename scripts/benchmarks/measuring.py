@@ -1,10 +1,22 @@
 """What benchmarks, and the tests of memory, ask the system and the process they run in."""
 
 import gc
+import os
 import platform
+import sys
 from pathlib import Path
 
 import torch
+
+PACKAGES = "MEGAFRONTIER_BENCHMARK_PACKAGES"
+"""Environment variable: a folder with other frameworks, made by `pip install --target`."""
+
+
+def use_packages() -> None:
+    """Let the frameworks in that folder be imported, after all that is installed."""
+    folder = os.environ.get(PACKAGES)
+    if folder and folder not in sys.path:
+        sys.path.append(folder)
 
 
 def cpu_name() -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import cpu_name
+from measuring import PACKAGES, cpu_name
 
 CHILD = Path(__file__).with_name("rounds_child.py")
 TIMEOUT_SECONDS = 1800.0
@@ -205,7 +205,7 @@ def _turn(task: Task, number: int, packages: Path | None) -> Turn:
     turn = Turn(task.group, task.variant, number, task.arguments)
     environment = dict(os.environ, TOKENIZERS_PARALLELISM="false")
     # Last on the path: what both have is taken from where the benchmark runs.
-    environment["MEGAFRONTIER_BENCHMARK_PACKAGES"] = str(packages or "")
+    environment[PACKAGES] = str(packages or "")
     with tempfile.TemporaryDirectory() as folder:
         answer, log = Path(folder) / "answer", Path(folder) / "log"
         command = [sys.executable, CHILD, task.function, answer, json.dumps(task.arguments)]

@@ -5,7 +5,6 @@ rounds.py starts it as: python rounds_child.py MODULE:FUNCTION ANSWER ARGUMENTS
 
 import importlib
 import json
-import os
 import resource
 import sys
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import resident_bytes
+from measuring import resident_bytes, use_packages
 
 
 class Unable(Exception):
@@ -119,9 +118,7 @@ def repeat(work: Callable[[], object], warm_up: int, steps: int) -> dict[str, fl
 def main() -> None:
     """Call the function, write its figures or why there are none."""
     function, answer, arguments = sys.argv[1:]
-    packages = os.environ.get("MEGAFRONTIER_BENCHMARK_PACKAGES")
-    if packages:
-        sys.path.append(packages)
+    use_packages()
     module, name = function.split(":")
     values: dict[str, Any] = {}
     skipped = ""

@@ -1,7 +1,8 @@
 """Train on 1, 2 and 4 nodes of one machine that a slow network joins, strategy beside strategy.
 
     sudo python scripts/benchmarks/slow_network.py OUT [--quick] [--nodes 1 2 4] [--slower 1 4 16]
-        [--accumulation 1 4] [--strategies NAME …] [--overlap none full] [key=value …]
+        [--accumulation 1 4] [--strategies NAME …] [--overlap none full] [--packages DIR]
+        [key=value …]
 
 A node is a network namespace with 4 ranks (levels pair 2, node 2, world) and one shaped NIC. All
 ranks share the machine's cores, so the rate of the links is chosen for each number of nodes from
@@ -10,6 +11,10 @@ compute, as for 20B on Frontier; `--slower` divides that rate. Strategies take t
 processes, because the machine's speed drifts. OUT gets results.json, table.md and picture.png after
 every group of rows that are compared; groups that are there already and not measured again stay, so
 a long comparison may be made in several sittings.
+
+DeepSpeed is looked for in DIR, made without another torch by
+
+    pip install --no-deps --target DIR -r scripts/benchmarks/slow_network_packages.txt
 
 Needs root and Debian's iproute2; removes its namespaces and processes when it ends, however.
 """
@@ -25,9 +30,10 @@ from dataclasses import asdict, dataclass, field, fields
 from itertools import product
 from pathlib import Path
 
+import deepspeed_zero
 import numpy as np
 import torch
-from measuring import cpu_name
+from measuring import PACKAGES, cpu_name
 from slow_network_cluster import Cluster, JobFailed, interrupted_by_signals, wait_for_quiet
 from slow_network_job import Answer, Job
 from slow_network_links import Unable, links
@@ -70,6 +76,8 @@ STRATEGIES = (
     Strategy(ALONE, kind="alone"),
     Strategy("FSDP2 full", kind="fsdp2", options={"mode": "full"}),
     Strategy("FSDP2 hybrid", kind="fsdp2", options={"mode": "hybrid"}),
+    Strategy("DeepSpeed ZeRO-3", kind="deepspeed", options={"mode": "zero3"}),
+    Strategy("DeepSpeed hpZ", kind="deepspeed", options={"mode": "hpz"}),
     Strategy("zero3", ("partition.strategy=zero3",)),
     Strategy("hpz", ("partition.strategy=hpz",)),
     Strategy("hpz + zero++", ("partition.strategy=hpz", "partition.wires=zero++")),
@@ -134,11 +142,13 @@ class Bench:
         return load_config(self._config, self._settings.config).train.micro_batch
 
     def refusal(self, strategy: Strategy, nodes: int, accumulation: int) -> str | None:
-        """Why the config of a row cannot be, in the program's own words."""
+        """Why a row cannot be, in the program's own words."""
         try:
+            if strategy.kind == "deepspeed":
+                deepspeed_zero.load()
             config = load_config(self._config, self.overrides(strategy, nodes, accumulation))
             check_training(config, nodes * PER_NODE)
-        except UserError as error:
+        except (UserError, ImportError) as error:
             return str(error)
         return None
 
@@ -263,6 +273,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="measured steps in each turn")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them")
     parser.add_argument("--trace", action="store_true", help="a timeline of each row in OUT")
+    parser.add_argument("--packages", type=Path, help="a folder of `pip install --target`")
     parser.add_argument("--tries", type=int, default=3, help="for a turn that others disturb")
     found = parser.parse_intermixed_args()
     quick = {"nodes": [1, 4], "slower": [1, 16], "accumulation": [1], "rounds": 1, "steps": 5}
@@ -277,6 +288,8 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Measure, write the report, print the table."""
     settings = parse()
+    if settings.packages is not None:
+        os.environ[PACKAGES] = str(settings.packages.resolve())
     strategies = chosen(settings.strategies, settings.overlap)
     settings.out.mkdir(parents=True, exist_ok=True)
     results = Results(settings.out)

@@ -91,6 +91,8 @@ def main() -> None:
     for line in sys.stdin:
         values: dict[str, Any] = json.loads(line)
         job = Job(**values)
+        importlib.import_module("slow_network_ranks").prepare(job)
+        gc.freeze()
         ranks = {fork_rank(job, node, local, per_node) for local in range(per_node)}
         print(json.dumps({"code": wait_for(ranks)}), flush=True)
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import deepspeed_zero
 import torch
+from deepspeed_zero import DeepSpeed
 from fsdp2 import Fsdp2
 from measuring import resident_bytes
 from slow_network_job import Answer, Job
@@ -43,6 +45,12 @@ class Stepper:
     between: Callable[[], object] = lambda: None
     settle: Callable[[], object] = lambda: None
     results: Sequence[StepResult] = ()
+
+
+def prepare(job: Job) -> None:
+    """Import what this job's ranks need, before they are forked and their memory is counted."""
+    if job.kind == "deepspeed":
+        deepspeed_zero.load()
 
 
 def run(job: Job) -> Answer:
@@ -206,10 +214,23 @@ def fsdp2(job: Job, config: Config, _: Arrangement, hierarchy: Hierarchy) -> Ste
     )
 
 
+def deepspeed(job: Job, config: Config, _: Arrangement, hierarchy: Hierarchy) -> Stepper:
+    """DeepSpeed's sharding, `mode` zero3 or hpz; see deepspeed_zero.py."""
+    loader = open_loader(config, "train", hierarchy)
+    assert loader is not None
+    model = whole_model(config)
+    parameters = sum(p.numel() for p in model.parameters())
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    trained = DeepSpeed(model, config, job.options["mode"], per_node, loader.micro_batches)
+    steps = iter(range(job.warmup + job.steps))
+    return Stepper(lambda: trained.step(loader.step(next(steps))), parameters, lambda: 0)
+
+
 STEPPERS: dict[str, Callable[[Job, Config, Arrangement, Hierarchy], Stepper]] = {
     "ours": ours,
     "alone": alone,
     "fsdp2": fsdp2,
+    "deepspeed": deepspeed,
 }
 
 

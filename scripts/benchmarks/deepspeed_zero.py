@@ -1,0 +1,84 @@
+"""DeepSpeed's ZeRO-3 and hpZ as a user would set them up: rivals of slow_network.py.
+
+Must be installed, see slow_network.py. Its limits on what is gathered ahead and kept are numbers of
+elements made for models of billions, under which a small model would stay gathered whole; they are
+scaled as this model is to the 20B that the benchmark stands for.
+"""
+
+import importlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from measuring import use_packages
+
+from megafrontier.config import Config
+from megafrontier.data.samples import Batch
+from megafrontier.model.gpt import GPT
+
+STANDS_FOR = 20.55e9
+"""Parameters of the paper's 20B."""
+
+
+def load() -> Any:
+    """The package, for processors. Raises ImportError where it is not installed."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    use_packages()
+    return importlib.import_module("deepspeed")
+
+
+class DeepSpeed:
+    """A GPT on DeepSpeed's engine; weights once more inside each node with `mode` hpz."""
+
+    def __init__(
+        self, model: GPT, config: Config, mode: str, per_node: int, micro_batches: int
+    ) -> None:
+        chosen = config.optimizer
+        optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=chosen.lr,
+            betas=chosen.betas,
+            eps=chosen.eps,
+            weight_decay=chosen.weight_decay,
+            fused=True,
+        )
+        small = sum(p.numel() for p in model.parameters()) / STANDS_FOR
+        zero = {
+            "stage": 3,
+            "overlap_comm": True,
+            "reduce_bucket_size": int(5e8 * small),
+            "stage3_prefetch_bucket_size": int(5e7 * small),
+            "stage3_max_live_parameters": int(1e9 * small),
+            "stage3_max_reuse_distance": int(1e9 * small),
+            # Norms and biases stay whole.
+            "stage3_param_persistence_threshold": 4 * config.model.hidden,
+        }
+        if mode == "hpz":
+            zero["zero_hpz_partition_size"] = per_node
+        self._engine, *_ = load().initialize(
+            model=model,
+            optimizer=optimizer,
+            dist_init_required=False,
+            config={
+                "train_micro_batch_size_per_gpu": config.train.micro_batch,
+                "gradient_accumulation_steps": micro_batches,
+                "bf16": {"enabled": True},
+                "gradient_clipping": config.train.clip_grad_norm,
+                "zero_allow_untested_optimizer": True,
+                "zero_optimization": zero,
+                "steps_per_print": 2**30,
+            },
+        )
+
+    def step(self, batches: Sequence[Batch]) -> float:
+        """One optimizer step; the mean loss of this rank's tokens."""
+        total = torch.zeros(())
+        for batch in batches:
+            # DeepSpeed averages over micro-batches and ranks, which all have as many tokens.
+            loss = self._engine(batch.tokens, batch.targets, batch.documents)
+            loss = loss / batch.targets.numel()
+            self._engine.backward(loss)
+            self._engine.step()
+            total += loss.detach().float() / len(batches)
+        return total.item()
