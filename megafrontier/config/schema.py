@@ -178,8 +178,8 @@ class WiresConfig:
     preset: Literal["exact", "zero++", "low"] = "exact"
     """exact: the precision everywhere. zero++: weights int8 between nodes, gradients int4 there and
     over the node. low: exact inside the first level; beyond it 4-bit changes of weights, and
-    gradients rotated, int8 in the node and int4 between nodes. `wires: low` is short for
-    `wires: {preset: low}`."""
+    gradients rotated, int8 in the node and int4 between nodes; the last level counts as between
+    nodes. `wires: low` is short for `wires: {preset: low}`."""
     # str and not WireFormat: OmegaConf refuses every value of a dict of literals; `check` looks.
     gather: dict[str, str] = field(default_factory=dict)
     """Format of weights on the wire of each level, over the preset's, `{LEVEL: FORMAT}`: fp32,

@@ -177,13 +177,31 @@ DELTA8 = BlockCodec(bits=8, block=SHARD_ALIGNMENT)
 the same codes."""
 
 
-@cache
+def missing_kernels(device_type: str) -> str | None:
+    """Why a GPU (CUDA and ROCm are both "cuda") encodes with plain torch, if it does."""
+    found = _find_kernels(device_type)
+    return found if isinstance(found, str) else None
+
+
 def _kernels(device_type: str) -> ModuleType | None:
-    """The Triton kernels, where there is a GPU (CUDA and ROCm are both "cuda") and Triton."""
-    if device_type != "cuda" or find_spec("triton") is None:
+    found = _find_kernels(device_type)
+    return None if isinstance(found, str) else found
+
+
+@cache
+def _find_kernels(device_type: str) -> ModuleType | str | None:
+    """The Triton kernels, or why a GPU has none. Triton needs a C compiler for the first of them,
+    and says so only then."""
+    if device_type != "cuda":
         return None
+    if find_spec("triton") is None:
+        return "no Triton"
     from megafrontier.partition import codec_triton
 
+    try:
+        codec_triton.encode(INT8, torch.zeros(1, INT8.block, device=device_type))
+    except Exception as error:  # of Triton's driver, its compiler, or the C compiler
+        return " ".join(str(error).split())
     return codec_triton
 
 

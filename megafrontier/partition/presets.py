@@ -18,12 +18,18 @@ def choose_wires(
     _override(gather, config.gather, levels, "gather")
     _override(reduce, config.reduce, levels, "reduce")
     _check_use(config.gather, placement, levels)
-    _check_deltas(gather, placement, levels)
+    _check_deltas(gather, placement, levels, precision)
     rotates = _unless_chosen(config.rotation, config)
-    return Wires(
+    wires = Wires(
         tuple(make_wire(name) for name in gather),
         tuple(make_wire(name, rotates) for name in reduce),
     )
+    if config.rotation and not any(wire.is_low_bit for wire in wires.reduce):
+        raise UserError(
+            "partition.wires.rotation: true, but no level has a wire of few bits for gradients; "
+            "leave it out"
+        )
+    return wires
 
 
 def has_error_feedback(config: PartitionConfig, wires: Wires, placement: Placement) -> bool:
@@ -105,16 +111,26 @@ def _check_use(chosen: dict[str, str], placement: Placement, levels: Levels) -> 
             )
 
 
-def _check_deltas(gather: Formats, placement: Placement, levels: Levels) -> None:
-    inner = False
+def _check_deltas(gather: Formats, placement: Placement, levels: Levels, precision: str) -> None:
+    """From the slowest level inwards: deltas, then values that are not rounded again. A level that
+    rounded them would round what the next delta is taken against."""
+    has_delta = has_values = False
     for level in reversed(range(len(gather))):
-        is_delta = gather[level].startswith("delta")
+        is_delta, publishes = gather[level].startswith("delta"), _publishes(placement, level)
         key = f"partition.wires.gather.{levels.names[level]}: {gather[level]}"
-        if is_delta and not _publishes(placement, level):
+        if is_delta and not publishes:
             raise UserError(
                 f"{key}, but this placement does not publish weights over that level: need int8, "
                 "bf16 or fp32"
             )
-        if is_delta and inner:
-            raise UserError(f"{key}, but a slower level has no delta: need one there too")
-        inner = inner or (_publishes(placement, level) and not is_delta)
+        if is_delta and has_values:
+            raise UserError(
+                f"{key}, but a slower level has no delta: need one there too, or {precision} here"
+            )
+        if publishes and not is_delta and has_delta and gather[level] not in (precision, "fp32"):
+            raise UserError(
+                f"{key}, but a slower level has a delta, which this one would round: need delta4, "
+                f"delta8 or {precision}"
+            )
+        has_delta = has_delta or is_delta
+        has_values = has_values or (publishes and not is_delta)

@@ -158,11 +158,18 @@ class Schedule:
 
         def ready(_parameter: torch.Tensor) -> None:
             is_whole = unit.is_persistent or unit.phase is Phase.BACKWARD
-            if not is_whole or unit.is_finishing:
+            name = f"parameter {unit.layout.entries[parameter].name}"
+            if unit.is_finishing:
                 raise RuntimeError(
-                    f"parameter {unit.layout.entries[parameter].name}: a gradient outside of the "
-                    f"backward of {unit.name!r}; its output must be tensors, in tuples, lists, "
-                    "dicts or dataclasses, and checkpoints around blocks need use_reentrant=False"
+                    f"{name}: a gradient after the step's last one: `is_last` is for the last "
+                    "backward before `finish_gradients`, and a block that several reentrant "
+                    "checkpoints run needs use_reentrant=False"
+                )
+            if not is_whole:
+                raise RuntimeError(
+                    f"{name}: a gradient outside of the backward of {unit.name!r}; its output must "
+                    "be tensors, in tuples, lists, dicts or dataclasses, and checkpoints around "
+                    "blocks need use_reentrant=False"
                 )
             unit.take_gradient(parameter)
             missing = self._missing_of(index)

@@ -6,7 +6,8 @@ from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.config import Config
 from megafrontier.model.backends import attention_backend, uncompilable_attention
 from megafrontier.model.compile import missing_compiler
-from megafrontier.partition.wires import DTYPES
+from megafrontier.partition.codec import missing_kernels
+from megafrontier.partition.wires import DTYPES, Wires
 
 
 def uncompiled_because(config: Config, hierarchy: Hierarchy) -> str | None:
@@ -20,8 +21,12 @@ def uncompiled_because(config: Config, hierarchy: Hierarchy) -> str | None:
     return hierarchy.first_error(gap)
 
 
-def describe_kernels(config: Config, hierarchy: Hierarchy) -> Iterator[str]:
-    """One line about the kernels, after a warning where there are others than asked for."""
+def describe_kernels(config: Config, hierarchy: Hierarchy, wires: Wires) -> Iterator[str]:
+    """One line about the kernels, after warnings where there are others than asked for."""
+    has_codes = any(wire.is_low_bit for wire in (*wires.gather, *wires.reduce))
+    plain = missing_kernels(hierarchy.device.type) if has_codes else None
+    if (plain := hierarchy.first_error(plain)) is not None:
+        yield f"warning: partition.wires: {plain}; encoded by plain torch, which takes longer"
     gap = uncompiled_because(config, hierarchy)
     if gap is not None:
         yield f"warning: train.compile: {gap}; the blocks run uncompiled"

@@ -175,7 +175,7 @@ def _run(
 ) -> int:
     trainer = build_trainer(config, arrangement, hierarchy)
     validation = describe_validation(trainer.valid_loader, config.evaluate.batches)
-    for line in [*describe_kernels(config, hierarchy), *validation]:
+    for line in [*describe_kernels(config, hierarchy, arrangement.wires), *validation]:
         logbook.remark(line)
     try:
         resume(trainer, logbook)

@@ -197,3 +197,20 @@ def test_a_gradient_that_comes_when_its_unit_is_done_is_refused_by_name():
     for message in run_ranks((2,), body):
         assert "parameter shared." in message
         assert "use_reentrant=False" in message
+
+
+def test_a_second_last_backward_is_refused_by_what_it_is():
+    """Of two micro-batches both given `is_last`: the first one's has been summed and sent."""
+
+    def body(hierarchy):
+        model = TinyModel(tied=False)
+        engine = shard(model, model.units(), Placement(1, 1, 1, 1), hierarchy)
+        x = batch(hierarchy.rank)
+        engine.backward(model(x[:4]), is_last=True)
+        with pytest.raises(RuntimeError) as error:
+            engine.backward(model(x[4:]), is_last=True)
+        engine.finish_gradients()
+        return str(error.value)
+
+    for message in run_ranks((2,), body):
+        assert "a gradient after the step's last one: `is_last` is for the last" in message

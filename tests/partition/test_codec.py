@@ -1,9 +1,43 @@
 """What a low-bit message promises about the numbers in it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from megafrontier import partition
+from megafrontier.partition import codec
 from megafrontier.partition.codec import DELTA8, INT4, INT8, MESSAGE_ALIGNMENT, rotate, rotate_back
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """What `codec` sees of one that is not there."""
+    codec._find_kernels.cache_clear()
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device: zeros(*sizes))
+    monkeypatch.setattr(codec, "find_spec", lambda name: name)
+    yield lambda kernels: monkeypatch.setattr(partition, "codec_triton", kernels, raising=False)
+    codec._find_kernels.cache_clear()
+
+
+def test_where_triton_cannot_build_its_kernels_plain_torch_takes_their_place(a_gpu):
+    """A container without a C compiler: Triton finds out at its first launch."""
+
+    def encode(_codec, _values):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+    a_gpu(SimpleNamespace(encode=encode))
+    assert codec._kernels("cuda") is None
+    assert codec.missing_kernels("cuda") == "Failed to find C compiler. Please specify via CC"
+
+
+def test_where_it_can_they_are_taken(a_gpu):
+    kernels = SimpleNamespace(encode=lambda _codec, values: values)
+    a_gpu(kernels)
+    assert codec._kernels("cuda") is kernels
+    assert codec.missing_kernels("cuda") is None
+
 
 CODECS = [INT8, INT4, DELTA8]
 LENGTHS = [1, 2, 5, 127, 128, 129, 255, 256, 1000, 4096]

@@ -338,6 +338,7 @@ def test_on_few_levels_the_last_one_has_the_few_bits(names_, low, zero):
         ("zero3", {"world": "delta4"}, "does not publish weights over that level"),
         ("topo", {"node": "delta8"}, "a slower level has no delta"),
         ("topo", {"rack": "int8"}, "no such level"),
+        ("topo", {"node": "int8", "world": "delta4"}, "node: int8, but a slower level has a delta"),
     ],
 )
 def test_a_wire_that_cannot_be_is_refused_by_level(strategy, gather, named):

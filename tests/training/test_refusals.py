@@ -57,6 +57,8 @@ BAD = [
     (("partition.wires.reduce={node: fp9}",), "partition.wires.reduce.node: fp9, need one of"),
     (("partition.strategy=mics", "partition.wires.gather={world: int8}"),
      "partition.wires.gather.world: int8, but this placement has all of the weights within"),
+    (("partition.wires.rotation=true", "partition.wires.gather={world: int8}"),
+     "partition.wires.rotation: true, but no level has a wire of few bits for gradients"),
     (("partition.strategy=mics", "partition.error_feedback=true"),
      "partition.error_feedback: true, but no level between partition.gradients and"),
     (("train.global_batch=6",), "train.global_batch: 6, need a multiple of 4"),
