@@ -65,8 +65,8 @@ def _panel(axis: Any, figures: Figures, rows: list[Row], most: int) -> None:
 
 
 def _family(name: str) -> int:
-    """FSDP2 in one colour, what crosses the slow level in each micro-batch in another, and what
-    crosses it once a step in a third."""
-    if name.startswith("FSDP2"):
+    """Others in one colour, those of ours that cross the slow level in each micro-batch in another,
+    and those that cross it once a step in a third."""
+    if name.startswith(("FSDP2", "DeepSpeed")):
         return 0
     return 1 if name.startswith(("zero3", "hpz")) else 2
