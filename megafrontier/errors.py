@@ -10,6 +10,8 @@
 Any other code is a bug's or a signal's.
 """
 
+import errno
+
 BAD_INPUT = 2
 FAILED = 3
 BAD_NODE = 69
@@ -92,13 +94,27 @@ class StorageFailed(Ending):
     code = LOST
 
 
+STORAGE_FAULTS = frozenset(
+    {
+        errno.EIO,
+        errno.ESTALE,
+        errno.ESHUTDOWN,
+        errno.ENOTCONN,
+        errno.ETIMEDOUT,
+        errno.EHOSTDOWN,
+        errno.EREMOTEIO,
+    }
+)
+"""What a file system says of itself, and not of the path it was given: Lustre of a server that is
+away, NFS of a handle that is old."""
+
+
+def of_os_error(error: OSError, line: str) -> UserError | StorageFailed:
+    """What a path that cannot be used is to the run: bad input, or the storage's failure."""
+    return StorageFailed(line) if error.errno in STORAGE_FAULTS else UserError(line)
+
+
 class NodesUnfit(Ending):
     """Nodes on which the run cannot start; the line names them."""
 
     code = BAD_NODE
-
-
-class DeviceMissing(NodesUnfit):
-    """This rank has no device, without which it cannot meet the others."""
-
-    is_one_ranks = True

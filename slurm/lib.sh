@@ -209,7 +209,8 @@ before_kill() { :; }
 # Run a command and tell it the signals that the job gets. Returns its exit code.
 run_with_signals() {
     "$@" &
-    local child=$!
+    # Not local: the traps outlive this function, and an unset name would end the script in one.
+    child=$!
     # Never CONT: Slurm sends it together with USR1, and bash would lose one of the two.
     trap 'kill -USR1 "$child" 2>/dev/null || true' USR1
     trap 'kill -TERM "$child" 2>/dev/null || true; before_kill' TERM

@@ -219,6 +219,7 @@ def test_evaluate_takes_overrides_and_a_config(life, capfd):
     [
         ("tokenizer=/nowhere", "tokenizer '/nowhere'"),
         ("machine=frontier", "machine: not used by evaluate"),
+        ("machine.device.memory_gib=1", "machine.device.memory_gib: not used by evaluate"),
         ("partition.strategy=topo", "partition.strategy: not used by evaluate"),
         ("train.compile=true", "train.compile: not used by evaluate"),
     ],

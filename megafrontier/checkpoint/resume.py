@@ -8,7 +8,7 @@ from megafrontier.checkpoint.crowd import Crowd, from_rank_0
 from megafrontier.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable
 from megafrontier.checkpoint.folder import candidates
 from megafrontier.checkpoint.read import Checkpoint, open_checkpoint
-from megafrontier.errors import UserError
+from megafrontier.errors import PeersLost, UserError
 
 
 def open_newest(
@@ -78,7 +78,8 @@ def _attempt(
 
 def _agree(act: Callable[[], None], crowd: Crowd) -> str | None:
     """Act on every rank. Returns the first rank's word of damage, raises any other failure; that of
-    the storage on all ranks alike, for to take an older checkpoint would give up a whole one."""
+    the storage on all ranks alike, for to take an older checkpoint would give up a whole one. Of a
+    rank that breaks (a device, its memory) the others know that it is lost."""
     corrupt = unread = failure = None
     try:
         act()
@@ -88,9 +89,14 @@ def _agree(act: Callable[[], None], crowd: Crowd) -> str | None:
         unread = str(error)
     except Exception as error:
         failure = error
-    fatal = crowd.first_error(None if failure is None else str(failure) or repr(failure))
+    is_input = isinstance(failure, UserError)
+    broken = None if failure is None or is_input else f"rank {crowd.rank}: {failure!r}"
+    broken = crowd.first_error(broken)
+    fatal = crowd.first_error(str(failure) if is_input else None)
     if failure is not None:
         raise failure
+    if broken is not None:
+        raise PeersLost(broken)
     if fatal is not None:
         raise UserError(fatal)
     lost = crowd.first_error(unread)

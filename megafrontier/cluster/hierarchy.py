@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megafrontier.cluster.collectives import all_gather
 from megafrontier.cluster.levels import Levels
 from megafrontier.cluster.standing import Standing
-from megafrontier.errors import UserError
+from megafrontier.errors import LOST, StorageFailed, UserError
 
 
 class Waiting(Protocol):
@@ -119,15 +119,22 @@ class Hierarchy:
         return self._broadcast_text(message if self.rank == lowest else None)
 
     def together(self, act: Callable[[], None]) -> None:
-        """Act on every rank; where some raise UserError all raise the lowest one's."""
+        """Act on every rank; where some raise UserError or StorageFailed all raise the lowest
+        one's."""
         problem = None
         try:
             act()
-        except UserError as error:
-            problem = str(error)
-        agreed = self.first_error(problem)
+        except (UserError, StorageFailed) as error:
+            problem = error
+        self.raise_first(problem)
+
+    def raise_first(self, problem: UserError | StorageFailed | None) -> None:
+        """Raise the lowest rank's problem on all ranks, where some have one."""
+        mine = None if problem is None else f"{problem.code} {problem}"
+        agreed = self.first_error(mine)
         if agreed is not None:
-            raise UserError(agreed)
+            code, _, line = agreed.partition(" ")
+            raise StorageFailed(line) if int(code) == LOST else UserError(line)
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
         """Elementwise largest value of a small tensor [n] over all ranks."""

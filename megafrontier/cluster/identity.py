@@ -26,6 +26,8 @@ class Identity:
     source: Literal["slurm", "torchrun", "local", "alone"]
     rendezvous: str = ""
     host: str = ""
+    restarts: int = 0
+    """How often torchrun has started all ranks anew, in one store."""
 
     @property
     def host_number(self) -> int:
@@ -71,6 +73,7 @@ def _from_torchrun(environment: Mapping[str, str]) -> Identity:
         "torchrun",
         "env://",
         socket.gethostname(),
+        _number({"TORCHELASTIC_RESTART_COUNT": "0", **environment}, "TORCHELASTIC_RESTART_COUNT"),
     )
 
 

@@ -1,5 +1,6 @@
 """How ranks meet, connect to each other, and leave."""
 
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,10 +18,16 @@ from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.levels import Levels
 from megafrontier.cluster.links import measure, reaching
 from megafrontier.cluster.rollcall import RollCall
-from megafrontier.errors import PeersLost, RankError, RanksAbsent, Unconnected, UserError
+from megafrontier.errors import Ending, PeersLost, RankError, RanksAbsent, Unconnected, UserError
 
 ALL_PEERS = "connections to all"
 """Where gloo connects each rank to every other; NCCL and RCCL connect later."""
+
+
+SOCKETS = 3
+"""Connections of each rank to the store at rank 0: its own, and two of its watch."""
+SPARE_FILES = 512
+"""What a rank may have open beside: the corpus, checkpoints, connections to peers."""
 
 
 @contextmanager
@@ -97,7 +104,7 @@ def give_up(device: torch.device) -> None:
         dist.distributed_c10d._abort_process_group()
 
 
-def refuse(identity: Identity, error: UserError, meeting_seconds: float) -> NoReturn:
+def refuse(identity: Identity, error: Ending, meeting_seconds: float) -> NoReturn:
     """Come where all ranks meet, to say why this one cannot start: a file may be on one node and
     not on another. Raises RanksRefused, as all then do, or where they do not meet `error`."""
     try:
@@ -110,10 +117,28 @@ def refuse(identity: Identity, error: UserError, meeting_seconds: float) -> NoRe
 
 
 def _roll(identity: Identity, seconds: float) -> RollCall:
+    if identity.rank == 0:
+        _allow_sockets(SOCKETS * identity.world_size)
     # Told the number of ranks, torch's store would wait for so many, and could not say for whom.
     place = f"{identity.rendezvous}?rank={identity.rank}&world_size=-1"
     store, _, _ = next(rendezvous(place, timeout=timedelta(seconds=seconds)))
+    if identity.restarts:  # torchrun keeps its store, with all that was said before
+        store = PrefixStore(f"restart {identity.restarts}", store)
     return RollCall(store, identity)
+
+
+def _allow_sockets(count: int) -> None:
+    """Raise this process's limit of open files for so many more. Raises UserError where the hard
+    limit is below."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = count + SPARE_FILES
+    if hard != resource.RLIM_INFINITY and need > hard:
+        raise UserError(
+            f"ulimit -n: at most {hard} open files where rank 0 runs, need {need} for the ranks' "
+            "connections"
+        )
+    if soft != resource.RLIM_INFINITY and need > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
 
 
 def _meet(identity: Identity, seconds: float) -> RollCall:

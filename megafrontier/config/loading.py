@@ -1,5 +1,6 @@
 """Reading and writing: YAML with inheritance, `key=value` overrides, machine files."""
 
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,11 @@ from megafrontier.config.fitting import check_fit
 from megafrontier.config.schema import Config, MachineConfig
 from megafrontier.errors import UserError
 
-_SHIPPED_MACHINES = Path(__file__).resolve().parents[2] / "configs" / "machines"
+_MACHINES = (
+    Path("configs/machines"),
+    Path(__file__).resolve().parents[2] / "configs" / "machines",  # of the repository
+    Path(sysconfig.get_path("data"), "share", "megafrontier", "machines"),  # of a wheel
+)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -91,11 +96,10 @@ def load_machine(machine: Any) -> MachineConfig:
 
 
 def _machine_file(name: str) -> Path:
-    folders = [Path("configs/machines"), _SHIPPED_MACHINES]
-    for path in (Path(name), *(folder / f"{name}.yaml" for folder in folders)):
+    for path in (Path(name), *(folder / f"{name}.yaml" for folder in _MACHINES)):
         if path.is_file():
             return path
-    known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+    known = sorted({path.stem for folder in _MACHINES for path in folder.glob("*.yaml")})
     raise UserError(f"machine: {name}, need the path of a machine file or one of {known}")
 
 

@@ -5,15 +5,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_PROBE = "Two  spaces,\n a\ttab, é, ﬁ, Ａ, 12 "
+_PROBE = "Two  spaces,\n a\ttab, é, ﬁ, Ａ, 12 and a quick brown fox jumps over the dog's back. "
 
 
 def save_fast_tokenizer(model: Any, eod: int, lossless: bool, folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json of a SentencePieceProcessor into `folder`.
 
-    `lossless` says that it came from `megafrontier tokenizer`, whose rules are known exactly. Any
+    `lossless` says that it has the rules of `megafrontier tokenizer`, which are known exactly. Any
     other is left to `transformers`' own conversion of the tokenizer.model already there, which is
-    right for those made like Llama's; where it is not, no config is left that would promise it.
+    right for those made like Llama's. Where a probe shows another result, neither file is left.
     """
     config: dict[str, Any] = {"eos_token": model.id_to_piece(eod)}
     path = folder / "tokenizer_config.json"
@@ -23,17 +23,24 @@ def save_fast_tokenizer(model: Any, eod: int, lossless: bool, folder: Path) -> N
     if lossless:
         fast = _fast_tokenizer(model)
         fast.add_special_tokens([_special(config["eos_token"])])
-        fast.save(str(folder / "tokenizer.json"))
-    elif not _converts(model, folder):
+        found = fast.encode(_PROBE, add_special_tokens=False).ids
+    else:
+        found = _converted(folder)
+    if found != model.encode(_PROBE):
         path.unlink()
+    elif lossless:
+        fast.save(str(folder / "tokenizer.json"))
 
 
-def _converts(model: Any, folder: Path) -> bool:
-    """Whether `transformers` makes the same ids of the saved model."""
+def _converted(folder: Path) -> list[int] | None:
+    """The ids that `transformers` makes of the probe with the saved model, if it can read it."""
     from transformers import AutoTokenizer
 
-    converted = AutoTokenizer.from_pretrained(str(folder))
-    return converted.encode(_PROBE, add_special_tokens=False) == model.encode(_PROBE)
+    try:
+        converted = AutoTokenizer.from_pretrained(str(folder))
+    except Exception:  # each kind of model fails in its own way, or lacks a package
+        return None
+    return converted.encode(_PROBE, add_special_tokens=False)
 
 
 def _special(piece: str) -> Any:

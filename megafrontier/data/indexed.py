@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megafrontier.errors import UserError
+from megafrontier.errors import UserError, of_os_error
 
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\x00\x00"
@@ -126,7 +126,8 @@ def _map(path: Path) -> mmap.mmap:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
-        raise UserError(f"{path}: cannot read the corpus: {error.strerror}") from error
+        line = f"{path}: cannot read the corpus: {error.strerror}"
+        raise of_os_error(error, line) from error
     except ValueError as error:  # mmap refuses to map nothing
         raise UserError(f"{path}: empty at byte 0, need a corpus with tokens") from error
 

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -21,6 +22,7 @@ TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 _KINDS: dict[str, Literal["text", "lines", "parquet"]] = {
     **dict.fromkeys(TEXT_SUFFIXES, "text"),
     ".jsonl": "lines",
+    ".ndjson": "lines",
     ".json": "lines",
     ".parquet": "parquet",
 }
@@ -119,8 +121,13 @@ def _find_match(match: str) -> list[Source]:
 
 
 def _find_file(path: Path) -> Source:
-    if not _holds_text(path):
+    if _suffix(path) == ".json" and not _is_json_lines(path):
         raise UserError(f"input {str(path)!r}: no JSON lines, need one object a line")
+    if _suffix(path) not in _KINDS and _is_json_lines(path):
+        raise UserError(
+            f"input {str(path)!r}: JSON lines by the look of it, which would be taken for one "
+            "text; need the suffix .jsonl"
+        )
     return _file_source(path)
 
 
@@ -172,11 +179,8 @@ def _suffix(path: Path) -> str:
     return Path(path.stem if path.suffix in _PACKED_SUFFIXES else path.name).suffix
 
 
-def _holds_text(path: Path) -> bool:
-    """False for a .json of anything but JSON lines, which are known by their first line: it alone
-    is an object."""
-    if _suffix(path) != ".json":
-        return True
+def _is_json_lines(path: Path) -> bool:
+    """Whether the first line alone is an object."""
     line = b""
     for chunk in Stream(path).chunks():
         line = (line + chunk).lstrip()
@@ -249,12 +253,26 @@ class Reader:
 
     def _read_rows(self, source: Source, before: int, tables: Iterator[Rows]) -> Iterator[Piece]:
         at = 0
-        for rows in tables:
+        for rows in chain.from_iterable(map(_cut_rows, tables)):
             yield Piece(source.name, "rows", at, rows)
             at += len(rows)
             self.done_bytes = min(
                 before + source.file_bytes, self.done_bytes + _payload_bytes(rows)
             )
+
+
+def _cut_rows(rows: Rows) -> Iterator[Rows]:
+    """Runs of rows of about BLOCK_BYTES each; a longer one is alone."""
+    held: Rows = []
+    size = 0
+    for row in rows:
+        held.append(row)
+        size += _payload_bytes([row])
+        if size >= BLOCK_BYTES:
+            yield held
+            held, size = [], 0
+    if held:
+        yield held
 
 
 def _payload_bytes(payload: bytes | Rows) -> int:

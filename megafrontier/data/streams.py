@@ -52,7 +52,8 @@ class Stream:
         if self.path.suffix == ".zst":
             import zstandard
 
-            make = zstandard.ZstdDecompressor().decompressobj
+            # Of `zstd --long=31`, too; the library's own limit is a window of 128 MiB.
+            make = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
             return self._members(file, make, zstandard.ZstdError)
         return self._read(file)
 

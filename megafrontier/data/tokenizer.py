@@ -238,10 +238,15 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 @cache
+def kept_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer that `spec` names, loaded once in a process and those forked from it: for a
+    run, in whose course the files may go. Raises UserError as `load_tokenizer` does."""
+    return load_tokenizer(spec)
+
+
 def vocabulary_size(spec: str) -> int:
-    """Ids of the tokenizer that `spec` names, which is loaded for it once in a process and those
-    forked from it. Raises UserError as `load_tokenizer` does."""
-    return load_tokenizer(spec).vocab_size
+    """Ids of the tokenizer that `spec` names, which is kept."""
+    return kept_tokenizer(spec).vocab_size
 
 
 def _is_a_path(spec: str) -> bool:

@@ -7,7 +7,7 @@ from statistics import fmean, median
 from textwrap import wrap
 from typing import Any
 
-from megafrontier.report.read import Run
+from megafrontier.report.read import Run, all_levels
 from megafrontier.report.style import level_colours, pyplot, run_look, short
 
 # Fewer points than this are shown as they are: smoothing would hide what little there is.
@@ -56,7 +56,7 @@ def draw_throughput(runs: Sequence[Run], path: Path) -> None:
 def draw_traffic(runs: Sequence[Run], path: Path) -> None:
     """Bytes that one rank sends over each level in a step, and the seconds they take, per run."""
     plt = pyplot()
-    levels = list(dict.fromkeys(level for run in runs for level in run.levels))
+    levels = all_levels(runs)
     if not any(run.traffic(level, "bytes") for run in runs for level in levels):
         figure = plt.figure(figsize=(10, 1.2))
         figure.text(0.5, 0.5, "No traffic: no level was crossed.", ha="center", va="center")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megafrontier.errors import UserError
 from megafrontier.report.draw import draw_loss, draw_throughput, draw_traffic, last_smooth
-from megafrontier.report.read import Run, levels_of, read_runs, strategy_of
+from megafrontier.report.read import Run, all_levels, levels_of, read_runs, strategy_of
 from megafrontier.report.style import level_colours, run_look, short
 
 _PICTURES = {
@@ -93,7 +93,7 @@ def _table(runs: Sequence[Run]) -> str:
         for i, run in enumerate(runs)
     )
     rows = [_row(html.escape(title), runs, cell) for title, cell in _ROWS.items()]
-    levels = list(dict.fromkeys(level for run in runs for level in run.levels))
+    levels = all_levels(runs)
     colours = level_colours(levels)
     for level in levels:
         title = f"{_swatch(colours[level])}{html.escape(level)}: sent per step"

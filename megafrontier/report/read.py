@@ -71,6 +71,19 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
     return runs
 
 
+def all_levels(runs: Sequence[Run]) -> list[str]:
+    """The levels of all runs, fastest first: in the order of the run that has most, and those that
+    it has not behind what they follow in their own."""
+    merged: list[str] = []
+    for run in sorted(runs, key=lambda run: -len(run.levels)):
+        at = 0
+        for level in run.levels:
+            if level not in merged:
+                merged.insert(at, level)
+            at = merged.index(level) + 1
+    return merged
+
+
 def strategy_of(config: Config) -> str:
     """The named strategy, or the placement spelt out."""
     partition = config.partition

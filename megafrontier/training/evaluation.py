@@ -57,16 +57,18 @@ def evaluate(
 ) -> Evaluation:
     """Loss over the first `batches` global batches of `loader`; the same on every rank. `beat`
     hears of each."""
-    totals = torch.zeros(3, dtype=torch.float64, device=hierarchy.device)
+    totals = torch.zeros(2, dtype=torch.float64, device=hierarchy.device)
+    text_bytes = 0
     model.eval()
     for step in range(batches):
         beat()
         for batch in read_step(loader, step, hierarchy.rank):
             loss = model(batch.tokens, batch.targets, batch.documents)
             tokens = (batch.targets >= 0).sum()
-            text_bytes = torch.tensor(float(count_bytes(batch)), device=hierarchy.device)
-            totals += torch.stack([loss.double(), tokens.double(), text_bytes.double()])
+            totals += torch.stack([loss.double(), tokens.double()])
+            text_bytes += count_bytes(batch)
     model.train()
+    totals = torch.cat([totals, totals.new_tensor([text_bytes])])
     loss_sum, tokens_sum, bytes_sum = hierarchy.sum(totals).tolist()
     return Evaluation(loss_sum, int(tokens_sum), int(bytes_sum))
 

@@ -14,7 +14,15 @@ from megafrontier.cluster.join import check_ranks_per_host, join, refuse
 from megafrontier.cluster.local import exit_code, flush_output, fork_ranks
 from megafrontier.cluster.rollcall import RollCall
 from megafrontier.config import Config, load_machine, save_config
-from megafrontier.errors import STOPPED, Ending, RanksAbsent, RanksRefused, UserError
+from megafrontier.errors import (
+    STOPPED,
+    Ending,
+    RanksAbsent,
+    RanksRefused,
+    StorageFailed,
+    UserError,
+    of_os_error,
+)
 from megafrontier.training import bad_nodes
 from megafrontier.training.allocator import prepare_allocator
 from megafrontier.training.arrangement import Arrangement, arrange, check_training
@@ -50,6 +58,7 @@ def train(config: Config, nproc: int | None) -> int:
 
 
 def _check(config: Config, ranks: int) -> None:
+    check_present(config, load_machine(config.machine).device, identify(os.environ))
     check_training(config, ranks)
     check_directory(config)
     check_resume(config)
@@ -90,10 +99,15 @@ def launch(
 def _check_among_others(config: Config, identity: Identity, check: Callable[[int], None]) -> None:
     try:
         check(identity.world_size)
-    except UserError as error:
-        if identity.world_size > 1:
+    except (UserError, StorageFailed) as error:
+        if identity.world_size == 1:
+            raise
+        try:
             refuse(identity, error, meeting_seconds(config.train.hang_seconds))
-        raise
+        except RanksRefused as refused:
+            if isinstance(error, StorageFailed) and not refused.are_few:
+                raise StorageFailed(str(refused)) from error
+            raise
 
 
 @contextmanager
@@ -139,7 +153,6 @@ def choose_device(identity: Identity, name: str) -> torch.device:
 
 def _train_rank(config: Config) -> int:
     identity = identify(os.environ)
-    check_present(config, load_machine(config.machine).device, identity)
     directory = Path(config.run.directory)
     try:
         return _train_watched(config, identity, directory)
@@ -212,4 +225,5 @@ def _keep_books(trainer: Trainer, logbook: Logbook) -> None:
     try:
         save_config(config, folder / "config.yaml")
     except OSError as error:
-        raise UserError(f"run.directory: {folder}: {error.strerror}, need room to write") from error
+        line = f"run.directory: {folder}: {error.strerror}, need room to write"
+        raise of_os_error(error, line) from error

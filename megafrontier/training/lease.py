@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import Identity
-from megafrontier.errors import UserError
+from megafrontier.errors import StorageFailed, UserError, of_os_error
 
 BEAT_SECONDS = 5.0
 EXPIRY_SECONDS = 30.0
@@ -141,8 +141,8 @@ class Lease:
 def acquire(folder: Path, me: Holder, tell: Callable[[str], None]) -> Lease:
     """The lease on `folder`, waited for where its holder shows no sign of life.
 
-    `tell` gets one line before such a wait. Raises UserError when the holder is alive, or the
-    folder cannot be written.
+    `tell` gets one line before such a wait. Raises UserError when the holder is alive, and as
+    `of_os_error` says when the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -153,9 +153,8 @@ def acquire(folder: Path, me: Holder, tell: Callable[[str], None]) -> Lease:
             if lease is not None:
                 return lease
     except OSError as error:
-        raise UserError(f"run.directory: {folder}: {error.strerror}, need a folder to write") from (
-            error
-        )
+        line = f"run.directory: {folder}: {error.strerror}, need a folder to write"
+        raise of_os_error(error, line) from error
 
 
 def _claim(folder: Path, number: int, me: Holder) -> Lease | None:
@@ -231,18 +230,17 @@ def hold(
     directory: Path, identity: Identity, hierarchy: Hierarchy, tell: Callable[[str], None]
 ) -> Iterator[None]:
     """Keep other jobs away from a run directory. Raises UserError, on every rank alike, while
-    another is on it."""
-    lease, problem = None, None
+    another is on it, StorageFailed where the storage fails."""
+    lease: Lease | None = None
+    problem: UserError | StorageFailed | None = None
     if hierarchy.rank == 0:
         try:
             me = Holder.present(identity.host, os.environ)
             lease = acquire(directory / "lease", me, tell)
-        except UserError as error:
-            problem = str(error)
+        except (UserError, StorageFailed) as error:
+            problem = error
     try:
-        agreed = hierarchy.first_error(problem)
-        if agreed is not None:
-            raise UserError(agreed)
+        hierarchy.raise_first(problem)
         yield
     finally:
         if lease is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megafrontier.config import Config
-from megafrontier.errors import UserError
+from megafrontier.errors import of_os_error
 from megafrontier.training.callback import Callback
 from megafrontier.training.metrics import step_metrics
 from megafrontier.training.progress import Progress
@@ -88,9 +88,8 @@ def _open_log(config: Config) -> Iterator[TextIO]:
         folder.mkdir(parents=True, exist_ok=True)
         log = (folder / "log.txt").open("a", encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            f"run.directory: {folder}: {error.strerror}, need a folder to write"
-        ) from error
+        line = f"run.directory: {folder}: {error.strerror}, need a folder to write"
+        raise of_os_error(error, line) from error
     try:
         yield log
     finally:

@@ -20,7 +20,7 @@ from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.links import measure
 from megafrontier.config import Config, DeviceConfig
-from megafrontier.errors import DeviceMissing, NodesUnfit, RunFailed, UserError
+from megafrontier.errors import NodesUnfit, RunFailed, UserError
 from megafrontier.model.gpt import parameter_shapes
 from megafrontier.partition.wires import DTYPES
 from megafrontier.training import bad_nodes
@@ -257,16 +257,13 @@ def _refuse(failing: dict[str, str], hosts: int, directory: Path, hierarchy: Hie
 
 
 def check_present(config: Config, device: DeviceConfig, identity: Identity) -> None:
-    """Refuse a node on which a launcher's rank finds no accelerator where the machine file has
-    one: among others that have theirs it could not even meet them. Raises DeviceMissing."""
+    """Raises UserError where a launcher's rank finds no accelerator and the machine file has one:
+    of a few ranks it is their nodes' matter, of most the environment's."""
     is_launched = identity.source in ("slurm", "torchrun")
     if not config.preflight.enabled or not is_launched or not device.is_accelerator:
         return
     if not torch.cuda.is_available():
-        directory = Path(config.run.directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        bad_nodes.add(directory, [identity.host])
-        raise DeviceMissing(
-            f"preflight: {identity.host} (rank {identity.rank}): no accelerator, need a "
-            f"{device.name} (machine.device.name)"
+        raise UserError(
+            f"machine.device.name: {device.name}, but torch finds no accelerator; need a node with "
+            "one, and a torch for it"
         )

@@ -48,12 +48,14 @@ class Progress:
 
     def note(self, line: str) -> None:
         """Print a line that stays, above the live one and in the log."""
-        if self._live is not None:
-            self._live.console.print(Text(line), soft_wrap=True)
-        else:
-            print(line, file=self._stream, flush=True)
+        # A full disk, on which the stream may lie, too, or a pipe that nobody reads any more.
+        with suppress(OSError):
+            if self._live is not None:
+                self._live.console.print(Text(line), soft_wrap=True)
+            else:
+                print(line, file=self._stream, flush=True)
         if self._log is not None:
-            with suppress(OSError):  # a full disk; the stream has the line
+            with suppress(OSError):
                 print(line, file=self._log, flush=True)
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from megafrontier.config import (
     config_from_dict,
     config_to_dict,
     load_config,
+    load_machine,
 )
 from megafrontier.data.samples import Batch
 from megafrontier.data.tokenizer import load_tokenizer
@@ -173,7 +174,8 @@ def evaluate_command(
     """Loss, perplexity and bits per byte on the validation data, over one or more ranks.
 
     Local ranks are one level, all states sharded over it: the result does not depend on the
-    placement, and the machine that a checkpoint was trained on need not be at hand.
+    placement, and the machine that a checkpoint was trained on need not be at hand. Of it only
+    `device.name: cpu` is kept.
     """
     target = find_target(path, overrides)
     config = target.config
@@ -183,7 +185,7 @@ def evaluate_command(
     is_local = nproc is not None or identify(os.environ).source == "alone"
     _refuse_unused(overrides, ("train.compile", *(("machine", "partition") if is_local else ())))
     if is_local:
-        config.machine = "laptop"
+        config.machine = {"levels": {"world": {}}, "device": {"name": _device_name(config)}}
         config.partition = PartitionConfig(strategy="zero3")
 
     def body() -> int:
@@ -196,10 +198,17 @@ def evaluate_command(
     return launch(config, body, nproc, partial(check_training, config, parts=("valid",)))
 
 
+def _device_name(config: Config) -> str:
+    try:
+        return load_machine(config.machine).device.name
+    except UserError:  # its file is not here
+        return "any"
+
+
 def _refuse_unused(overrides: Sequence[str], unused: Sequence[str]) -> None:
     for override in overrides:
         key = override.partition("=")[0]
-        if any(f"{key}.".startswith(f"{name}.") for name in unused):
+        if key != "machine.device.name" and any(f"{key}.".startswith(f"{n}.") for n in unused):
             raise UserError(f"{key}: not used by evaluate here, leave it out")
 
 

@@ -43,9 +43,10 @@ START_FACTOR = 3
 """Start-up and first step (kernels, connections, compilation) may take so many times as long."""
 MEETING_SECONDS = 600.0
 """The most that ranks may take to come: thousands of them import torch from the same storage."""
-TRIAL_SECONDS = 180.0
-"""The most that ranks may take to connect to each other, and again for the pre-flight: connections
-of thousands of ranks take a minute."""
+TRIAL_SECONDS, TRIAL_RANKS = 180.0, 200
+"""The most that ranks may take to connect to each other, and again for the pre-flight, and so many
+ranks for a second more: all of them open connections to the same store (torch's own figure for
+96,000 is 100 s), and do so twice."""
 STORAGE_SECONDS = 20.0
 """The most that each last word on the storage may take."""
 NO_HANG_SECONDS = 1800.0
@@ -74,6 +75,7 @@ class Watch:
         self._roll: RollCall | None = None
         self._hang_seconds = hang_seconds
         self._limit_seconds = START_FACTOR * hang_seconds
+        self._trial_seconds = TRIAL_SECONDS + identity.world_size / TRIAL_RANKS
         self._tries_nodes = False
         self._step, self._last = 0, time.monotonic()
         self._closed = threading.Event()
@@ -146,7 +148,7 @@ class Watch:
                 self._end(heard)
             limit, code = self._limit_seconds, LOST
             if self._tries_nodes:
-                limit, code = min(limit, TRIAL_SECONDS), BAD_NODE
+                limit, code = min(limit, self._trial_seconds), BAD_NODE
             idle = time.monotonic() - self._last
             if idle > limit:
                 after = "before the first step" if self._tries_nodes else f"after step {self._step}"
@@ -244,7 +246,8 @@ class Watch:
         first = self._identity.rank == 0
         # Two a host speak where rank 0 cannot: one of them may have died too.
         if line and (first or (first_is_lost and self._identity.local_rank < 2)):
-            print(f"megafrontier: {line}", file=sys.stderr, flush=True)
+            with suppress(OSError):
+                print(f"megafrontier: {line}", file=sys.stderr, flush=True)
         if line and first:
             within(STORAGE_SECONDS, lambda: self.last_words(code, line))
         with suppress(OSError):

@@ -51,6 +51,10 @@ def test_torchrun_says_rank_size_and_local_rank():
     assert identify(TORCHRUN) == Identity(5, 8, 1, "torchrun", "env://", HERE)
 
 
+def test_torchrun_says_how_often_it_has_started_the_ranks_anew():
+    assert identify(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}).restarts == 2
+
+
 def test_the_local_parent_says_rank_and_size():
     assert identify(LOCAL) == Identity(2, 4, 2, "local", "file:///tmp/x/store", HERE)
 

@@ -11,6 +11,7 @@ import pytest
 from megafrontier.cli import main
 from megafrontier.data.indexed import IndexedDataset
 from megafrontier.data.prepare import Summary, prepare
+from megafrontier.data.sources import Reader, find_sources
 from megafrontier.errors import UserError
 
 TEXTS = ["first text\n", "zweiter Text é", "3"]
@@ -30,12 +31,23 @@ def zstd(data: bytes) -> bytes:
     return zstandard.ZstdCompressor(write_checksum=True).compress(data)
 
 
+def zstd_long(data: bytes) -> bytes:
+    """As `zstd --long=28` packs what it reads from a pipe."""
+    import zstandard
+
+    chosen = zstandard.ZstdCompressionParameters.from_level(1, window_log=28)
+    packer = zstandard.ZstdCompressor(compression_params=chosen).compressobj()
+    return packer.compress(data) + packer.flush()
+
+
 @pytest.mark.parametrize(
     ("name", "pack"),
     [
         ("x.jsonl", bytes),
         ("x.jsonl.gz", gzip.compress),
         ("x.jsonl.zst", zstd),
+        ("x.jsonl.zst", zstd_long),
+        ("x.ndjson", bytes),
         ("x.json", bytes),
         ("x.json.gz", gzip.compress),
     ],
@@ -85,6 +97,19 @@ def test_parquet_is_read(tmp_path: Path) -> None:
     assert prepared(tmp_path, tmp_path / "x.parquet") == TEXTS
     with pytest.raises(UserError, match=r"x\.parquet: no column 'body'; .* text, id"):
         prepared(tmp_path, tmp_path / "x.parquet", key="body")
+
+
+def test_long_rows_are_handed_out_a_megabyte_at_a_time(tmp_path: Path) -> None:
+    """Books: 512 of them would be hundreds of megabytes for each worker."""
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = [f"{i}" * 300_000 for i in range(9)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "x.parquet")
+    reader = Reader(find_sources([str(tmp_path / "x.parquet")]), "text")
+    pieces = [piece for batch in reader.batches() for piece in batch]
+    assert [piece.position for piece in pieces] == [0, 4, 8]
+    assert [row for piece in pieces for row in piece.payload] == texts
 
 
 def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
@@ -191,6 +216,7 @@ def test_a_dataset_that_is_not_there_is_refused(tmp_path: Path) -> None:
         ("x.jsonl.zst", b"not packed at all", "x.jsonl.zst: corrupt near byte 0"),
         ("x.jsonl.zst", zstd(LINES * 99)[:-20], "cut off at byte "),
         ("x.jsonl.zst", zstd(LINES)[:-4] + b"1234", "x.jsonl.zst: corrupt near byte "),
+        ("part-00000", LINES, "JSON lines by the look of it, which would be taken for one text"),
         ("x.parquet", b"PAR1 but no more", "x.parquet: cannot read the parquet file"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from megafrontier.cli import main
-from megafrontier.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from megafrontier.data.tokenizer import ByteTokenizer, Tokenizer, kept_tokenizer, load_tokenizer
 from megafrontier.data.train_tokenizer import Sample
 from megafrontier.errors import UserError
 from tests.data.training import train_tokenizer
@@ -136,6 +137,54 @@ def test_another_sentencepiece_model_is_saved_for_transformers_only_if_that_is_e
     if converts:
         theirs = AutoTokenizer.from_pretrained(str(tmp_path / "saved"))
         assert theirs.encode(text, add_special_tokens=False) == tokenizer.encode(text)
+
+
+def test_a_model_that_only_looks_like_ours_is_not_saved_as_another(tmp_path: Path) -> None:
+    """A BPE with symbols of its own, whose scores are not ranks: it would be taken for unigram."""
+    from sentencepiece import SentencePieceTrainer
+
+    SentencePieceTrainer.train(
+        input=SOURCES,
+        model_prefix=str(tmp_path / "other"),
+        model_type="bpe",
+        vocab_size=600,
+        user_defined_symbols=["\n", "<|user|>"],
+        byte_fallback=True,
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        minloglevel=2,
+    )
+    load_tokenizer(str(tmp_path / "other.model")).save(tmp_path / "saved")
+    assert not (tmp_path / "saved" / "tokenizer.json").exists()
+    assert not (tmp_path / "saved" / "tokenizer_config.json").exists()
+
+
+def test_a_model_that_transformers_cannot_read_is_saved_alone(tmp_path: Path, monkeypatch) -> None:
+    """For want of a package, say: a run is not to lose its checkpoints for it."""
+    import transformers
+    from sentencepiece import SentencePieceTrainer
+
+    def fail(folder: str) -> None:
+        raise ValueError("`tiktoken` is required")
+
+    SentencePieceTrainer.train(
+        input=SOURCES, model_prefix=str(tmp_path / "other"), vocab_size=600, minloglevel=2
+    )
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
+    load_tokenizer(str(tmp_path / "other.model")).save(tmp_path / "saved")
+    assert not (tmp_path / "saved" / "tokenizer_config.json").exists()
+    assert load_tokenizer(str(tmp_path / "saved")).vocab_size == 600
+
+
+def test_a_kept_tokenizer_outlives_its_files(trained: Path, tmp_path: Path) -> None:
+    """A run saves it with each checkpoint, hours after it has read it."""
+    shutil.copytree(trained, tmp_path / "moved")
+    kept_tokenizer(str(tmp_path / "moved"))
+    shutil.rmtree(tmp_path / "moved")
+    kept_tokenizer(str(tmp_path / "moved")).save(tmp_path / "saved")
+    saved = load_tokenizer(str(tmp_path / "saved"))
+    assert saved.encode(TEXTS[1]) == load_tokenizer(str(trained)).encode(TEXTS[1])
 
 
 @pytest.mark.parametrize("symbols", [["\n", "\n\n"], ["\n", "\u2028a"]])

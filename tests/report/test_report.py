@@ -12,7 +12,7 @@ from megafrontier.config import Config, save_config
 from megafrontier.errors import UserError
 from megafrontier.report import write_report
 from megafrontier.report.draw import last_smooth, smooth
-from megafrontier.report.read import levels_of, read_runs, strategy_of
+from megafrontier.report.read import all_levels, levels_of, read_runs, strategy_of
 from megafrontier.report.style import level_colours, run_look, short
 
 PICTURES = ("loss.png", "throughput.png", "traffic.png")
@@ -197,6 +197,20 @@ def test_a_free_placement_is_spelt_out(tmp_path):
     assert strategy_of(config) == "weights pair, optimizer world"
     config.machine = str(tmp_path / "gone.yaml")
     assert levels_of(config) == ""
+
+
+def test_levels_of_several_machines_are_put_in_one_order_whichever_run_is_named_first(make_run):
+    def run(name, *levels):
+        comm = {level: {"bytes": 1, "seconds": 1.0} for level in levels}
+        return make_run(name, [step_line(1, comm=comm)])
+
+    large = ["pair", "node", "group", "world"]
+    folders = [run("flat", "world"), run("frontier", "pair", "node", "world"), run("large", *large)]
+    for runs in (folders, folders[::-1]):
+        assert all_levels(read_runs(runs)) == large
+    assert all_levels(read_runs([run("a", "pair", "world"), run("b", "rack")])) == [
+        "rack", "pair", "world",
+    ]  # fmt: skip
 
 
 def test_no_two_runs_look_alike_and_slower_levels_are_darker():

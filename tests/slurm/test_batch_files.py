@@ -42,6 +42,17 @@ def test_a_dry_run_shows_what_would_be_submitted_and_run():
     assert any(line.startswith("module load") for line in said)
 
 
+@pytest.mark.parametrize("signal", ["USR1", "TERM"])
+def test_a_signal_after_the_step_does_not_end_the_batch_script(signal):
+    """It has a job to requeue yet."""
+    script = f"set -eu; . slurm/lib.sh; run_with_signals true; kill -{signal} $$; echo requeued"
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=ROOT, env=os.environ | {"home": str(ROOT), "SLURM_JOB_ID": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.endswith("requeued\n"), done.stderr
+
+
 def test_short_options_of_sbatch_take_their_values_along():
     said = dry_run("slurm/train.sbatch", "-N", "2", "-W", "-qdebug", "-t", "1:00:00", CONFIG)[0]
     assert "-N 2 -W -qdebug -t 1:00:00" in said

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 
 from megafrontier.errors import BAD_NODE
 from tests.training import runs
@@ -58,7 +59,7 @@ def start(program, folder, name, identity, *overrides, ranks=RANKS):
     ]  # fmt: skip
     started = []
     for rank in range(ranks):
-        own = {key: str(value) for key, value in (identity(rank) | meeting).items()}
+        own = {key: str(value) for key, value in (meeting | identity(rank)).items()}
         environment = os.environ | own | {"OMP_NUM_THREADS": "1"}
         started.append(
             subprocess.Popen(
@@ -86,6 +87,20 @@ def test_a_launchers_ranks_give_the_losses_of_local_ones(folder, local, identity
     assert runs.valid_losses(found) == runs.valid_losses(local)
     assert "step 8/8" in ended[0][1]
     assert ended[1][1] == "", "only the first rank speaks"
+
+
+def test_ranks_that_torchrun_starts_anew_do_not_hear_the_start_before(folder):
+    """`--max-restarts`: its store stays, with the word of those that could not start."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def in_start(restarts):
+        agent = {"MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        return lambda rank: torchrun(rank) | agent | {"TORCHELASTIC_RESTART_COUNT": restarts}
+
+    failed = launch(folder, "anew", in_start(0), "data.train=[{path: /nowhere}]")
+    assert [code for code, _, _ in failed] == [2] * RANKS
+    again = launch(folder, "anew", in_start(1), "train.steps=2")
+    assert [code for code, _, _ in again] == [0] * RANKS, again
 
 
 def test_ranks_that_a_launcher_spreads_otherwise_than_the_machine_file_are_refused(folder):
@@ -130,6 +145,16 @@ def test_what_every_rank_refuses_is_said_once(folder):
     assert ended[0][2].startswith("megafrontier: /nowhere.idx: ")
     assert ended[0][2].count("\n") == 1
     assert ended[1][2] == ""
+
+
+def test_an_environment_without_accelerators_blames_no_node(folder):
+    """Every rank lacks one: a CPU's torch on Frontier. Listed nodes would be gone for good."""
+    device = "machine.device.name=MI250X GCD"
+    ended = launch(folder, "blind", slurm, device)
+    assert [code for code, _, _ in ended] == [2] * RANKS, ended
+    said = "machine.device.name: MI250X GCD, but torch finds no accelerator; need a node with"
+    assert ended[0][2].startswith(f"megafrontier: {said}")
+    assert not (folder / "blind" / "bad-nodes.txt").exists()
 
 
 def test_a_node_that_cannot_start_while_most_can_is_named_listed_and_left_out(folder):

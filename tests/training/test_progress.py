@@ -84,6 +84,20 @@ def test_a_file_gets_every_nth_step_and_the_last():
     assert log.getvalue() == stream.getvalue()
 
 
+def test_a_stream_that_takes_no_more_costs_lines_not_the_run():
+    """Standard output redirected to a disk that is full."""
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    log = io.StringIO()
+    with Progress(2, Full(), every=1, log=log) as progress:
+        for values in steps(2):
+            progress.update(values)
+    assert len(log.getvalue().splitlines()) == 2
+
+
 def test_evaluations_skipped_steps_and_notes_always_stay():
     log = io.StringIO()
     with Progress(100, io.StringIO(), every=50, log=log) as progress:

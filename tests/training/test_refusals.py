@@ -241,6 +241,25 @@ def test_metrics_and_log_on_a_full_disk_are_missed_once_aloud_and_the_run_goes_o
     assert shown.err == ""
 
 
+@pytest.mark.parametrize(
+    ("number", "said", "code"), [(5, "Input/output error", LOST), (13, "Permission denied", 2)]
+)
+def test_a_storage_that_fails_at_the_start_is_no_bad_input(
+    config_file, monkeypatch, capfd, number, said, code
+):
+    """A job in the queue would not be started again for what is away for a minute."""
+    whole = Path.open
+
+    def fail(path, *mode, **options):
+        if path.name == "log.txt":
+            raise OSError(number, said, str(path))
+        return whole(path, *mode, **options)
+
+    monkeypatch.setattr(Path, "open", fail)
+    assert main(["train", str(config_file), "--nproc", "4"]) == code
+    assert capfd.readouterr().err.endswith(f"/run: {said}, need a folder to write\n")
+
+
 def test_a_config_that_cannot_be_kept_is_one_line(config_file, tmp_path, capfd):
     (tmp_path / "run" / "config.yaml").mkdir(parents=True)
     assert runs.train(runs.load(config_file), 4) == 2

@@ -1,0 +1,33 @@
+"""How ranks meet: what rank 0's process must be able to hold."""
+
+import resource
+
+import pytest
+
+from megafrontier.cluster import join
+from megafrontier.errors import UserError
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """The limits of open files that are set, under a hard one of 10,000."""
+    found = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 10_000))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: found.append(limits))
+    return found
+
+
+def test_rank_0_may_open_as_many_sockets_as_ranks_connect(limits):
+    """48 nodes need more than the common soft limit."""
+    join._allow_sockets(join.SOCKETS * 384)
+    assert limits == [(3 * 384 + join.SPARE_FILES, 10_000)]
+
+
+def test_a_limit_that_is_enough_stays(limits):
+    join._allow_sockets(join.SOCKETS * 8)
+    assert limits == []
+
+
+def test_a_hard_limit_below_is_named(limits):
+    with pytest.raises(UserError, match=r"ulimit -n: at most 10000 open files .*, need 29312 for"):
+        join._allow_sockets(join.SOCKETS * 9600)
