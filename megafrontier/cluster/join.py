@@ -22,8 +22,6 @@ from megafrontier.errors import Ending, PeersLost, RankError, RanksAbsent, Uncon
 
 ALL_PEERS = "connections to all"
 """Where gloo connects each rank to every other; NCCL and RCCL connect later."""
-
-
 SOCKETS = 3
 """Connections of each rank to the store at rank 0: its own, and two of its watch."""
 SPARE_FILES = 512

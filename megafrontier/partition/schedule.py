@@ -158,18 +158,9 @@ class Schedule:
 
         def ready(_parameter: torch.Tensor) -> None:
             is_whole = unit.is_persistent or unit.phase is Phase.BACKWARD
-            name = f"parameter {unit.layout.entries[parameter].name}"
-            if unit.is_finishing:
+            if not is_whole or unit.is_finishing:
                 raise RuntimeError(
-                    f"{name}: a gradient after the step's last one: `is_last` is for the last "
-                    "backward before `finish_gradients`, and a block that several reentrant "
-                    "checkpoints run needs use_reentrant=False"
-                )
-            if not is_whole:
-                raise RuntimeError(
-                    f"{name}: a gradient outside of the backward of {unit.name!r}; its output must "
-                    "be tensors, in tuples, lists, dicts or dataclasses, and checkpoints around "
-                    "blocks need use_reentrant=False"
+                    f"parameter {unit.layout.entries[parameter].name}: {_untimely(unit)}"
                 )
             unit.take_gradient(parameter)
             missing = self._missing_of(index)
@@ -200,3 +191,18 @@ class Schedule:
             self.reducing.append(unit)
         if self._is_last:
             unit.start_finishing()
+
+
+def _untimely(unit: Unit) -> str:
+    """Why a gradient cannot be taken now."""
+    if unit.is_finishing:
+        return (
+            "a gradient after the step's last one: `is_last` is for the last backward before "
+            "`finish_gradients`, and a block that several reentrant checkpoints run needs "
+            "use_reentrant=False"
+        )
+    return (
+        f"a gradient outside of the backward of {unit.name!r}; its output must be tensors, in "
+        "tuples, lists, dicts or dataclasses, and checkpoints around blocks need "
+        "use_reentrant=False"
+    )

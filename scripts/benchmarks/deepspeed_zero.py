@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from fsdp2 import adamw
 from measuring import use_packages
 
 from megafrontier.config import Config
@@ -34,15 +35,6 @@ class DeepSpeed:
     def __init__(
         self, model: GPT, config: Config, mode: str, per_node: int, micro_batches: int
     ) -> None:
-        chosen = config.optimizer
-        optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=chosen.lr,
-            betas=chosen.betas,
-            eps=chosen.eps,
-            weight_decay=chosen.weight_decay,
-            fused=True,
-        )
         small = sum(p.numel() for p in model.parameters()) / STANDS_FOR
         zero = {
             "stage": 3,
@@ -58,7 +50,7 @@ class DeepSpeed:
             zero["zero_hpz_partition_size"] = per_node
         self._engine, *_ = load().initialize(
             model=model,
-            optimizer=optimizer,
+            optimizer=adamw(model, config),
             dist_init_required=False,
             config={
                 "train_micro_batch_size_per_gpu": config.train.micro_batch,

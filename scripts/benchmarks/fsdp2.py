@@ -45,14 +45,7 @@ class Fsdp2:
             )
         fully_shard(model, mesh=mesh, mp_policy=policy)
         _prefetch(units)
-        self._optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=config.optimizer.lr,
-            betas=config.optimizer.betas,
-            eps=config.optimizer.eps,
-            weight_decay=config.optimizer.weight_decay,
-            fused=True,
-        )
+        self._optimizer = adamw(model, config)
 
     def step(self, batches: Sequence[Batch]) -> float:
         """One optimizer step; the mean loss of this rank's tokens."""
@@ -88,6 +81,19 @@ class Fsdp2:
             passes = micro_batches * (2 * sum(others) + head) + sum(others) + head
             ring = self._ranks if self._nodes > 1 else 1
         return passes * width * (ring - 1) // ring
+
+
+def adamw(model: nn.Module, config: Config) -> torch.optim.AdamW:
+    """torch's own with the configured values, for this rival and others."""
+    chosen = config.optimizer
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=chosen.lr,
+        betas=chosen.betas,
+        eps=chosen.eps,
+        weight_decay=chosen.weight_decay,
+        fused=True,
+    )
 
 
 def _prefetch(units: Sequence[nn.Module]) -> None:

@@ -87,12 +87,11 @@ def main() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     for module in ("slow_network_ranks", "torch._dynamo"):
         importlib.import_module(module)
-    gc.freeze()  # so that the ranks' collectors leave our pages shared
     for line in sys.stdin:
         values: dict[str, Any] = json.loads(line)
         job = Job(**values)
         importlib.import_module("slow_network_ranks").prepare(job)
-        gc.freeze()
+        gc.freeze()  # so that the ranks' collectors leave our pages shared
         ranks = {fork_rank(job, node, local, per_node) for local in range(per_node)}
         print(json.dumps({"code": wait_for(ranks)}), flush=True)
 

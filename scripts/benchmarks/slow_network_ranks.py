@@ -3,14 +3,13 @@
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import deepspeed_zero
 import torch
-from deepspeed_zero import DeepSpeed
 from fsdp2 import Fsdp2
 from measuring import resident_bytes
 from slow_network_job import Answer, Job
@@ -18,6 +17,8 @@ from slow_network_links import machine_cpu_seconds, sent
 
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.config import Config, load_config
+from megafrontier.data.loader import Loader
+from megafrontier.data.samples import Batch
 from megafrontier.model.gpt import GPT
 from megafrontier.model.initialise import initialise
 from megafrontier.partition.trace import Trace
@@ -176,17 +177,15 @@ def _gloo_bytes(trainer: Trainer, arrangement: Arrangement) -> int:
 def alone(job: Job, config: Config, _: Arrangement, hierarchy: Hierarchy) -> Stepper:
     """Computing without communication: plain PyTorch, and this rank's share of the update."""
     model = whole_model(config).to(DTYPES[config.train.precision])
-    loader = open_loader(config, "train", hierarchy)
-    assert loader is not None
+    _, batches = feed(job, config, hierarchy)
     parameters = sum(p.numel() for p in model.parameters())
     share = torch.zeros(parameters // hierarchy.size)
     share.grad = torch.zeros_like(share)
     optimizer = torch.optim.AdamW([share], fused=True)
-    steps = iter(range(job.warmup + job.steps))
 
     def step() -> float:
         total, tokens = 0.0, 0
-        for batch in loader.step(next(steps)):
+        for batch in next(batches):
             loss = model(batch.tokens, batch.targets, batch.documents)
             loss.backward()
             total, tokens = total + loss.item(), tokens + batch.targets.numel()
@@ -200,15 +199,13 @@ def alone(job: Job, config: Config, _: Arrangement, hierarchy: Hierarchy) -> Ste
 
 def fsdp2(job: Job, config: Config, _: Arrangement, hierarchy: Hierarchy) -> Stepper:
     """torch's own sharding, `mode` full or hybrid; see fsdp2.py."""
-    loader = open_loader(config, "train", hierarchy)
-    assert loader is not None
+    loader, batches = feed(job, config, hierarchy)
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     model = whole_model(config)
     parameters = sum(p.numel() for p in model.parameters())
     trained = Fsdp2(model, config, job.options["mode"], hierarchy.size, per_node)
-    steps = iter(range(job.warmup + job.steps))
     return Stepper(
-        lambda: trained.step(loader.step(next(steps))),
+        lambda: trained.step(next(batches)),
         parameters,
         lambda: trained.world_bytes(loader.micro_batches) // per_node,
     )
@@ -216,14 +213,13 @@ def fsdp2(job: Job, config: Config, _: Arrangement, hierarchy: Hierarchy) -> Ste
 
 def deepspeed(job: Job, config: Config, _: Arrangement, hierarchy: Hierarchy) -> Stepper:
     """DeepSpeed's sharding, `mode` zero3 or hpz; see deepspeed_zero.py."""
-    loader = open_loader(config, "train", hierarchy)
-    assert loader is not None
+    loader, batches = feed(job, config, hierarchy)
     model = whole_model(config)
     parameters = sum(p.numel() for p in model.parameters())
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-    trained = DeepSpeed(model, config, job.options["mode"], per_node, loader.micro_batches)
-    steps = iter(range(job.warmup + job.steps))
-    return Stepper(lambda: trained.step(loader.step(next(steps))), parameters, lambda: 0)
+    mode, per_step = job.options["mode"], loader.micro_batches
+    trained = deepspeed_zero.DeepSpeed(model, config, mode, per_node, per_step)
+    return Stepper(lambda: trained.step(next(batches)), parameters, lambda: 0)
 
 
 STEPPERS: dict[str, Callable[[Job, Config, Arrangement, Hierarchy], Stepper]] = {
@@ -232,6 +228,15 @@ STEPPERS: dict[str, Callable[[Job, Config, Arrangement, Hierarchy], Stepper]] = 
     "fsdp2": fsdp2,
     "deepspeed": deepspeed,
 }
+
+
+def feed(
+    job: Job, config: Config, hierarchy: Hierarchy
+) -> tuple[Loader, Iterator[Sequence[Batch]]]:
+    """What reads the corpus, and this rank's micro-batches of one step after the other."""
+    loader = open_loader(config, "train", hierarchy)
+    assert loader is not None
+    return loader, map(loader.step, range(job.warmup + job.steps))
 
 
 def whole_model(config: Config) -> GPT:
