@@ -31,9 +31,14 @@ class Turn:
 
     def take(self, taker: Waiting) -> None:
         """Go on when the collectives of whoever had the turn are over."""
-        if self._holder is not None and self._holder is not taker:
-            self._holder.drain()
+        if self._holder is not taker:
+            self.end()
         self._holder = taker
+
+    def end(self) -> None:
+        """Return when no collective is under way any more. Raises what one of them raised."""
+        if self._holder is not None:
+            self._holder.drain()
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from megafrontier.partition.ledger import Ledger
 from megafrontier.partition.modules import (
     assign,
     own_values,
+    refuse_different,
     replace_parameters,
     settle_buffers,
 )
@@ -63,15 +64,18 @@ def shard(
     check_order: ranks compare what they are about to do before each collective (slow, for finding
         a hang).
     initial: first values slice by slice, for a model on the meta device; without it the model's own
-        are taken, which must be the same on every rank.
+        are taken, which must be the same on every rank: seed it before.
     decay: by name, which parameters have weight decay; they come first in their unit.
 
-    Raises UserError for frozen parameters, for a block that is not part of the model, and for
-    values on the meta device without `initial`.
+    Raises UserError for frozen parameters, for a block that is not part of the model, and without
+    `initial` for values that are on the meta device or not the same on every rank.
     """
+    if initial is None:
+        initial = own_values(model)
+        refuse_different(model, hierarchy)
     wires = wires or Wires.plain(len(hierarchy.levels.sizes), dtype)
     engine = Engine(placement, hierarchy, wires, overlap, prefetch, check_order)
-    engine.take_over(model, blocks, dtype, error_feedback, initial or own_values(model), decay)
+    engine.take_over(model, blocks, dtype, error_feedback, initial, decay)
     return engine
 
 
@@ -160,7 +164,8 @@ class Engine:
     def finish_gradients(self) -> list[torch.Tensor]:
         """Reduce from the gradient level to the optimizer level, once per step.
 
-        Returns this rank's shard of each unit, fp32, summed over everything since `clear`.
+        Returns this rank's shard of each unit, fp32, summed over everything since
+        `clear_gradients`.
         """
         self._schedule.reducing.clear()  # each unit waits for its own
         with self.ledger.waiting("finish gradients"):
@@ -176,9 +181,11 @@ class Engine:
         """Bring the masters' present values to the weights of every rank.
 
         With overlap this only begins: it runs under the next forward, first unit first, each one
-        with its gathering or, where levels run side by side, before it.
+        with its gathering or, where levels run side by side, before it: the masters may be written
+        again after `finish_publishing` or `finish_gradients`.
         """
         for unit in self.units:
+            unit.settle()
             unit.release()
             unit.is_stale = True
         if self._policy == "none":
@@ -204,6 +211,7 @@ class Engine:
         """Bring each rank's `published`, with `from_masters` copied from them, to every rank
         exactly."""
         for unit in self.units:
+            unit.settle()
             unit.release()
             if from_masters:
                 unit.published.copy_(unit.master)

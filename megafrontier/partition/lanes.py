@@ -144,7 +144,6 @@ class Lanes:
     """The lanes of a policy, by number. Those of other engines use the same groups, in `turn`."""
 
     def __init__(self, policy: Policy, levels: int, device: torch.device, turn: Turn) -> None:
-        self.policy = policy
         self._turn = turn
         self._newest: dict[int, Ticket] = {}
         if policy == "full":
@@ -163,8 +162,9 @@ class Lanes:
         return ticket
 
     def drain(self) -> None:
-        """Return when all that was given is done."""
-        for ticket in self._newest.values():
+        """Return when all that was given is done. Raises what a task raised, the first time."""
+        newest, self._newest = self._newest, {}
+        for ticket in newest.values():
             ticket.wait()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.errors import UserError
 from megafrontier.partition.unit import ROOT, InitialSlice, Named, Unit
 
@@ -50,6 +51,24 @@ def own_values(model: nn.Module) -> InitialSlice:
         return values[name].reshape(-1)[start:stop].float()
 
     return initial
+
+
+def refuse_different(model: nn.Module, hierarchy: Hierarchy) -> None:
+    """Raises UserError, on all ranks, naming the first parameter of which ranks bring other values:
+    replicas would stay different, and shards be pieces of several models."""
+    named = [(name, p.detach()) for name, p in model.named_parameters() if not p.is_meta]
+    if hierarchy.size == 1 or not named:
+        return
+    # Sums of bytes: exact, and the same in any order.
+    bits = [p.contiguous().view(-1).view(torch.uint8) for _, p in named]
+    sums = torch.stack([b.sum(dtype=torch.int64).to(hierarchy.device) for b in bits])
+    largest, negated = hierarchy.maximum(torch.cat([sums, -sums])).view(2, -1)
+    different = torch.nonzero(largest != -negated).flatten().tolist()
+    if different:
+        raise UserError(
+            f"parameter {named[different[0]][0]}: ranks bring other values; seed them alike before "
+            "the model is built, or give `initial`"
+        )
 
 
 def settle_buffers(model: nn.Module, device: torch.device) -> None:

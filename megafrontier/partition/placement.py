@@ -70,7 +70,7 @@ class Placement:
         if config.strategy is not None:
             raise UserError(
                 f"partition.strategy: {config.strategy}, and also partition.{next(iter(given))}: "
-                "give a strategy or a placement, not both"
+                "give a strategy or a placement, not both (partition.strategy=null drops a file's)"
             )
         missing = [k for k in chosen if k not in given and k != "backward_weights"]
         if missing:

@@ -36,12 +36,13 @@ def has_error_feedback(config: PartitionConfig, wires: Wires, placement: Placeme
     """Whether gradients carry what earlier messages failed to say. Raises UserError where they are
     to, and no message fails to say anything."""
     between = wires.reduce[placement.gradients : placement.optimizer]
-    if config.error_feedback and not any(wire.is_low_bit for wire in between):
+    fails_to_say = any(wire.is_low_bit for wire in between)
+    if config.error_feedback and not fails_to_say:
         raise UserError(
             "partition.error_feedback: true, but no level between partition.gradients and "
             "partition.optimizer has a wire of few bits; leave it out"
         )
-    return _unless_chosen(config.error_feedback, config.wires)
+    return fails_to_say and _unless_chosen(config.error_feedback, config.wires)
 
 
 def _unless_chosen(choice: bool | None, wires: WiresConfig) -> bool:

@@ -14,6 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from megafrontier.errors import UserError
 from megafrontier.partition.lanes import Policy
 from megafrontier.partition.ledger import Ledger
 from megafrontier.partition.modules import Run, in_backward, refuse_views, tensors_in
@@ -46,6 +47,7 @@ class Schedule:
         self._runs: list[WeakSet[Run]] = [WeakSet() for _ in units]
         self._missing: dict[int, set[int]] = {}
         self._done: set[int] = set()
+        self._unmade: set[int] = set()  # of this forward, those whose output has no gradient here
         self._is_last = False
         self._leads = False  # a backward; another's, for its own ends, leaves no gradients here
         for index, module in enumerate(modules):
@@ -60,13 +62,16 @@ class Schedule:
         """See `Engine.backward`."""
         self._is_last, self._leads = is_last, True
         loss.backward()
-        self._leads = False
         for index, unit in reversed(list(enumerate(self.units))):
+            if index in self._unmade - self._done - self._missing.keys():
+                self._begin_backward(index)
             if index in self._missing:  # the root, or some parameter took no part
                 self._finish_backward(index)
             else:
                 unit.release()  # if it was gathered ahead, but its turn never came
+        self._leads = False
         self._done.clear()
+        self._unmade.clear()
 
     def start_publishing(self, index: int) -> None:
         """Where levels run side by side, begin with those that come after unit `index` and after
@@ -92,12 +97,16 @@ class Schedule:
                 self._gather(index, ahead=1)
                 unit.phase = Phase.FORWARD
 
-        def after(_module: nn.Module, _arguments: Any, output: Any) -> None:
+        def after(_module: nn.Module, _arguments: Any, output: Any) -> Any:
             # What a block passes on as it came has its gradient in the backward of another block.
             made = [t for t in tensors_in(output) if given.get(id(t), self) is not t.grad_fn]
             given.clear()
             refuse_views(made, unit)
-            self._after_forward(index, [t for t in made if t.requires_grad])
+            made = [t for t in made if t.requires_grad]
+            if not made and torch.is_grad_enabled() and not in_backward():
+                output, made = self._pass_on(index, output)
+            self._after_forward(index, made)
+            return output
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
@@ -116,6 +125,21 @@ class Schedule:
         with self._ledger.waiting(f"gather {self.units[index].name}"):
             self.units[index].gather()
 
+    def _pass_on(self, index: int, output: Any) -> tuple[Any, list[torch.Tensor]]:
+        """A block has made nothing, perhaps on this rank alone (an expert without tokens, a layer
+        that is dropped): its turn in backward comes all the same. Returns the output, and what of
+        it has a gradient of its own then."""
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            own = output.view_as(output)
+            return own, [own]
+        if any(tensor.requires_grad for tensor in tensors_in(output)):
+            raise UserError(
+                f"block {self.units[index].name!r} returns only what it was given; need a tensor "
+                "of its own among it (x.view_as(x))"
+            )
+        self._unmade.add(index)  # the first block's in forward: it comes last
+        return output, []
+
     def _after_forward(self, index: int, made: list[torch.Tensor]) -> None:
         unit = self.units[index]
         run = Run(partial(self._before_backward, index))
@@ -125,13 +149,17 @@ class Schedule:
         if not in_backward():
             if made:
                 self._runs[index].add(run)
-            if not (made and self.stays_gathered(unit)):
+            has_backward = made or index in self._unmade
+            if not (has_backward and self.stays_gathered(unit)):
                 unit.release()
 
     def _before_backward(self, index: int, run: Run) -> None:
         self._runs[index].discard(run)
         if index in self._done:
             return  # what is left of its backward has no parameters
+        self._begin_backward(index)
+
+    def _begin_backward(self, index: int) -> None:
         if self._leads:
             self._finish_those_before(index)
             self._missing_of(index)
@@ -157,6 +185,12 @@ class Schedule:
         unit = self.units[index]
 
         def ready(_parameter: torch.Tensor) -> None:
+            if not self._leads:
+                raise RuntimeError(
+                    f"parameter {unit.layout.entries[parameter].name}: a gradient of a backward "
+                    "that the engine does not lead; need engine.backward(loss), or another model's "
+                    "loss without this one's gradients"
+                )
             is_whole = unit.is_persistent or unit.phase is Phase.BACKWARD
             if not is_whole or unit.is_finishing:
                 raise RuntimeError(

@@ -161,6 +161,10 @@ class Unit:
             self._publishing.label,
         )
 
+    def settle(self) -> None:
+        """Return when a publication that has begun is over."""
+        self._publishing.wait()
+
     def finish_publishing(self) -> None:
         """Return when the copies hold the masters' last published values."""
         if self.is_stale:
@@ -171,10 +175,10 @@ class Unit:
         """Bring `published` to every copy, exactly: the start of a run, or its resumption."""
         self.is_stale = False
         depth = self.placement.backward_weights
-        self._publishing = self._moves.place(
+        placed = self._moves.place(
             self.weights, self.placement.optimizer, depth, f"place {self.name}"
         )
-        self._publishing.wait()
+        placed.wait()
 
     def start_gathering(self) -> None:
         """Begin to make the parameters whole. Does nothing when they are, or have begun to be."""

@@ -214,3 +214,17 @@ def test_a_second_last_backward_is_refused_by_what_it_is():
 
     for message in run_ranks((2,), body):
         assert "a gradient after the step's last one: `is_last` is for the last" in message
+
+
+def test_gradients_of_a_backward_that_the_engine_does_not_lead_are_refused():
+    """Its end would not be known: what lies outside of the blocks would never be reduced."""
+
+    def body(hierarchy):
+        model = TinyModel(tied=True)
+        placement = Placement.named("zero2", hierarchy.levels)
+        engine = shard(model, model.units(), placement, hierarchy)
+        with pytest.raises(RuntimeError, match=r"does not lead; need engine\.backward\(loss\)"):
+            model(batch(0)[:2]).backward()
+        return engine.hierarchy.size
+
+    assert run_ranks((2,), body) == [2, 2]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from megafrontier.errors import UserError
 from megafrontier.partition import Placement, shard
 from tests.ranks import run_ranks
 
@@ -33,6 +34,81 @@ class Mixture(nn.Module):
         for i, block in enumerate(self.blocks):
             x = block(x, idle=(rank + i) % 4 == 0)
         return self.head(x).sum()
+
+
+class Dropped(nn.Module):
+    """A rank passes by some of its layers: what comes in goes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.head = nn.Linear(8, 1)
+        self.blocks = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, rank: int) -> torch.Tensor:
+        torch.manual_seed(rank)
+        x = torch.randn(2, 8)  # without a gradient, and so is the first layer's then
+        for i, block in enumerate(self.blocks):
+            x = block(x, dropped=(rank + i) % 3 == 0)
+        return self.head(x).sum()
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, dropped: bool) -> torch.Tensor:
+        return x if dropped else x + self.linear(x)
+
+
+@pytest.mark.parametrize("overlap", ["none", "safe", "full"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "topo"])
+def test_blocks_passed_by_on_some_ranks_change_no_order_of_collectives(strategy, overlap):
+    def body(hierarchy):
+        model = Dropped()
+        blocks = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
+        placement = Placement.named(strategy, hierarchy.levels)
+        engine = shard(model, blocks, placement, hierarchy, overlap=overlap, check_order=True)
+        for is_last in (False, True):
+            engine.backward(model(hierarchy.rank), is_last)
+        shards = engine.finish_gradients()
+        return [(u.range, s.clone()) for u, s in zip(engine.units, shards, strict=True)]
+
+    model = Dropped()
+    for rank in [0, 1, 2, 3] * 2:
+        model(rank).backward()
+    units = [[model.head], *([block] for block in model.blocks)]
+    for found in run_ranks((2, 2), body):
+        for (span, shard_), modules in zip(found, units, strict=True):
+            whole = torch.cat([p.grad.flatten() for m in modules for p in m.parameters()])
+            whole = torch.nn.functional.pad(whole, (0, span[1]))[slice(*span)]
+            torch.testing.assert_close(shard_, whole, rtol=1e-5, atol=1e-5)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return x, None
+
+
+def test_a_block_that_only_passes_on_tensors_within_others_is_refused():
+    """No rank could tell when its turn in backward comes."""
+
+    def body(hierarchy):
+        model = nn.Sequential(nn.Linear(8, 8), Pair())
+        engine = shard(
+            model, [("pair", model[1])], Placement.named("zero3", hierarchy.levels), hierarchy
+        )
+        with pytest.raises(UserError, match="block 'pair' returns only what it was given"):
+            model(torch.ones(2, 8))
+        return engine.hierarchy.size
+
+    torch.manual_seed(0)
+    assert run_ranks((2,), body) == [2, 2]
 
 
 @pytest.mark.parametrize("overlap", ["none", "safe", "full"])

@@ -56,6 +56,20 @@ USES = {
 }
 
 
+def test_values_that_differ_between_ranks_are_refused_by_name():
+    """Replicas would stay different for good, without a word."""
+
+    def body(hierarchy):
+        model = Odd()
+        with torch.no_grad():
+            model.second.seldom.bias[2] += 1e-6 * hierarchy.rank
+        with pytest.raises(UserError, match=r"parameter second\.seldom\.bias: ranks bring other"):
+            shard(model, model.units(), Placement.named("mics", hierarchy.levels), hierarchy)
+        return True
+
+    assert all(run_ranks((2, 2), body))
+
+
 def gradients_alone(uses):
     model = Odd()
     for rank in range(4):

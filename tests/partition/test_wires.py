@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from megafrontier.cluster.levels import Levels
-from megafrontier.config import WiresConfig
+from megafrontier.config import PartitionConfig, WiresConfig
 from megafrontier.errors import UserError
 from megafrontier.partition import STRATEGIES, Placement, shard
+from megafrontier.partition import wires as wires_module
 from megafrontier.partition.codec import DELTA8, INT4
 from megafrontier.partition.placement import traffic_bytes
-from megafrontier.partition.presets import choose_wires
+from megafrontier.partition.presets import choose_wires, has_error_feedback
 from megafrontier.partition.wires import make_wire
 from tests.partition.tiny import TinyModel, batch, engine_step, train_alone, train_sharded
 from tests.ranks import make_levels, run_ranks
@@ -32,7 +33,8 @@ def preset(name, strategy, levels=LEVELS, precision="fp32", **chosen):
 
 def build(hierarchy, wires, strategy="topo", error_feedback=False, dtype=torch.float32):
     model = TinyModel(tied=False)
-    placement = Placement.named(strategy, hierarchy.levels)
+    named = isinstance(strategy, str)
+    placement = Placement.named(strategy, hierarchy.levels) if named else strategy
     engine = shard(
         model,
         model.units(),
@@ -87,6 +89,92 @@ def test_bytes_on_the_wire_equal_the_formula(name):
     for rank in run_ranks((2, 2, 2), body):
         for sent, formula in rank:
             assert sent == formula
+
+
+@pytest.mark.parametrize("name", ["exact", *PRESETS])
+def test_the_ledger_counts_what_the_collectives_are_given(name):
+    """Its bytes and the formula's are the codecs' own word; here they are those of the buffers."""
+
+    def body(hierarchy):
+        number = {id(group): level for level, group in enumerate(hierarchy.groups)}
+        given = [0] * len(number)
+
+        def all_gather(out, shard, group):
+            given[number[id(group)]] += out.nbytes - shard.nbytes
+            real_gather(out, shard, group)
+
+        def all_to_all(out, parts, group, sizes=None):
+            whole = parts.nbytes if sizes else parts.nbytes // group.size() * (group.size() - 1)
+            given[number[id(group)]] += whole
+            real_all_to_all(out, parts, group, sizes)
+
+        real_gather, real_all_to_all = wires_module.all_gather, wires_module.all_to_all
+        found = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(wires_module, "all_gather", all_gather)
+            patch.setattr(wires_module, "all_to_all", all_to_all)
+            for strategy in STRATEGIES:
+                model, engine, _ = build(hierarchy, preset(name, strategy), strategy)
+                given[:] = [0] * len(number)
+                engine.backward(model(batch(0)[:2]))
+                engine.finish_gradients()
+                engine.publish()
+                engine.finish_publishing()
+                found.append((engine.ledger.take()[0], list(given)))
+        return found
+
+    for rank in run_ranks((2, 2, 2), body):
+        for counted, given in rank:
+            assert counted == given
+        assert any(sum(given) for _, given in rank)
+
+
+@pytest.mark.parametrize("name", ["exact", *PRESETS])
+def test_every_copy_of_a_piece_of_any_state_has_the_same_bits(name):
+    """Masters of replicas, shards of published weights, and whole weights as blocks see them."""
+
+    def body(hierarchy):
+        found = {}
+        for strategy in STRATEGIES:
+            wires = preset(name, strategy, precision="bf16")
+            model, engine, optimizer = build(hierarchy, wires, strategy, dtype=torch.bfloat16)
+            for step in range(3):
+                engine_step(engine, model, optimizer, step, 2)
+            engine.finish_publishing()
+            for unit in engine.units:
+                place = unit.placement
+                states = [(place.optimizer, "master"), (place.backward_weights, "weights")]
+                for depth, state in states:
+                    piece = hierarchy.piece(depth)[0]
+                    found[strategy, unit.name, state, piece] = bits(getattr(unit, state))
+                unit.gather()
+                found[strategy, unit.name, "full", 0] = bits(unit.full)
+                unit.release()
+        return found
+
+    copies = {}
+    for rank in run_ranks((2, 2, 2), body):
+        for key, found in rank.items():
+            copies.setdefault(key, set()).add(found)
+    assert [key for key, found in copies.items() if len(found) > 1] == []
+    assert {state for _, _, state, _ in copies} == {"master", "weights", "full"}
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize(("name", "small"), [("bf16", 2**-9), ("fp16", 2**-12)])
+def test_what_is_sent_in_16_bits_is_summed_in_32(name, small):
+    """Each of the small values would vanish beside 1 in the type that was sent."""
+
+    def body(hierarchy):
+        pieces = torch.full((4, 5), 1.0 if hierarchy.rank == 0 else small)
+        out = torch.empty(5)
+        make_wire(name).reduce(pieces, out, hierarchy.groups[0])
+        return out.tolist()
+
+    assert run_ranks((4,), body) == [[1 + 3 * small] * 5] * 4
 
 
 def test_low_sends_a_quarter_of_bf16_between_nodes():
@@ -212,13 +300,25 @@ def finished_gradients(engine, seed):
     return found
 
 
-def test_error_feedback_says_later_what_it_could_not_say_at_once():
-    """Summed over steps, gradients arrive as they were sent: what is missing is what is kept."""
+ONE_LEVEL = ("topo", {"world": "int4"})
+TWO_LEVELS = ("zero1", {"node": "int8", "world": "int4"})
+REPLICAS = (Placement(0, 0, 0, 2), {"pair": "int4", "node": "int4"})
+
+
+@pytest.mark.parametrize(("strategy", "reduce"), [ONE_LEVEL, TWO_LEVELS, REPLICAS])
+def test_error_feedback_says_later_what_it_could_not_say_at_once(strategy, reduce):
+    """Summed over steps, gradients arrive as they were sent: what is missing is what is kept, once
+    among the replicas of a shard."""
 
     def body(hierarchy):
-        wires = preset("exact", "topo", reduce={"world": "int4"})
-        _, engine, _ = build(hierarchy, wires, error_feedback=True)
-        _, plain, _ = build(hierarchy, preset("exact", "topo"))
+        named = isinstance(strategy, str)
+        placement = Placement.named(strategy, LEVELS) if named else strategy
+        wires = [
+            choose_wires(WiresConfig(reduce=chosen), placement, LEVELS, "fp32")
+            for chosen in (reduce, {})
+        ]
+        _, engine, _ = build(hierarchy, wires[0], placement, error_feedback=True)
+        _, plain, _ = build(hierarchy, wires[1], placement)
         arrived = [torch.zeros_like(u.master) for u in engine.units]
         sent = [torch.zeros_like(u.master) for u in engine.units]
         for step in range(6):
@@ -226,16 +326,18 @@ def test_error_feedback_says_later_what_it_could_not_say_at_once():
             torch._foreach_add_(arrived, finished_gradients(engine, seed))
             torch._foreach_add_(sent, finished_gradients(plain, seed))
         engine.fold_errors()
-        worst = worst_without = 0.0
-        for unit, a, s in zip(engine.units, arrived, sent, strict=True):
-            worst = max(worst, (a + unit.error - s).abs().max().item())
-            worst_without = max(worst_without, (a - s).abs().max().item())
-        return worst, worst_without
+        lacking = torch.cat([s - a for s, a in zip(sent, arrived, strict=True)])
+        kept = torch.cat([unit.error for unit in engine.units])
+        return hierarchy.piece(placement.optimizer)[0], lacking, kept
 
-    # Some ranks' shards are padding alone, so the worst of all ranks is what counts.
-    worst, worst_without = map(max, zip(*run_ranks((2, 2, 2), body), strict=True))
-    assert worst < 0.02  # the errors are kept in bf16
-    assert worst_without > 5 * worst
+    lacking, kept = {}, {}
+    for piece, mine, error in run_ranks((2, 2, 2), body):
+        assert torch.equal(lacking.setdefault(piece, mine), mine)
+        kept[piece] = kept.get(piece, 0) + error
+    # Some shards are padding alone, so the worst of all is what counts.
+    worst = max((lacking[piece] - kept[piece]).abs().max().item() for piece in lacking)
+    assert worst < 0.05  # the errors are kept in bf16
+    assert max(missing.abs().max().item() for missing in lacking.values()) > 5 * worst
 
 
 def test_a_non_finite_gradient_reaches_the_norm_through_every_wire():
@@ -303,6 +405,29 @@ def test_presets_are_what_they_say():
     low = preset("low", "zero3", frontier, "bf16")
     assert not low.have_deltas
     assert [w.rotates for w in low.reduce] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "chosen", "rotates", "feeds_back"),
+    [
+        ("exact", "topo", None, [False, False, False], False),
+        ("zero++", "topo", None, [False, False, False], False),
+        ("zero++", "topo", True, [False, True, True], True),
+        ("low", "topo", None, [False, True, True], True),
+        ("low", "topo", False, [False, False, False], False),
+        # No level lies between their gradients and their optimizer state.
+        ("low", "zero3", None, [False, True, True], False),
+        ("low", "mics", None, [False, True, True], False),
+    ],
+)
+def test_rotation_and_error_feedback_are_as_chosen_and_of_low_else(
+    name, strategy, chosen, rotates, feeds_back
+):
+    wires = preset(name, strategy, rotation=chosen)
+    assert [wire.rotates for wire in wires.reduce] == rotates
+    config = PartitionConfig(error_feedback=chosen, wires=WiresConfig(preset=name))
+    placement = Placement.named(strategy, LEVELS)
+    assert has_error_feedback(config, wires, placement) is feeds_back
 
 
 def test_every_level_between_nodes_has_the_few_bits():
