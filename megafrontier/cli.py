@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megafrontier.errors import Ending, UserError
+from megafrontier.errors import BAD_INPUT, Ending, UserError
 
 _OVERRIDE = re.compile(r"[^-/=][^/=]*=")
 
@@ -25,6 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Ending as error:
         print(f"megafrontier: {error}", file=sys.stderr)
         return error.code
+    except PermissionError as error:  # of whichever path among the arguments or in the config
+        if error.filename is None:
+            raise
+        print(f"megafrontier: {error.filename}: {error.strerror}", file=sys.stderr)
+        return BAD_INPUT
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
@@ -201,14 +206,24 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 def _train(arguments: argparse.Namespace) -> int:
     from megafrontier.signals import stops_remembered
 
-    # torch's C++ meets a lost peer with pages of warnings; whose loss it was is our one line.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    _quiet_torch()
     with stops_remembered():  # from here on: the imports alone take seconds
         from megafrontier.config import load_config
         from megafrontier.training.launch import train
 
         overrides = [*arguments.overrides, *(["log.trace=true"] if arguments.trace else [])]
         return train(load_config(arguments.config, overrides), arguments.nproc)
+
+
+def _quiet_torch() -> None:
+    """Leave it to our own watch to say who was lost, in one line.
+
+    torch's C++ meets a lost peer with pages of warnings, and NCCL's recorder has every rank ask
+    rank 0's store each second whether to write a file to $HOME, and all do after one error.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    for name in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_BUFFER_SIZE"):
+        os.environ.setdefault(name, "0")
 
 
 def _add_evaluate(commands: Any) -> None:
@@ -221,6 +236,7 @@ def _add_evaluate(commands: Any) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
+    _quiet_torch()
     from megafrontier.training.standalone import evaluate_command
 
     a = arguments

@@ -69,6 +69,20 @@ split_options() {
     arguments=("$@")
 }
 
+# The number of nodes among sbatch's options; nothing where they leave it open.
+asked_nodes() {
+    local option open='' found=''
+    for option; do
+        option=$open$option open=''
+        case $option in
+            --nodes=*) found=${option#*=} ;;
+            -N) open=-N ;;
+            -N*) found=${option#-N} ;;
+        esac
+    done
+    [[ ! $found =~ ^[0-9]+$ ]] || echo "$found"
+}
+
 # submit FILE OPTION… -- ARGUMENT…: hand a batch file to Slurm. Leaves the job's number in `job`.
 submit() {
     local file=$1 own=() kept=() lines name until='' command
@@ -144,7 +158,8 @@ try_each_node() {
         return
     fi
     well=$(each_node sh -c '"$@" >&2 && echo "$SLURMD_NODENAME"' sh "$@") || true
-    mapfile -t failing < <(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -vxF "$well")
+    # Not as an argument: of 9,362 nodes it would be too long.
+    mapfile -t failing < <(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -vxFf <(printf '%s\n' "$well"))
     refuse_nodes "$1" "${failing[@]}"
 }
 

@@ -64,6 +64,7 @@ def join(
         hierarchy = _connect(roll, levels, device, timeout)
         _check_hosts(hierarchy, identity)
         yield hierarchy
+        hierarchy.turn.end()  # a lane may not outlive the process groups
     except BaseException as error:
         if isinstance(error, Unconnected):
             failed(error)
@@ -115,8 +116,7 @@ def refuse(identity: Identity, error: Ending, meeting_seconds: float) -> NoRetur
 
 
 def _roll(identity: Identity, seconds: float) -> RollCall:
-    if identity.rank == 0:
-        _allow_sockets(SOCKETS * identity.world_size)
+    _allow_sockets(SOCKETS * identity.world_size, identity.rank == 0)
     # Told the number of ranks, torch's store would wait for so many, and could not say for whom.
     place = f"{identity.rendezvous}?rank={identity.rank}&world_size=-1"
     store, _, _ = next(rendezvous(place, timeout=timedelta(seconds=seconds)))
@@ -125,9 +125,9 @@ def _roll(identity: Identity, seconds: float) -> RollCall:
     return RollCall(store, identity)
 
 
-def _allow_sockets(count: int) -> None:
-    """Raise this process's limit of open files for so many more. Raises UserError where the hard
-    limit is below."""
+def _allow_sockets(count: int, is_first: bool) -> None:
+    """Raise rank 0's limit of open files for so many more. Raises UserError where the hard limit is
+    below; on all ranks, whose limits are alike, or the others would wait for rank 0 in vain."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = count + SPARE_FILES
     if hard != resource.RLIM_INFINITY and need > hard:
@@ -135,7 +135,7 @@ def _allow_sockets(count: int) -> None:
             f"ulimit -n: at most {hard} open files where rank 0 runs, need {need} for the ranks' "
             "connections"
         )
-    if soft != resource.RLIM_INFINITY and need > soft:
+    if is_first and soft != resource.RLIM_INFINITY and need > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
 
 

@@ -2,9 +2,9 @@
 
 At the start each rank leaves its host in the store at which all meet; rank 0 waits for the last
 one, or publishes who has not come; a rank that cannot start comes to say why. Later a rank in
-trouble raises the alarm, a key in that store. Whoever answers within ANSWER_SECONDS is there; rank
-0 counts the answers in blocks of ranks, looks into those blocks alone that are not complete, and
-publishes whom it misses. Where nothing moves and it misses nobody, it reads what each rank said
+trouble raises the alarm, a key in that store. Whoever answers within `answer_seconds` is there;
+rank 0 counts the answers in blocks of ranks, looks into those blocks alone that are not complete,
+and publishes whom it misses. Where nothing moves and it misses nobody, it reads what each rank said
 that it is at, and publishes who holds up the others. Where no word comes from rank 0, it is the one
 that was lost, and the store with it.
 
@@ -30,9 +30,23 @@ from megafrontier.errors import RanksRefused
 ANSWER_SECONDS = 3.0
 VERDICT_SECONDS = 10.0
 """From the alarm to rank 0's word, at the most."""
+ANSWER_RANKS, VERDICT_RANKS = 10_000, 2_000
+"""So many ranks have a second more: rank 0's store is one thread, which serves some 100,000
+requests a second, of which each rank makes seven until the verdict and four more to leave."""
 _BLOCK = 64
 _NAMED_HOSTS = _TOLD_REFUSALS = 8
 _NEVER = timedelta(days=20)  # what still fits the store's milliseconds
+
+
+def answer_seconds(size: int) -> float:
+    """How long rank 0 waits for the answers of so many ranks."""
+    return ANSWER_SECONDS + size / ANSWER_RANKS
+
+
+def verdict_seconds(size: int) -> float:
+    """How long so many ranks wait for rank 0's word."""
+    return VERDICT_SECONDS + size / VERDICT_RANKS
+
 
 Missing = list[tuple[int, str]]
 """Ranks and their hosts, in rank order."""
@@ -89,7 +103,7 @@ class RollCall:
         if rank == 0:
             self._await_all(seconds)
         else:
-            self.store.wait(["absent"], timedelta(seconds=seconds + VERDICT_SECONDS))
+            self.store.wait(["absent"], timedelta(seconds=seconds + verdict_seconds(size)))
         absent, refusals, count = json.loads(self._text("absent"))
         if not absent and not count:
             self.first_host = self._text("host/0")
@@ -143,7 +157,7 @@ class RollCall:
 
     def answer(self, hang: bool) -> Answers:
         """Answer, and learn what the others did, and where `hang` what they are at. Every rank
-        calls it once. Takes ANSWER_SECONDS, less where all answer, and rank 0 up to twice as long.
+        calls it once. Takes `answer_seconds`, less where all answer, and rank 0 up to twice that.
         Raises RuntimeError without word from rank 0, or blocks where the network swallows
         everything (see `within`)."""
         rank = self.identity.rank
@@ -155,7 +169,7 @@ class RollCall:
             self.store.set("verdict", json.dumps(asdict(answers)))
             self._await_listeners(self.identity.world_size - len(missing) - 1)
             return answers
-        self.store.wait(["verdict"], timedelta(seconds=VERDICT_SECONDS))
+        self.store.wait(["verdict"], timedelta(seconds=verdict_seconds(self.identity.world_size)))
         found = json.loads(self._text("verdict"))
         self._listened()
         missing, stuck = ([tuple(row) for row in found[name]] for name in ("missing", "stuck"))
@@ -163,7 +177,7 @@ class RollCall:
 
     def _count(self) -> Missing:
         blocks = self._blocks()
-        deadline = time.monotonic() + ANSWER_SECONDS
+        deadline = time.monotonic() + answer_seconds(self.identity.world_size)
         while blocks and time.monotonic() < deadline:
             time.sleep(0.1)
             blocks = self._incomplete("answers", blocks)
@@ -196,7 +210,7 @@ class RollCall:
 
     def _await_listeners(self, count: int) -> None:
         """The store ends with rank 0, which may leave once the others know the verdict."""
-        deadline = time.monotonic() + ANSWER_SECONDS
+        deadline = time.monotonic() + answer_seconds(self.identity.world_size)
         while self.store.add("listeners", 0) < count and time.monotonic() < deadline:
             time.sleep(0.02)
 

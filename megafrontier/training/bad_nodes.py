@@ -59,6 +59,8 @@ def of_absent(
     names these, which then are listed. That most ranks do not come is no matter of nodes."""
     if 2 * len(error.ranks) > identity.world_size:
         return RunFailed(str(error))
+    if identity.rank and identity.source == "slurm":
+        return NodesUnfit(error.what)  # silent; only rank 0 asks Slurm for the hosts
     hosts = planned_hosts(environment, identity.world_size) if identity.source == "slurm" else []
     if not hosts:
         return error

@@ -25,13 +25,13 @@ from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.join import ALL_PEERS
 from megafrontier.cluster.local import PEER_SECONDS
 from megafrontier.cluster.rollcall import (
-    ANSWER_SECONDS,
-    VERDICT_SECONDS,
     Alarm,
     Answers,
     Missing,
     RollCall,
+    answer_seconds,
     describe,
+    verdict_seconds,
     within,
 )
 from megafrontier.errors import BAD_NODE, LOST, Ending, Unconnected
@@ -75,6 +75,8 @@ class Watch:
         self._roll: RollCall | None = None
         self._hang_seconds = hang_seconds
         self._limit_seconds = START_FACTOR * hang_seconds
+        self._answer_seconds = answer_seconds(identity.world_size)
+        self._verdict_seconds = verdict_seconds(identity.world_size)
         self._trial_seconds = TRIAL_SECONDS + identity.world_size / TRIAL_RANKS
         self._tries_nodes = False
         self._step, self._last = 0, time.monotonic()
@@ -117,7 +119,7 @@ class Watch:
         self._step, self.ledger, self._last = step, ledger, time.monotonic()
 
     def beat(self, step: int | None = None) -> None:
-        """A step, or a part of what is done between two, is finished."""
+        """A step is finished, or without one a part of it or of what is done between two."""
         self._last = time.monotonic()
         if step is not None:
             self._step, self._limit_seconds = step, self._hang_seconds
@@ -135,7 +137,7 @@ class Watch:
             return
         rank = self._identity.rank
         if isinstance(error, Unconnected):
-            time.sleep(ANSWER_SECONDS)  # the others come as far as they can, and no farther
+            time.sleep(self._answer_seconds)  # the others come as far as they can, and no farther
             self._call(Alarm(rank, str(error), LOST, hang=True))
         code = error.code if isinstance(error, Ending) else 1
         self._call(Alarm(rank, "", code))
@@ -153,6 +155,8 @@ class Watch:
             if idle > limit:
                 after = "before the first step" if self._tries_nodes else f"after step {self._step}"
                 reason = f"nothing finished for {idle:.0f} s {after}"
+                if limit != self._trial_seconds:
+                    reason += f" (train.hang_seconds {self._hang_seconds:g})"
                 self._call(Alarm(self._identity.rank, reason, code, hang=True))
 
     def _listen(self, ear: RollCall) -> None:
@@ -160,7 +164,7 @@ class Watch:
             alarm = ear.wait_for_alarm()
         except RuntimeError:
             # Rank 0 may only have been a little faster to leave.
-            if not self._closed.wait(ANSWER_SECONDS):
+            if not self._closed.wait(self._answer_seconds):
                 self._leave(
                     LOST, f"rank 0 on {ear.first_host}: lost, no answer", first_is_lost=True
                 )
@@ -171,7 +175,9 @@ class Watch:
     def _call(self, alarm: Alarm) -> None:
         """Raise the alarm, unless another rank has, and end."""
         roll = self._roll
-        counts = None if roll is None else within(VERDICT_SECONDS, lambda: roll.raise_alarm(alarm))
+        counts = (
+            None if roll is None else within(self._verdict_seconds, lambda: roll.raise_alarm(alarm))
+        )
         self._end(alarm if counts is None else counts)
 
     def _end(self, alarm: Alarm) -> None:
@@ -184,7 +190,7 @@ class Watch:
         if alarm.hang:
             report.start()
             # Not for long: what hangs may be the storage, and an answer is waited for.
-            report.join(ANSWER_SECONDS / 2)
+            report.join(self._answer_seconds / 2)
         answers = self._answers(alarm.hang)
         if alarm.hang:
             report.join(STORAGE_SECONDS)
@@ -200,7 +206,7 @@ class Watch:
         roll = self._roll
         if roll is None:
             return Answers([], [])
-        found = within(VERDICT_SECONDS + ANSWER_SECONDS, lambda: roll.answer(hang))
+        found = within(self._verdict_seconds + self._answer_seconds, lambda: roll.answer(hang))
         return Answers([(0, roll.first_host)], []) if found is None else found
 
     def _lost(self, alarm: Alarm, missing: Missing) -> tuple[int, str]:

@@ -19,15 +19,22 @@ def limits(monkeypatch):
 
 def test_rank_0_may_open_as_many_sockets_as_ranks_connect(limits):
     """48 nodes need more than the common soft limit."""
-    join._allow_sockets(join.SOCKETS * 384)
+    join._allow_sockets(join.SOCKETS * 384, is_first=True)
     assert limits == [(3 * 384 + join.SPARE_FILES, 10_000)]
 
 
-def test_a_limit_that_is_enough_stays(limits):
-    join._allow_sockets(join.SOCKETS * 8)
+def test_the_limits_of_other_ranks_stay(limits):
+    join._allow_sockets(join.SOCKETS * 384, is_first=False)
     assert limits == []
 
 
-def test_a_hard_limit_below_is_named(limits):
+def test_a_limit_that_is_enough_stays(limits):
+    join._allow_sockets(join.SOCKETS * 8, is_first=True)
+    assert limits == []
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_hard_limit_below_is_named_by_all_ranks(limits, is_first):
+    """Rank 0 needs them; the others, who would wait for it in vain, have the same limit."""
     with pytest.raises(UserError, match=r"ulimit -n: at most 10000 open files .*, need 29312 for"):
-        join._allow_sockets(join.SOCKETS * 9600)
+        join._allow_sockets(join.SOCKETS * 9600, is_first)
