@@ -1,19 +1,32 @@
-"""Print name, directory and attempts of the run that a config and overrides describe, a line each.
+"""Print name, directory and attempts of the run that a config and overrides describe, a line each,
+and with the number of nodes, where the machine file has their ranks, what runs there.
 
-    python slurm/describe.py CONFIG [key=value …]
+    python slurm/describe.py [--nodes=N] CONFIG [key=value …]
 
 Exit code 2 and one line when they are wrong: a batch file asks before it starts a thousand ranks.
 """
 
 import sys
 
-from megafrontier.config import load_config, load_machine
+from megafrontier.config import Config, load_config, load_machine
 from megafrontier.errors import UserError
 
+
+def describe(config: Config, nodes: int | None) -> list[str]:
+    """The lines. Raises UserError where that many nodes cannot train it."""
+    per_host = load_machine(config.machine).device.ranks_per_host
+    lines = [config.run.name, config.run.directory, str(config.train.attempts)]
+    if nodes is not None and per_host is not None:
+        from megafrontier.training.ranks import foresee  # torch takes seconds to import
+
+        lines.append(foresee(config, nodes * per_host))
+    return lines
+
+
+words = sys.argv[1:]
+given = int(words.pop(0).partition("=")[2]) if words[0].startswith("--nodes=") else None
 try:
-    config = load_config(sys.argv[1], sys.argv[2:])
-    load_machine(config.machine)
+    print("\n".join(describe(load_config(words[0], words[1:]), given)))
 except UserError as error:
     print(f"megafrontier: {error}", file=sys.stderr)
     sys.exit(2)
-print(config.run.name, config.run.directory, config.train.attempts, sep="\n")

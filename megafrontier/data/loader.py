@@ -33,6 +33,18 @@ def _joined(ranges: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     return joined
 
 
+def micro_batches(global_batch: int, micro_batch: int, dp_size: int) -> int:
+    """Micro-batches of each of `dp_size` ranks in a step. Raises UserError when the sizes do not
+    divide."""
+    at_a_time = micro_batch * dp_size
+    if global_batch % at_a_time:
+        raise UserError(
+            f"train.global_batch: {global_batch}, need a multiple of {at_a_time} "
+            f"(train.micro_batch {micro_batch} x {dp_size} data-parallel ranks)"
+        )
+    return global_batch // at_a_time
+
+
 class Loader:
     """Micro-batches of the `dp_rank`-th of `dp_size` data-parallel ranks.
 
@@ -53,19 +65,13 @@ class Loader:
         skip: Sequence[Sequence[int]] = (),
         device: torch.device | str = "cpu",
     ) -> None:
-        at_a_time = micro_batch * dp_size
-        if global_batch % at_a_time:
-            raise UserError(
-                f"train.global_batch: {global_batch}, need a multiple of {at_a_time} "
-                f"(train.micro_batch {micro_batch} x {dp_size} data-parallel ranks)"
-            )
         self._samples = samples
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._first = dp_rank * (global_batch // dp_size)
         self._skip = [list(pair) for pair in skip]
         self._origin = 0, 0, 0
         self._device = torch.device(device)
-        self.micro_batches = global_batch // at_a_time
+        self.micro_batches = micro_batches(global_batch, micro_batch, dp_size)
         """Micro-batches of one rank in a step."""
         self._thread: ThreadPoolExecutor | None = None
         self._process = os.getpid()

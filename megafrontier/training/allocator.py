@@ -23,11 +23,14 @@ def prepare_allocator(device: torch.device) -> None:
 
 
 def _let_segments_grow() -> None:
-    """Buffers that come and go with the units leave holes in fixed segments. ROCm has none that
-    grow; whoever set the allocator up in the environment knows better."""
+    """Buffers that come and go with the units leave holes in fixed segments. On ROCm they stay
+    fixed: older releases have no others, and in newer ones those that grow may hang. Whoever set
+    the allocator up in the environment knows better."""
     is_set = any(os.environ.get(f"PYTORCH_{kind}ALLOC_CONF") for kind in ("", "CUDA_"))
     if torch.version.hip is None and not is_set:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        # torch has no public name for it, and from 2.13 on warns of the one it had.
+        new = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        (new or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
 def _keep_heap() -> None:

@@ -34,7 +34,9 @@ from megafrontier.training.kernels import describe_kernels
 from megafrontier.training.lease import hold
 from megafrontier.training.logbook import Log, Logbook, check_directory, open_logbook
 from megafrontier.training.loop import run
+from megafrontier.training.memory import check_memory, out_of_memory_told
 from megafrontier.training.preflight import check_present, clear_room, preflight
+from megafrontier.training.ranks import describe_ranks
 from megafrontier.training.resuming import check_resume, goes_on, resume
 from megafrontier.training.saving import Save
 from megafrontier.training.stragglers import Stragglers
@@ -52,14 +54,16 @@ def train(config: Config, nproc: int | None) -> int:
         config,
         lambda: _train_rank(config),
         nproc,
-        partial(_check, config),
+        partial(_check, config, nproc is None),
         partial(bad_nodes.of_refused, directory=Path(config.run.directory)),
     )
 
 
-def _check(config: Config, ranks: int) -> None:
-    check_present(config, load_machine(config.machine).device, identify(os.environ))
+def _check(config: Config, is_a_rank: bool, ranks: int) -> None:
+    if is_a_rank:  # a parent may not touch the devices of those it forks
+        check_present(load_machine(config.machine).device, identify(os.environ))
     check_training(config, ranks)
+    check_memory(config, arrange(config, ranks))
     check_directory(config)
     check_resume(config)
 
@@ -78,7 +82,7 @@ def launch(
 
         def checked() -> int:
             try:
-                _check_among_others(config, identity, check)
+                _check_among_others(config, identity, partial(_passed, check))
                 return body()
             except RanksRefused as error:
                 raise of_refused(error, identity=identity) from error
@@ -92,8 +96,18 @@ def launch(
         return code
     if nproc < 1:
         raise UserError(f"--nproc: {nproc}, need at least 1")
-    check(nproc)
+    _passed(check, nproc)
     return fork_ranks(nproc, body)
+
+
+def _passed(check: Callable[[int], None], ranks: int) -> None:
+    """Check; what a file system says to a path is bad input or its own failure, never a bug."""
+    try:
+        check(ranks)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise of_os_error(error, f"{error.filename}: {error.strerror}") from error
 
 
 def _check_among_others(config: Config, identity: Identity, check: Callable[[int], None]) -> None:
@@ -174,7 +188,8 @@ def _train_watched(config: Config, identity: Identity, directory: Path) -> int:
             clear_room(config, hierarchy)
             with watch.trying_nodes():
                 preflight(config, arrangement, identity, hierarchy, logbook.remark)
-        code = _run(config, arrangement, hierarchy, logbook, watch)
+        with out_of_memory_told(config, identity):
+            code = _run(config, arrangement, hierarchy, logbook, watch)
         attempt.ended(code)
         return code
 
@@ -188,14 +203,15 @@ def _run(
 ) -> int:
     trainer = build_trainer(config, arrangement, hierarchy)
     validation = describe_validation(trainer.valid_loader, config.evaluate.batches)
-    for line in [*describe_kernels(config, hierarchy, arrangement.wires), *validation]:
+    kernels = describe_kernels(config, hierarchy, arrangement.wires)
+    for line in [*describe_ranks(config, arrangement, hierarchy.device), *kernels, *validation]:
         logbook.remark(line)
     try:
         resume(trainer, logbook)
         hierarchy.together(partial(_keep_books, trainer, logbook))
         save = Save(logbook, trainer.step)
         trainer.engine.ledger.take()  # placing the first weights is no step's traffic
-        timeline = Timeline(trainer)
+        timeline = Timeline(trainer, logbook)
         stragglers = Stragglers(identify(os.environ).host, logbook)
         # The checkpoint first: what comes after it may be cut short.
         evaluate = Evaluate(logbook, watch.beat)
@@ -203,7 +219,6 @@ def _run(
         with garbage_collected(config.train.gc_every) as garbage:
             callbacks = [Log(logbook), save, evaluate, timeline, Guard(logbook), stragglers]
             run(trainer, [*callbacks, garbage], watch.beat)
-        trainer.engine.finish_publishing()  # or a lane would outlive the process groups
         if trainer.step >= trainer.last_step:
             return 0
         if trainer.is_first:

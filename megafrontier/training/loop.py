@@ -14,27 +14,34 @@ from megafrontier.training.result import Pending, StepResult
 from megafrontier.training.trainer import Trainer
 from megafrontier.training.verdict import judge
 
-Beat = Callable[[int], None]
+Beat = Callable[[int | None], None]
+LATE_MICRO_BATCHES = 8
+
+
+def _nothing(_step: int | None) -> None:
+    """Of a run that nobody watches."""
 
 
 def run(
     trainer: Trainer,
     callbacks: Sequence[Callback],
-    beat: Beat = lambda step: None,
+    beat: Beat = _nothing,
     read_late: bool | None = None,
 ) -> None:
     """Train from where the trainer stands to its last step, or to the one in hand when a signal
-    asks to stop. `beat` hears of every step and callback that is done.
+    asks to stop. `beat` hears of every step and callback that is done, and with None of every
+    micro-batch.
 
-    With `read_late` (default: on a GPU) the host hands the device a step before it reads what the
-    one before did, so that the device never waits for it; a request to stop is heard a step later.
+    With `read_late` (default: `reads_late`) the host hands the device a step before it reads what
+    the one before did, so that the device never waits for it; a request to stop is heard a step
+    later.
     """
     if read_late is None:
-        read_late = trainer.hierarchy.device.type == "cuda"
+        read_late = reads_late(trainer)
     stop = not trainer.hierarchy.all_true(not stop_requested())
     waiting: Pending | None = None
     while trainer.step < trainer.last_step and not stop:
-        newest = start_step(trainer)
+        newest = start_step(trainer, beat)
         beat(trainer.step)
         if waiting is not None:
             stop = _tell(trainer, callbacks, waiting, beat)
@@ -47,6 +54,13 @@ def run(
     for callback in callbacks:
         callback.at_end(trainer)
         beat(trainer.step)
+
+
+def reads_late(trainer: Trainer) -> bool:
+    """Whether it is worth it: on a GPU, unless a step has so many micro-batches that a moment
+    between two of them is nothing, and one more after a request to stop is long."""
+    is_short = trainer.loader.micro_batches <= LATE_MICRO_BATCHES
+    return is_short and trainer.hierarchy.device.type == "cuda"
 
 
 def _tell(trainer: Trainer, callbacks: Sequence[Callback], step: Pending, beat: Beat) -> bool:
@@ -63,7 +77,7 @@ def train_step(trainer: Trainer) -> StepResult:
     return start_step(trainer).read()
 
 
-def start_step(trainer: Trainer) -> Pending:
+def start_step(trainer: Trainer, beat: Beat = _nothing) -> Pending:
     """One optimizer step: every micro-batch forward and backward, then one update.
 
     The loss is a sum over tokens until the end, where it is divided once by the exact number of
@@ -81,6 +95,7 @@ def start_step(trainer: Trainer) -> Pending:
         loss = trainer.model(batch.tokens, batch.targets, batch.documents)
         is_last = number == len(micro_batches)
         engine.backward(loss * trainer.loss_scale.scale, is_last)
+        beat(None)
         totals += torch.stack([loss.detach().double(), (batch.targets >= 0).sum().double()])
 
     gradients = engine.finish_gradients()

@@ -12,9 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import mkstemp
 
 import torch
 
+from megafrontier.checkpoint.crowd import from_rank_0
 from megafrontier.checkpoint.folder import clean_partials, list_checkpoints
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import Identity
@@ -32,6 +34,8 @@ MEMORY_PART = 0.9
 """Drivers and firmware keep some of what is sold; a process of an earlier job keeps more."""
 SKEW_SECONDS = 1.0
 STORAGE = "run.directory"
+SEEN_SECONDS = 10.0
+"""How long a file written on one host may take to be seen on another."""
 NAMED = 16
 """Hosts named at most: more are no matter of single nodes."""
 
@@ -77,6 +81,8 @@ def preflight(
         problem = check_device(arrangement.machine.device, hierarchy.device)
     with hierarchy.standing.at(STORAGE):
         problem = problem or _check_storage(directory, identity)
+    if table.hosts > 1:
+        problem = _check_shared(directory, identity, hierarchy) or problem
     failing = _name_hosts(problem, table, identity, hierarchy)
     failing = failing or _judge(config, arrangement, table, identity, hierarchy, warn)
     if failing:
@@ -143,6 +149,39 @@ def _check_storage(directory: Path, identity: Identity) -> str | None:
     except OSError as error:
         return f"run.directory: {directory}: {error.strerror}, need a folder to write"
     return None
+
+
+def _check_shared(directory: Path, identity: Identity, hierarchy: Hierarchy) -> str | None:
+    """Whether this host sees what rank 0 writes into the run directory; one rank a host looks."""
+    name = ""
+    # The exchanges stay outside: who waits in one is not at the storage, but waits for who is.
+    with hierarchy.standing.at(STORAGE):
+        if hierarchy.rank == 0:
+            with suppress(OSError):  # which has been told already
+                fd, path = mkstemp(prefix=".preflight-", dir=directory)  # that no host looked for
+                os.close(fd)
+                name = Path(path).name
+    name = from_rank_0(hierarchy, name)
+    with hierarchy.standing.at(STORAGE):
+        looks = identity.local_rank == 0 and name != ""
+        is_seen = not looks or _appears(directory / name)
+    hierarchy.all_true(True)  # all have looked
+    if hierarchy.rank == 0 and name:
+        with suppress(OSError):
+            (directory / name).unlink()
+    if is_seen:
+        return None
+    return f"run.directory: {directory}: not the folder that rank 0 sees, need one that hosts share"
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file can be seen within SEEN_SECONDS."""
+    deadline = time.monotonic() + SEEN_SECONDS
+    while not os.path.exists(path):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def checkpoint_bytes(config: Config, arrangement: Arrangement) -> int:
@@ -256,11 +295,19 @@ def _refuse(failing: dict[str, str], hosts: int, directory: Path, hierarchy: Hie
     raise NodesUnfit(f"preflight: {line}")
 
 
-def check_present(config: Config, device: DeviceConfig, identity: Identity) -> None:
-    """Raises UserError where a launcher's rank finds no accelerator and the machine file has one:
-    of a few ranks it is their nodes' matter, of most the environment's."""
-    is_launched = identity.source in ("slurm", "torchrun")
-    if not config.preflight.enabled or not is_launched or not device.is_accelerator:
+def check_present(device: DeviceConfig, identity: Identity) -> None:
+    """Raises UserError where a launcher's rank finds no accelerator and the machine file has one,
+    or fewer than the host has ranks: of a few ranks it is their nodes' matter, of most the
+    environment's."""
+    if identity.source not in ("slurm", "torchrun") or device.name == "cpu":
+        return
+    count = torch.cuda.device_count()
+    if 1 < count <= identity.local_rank:  # a launcher that binds them shows each rank one
+        raise UserError(
+            f"{identity.source}: local rank {identity.local_rank} on {identity.host} sees {count} "
+            "accelerators; need no more ranks a host, or machine.device.name=cpu"
+        )
+    if not device.is_accelerator:
         return
     if not torch.cuda.is_available():
         raise UserError(

@@ -109,6 +109,27 @@ def test_a_machine_that_is_not_there_is_refused_before_the_job_waits_in_the_queu
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("nodes", [["--nodes=3"], ["-N", "3"], ["-N3"]])
+def test_nodes_that_do_not_divide_the_batch_are_refused_before_the_job_waits(nodes):
+    """gpt-125m's 256 sequences on 24 ranks; on 4 nodes it is told what runs there."""
+    command = ["slurm/train.sbatch", "--dry-run"]
+    config = "configs/gpt-125m.yaml"
+    python = {"MEGAFRONTIER_PREFIX": sys.prefix}
+
+    def submit(options):
+        return subprocess.run(
+            [*command, *options, config], cwd=ROOT, env=os.environ | python, check=False,
+            capture_output=True, text=True,
+        )  # fmt: skip
+
+    done = submit(nodes)
+    assert done.returncode == 2
+    assert done.stderr.startswith("megafrontier: train.global_batch: 256, need a multiple of ")
+    assert done.stderr.count("\n") == 1
+    first = submit(["--nodes=4"]).stderr.splitlines()[0]
+    assert first.startswith("pair 2 x node 4 x world 4 = 32 ranks; weights pair, gradients node, ")
+
+
 def test_an_unknown_cluster_is_refused_in_one_line():
     done = subprocess.run(
         ["slurm/train.sbatch", CONFIG], cwd=ROOT, capture_output=True, text=True,

@@ -2,6 +2,7 @@
 
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,6 +111,33 @@ def test_results_that_are_read_late_are_the_same_and_a_callback_can_have_one_at_
         ]
         assert [at for _, at, _ in at_once] == list(range(1, 9))
         assert [at for _, at, _ in late] == [2, 3, 3, 5, 6, 6, 8, 8]
+
+
+def test_who_watches_hears_of_every_micro_batch(config_file):
+    """A step of many may take longer than a run may stand still."""
+    config = runs.load(config_file, "machine=laptop", "train.steps=2", "evaluate.batches=0")
+
+    def body(hierarchy):
+        heard = []
+        trainer = build_trainer(config, arrange(config, 1), hierarchy)
+        loop.run(trainer, [], heard.append)
+        trainer.close()
+        return heard
+
+    assert run_ranks((1,), body) == [[*[None] * 16, 1, *[None] * 16, 2]]
+
+
+@pytest.mark.parametrize(
+    ("device", "micro_batches", "is_late"),
+    [("cuda", 8, True), ("cuda", 9, False), ("cpu", 1, False)],
+)
+def test_only_short_steps_on_a_device_are_read_late(device, micro_batches, is_late):
+    """After a request to stop the step in hand is finished, and not a long one more."""
+    trainer = SimpleNamespace(
+        hierarchy=SimpleNamespace(device=torch.device(device)),
+        loader=SimpleNamespace(micro_batches=micro_batches),
+    )
+    assert loop.reads_late(trainer) is is_late
 
 
 def test_a_request_to_stop_is_heard_one_step_later_where_results_are_read_late(

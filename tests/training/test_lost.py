@@ -16,7 +16,7 @@ from megafrontier.cluster import rollcall
 from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.join import ALL_PEERS
 from megafrontier.cluster.rollcall import Alarm, Answers, RollCall
-from megafrontier.errors import BAD_NODE, LOST, RanksAbsent, RunFailed
+from megafrontier.errors import BAD_NODE, FAILED, LOST, RanksAbsent, RunFailed
 from megafrontier.training import bad_nodes, watch
 from megafrontier.training.watch import Watch
 from tests.tools import with_tools
@@ -31,10 +31,10 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command does, before torch
 from megafrontier import cli
 from megafrontier.training import loop
 start_step = loop.start_step
-def strike(trainer):
+def strike(trainer, beat):
     if trainer.step == {step} and trainer.hierarchy.rank == {rank}:
         {act}
-    return start_step(trainer)
+    return start_step(trainer, beat)
 loop.start_step = strike
 sys.exit(cli.main(sys.argv[1:]))
 """
@@ -133,6 +133,21 @@ def test_one_ranks_own_error_is_told_by_it_alone_and_its_code_is_everybodys(fold
     assert ended[0] == (1, "")
     assert ended[1][0] == 1
     assert "ZeroDivisionError" in ended[1][1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_device_without_memory_is_no_bug_and_what_helps_is_told(folder, rank):
+    """Another start would meet the same: it is not worth the queue."""
+    act = "import torch; raise torch.OutOfMemoryError('HIP out of memory. Tried 2 GiB.\\nMore.')"
+    ended = launched(folder, f"memory-{rank}", AT_STEP.format(step=2, rank=rank, act=act))
+    assert [ended[r][0] for r in (0, 1)] == [FAILED, FAILED]
+    told = ended[rank][1]
+    assert told.startswith(
+        f"megafrontier: rank {rank} on frontier00001: HIP out of memory. Tried 2"
+    )
+    assert "smaller train.micro_batch (1)" in told
+    assert told.count("\n") == 1
+    assert ended[1 - rank][1] == ""
 
 
 def test_unfit_nodes_are_told_by_the_first_rank_alone_and_the_code_is_everybodys(folder):
@@ -355,6 +370,7 @@ def test_local_ranks_that_hang_all_leave_their_stacks_and_end(folder):
     assert ended.returncode == LOST
     assert ended.stderr.count("\n") == 1
     assert "the run hangs, though every rank answers; nothing finished for" in ended.stderr
+    assert "after step 3 (train.hang_seconds 8)" in ended.stderr
     pages = folder / "asleep" / "hang" / "step-00000003" / HOST
     assert sorted(os.listdir(pages)) == [f"rank-{rank}.txt" for rank in range(4)]
     assert "in strike" in (pages / "rank-1.txt").read_text()

@@ -10,6 +10,7 @@ import torch
 
 from megafrontier.cli import main
 from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.config import DeviceConfig
 from megafrontier.errors import BAD_INPUT, BAD_NODE, FAILED, UserError
 from megafrontier.training import launch, preflight
 from megafrontier.training.arrangement import arrange
@@ -182,16 +183,46 @@ def test_the_hosts_own_memory_is_looked_at_where_it_is_stated(config_file):
 def test_a_rank_without_the_accelerator_that_the_machine_has_cannot_start(config_file, monkeypatch):
     """It comes to the meeting to say so, as with any input it lacks: where most ranks say the same,
     an environment with a CPU's torch, no node is to blame."""
-    config = runs.load(config_file)
     device = arrange(runs.load(config_file, "machine=frontier"), 8).machine.device
     identity = launch.Identity(3, 8, 3, "slurm", "tcp://x:1", "frontier00012")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="name: MI250X GCD, but torch finds no accelerator"):
-        check_present(config, device, identity)
+        check_present(device, identity)
     assert bad_nodes(config_file) == []
-    check_present(config, device, replace(identity, source="local"))
-    config.preflight.enabled = False
-    check_present(config, device, identity)
+    check_present(device, replace(identity, source="local"))
+    check_present(replace(device, name="cpu"), identity)
+
+
+def test_ranks_that_would_share_an_accelerator_cannot_start(monkeypatch):
+    """RCCL would refuse them later, as if a link were broken, and the job start again."""
+    device = DeviceConfig(name="any")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for rank in range(8):
+        identity = launch.Identity(rank, 8, rank, "torchrun", "tcp://x:1", "host")
+        if rank < 4:
+            check_present(device, identity)
+            continue
+        with pytest.raises(UserError, match=f"local rank {rank} on host sees 4 accelerators"):
+            check_present(device, identity)
+        check_present(replace(device, name="cpu"), identity)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # each is shown its own
+    check_present(device, identity)
+
+
+def test_who_forks_ranks_does_not_touch_their_devices(config_file, monkeypatch):
+    """They could not use them any more; in a step of Slurm's, too, where --nproc forks them."""
+    for name in ("PROCID", "STEP_ID", "LOCALID"):
+        monkeypatch.setenv(f"SLURM_{name}", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    parent = os.getpid()
+
+    def is_available():
+        assert os.getpid() != parent
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(is_available()))
+    assert main(["train", str(config_file), "--nproc", "2", "machine=laptop", *SHORT]) == 0
 
 
 def test_storage_without_room_is_refused_with_what_is_needed(config_file, monkeypatch, capfd):
@@ -262,3 +293,30 @@ def test_it_can_be_switched_off(config_file, hosts, change):
     change(one_slow_host)
     assert train(config_file, 8, "preflight.enabled=false") == 0
     assert "preflight" not in log(config_file)
+
+
+def test_a_host_that_sees_another_run_directory_is_named(
+    config_file, hosts, monkeypatch, tmp_path, capfd
+):
+    """A checkpoint would be written in pieces to disks of which none has them all."""
+    hosts("aabbcc")
+    check = preflight._check_shared
+
+    def check_shared(directory, *rest):
+        is_elsewhere = os.environ["MEGAFRONTIER_LOCAL"].startswith("2/")  # the first of host b
+        return check(tmp_path if is_elsewhere else directory, *rest)
+
+    monkeypatch.setattr(preflight, "_check_shared", check_shared)
+    monkeypatch.setattr(preflight, "SEEN_SECONDS", 0.2)
+    assert train(config_file, 6, "train.global_batch=12") == BAD_NODE
+    assert "preflight: b (ranks 2 to 3): run.directory: " in capfd.readouterr().err
+    assert bad_nodes(config_file) == ["b"]
+    assert not list((config_file.parent / "run").glob(".preflight*"))
+
+
+def test_state_beyond_the_devices_memory_is_refused_with_what_it_needs(config_file, capfd):
+    one_level = "machine={levels: {world: {}}, device: {name: Tiny, memory_gib: 0.0001}}"
+    assert train(config_file, 2, one_level) == BAD_INPUT
+    error = capfd.readouterr().err
+    assert "machine.device.memory_gib: 0.0001, need 0.00 a rank's weights" in error
+    assert error.count("\n") == 1

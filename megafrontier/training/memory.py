@@ -1,0 +1,58 @@
+"""A device's memory: what a run's state takes of it, and the end of a run that wants more."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+
+import torch
+
+from megafrontier.cluster.identity import Identity
+from megafrontier.config import Config
+from megafrontier.errors import RunFailed, UserError
+from megafrontier.model.gpt import parameter_shapes
+from megafrontier.partition.placement import state_bytes
+from megafrontier.partition.wires import DTYPES
+from megafrontier.training.arrangement import Arrangement
+
+GIB = 2**30
+
+
+class OutOfMemory(RunFailed):
+    """A rank's device has no more; another start would meet the same."""
+
+    is_one_ranks = True
+
+
+def state_gib(config: Config, arrangement: Arrangement) -> float:
+    """GiB that each rank holds from step to step, by the formulas: weights, gradients, optimizer
+    state, errors. What comes on top are gathered units, activations and torch's own."""
+    numel = sum(prod(shape) for shape in parameter_shapes(config.model).values())
+    itemsize = DTYPES[config.train.precision].itemsize
+    fed_back = arrangement.wires if arrangement.error_feedback else None
+    found = state_bytes(numel, arrangement.placement, arrangement.levels, itemsize, fed_back)
+    return sum(found.values()) / GIB
+
+
+def check_memory(config: Config, arrangement: Arrangement) -> None:
+    """Raises UserError where the state alone is more than the machine file's device holds."""
+    device = arrangement.machine.device
+    need = state_gib(config, arrangement)
+    if device.is_accelerator and device.memory_gib is not None and need > device.memory_gib:
+        raise UserError(
+            f"machine.device.memory_gib: {device.memory_gib:g}, need {need:.3g} for a rank's "
+            f"weights, gradients and optimizer state on {arrangement.levels.ranks} ranks; take "
+            "more nodes, or shard further"
+        )
+
+
+@contextmanager
+def out_of_memory_told(config: Config, identity: Identity) -> Iterator[None]:
+    """Raises OutOfMemory, which says what can be done, in place of torch's error."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"rank {identity.rank} on {identity.host}: {str(error).splitlines()[0]} Need a smaller "
+            f"train.micro_batch ({config.train.micro_batch}), train.activation_checkpointing "
+            f"({config.train.activation_checkpointing}) of more, or more ranks"
+        ) from error
