@@ -1,10 +1,13 @@
 """The commands as a user types them: help, errors of one line, and a model's whole life."""
 
+import errno
+import json
 import math
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,6 +65,9 @@ def test_the_module_is_the_command_and_lists_every_one():
         "merge nowhere --out {folder}/x",
         "prepare {folder}/nowhere.txt --tokenizer bytes --out {folder}/x",
         "tokenizer {folder}/nowhere.txt --vocab-size 300 --out {folder}/x",
+        "tokenizer {folder} --vocab-size 300 --max-megabytes nan --out {folder}/x",
+        "import nowhere --out {folder}/step-00000000",
+        "checkpoint list nowhere/step-00000000",
     ],
 )
 def test_bad_input_is_code_2_and_one_line(line, tmp_path, capsys, monkeypatch):
@@ -75,6 +81,41 @@ def test_bad_input_is_code_2_and_one_line(line, tmp_path, capsys, monkeypatch):
     assert shown.err.startswith("megafrontier: ")
     assert shown.err.count("\n") == 1
     assert shown.out == ""
+
+
+def test_an_empty_input_is_not_the_current_folder(tmp_path, capsys, monkeypatch):
+    """As a variable of the shell is that was never set."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("text\n")
+    assert main(["prepare", "", "--tokenizer", "bytes", "--out", str(tmp_path / "x")]) == 2
+    assert "input '': empty" in capsys.readouterr().err
+    assert not (tmp_path / "x.bin").exists()
+
+
+def test_a_path_that_may_not_be_looked_at_is_one_line(tmp_path, capfd, monkeypatch):
+    """Modes do not hold back root, so the system's answer is played."""
+    closed, looked = tmp_path / "closed", Path.stat
+
+    def stat(path, **options):
+        if path.is_relative_to(closed):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return looked(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    config = runs.make_config_file(tmp_path)
+    for words in (
+        ["train", config, f"machine={closed}/mine.yaml"],
+        ["train", config, "machine=laptop", f"tokenizer={closed}/tokenizer"],
+        ["train", config, "--nproc", "4", f"tokenizer={closed}/tokenizer"],
+        ["train", config, "machine=laptop", f"checkpoint.resume={closed}/step-00000001"],
+        ["evaluate", closed / "run"],
+        ["prepare", closed / "text", "--tokenizer", "bytes", "--out", tmp_path / "x"],
+        ["tokenizer", config, "--vocab-size", "300", "--out", closed / "tokenizer"],
+    ):
+        assert main([str(word) for word in words]) == 2, words
+        err = capfd.readouterr().err
+        assert "Permission denied" in err, words
+        assert err.count("\n") == 1, words
 
 
 @pytest.mark.parametrize(
@@ -165,8 +206,9 @@ def numbers(line):
 @torch.no_grad()
 def whole_model_loss(life, model_loss):
     """Nats, tokens and text of the same validation samples, by another road."""
+    from megafrontier.checkpoint.folder import newest
     from megafrontier.training.batches import open_part
-    from megafrontier.training.standalone import newest, saved_config
+    from megafrontier.training.standalone import saved_config
 
     config = saved_config(newest(life / "run"))
     samples = open_part(config, "valid")
@@ -175,10 +217,12 @@ def whole_model_loss(life, model_loss):
 
 
 def test_evaluate_tells_the_loss_perplexity_and_bits_per_byte_of_one_whole_model(life, capfd):
+    from megafrontier.checkpoint.folder import newest
     from megafrontier.data.tokenizer import load_tokenizer
-    from megafrontier.training.standalone import load_model, newest
+    from megafrontier.training.standalone import load_model, saved_config
 
-    _, model = load_model(newest(life / "run"), torch.device("cpu"))
+    path = newest(life / "run")
+    model = load_model(path, saved_config(path), torch.device("cpu"))
     model.eval()
 
     def model_loss(batch):
@@ -290,6 +334,47 @@ def test_generated_text_keeps_its_space_behind_the_prompt(life, capfd, monkeypat
     assert text.rstrip("\n") == "Der Fluß ist breit"
 
 
+def test_a_prompt_that_is_no_text_is_refused_in_one_line(life, capfd):
+    """The shell's bytes, as Python hands them on."""
+    assert main(["generate", str(life / "run"), "--prompt", "Fl\udcfc"]) == 2
+    assert capfd.readouterr().err == "megafrontier: --prompt: not valid UTF-8\n"
+
+
+def test_generate_keeps_to_the_processors_where_the_machine_says_so(life, capfd, monkeypatch):
+    """As train and evaluate do, whatever else there is."""
+    from megafrontier.training import standalone
+
+    load_model, saved_config = standalone.load_model, standalone.saved_config
+    devices = []
+
+    def load(path, config, device):
+        devices.append(device.type)
+        return load_model(path, config, torch.device("cpu"))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(standalone, "load_model", load)
+    for override in ("machine.device.name=any", "machine.device.name=cpu"):
+        monkeypatch.setattr(
+            standalone, "saved_config", lambda path, o=override: saved_config(path, [o])
+        )
+        run_command(capfd, "generate", life / "run", "--prompt", "D", "--max-new-tokens", 1)
+    assert devices == ["cuda", "cpu"]
+
+
+def test_a_trace_has_a_row_a_level_and_costs_no_run_its_end(life, capfd, tmp_path):
+    words = ["train", life / "config.yaml", "--nproc", 4, "model.vocab_size=300", "train.steps=2"]
+    run_command(capfd, *words, "--trace", f"run.directory={tmp_path}/run")
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    rows = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    assert rows == ["waiting", "pair", "node", "world"]
+    assert {event["name"].split()[0] for event in events if event["ph"] == "X"} >= {
+        "gather", "reduce", "finish", "publish"
+    }  # fmt: skip
+    (tmp_path / "other" / "trace.json").mkdir(parents=True)
+    shown = run_command(capfd, *words, "--trace", f"run.directory={tmp_path}/other")
+    assert f"warning: {tmp_path}/other/trace.json is not written: Is a directory" in shown
+
+
 def test_generated_tokens_are_the_tokenizers(life, capfd, monkeypatch):
     from megafrontier.training import standalone
 
@@ -354,13 +439,14 @@ def test_what_is_exported_gives_transformers_the_same_loss_and_comes_back_to_tra
 
 
 def test_a_model_in_bf16_as_on_a_gpu_gives_the_logits_of_fp32(life, monkeypatch):
+    from megafrontier.checkpoint.folder import newest
     from megafrontier.training import standalone
-    from megafrontier.training.standalone import load_model, newest
+    from megafrontier.training.standalone import load_model, saved_config
 
     path, cpu = newest(life / "run"), torch.device("cpu")
-    tokens = torch.arange(16).view(1, -1)
-    exact = load_model(path, cpu)[1](tokens)
+    config, tokens = saved_config(path), torch.arange(16).view(1, -1)
+    exact = load_model(path, config, cpu)(tokens)
     monkeypatch.setattr(standalone, "_dtype_on", lambda device: torch.bfloat16)
-    found = load_model(path, cpu)[1](tokens)
+    found = load_model(path, config, cpu)(tokens)
     assert found.dtype is torch.bfloat16
     torch.testing.assert_close(found.float(), exact, rtol=0.05, atol=0.05)

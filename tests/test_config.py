@@ -367,6 +367,13 @@ def test_an_override_changes_one_value_of_a_named_machine(write):
     assert dataclasses.asdict(machine) == dataclasses.asdict(expected)
 
 
+def test_an_override_changes_one_value_of_the_machine_that_no_file_names(write):
+    config = load_config(write("a.yaml", "run: {name: x}"), ["machine.device.name=cpu"])
+    expected = load_machine("laptop")
+    expected.device.name = "cpu"
+    assert dataclasses.asdict(load_machine(config.machine)) == dataclasses.asdict(expected)
+
+
 @pytest.mark.parametrize(
     ("machine", "expected"),
     [

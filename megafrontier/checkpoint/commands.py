@@ -6,28 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from megafrontier.checkpoint.errors import CheckpointUnreadable
-from megafrontier.checkpoint.folder import candidates, step_of
-from megafrontier.checkpoint.manifest import DTYPE_NAMES, FILE_NAME, Manifest
+from megafrontier.checkpoint.folder import find, newest, step_of
+from megafrontier.checkpoint.manifest import DTYPE_NAMES, Manifest
 from megafrontier.checkpoint.read import open_checkpoint, read_manifest
 from megafrontier.checkpoint.verify import VerifyReport, verify
 from megafrontier.errors import UserError
-
-
-def find(path: Path) -> list[Path]:
-    """The checkpoints, oldest first, that a run directory, a checkpoints folder or the path of
-    one checkpoint stands for. Raises UserError when there is none."""
-    try:
-        if not path.is_dir():
-            fits = "need a run, its checkpoints or one checkpoint"
-            raise UserError(f"{path}: no such folder, {fits}")
-        if step_of(path) is not None or (path / FILE_NAME).is_file():
-            return [path]
-        found = list(candidates(path / "checkpoints")) or list(candidates(path))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}, need a folder to read") from error
-    if not found:
-        raise UserError(f"{path}: no checkpoints, need a folder with step-00000100 or the like")
-    return found[::-1]
 
 
 def list_command(path: Path, as_json: bool) -> int:
@@ -57,7 +40,7 @@ def _row(path: Path) -> dict[str, Any]:
 
 def show_command(path: Path, as_json: bool) -> int:
     """Print what one checkpoint holds (of several, the newest). Returns 0."""
-    chosen = find(path)[-1]
+    chosen = newest(path)
     facts = _facts(chosen, open_checkpoint(chosen).manifest)
     if as_json:
         print(json.dumps(facts, indent=2))

@@ -14,10 +14,12 @@ class CheckpointUnreadable(StorageFailed):
 
 
 def not_read(path: Path, error: OSError) -> Ending:
-    """Why a checkpoint's file could not be read: its own fault, or the storage's."""
+    """Why a checkpoint's file could not be read: its own fault, the user's, or the storage's."""
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         return CheckpointCorrupt(f"{path}: missing: {error.strerror}")
-    return CheckpointUnreadable(f"{path}: cannot read: {error.strerror}")
+    problem = f"{path}: cannot read: {error.strerror}"
+    is_input = isinstance(error, PermissionError)  # another start would not be let in either
+    return UserError(problem) if is_input else CheckpointUnreadable(problem)
 
 
 class CheckpointWriteError(UserError):

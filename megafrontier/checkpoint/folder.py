@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megafrontier.checkpoint.manifest import FILE_NAME
+from megafrontier.errors import UserError, of_os_error
 
 _NAME = re.compile(r"step-(\d{8,})")
 _HIDDEN = re.compile(r"\.step-\d{8,}\.(partial|removed)")
@@ -47,6 +48,28 @@ def list_checkpoints(root: Path) -> list[Path]:
     """The published checkpoints, oldest step first: those whose manifest is there. Whether every
     byte is right, `verify` says."""
     return [path for path in candidates(root) if (path / FILE_NAME).is_file()][::-1]
+
+
+def find(path: Path) -> list[Path]:
+    """The checkpoints, oldest first, that a run directory, a checkpoints folder or the path of
+    one checkpoint stands for. Raises UserError when there is none."""
+    try:
+        if not path.is_dir():
+            fits = "need a run, its checkpoints or one checkpoint"
+            raise UserError(f"{path}: no such folder, {fits}")
+        if step_of(path) is not None or (path / FILE_NAME).is_file():
+            return [path]
+        found = list(candidates(path / "checkpoints")) or list(candidates(path))
+    except OSError as error:
+        raise of_os_error(error, f"{path}: {error.strerror}, need a folder to read") from error
+    if not found:
+        raise UserError(f"{path}: no checkpoints, need a folder with step-00000100 or the like")
+    return found[::-1]
+
+
+def newest(path: Path) -> Path:
+    """The one that `find` gives last. Raises UserError when there is none."""
+    return find(path)[-1]
 
 
 def prune(root: Path, keep: int, keep_every: int) -> list[Path]:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from megafrontier.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable
+from megafrontier.checkpoint.errors import CheckpointUnreadable
 from megafrontier.checkpoint.manifest import Attached, Manifest, piece_file
 from megafrontier.checkpoint.piece import PieceFile, Stored
 from megafrontier.checkpoint.read import read_manifest
 from megafrontier.checkpoint.seal import crc32_hex
 from megafrontier.errors import UserError
 
-UNSOUND = (CheckpointCorrupt, CheckpointUnreadable)
+UNSOUND = (UserError, CheckpointUnreadable)
 Covered = list[tuple[tuple[str, str], int, int]]
 """(state, parameter), start and stop of slices that are sound."""
 
@@ -48,7 +48,7 @@ def verify(path: Path) -> VerifyReport:
         raise UserError(f"{path}: no such folder, need a checkpoint")
     try:
         manifest = read_manifest(path)
-    except (UserError, CheckpointUnreadable) as error:
+    except UNSOUND as error:
         return VerifyReport(path, (str(error),), 1, 0, time.monotonic() - started)
     problems = [p for file in manifest.files if (p := _attached_problem(path, file)) is not None]
     covered: Covered = []

@@ -101,6 +101,7 @@ def _check_ranges(config: Config) -> None:
         "evaluate.batches": config.evaluate.batches,
         "preflight.slow_link": config.preflight.slow_link,
         "log.stragglers_every": config.log.stragglers_every,
+        "train.gc_every": config.train.gc_every,
     }
     for key, value in not_negative.items():
         _need(value >= 0, key, value, "need at least 0")

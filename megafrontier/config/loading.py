@@ -148,6 +148,8 @@ def _apply_override(values: DictConfig, override: str) -> None:
     if not equals or not key:
         raise UserError(f"override {override!r}: expected key=value, as in train.steps=100")
     if key.startswith("machine."):
+        if _select(values, "machine") is None:
+            values["machine"] = Config().machine
         _spell_out_machine(values)
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)

@@ -96,6 +96,8 @@ def share(sources: Sequence[Source], part: int, parts: int) -> Sequence[Source]:
 
 def _find(name: str, split: str) -> list[Source]:
     path = Path(name)
+    if not name:  # Path("") is the current folder
+        raise UserError("input '': empty, need a file, a folder or a pattern")
     if path.is_dir():
         try:
             return _find_folder(path, split)

@@ -94,7 +94,7 @@ def train_tokenizer(
     """
     if vocab_size < _SMALLEST_VOCABULARY:
         raise UserError(f"--vocab-size: {vocab_size}, need at least {_SMALLEST_VOCABULARY}")
-    if max_megabytes <= 0:
+    if not max_megabytes > 0:  # nan either
         raise UserError(f"--max-megabytes: {max_megabytes}, need more than 0")
     sample = Sample(inputs, max_megabytes, key, skip_bad)
     out = Path(out)

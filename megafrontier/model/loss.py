@@ -115,7 +115,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         by_weight = None
         if ctx.needs_input_grad[1]:
             by_weight = (weight_grad * factor).to(ctx.weight_dtype)
-        return (hidden_grad * factor).to(hidden_grad.dtype), by_weight, *[None] * 5
+        # On a device a factor in fp16 would be 0 below 2^-24 and infinite from 2^16.
+        by_hidden = (hidden_grad.float() if factor.is_cuda else hidden_grad) * factor
+        return by_hidden.to(hidden_grad.dtype), by_weight, *[None] * 5
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:

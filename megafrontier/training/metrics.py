@@ -1,5 +1,6 @@
 """One step's metrics in the form of a metrics.jsonl line."""
 
+import math
 from typing import Any
 
 from megafrontier.model.flops import flops_per_token
@@ -15,7 +16,7 @@ def step_metrics(trainer: Trainer, result: StepResult) -> dict[str, Any]:
     peak = trainer.arrangement.machine.device.peak_tflops
     values: dict[str, Any] = {
         "step": result.step,
-        "loss": None if result.skipped and not result.spiked else result.loss,
+        "loss": result.loss if math.isfinite(result.loss) else None,
         "grad_norm": result.grad_norm,
         "lr": result.lr,
         "tokens": result.total_tokens,

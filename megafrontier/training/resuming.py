@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-from megafrontier.checkpoint.folder import list_checkpoints, set_later_aside
+from megafrontier.checkpoint.crowd import from_rank_0
+from megafrontier.checkpoint.folder import candidates, list_checkpoints, newest, set_later_aside
 from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.checkpoint.read import Checkpoint, read_manifest
 from megafrontier.checkpoint.resume import load_checkpoint, open_newest
+from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.config import Config, ModelConfig, config_to_dict
 from megafrontier.data.loader import data_step
 from megafrontier.errors import UserError
@@ -36,11 +38,14 @@ ORDER_KEYS = (
 def check_resume(config: Config) -> None:
     """Raises UserError where `checkpoint.resume` names a checkpoint that is needed and not sound at
     first sight."""
-    path, own = named_checkpoint(config), list_checkpoints(checkpoint_root(config))
-    if path is None or (own and (not leads_back(config) or is_begun(config))):
+    path = named_checkpoint(config)
+    if path is None:
+        return
+    own = list_checkpoints(checkpoint_root(config))
+    if own and (not leads_back(config) or is_begun(config)):
         return
     try:
-        read_manifest(path)
+        read_manifest(newest(path))
     except UserError as error:
         raise UserError(
             f"checkpoint.resume: {error}; need auto, never or the path of a checkpoint"
@@ -48,7 +53,8 @@ def check_resume(config: Config) -> None:
 
 
 def named_checkpoint(config: Config) -> Path | None:
-    """The path in `checkpoint.resume`, None for auto and never."""
+    """The path in `checkpoint.resume`, of a checkpoint or of a folder or run whose newest is meant;
+    None for auto and never."""
     wanted = config.checkpoint.resume
     return None if wanted in ("auto", "never") else Path(wanted)
 
@@ -96,7 +102,7 @@ def resume(trainer: Trainer, logbook: Logbook) -> None:
         logbook.remark(f"checkpoint.resume: {path}: not used, the run has checkpoints of its own")
     is_start = found is None and not is_back
     if found is None and path is not None:
-        found = load_checkpoint(path, load, trainer.hierarchy)
+        found = load_checkpoint(_one(path, trainer.hierarchy), load, trainer.hierarchy)
     if found is None:
         return
     trainer.engine.restore("published" in restored(trainer, found.manifest))
@@ -109,6 +115,19 @@ def resume(trainer: Trainer, logbook: Logbook) -> None:
     if is_back:
         trainer.hierarchy.together(partial(_give_up_later, trainer, root))
         _note_begun(trainer)
+
+
+def _one(path: Path, hierarchy: Hierarchy) -> Path:
+    """The checkpoint that a path stands for, by rank 0's word: another run may be writing there."""
+    name = ""
+
+    def look() -> None:
+        nonlocal name
+        if hierarchy.rank == 0:
+            name = str(newest(path))
+
+    hierarchy.together(look)
+    return Path(from_rank_0(hierarchy, name))
 
 
 def _say_done(trainer: Trainer, path: Path, is_start: bool, logbook: Logbook) -> None:
@@ -126,7 +145,7 @@ def _note_begun(trainer: Trainer) -> None:
 
 
 def _refuse_old_checkpoints(trainer: Trainer, root: Path) -> None:
-    old = next(root.glob("step-*"), None) if trainer.is_first and root.is_dir() else None
+    old = next(candidates(root), None) if trainer.is_first else None
     problem = trainer.hierarchy.first_error(None if old is None else str(old))
     if problem is not None:
         raise UserError(

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from megafrontier.checkpoint.commands import find
 from megafrontier.checkpoint.crowd import Alone
-from megafrontier.checkpoint.folder import candidates
+from megafrontier.checkpoint.folder import candidates, newest, step_of
 from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.checkpoint.read import Checkpoint, open_checkpoint, read_manifest
 from megafrontier.checkpoint.resume import load_checkpoint
@@ -42,13 +41,8 @@ from megafrontier.training.resuming import fill_shards
 from megafrontier.training.saving import attach_tokenizer
 from megafrontier.training.trainer import build_model, open_loader
 
-
-def newest(path: Path) -> Path:
-    """The checkpoint that a path stands for; of a run or a checkpoints folder the newest.
-
-    Raises UserError when there is none.
-    """
-    return find(path)[-1]
+IMPORTED_SLICE = 2**20
+"""Elements; a quarter of other checkpoints', for its readers all want little of one large piece."""
 
 
 def saved_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -81,10 +75,9 @@ class Weights(Mapping[str, torch.Tensor]):
         return len(self._checkpoint.shapes)
 
 
-def load_model(path: Path, device: torch.device) -> tuple[Config, GPT]:
+def load_model(path: Path, config: Config, device: torch.device) -> GPT:
     """A whole model on one device: fp32 on a CPU, bf16 on a GPU, which would not hold the largest
     otherwise. Raises UserError when the checkpoint is not whole."""
-    config = saved_config(path)
     with torch.device("meta"):
         model = GPT(config.model).to(_dtype_on(device))
     model.to_empty(device=device)
@@ -92,7 +85,7 @@ def load_model(path: Path, device: torch.device) -> tuple[Config, GPT]:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
-    return config, model
+    return model
 
 
 def _dtype_on(device: torch.device) -> torch.dtype:
@@ -109,8 +102,14 @@ def generate_command(
 
     `sampling` as in `model.generate.generate`. Raises UserError for a bad checkpoint or value.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config, model = load_model(newest(path), device)
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # the shell's bytes, as Python hands them on
+        raise UserError("--prompt: not valid UTF-8") from error
+    checkpoint = newest(path)
+    config = saved_config(checkpoint)
+    is_on_cpu = _device_name(config) == "cpu" or not torch.cuda.is_available()
+    model = load_model(checkpoint, config, torch.device("cpu" if is_on_cpu else "cuda"))
     tokenizer = load_tokenizer(config.tokenizer)
     # An empty prompt starts where a document starts.
     tokens = tokenizer.encode(prompt) or [tokenizer.eod]
@@ -136,6 +135,8 @@ def import_command(folder: Path, out: Path) -> Path:
     `out` is the checkpoints folder to write it into. Raises UserError for what GPT does not do, and
     when there are checkpoints in `out` already.
     """
+    if step_of(out) is not None:
+        raise UserError(f"--out {out}: a checkpoint's name; need the folder to put it in")
     if any(candidates(out)):
         raise UserError(f"{out}: holds checkpoints; need another --out")
     model, tensors = import_model(folder)
@@ -144,7 +145,9 @@ def import_command(folder: Path, out: Path) -> Path:
     flat = torch.zeros(layout.numel)
     for entry in layout.entries:
         flat[entry.offset : entry.offset + entry.numel] = tensors[entry.name].reshape(-1)
-    manifest = Manifest(0, 0, [layout], 1, {"weight": flat.dtype}, config_to_dict(config))
+    states = {"weight": flat.dtype}
+    saved = config_to_dict(config)
+    manifest = Manifest(0, 0, [layout], 1, states, saved, slice_elements=IMPORTED_SLICE)
     return save(
         out, manifest, {"weight": [flat]}, 0, True, Alone(), partial(attach_tokenizer, str(folder))
     )

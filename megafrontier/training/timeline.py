@@ -4,18 +4,29 @@ from pathlib import Path
 
 from megafrontier.partition.trace import Trace
 from megafrontier.training.callback import Callback
+from megafrontier.training.logbook import Logbook
 from megafrontier.training.trainer import Trainer
 
 
 class Timeline(Callback):
     """Hangs a trace on the ledger of a run that asks for one, and writes it to trace.json."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, logbook: Logbook) -> None:
+        self._logbook = logbook
         self._trace: Trace | None = None
         if trainer.config.log.trace and trainer.is_first:
             ledger = trainer.engine.ledger
             self._trace = ledger.trace = Trace(ledger.names)
 
     def at_end(self, trainer: Trainer) -> None:
-        if self._trace is not None:
-            self._trace.write(Path(trainer.config.run.directory) / "trace.json")
+        if not trainer.config.log.trace:
+            return
+        trainer.engine.finish_publishing()  # by all ranks: the last step's ends with it
+        if self._trace is None:
+            return
+        trainer.engine.ledger.take(wait=True)  # what a device has still to tell
+        path = Path(trainer.config.run.directory) / "trace.json"
+        try:
+            self._trace.write(path)
+        except OSError as error:  # after the run has been saved
+            self._logbook.remark(f"warning: {path} is not written: {error.strerror}")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from megafrontier.partition.codec import INT4, INT8, BlockCodec
+from megafrontier.partition.codec import INT4, INT8, BlockCodec, missing_kernels
 
 BAR = 0.70
 """Of the copy bandwidth, at the largest size."""
@@ -145,7 +145,7 @@ def main() -> int:
     machine = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
     check_against_reference(device)
     copy = copy_bandwidth(device)
-    uses_kernels = "megafrontier.partition.codec_triton" in sys.modules
+    uses_kernels = on_gpu and missing_kernels("cuda") is None
     implementation = "Triton kernels" if uses_kernels else "plain-torch reference"
     print(f"{machine}: {implementation}; copy {copy / 1e9:.1f} GB/s read and written")
     table = measure(device, arguments.rows, sizes, copy)

@@ -66,6 +66,15 @@ def test_steps_that_look_for_a_loss_scale_do_not_stop_the_run(config_file):
     assert 10 < len(skipped) < 40
 
 
+def test_a_finite_loss_is_told_though_its_gradient_is_not(config_file):
+    """As in every step of fp16 that only lowers the loss scale."""
+    chosen = ("train.precision=fp16", f"train.loss_scale={2.0**24}", "train.steps=6")
+    lines = runs.run(config_file, 1, *STEPS, "machine=laptop", *chosen)
+    skipped = [line for line in lines if line.get("skipped")]
+    assert skipped
+    assert all(0 < line["loss"] < 10 for line in skipped)
+
+
 def test_a_skipped_step_leaves_nothing_unsaid_for_the_next(config_file):
     """A spike's rounding error, fed back, would be larger than the next gradient."""
 

@@ -239,6 +239,14 @@ def test_resume_never_refuses_a_directory_that_holds_another_runs_checkpoints(
     assert checkpoint_root_exists(tmp_path)
 
 
+def test_what_was_set_aside_is_no_runs_checkpoint(config_file, tmp_path):
+    runs.run(config_file, 1, "machine=laptop", "train.steps=2")
+    old = tmp_path / "run" / "checkpoints" / "step-00000002"
+    old.rename(old.with_name("step-00000002.superseded"))
+    anew = runs.run(config_file, 1, "machine=laptop", "train.steps=2", "checkpoint.resume=never")
+    assert [line["step"] for line in anew if "loss" in line] == [1, 2]
+
+
 def log_of(directory):
     return (directory / "log.txt").read_text()
 
@@ -251,6 +259,14 @@ def imported(config_file, tmp_path):
     """A checkpoint of another run, from which this one is to begin."""
     runs.run(config_file, 1, *ONE, "train.stop_at=2", f"run.directory={tmp_path}/other")
     return f"checkpoint.resume={tmp_path}/other/checkpoints/step-00000002"
+
+
+@pytest.mark.parametrize("folder", ["other", "other/checkpoints"])
+def test_a_folder_of_checkpoints_stands_for_its_newest(config_file, tmp_path, imported, folder):
+    expected = runs.run(config_file, 4, imported, f"run.directory={tmp_path}/expected")
+    found = runs.run(config_file, 4, f"checkpoint.resume={tmp_path}/{folder}")
+    assert runs.losses(found) == runs.losses(expected)
+    assert found[0]["step"] == 3
 
 
 def test_a_run_begins_at_a_named_checkpoint_and_goes_on_from_its_own(
