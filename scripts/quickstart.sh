@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From raw text to a trained, resumed, exported model on any machine with Python 3.11 and no GPU.
+# From raw text to a trained, resumed, exported model on any Linux with Python 3.11 and no GPU.
 # The text is the installed Python's own standard library, its documentation files included.
 # STEPS shortens the training: STEPS=20 bash scripts/quickstart.sh
 set -euo pipefail

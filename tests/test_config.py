@@ -342,6 +342,8 @@ def test_a_saved_config_with_a_foreign_key_names_its_file():
         ("frontier", {"pair": 2, "node": 4, "world": None}),
         ("lumi", {"pair": 2, "node": 4, "world": None}),
         ("nvlink8", {"node": 8}),
+        ("nvlink8-cluster", {"node": 8, "world": None}),
+        ("workstations", {"node": 2, "world": None}),
         ("laptop", {"world": None}),
     ],
 )

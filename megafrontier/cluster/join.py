@@ -1,9 +1,12 @@
 """How ranks meet, connect to each other, and leave."""
 
+import atexit
 import resource
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from math import prod
 from typing import NoReturn
 
@@ -72,6 +75,14 @@ def join(
             give_up(device)
         raise
     dist.destroy_process_group()
+    _let_gloo_end()
+
+
+@cache
+def _let_gloo_end() -> None:
+    """An interpreter that ends right after a collective would abort: gloo's threads let go of its
+    tensors a moment later, and need the interpreter for that."""
+    atexit.register(time.sleep, 0.1)
 
 
 def _connect(roll: RollCall, levels: Levels, device: torch.device, timeout: timedelta) -> Hierarchy:

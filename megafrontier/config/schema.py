@@ -116,7 +116,8 @@ class TrainConfig:
     loss_chunk_tokens: int = 1024
     """Tokens whose logits exist at one time in the loss."""
     nonfinite_limit: int = 10
-    """Stop after this many steps in a row with a non-finite loss or gradient (each is skipped)."""
+    """Stop after this many steps in a row with a non-finite loss or gradient (each is skipped);
+    those of fp16 that only lower the loss scale do not count."""
     spike_loss: float = 0.0
     """Skip a step whose loss is beyond so many times the median of the last `spike_window` steps;
     0: never."""
@@ -125,7 +126,7 @@ class TrainConfig:
     spike_window: int = 128
     """Steps whose median tells a spike; none is seen before there have been as many."""
     hang_seconds: float = 600.0
-    """End the run, with every thread's stack in RUN/hang, when no step, save or batch of an
+    """End the run, with every thread's stack in RUN/hang, when no micro-batch, save or batch of an
     evaluation has finished for so long (start-up and first step: three times as long); 0: never.
     All ranks have to come within as long as for start-up, 10 minutes at the most."""
     attempts: int = 5
@@ -177,9 +178,9 @@ class ScheduleConfig:
 class WiresConfig:
     preset: Literal["exact", "zero++", "low"] = "exact"
     """exact: the precision everywhere. zero++: weights int8 between nodes, gradients int4 there and
-    over the node. low: exact inside the first level; beyond it 4-bit changes of weights, and
-    gradients rotated, int8 in the node and int4 between nodes; the last level counts as between
-    nodes. `wires: low` is short for `wires: {preset: low}`."""
+    over the node. low: exact inside the first level; beyond it 4-bit changes of weights (int8 where
+    a placement gathers them in every micro-batch), and gradients rotated, int8 in the node and int4
+    between nodes; the last level counts as between nodes. `wires: low` is short for `wires: {preset: low}`."""
     # str and not WireFormat: OmegaConf refuses every value of a dict of literals; `check` looks.
     gather: dict[str, str] = field(default_factory=dict)
     """Format of weights on the wire of each level, over the preset's, `{LEVEL: FORMAT}`: fp32,
@@ -212,7 +213,8 @@ class PartitionConfig:
     """Collectives under computation. none: never. safe: one in flight at a time, for machines on
     which several communicators at once hang (MI250X, ROCm/rccl#2191). full: levels side by side."""
     prefetch: int = 1
-    """Units gathered ahead of the one that runs, and full gradients waiting to be reduced."""
+    """Units gathered ahead of the one that runs, and full gradients waiting to be reduced (none with
+    `overlap: none`)."""
     check_order: bool = False
     """Before each collective the ranks compare what they are about to do, and stop with the first
     rank and unit that differ. Slow; for finding the cause of a hang."""
@@ -228,8 +230,9 @@ class CheckpointConfig:
     """Checkpoints of every such step are kept for good; 0: none."""
     resume: str = "auto"
     """auto: the run's newest whole checkpoint, if any. never: begin new, refused where the run has
-    checkpoints. Or the path of a checkpoint at which the run begins; once it has some of its own it
-    goes on from them, unless the path is one of these."""
+    checkpoints. Or the path of a checkpoint at which the run begins (of a run or a folder of them
+    the newest); once it has some of its own it goes on from them, unless the path is one of
+    these."""
 
 
 @dataclass
@@ -263,7 +266,7 @@ class LevelConfig:
     size: int | None = None
     """Units of the level below joined by this level; the outermost level may leave it open."""
     gigabytes_per_second: float | None = None
-    """Bandwidth of one rank over this level, one direction."""
+    """Bandwidth of one rank over this level, one direction: what the pre-flight measures by."""
 
 
 @dataclass
@@ -272,7 +275,8 @@ class DeviceConfig:
     """any: an accelerator where there is one. cpu: the processors, whatever else there is. Or an
     accelerator's name: then a launcher's ranks must find one."""
     memory_gib: float | None = None
-    """Memory of one device."""
+    """Memory of one device: less, free, fails its host in the pre-flight, and a state that is more
+    is refused."""
     peak_tflops: float | None = None
     """Dense peak of one device in the training precision, for MFU; unknown: no MFU."""
     ranks_per_host: int | None = None

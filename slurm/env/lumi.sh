@@ -18,6 +18,9 @@ node_disk=/tmp/${USER:-$(id -un)} # in memory, the job's own
 
 enter() {
     module load CrayEnv PrgEnv-gnu craype-accel-amd-gfx90a rocm
+    # Yours to add: aws-ofi-rccl, which LUMI has its users install. RCCL would go over sockets
+    # without it, several times slower; asked for by name, it says so and ends instead.
+    export NCCL_NET="AWS Libfabric"
     MASTER_ADDR=$(hostname -i | cut -d ' ' -f 1)
     export MASTER_ADDR MASTER_PORT=3442
     export GLOO_SOCKET_IFNAME=hsn0 NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3

@@ -1,0 +1,24 @@
+"""The example of an own nn.Module does what it says."""
+
+import re
+from pathlib import Path
+
+import own_module
+import pytest
+
+from megafrontier.cluster.local import fork_ranks
+
+
+def test_an_own_module_learns_and_goes_on_with_another_number_of_ranks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(ranks: int, steps: int) -> dict[int, float]:
+        monkeypatch.setattr(own_module, "STEPS", steps)
+        assert fork_ranks(ranks, lambda: own_module.main(tmp_path, "laptop") or 0) == 0
+        found = re.findall(r"step (\d+)/\d+  loss ([\d.]+)", capfd.readouterr().out)
+        return {int(step): float(loss) for step, loss in found}
+
+    first, second = train(4, 40), train(2, 60)
+    assert list(first) == [10, 20, 30, 40]
+    assert list(second) == [50, 60]
+    assert second[50] < 0.7 * first[10]
