@@ -37,8 +37,8 @@ megafrontier train configs/quickstart.yaml --nproc 8 train.steps=200 optimizer.l
 - **Overrides.** `key=value` on the command line wins over every file; the value is YAML, so
   `data.skip=[[100,120]]` and `model.kv_heads=null` work (quote them for the shell). Items of a
   list are reached by index: `data.train[0].weight=2`. A mapping is merged into the file's section,
-  and null takes a value back: `partition={strategy: null, weights: pair, gradients: node, optimizer:
-  world}` over a file that names a strategy.
+  and null takes a value back: `partition={strategy: null, weights: pair, gradients: node,
+  optimizer: world}` over a file that names a strategy.
 - **References.** `${run.name}` stands for another key's value, `${oc.env:SCRATCH}` for an
   environment variable.
 - **Machines.** `machine` is a name from `configs/machines/` (in the current directory, then among

@@ -60,8 +60,8 @@ def _parts(manifest: Manifest, piece: int) -> Iterator[tuple[int, str, int, int,
     for index, unit in enumerate(manifest.units):
         length = unit.numel // manifest.pieces
         begin = piece * length
-        for entry, first, last in unit.within(begin, begin + length):
-            yield index, entry.name, first, last, entry.offset + first - begin
+        for entry, first, last, at in unit.within(begin, begin + length):
+            yield index, entry.name, first, last, at
 
 
 def encode_header(

@@ -202,12 +202,10 @@ def _shape_text(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else f"shape {list(shape)}"
 
 
-def _parts(unit: Layout, piece: int, pieces: int) -> Iterator[tuple[Entry, int, int, int]]:
+def _parts(unit: Layout, piece: int, pieces: int) -> list[tuple[Entry, int, int, int]]:
     """The parts of parameters in a piece, and where each starts in the shard."""
     length = unit.numel // pieces
-    begin = piece * length
-    for entry, first, last in unit.within(begin, begin + length):
-        yield entry, first, last, entry.offset + first - begin
+    return unit.within(piece * length, (piece + 1) * length)
 
 
 def _copy_slices(file: PieceFile, want: _Want) -> None:

@@ -1,6 +1,6 @@
 """One process's view of the machine: its coordinates and a process group for each level."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Protocol
@@ -78,6 +78,15 @@ class Hierarchy:
     def is_first_replica(self, depth: int) -> bool:
         """Whether this rank is the first of those that hold the same piece at `depth`."""
         return all(coordinate == 0 for coordinate in self.coordinates[depth:])
+
+    def to_replicas(self, tensors: Iterable[torch.Tensor], depth: int) -> None:
+        """Give all that hold the same piece at `depth` the first replica's tensors, in place: the
+        outermost level first, so that a source has them when its level's turn comes."""
+        for tensor in tensors:
+            for level in reversed(range(depth, len(self.levels.sizes))):
+                if (group := self.groups[level]) is not None:
+                    source = self.levels.peers(self.rank, level)[0]
+                    dist.broadcast(tensor, source, group=group)
 
     def sum(self, values: torch.Tensor, depth: int | None = None) -> torch.Tensor:
         """Sum a small float64 tensor [n] over the first `depth` levels (default: all).

@@ -180,7 +180,8 @@ class WiresConfig:
     """exact: the precision everywhere. zero++: weights int8 between nodes, gradients int4 there and
     over the node. low: exact inside the first level; beyond it 4-bit changes of weights (int8 where
     a placement gathers them in every micro-batch), and gradients rotated, int8 in the node and int4
-    between nodes; the last level counts as between nodes. `wires: low` is short for `wires: {preset: low}`."""
+    between nodes; the last level counts as between nodes. `wires: low` is short for
+    `wires: {preset: low}`."""
     # str and not WireFormat: OmegaConf refuses every value of a dict of literals; `check` looks.
     gather: dict[str, str] = field(default_factory=dict)
     """Format of weights on the wire of each level, over the preset's, `{LEVEL: FORMAT}`: fp32,
@@ -213,8 +214,8 @@ class PartitionConfig:
     """Collectives under computation. none: never. safe: one in flight at a time, for machines on
     which several communicators at once hang (MI250X, ROCm/rccl#2191). full: levels side by side."""
     prefetch: int = 1
-    """Units gathered ahead of the one that runs, and full gradients waiting to be reduced (none with
-    `overlap: none`)."""
+    """Units gathered ahead of the one that runs, and full gradients waiting to be reduced; none
+    with `overlap: none`."""
     check_order: bool = False
     """Before each collective the ranks compare what they are about to do, and stop with the first
     rank and unit that differ. Slow; for finding the cause of a hang."""

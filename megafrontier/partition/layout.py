@@ -44,17 +44,18 @@ class Layout:
         multiple = pieces * SHARD_ALIGNMENT
         return cls(name, tuple(entries), -(-offset // multiple) * multiple)
 
-    def within(self, start: int, stop: int) -> list[tuple[Entry, int, int]]:
+    def within(self, start: int, stop: int) -> list[tuple[Entry, int, int, int]]:
         """The parts of parameters inside [start, stop) of the buffer.
 
-        Each is (entry, first, last): elements [first, last) of that parameter, row-major.
+        Each is (entry, first, last, at): elements [first, last) of that parameter, row-major, and
+        where they begin, counted from `start`.
         """
         parts = []
         for entry in self.entries:
             first = max(start, entry.offset)
             last = min(stop, entry.offset + entry.numel)
             if first < last:
-                parts.append((entry, first - entry.offset, last - entry.offset))
+                parts.append((entry, first - entry.offset, last - entry.offset, first - start))
         return parts
 
 

@@ -135,8 +135,7 @@ class Unit:
     def initialise(self, initial: InitialSlice) -> None:
         """Fill the master shard; padding stays zero."""
         start, stop = self.range
-        for entry, first, last in self.layout.within(start, stop):
-            at = entry.offset + first - start
+        for entry, first, last, at in self.layout.within(start, stop):
             self.master[at : at + last - first] = initial(entry.name, entry.shape, first, last)
 
     # Weights

@@ -54,17 +54,19 @@ def train(config: Config, nproc: int | None) -> int:
         config,
         lambda: _train_rank(config),
         nproc,
-        partial(_check, config, nproc is None),
+        partial(_check, config, identify(os.environ) if nproc is None else None),
         partial(bad_nodes.of_refused, directory=Path(config.run.directory)),
     )
 
 
-def _check(config: Config, is_a_rank: bool, ranks: int) -> None:
-    if is_a_rank:  # a parent may not touch the devices of those it forks
-        check_present(load_machine(config.machine).device, identify(os.environ))
+def _check(config: Config, identity: Identity | None, ranks: int) -> None:
+    """As one of a launcher's ranks, or without `identity` as the parent of local ones."""
+    if identity is not None:  # a parent may not touch the devices of those it forks
+        check_present(load_machine(config.machine).device, identity)
     check_training(config, ranks)
     check_memory(config, arrange(config, ranks))
-    check_directory(config)
+    if identity is None or identity.local_rank == 0:  # a host's; each locks the folder for it
+        check_directory(config)
     check_resume(config)
 
 

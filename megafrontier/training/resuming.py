@@ -105,7 +105,9 @@ def resume(trainer: Trainer, logbook: Logbook) -> None:
         found = load_checkpoint(_one(path, trainer.hierarchy), load, trainer.hierarchy)
     if found is None:
         return
-    trainer.engine.restore("published" in restored(trainer, found.manifest))
+    states = restored(trainer, found.manifest)
+    share_shards(trainer.engine, states)
+    trainer.engine.restore("published" in states)
     _take_up(trainer, found.manifest)
     logbook.remark(f"resumed from {found.path} at step {trainer.step}")
     if trainer.step >= trainer.last_step:
@@ -173,10 +175,6 @@ def _fill(trainer: Trainer, checkpoint: Checkpoint) -> None:
             tensor.zero_()
     states = restored(trainer, checkpoint.manifest)
     fill_shards(checkpoint, trainer.config.model, trainer.engine, states)
-    if not trainer.hierarchy.is_first_replica(trainer.engine.placement.optimizer):
-        for unit in units:
-            if unit.error is not None:
-                unit.error.zero_()  # the first replica says it
 
 
 def fill_shards(
@@ -185,10 +183,20 @@ def fill_shards(
     engine: Engine,
     states: Mapping[str, Sequence[torch.Tensor]],
 ) -> None:
-    """Load this rank's shard of each unit in these states. Raises UserError for another model."""
+    """Load this rank's shard of each unit in these states; its replicas wait for `share_shards`, or
+    hundreds of them would read the same files. Raises UserError for another model."""
     check_model(model, checkpoint)
-    piece, pieces = engine.hierarchy.piece(engine.placement.optimizer)
-    checkpoint.fill([unit.layout for unit in engine.units], states, piece, pieces)
+    depth = engine.placement.optimizer
+    if engine.hierarchy.is_first_replica(depth):
+        layouts = [unit.layout for unit in engine.units]
+        checkpoint.fill(layouts, states, *engine.hierarchy.piece(depth))
+
+
+def share_shards(engine: Engine, states: Mapping[str, Sequence[torch.Tensor]]) -> None:
+    """Give the replicas what the first one has loaded. All ranks call it."""
+    for state, tensors in states.items():
+        if state != "error":  # of which the first replica alone has to speak
+            engine.hierarchy.to_replicas(tensors, engine.placement.optimizer)
 
 
 def restored(trainer: Trainer, manifest: Manifest) -> dict[str, Sequence[torch.Tensor]]:

@@ -37,7 +37,7 @@ from megafrontier.partition.wires import DTYPES
 from megafrontier.training.arrangement import Arrangement, check_training
 from megafrontier.training.evaluation import Evaluation, describe_validation, evaluate
 from megafrontier.training.launch import joined, launch
-from megafrontier.training.resuming import fill_shards
+from megafrontier.training.resuming import fill_shards, share_shards
 from megafrontier.training.saving import attach_tokenizer
 from megafrontier.training.trainer import build_model, open_loader
 
@@ -223,6 +223,7 @@ def _evaluate(
     weights = {"weight": [unit.master for unit in engine.units]}
     load = partial(fill_shards, model=config.model, engine=engine, states=weights)
     load_checkpoint(target.checkpoint, load, hierarchy)
+    share_shards(engine, weights)
     engine.restore(has_published=False)
     loader = open_loader(config, "valid", hierarchy)
     if loader is None:

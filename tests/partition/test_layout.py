@@ -41,8 +41,8 @@ def test_the_design_documents_formula_places_frontiers_ranks():
 
 def test_parts_within_a_slice_are_exactly_its_parameters():
     layout = Layout.build("u", [("a", (3, 5)), ("b", (7,))], 1)
-    parts = [(e.name, first, last) for e, first, last in layout.within(10, 20)]
-    assert parts == [("a", 10, 15), ("b", 0, 5)]
+    parts = [(e.name, *numbers) for e, *numbers in layout.within(10, 20)]
+    assert parts == [("a", 10, 15, 0), ("b", 0, 5, 5)]
     assert layout.within(22, layout.numel) == []
 
 

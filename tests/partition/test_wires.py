@@ -385,7 +385,7 @@ def test_padding_stays_zero_though_rotations_mix_it_with_the_last_parameter():
         most = 0.0
         for unit in engine.units:
             start, stop = unit.range
-            used = sum(last - first for _, first, last in unit.layout.within(start, stop))
+            used = sum(last - first for _, first, last, _ in unit.layout.within(start, stop))
             for state in (unit.master, unit.published, unit.error):
                 most = max(most, state[used:].abs().sum().item())
         return most

@@ -206,7 +206,7 @@ def test_weight_decay_falls_on_the_configured_kinds_alone(folder, no_decay, deca
         trainer.optimizer.step(zeros, 0.1, torch.tensor(1.0), torch.tensor(0.0))
         moved = set()
         for unit, old in zip(trainer.engine.units, before, strict=True):
-            for entry, first, last in unit.layout.within(0, old.numel()):
+            for entry, first, last, _ in unit.layout.within(0, old.numel()):
                 at = slice(entry.offset + first, entry.offset + last)
                 if (unit.master[at] != old[at]).any():
                     moved.add(parameter_kind(entry.name))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megafrontier.checkpoint.manifest import FILE_NAME
-from megafrontier.checkpoint.read import open_checkpoint, read_manifest
+from megafrontier.checkpoint.read import Checkpoint, open_checkpoint, read_manifest
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.data.loader import Loader
 from megafrontier.partition import STRATEGIES
@@ -153,11 +153,39 @@ def differences(trainer, checkpoint):
     for state, tensors in shards(trainer).items():
         for unit, shard in zip(trainer.engine.units, tensors, strict=True):
             start, stop = unit.range
-            for entry, first, last in unit.layout.within(start, stop):
-                at = entry.offset + first - start
+            for entry, first, last, at in unit.layout.within(start, stop):
                 expected = checkpoint.tensor(state, entry.name).flatten()[first:last]
                 different += int((shard[at : at + last - first] != expected).sum())
     return different
+
+
+@pytest.mark.parametrize("strategy", ["mics", "ddp"])
+def test_replicas_have_their_state_from_the_first_one_and_not_from_the_files(
+    config_file, tmp_path, strategy, monkeypatch
+):
+    """Of hundreds of replicas each would read all of the same few files."""
+    chosen = (f"partition.strategy={strategy}", "train.steps=3", "train.global_batch=8")
+    runs.run(config_file, 8, *chosen)
+    path = tmp_path / "run" / "checkpoints" / "step-00000003"
+
+    def body(hierarchy):
+        read = []
+        fill = Checkpoint.fill
+        monkeypatch.setattr(Checkpoint, "fill", lambda *a: read.append(a) or fill(*a))
+        config = runs.load(
+            config_file, *chosen, "run.seed=1", f"checkpoint.resume={path}",
+            f"run.directory={tmp_path}/other", "train.steps=4",
+        )  # fmt: skip
+        trainer = build_trainer(config, arrange(config, 8), hierarchy)
+        resume(trainer, Quiet())
+        different = differences(trainer, open_checkpoint(path))
+        trainer.close()
+        return different, len(read)
+
+    found = run_ranks((2, 2, 2), body)
+    assert [different for different, _ in found] == [0] * 8
+    readers = 4 if strategy == "mics" else 1
+    assert [reads for _, reads in found] == [1] * readers + [0] * (8 - readers)
 
 
 def test_masters_are_not_overwritten_by_published_weights_where_both_are_one(config_file, tmp_path):
