@@ -3,8 +3,12 @@
 from pydoc_data.topics import topics
 
 import pytest
+import torch
 
+from megafrontier.training.arrangement import arrange
+from megafrontier.training.trainer import build_trainer
 from tests.data.corpora import write_corpus
+from tests.ranks import run_ranks
 from tests.training import runs
 
 STEPS = 60
@@ -23,11 +27,18 @@ SETTINGS = (
 
 
 @pytest.fixture(scope="module")
-def final_loss(tmp_path_factory):
-    """The validation loss after a short training on Python's own manual, by its wires."""
+def config(tmp_path_factory):
+    """Trains on Python's own manual."""
     folder = tmp_path_factory.mktemp("wires")
-    config = runs.make_config_file(folder)
+    path = runs.make_config_file(folder)
     write_corpus(folder / "corpus", [[list(topics[name].encode())] for name in sorted(topics)])
+    return path
+
+
+@pytest.fixture(scope="module")
+def final_loss(config):
+    """The validation loss after a short training, by its wires."""
+    folder = config.parent
 
     def train(name, *overrides):
         lines = runs.run(config, 8, *SETTINGS, f"run.directory={folder}/{name}", *overrides)
@@ -43,3 +54,54 @@ def test_low_bit_wires_learn_what_exact_ones_do(final_loss):
     assert exact < 3.3, "it must have learned something to lose"
     assert low != exact, "the wires must have had something to say"
     assert low == pytest.approx(exact, rel=0.005)
+
+
+REPEATS = 8
+
+
+def finished(config, hierarchy, *chosen):
+    """This rank's shards of the same batch's gradient, REPEATS times over."""
+    settings = runs.load(config, *SETTINGS, *chosen)
+    trainer = build_trainer(settings, arrange(settings, hierarchy.size), hierarchy)
+    found = []
+    for _ in range(REPEATS):
+        for batch in trainer.loader.step(0):
+            trainer.engine.backward(trainer.model(batch.tokens, batch.targets, batch.documents))
+        found.append(torch.cat(trainer.engine.finish_gradients()))
+        trainer.engine.clear_gradients()
+    trainer.close()
+    return torch.stack(found)
+
+
+def test_a_gradient_arrives_but_for_a_tenth_unscaled_and_over_time_in_full(config):
+    """A loss after so few steps would tell nothing of rotation and error feedback; this does: what
+    is missing of a gradient, as a part of its norm, how much of it itself is left (gain), and how
+    many elements are sent as zero."""
+    wires = {
+        "exact": ("partition.wires=exact",),
+        "low": ("partition.wires=low",),
+        "unrotated": ("partition.wires={preset: low, rotation: false}",),
+        "forgetful": ("partition.wires=low", "partition.error_feedback=false"),
+    }
+
+    def body(hierarchy):
+        found = {name: finished(config, hierarchy, *chosen) for name, chosen in wires.items()}
+        exact = found.pop("exact")[0]
+        return exact.square().sum(), {
+            name: ((got[0] - exact).square().sum(), (got[0] * exact).sum(),
+                   (got.mean(0) - exact).square().sum(), ((got[0] == 0) & (exact != 0)).sum())
+            for name, got in found.items()
+        }  # fmt: skip
+
+    ranks = run_ranks((2, 2, 2), body)
+    norm = sum(square for square, _ in ranks)
+    error, gain, over_time, lost = (
+        {name: float(sum(rank[name][i] for _, rank in ranks) / norm) for name in ranks[0][1]}
+        for i in range(4)
+    )
+    assert all(g == pytest.approx(1, abs=0.01) for g in gain.values())
+    assert error["low"] ** 0.5 < 0.10
+    assert error["low"] == error["forgetful"]  # nothing has been left unsaid before
+    assert lost["unrotated"] > 5 * lost["low"]  # far below the largest value of their block
+    assert over_time["forgetful"] == pytest.approx(error["low"], rel=1e-3)
+    assert over_time["low"] ** 0.5 < 1.5 * error["low"] ** 0.5 / REPEATS
