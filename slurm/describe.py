@@ -19,7 +19,7 @@ def describe(config: Config, nodes: int | None) -> list[str]:
     if nodes is not None and per_host is not None:
         from megafrontier.training.ranks import foresee  # torch takes seconds to import
 
-        lines.append(foresee(config, nodes * per_host))
+        lines += foresee(config, nodes * per_host)
     return lines
 
 

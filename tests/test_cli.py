@@ -83,12 +83,14 @@ def test_bad_input_is_code_2_and_one_line(line, tmp_path, capsys, monkeypatch):
     assert shown.out == ""
 
 
-def test_an_empty_input_is_not_the_current_folder(tmp_path, capsys, monkeypatch):
+def test_an_empty_name_is_not_the_current_folder(tmp_path, capsys, monkeypatch):
     """As a variable of the shell is that was never set."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("text\n")
     assert main(["prepare", "", "--tokenizer", "bytes", "--out", str(tmp_path / "x")]) == 2
     assert "input '': empty" in capsys.readouterr().err
+    assert main(["prepare", "text.txt", "--tokenizer", "bytes", "--out", ""]) == 2
+    assert "--out '': empty" in capsys.readouterr().err
     assert not (tmp_path / "x.bin").exists()
 
 

@@ -85,8 +85,10 @@ REFUSED = [
             "checkpoint.keep_every",
             "evaluate.every",
             "evaluate.batches",
+            "train.gc_every",
         )
     ],
+    (['run.name=""'], "run.name: empty, need a name"),
     *[
         ([f"{key}=-1"], f"{key}: -1.0, need at least 0")
         for key in (

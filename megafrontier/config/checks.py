@@ -165,6 +165,8 @@ def _check_data(config: Config) -> None:
 
 def _check_steps(config: Config) -> None:
     train, schedule, optimizer = config.train, config.schedule, config.optimizer
+    # Or all runs without a name would share the folder above.
+    _need(config.run.name != "", "run.name", "empty", "need a name")
     for key, factor in (
         ("train.spike_loss", train.spike_loss or None),
         ("train.spike_grad_norm", train.spike_grad_norm or None),

@@ -76,10 +76,12 @@ class Corpus:
     """PREFIX.bin and PREFIX.idx under partial names, put in place together by `publish`.
 
     A context manager: without `publish` nothing is left behind. Raises UserError when the folder
-    cannot be made or another process is writing the same prefix.
+    cannot be made, another process is writing the same prefix, or it is empty.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
+        if not str(prefix):
+            raise UserError("--out '': empty, need a corpus prefix")
         self.bin, self.idx, self.dtype = bin_path(prefix), idx_path(prefix), dtype
         self.partial_bin = partial_path(self.bin)
         try:

@@ -4,10 +4,13 @@ from collections.abc import Iterator
 
 import torch
 
+from megafrontier.cluster.levels import Levels
 from megafrontier.config import Config
 from megafrontier.data.loader import micro_batches
 from megafrontier.training.arrangement import Arrangement, arrange
 from megafrontier.training.memory import check_memory, state_gib
+
+MANY_PEERS = 512
 
 
 def summarize(config: Config, arrangement: Arrangement) -> str:
@@ -28,11 +31,21 @@ def summarize(config: Config, arrangement: Arrangement) -> str:
     )
 
 
-def foresee(config: Config, ranks: int) -> str:
-    """What `summarize` will say of so many ranks. Raises UserError where they cannot train this."""
+def crowded(levels: Levels) -> Iterator[str]:
+    """A warning for each level of so many peers that messages are many and small."""
+    for name, size in zip(levels.names, levels.sizes, strict=True):
+        if size > MANY_PEERS:
+            yield (
+                f"warning: machine.levels.{name}: {size} peers, and a message of each unit for "
+                "each; with a level between (machine=frontier-large) they are fewer and larger"
+            )
+
+
+def foresee(config: Config, ranks: int) -> list[str]:
+    """What will be said of so many ranks. Raises UserError where they cannot train this."""
     arrangement = arrange(config, ranks)
     check_memory(config, arrangement)
-    return summarize(config, arrangement)
+    return [summarize(config, arrangement), *crowded(arrangement.levels)]
 
 
 def describe_ranks(config: Config, arrangement: Arrangement, found: torch.device) -> Iterator[str]:
@@ -44,5 +57,6 @@ def describe_ranks(config: Config, arrangement: Arrangement, found: torch.device
             f"warning: machine.device.name: {device.name}, but torch finds no accelerator; "
             "computing on the processors"
         )
+    yield from crowded(arrangement.levels)
     name = "processors" if found.type == "cpu" else torch.cuda.get_device_name(found)
     yield f"{summarize(config, arrangement)}; on {name}"

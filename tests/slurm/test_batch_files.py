@@ -126,8 +126,19 @@ def test_nodes_that_do_not_divide_the_batch_are_refused_before_the_job_waits(nod
     assert done.returncode == 2
     assert done.stderr.startswith("megafrontier: train.global_batch: 256, need a multiple of ")
     assert done.stderr.count("\n") == 1
-    first = submit(["--nodes=4"]).stderr.splitlines()[0]
+    (first,) = submit(["--nodes=4"]).stderr.splitlines()
     assert first.startswith("pair 2 x node 4 x world 4 = 32 ranks; weights pair, gradients node, ")
+
+
+def test_a_level_of_very_many_peers_is_warned_of_before_the_job_waits():
+    done = subprocess.run(
+        ["slurm/train.sbatch", "--dry-run", "--nodes=1024", CONFIG, "train.global_batch=8192",
+         "train.micro_batch=1"],
+        cwd=ROOT, env=os.environ | {"MEGAFRONTIER_PREFIX": sys.prefix}, check=True,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert "warning: machine.levels.world: 1024 peers" in done.stderr
+    assert "frontier-large" in done.stderr
 
 
 def test_an_unknown_cluster_is_refused_in_one_line():
