@@ -5,6 +5,10 @@ gather them when it begins and let them go when it ends. The one exception is a 
 at both ends of the model: it belongs to no unit and stays gathered for the whole pass.
 """
 
+from dataclasses import astuple
+from functools import cache
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -180,6 +184,13 @@ class GPT(nn.Module):
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter, in the model's order; allocates nothing."""
+    return dict(_parameter_shapes(astuple(config)))
+
+
+@cache
+def _parameter_shapes(values: tuple[Any, ...]) -> dict[str, tuple[int, ...]]:
+    """Of the ModelConfig with these values: each step's metrics ask for it, and a model of many
+    blocks takes tens of milliseconds to build, on the meta device, too."""
     with torch.device("meta"):
-        model = GPT(config)
+        model = GPT(ModelConfig(*values))
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
