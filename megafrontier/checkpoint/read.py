@@ -16,7 +16,7 @@ from megafrontier.checkpoint.errors import CheckpointCorrupt, not_read
 from megafrontier.checkpoint.manifest import FILE_NAME, Manifest, piece_file
 from megafrontier.checkpoint.piece import PieceFile, file_size
 from megafrontier.errors import UserError
-from megafrontier.partition.layout import Entry, Layout
+from megafrontier.partition.layout import Layout
 
 OPEN_FILES = 16
 """Piece files held open: a reader that goes through a tensor in steps opens each once."""
@@ -132,7 +132,7 @@ class Checkpoint:
                 _Want(state, entry.name, first, shard[at : at + last - first])
                 for state, shards in states.items()
                 for unit, shard in zip(layouts, shards, strict=True)
-                for entry, first, last, at in _parts(unit, piece, pieces)
+                for entry, first, last, at in unit.in_piece(piece, pieces)
             ]
         )
 
@@ -200,12 +200,6 @@ class Checkpoint:
 
 def _shape_text(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else f"shape {list(shape)}"
-
-
-def _parts(unit: Layout, piece: int, pieces: int) -> list[tuple[Entry, int, int, int]]:
-    """The parts of parameters in a piece, and where each starts in the shard."""
-    length = unit.numel // pieces
-    return unit.within(piece * length, (piece + 1) * length)
 
 
 def _copy_slices(file: PieceFile, want: _Want) -> None:

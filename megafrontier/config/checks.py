@@ -15,6 +15,8 @@ from megafrontier.errors import UserError
 
 def check(config: Config) -> None:
     """Refuse values that do not fit each other. Raises UserError naming key, value and fix."""
+    # Or all runs without a name would share the folder above.
+    _need(config.run.name != "", "run.name", "empty", "need a name")
     _check_ranges(config)
     _check_model(config.model)
     _check_data(config)
@@ -165,8 +167,6 @@ def _check_data(config: Config) -> None:
 
 def _check_steps(config: Config) -> None:
     train, schedule, optimizer = config.train, config.schedule, config.optimizer
-    # Or all runs without a name would share the folder above.
-    _need(config.run.name != "", "run.name", "empty", "need a name")
     for key, factor in (
         ("train.spike_loss", train.spike_loss or None),
         ("train.spike_grad_norm", train.spike_grad_norm or None),

@@ -44,6 +44,11 @@ class Layout:
         multiple = pieces * SHARD_ALIGNMENT
         return cls(name, tuple(entries), -(-offset // multiple) * multiple)
 
+    def in_piece(self, piece: int, pieces: int) -> list[tuple[Entry, int, int, int]]:
+        """As `within`, of piece number `piece` of `pieces` equal ones."""
+        length = self.numel // pieces
+        return self.within(piece * length, (piece + 1) * length)
+
     def within(self, start: int, stop: int) -> list[tuple[Entry, int, int, int]]:
         """The parts of parameters inside [start, stop) of the buffer.
 

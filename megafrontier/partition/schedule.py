@@ -63,7 +63,8 @@ class Schedule:
         self._is_last, self._leads = is_last, True
         loss.backward()
         for index, unit in reversed(list(enumerate(self.units))):
-            if index in self._unmade - self._done - self._missing.keys():
+            has_begun = index in self._missing or index in self._done
+            if index in self._unmade and not has_begun:
                 self._begin_backward(index)
             if index in self._missing:  # the root, or some parameter took no part
                 self._finish_backward(index)
@@ -185,17 +186,10 @@ class Schedule:
         unit = self.units[index]
 
         def ready(_parameter: torch.Tensor) -> None:
-            if not self._leads:
-                raise RuntimeError(
-                    f"parameter {unit.layout.entries[parameter].name}: a gradient of a backward "
-                    "that the engine does not lead; need engine.backward(loss), or another model's "
-                    "loss without this one's gradients"
-                )
             is_whole = unit.is_persistent or unit.phase is Phase.BACKWARD
-            if not is_whole or unit.is_finishing:
-                raise RuntimeError(
-                    f"parameter {unit.layout.entries[parameter].name}: {_untimely(unit)}"
-                )
+            if not self._leads or not is_whole or unit.is_finishing:
+                name = unit.layout.entries[parameter].name
+                raise RuntimeError(f"parameter {name}: {_untimely(unit, self._leads)}")
             unit.take_gradient(parameter)
             missing = self._missing_of(index)
             missing.discard(parameter)
@@ -227,8 +221,13 @@ class Schedule:
             unit.start_finishing()
 
 
-def _untimely(unit: Unit) -> str:
+def _untimely(unit: Unit, is_led: bool) -> str:
     """Why a gradient cannot be taken now."""
+    if not is_led:
+        return (
+            "a gradient of a backward that the engine does not lead; need engine.backward(loss), "
+            "or another model's loss without this one's gradients"
+        )
     if unit.is_finishing:
         return (
             "a gradient after the step's last one: `is_last` is for the last backward before "

@@ -36,12 +36,13 @@ def arrange(config: Config, ranks: int) -> Arrangement:
     return Arrangement(machine, levels, placement, wires, feeds_back)
 
 
-def check_training(config: Config, ranks: int, parts: Sequence[Part] = PARTS) -> None:
-    """Refuse what would fail later: placement, batch, vocabulary, corpora of `parts`, apex.
+def check_training(config: Config, ranks: int, parts: Sequence[Part] = PARTS) -> Arrangement:
+    """Refuse what would fail later: placement, batch, vocabulary, corpora of `parts`, apex. Returns
+    what `arrange` does.
 
     Reads files but computes nothing, so that ranks may be forked after it. Raises UserError.
     """
-    arrange(config, ranks)
+    arrangement = arrange(config, ranks)
     check_vocabulary(config)
     for part in parts:
         samples = open_part(config, part)
@@ -50,6 +51,7 @@ def check_training(config: Config, ranks: int, parts: Sequence[Part] = PARTS) ->
             samples.batch(0, 1)  # one is enough to tell most wrong tokenizers
     if config.optimizer.fused == "apex":
         find_apex()
+    return arrangement
 
 
 def check_vocabulary(config: Config) -> None:

@@ -59,9 +59,11 @@ def of_absent(
     names these, which then are listed. That most ranks do not come is no matter of nodes."""
     if 2 * len(error.ranks) > identity.world_size:
         return RunFailed(str(error))
-    if identity.rank and identity.source == "slurm":
+    if identity.source != "slurm":
+        return error
+    if identity.rank:
         return NodesUnfit(error.what)  # silent; only rank 0 asks Slurm for the hosts
-    hosts = planned_hosts(environment, identity.world_size) if identity.source == "slurm" else []
+    hosts = planned_hosts(environment, identity.world_size)
     if not hosts:
         return error
     missing = [(rank, hosts[rank]) for rank in error.ranks]

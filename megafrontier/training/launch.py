@@ -44,6 +44,9 @@ from megafrontier.training.timeline import Timeline
 from megafrontier.training.trainer import Trainer, build_trainer
 from megafrontier.training.watch import Watch, collective_seconds, meeting_seconds, watched
 
+Check = Callable[[int], object]
+"""Given the number of ranks, raises where they cannot start."""
+
 
 def train(config: Config, nproc: int | None) -> int:
     """Train as one of a launcher's ranks, as `nproc` local ones, or alone. Returns an exit code.
@@ -63,8 +66,7 @@ def _check(config: Config, identity: Identity | None, ranks: int) -> None:
     """As one of a launcher's ranks, or without `identity` as the parent of local ones."""
     if identity is not None:  # a parent may not touch the devices of those it forks
         check_present(load_machine(config.machine).device, identity)
-    check_training(config, ranks)
-    check_memory(config, arrange(config, ranks))
+    check_memory(config, check_training(config, ranks))
     if identity is None or identity.local_rank == 0:  # a host's; each locks the folder for it
         check_directory(config)
     check_resume(config)
@@ -74,7 +76,7 @@ def launch(
     config: Config,
     body: Callable[[], int],
     nproc: int | None,
-    check: Callable[[int], None],
+    check: Check,
     of_refused: Callable[..., Ending] = lambda error, identity: error,
 ) -> int:
     """Run `body` on every rank, after `check` with their number. `of_refused` makes the error to
@@ -102,7 +104,7 @@ def launch(
     return fork_ranks(nproc, body)
 
 
-def _passed(check: Callable[[int], None], ranks: int) -> None:
+def _passed(check: Check, ranks: int) -> None:
     """Check; what a file system says to a path is bad input or its own failure, never a bug."""
     try:
         check(ranks)
@@ -112,7 +114,7 @@ def _passed(check: Callable[[int], None], ranks: int) -> None:
         raise of_os_error(error, f"{error.filename}: {error.strerror}") from error
 
 
-def _check_among_others(config: Config, identity: Identity, check: Callable[[int], None]) -> None:
+def _check_among_others(config: Config, identity: Identity, check: Check) -> None:
     try:
         check(identity.world_size)
     except (UserError, StorageFailed) as error:
@@ -147,11 +149,16 @@ def joined(
         yield arrangement, hierarchy
 
 
+def uses_accelerator(name: str) -> bool:
+    """Whether to compute on one: where there is one, unless `machine.device.name` is `cpu`."""
+    return name != "cpu" and torch.cuda.is_available()
+
+
 def choose_device(identity: Identity, name: str) -> torch.device:
     """This rank's GPU where there is one, unless `name` (`machine.device.name`) is `cpu`; a
     launcher that binds one GPU to each rank shows it as number 0. On a CPU, local ranks share the
     cores. Raises UserError for more local ranks than devices."""
-    if name != "cpu" and torch.cuda.is_available():
+    if uses_accelerator(name):
         count = torch.cuda.device_count()
         if identity.source == "local" and identity.world_size > count:
             raise UserError(

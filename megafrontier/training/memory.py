@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import prod
 
 import torch
 
 from megafrontier.cluster.identity import Identity
 from megafrontier.config import Config
 from megafrontier.errors import RunFailed, UserError
-from megafrontier.model.gpt import parameter_shapes
+from megafrontier.model.flops import parameter_count
 from megafrontier.partition.placement import state_bytes
 from megafrontier.partition.wires import DTYPES
 from megafrontier.training.arrangement import Arrangement
@@ -26,7 +25,7 @@ class OutOfMemory(RunFailed):
 def state_gib(config: Config, arrangement: Arrangement) -> float:
     """GiB that each rank holds from step to step, by the formulas: weights, gradients, optimizer
     state, errors. What comes on top are gathered units, activations and torch's own."""
-    numel = sum(prod(shape) for shape in parameter_shapes(config.model).values())
+    numel = parameter_count(config.model)
     itemsize = DTYPES[config.train.precision].itemsize
     fed_back = arrangement.wires if arrangement.error_feedback else None
     found = state_bytes(numel, arrangement.placement, arrangement.levels, itemsize, fed_back)

@@ -4,7 +4,6 @@ Each rank tries its device, its links and the storage, and tells a few numbers, 
 gather; so all come to the same verdict, and rank 0 names the hosts.
 """
 
-import math
 import os
 import time
 from collections.abc import Callable
@@ -23,13 +22,13 @@ from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.links import measure
 from megafrontier.config import Config, DeviceConfig
 from megafrontier.errors import NodesUnfit, RunFailed, UserError
-from megafrontier.model.gpt import parameter_shapes
+from megafrontier.model.flops import parameter_count
 from megafrontier.partition.wires import DTYPES
 from megafrontier.training import bad_nodes
 from megafrontier.training.arrangement import Arrangement
+from megafrontier.training.memory import GIB
 from megafrontier.training.saving import checkpoint_root
 
-GIB = 2**30
 MEMORY_PART = 0.9
 """Drivers and firmware keep some of what is sold; a process of an earlier job keeps more."""
 SKEW_SECONDS = 1.0
@@ -186,9 +185,8 @@ def _appears(path: Path) -> bool:
 
 def checkpoint_bytes(config: Config, arrangement: Arrangement) -> int:
     """Bytes of one checkpoint: fp32 masters and two moments, and what low-bit wires add."""
-    parameters = sum(math.prod(shape) for shape in parameter_shapes(config.model).values())
     deltas = DTYPES[config.train.precision].itemsize if arrangement.wires.have_deltas else 0
-    return parameters * (12 + deltas + (2 if arrangement.error_feedback else 0))
+    return parameter_count(config.model) * (12 + deltas + (2 if arrangement.error_feedback else 0))
 
 
 def _check_room(config: Config, arrangement: Arrangement, hierarchy: Hierarchy) -> None:

@@ -36,7 +36,7 @@ from megafrontier.partition.layout import Layout
 from megafrontier.partition.wires import DTYPES
 from megafrontier.training.arrangement import Arrangement, check_training
 from megafrontier.training.evaluation import Evaluation, describe_validation, evaluate
-from megafrontier.training.launch import joined, launch
+from megafrontier.training.launch import joined, launch, uses_accelerator
 from megafrontier.training.resuming import fill_shards, share_shards
 from megafrontier.training.saving import attach_tokenizer
 from megafrontier.training.trainer import build_model, open_loader
@@ -108,8 +108,8 @@ def generate_command(
         raise UserError("--prompt: not valid UTF-8") from error
     checkpoint = newest(path)
     config = saved_config(checkpoint)
-    is_on_cpu = _device_name(config) == "cpu" or not torch.cuda.is_available()
-    model = load_model(checkpoint, config, torch.device("cpu" if is_on_cpu else "cuda"))
+    device = "cuda" if uses_accelerator(_device_name(config)) else "cpu"
+    model = load_model(checkpoint, config, torch.device(device))
     tokenizer = load_tokenizer(config.tokenizer)
     # An empty prompt starts where a document starts.
     tokens = tokenizer.encode(prompt) or [tokenizer.eod]

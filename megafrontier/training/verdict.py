@@ -13,9 +13,8 @@ import torch
 from megafrontier.optim.clipping import clip_factor, global_norm
 from megafrontier.signals import stop_requested
 from megafrontier.training.late import on_device
+from megafrontier.training.memory import GIB
 from megafrontier.training.trainer import Trainer
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)

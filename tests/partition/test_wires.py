@@ -300,19 +300,17 @@ def finished_gradients(engine, seed):
     return found
 
 
-ONE_LEVEL = ("topo", {"world": "int4"})
-TWO_LEVELS = ("zero1", {"node": "int8", "world": "int4"})
+ONE_LEVEL = (Placement.named("topo", LEVELS), {"world": "int4"})
+TWO_LEVELS = (Placement.named("zero1", LEVELS), {"node": "int8", "world": "int4"})
 REPLICAS = (Placement(0, 0, 0, 2), {"pair": "int4", "node": "int4"})
 
 
-@pytest.mark.parametrize(("strategy", "reduce"), [ONE_LEVEL, TWO_LEVELS, REPLICAS])
-def test_error_feedback_says_later_what_it_could_not_say_at_once(strategy, reduce):
+@pytest.mark.parametrize(("placement", "reduce"), [ONE_LEVEL, TWO_LEVELS, REPLICAS])
+def test_error_feedback_says_later_what_it_could_not_say_at_once(placement, reduce):
     """Summed over steps, gradients arrive as they were sent: what is missing is what is kept, once
     among the replicas of a shard."""
 
     def body(hierarchy):
-        named = isinstance(strategy, str)
-        placement = Placement.named(strategy, LEVELS) if named else strategy
         wires = [
             choose_wires(WiresConfig(reduce=chosen), placement, LEVELS, "fp32")
             for chosen in (reduce, {})
