@@ -111,9 +111,11 @@ def train_step(step: int, model: nn.Module, engine: Engine, optimizer: ShardedAd
     gradients = engine.finish_gradients()  # summed over all ranks, one fp32 shard for each unit
     norm = global_norm(gradients, hierarchy, engine.placement.optimizer) / GLOBAL_BATCH
     divisor = GLOBAL_BATCH / clip_factor(norm, largest=1.0)
-    optimizer.step(gradients, lr=3e-3, divisor=divisor, skip=(~norm.isfinite()).float())
+    skip = (~norm.isfinite()).float()
+    optimizer.step(gradients, lr=3e-3, divisor=divisor, skip=skip)
     engine.publish()  # new weights to every rank
     engine.clear_gradients()
+    engine.scale_errors(1 - skip)  # with error_feedback: what a skipped step could not say
     return hierarchy.sum(loss.detach().double().view(1)).item() / GLOBAL_BATCH
 
 

@@ -86,6 +86,7 @@ REFUSED = [
             "evaluate.every",
             "evaluate.batches",
             "train.gc_every",
+            "partition.prefetch",
         )
     ],
     (['run.name=""'], "run.name: empty, need a name"),
@@ -94,14 +95,19 @@ REFUSED = [
         for key in (
             "train.clip_grad_norm",
             "optimizer.lr",
-            "optimizer.eps",
             "optimizer.weight_decay",
             "schedule.min_lr",
         )
     ],
     *[
         ([f"{key}=0"], f"{key}: 0.0, need more than 0")
-        for key in ("model.norm_eps", "model.rotary_base", "model.init_std", "train.loss_scale")
+        for key in (
+            "model.norm_eps",
+            "model.rotary_base",
+            "model.init_std",
+            "optimizer.eps",
+            "train.loss_scale",
+        )
     ],
     (["model.heads=5"], "model.heads: 5, must divide model.hidden (64)"),
     (["model.kv_heads=3"], "model.kv_heads: 3, must divide model.heads (4)"),

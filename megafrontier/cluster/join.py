@@ -55,6 +55,8 @@ def join(
         raise UserError(
             f"machine.levels: hold {levels.ranks} ranks, but {identity.world_size} were started"
         )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # streams, events and graphs are of the current one
     if identity.world_size == 1:
         met(None)
         yield Hierarchy(levels, 0, (None,) * len(levels.sizes), device)

@@ -81,7 +81,6 @@ def _check_ranges(config: Config) -> None:
         "train.loss_chunk_tokens": train.loss_chunk_tokens,
         "train.nonfinite_limit": train.nonfinite_limit,
         "train.spike_window": train.spike_window,
-        "partition.prefetch": config.partition.prefetch,
         "log.every": config.log.every,
     }
     for key, count in at_least_one.items():
@@ -92,13 +91,13 @@ def _check_ranges(config: Config) -> None:
         "train.hang_seconds": train.hang_seconds,
         "train.attempts": train.attempts,
         "optimizer.lr": config.optimizer.lr,
-        "optimizer.eps": config.optimizer.eps,
         "optimizer.weight_decay": config.optimizer.weight_decay,
         "schedule.warmup_steps": config.schedule.warmup_steps,
         "schedule.min_lr": config.schedule.min_lr,
         "checkpoint.every": config.checkpoint.every,
         "checkpoint.keep": config.checkpoint.keep,
         "checkpoint.keep_every": config.checkpoint.keep_every,
+        "partition.prefetch": config.partition.prefetch,
         "evaluate.every": config.evaluate.every,
         "evaluate.batches": config.evaluate.batches,
         "preflight.slow_link": config.preflight.slow_link,
@@ -110,6 +109,7 @@ def _check_ranges(config: Config) -> None:
     _need_positive(
         {
             "model.norm_eps": model.norm_eps,
+            "optimizer.eps": config.optimizer.eps,
             "model.rotary_base": model.rotary_base,
             "model.init_std": model.init_std,
             "train.loss_scale": train.loss_scale,

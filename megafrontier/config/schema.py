@@ -130,8 +130,9 @@ class TrainConfig:
     evaluation has finished for so long (start-up and first step: three times as long); 0: never.
     All ranks have to come within as long as for start-up, 10 minutes at the most."""
     attempts: int = 5
-    """Give the run up for good when so many starts in a row have ended by themselves, none with a
-    step more than the first of them, or in a Slurm job before all ranks had met; 0: never."""
+    """Give the run up for good when so many starts in a row have ended by themselves, all from the
+    same checkpoint and none with a step more than the first of them, or in a Slurm job before all
+    ranks had met; 0: never."""
     gc_every: int = 100
     """Collect Python's garbage after every so many steps, on all ranks at once, and at no other
     time; 0: leave it to Python, which stops each rank at another moment."""
@@ -209,13 +210,14 @@ class PartitionConfig:
     """Formats on the wires."""
     error_feedback: bool | None = None
     """Add what the last step's gradient messages failed to say to the next ones', on the levels
-    between `gradients` and `optimizer`. Default: with the wires `low`."""
+    between `gradients` and `optimizer`; where these are one level, on those within it, which takes
+    memory of a full gradient. Default: with the wires `low`, but where it takes that."""
     overlap: Literal["none", "safe", "full"] = "safe"
     """Collectives under computation. none: never. safe: one in flight at a time, for machines on
     which several communicators at once hang (MI250X, ROCm/rccl#2191). full: levels side by side."""
     prefetch: int = 1
     """Units gathered ahead of the one that runs, and full gradients waiting to be reduced; none
-    with `overlap: none`."""
+    with 0 or `overlap: none`."""
     check_order: bool = False
     """Before each collective the ranks compare what they are about to do, and stop with the first
     rank and unit that differ. Slow; for finding the cause of a hang."""
@@ -254,7 +256,7 @@ class LogConfig:
     straggler: float = 1.5
     """A rank is slow beyond so many times the median rank's own time."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
-    """Weights & Biases."""
+    """Weights & Biases; online goes on offline where it cannot be reached."""
     tensorboard: bool = False
     """Write TensorBoard events into the run directory."""
     trace: bool = False

@@ -17,6 +17,7 @@ On a GPU with Triton the same messages, to the byte, come from `codec_triton.py`
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -31,6 +32,10 @@ MESSAGE_ALIGNMENT = 16
 
 ROTATION = 128
 """Elements that a block Hadamard rotation mixes."""
+
+_THERE, _BACK = 1 / 8, 1 / 16
+"""Scales of the rotations. Powers of two, whose product is 1 / ROTATION: exact in any arithmetic
+(TF32 would shorten 1/√128, and each rotation shrink the values)."""
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal number of bf16 and fp32."""
@@ -67,7 +72,7 @@ class BlockCodec:
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Messages uint8 [rows, message_bytes(n)] of `values` [rows, n], any float type."""
-        if kernels := _kernels(values.device.type):
+        if kernels := _kernels(values.device.type, self):
             return kernels.encode(self, values)
         rows, count = values.shape
         message = values.new_empty(rows, self.message_bytes(count), dtype=torch.uint8)
@@ -84,7 +89,7 @@ class BlockCodec:
 
     def decode(self, messages: torch.Tensor, count: int) -> torch.Tensor:
         """Values fp32 [rows, count] of messages uint8 [rows, message_bytes(count)]."""
-        if kernels := _kernels(messages.device.type):
+        if kernels := _kernels(messages.device.type, self):
             return kernels.decode(self, messages, count)
         rows = messages.shape[0]
         values = messages.new_empty(rows, count, dtype=torch.float32)
@@ -94,7 +99,7 @@ class BlockCodec:
 
     def decode_sum(self, messages: torch.Tensor, out: torch.Tensor) -> None:
         """Sum of all messages' values into `out` fp32 [count], in the order of the rows."""
-        if kernels := _kernels(messages.device.type):
+        if kernels := _kernels(messages.device.type, self):
             return kernels.decode_sum(self, messages, out)
         count = out.numel()
         for first, last in self._slabs(1, count, out.device):
@@ -177,21 +182,21 @@ DELTA8 = BlockCodec(bits=8, block=SHARD_ALIGNMENT)
 the same codes."""
 
 
-def missing_kernels(device_type: str) -> str | None:
+def missing_kernels(device_type: str, codecs: Iterable[BlockCodec]) -> str | None:
     """Why a GPU (CUDA and ROCm are both "cuda") encodes with plain torch, if it does."""
-    found = _find_kernels(device_type)
-    return found if isinstance(found, str) else None
+    found = (_find_kernels(device_type, codec) for codec in codecs)
+    return next((reason for reason in found if isinstance(reason, str)), None)
 
 
-def _kernels(device_type: str) -> ModuleType | None:
-    found = _find_kernels(device_type)
+def _kernels(device_type: str, codec: BlockCodec) -> ModuleType | None:
+    found = _find_kernels(device_type, codec)
     return None if isinstance(found, str) else found
 
 
 @cache
-def _find_kernels(device_type: str) -> ModuleType | str | None:
-    """The Triton kernels, or why a GPU has none. Triton needs a C compiler for the first of them,
-    and says so only then."""
+def _find_kernels(device_type: str, codec: BlockCodec) -> ModuleType | str | None:
+    """The Triton kernels, or why a GPU has none for a codec. Triton needs a C compiler for the
+    first of them, and says so only then; and a version of it may compile them to something else."""
     if device_type != "cuda":
         return None
     if find_spec("triton") is None:
@@ -199,10 +204,32 @@ def _find_kernels(device_type: str) -> ModuleType | str | None:
     from megafrontier.partition import codec_triton
 
     try:
-        codec_triton.encode(INT8, torch.zeros(1, INT8.block, device=device_type))
+        return _difference(codec_triton, codec, device_type) or codec_triton
     except Exception as error:  # of Triton's driver, its compiler, or the C compiler
         return " ".join(str(error).split())
-    return codec_triton
+
+
+def _difference(kernels: ModuleType, codec: BlockCodec, device: str) -> str | None:
+    """What the kernels say otherwise than the reference, of ties, tails, zeros and a NaN."""
+    count = 16 * codec.block + 37
+    values = torch.arange(3.0 * count).mul_(12.9898).sin_().view(3, count) * codec.largest
+    values[0, : codec.block] = torch.arange(codec.block).sub_(codec.largest) / 2
+    values[0, 0], values[1, : codec.block], values[2, -1] = codec.largest, 0.0, math.nan
+    for dtype in (torch.float32, torch.bfloat16):
+        expected, total = codec.encode(values.to(dtype)), torch.empty(count)
+        codec.decode_sum(expected, total)
+        messages = kernels.encode(codec, values.to(device, dtype))
+        said, sum_said = kernels.decode(codec, messages, count), torch.empty(count, device=device)
+        kernels.decode_sum(codec, messages, sum_said)
+        pairs = {
+            "messages": (messages, expected),
+            "values": (said, codec.decode(expected, count)),
+            "sums": (sum_said, total),
+        }
+        for what, (theirs, ours) in pairs.items():
+            if not torch.equal(theirs.cpu().nan_to_num(nan=-1.0), ours.nan_to_num(nan=-1.0)):
+                return f"Triton's {codec.bits}-bit {what} are not those of the reference"
+    return None
 
 
 def rotate(values: torch.Tensor) -> torch.Tensor:
@@ -211,29 +238,46 @@ def rotate(values: torch.Tensor) -> torch.Tensor:
     It spreads an outlier over its block, so that the others keep their bits (as SDP4Bit does,
     arXiv:2410.15526). A tail shorter than a block stays as it is.
     """
-    return _multiply(values.float(), 1 / 8)
+    return _multiply(values.float(), _THERE)
 
 
 def rotate_back(values: torch.Tensor) -> torch.Tensor:
     """The fp32 [rows, n] that `rotate` turned into `values`."""
-    return _multiply(values, 1 / 16)
+    return _multiply(values, _BACK)
+
+
+def rotate_back_alike(values: torch.Tensor) -> torch.Tensor:
+    """As `rotate_back`, with the same bits on every device: by additions in one order, where the
+    order of a matrix product is its library's. Writes over `values`."""
+    whole = values.shape[1] // ROTATION * ROTATION
+    turned = values[:, :whole].reshape(-1, ROTATION)
+    other = torch.empty_like(turned)
+    half = 1
+    while half < ROTATION:
+        source, target = (t.view(-1, ROTATION // (2 * half), 2, half) for t in (turned, other))
+        torch.add(source[:, :, 0], source[:, :, 1], out=target[:, :, 0])
+        torch.sub(source[:, :, 0], source[:, :, 1], out=target[:, :, 1])
+        turned, other, half = other, turned, 2 * half
+    return _with_tail(turned.mul_(_BACK), values, whole)
 
 
 def _multiply(values: torch.Tensor, scale: float) -> torch.Tensor:
     """Each whole block of fp32 [rows, n] by Sylvester's matrix, scaled."""
     whole = values.shape[1] // ROTATION * ROTATION
     blocks = values[:, :whole].reshape(-1, ROTATION)
-    turned = (blocks @ _sylvester(scale, values.device)).view(values.shape[0], whole)
+    # Into a place of our own: so no autocast around the caller computes it in fewer bits.
+    turned = torch.mm(blocks, _sylvester(scale, values.device), out=torch.empty_like(blocks))
+    return _with_tail(turned, values, whole)
+
+
+def _with_tail(turned: torch.Tensor, values: torch.Tensor, whole: int) -> torch.Tensor:
+    turned = turned.view(values.shape[0], whole)
     return torch.cat([turned, values[:, whole:]], dim=1) if whole < values.shape[1] else turned
 
 
 @cache
 def _sylvester(scale: float, device: torch.device) -> torch.Tensor:
-    """Sylvester's matrix of ±`scale`, symmetric; its square is 128 · scale² times the identity.
-
-    The two scales are powers of two whose product is 1/128: any arithmetic that a device multiplies
-    matrices in holds them exactly (TF32 would shorten 1/√128, and each rotation shrink the values).
-    """
+    """Sylvester's matrix of ±`scale`, symmetric; its square is 128 · scale² times the identity."""
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < ROTATION:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])

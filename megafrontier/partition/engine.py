@@ -20,8 +20,10 @@ from megafrontier.partition.lanes import Lanes, Policy
 from megafrontier.partition.ledger import Ledger
 from megafrontier.partition.modules import (
     assign,
+    mark_sharded,
     own_values,
     refuse_different,
+    refuse_sharded,
     replace_parameters,
     settle_buffers,
 )
@@ -54,12 +56,12 @@ def shard(
 
     `blocks` are (name, module) in the order in which they run; each becomes a unit that is
     gathered only while it runs. What lies outside them is one more unit, gathered for the whole
-    pass. A parameter must be used inside the block that holds it.
+    pass. A parameter must be used inside the block that holds it; buffers are each rank's own.
 
     dtype: type of weights and gradients in computation; masters are fp32.
     wires: format on each level; default: `dtype`.
     error_feedback: what gradient messages between the gradient and the optimizer level fail to say
-        is said in the next step.
+        is said in the next step; where these are one level, what messages on the way to it do.
     overlap, prefetch: the policy of `lanes.py`; with one other than none, units gathered ahead.
     check_order: ranks compare what they are about to do before each collective (slow, for finding
         a hang).
@@ -67,9 +69,11 @@ def shard(
         are taken, which must be the same on every rank: seed it before.
     decay: by name, which parameters have weight decay; they come first in their unit.
 
-    Raises UserError for frozen parameters, for a block that is not part of the model, and without
-    `initial` for values that are on the meta device or not the same on every rank.
+    Raises UserError for frozen and complex parameters, for blocks that are not part of the model,
+    lie in each other or share a name, for a model that is sharded already, and without `initial`
+    for values that are on the meta device or not the same on every rank.
     """
+    refuse_sharded(model)
     if initial is None:
         initial = own_values(model)
         refuse_different(model, hierarchy)
@@ -128,6 +132,7 @@ class Engine:
             self.units.append(unit)
         replace_parameters(model, self.units)
         modules = [module for _, module, _ in owned]
+        mark_sharded(model, [model, *modules], all(u.computes_with_masters for u in self.units))
         self._schedule = Schedule(
             self.units, modules, self._moves, self.ledger, self._policy, prefetch
         )
@@ -165,7 +170,8 @@ class Engine:
         """Reduce from the gradient level to the optimizer level, once per step.
 
         Returns this rank's shard of each unit, fp32, summed over everything since
-        `clear_gradients`.
+        `clear_gradients`, which has to come before the next of either. Raises RuntimeError when it
+        has not.
         """
         self._schedule.reducing.clear()  # each unit waits for its own
         with self.ledger.waiting("finish gradients"):
@@ -185,9 +191,7 @@ class Engine:
         again after `finish_publishing` or `finish_gradients`.
         """
         for unit in self.units:
-            unit.settle()
-            unit.release()
-            unit.is_stale = True
+            unit.outdate()
         if self._policy == "none":
             self.finish_publishing()
         self._schedule.start_publishing(-1)
@@ -211,14 +215,14 @@ class Engine:
         """Bring each rank's `published`, with `from_masters` copied from them, to every rank
         exactly."""
         for unit in self.units:
-            unit.settle()
-            unit.release()
+            unit.outdate()
             if from_masters:
                 unit.published.copy_(unit.master)
             unit.place()
 
     def scale_errors(self, factor: torch.Tensor) -> None:
-        """Multiply by `factor` [] all that gradient messages have left unsaid."""
+        """Multiply by `factor` [] all that gradient messages have left unsaid: with error feedback
+        by 0 after a step that is skipped, or what it could not say comes back in the next."""
         for unit in self.units:
             for error in unit.errors.values():
                 error.mul_(factor)

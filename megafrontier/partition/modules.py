@@ -11,6 +11,8 @@ from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.errors import UserError
 from megafrontier.partition.unit import ROOT, InitialSlice, Named, Unit
 
+_MARK = "_megafrontier_is_sharded"
+
 
 def assign(
     model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]
@@ -18,8 +20,10 @@ def assign(
     """(unit name, module, its parameters) of those that have any: the root unit, of all that no
     block has to itself, first.
 
-    Raises UserError for a frozen parameter and for a block that is not part of the model.
+    Raises UserError for a frozen or complex parameter, and for a block that is not part of the
+    model, lies in another one, or has another's name.
     """
+    _refuse_tangled(blocks)
     owners: dict[str, set[str]] = {}
     names = dict(model.named_parameters())
     by_identity = {id(parameter): name for name, parameter in names.items()}
@@ -31,6 +35,8 @@ def assign(
     for name, parameter in names.items():
         if not parameter.requires_grad:
             raise UserError(f"parameter {name}: frozen, every parameter must require a gradient")
+        if parameter.is_complex():
+            raise UserError(f"parameter {name}: complex, need its torch.view_as_real")
     # A parameter that several blocks share must be whole while any of them runs.
     root = [(n, p) for n, p in names.items() if len(owners.get(n, ())) != 1]
     if root:
@@ -39,6 +45,42 @@ def assign(
         own = [(n, p) for n, p in names.items() if owners.get(n) == {block}]
         if own:  # else it runs as it is
             yield block, module, own
+
+
+def _refuse_tangled(blocks: Sequence[tuple[str, nn.Module]]) -> None:
+    names: set[str] = set()
+    by_module = {id(block): name for name, block in blocks}
+    for name, block in blocks:
+        if name in names or by_module[id(block)] != name:
+            raise UserError(f"block {name!r}: given twice, need each once and by its own name")
+        names.add(name)
+        for module in block.modules():
+            if module is not block and id(module) in by_module:
+                inner = by_module[id(module)]
+                raise UserError(f"block {inner!r}: lies in block {name!r}, need one of them")
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raises UserError for a model that has been sharded, or is a copy of one: it holds no values,
+    and the hooks of the first engine."""
+    if getattr(model, _MARK, False):
+        raise UserError("model: sharded already, need one that is built anew")
+
+
+def mark_sharded(model: nn.Module, modules: Iterable[nn.Module], is_whole: bool) -> None:
+    """Let `refuse_sharded` know it, and unless `is_whole`, every rank's parameters are the masters,
+    refuse state dicts of these modules: what parameters hold is shown, not kept."""
+    setattr(model, _MARK, True)
+    for module in () if is_whole else modules:
+        module.register_state_dict_pre_hook(_refuse_state_dict)
+        module.register_load_state_dict_pre_hook(_refuse_state_dict)
+
+
+def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
+    raise RuntimeError(
+        f"state dict of a sharded {type(module).__name__}: its parameters are views of what the "
+        "engine gathers; the values are the shards in engine.units, `published` and `master`"
+    )
 
 
 def own_values(model: nn.Module) -> InitialSlice:
@@ -54,9 +96,11 @@ def own_values(model: nn.Module) -> InitialSlice:
 
 
 def refuse_different(model: nn.Module, hierarchy: Hierarchy) -> None:
-    """Raises UserError, on all ranks, naming the first parameter of which ranks bring other values:
-    replicas would stay different, and shards be pieces of several models."""
-    named = [(name, p.detach()) for name, p in model.named_parameters() if not p.is_meta]
+    """Raises UserError, on all ranks, naming the first parameter or buffer of which ranks bring
+    other values: replicas would stay different, and shards be pieces of several models."""
+    named = [(f"parameter {name}", p.detach()) for name, p in model.named_parameters()]
+    named += [(f"buffer {name}", buffer) for name, buffer in model.named_buffers()]
+    named = [(name, tensor) for name, tensor in named if not tensor.is_meta]
     if hierarchy.size == 1 or not named:
         return
     # Sums of bytes: exact, and the same in any order.
@@ -66,7 +110,7 @@ def refuse_different(model: nn.Module, hierarchy: Hierarchy) -> None:
     different = torch.nonzero(largest != -negated).flatten().tolist()
     if different:
         raise UserError(
-            f"parameter {named[different[0]][0]}: ranks bring other values; seed them alike before "
+            f"{named[different[0]][0]}: ranks bring other values; seed them alike before "
             "the model is built, or give `initial`"
         )
 
@@ -110,6 +154,21 @@ def tensors_in(output: Any) -> list[torch.Tensor]:
         elif is_dataclass(item) and not isinstance(item, type):
             rest += [getattr(item, field.name, None) for field in fields(item)]
     return found
+
+
+def bases_of(tensors: Iterable[torch.Tensor], given: Iterable[object]) -> list[torch.Tensor]:
+    """What those of a block's outputs are views of that are views of its own results, not of inputs
+    with the `given` autograd nodes. An in-place operation on such a view takes it out of the graph,
+    in which its base stays."""
+    inputs = [None, *given]
+    return [
+        tensor._base
+        for tensor in tensors
+        if tensor._base is not None
+        and tensor.grad_fn is not None
+        and not any(tensor._base.grad_fn is node for node in inputs)
+        and tensor.grad_fn.next_functions[0][0] is tensor._base.grad_fn
+    ]
 
 
 def refuse_views(tensors: Iterable[torch.Tensor], unit: Unit) -> None:

@@ -7,16 +7,14 @@ from torch import nn
 
 from megafrontier.partition.layout import Layout
 
-HERE, AWAY = 0, 1
-"""Versions of a parameter, as autograd knows them."""
-
 
 class Parameters:
     """nn.Parameters that are views of the whole weights while these are there.
 
-    While they are away each is a NaN of its shape, and has another version: so a stray read shows.
-    What autograd has saved of it in forward is a view of memory in which another unit's weights may
-    be by now; by the version it knows, and refuses.
+    While they are away each is a NaN of its shape: so a stray read shows. What autograd has saved
+    of it in forward is a view of memory in which another unit's weights may be by now, or later
+    values of its own; by its version it knows, and refuses. That is even while the weights are
+    there, odd while they are not, and goes up with each publication.
     """
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
@@ -25,22 +23,40 @@ class Parameters:
             nn.Parameter(torch.empty(0, dtype=dtype, device=device)) for _ in layout.entries
         ]
         self._views: list[torch.Tensor] = []
+        self._publications = 0
         nan = torch.full((), float("nan"), dtype=dtype, device=device)
         self._nothing = [nan.expand(entry.shape) for entry in layout.entries]
 
     def show(self, full: torch.Tensor) -> None:
-        """Be views of `full` [numel], the same in every call."""
+        """Be views of `full` [numel], the same in every call. They are that already unless they
+        were hidden, or moved by a conversion of the model (`.half()`) or by cuDNN for its recurrent
+        layers, and would be trained no more."""
         if not self._views:
             entries = self._layout.entries
             self._views = [full[e.offset : e.offset + e.numel].view(e.shape) for e in entries]
-        self._point(self._views, HERE)
+        pairs = zip(self.all, self._views, strict=True)
+        if any(parameter.data_ptr() != view.data_ptr() for parameter, view in pairs):
+            self._point(self._views)
+        self._set_version(2 * self._publications)
 
     def hide(self) -> None:
         """Be nothing that could be computed with."""
-        self._point(self._nothing, AWAY)
+        self._point(self._nothing)
+        self._set_version(2 * self._publications + 1)
 
-    def _point(self, tensors: Sequence[torch.Tensor], version: int) -> None:
+    def renew(self, are_shown: bool) -> None:
+        """Have other values from here on: graphs that are older are not to be led backward. Hidden
+        unless they are those values themselves."""
+        self._publications += 1
+        if are_shown:
+            self._set_version(2 * self._publications)
+        else:
+            self.hide()
+
+    def _point(self, tensors: Sequence[torch.Tensor]) -> None:
         for parameter, tensor in zip(self.all, tensors, strict=True):
             parameter.data = tensor
+
+    def _set_version(self, version: int) -> None:
         versions = (version,) * len(self.all)
         torch._C._autograd._unsafe_set_version_counter(tuple(self.all), versions)

@@ -82,6 +82,13 @@ class Placement:
         _check_nesting(given, depths)
         return cls(**depths)
 
+    @property
+    def fed_back(self) -> range:
+        """The levels whose messages may be fed back what they failed to say: those that gradients
+        cross once a step, or, where they cross none so, all that they cross in each micro-batch."""
+        first = self.gradients if self.gradients < self.optimizer else 0
+        return range(first, self.optimizer)
+
     def on(self, levels: Levels) -> "Placement":
         """The same placement by the fewest levels: one of a single rank cuts nothing, so what is
         sharded to it is sharded to the level before, or not at all."""
@@ -95,10 +102,10 @@ class Placement:
 
 
 def _stand_in(name: str, levels: Levels) -> int:
-    """Depth of a strategy's level on any machine.
-
-    `pair` is the fastest level and `world` the slowest, whatever they are called.
-    """
+    """Depth of a strategy's level on any machine: that of its name, or else of the fastest level
+    for `pair`, of the slowest for `world`."""
+    if name in levels.names:
+        return levels.depth(name, "partition.strategy")
     return {"none": 0, "pair": 1, "node": node_depth(levels), "world": len(levels.names)}[name]
 
 
@@ -142,7 +149,7 @@ def state_bytes(
         "optimizer": shard(placement.optimizer) * 12,
         "errors": sum(
             shard(level) * 2
-            for level in range(placement.gradients, placement.optimizer)
+            for level in placement.on(levels).fed_back
             if fed_back and levels.sizes[level] > 1 and fed_back.reduce[level].is_low_bit
         ),
     }

@@ -18,7 +18,7 @@ def choose_wires(
     _override(gather, config.gather, levels, "gather")
     _override(reduce, config.reduce, levels, "reduce")
     _check_use(config.gather, placement, levels)
-    _check_deltas(gather, placement, levels, precision)
+    _settle_deltas(gather, config.gather, placement, levels)
     rotates = _unless_chosen(config.rotation, config)
     wires = Wires(
         tuple(make_wire(name) for name in gather),
@@ -32,17 +32,25 @@ def choose_wires(
     return wires
 
 
-def has_error_feedback(config: PartitionConfig, wires: Wires, placement: Placement) -> bool:
-    """Whether gradients carry what earlier messages failed to say. Raises UserError where they are
-    to, and no message fails to say anything."""
-    between = wires.reduce[placement.gradients : placement.optimizer]
-    fails_to_say = any(wire.is_low_bit for wire in between)
-    if config.error_feedback and not fails_to_say:
+def has_error_feedback(
+    config: PartitionConfig, wires: Wires, placement: Placement, levels: Levels
+) -> bool:
+    """Whether gradients carry what earlier messages failed to say: as chosen, else with `low` where
+    it takes but a shard's memory. Raises UserError where they are to, and no message fails to say
+    anything."""
+
+    def fails_to_say(placement: Placement) -> bool:
+        return any(wires.reduce[level].is_low_bit for level in placement.fed_back)
+
+    if config.error_feedback and not fails_to_say(placement):
         raise UserError(
-            "partition.error_feedback: true, but no level between partition.gradients and "
+            "partition.error_feedback: true, but no level that gradients cross within "
             "partition.optimizer has a wire of few bits; leave it out"
         )
-    return fails_to_say and _unless_chosen(config.error_feedback, config.wires)
+    here = placement.on(levels)
+    if config.error_feedback is None and here.gradients == here.optimizer:
+        return False
+    return fails_to_say(here) and _unless_chosen(config.error_feedback, config.wires)
 
 
 def _unless_chosen(choice: bool | None, wires: WiresConfig) -> bool:
@@ -112,26 +120,26 @@ def _check_use(chosen: dict[str, str], placement: Placement, levels: Levels) -> 
             )
 
 
-def _check_deltas(gather: Formats, placement: Placement, levels: Levels, precision: str) -> None:
-    """From the slowest level inwards: deltas, then values that are not rounded again. A level that
-    rounded them would round what the next delta is taken against."""
-    has_delta = has_values = False
+def _settle_deltas(
+    gather: Formats, chosen: dict[str, str], placement: Placement, levels: Levels
+) -> None:
+    """Refuse deltas that cannot be; a preset's own give way to what was chosen for a slower level.
+
+    Deltas come from the slowest levels inwards: each goes on with the change that the one before
+    has brought, and where that brought values there is none.
+    """
+    has_values = False
     for level in reversed(range(len(gather))):
-        is_delta, publishes = gather[level].startswith("delta"), _publishes(placement, level)
-        key = f"partition.wires.gather.{levels.names[level]}: {gather[level]}"
+        name, is_delta = levels.names[level], gather[level].startswith("delta")
+        publishes = _publishes(placement, level)
+        key = f"partition.wires.gather.{name}: {gather[level]}"
         if is_delta and not publishes:
             raise UserError(
                 f"{key}, but this placement does not publish weights over that level: need int8, "
                 "bf16 or fp32"
             )
+        if is_delta and has_values and name in chosen:
+            raise UserError(f"{key}, but a slower level has no delta: need one there too, or int8")
         if is_delta and has_values:
-            raise UserError(
-                f"{key}, but a slower level has no delta: need one there too, or {precision} here"
-            )
-        if publishes and not is_delta and has_delta and gather[level] not in (precision, "fp32"):
-            raise UserError(
-                f"{key}, but a slower level has a delta, which this one would round: need delta4, "
-                f"delta8 or {precision}"
-            )
-        has_delta = has_delta or is_delta
-        has_values = has_values or (publishes and not is_delta)
+            gather[level] = "int8"
+        has_values = has_values or (publishes and not is_delta and levels.sizes[level] > 1)

@@ -17,7 +17,7 @@ from torch import nn
 from megafrontier.errors import UserError
 from megafrontier.partition.lanes import Policy
 from megafrontier.partition.ledger import Ledger
-from megafrontier.partition.modules import Run, in_backward, refuse_views, tensors_in
+from megafrontier.partition.modules import Run, bases_of, in_backward, refuse_views, tensors_in
 from megafrontier.partition.moves import Moves
 from megafrontier.partition.unit import ROOT, Phase, Unit
 
@@ -101,15 +101,17 @@ class Schedule:
         def after(_module: nn.Module, _arguments: Any, output: Any) -> Any:
             # What a block passes on as it came has its gradient in the backward of another block.
             made = [t for t in tensors_in(output) if given.get(id(t), self) is not t.grad_fn]
-            given.clear()
             refuse_views(made, unit)
             made = [t for t in made if t.requires_grad]
+            made += bases_of(made, given.values())
+            given.clear()
             if not made and torch.is_grad_enabled() and not in_backward():
                 output, made = self._pass_on(index, output)
             self._after_forward(index, made)
             return output
 
-        module.register_forward_pre_hook(before, with_kwargs=True)
+        # Before hooks that compute a weight of others, as weight_norm's does.
+        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         module.register_forward_hook(after)
         for i, parameter in enumerate(unit.parameters):
             parameter.register_post_accumulate_grad_hook(self._on_gradient(index, i))
@@ -131,12 +133,12 @@ class Schedule:
         that is dropped): its turn in backward comes all the same. Returns the output, and what of
         it has a gradient of its own then."""
         if isinstance(output, torch.Tensor) and output.requires_grad:
-            own = output.view_as(output)
+            own = output.clone()  # and no view, which an in-place operation would take out of it
             return own, [own]
         if any(tensor.requires_grad for tensor in tensors_in(output)):
             raise UserError(
                 f"block {self.units[index].name!r} returns only what it was given; need a tensor "
-                "of its own among it (x.view_as(x))"
+                "of its own among it (x.clone())"
             )
         self._unmade.add(index)  # the first block's in forward: it comes last
         return output, []
@@ -231,8 +233,8 @@ def _untimely(unit: Unit, is_led: bool) -> str:
     if unit.is_finishing:
         return (
             "a gradient after the step's last one: `is_last` is for the last backward before "
-            "`finish_gradients`, and a block that several reentrant checkpoints run needs "
-            "use_reentrant=False"
+            "`finish_gradients`, after which comes `clear_gradients`, and a block that several "
+            "reentrant checkpoints run needs use_reentrant=False"
         )
     return (
         f"a gradient outside of the backward of {unit.name!r}; its output must be tensors, in "

@@ -61,6 +61,7 @@ class Unit:
         self._gradient_full: torch.Tensor | None = None
         self._lent: torch.Tensor | None = None
         self._finished: Slot | None = None
+        self._is_summed = False
         self._allocate(error_feedback)
         self._publishing = Slot(self.weights, f"publish {name}")
         self._gathering = Slot(self.weights, f"gather {name}")
@@ -68,10 +69,7 @@ class Unit:
         self._flat = FlatGradient(self.layout)
         self._is_fresh = True
         self._parameters = Parameters(self.layout, pool.dtype, pool.device)
-        if self.is_persistent:
-            self._parameters.show(self.full)
-        else:
-            self._parameters.hide()
+        self._parameters.hide()
 
     def _choose_seat(self) -> Seat:
         if self.is_persistent:
@@ -91,10 +89,9 @@ class Unit:
         self.master = (
             self.full if self.computes_with_masters else self._empty(place.optimizer, torch.float32)
         ).zero_()
-        levels = range(place.gradients, place.optimizer) if error_feedback else ()
         self.errors = {
             level: self._empty(level, torch.bfloat16).zero_()
-            for level in levels
+            for level in (place.fed_back if error_feedback else ())
             if self._moves.may_leave_errors(level)
         }
 
@@ -146,6 +143,14 @@ class Unit:
         place = self.placement
         return self._moves.inside(self.weights, place.backward_weights, place.optimizer)
 
+    def outdate(self) -> None:
+        """Take the masters' values for other ones than the copies' from here on; what reads these
+        before they are published, without the hooks, is to see so."""
+        self.settle()
+        self.release()
+        self._parameters.renew(are_shown=self.computes_with_masters)
+        self.is_stale = True
+
     def start_publishing(self) -> None:
         """Begin to bring the masters to every copy of the weights that gathers read from."""
         place = self.placement
@@ -169,6 +174,12 @@ class Unit:
         if self.is_stale:
             self.start_publishing()
         self._publishing.wait()
+        self._stay()
+
+    def _stay(self) -> None:
+        """Weights that are never away can be read from here on, not only while the unit runs."""
+        if self.is_persistent:
+            self._parameters.show(self.full)
 
     def place(self) -> None:
         """Bring `published` to every copy, exactly: the start of a run, or its resumption."""
@@ -178,6 +189,7 @@ class Unit:
             self.weights, self.placement.optimizer, depth, f"place {self.name}"
         )
         placed.wait()
+        self._stay()
 
     def start_gathering(self) -> None:
         """Begin to make the parameters whole. Does nothing when they are, or have begun to be."""
@@ -196,7 +208,7 @@ class Unit:
                 self._gathering.label,
                 self._publishing.ticket,
             )
-            self._parameters.show(self.full)
+        self._parameters.show(self.full)
 
     def gather(self) -> None:
         """Return when the parameters are whole."""
@@ -218,6 +230,7 @@ class Unit:
     def clear_gradient(self) -> None:
         """Start from zero: what comes next is written over what is there, not added to it."""
         self._is_fresh = True
+        self._is_summed = False
         self._flat.start()
 
     def take_gradient(self, index: int) -> None:
@@ -242,7 +255,7 @@ class Unit:
         self.finish_reducing()  # done long since, but for a unit that is reduced twice
         self._flat.complete(self._gradient_full)
         depth = self.placement.gradients
-        slot = self._moves.reduce(self._gradient_full, 0, depth, self._reducing.label)
+        slot = self._moves.reduce(self._gradient_full, 0, depth, self._reducing.label, self.errors)
         self._moves.then(slot, depth - 1, partial(self._accumulate, self._is_fresh))
         self._lent, self._gradient_full = self._gradient_full, None
         self._is_fresh = False
@@ -263,8 +276,9 @@ class Unit:
 
     @property
     def is_finishing(self) -> bool:
-        """Whether the step's gradient has begun to be reduced to the optimizer level."""
-        return self._finished is not None
+        """Whether the step's gradient has begun to be reduced to the optimizer level: what came
+        after it would be added to a sum over all ranks."""
+        return self._is_summed or self._finished is not None
 
     def start_finishing(self) -> None:
         """Begin to reduce the gradient shard to the optimizer level, and over replicas."""
@@ -284,7 +298,11 @@ class Unit:
         self._moves.sum_replicas(self._finished, place.optimizer)
 
     def finish_gradient(self) -> torch.Tensor:
-        """The sum over all ranks and micro-batches of this rank's optimizer shard, fp32."""
+        """The sum over all ranks and micro-batches of this rank's optimizer shard, fp32. Raises
+        RuntimeError the second time: replicas would be added to replicas."""
+        if self._is_summed:
+            raise RuntimeError("gradients finished twice; need engine.clear_gradients() between")
+        self._is_summed = True
         if self._finished is None:
             self.start_finishing()
         assert self._finished is not None

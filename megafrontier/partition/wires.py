@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megafrontier.cluster.collectives import all_gather, all_to_all
-from megafrontier.partition.codec import DELTA8, INT4, INT8, rotate, rotate_back
+from megafrontier.partition.codec import DELTA8, INT4, INT8, rotate, rotate_back, rotate_back_alike
 
 
 class Codec(Protocol):
@@ -89,7 +89,9 @@ class Wire:
         else:
             received = message.new_empty(peers + 1, message.shape[1])
             all_gather(received.view(-1), message.view(-1), group)
-            out.copy_(self._decode(received, shard.numel()).view(-1))
+            values = self.codec.decode(received, shard.numel())
+            # Every rank decodes them, perhaps on another kind of device.
+            out.copy_((rotate_back_alike(values) if self.rotates else values).view(-1))
         return peers * message.nbytes
 
     def reduce(

@@ -32,7 +32,7 @@ def arrange(config: Config, ranks: int) -> Arrangement:
     placement = Placement.from_config(config.partition, levels)
     precision = config.train.precision
     wires = choose_wires(config.partition.wires, placement, levels, precision)
-    feeds_back = has_error_feedback(config.partition, wires, placement)
+    feeds_back = has_error_feedback(config.partition, wires, placement, levels)
     return Arrangement(machine, levels, placement, wires, feeds_back)
 
 
@@ -49,7 +49,7 @@ def check_training(config: Config, ranks: int, parts: Sequence[Part] = PARTS) ->
         if samples is not None:
             make_loader(config, samples, part, 0, ranks)
             samples.batch(0, 1)  # one is enough to tell most wrong tokenizers
-    if config.optimizer.fused == "apex":
+    if "train" in parts and config.optimizer.fused == "apex":
         find_apex()
     return arrangement
 

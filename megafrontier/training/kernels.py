@@ -6,7 +6,7 @@ from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.config import Config
 from megafrontier.model.backends import attention_backend, uncompilable_attention
 from megafrontier.model.compile import missing_compiler
-from megafrontier.partition.codec import missing_kernels
+from megafrontier.partition.codec import BlockCodec, missing_kernels
 from megafrontier.partition.wires import DTYPES, Wires
 
 
@@ -23,8 +23,8 @@ def uncompiled_because(config: Config, hierarchy: Hierarchy) -> str | None:
 
 def describe_kernels(config: Config, hierarchy: Hierarchy, wires: Wires) -> Iterator[str]:
     """One line about the kernels, after warnings where there are others than asked for."""
-    has_codes = any(wire.is_low_bit for wire in (*wires.gather, *wires.reduce))
-    plain = missing_kernels(hierarchy.device.type) if has_codes else None
+    codecs = {w.codec for w in (*wires.gather, *wires.reduce) if isinstance(w.codec, BlockCodec)}
+    plain = missing_kernels(hierarchy.device.type, codecs)
     if (plain := hierarchy.first_error(plain)) is not None:
         yield f"warning: partition.wires: {plain}; encoded by plain torch, which takes longer"
     gap = uncompiled_because(config, hierarchy)

@@ -145,7 +145,7 @@ def main() -> int:
     machine = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
     check_against_reference(device)
     copy = copy_bandwidth(device)
-    uses_kernels = on_gpu and missing_kernels("cuda") is None
+    uses_kernels = on_gpu and missing_kernels("cuda", [INT8, INT4]) is None
     implementation = "Triton kernels" if uses_kernels else "plain-torch reference"
     print(f"{machine}: {implementation}; copy {copy / 1e9:.1f} GB/s read and written")
     table = measure(device, arguments.rows, sizes, copy)

@@ -7,18 +7,37 @@ import torch
 
 from megafrontier import partition
 from megafrontier.partition import codec
-from megafrontier.partition.codec import DELTA8, INT4, INT8, MESSAGE_ALIGNMENT, rotate, rotate_back
+from megafrontier.partition.codec import (
+    DELTA8,
+    INT4,
+    INT8,
+    MESSAGE_ALIGNMENT,
+    rotate,
+    rotate_back,
+    rotate_back_alike,
+)
 
 
 @pytest.fixture
 def a_gpu(monkeypatch):
-    """What `codec` sees of one that is not there."""
+    """What `codec` sees of one that is not there: kernels, whose memory is the processor's."""
     codec._find_kernels.cache_clear()
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *sizes, device: zeros(*sizes))
+    difference = codec._difference
+    on_processor = lambda kernels, of, _device: difference(kernels, of, "cpu")  # noqa: E731
+    monkeypatch.setattr(codec, "_difference", on_processor)
     monkeypatch.setattr(codec, "find_spec", lambda name: name)
     yield lambda kernels: monkeypatch.setattr(partition, "codec_triton", kernels, raising=False)
     codec._find_kernels.cache_clear()
+
+
+def kernels(**others):
+    """Some that say what the reference says, but for `others`."""
+    alike = {
+        "encode": lambda codec, values: codec.encode(values),
+        "decode": lambda codec, messages, count: codec.decode(messages, count),
+        "decode_sum": lambda codec, messages, out: codec.decode_sum(messages, out),
+    }
+    return SimpleNamespace(**alike | others)
 
 
 def test_where_triton_cannot_build_its_kernels_plain_torch_takes_their_place(a_gpu):
@@ -27,16 +46,37 @@ def test_where_triton_cannot_build_its_kernels_plain_torch_takes_their_place(a_g
     def encode(_codec, _values):
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
 
-    a_gpu(SimpleNamespace(encode=encode))
-    assert codec._kernels("cuda") is None
-    assert codec.missing_kernels("cuda") == "Failed to find C compiler. Please specify via CC"
+    a_gpu(kernels(encode=encode))
+    assert codec._kernels("cuda", INT8) is None
+    said = codec.missing_kernels("cuda", [INT8])
+    assert said == "Failed to find C compiler. Please specify via CC"
 
 
 def test_where_it_can_they_are_taken(a_gpu):
-    kernels = SimpleNamespace(encode=lambda _codec, values: values)
-    a_gpu(kernels)
-    assert codec._kernels("cuda") is kernels
-    assert codec.missing_kernels("cuda") is None
+    found = kernels()
+    a_gpu(found)
+    for each in CODECS:
+        assert codec._kernels("cuda", each) is found
+    assert codec.missing_kernels("cuda", CODECS) is None
+
+
+def test_kernels_that_say_something_else_than_the_reference_are_not(a_gpu):
+    """As a compiler for a device that nobody has tried may make them: 4-bit sums of all rows but
+    the last, and values of a tail."""
+
+    def decode_sum(codec, messages, out):
+        codec.decode_sum(messages[:-1] if codec is INT4 else messages, out)
+
+    def decode(codec, messages, count):
+        values = codec.decode(messages, count)
+        values[:, -1] += codec is DELTA8
+        return values
+
+    a_gpu(kernels(decode_sum=decode_sum, decode=decode))
+    assert [codec._kernels("cuda", each) is None for each in CODECS] == [False, True, True]
+    said = codec.missing_kernels("cuda", [INT8, INT4])
+    assert said == "Triton's 4-bit sums are not those of the reference"
+    assert "8-bit values" in codec.missing_kernels("cuda", [DELTA8])
 
 
 CODECS = [INT8, INT4, DELTA8]
@@ -177,3 +217,32 @@ def test_a_rotation_there_and_back_is_exact_where_the_sums_are():
     """Nor is it off by a factor in TF32 or bf16: the matrices are of powers of two."""
     values = torch.randint(-100, 100, (2, 256)).float()
     assert torch.equal(rotate_back(rotate(values)), values)
+
+
+@pytest.mark.parametrize("count", [128, 300, 1024])
+def test_copies_turn_back_by_additions_in_one_order(count):
+    """Whose bits no library chooses: they are those of a sum by hand."""
+    values = random(3, count)
+    expected = rotate_back(values)
+    whole = count // 128 * 128
+    by_hand = values.clone().view(3, -1).tolist()
+    for row in by_hand:
+        for block in range(0, whole, 128):
+            half = 1
+            while half < 128:
+                for i in (i for i in range(block, block + 128) if not (i - block) & half):
+                    a, b = torch.tensor(row[i]), torch.tensor(row[i + half])
+                    row[i], row[i + half] = (a + b).item(), (a - b).item()
+                half *= 2
+            row[block : block + 128] = [x / 16 for x in row[block : block + 128]]
+    found = rotate_back_alike(values)
+    assert torch.equal(found, torch.tensor(by_hand))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
+
+
+def test_rotations_are_in_fp32_though_the_caller_computes_in_less():
+    values = random(2, 256)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = rotate(values), rotate_back(values)
+    assert torch.equal(inside[0], rotate(values))
+    assert torch.equal(inside[1], rotate_back(values))

@@ -167,6 +167,15 @@ def test_rows_that_do_not_follow_on_and_nothing_at_all(codec):
 
 
 @needs_kernels
+@CODECS
+def test_a_run_that_compares_them_first_finds_no_difference(codec):
+    from megafrontier.partition import codec_triton as kernels
+    from megafrontier.partition.codec import _difference
+
+    assert _difference(kernels, codec, DEVICE) is None
+
+
+@needs_kernels
 def test_sums_refuse_what_they_would_round():
     from megafrontier.partition import codec_triton as kernels
 
@@ -182,9 +191,9 @@ def test_a_gpu_chooses_the_kernels_and_its_plain_torch_agrees_with_them(codec, m
     from megafrontier.partition import codec_triton as kernels
 
     values = random(8, 100_003, torch.bfloat16).cuda()
-    assert module._kernels("cuda") is kernels
+    assert module._kernels("cuda", codec) is kernels
     messages = codec.encode(values)
-    monkeypatch.setattr(module, "_kernels", lambda device_type: None)
+    monkeypatch.setattr(module, "_kernels", lambda device_type, codec: None)
     assert torch.equal(codec.encode(values), messages)
     assert same_bits(codec.decode(messages, 100_003), kernels.decode(codec, messages, 100_003))
 

@@ -5,6 +5,7 @@ from math import prod
 
 import pytest
 
+from megafrontier.cluster.levels import Levels
 from megafrontier.config import PartitionConfig
 from megafrontier.errors import UserError
 from megafrontier.partition.layout import SHARD_ALIGNMENT, Layout, shard_range
@@ -58,6 +59,14 @@ def test_named_strategies_are_the_table_of_the_design():
         "hpz": Placement(3, 2, 3, 3),
         "topo": Placement(1, 1, 2, 3),
     }
+
+
+def test_levels_of_a_strategys_names_are_those_it_means_wherever_they_stand():
+    inside = Levels(("core", "pair", "node", "world"), (2, 2, 2, 2))
+    assert Placement.named("topo", inside) == Placement(2, 2, 3, 4)
+    sites = Levels(("pair", "node", "world", "site"), (2, 2, 2, 2))
+    assert Placement.named("zero3", sites) == Placement(3, 3, 3, 3)
+    assert Placement.named("topo", Levels(("gpu", "box"), (2, 2))) == Placement(1, 1, 1, 2)
 
 
 @pytest.mark.parametrize("count", range(1, 6))

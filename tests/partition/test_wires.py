@@ -303,9 +303,13 @@ def finished_gradients(engine, seed):
 ONE_LEVEL = (Placement.named("topo", LEVELS), {"world": "int4"})
 TWO_LEVELS = (Placement.named("zero1", LEVELS), {"node": "int8", "world": "int4"})
 REPLICAS = (Placement(0, 0, 0, 2), {"pair": "int4", "node": "int4"})
+ON_THE_WAY = [
+    (Placement.named("zero2", LEVELS), {"node": "int8", "world": "int4"}),  # as LoCo
+    (Placement.named("mics", LEVELS), {"pair": "int4"}),
+]
 
 
-@pytest.mark.parametrize(("placement", "reduce"), [ONE_LEVEL, TWO_LEVELS, REPLICAS])
+@pytest.mark.parametrize(("placement", "reduce"), [ONE_LEVEL, TWO_LEVELS, REPLICAS, *ON_THE_WAY])
 def test_error_feedback_says_later_what_it_could_not_say_at_once(placement, reduce):
     """Summed over steps, gradients arrive as they were sent: what is missing is what is kept, once
     among the replicas of a shard."""
@@ -368,9 +372,15 @@ def test_errors_are_kept_only_where_low_bits_are_sent():
     def body(hierarchy):
         wires = preset("low", "zero1")
         _, engine, _ = build(hierarchy, wires, "zero1", error_feedback=True)
-        return {level for unit in engine.units for level in unit.errors}
+        _, inner, _ = build(hierarchy, preset("low", "topo"), "topo", error_feedback=True)
+        _, way, _ = build(hierarchy, preset("low", "zero3"), "zero3", error_feedback=True)
+        return [
+            {level: error.numel() * 8 // unit.layout.numel for level, error in unit.errors.items()}
+            for unit in (engine.units[0], inner.units[0], way.units[0])
+        ]
 
-    assert run_ranks((2, 2, 2), body) == [{1, 2}] * 8
+    # Of the whole unit's eight parts; topo's gradients lie beyond the node.
+    assert run_ranks((2, 2, 2), body) == [[{1: 4, 2: 2}, {2: 2}, {1: 4, 2: 2}]] * 8
 
 
 def test_padding_stays_zero_though_rotations_mix_it_with_the_last_parameter():
@@ -408,6 +418,9 @@ def test_presets_are_what_they_say():
 @pytest.mark.parametrize(
     ("name", "strategy", "chosen", "rotates", "feeds_back"),
     [
+        # To be had where it takes more than a shard, too, but not unasked.
+        ("low", "zero3", True, [False, True, True], True),
+        ("zero++", "hpz", True, [False, True, True], True),
         ("exact", "topo", None, [False, False, False], False),
         ("zero++", "topo", None, [False, False, False], False),
         ("zero++", "topo", True, [False, True, True], True),
@@ -425,7 +438,46 @@ def test_rotation_and_error_feedback_are_as_chosen_and_of_low_else(
     assert [wire.rotates for wire in wires.reduce] == rotates
     config = PartitionConfig(error_feedback=chosen, wires=WiresConfig(preset=name))
     placement = Placement.named(strategy, LEVELS)
-    assert has_error_feedback(config, wires, placement) is feeds_back
+    assert has_error_feedback(config, wires, placement, LEVELS) is feeds_back
+
+
+def test_on_one_node_low_takes_no_memory_for_errors_unasked():
+    """The levels that topo's gradients cross once a step are gone, and others are crossed more."""
+    node = make_levels((2, 2, 1))
+    placement, wires = Placement.named("topo", node), preset("low", "topo", node)
+    for chosen, feeds_back in ((None, False), (True, True)):
+        config = PartitionConfig(error_feedback=chosen, wires=WiresConfig(preset="low"))
+        assert has_error_feedback(config, wires, placement, node) is feeds_back
+    config = PartitionConfig(error_feedback=True, wires=WiresConfig(preset="exact"))
+    with pytest.raises(UserError, match="error_feedback: true, but no level"):
+        has_error_feedback(config, preset("exact", "topo"), placement, node)
+
+
+def test_a_wire_of_the_users_outweighs_the_presets_where_both_cannot_be():
+    """int8 between nodes leaves no change to pass on inside them."""
+    wires = preset("low", "topo", gather={"world": "int8"})
+    assert names(wires)[:3] == ["CastCodec", "BlockCodec8", "BlockCodec8"]
+    single = make_levels((2, 2, 1))  # the slower level is there in name only
+    assert preset("exact", "topo", single, gather={"node": "delta4"}).gather[1].is_delta
+
+
+def test_values_inside_a_delta_are_rounded_alike_on_every_copy():
+    """int8 in the node, delta4 between nodes; each step's rounding is part of the next change."""
+
+    def body(hierarchy):
+        wires = preset("exact", "topo", gather={"node": "int8", "world": "delta4"})
+        model, engine, optimizer = build(hierarchy, wires)
+        for step in range(12):
+            engine_step(engine, model, optimizer, step, 1)
+        engine.finish_publishing()
+        lag = max((u.published - u.master).abs().max().item() for u in engine.units)
+        largest = max(u.master.abs().max().item() for u in engine.units)
+        return [bits(unit.weights) for unit in engine.units], lag, largest
+
+    found = run_ranks((2, 2, 2), body)
+    for rank, (weights, _, _) in enumerate(found):
+        assert weights == found[rank % 2][0]
+    assert max(lag for _, lag, _ in found) < max(largest for _, _, largest in found) / 127
 
 
 def test_every_level_between_nodes_has_the_few_bits():
@@ -461,7 +513,6 @@ def test_on_few_levels_the_last_one_has_the_few_bits(names_, low, zero):
         ("zero3", {"world": "delta4"}, "does not publish weights over that level"),
         ("topo", {"node": "delta8"}, "a slower level has no delta"),
         ("topo", {"rack": "int8"}, "no such level"),
-        ("topo", {"node": "int8", "world": "delta4"}, "node: int8, but a slower level has a delta"),
     ],
 )
 def test_a_wire_that_cannot_be_is_refused_by_level(strategy, gather, named):
