@@ -4,6 +4,7 @@ Imports stand inside the functions because `--help` must not wait for torch.
 """
 
 import argparse
+import errno
 import os
 import re
 import signal
@@ -12,8 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megafrontier.errors import BAD_INPUT, Ending, UserError
+from megafrontier.errors import BAD_INPUT, INTERRUPTED, Ending, UserError
 
+_OF_A_PATH = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.ENOTDIR, errno.EISDIR),
+)
 _OVERRIDE = re.compile(r"[^-/=][^/=]*=")
 
 
@@ -25,17 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Ending as error:
         print(f"megafrontier: {error}", file=sys.stderr)
         return error.code
-    except PermissionError as error:  # of whichever path among the arguments or in the config
-        if error.filename is None:
-            raise
-        print(f"megafrontier: {error.filename}: {error.strerror}", file=sys.stderr)
-        return BAD_INPUT
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output (`| head`) has enough. Nothing may be flushed into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except OSError as error:  # of whichever path among the arguments or in the config
+        if error.filename is None or error.errno not in _OF_A_PATH:
+            raise
+        print(f"megafrontier: {error.filename}: {error.strerror}", file=sys.stderr)
+        return BAD_INPUT
 
 
 class _Parser(argparse.ArgumentParser):
@@ -286,7 +291,11 @@ def _add_import(commands: Any) -> None:
     parser = commands.add_parser("import", help="Hugging Face model folder to checkpoint")
     parser.add_argument("folder", type=Path, help="config.json, safetensors, tokenizer files")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder to put the checkpoint in"
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder for the checkpoint, or DIR/step-00000000",
     )
     parser.set_defaults(command=_import)
 

@@ -6,6 +6,7 @@
     69  a node is not fit for the run: start again without those in RUN/bad-nodes.txt
     70  a rank was lost or hung, or the storage failed: start again
     75  stopped on request: start again to go on
+    130 interrupted from the keyboard
 
 Any other code is a bug's or a signal's.
 """
@@ -17,6 +18,7 @@ FAILED = 3
 BAD_NODE = 69
 LOST = 70
 STOPPED = 75
+INTERRUPTED = 130
 
 
 class Ending(Exception):

@@ -67,6 +67,7 @@ def test_the_module_is_the_command_and_lists_every_one():
         "tokenizer {folder}/nowhere.txt --vocab-size 300 --out {folder}/x",
         "tokenizer {folder} --vocab-size 300 --max-megabytes nan --out {folder}/x",
         "import nowhere --out {folder}/step-00000000",
+        "import nowhere --out {folder}/step-00000100",
         "checkpoint list nowhere/step-00000000",
     ],
 )
@@ -117,6 +118,23 @@ def test_a_path_that_may_not_be_looked_at_is_one_line(tmp_path, capfd, monkeypat
         assert main([str(word) for word in words]) == 2, words
         err = capfd.readouterr().err
         assert "Permission denied" in err, words
+        assert err.count("\n") == 1, words
+
+
+def test_a_name_too_long_and_a_folder_in_a_files_place_are_one_line(tmp_path, capfd):
+    long = tmp_path / ("x" * 300)
+    text, folder = tmp_path / "text.txt", tmp_path / "corpus.idx"
+    text.write_text("text\n")
+    folder.mkdir()
+    for words, said in (
+        (["evaluate", long], "File name too long"),
+        (["prepare", long, "--tokenizer", "bytes", "--out", tmp_path / "x"], "File name too long"),
+        (["prepare", text, "--tokenizer", long, "--out", tmp_path / "x"], "File name too long"),
+        (["prepare", text, "--tokenizer", "bytes", "--out", tmp_path / "corpus"], "directory"),
+    ):
+        assert main([str(word) for word in words]) == 2, words
+        err = capfd.readouterr().err
+        assert said in err, words
         assert err.count("\n") == 1, words
 
 
@@ -302,6 +320,11 @@ def test_evaluate_says_when_it_reads_what_is_held_out_more_than_once(life, capfd
     assert re.search(r"evaluate.batches: 50, 800 samples, but \d+ are held out", often)
 
 
+def test_evaluate_needs_no_optimizer(life, capfd):
+    """apex is where the run was trained."""
+    assert numbers(run_command(capfd, "evaluate", life / "run", "optimizer.fused=apex"))[0] > 0
+
+
 def test_evaluate_does_not_read_the_training_data(life, capfd):
     chosen = ("data.train=[{path: /nowhere}]", f"data.valid=[{{path: {life}/text}}]")
     assert numbers(run_command(capfd, "evaluate", life / "run", *chosen))[0] > 0
@@ -427,6 +450,9 @@ def test_what_is_exported_gives_transformers_the_same_loss_and_comes_back_to_tra
     imported = run_command(
         capfd, "import", tmp_path / "exported", "--out", tmp_path / "imported"
     ).strip()
+    named = tmp_path / "by-name" / "step-00000000"
+    assert str(named) in run_command(capfd, "import", tmp_path / "exported", "--out", named)
+    assert (named / "checkpoint.json").is_file()
     again = ["import", str(tmp_path / "exported"), "--out", str(tmp_path / "imported")]
     assert main(again) == 2
     assert "imported: holds checkpoints; need another --out" in capfd.readouterr().err

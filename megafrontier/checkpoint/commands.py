@@ -23,7 +23,10 @@ def list_command(path: Path, as_json: bool) -> int:
         for row in rows:
             state = "whole" if row["whole"] else row["problem"]
             print(f"{row['step']:>10}  {row['gib']:>10.3f} GiB  {row['saved_at']:<25}  {state}")
-    return 0 if all(row["whole"] for row in rows) else 2
+    broken = sum(not row["whole"] for row in rows)
+    if broken:
+        print(f"megafrontier: {path}: {broken} of {len(rows)} are not whole", file=sys.stderr)
+    return 2 if broken else 0
 
 
 def _row(path: Path) -> dict[str, Any]:

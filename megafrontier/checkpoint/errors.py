@@ -24,4 +24,12 @@ def not_read(path: Path, error: OSError) -> Ending:
 
 class CheckpointWriteError(UserError):
     """A checkpoint could not be written. Raised on all ranks alike, after which training may go
-    on: nothing was published and the older checkpoints are as they were."""
+    on: nothing was published and the older checkpoints are as they were.
+
+    `is_storages` tells whether the fault is the storage's own, which may be well in a while, and
+    not one that needs a person, as a full disk does.
+    """
+
+    def __init__(self, message: str, is_storages: bool) -> None:
+        super().__init__(message)
+        self.is_storages = is_storages

@@ -9,7 +9,8 @@ the user's: never resumed from, counted or deleted.
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+import stat
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,27 +38,39 @@ def step_of(path: Path) -> int | None:
 
 
 def candidates(root: Path) -> Iterator[Path]:
-    """Folders with a checkpoint's name, newest step first, whole or not."""
-    if not root.is_dir():
-        return
-    found = [(step, path) for path in root.iterdir() if (step := step_of(path)) is not None]
-    yield from (path for _, path in sorted(found, reverse=True) if path.is_dir())
+    """Folders with a checkpoint's name, newest step first, whole or not. Raises OSError: what the
+    storage does not tell is not to be taken for absent, as Python's own `is_dir` does."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        found = [(step_of(root / name), root / name) for name in os.listdir(root)]
+        named = sorted((step, path) for step, path in found if step is not None)
+        yield from (path for _, path in reversed(named) if is_folder(path))
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder at `path`. Raises OSError where the storage does not tell."""
+    return _is(stat.S_ISDIR, path)
+
+
+def _is(kind: Callable[[int], bool], path: Path) -> bool:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return kind(path.stat().st_mode)
+    return False
 
 
 def list_checkpoints(root: Path) -> list[Path]:
     """The published checkpoints, oldest step first: those whose manifest is there. Whether every
-    byte is right, `verify` says."""
-    return [path for path in candidates(root) if (path / FILE_NAME).is_file()][::-1]
+    byte is right, `verify` says. Raises OSError."""
+    return [path for path in candidates(root) if _is(stat.S_ISREG, path / FILE_NAME)][::-1]
 
 
 def find(path: Path) -> list[Path]:
     """The checkpoints, oldest first, that a run directory, a checkpoints folder or the path of
     one checkpoint stands for. Raises UserError when there is none."""
     try:
-        if not path.is_dir():
+        if not is_folder(path):
             fits = "need a run, its checkpoints or one checkpoint"
             raise UserError(f"{path}: no such folder, {fits}")
-        if step_of(path) is not None or (path / FILE_NAME).is_file():
+        if step_of(path) is not None or _is(stat.S_ISREG, path / FILE_NAME):
             return [path]
         found = list(candidates(path / "checkpoints")) or list(candidates(path))
     except OSError as error:
@@ -132,6 +145,16 @@ def set_later_aside(root: Path, step: int) -> None:
     for path in list(candidates(root)):
         if (step_of(path) or 0) > step:
             set_aside(path)
+
+
+def take_back(path: Path, step: int) -> None:
+    """Give a checkpoint that was set aside its name again; what has that now is set aside. One rank
+    calls it. Raises OSError."""
+    named = step_folder(path.parent, step)
+    if named.exists():
+        set_aside(named)
+    path.rename(named)
+    fsync_folder(path.parent)
 
 
 def fsync_folder(path: Path) -> None:

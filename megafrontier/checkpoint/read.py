@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from megafrontier.checkpoint.errors import CheckpointCorrupt, not_read
+from megafrontier.checkpoint.folder import is_folder
 from megafrontier.checkpoint.manifest import FILE_NAME, Manifest, piece_file
 from megafrontier.checkpoint.piece import PieceFile, file_size
 from megafrontier.errors import UserError
@@ -30,7 +31,11 @@ def open_checkpoint(path: Path, rank: int = 0, size: int = 1) -> "Checkpoint":
     at `path` or it was written by a later version.
     """
     path = Path(path)
-    if not path.is_dir():
+    try:
+        is_there = is_folder(path)
+    except OSError as error:
+        raise not_read(path, error) from error
+    if not is_there:
         raise UserError(f"{path}: no such folder, need a checkpoint")
     manifest = read_manifest(path)
     for name, need in _needed_files(manifest, rank, size):

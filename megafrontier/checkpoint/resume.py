@@ -30,10 +30,8 @@ def open_newest(
     written by a later version: then an older one is not what is wanted. Raises CheckpointUnreadable
     on all ranks where the storage fails one of them.
     """
-    names = [path.name for path in candidates(root)] if crowd.rank == 0 else []
     refused = []
-    # One rank's listing for all: file systems do not show all nodes the same at every moment.
-    for name in json.loads(from_rank_0(crowd, json.dumps(names))):
+    for name in _names(root, crowd):
         checkpoint, problem = _attempt(root / name, load, crowd)
         if checkpoint is not None:
             return checkpoint
@@ -46,6 +44,21 @@ def open_newest(
             "over, move them away or give another run.name"
         )
     return None
+
+
+def _names(root: Path, crowd: Crowd) -> list[str]:
+    """The candidates, by one rank's listing for all: file systems do not show all nodes the same at
+    every moment."""
+    names, unread = [], None
+    if crowd.rank == 0:
+        try:
+            names = [path.name for path in candidates(root)]
+        except OSError as error:
+            unread = f"{root}: {error.strerror}"
+    names, unread = json.loads(from_rank_0(crowd, json.dumps([names, unread])))
+    if unread is not None:
+        raise CheckpointUnreadable(unread)
+    return names
 
 
 def load_checkpoint(path: Path, load: Callable[[Checkpoint], None], crowd: Crowd) -> Checkpoint:

@@ -27,6 +27,7 @@ from megafrontier.checkpoint.manifest import (
 )
 from megafrontier.checkpoint.piece import write_piece
 from megafrontier.checkpoint.seal import crc32_hex
+from megafrontier.errors import STORAGE_FAULTS
 
 Shards = Mapping[str, Sequence[torch.Tensor]]
 Attach = Callable[[Path], None]
@@ -99,10 +100,12 @@ def _together(crowd: Crowd, mine: bool, act: Callable[[], None]) -> None:
             act()
         except Exception as error:
             failure = error
-    message = None if failure is None else f"rank {crowd.rank}: {_reason(failure)}"
+    is_storages = isinstance(failure, OSError) and failure.errno in STORAGE_FAULTS
+    message = f"{is_storages:d} rank {crowd.rank}: {_reason(failure)}" if failure else None
     agreed = crowd.first_error(message)
     if agreed is not None:
-        raise CheckpointWriteError(f"checkpoint not saved: {agreed}") from failure
+        line = f"checkpoint not saved: {agreed[2:]}"
+        raise CheckpointWriteError(line, agreed.startswith("1")) from failure
 
 
 def _reason(error: Exception) -> str:

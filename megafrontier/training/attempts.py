@@ -1,9 +1,9 @@
 """Which starts a run has had, and when to give up: attempts.jsonl in the run directory.
 
 An attempt is a start of the run. One that ends neither finished, nor on request, nor with a code
-that nobody starts again by itself (2 and 3: a person has looked), has failed; what it reached is in
-metrics.jsonl when the next one starts. Several failures in a row, none further than the first of
-them, will not be the last.
+that nobody starts again by itself (2, 3 and 130: a person has looked), has failed; what it reached
+is in metrics.jsonl when the next one starts. Several failures in a row from the same checkpoint,
+none further than the first of them, will not be the last.
 
 An attempt after which bad-nodes.txt lists more hosts than before has failed through them, and the
 next one leaves them out: it does not count. A cluster has only so many.
@@ -22,7 +22,15 @@ from typing import Any
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import Identity
 from megafrontier.config import Config
-from megafrontier.errors import BAD_INPUT, FAILED, STOPPED, Ending, RunFailed
+from megafrontier.errors import (
+    BAD_INPUT,
+    FAILED,
+    INTERRUPTED,
+    STOPPED,
+    Ending,
+    RunFailed,
+    StorageFailed,
+)
 from megafrontier.training import bad_nodes
 
 _TAIL_BYTES = 65536
@@ -36,15 +44,24 @@ class Attempt:
 
     def note(self, **values: Any) -> None:
         """Add a line; what cannot be written is left out."""
-        if self._path is None:
-            return
-        line = json.dumps({"at": datetime.now(UTC).isoformat(timespec="seconds"), **values})
-        with suppress(OSError), self._path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        if self._path is not None:
+            with suppress(OSError):
+                _append(self._path, values)
 
     def ended(self, code: int, reason: str = "") -> None:
         """The exit code, and the line that says why."""
         self.note(ended=code, **({"reason": reason} if reason else {}))
+
+
+def _append(path: Path, values: dict[str, Any]) -> None:
+    line = json.dumps({"at": datetime.now(UTC).isoformat(timespec="seconds"), **values})
+    with path.open("ab+") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read() == b"\n" else f"\n{line}"  # after one that a kill cut short
+        file.write(f"{line}\n".encode())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextmanager
@@ -70,34 +87,64 @@ def attempted(config: Config, identity: Identity, hierarchy: Hierarchy) -> Itera
         raise
 
 
+def note_interrupted(directory: Path) -> None:
+    """Note that a person has ended the attempt, from the keyboard."""
+    Attempt(directory / "attempts.jsonl").ended(INTERRUPTED)
+
+
 def note_begun(directory: Path, wanted: str) -> None:
     """Note that this Slurm job has done what `checkpoint.resume` asks for once: its later starts
-    have the same arguments. Rank 0 calls it; what cannot be written is left out."""
-    if (job := _job()) is not None:
-        Attempt(directory / "attempts.jsonl").note(begun=wanted, job=job)
+    have the same arguments. Rank 0 calls it. Raises StorageFailed where it cannot be noted: such a
+    start would do it again."""
+    if (job := _job()) is None:
+        return
+    path = directory / "attempts.jsonl"
+    try:
+        _append(path, {"begun": wanted, "job": job, "restart": _restart()})
+    except OSError as error:
+        raise StorageFailed(f"{path}: {error.strerror}, need to note the start") from error
 
 
 def has_begun(directory: Path, wanted: str) -> bool:
-    """Whether an earlier start of this Slurm job has done so."""
-    job = _job()
-    return job is not None and any(
-        entry.get("begun") == wanted and entry.get("job") == job
-        for entry in _entries(directory / "attempts.jsonl")
-    )
+    """Whether an earlier start of this Slurm job, which requeued it since, has done so. Raises
+    StorageFailed where what is noted cannot be read."""
+    path, job = directory / "attempts.jsonl", _job()
+    if job is None:
+        return False
+    try:
+        return any(
+            entry.get("begun") == wanted
+            and entry.get("job") == job
+            and entry.get("restart", -1) < _restart()
+            for entry in _read(path)
+        )
+    except OSError as error:
+        raise StorageFailed(f"{path}: {error.strerror}, need what earlier starts did") from error
 
 
 def _job() -> str | None:
     return os.environ.get("SLURM_JOB_ID")
 
 
+def _restart() -> int:
+    """How often Slurm has requeued this job: what a user starts again in an allocation, as in one
+    job, is asked for anew."""
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+
 def reached_step(metrics: Path) -> int:
     """The last step in metrics.jsonl, 0 where there is none. A line cut short is left out."""
+    return next((int(line["step"]) for line in last_lines(metrics) if "step" in line), 0)
+
+
+def last_lines(metrics: Path) -> Iterator[dict[str, Any]]:
+    """The last 64 KiB of metrics.jsonl, newest first; none where there is no file."""
     with suppress(OSError), metrics.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         for line in reversed(file.read().splitlines()):
-            with suppress(ValueError, KeyError, TypeError):
-                return int(json.loads(line)["step"])
-    return 0
+            with suppress(ValueError):
+                if isinstance(values := json.loads(line), dict):
+                    yield values
 
 
 def _refusal(directory: Path, reached: int, listed: int, limit: int) -> str | None:
@@ -112,32 +159,39 @@ def _refusal(directory: Path, reached: int, listed: int, limit: int) -> str | No
 
 
 def count_failures(path: Path, reached: int, listed: int) -> int:
-    """Failed attempts since one got further than those before it, that one included. `reached` is
-    the last step that the newest attempt finished, `listed` the number of bad nodes after it."""
-    starts: list[tuple[int, int]] = []
-    ends: list[int | None] = []
+    """Failed attempts since one got further than those before it, or began with another checkpoint,
+    that one included. `reached` is the last step that the newest attempt finished, `listed` the
+    number of bad nodes after it."""
+    starts: list[dict[str, int]] = []
     for entry in _entries(path):
         if "reached" in entry:
-            starts.append((entry["reached"], entry.get("bad_nodes", 0)))
-            ends.append(None)
-        elif ends and "ended" in entry:
-            ends[-1] = entry["ended"]
-    failures, best = 0, -1
-    afterwards = [*starts[1:], (reached, listed)]
-    for (_, before), (last_step, after), code in zip(starts, afterwards, ends, strict=False):
-        if code in (0, BAD_INPUT, FAILED, STOPPED):
+            starts.append(entry)
+        elif starts:  # how it went on
+            starts[-1] |= entry
+    failures, best, resumed = 0, -1, None
+    afterwards = [*starts[1:], {"reached": reached, "bad_nodes": listed}]
+    for start, after in zip(starts, afterwards, strict=False):
+        if start.get("resumed", resumed) != resumed:  # it had saved more, or was sent back
+            resumed, best = start["resumed"], -1
+        if start.get("ended") in (0, BAD_INPUT, FAILED, STOPPED, INTERRUPTED):
             failures, best = 0, -1
-        elif after > before:
+        elif after.get("bad_nodes", 0) > start.get("bad_nodes", 0):
             continue
-        elif last_step > best:
-            failures, best = 1, last_step
+        elif after["reached"] > best:
+            failures, best = 1, after["reached"]
         else:
             failures += 1
     return failures
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
-    with suppress(OSError), path.open(encoding="utf-8") as file:
+    with suppress(OSError):
+        yield from _read(path)
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines, none where there is no file. Raises OSError."""
+    with suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             with suppress(ValueError):  # a kill cut it short
                 yield json.loads(line)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -9,6 +10,7 @@ from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.data.loader import Loader
 from megafrontier.data.samples import Batch
 from megafrontier.model.gpt import GPT
+from megafrontier.training.attempts import last_lines
 from megafrontier.training.batches import read_step
 from megafrontier.training.callback import Callback, is_due
 from megafrontier.training.logbook import Logbook
@@ -73,16 +75,31 @@ def evaluate(
     return Evaluation(loss_sum, int(tokens_sum), int(bytes_sum))
 
 
+def owes_evaluation(trainer: Trainer) -> bool:
+    """Whether a run that takes up its last step was killed before it had evaluated it, by rank 0's
+    metrics.jsonl. All ranks call it."""
+    if trainer.step < trainer.last_step:
+        return False
+    metrics = Path(trainer.config.run.directory) / "metrics.jsonl"
+    is_done = trainer.is_first and any(
+        line.get("step") == trainer.step and "valid_loss" in line for line in last_lines(metrics)
+    )
+    return trainer.hierarchy.all_true(not is_done)
+
+
 class Evaluate(Callback):
     """Evaluate every so many steps and at the end, and write it to the logbook.
 
     A run that is asked to stop has no time for it: the checkpoint is what counts.
     """
 
-    def __init__(self, logbook: Logbook, beat: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, logbook: Logbook, beat: Callable[[], None] = lambda: None, is_owed: bool = False
+    ) -> None:
+        """`is_owed`: see `owes_evaluation`."""
         self._logbook = logbook
         self._beat = beat
-        self._is_owed = False
+        self._is_owed = is_owed
 
     def wants(self, trainer: Trainer, step: int) -> bool:
         return is_due(trainer.config.evaluate.every, step)
@@ -96,7 +113,6 @@ class Evaluate(Callback):
             self._is_owed = is_last
 
     def at_end(self, trainer: Trainer) -> None:
-        # A finished run that is started again makes no step, and owes nothing.
         if self._is_owed:
             self._run(trainer)
 
@@ -109,4 +125,5 @@ class Evaluate(Callback):
             found = evaluate(
                 trainer.model, trainer.valid_loader, trainer.hierarchy, batches, beat=self._beat
             )
-        self._logbook.write({"step": trainer.step, "valid_loss": found.loss})
+        line = {"step": trainer.step, "valid_loss": found.loss, "tokens": trainer.tokens}
+        self._logbook.write(line)

@@ -26,8 +26,8 @@ from megafrontier.errors import (
 from megafrontier.training import bad_nodes
 from megafrontier.training.allocator import prepare_allocator
 from megafrontier.training.arrangement import Arrangement, arrange, check_training
-from megafrontier.training.attempts import attempted
-from megafrontier.training.evaluation import Evaluate, describe_validation
+from megafrontier.training.attempts import Attempt, attempted, note_interrupted
+from megafrontier.training.evaluation import Evaluate, describe_validation, owes_evaluation
 from megafrontier.training.garbage import garbage_collected
 from megafrontier.training.guard import Guard
 from megafrontier.training.kernels import describe_kernels
@@ -53,23 +53,30 @@ def train(config: Config, nproc: int | None) -> int:
 
     Raises UserError for bad input, before any process group starts.
     """
-    return launch(
-        config,
-        lambda: _train_rank(config),
-        nproc,
-        partial(_check, config, identify(os.environ) if nproc is None else None),
-        partial(bad_nodes.of_refused, directory=Path(config.run.directory)),
-    )
+    directory = Path(config.run.directory)
+    identity = identify(os.environ) if nproc is None else None
+    try:
+        return launch(
+            config,
+            lambda: _train_rank(config),
+            nproc,
+            partial(_check, config, identity),
+            partial(bad_nodes.of_refused, directory=directory),
+        )
+    except KeyboardInterrupt:  # as a parent, or with ranks that hear of it themselves
+        if identity is None or identity.rank == 0:
+            note_interrupted(directory)
+        raise
 
 
 def _check(config: Config, identity: Identity | None, ranks: int) -> None:
     """As one of a launcher's ranks, or without `identity` as the parent of local ones."""
     if identity is not None:  # a parent may not touch the devices of those it forks
-        check_present(load_machine(config.machine).device, identity)
+        check_present(load_machine(config.machine).device, identity, config.preflight.enabled)
     check_memory(config, check_training(config, ranks))
     if identity is None or identity.local_rank == 0:  # a host's; each locks the folder for it
         check_directory(config)
-    check_resume(config)
+        check_resume(config)
 
 
 def launch(
@@ -165,9 +172,7 @@ def choose_device(identity: Identity, name: str) -> torch.device:
                 f"--nproc: {identity.world_size}, need at most {count}, one a device, or "
                 "machine.device.name=cpu"
             )
-        device = torch.device("cuda", identity.local_rank % count)
-        torch.cuda.set_device(device)
-        return device
+        return torch.device("cuda", identity.local_rank % count)
     if identity.source == "local":
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // identity.world_size))
@@ -198,7 +203,7 @@ def _train_watched(config: Config, identity: Identity, directory: Path) -> int:
             with watch.trying_nodes():
                 preflight(config, arrangement, identity, hierarchy, logbook.remark)
         with out_of_memory_told(config, identity):
-            code = _run(config, arrangement, hierarchy, logbook, watch)
+            code = _run(config, arrangement, hierarchy, logbook, watch, attempt)
         attempt.ended(code)
         return code
 
@@ -209,6 +214,7 @@ def _run(
     hierarchy: Hierarchy,
     logbook: Logbook,
     watch: Watch,
+    attempt: Attempt,
 ) -> int:
     trainer = build_trainer(config, arrangement, hierarchy)
     validation = describe_validation(trainer.valid_loader, config.evaluate.batches)
@@ -217,13 +223,15 @@ def _run(
         logbook.remark(line)
     try:
         resume(trainer, logbook)
+        attempt.note(resumed=trainer.step)
+        is_owed = owes_evaluation(trainer)
         hierarchy.together(partial(_keep_books, trainer, logbook))
         save = Save(logbook, trainer.step)
         trainer.engine.ledger.take()  # placing the first weights is no step's traffic
         timeline = Timeline(trainer, logbook)
         stragglers = Stragglers(identify(os.environ).host, logbook)
         # The checkpoint first: what comes after it may be cut short.
-        evaluate = Evaluate(logbook, watch.beat)
+        evaluate = Evaluate(logbook, watch.beat, is_owed)
         watch.begin(trainer.step, trainer.engine.ledger)
         with garbage_collected(config.train.gc_every) as garbage:
             callbacks = [Log(logbook), save, evaluate, timeline, Guard(logbook), stragglers]

@@ -13,7 +13,7 @@ from megafrontier.training.callback import Callback
 from megafrontier.training.metrics import step_metrics
 from megafrontier.training.progress import Progress
 from megafrontier.training.result import StepResult
-from megafrontier.training.sinks import Sink, open_sinks
+from megafrontier.training.sinks import JsonLines, Sink, open_sinks
 from megafrontier.training.trainer import Trainer
 
 
@@ -31,7 +31,8 @@ class Logbook:
     def open_sinks(self, config: Config, resume_step: int) -> None:
         """Begin to keep metrics, after `resume_step`."""
         if self._progress is not None:
-            self._sinks = open_sinks(config, Path(config.run.directory), resume_step)
+            directory = Path(config.run.directory)
+            self._sinks = open_sinks(config, directory, resume_step, self.remark)
 
     def write(self, values: dict[str, Any]) -> None:
         """Keep one line of metrics."""
@@ -39,6 +40,12 @@ class Logbook:
             self._attempt(partial(sink.write, values))
         if self._progress is not None:
             self._progress.update(values)
+
+    def sync(self) -> None:
+        """Bring the metrics so far to the disk."""
+        for sink in self._sinks:
+            if isinstance(sink, JsonLines):
+                self._attempt(sink.sync)
 
     def remark(self, line: str) -> None:
         """Tell the reader something that is not a number."""

@@ -77,7 +77,8 @@ def preflight(
         again = _tell(arrangement, identity, hierarchy)
         table = replace(table, rates=torch.maximum(table.rates, again.rates))
     with hierarchy.standing.at("its device"):
-        problem = check_device(arrangement.machine.device, hierarchy.device)
+        is_tried = hierarchy.device.type == "cuda"  # before the ranks met
+        problem = None if is_tried else check_device(arrangement.machine.device, hierarchy.device)
     with hierarchy.standing.at(STORAGE):
         problem = problem or _check_storage(directory, identity)
     if table.hosts > 1:
@@ -93,6 +94,7 @@ def clear_room(config: Config, hierarchy: Hierarchy) -> None:
     if hierarchy.rank == 0:
         with suppress(OSError):
             clean_partials(checkpoint_root(config))
+    hierarchy.all_true(True)  # not with the short patience that the pre-flight has with a node
 
 
 def _tell(arrangement: Arrangement, identity: Identity, hierarchy: Hierarchy) -> Table:
@@ -293,10 +295,10 @@ def _refuse(failing: dict[str, str], hosts: int, directory: Path, hierarchy: Hie
     raise NodesUnfit(f"preflight: {line}")
 
 
-def check_present(device: DeviceConfig, identity: Identity) -> None:
+def check_present(device: DeviceConfig, identity: Identity, tries_memory: bool) -> None:
     """Raises UserError where a launcher's rank finds no accelerator and the machine file has one,
-    or fewer than the host has ranks: of a few ranks it is their nodes' matter, of most the
-    environment's."""
+    or fewer than the host has ranks, or with `tries_memory` one whose memory another process has:
+    of a few ranks it is their nodes' matter, of most the environment's."""
     if identity.source not in ("slurm", "torchrun") or device.name == "cpu":
         return
     count = torch.cuda.device_count()
@@ -312,3 +314,7 @@ def check_present(device: DeviceConfig, identity: Identity) -> None:
             f"machine.device.name: {device.name}, but torch finds no accelerator; need a node with "
             "one, and a torch for it"
         )
+    if tries_memory:  # before RCCL takes some for each of its communicators
+        found = torch.device("cuda", identity.local_rank % count)
+        if (problem := check_device(device, found)) is not None:
+            raise UserError(f"{problem}, or preflight.enabled=false")

@@ -91,19 +91,22 @@ class Save(Callback):
     def __init__(self, logbook: Logbook, resumed_step: int) -> None:
         self._logbook = logbook
         self._last = self._resumed_step = resumed_step
+        self._is_storages = False  # the fault that kept the last save from being one
         self._thread = ThreadPoolExecutor(1, "delete")
         self._deleting: Future[None] | None = None
 
     def wants(self, trainer: Trainer, step: int) -> bool:
-        return is_due(trainer.config.checkpoint.every, step)
+        # The last step before its evaluation, which may be cut short.
+        return is_due(trainer.config.checkpoint.every, step) or step == trainer.last_step
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         if self.wants(trainer, result.step):
             self._save(trainer)
 
     def at_end(self, trainer: Trainer) -> None:
-        """Save what has not been. Raises RunFailed where nothing of this start could be, and
-        StorageFailed where the run's end could not: no other job is to take it for done."""
+        """Save what has not been. Raises RunFailed where nothing of this start could be, for a
+        reason that will not go by itself, and StorageFailed where the storage failed, or the run's
+        end could not be saved: no other job is to take it for done."""
         try:
             self._save_last(trainer)
         finally:
@@ -113,17 +116,19 @@ class Save(Callback):
         if self._last == trainer.step or self._save(trainer) or self._save(trainer):
             return
         what = f"step {trainer.step}: could not be saved; log.txt has the reason"
-        if self._last == self._resumed_step:
+        if self._last == self._resumed_step and not self._is_storages:
             raise RunFailed(f"{what}, nor could any step of this start")
-        if trainer.step >= trainer.last_step:
+        if trainer.step >= trainer.last_step or self._is_storages:
             raise StorageFailed(what)
 
     def _save(self, trainer: Trainer) -> bool:
         self._finish_deleting()
+        self._logbook.sync()
         try:
             path = save_trainer(trainer)
         except CheckpointWriteError as error:
             self._logbook.remark(f"warning: no checkpoint at step {trainer.step}: {error}")
+            self._is_storages = error.is_storages
             return False
         self._last = trainer.step
         self._logbook.remark(f"checkpoint {path}")

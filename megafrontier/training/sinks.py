@@ -7,11 +7,12 @@ import json
 import math
 import os
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from megafrontier.config import Config, config_to_dict
-from megafrontier.errors import UserError
+from megafrontier.errors import UserError, of_os_error
 from megafrontier.signals import stops_held_back
 
 
@@ -25,15 +26,20 @@ class Sink(Protocol):
         """Flush and release what the sink holds."""
 
 
-def open_sinks(config: Config, directory: Path, resume_step: int = 0) -> list[Sink]:
+def open_sinks(
+    config: Config,
+    directory: Path,
+    resume_step: int = 0,
+    warn: Callable[[str], None] = lambda line: None,
+) -> list[Sink]:
     """The sinks that `config.log` asks for, in the run directory, going on after `resume_step`.
 
-    A fresh run has `resume_step` 0. Raises UserError when a package is missing or the directory
-    cannot be written.
+    A fresh run has `resume_step` 0. `warn` hears of one that does less than asked for. Raises
+    UserError when a package is missing or the directory cannot be written.
     """
     sinks: list[Sink] = [JsonLines(directory / "metrics.jsonl", resume_step)]
     if config.log.wandb != "disabled":
-        sinks.append(WandbSink(config, directory, config.log.wandb, resume_step))
+        sinks.append(WandbSink(config, directory, config.log.wandb, resume_step, warn))
     if config.log.tensorboard:
         sinks.append(TensorboardSink(directory, resume_step))
     return sinks
@@ -47,7 +53,7 @@ class JsonLines:
 
         They stem from steps that ran after the last checkpoint and will run again. None keeps
         them all. A last line that a kill cut short is dropped in either case.
-        Raises UserError when the file cannot be written.
+        Raises UserError when the file cannot be written, StorageFailed where the storage fails.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,12 +61,17 @@ class JsonLines:
                 _keep_lines(path, resume_step)
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
-            raise UserError(f"{path}: cannot write metrics: {error.strerror}") from error
+            line = f"{path}: cannot write metrics: {error.strerror}"
+            raise of_os_error(error, line) from error
 
     def write(self, values: dict[str, Any]) -> None:
         """Append one line and flush it; NaN and infinity, which JSON lacks, become null."""
         self._file.write(json.dumps(_finite(values)) + "\n")
         self._file.flush()
+
+    def sync(self) -> None:
+        """Bring the lines so far to the disk: a checkpoint that is there is to have them."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""
@@ -76,8 +87,10 @@ class WandbSink:
         directory: Path,
         mode: Literal["offline", "online"],
         resume_step: int = 0,
+        warn: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`mode` is offline (files below `directory`/wandb, no network) or online.
+        """`mode` is offline (files below `directory`/wandb, no network) or online; where W&B cannot
+        be reached, which is no reason not to train, offline after all.
 
         A resumed run keeps its W&B id. Raises UserError when wandb is missing or refuses.
         """
@@ -97,9 +110,10 @@ class WandbSink:
             x_disable_meta=True,
             x_disable_machine_info=True,
         )
-        try:
+
+        def start(mode: Literal["offline", "online"]) -> Any:
             with stops_held_back():  # W&B starts a process, which has to last as long as we do
-                self._run = wandb.init(
+                return wandb.init(
                     project="megafrontier",
                     name=config.run.name,
                     id=_wandb_id(directory / "wandb" / "id", resume_step),
@@ -109,8 +123,16 @@ class WandbSink:
                     config=config_to_dict(config),
                     settings=settings,
                 )
+
+        try:
+            self._run = start(mode)
         except wandb.Error as error:
-            raise UserError(f"log.wandb: {mode}, wandb does not start: {error}") from error
+            # AuthenticationError is one, too, but an answer.
+            is_away = isinstance(error, wandb.errors.CommError)
+            if not is_away or isinstance(error, wandb.errors.AuthenticationError):
+                raise UserError(f"log.wandb: {mode}, wandb does not start: {error}") from error
+            warn(f"warning: log.wandb: {error}; kept in {directory / 'wandb'} for `wandb sync`")
+            self._run = start("offline")
 
     def write(self, values: dict[str, Any]) -> None:
         """Log the numbers of one step at that step."""

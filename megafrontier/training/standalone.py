@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megafrontier.checkpoint.crowd import Alone
-from megafrontier.checkpoint.folder import candidates, newest, step_of
+from megafrontier.checkpoint.folder import candidates, newest, step_folder, step_of
 from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.checkpoint.read import Checkpoint, open_checkpoint, read_manifest
 from megafrontier.checkpoint.resume import load_checkpoint
@@ -132,11 +132,12 @@ def export_command(path: Path, out: Path, precision: str) -> str:
 def import_command(folder: Path, out: Path) -> Path:
     """Make a checkpoint, at step 0 and of weights alone, of a Hugging Face model folder.
 
-    `out` is the checkpoints folder to write it into. Raises UserError for what GPT does not do, and
-    when there are checkpoints in `out` already.
+    `out` is the checkpoints folder to write it into, or in one the checkpoint, step-00000000.
+    Raises UserError for what GPT does not do, and when that folder holds checkpoints already.
     """
-    if step_of(out) is not None:
-        raise UserError(f"--out {out}: a checkpoint's name; need the folder to put it in")
+    if step_of(out):
+        raise UserError(f"--out {out}: another step's name; need {step_folder(out.parent, 0)}")
+    out = out if step_of(out) is None else out.parent
     if any(candidates(out)):
         raise UserError(f"{out}: holds checkpoints; need another --out")
     model, tensors = import_model(folder)

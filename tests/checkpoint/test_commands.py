@@ -78,7 +78,7 @@ def test_a_folder_that_cannot_be_read_is_refused_in_one_line(run, capsys, monkey
     def refuse(_):  # modes do not hold back root
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(Path, "iterdir", refuse)
+    monkeypatch.setattr(os, "listdir", refuse)
     for action in ("list", "show", "verify"):
         assert main(["checkpoint", action, str(run)]) == 2
         err = capsys.readouterr().err

@@ -142,6 +142,20 @@ def test_a_storage_that_fails_one_rank_is_no_reason_to_give_up_a_checkpoint(tmp_
     assert "Input/output error" in verify(path).problems[0]
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_storage_that_does_not_list_checkpoints_is_not_one_without(tmp_path, monkeypatch, ranks):
+    """To begin at step 0 would set aside all that is there."""
+    save_all(tmp_path, 100)
+
+    def listdir(path):
+        raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    results = run_crowd(ranks, lambda crowd: open_newest(tmp_path, print, crowd, print))
+    assert [type(result) for result in results] == [CheckpointUnreadable] * ranks
+    assert str(results[-1]) == f"{tmp_path}: Input/output error"
+
+
 def test_a_checkpoint_given_by_path_is_loaded_or_refused_but_never_replaced(tmp_path):
     save_all(tmp_path, 100)
     path = save_all(tmp_path, 200)

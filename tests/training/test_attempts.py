@@ -10,7 +10,13 @@ from megafrontier.cluster.levels import Levels
 from megafrontier.config import Config
 from megafrontier.errors import BAD_INPUT, BAD_NODE, FAILED, LOST, STOPPED, NodesUnfit, RunFailed
 from megafrontier.training import bad_nodes
-from megafrontier.training.attempts import attempted, reached_step
+from megafrontier.training.attempts import (
+    attempted,
+    has_begun,
+    note_begun,
+    note_interrupted,
+    reached_step,
+)
 
 ALONE = Identity(0, 1, 0, "alone", host="frontier00001")
 LIMIT = 3
@@ -32,11 +38,13 @@ def hierarchy():
     return Hierarchy(Levels(("world",), (1,)), 0, (None,), "cpu")
 
 
-def attempt(config, tmp_path, reached, code=None, bad_node=None):
+def attempt(config, tmp_path, reached, code=None, bad_node=None, resumed=None):
     """One start of the run, which gets as far as `reached` and ends with a code, or for a bad node,
     or is killed. True: it was let start; else RunFailed is raised."""
     try:
         with attempted(config, ALONE, hierarchy()) as this:
+            if resumed is not None:
+                this.note(resumed=resumed)
             metrics = "".join(f'{{"step": {step}, "loss": 1}}\n' for step in range(1, reached + 1))
             (tmp_path / "metrics.jsonl").write_text(metrics)
             if bad_node is not None:
@@ -68,6 +76,37 @@ def test_a_run_that_gets_on_may_fail_as_often_as_it_likes(config, tmp_path):
 def test_an_attempt_that_ends_in_order_starts_the_count_anew(config, tmp_path, code):
     ends = [None, None, code] * 4
     assert all(attempt(config, tmp_path, 7, end) for end in ends)
+
+
+@pytest.mark.parametrize("resumed", [[100, 150, 200, 250, 300], [400, 100, 100, 90, 80]])
+def test_a_run_that_has_saved_more_or_was_sent_back_gets_on(config, tmp_path, resumed):
+    """Though it gets nowhere near the step that an attempt before had reached."""
+    attempt(config, tmp_path, 430)
+    for step in resumed:
+        assert attempt(config, tmp_path, step + 30, resumed=step)
+
+
+def test_failures_after_the_same_checkpoint_count(config, tmp_path):
+    for reached in (130, 120, 130):
+        assert attempt(config, tmp_path, reached, resumed=100)
+    with pytest.raises(RunFailed, match="the last 3 attempts"):
+        attempt(config, tmp_path, 130, resumed=100)
+
+
+def test_what_a_person_interrupts_has_not_failed(config, tmp_path):
+    for _ in range(4):
+        assert attempt(config, tmp_path, 7)
+        note_interrupted(tmp_path)
+
+
+def test_a_note_after_a_line_that_a_kill_cut_short_is_a_line_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    (tmp_path / "attempts.jsonl").write_text('{"at": "2026')
+    note_begun(tmp_path, "never")
+    assert not has_begun(tmp_path, "never"), "by this start: the job is asked to once"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert has_begun(tmp_path, "never")
+    assert not has_begun(tmp_path, "auto")
 
 
 def test_a_person_who_starts_a_run_that_was_given_up_gets_as_many_attempts_again(config, tmp_path):

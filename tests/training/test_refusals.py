@@ -60,7 +60,7 @@ BAD = [
     (("partition.wires.rotation=true", "partition.wires.gather={world: int8}"),
      "partition.wires.rotation: true, but no level has a wire of few bits for gradients"),
     (("partition.strategy=mics", "partition.error_feedback=true"),
-     "partition.error_feedback: true, but no level between partition.gradients and"),
+     "partition.error_feedback: true, but no level that gradients cross within"),
     (("train.global_batch=6",), "train.global_batch: 6, need a multiple of 4"),
     (("model.vocab_size=200",), "model.vocab_size: 200, need at least 257 for tokenizer bytes"),
     (("data.train=[{path: /nowhere/corpus}]",), "/nowhere/corpus.idx: "),
@@ -173,20 +173,21 @@ def test_a_disk_that_fills_up_in_a_save_costs_that_checkpoint_alone(
 
 
 @pytest.mark.parametrize(
-    ("every", "unsaved_from", "code"),
+    ("every", "unsaved_from", "fault", "code"),
     [
-        (0, 0, FAILED),  # nothing at all: a person is needed
-        (2, 5, LOST),  # the end alone: another start may do better
+        (0, 0, 122, FAILED),  # nothing at all: a person is needed
+        (2, 5, 122, LOST),  # the end alone: another start may do better
+        (0, 0, 5, LOST),  # nor is a storage that is away for a while a matter for a person
     ],
 )
 def test_a_run_whose_end_cannot_be_saved_is_not_done(
-    config_file, monkeypatch, capfd, every, unsaved_from, code
+    config_file, monkeypatch, capfd, every, unsaved_from, fault, code
 ):
     whole = write.write_piece
 
     def full(path, manifest, piece, shards):
         if manifest.step >= unsaved_from:
-            raise OSError(122, "Disk quota exceeded", str(path))
+            raise OSError(fault, os.strerror(fault), str(path))
         return whole(path, manifest, piece, shards)
 
     monkeypatch.setattr(write, "write_piece", full)

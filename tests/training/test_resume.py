@@ -11,6 +11,7 @@ from megafrontier.checkpoint.manifest import FILE_NAME
 from megafrontier.checkpoint.read import Checkpoint, open_checkpoint, read_manifest
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.data.loader import Loader
+from megafrontier.errors import StorageFailed
 from megafrontier.partition import STRATEGIES
 from megafrontier.training.arrangement import arrange
 from megafrontier.training.loop import train_step
@@ -257,6 +258,23 @@ def test_a_finished_run_that_is_started_again_changes_nothing(config_file):
     assert runs.run(config_file, 1, "machine=laptop", "train.steps=2") == finished
 
 
+def test_a_run_killed_in_its_last_evaluation_makes_up_for_it(config_file, tmp_path):
+    finished = runs.run(config_file, 1, "machine=laptop", "train.steps=2")
+    assert finished[-1].keys() == {"step", "valid_loss", "tokens"}
+    assert finished[-1]["tokens"] == finished[-2]["tokens"]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    assert runs.run(config_file, 1, "machine=laptop", "train.steps=2") == finished
+
+
+def test_the_last_step_is_saved_before_it_is_evaluated(config_file, tmp_path):
+    """A kill may cut the evaluation short."""
+    chosen = ("machine=laptop", "train.steps=2", "checkpoint.every=0", "evaluate.every=2")
+    runs.run(config_file, 1, *chosen)
+    log = log_of(tmp_path / "run")
+    assert log.index("checkpoint ") < log.index("valid loss")
+
+
 def test_resume_never_refuses_a_directory_that_holds_another_runs_checkpoints(
     config_file, tmp_path, capfd
 ):
@@ -329,20 +347,56 @@ def test_a_requeued_job_goes_back_to_a_checkpoint_of_its_own_once(
         "step-00000002", "step-00000004", "step-00000005", "step-00000006.superseded",
         "step-00000008.superseded",
     ]  # fmt: skip
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     assert (
         runs.train(runs.load(config_file, *ONE, back, "checkpoint.keep=0", "train.stop_at=6"), 1)
         == 0
     )
     assert "step-00000005 at step 5" in log_of(tmp_path / "run")
     monkeypatch.setenv("SLURM_JOB_ID", "8")
-    assert runs.train(runs.load(config_file, *ONE, back, "train.stop_at=5"), 1) == 0
-    assert log_of(tmp_path / "run").count("step-00000004 at step 4") == 2
+    for times in (2, 3):  # asked for twice in one allocation
+        assert runs.train(runs.load(config_file, *ONE, back, "train.stop_at=5"), 1) == 0
+        assert log_of(tmp_path / "run").count("step-00000004 at step 4") == times
+
+
+def test_a_requeued_job_whose_notes_cannot_be_read_does_not_go_back_again(
+    config_file, tmp_path, monkeypatch
+):
+    """It would give up for good what it has trained since."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    runs.run(config_file, 1, *ONE, "checkpoint.every=2", "checkpoint.keep=0")
+    notes = tmp_path / "run" / "attempts.jsonl"
+    notes.unlink()
+    notes.mkdir()
+    back = f"checkpoint.resume={tmp_path}/run/checkpoints/step-00000004"
+    with pytest.raises(StorageFailed, match=f"{notes}: Is a directory, need what earlier starts"):
+        runs.train(runs.load(config_file, *ONE, back), 1)
+    assert (tmp_path / "run" / "checkpoints" / "step-00000008").is_dir()
+
+
+def test_a_run_that_goes_back_to_what_was_set_aside_goes_on_from_there(config_file, tmp_path):
+    """And not, when it is started once more, with the line of training that it has left."""
+    runs.run(config_file, 1, *ONE, "checkpoint.every=2", "checkpoint.keep=0", "train.stop_at=4")
+    root = tmp_path / "run" / "checkpoints"
+    first = (root / "step-00000004" / "checkpoint.json").read_text()
+    back = f"checkpoint.resume={root}/step-00000002"
+    runs.run(config_file, 1, *ONE, back, "run.seed=1", "train.stop_at=4")
+    assert sorted(path.name for path in root.iterdir())[1:] == [
+        "step-00000004", "step-00000004.superseded",
+    ]  # fmt: skip
+    again = f"checkpoint.resume={root}/step-00000004.superseded"
+    runs.run(config_file, 1, *ONE, again, "train.stop_at=5")
+    assert (root / "step-00000004" / "checkpoint.json").read_text() == first
+    runs.run(config_file, 1, *ONE, "train.stop_at=6")
+    assert "step-00000005 at step 5" in log_of(tmp_path / "run")
 
 
 def test_a_requeued_job_that_was_to_begin_new_goes_on(config_file, tmp_path, monkeypatch):
     new = "checkpoint.resume=never"
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     runs.run(config_file, 1, *ONE, new, "train.stop_at=3")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     runs.run(config_file, 1, *ONE, new, "train.stop_at=4")
     assert "step-00000003 at step 3" in log_of(tmp_path / "run")
     monkeypatch.setenv("SLURM_JOB_ID", "8")

@@ -1,15 +1,17 @@
 """Metrics come back from every sink as they went in, also after a kill and a resume."""
 
+import errno
 import json
 import math
 import struct
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from megafrontier.config import Config
-from megafrontier.errors import UserError
+from megafrontier.errors import StorageFailed, UserError
 from megafrontier.training.sinks import JsonLines, TensorboardSink, WandbSink, open_sinks
 
 STEP = {
@@ -71,6 +73,42 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"file/metrics\.jsonl: cannot write metrics"):
         JsonLines(tmp_path / "file" / "metrics.jsonl")
+
+
+def test_a_storage_that_is_away_is_no_bad_input(tmp_path, monkeypatch):
+    def away(*_, **__):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "mkdir", away)
+    with pytest.raises(StorageFailed, match="cannot write metrics: Stale file handle"):
+        JsonLines(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("name", ["CommError", "AuthenticationError", "UsageError"])
+def test_a_run_trains_though_wandb_cannot_be_reached(tmp_path, monkeypatch, name):
+    """A requeued job would else end for good; who is not let in is told."""
+    import wandb
+
+    start = wandb.init
+
+    def init(*, mode, **options):
+        if mode == "online":
+            raise getattr(wandb.errors, name)("timed out")
+        return start(mode=mode, **options)
+
+    monkeypatch.setattr(wandb, "init", init)
+    config, said = Config(), []
+    config.log.wandb = "online"
+    if name != "CommError":
+        with pytest.raises(UserError, match=r"log\.wandb: online, wandb does not start"):
+            open_sinks(config, tmp_path, 0, said.append)
+        return
+    for sink in open_sinks(config, tmp_path, 0, said.append):
+        sink.write({"step": 1, "loss": 2.0})
+        sink.close()
+    (line,) = said
+    assert line.startswith("warning: log.wandb: timed out; kept in ")
+    assert list(tmp_path.glob("wandb/offline-run-*"))
 
 
 def test_tensorboard_reads_back_nested_metrics(tmp_path):

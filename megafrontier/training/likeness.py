@@ -1,0 +1,115 @@
+"""Whether a checkpoint is of the model that is to go on, and what else differs from then."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from megafrontier.checkpoint.manifest import Manifest
+from megafrontier.checkpoint.read import Checkpoint
+from megafrontier.config import Config, ModelConfig, config_to_dict
+from megafrontier.data.loader import data_step
+from megafrontier.errors import UserError
+from megafrontier.model.sizes import head_size, kv_heads, rotary_size
+from megafrontier.training.trainer import Trainer
+
+ORDER_KEYS = (
+    "run.seed",
+    "model.sequence_length",
+    "tokenizer",
+    "data.train",
+    "data.split",
+    "data.document_mask",
+)
+"""On what it depends which tokens a sample's number stands for."""
+
+
+def check_model(model: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Refuse weights that fit, of a model that computes something else with them. Raises
+    UserError."""
+    saved = _saved_model(checkpoint.manifest)
+    if saved is None:
+        return
+    ours = _function(model)
+    for name, theirs in _function(saved).items():
+        if ours[name] != theirs:
+            raise UserError(
+                f"model.{name}: {ours[name]}, but {checkpoint.path} was trained with {theirs}"
+            )
+
+
+def _function(model: ModelConfig) -> dict[str, Any]:
+    """What the shapes of the weights do not tell, under the names of the config's keys."""
+    return {
+        "heads": model.heads,
+        "kv_heads": kv_heads(model),
+        "head_size": head_size(model),
+        "vocab_size": model.vocab_size,
+        "norm": model.norm,
+        "norm_eps": model.norm_eps,
+        "activation": model.activation,
+        "position": model.position,
+        "rotary_fraction": rotary_size(model) / head_size(model),
+        "parallel_residual": model.parallel_residual,
+    }
+
+
+def _saved_model(manifest: Manifest) -> ModelConfig | None:
+    saved = manifest.config.get("model")
+    if not isinstance(saved, Mapping):
+        return None
+    known = {field.name for field in fields(ModelConfig)}
+    return ModelConfig(**{name: value for name, value in saved.items() if name in known})
+
+
+def changes(trainer: Trainer, manifest: Manifest) -> list[str]:
+    """What may be another on purpose, such as the rotary base for longer sequences."""
+    lines = []
+    model, saved = trainer.config.model, _saved_model(manifest)
+    if saved is not None and model.position == "rotary" and saved.rotary_base != model.rotary_base:
+        lines.append(f"warning: model.rotary_base: {model.rotary_base}, was {saved.rotary_base}")
+    lines += _data_changes(trainer.config, manifest) or _window_changes(trainer, manifest)
+    before, now = _global_batch(manifest), trainer.config.train.global_batch
+    if manifest.step and before != now:
+        _, sample = trainer.loader.position(trainer.step)
+        lines.append(f"train.global_batch: {now}, was {before}; the data go on at sample {sample}")
+    return lines
+
+
+def _data_changes(config: Config, manifest: Manifest) -> list[str]:
+    """What gives the numbers of the samples another meaning: some are then read twice."""
+    if not manifest.step:
+        return []
+    now, before = (
+        {key: _value(values, key) for key in ORDER_KEYS}
+        for values in (config_to_dict(config), manifest.config)
+    )
+    return [
+        f"warning: {key}: {now[key]}, was {before[key]}; samples are others from here on"
+        for key in ORDER_KEYS
+        if before[key] is not None and before[key] != now[key]
+    ]
+
+
+def _window_changes(trainer: Trainer, manifest: Manifest) -> list[str]:
+    """The order is one of all windows: a corpus that has grown, or `data.valid` in place of a part
+    of `data.train`, changes it from the first to the last."""
+    now, before = trainer.loader.windows, manifest.extra.get("windows", trainer.loader.windows)
+    if not manifest.step or now == before:
+        return []
+    return [f"warning: data.train: {now} windows, was {before}; samples are others from here on"]
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    """None where an older or imported checkpoint does not say."""
+    section, _, name = key.rpartition(".")
+    return (config.get(section, {}) if section else config).get(name)
+
+
+def _global_batch(manifest: Manifest) -> int:
+    return int(_value(manifest.config, "train.global_batch") or 0)
+
+
+def old_position(manifest: Manifest) -> tuple[int, int]:
+    """Where the data stood, from before checkpoints said so."""
+    own = data_step(manifest.step, _value(manifest.config, "data.skip") or [])
+    return own, own * _global_batch(manifest)
