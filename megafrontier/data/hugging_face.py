@@ -19,28 +19,33 @@ def save_fast_tokenizer(model: Any, eod: int, lossless: bool, folder: Path) -> N
     path = folder / "tokenizer_config.json"
     config["clean_up_tokenization_spaces"] = False
     config["tokenizer_class"] = "PreTrainedTokenizerFast" if lossless else "LlamaTokenizer"
+    if not lossless:  # else transformers would take Llama's own, and begin each text with one
+        bos = model.bos_id() if model.bos_id() >= 0 else eod
+        config |= {"bos_token": model.id_to_piece(bos), "add_bos_token": False}
+        config |= {"unk_token": model.id_to_piece(model.unk_id()), "add_eos_token": False}
     path.write_text(json.dumps(config, indent=2) + "\n")
     if lossless:
         fast = _fast_tokenizer(model)
         fast.add_special_tokens([_special(config["eos_token"])])
         found = fast.encode(_PROBE, add_special_tokens=False).ids
     else:
-        found = _converted(folder)
+        found = _converted(folder, model.get_piece_size())
     if found != model.encode(_PROBE):
         path.unlink()
     elif lossless:
         fast.save(str(folder / "tokenizer.json"))
 
 
-def _converted(folder: Path) -> list[int] | None:
-    """The ids that `transformers` makes of the probe with the saved model, if it can read it."""
+def _converted(folder: Path, size: int) -> list[int] | None:
+    """The ids that `transformers` makes of the probe with the saved model, if it can read it and
+    adds no pieces to its `size`."""
     from transformers import AutoTokenizer
 
     try:
         converted = AutoTokenizer.from_pretrained(str(folder))
     except Exception:  # each kind of model fails in its own way, or lacks a package
         return None
-    return converted.encode(_PROBE, add_special_tokens=False)
+    return converted.encode(_PROBE) if len(converted) == size else None
 
 
 def _special(piece: str) -> Any:

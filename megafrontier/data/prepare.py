@@ -64,7 +64,7 @@ class Job:
 
     def encode(self, pieces: Sequence[Piece]) -> Encoded:
         """Tokenise a batch. Raises UserError at the first bad text, unless `skip_bad`."""
-        texts = [(text, p.last) for p in pieces for text in read_texts(p, self.key)]
+        texts = [(text, p) for p in pieces for text in read_texts(p, self.key)]
         messages = [str(text) for text, _ in texts if isinstance(text, BadText)]
         if messages and not self.skip_bad:
             raise UserError(f"{messages[0]}; --skip-bad leaves such texts out")
@@ -72,16 +72,17 @@ class Job:
         runs = iter(self.tokenizer.encode_batch(good))
         ids: list[int] = []
         sizes = []
-        for text, last in texts:
+        for text, piece in texts:
             run = [] if isinstance(text, BadText) else next(runs)
-            if run and last and self.append_eod:
+            has_more = piece.is_rest and not isinstance(text, BadText)
+            if piece.last and (run or has_more) and self.append_eod:
                 run = [*run, self.tokenizer.eod]
             ids += run
             sizes.append(len(run))
         return Encoded(
             np.array(ids, token_dtype(self.tokenizer.vocab_size)),
             np.array(sizes, np.int32),
-            np.array([last for _, last in texts], bool),
+            np.array([piece.last for _, piece in texts], bool),
             np.array([isinstance(text, BadText) for text, _ in texts], bool),
             messages,
             sum(len(text.encode()) for text in good),

@@ -57,6 +57,11 @@ class Piece:
     last: bool = True
     """Whether the document ends with this piece; only a long text comes in several."""
 
+    @property
+    def is_rest(self) -> bool:
+        """Whether the document has begun with an earlier piece."""
+        return self.kind == "text" and self.position > 0
+
 
 def find_sources(inputs: Sequence[str], split: str = "train") -> list[Source]:
     """Every file and table that the inputs name, each input's in the order of their names.

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Sequence
 from functools import cache
+from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -175,6 +176,8 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text."""
+        if not texts:  # which some of transformers' own trip over
+            return []
         if self._backend is not None:
             # As the call below, without the offsets and masks that nobody asks for here.
             self._backend.no_truncation()
@@ -227,7 +230,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
         return ByteTokenizer()
     if path.is_file():
         return SentencePieceTokenizer(path)
-    if _read_marker(path) == "sentencepiece":
+    if _read_marker(path) == "sentencepiece" and not _is_rewritten(path):
         return SentencePieceTokenizer(path / MODEL_FILE)
     if path.is_dir() or not _is_a_path(spec):
         return HuggingFaceTokenizer(spec)
@@ -256,9 +259,24 @@ def _is_a_path(spec: str) -> bool:
 
 def _write_marker(folder: Path, kind: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARKER).write_text(json.dumps({"kind": kind}) + "\n")
+    (folder / MARKER).write_text(json.dumps({"kind": kind, "fast": _fast_digest(folder)}) + "\n")
 
 
 def _read_marker(folder: Path) -> str | None:
+    return _marker(folder).get("kind")
+
+
+def _marker(folder: Path) -> dict[str, Any]:
     marker = folder / MARKER
-    return json.loads(marker.read_text())["kind"] if marker.is_file() else None
+    return json.loads(marker.read_text()) if marker.is_file() else {}
+
+
+def _is_rewritten(folder: Path) -> bool:
+    """Whether `transformers` has saved a tokenizer over ours, which may have more ids."""
+    return _marker(folder).get("fast", _fast_digest(folder)) != _fast_digest(folder)
+
+
+def _fast_digest(folder: Path) -> str | None:
+    """Of what `transformers` reads in a folder, None where that is nothing."""
+    path = folder / "tokenizer.json"
+    return sha256(path.read_bytes()).hexdigest() if path.is_file() else None

@@ -126,7 +126,8 @@ def _continue(
 ) -> Iterator[int]:
     """Up to `count` tokens; the model's mode is given back however the iteration ends."""
     weight = next(model.parameters())
-    cache = KVCache(model.config, dtype=weight.dtype, device=weight.device)
+    room = len(prompt) + count  # and not the model's whole context, which may be a million tokens
+    cache = KVCache(model.config, capacity=room, dtype=weight.dtype, device=weight.device)
     training = model.training
     model.eval()
     try:

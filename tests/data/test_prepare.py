@@ -19,7 +19,7 @@ from megafrontier.data.indexed import IndexedDataset
 from megafrontier.data.merge import merge
 from megafrontier.data.prepare import prepare
 from megafrontier.data.report import Progress
-from megafrontier.data.tokenizer import MARKER, load_tokenizer
+from megafrontier.data.tokenizer import MARKER, ByteTokenizer, load_tokenizer
 from megafrontier.errors import UserError
 from tests.data.corpora import read_corpus, write_corpus
 
@@ -98,6 +98,21 @@ def test_a_long_text_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyP
     corpus = IndexedDataset(tmp_path / "made")
     assert len(corpus) == len(corpus.sizes) == 2
     assert corpus.document(0).tolist() == [*text.encode(), 256]
+
+
+def test_a_long_text_that_ends_in_nothing_to_say_ends_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last piece is blank, and some tokenizers have no token for that."""
+    for module in ("sources", "streams"):
+        monkeypatch.setattr(f"megafrontier.data.{module}.BLOCK_BYTES", 3000)
+    encode = ByteTokenizer.encode
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: encode(self, text.strip()))
+    (tmp_path / "long.txt").write_text("word " * 600 + " " * 5000)
+    prepare([str(tmp_path / "long.txt")], "bytes", tmp_path / "made", 1, append_eod=True)
+    (tokens,) = (IndexedDataset(tmp_path / "made").document(0),)
+    assert tokens.tolist().count(256) == 1
+    assert tokens[-1] == 256
 
 
 def test_a_document_longer_than_int32_has_several_sequences(

@@ -85,6 +85,23 @@ def test_a_saved_tokenizer_is_the_same(trained: Path, tmp_path: Path) -> None:
     assert (again.eod, again.vocab_size) == (tokenizer.eod, tokenizer.vocab_size)
 
 
+def test_a_tokenizer_that_transformers_has_saved_over_ours_is_the_one_that_counts(
+    trained: Path, tmp_path: Path
+) -> None:
+    """With tokens added, as for a chat: the old one would cut them into pieces."""
+    from transformers import AutoTokenizer
+
+    ours = load_tokenizer(str(trained))
+    ours.save(tmp_path / "saved")
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path / "saved"))
+    theirs.add_tokens(["<|user|>"])
+    theirs.save_pretrained(tmp_path / "saved")
+    again = load_tokenizer(str(tmp_path / "saved"))
+    assert again.vocab_size == ours.vocab_size + 1
+    assert again.encode("<|user|>") == [ours.vocab_size]
+    assert again.eod == ours.eod
+
+
 def test_transformers_loads_a_trained_tokenizer_with_the_same_ids(trained: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -136,7 +153,8 @@ def test_another_sentencepiece_model_is_saved_for_transformers_only_if_that_is_e
     assert (tmp_path / "saved" / "tokenizer_config.json").exists() == converts
     if converts:
         theirs = AutoTokenizer.from_pretrained(str(tmp_path / "saved"))
-        assert theirs.encode(text, add_special_tokens=False) == tokenizer.encode(text)
+        assert theirs.encode(text) == tokenizer.encode(text), "nothing is put before a text"
+        assert len(theirs) == tokenizer.vocab_size
 
 
 def test_a_model_that_only_looks_like_ours_is_not_saved_as_another(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megafrontier.errors import UserError
+from megafrontier.model import generate as generate_module
 from megafrontier.model.generate import (
     KVCache,
     generate,
@@ -55,6 +56,19 @@ def test_stops_at_the_sequence_length_the_count_and_the_stop_token(make_config, 
     stop = greedy[4]
     stopped = list(generate(model, PROMPT, max_new_tokens=1000, temperature=0, stop=stop))
     assert stopped == greedy[: greedy.index(stop)]
+
+
+def test_a_few_tokens_of_a_long_context_take_the_memory_of_a_few(
+    make_config, make_model, monkeypatch
+):
+    """Some models' context is a million tokens, whose keys and values no device would hold."""
+    rooms = []
+    monkeypatch.setattr(
+        generate_module, "KVCache",
+        lambda *a, **k: rooms.append(cache := KVCache(*a, **k)) or cache,
+    )  # fmt: skip
+    assert len(list(generate(make_model(make_config()), PROMPT, max_new_tokens=3, seed=0))) == 3
+    assert [cache.capacity for cache in rooms] == [len(PROMPT) + 3]
 
 
 @pytest.mark.parametrize("temperature", [0, 2.0])

@@ -316,6 +316,28 @@ def test_scaled_rotary_frequencies_are_refused(make_config, make_model, tmp_path
             import_model(tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        # As transformers 4 saves what it was given for longer texts: it knows no rope_parameters.
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "rope_type: 'linear', need"),
+        ({"rope_theta": 500000.0}, "rope_theta: 500000.0, need the 10000.0 of rope_theta in"),
+    ],
+)
+def test_what_one_release_has_changed_and_another_one_keeps_is_refused(
+    make_config, make_model, tmp_path, change, message
+):
+    llama = {"position": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
+    config = make_config(**llama)
+    export_model(config, make_model(config).state_dict(), tmp_path / "out")
+    path = tmp_path / "out" / "config.json"
+    values = json.loads(path.read_text())
+    assert import_model(tmp_path / "out")[0].rotary_base == values["rope_theta"]
+    path.write_text(json.dumps(values | change))
+    with pytest.raises(UserError, match=message):
+        import_model(tmp_path / "out")
+
+
 def test_damaged_folders_are_refused_by_file(exported, tmp_path):
     weights = exported / "model.safetensors"
     whole = weights.read_bytes()

@@ -71,18 +71,26 @@ class Settings:
     def rope(self, theta_key: str, fraction_key: str, default_fraction: float) -> "Rope":
         """Rotary settings: transformers 5 keeps them in a dictionary, 4 beside the others.
 
-        Raises UserError for frequencies that are scaled for longer texts.
+        A file may have both, of which the older release changes its own alone: so they must say the
+        same. Raises UserError where they do not, and for frequencies scaled for longer texts.
         """
-        inner = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
-        if not isinstance(inner, dict):
-            raise self.error("rope_parameters", inner, "need keys and values")
-        nested = Settings(self._path, inner)
-        nested.one_of("rope_type" if "rope_type" in inner else "type", "default", "default")
+        base = self.number(theta_key, 10000.0)
         fraction = self.number(fraction_key, default_fraction)
-        return Rope(
-            base=float(nested.number("rope_theta", self.number(theta_key, 10000.0))),
-            fraction=float(nested.number("partial_rotary_factor", fraction)),
-        )
+        for key in ("rope_scaling", "rope_parameters"):
+            inner = self._values.get(key) or {}
+            if not isinstance(inner, dict):
+                raise self.error(key, inner, "need keys and values")
+            nested = Settings(self._path, inner)
+            nested.one_of("rope_type" if "rope_type" in inner else "type", "default", "default")
+            base = self._alike(nested, "rope_theta", theta_key, base)
+            fraction = self._alike(nested, "partial_rotary_factor", fraction_key, fraction)
+        return Rope(float(base), float(fraction))
+
+    def _alike(self, nested: "Settings", inner: str, outer: str, value: float) -> float:
+        found = nested.number(inner, value)
+        if self._values.get(outer) is not None and found != value:
+            raise self.error(outer, value, f"need the {found} of {inner} in rope_parameters")
+        return found
 
     def error(self, key: str, value: Any, fits: str) -> UserError:
         """The refusal of one value."""
