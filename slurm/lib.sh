@@ -37,6 +37,7 @@ if [ ! -e "$home/slurm/env/$cluster.sh" ]; then
 fi
 . "$home/slurm/env/$cluster.sh"
 prefix=${MEGAFRONTIER_PREFIX:-$home/.venv}
+package=$home # the folder that ranks import megafrontier from
 dry_run=${DRY_RUN:-}
 is_asked_to_stop=
 
@@ -67,6 +68,8 @@ split_options() {
         [ $# = 0 ] || shift
     done
     arguments=("$@")
+    [ -z "${SLURM_JOB_ID:-}" ] || [ -n "$dry_run" ] || [ ${#options[@]} = 0 ] ||
+        fail "${options[*]}: options of sbatch, in job $SLURM_JOB_ID; need them where that is asked for"
 }
 
 # The number of nodes among sbatch's options; nothing where they leave it open.
@@ -124,15 +127,20 @@ enter_job() {
     # With --export=NONE sbatch has srun, too, hand on nothing of what follows.
     unset SLURM_EXPORT_ENV
     enter
+    if is_on_a_login_node; then # where no rank is
+        MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+        export MASTER_ADDR
+    fi
     if [ -n "${MEGAFRONTIER_ENV_TAR:-}" ]; then
         [ -n "$dry_run" ] || [ -r "$MEGAFRONTIER_ENV_TAR" ] ||
             fail "MEGAFRONTIER_ENV_TAR: $MEGAFRONTIER_ENV_TAR, need what slurm/pack_env.sh wrote"
         unpack_environment
     fi
-    [ -n "$dry_run" ] || [ -x "$prefix/bin/python" ] ||
+    [ -n "$dry_run" ] || [ -x "$(here)/bin/python" ] ||
         fail "MEGAFRONTIER_PREFIX: $prefix has no bin/python, need a Python environment"
+    export PYTHONNOUSERSITE=1 # a torch in ~/.local would come before a conda environment's own
     export PATH=$prefix/bin:$PATH
-    export PYTHONPATH=$home${PYTHONPATH:+:$PYTHONPATH}
+    export PYTHONPATH=$package${PYTHONPATH:+:$PYTHONPATH}
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
     # Caches on the shared file system are locked by all ranks at once, or torn.
     export MIOPEN_USER_DB_PATH=$node_disk/miopen MIOPEN_CUSTOM_CACHE_DIR=$node_disk/miopen
@@ -140,14 +148,33 @@ enter_job() {
 }
 
 unpack_environment() {
-    local target=$node_disk/environment
-    local archive=$node_disk/environment.tar.gz
+    local target=$node_disk/environment source
     try_each_node mkdir -p "$target"
-    broadcast "$MEGAFRONTIER_ENV_TAR" "$archive"
-    try_each_node tar -xzf "$archive" -C "$target"
+    unpack "$MEGAFRONTIER_ENV_TAR" "$node_disk/environment.tar.gz" "$target"
     # What conda-pack packed has its old place written in many files.
     try_each_node sh -c '[ ! -e "$0"/conda-unpack ] || "$0"/python "$0"/conda-unpack' "$target/bin"
     prefix=$target
+    # The package as it is now, or each rank would open its hundred files on the shared storage.
+    source=$(mktemp)
+    run tar -czf "$source" -C "$home" --exclude=__pycache__ megafrontier configs
+    unpack "$source" "$target/package.tar.gz" "$target"
+    rm "$source"
+    package=$target
+    export PYTHONSAFEPATH=1 # or Python would take it from the folder that the job is in
+}
+
+# As what salloc starts may be.
+is_on_a_login_node() { [ -z "$dry_run" ] && [ -z "${SLURMD_NODENAME:-}" ]; }
+
+# The environment that this script can use: what is packed is unpacked on the job's nodes alone.
+here() {
+    if is_on_a_login_node; then echo "${MEGAFRONTIER_PREFIX:-$home/.venv}"; else echo "$prefix"; fi
+}
+
+# unpack ARCHIVE COPY FOLDER: on every node.
+unpack() {
+    broadcast "$1" "$2"
+    try_each_node tar -xzf "$2" -C "$3"
 }
 
 # Like each_node; ends the job when nodes fail, or do not say that it went well.

@@ -18,7 +18,7 @@ if [ -d "$prefix/conda-meta" ]; then
         exit 2
     fi
     conda-pack --quiet --prefix "$prefix" --output "$out.partial" --format tar.gz --force \
-        --ignore-editable-packages # jobs take megafrontier itself from the repository
+        --ignore-editable-packages # jobs pack megafrontier itself, from the repository
 elif [ -e "$prefix/pyvenv.cfg" ]; then
     tar -czf "$out.partial" -C "$prefix" .
 else

@@ -6,9 +6,12 @@ enter() {
     module load PrgEnv-gnu/8.7.0 cpe/26.03 rocm/7.1.1 craype-accel-amd-gfx90a miniforge3
     module load rccl-net-plugin # wants rocm before it
     MASTER_ADDR=$(hostname -i | cut -d ' ' -f 1)
-    export MASTER_ADDR MASTER_PORT=3442
+    export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-3442}
     export GLOO_SOCKET_IFNAME=hsn0 NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3
     export NCCL_CROSS_NIC=1 NCCL_NET_GDR_LEVEL=PHB
+    # Compute nodes reach the internet through OLCF's proxy alone (docs/frontier.md): without it a
+    # name of the Hugging Face hub is looked up in the cache, and not in vain for minutes.
+    [ -n "${https_proxy:-}" ] || export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
     export HSA_FORCE_FINE_GRAIN_PCIE=1
     export FI_MR_CACHE_MONITOR=kdreg2 FI_CXI_DISABLE_HOST_REGISTER=1
     export FI_CXI_DEFAULT_CQ_SIZE=131072 FI_CXI_DEFAULT_TX_SIZE=2048

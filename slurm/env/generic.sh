@@ -1,12 +1,13 @@
 # Any Slurm cluster, CPU nodes too (the ranks then talk through gloo). What differs from these comes
 # as sbatch options: slurm/train.sbatch --nodes=4 --ntasks-per-node=16 CONFIG. For GPUs add
-# --gpus-per-node=N here and --gpus-per-task=1 --gpu-bind=closest to the options of srun.
+# --gpus-per-node=N here and --gpu-bind=none to the options of srun: each rank takes its own, and
+# NCCL reaches the others of the node directly, which it may not where each task sees but one.
 sbatch_options=(--time=01:00:00 --ntasks-per-node=4 --cpus-per-task=1)
 srun_options=()
 # Jobs may share nodes, so nothing may be found or left under another job's name.
-node_disk=${MEGAFRONTIER_NODE_DISK:-${TMPDIR:-/tmp}}/megafrontier-${SLURM_JOB_ID:-JOB}
+node_disk=${MEGAFRONTIER_NODE_DISK:-${SLURM_TMPDIR:-/tmp}}/megafrontier-${SLURM_JOB_ID:-JOB}
 
 enter() {
     # Rank 0's address is Slurm's SLURM_LAUNCH_NODE_IPADDR; this is a port of the job's own.
-    export MASTER_PORT=$((20000 + ${SLURM_JOB_ID:-0} % 10000))
+    export MASTER_PORT=${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-0} % 10000))}
 }

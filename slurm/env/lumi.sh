@@ -22,7 +22,7 @@ enter() {
     # without it, several times slower; asked for by name, it says so and ends instead.
     export NCCL_NET="AWS Libfabric"
     MASTER_ADDR=$(hostname -i | cut -d ' ' -f 1)
-    export MASTER_ADDR MASTER_PORT=3442
+    export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-3442}
     export GLOO_SOCKET_IFNAME=hsn0 NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3
     export NCCL_CROSS_NIC=1 NCCL_NET_GDR_LEVEL=PHB
     export HSA_FORCE_FINE_GRAIN_PCIE=1

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from types import MappingProxyType
 
 import pytest
 
@@ -177,7 +178,11 @@ def packed(training, tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(prefix)], check=True)
     site = next(prefix.glob("lib/python3*/site-packages"))
     (site / "borrowed.pth").write_text("\n".join(p for p in sys.path if "site-packages" in p))
-    (site / "sitecustomize.py").write_text("import sys; print('python of', sys.prefix)\n")
+    (site / "sitecustomize.py").write_text(
+        "import atexit, sys\n"
+        "print('python of', sys.prefix)\n"
+        "atexit.register(lambda: print('package of', sys.modules['megafrontier'].__file__))\n"
+    )
     archive = tmp_path / "environment.tar.gz"
     packed = subprocess.run([ROOT / "slurm/pack_env.sh", archive, prefix], capture_output=True)
     assert packed.returncode == 0, packed.stderr
@@ -186,15 +191,17 @@ def packed(training, tmp_path):
     return {"MEGAFRONTIER_ENV_TAR": str(archive), "MEGAFRONTIER_NODE_DISK": str(disk)}
 
 
-def test_a_packed_environment_is_unpacked_on_every_nodes_own_disk(training, tmp_path, packed):
+def test_environment_and_package_are_taken_from_every_nodes_own_disk(training, tmp_path, packed):
+    """The package, too, where the job is in the repository's folder, as it mostly is."""
     job = training.call(
-        "evaluate.sbatch", "--nodes=2", "--ntasks-per-node=1", str(tmp_path / "no-such-run"),
-        **packed,
+        "evaluate.sbatch", "--nodes=2", "--ntasks-per-node=1", f"--chdir={ROOT}",
+        f"--output={tmp_path / 'said'}", str(tmp_path / "no-such-run"), **packed,
     )  # fmt: skip
     disk = training.cluster.folder / "disk"
     assert job.ended() == "FAILED"
-    place = f"python of {disk}/megafrontier-{job.number}/environment"
-    assert job.output.count(place) == 2, job.output
+    place = f"{disk}/megafrontier-{job.number}/environment"
+    assert job.output.count(f"python of {place}\n") == 2, job.output
+    assert job.output.count(f"package of {place}/megafrontier/__init__.py\n") == 2, job.output
     assert "no-such-run" in job.output
     left = [*training.cluster.folder.glob("disks/*/megafrontier-*/*")]
     assert left == [], "the job has taken away what it brought"
@@ -250,11 +257,13 @@ SINFO = "#!/bin/sh\nprintf 'frontier0000%s\\n' 1 2 3 3\n"
 SRUN = "#!/bin/sh\necho ranks start\n"
 
 
-def run_job_on_frontier00001_and_2(folder, *chosen, ranks, code, scontrol=SCONTROL, **variables):
+def run_job_on_frontier00001_and_2(
+    folder, *chosen, ranks, code, scontrol=SCONTROL, tools=MappingProxyType({}), **variables
+):
     """The output of the batch file as Slurm runs it, which ends with a code; `ranks`: what srun
     does."""
     environment = os.environ | {
-        "PATH": with_tools(folder, scontrol=scontrol, srun=SRUN + ranks, sinfo=SINFO),
+        "PATH": with_tools(folder, scontrol=scontrol, srun=SRUN + ranks, sinfo=SINFO, **tools),
         "MEGAFRONTIER_CLUSTER": "generic",
         "MEGAFRONTIER_PREFIX": os.path.dirname(os.path.dirname(sys.executable)),
         "MEGAFRONTIER_HOME": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "", **variables,
@@ -347,12 +356,64 @@ def test_starts_that_rank_0_notes_are_its_own_to_count(tmp_path):
         assert "requeue 7\n" in start_with_three_attempts(tmp_path, ranks, 70)
 
 
-def test_a_submission_excludes_the_runs_bad_nodes_and_what_the_user_says_counts(tmp_path):
+def test_a_requeue_goes_on_without_the_nodes_that_the_user_does_without(tmp_path):
+    (tmp_path / "bad-nodes.txt").write_text("frontier00002\n")
+    for own, left_out in (("(null)", ""), ("frontier0000[7-9]", ",frontier0000[7-9]")):
+        show = f"JobState=RUNNING ExcNodeList={own} "
+        scontrol = SCONTROL.replace("JobState=RUNNING ", show)
+        said = run_job_on_frontier00001_and_2(tmp_path, ranks="", code=69, scontrol=scontrol)
+        assert f"scontrol update JobId=7 ExcNodeList=frontier00002{left_out}\n" in said
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("echo ' Restarts=0 Requeue=0 JobState=RUNNING ' ;;", "but of a job with --no-requeue"),
+        ("echo ' Restarts=0 JobState=RUNNING ' ;;\n *requeue*) exit 1 ;;", "could not be requeued"),
+    ],
+)
+def test_a_job_that_cannot_be_requeued_says_so(tmp_path, answer, said):
+    scontrol = SCONTROL.replace("echo ' Restarts=0 JobState=RUNNING ' ;;", answer)
+    tools = {"sleep": "#!/bin/sh\n"}  # of some minutes in which Slurm is asked again
+    shown = run_job_on_frontier00001_and_2(
+        tmp_path, ranks="exit 75", code=75, scontrol=scontrol, tools=tools
+    )
+    assert f"exit code 75, {said}" in shown
+    assert "submit again to resume\n" in shown
+
+
+def test_options_that_come_too_late_are_refused(tmp_path):
+    """In an allocation they would do nothing."""
+    for file in ("train", "evaluate", "prepare"):
+        done = subprocess.run(
+            [ROOT / "slurm" / f"{file}.sbatch", "--ntasks-per-node=8", CONFIG],
+            env=os.environ | {"SLURM_JOB_ID": "7", "MEGAFRONTIER_CLUSTER": "generic"},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert "--ntasks-per-node=8: options of sbatch, in job 7" in line
+
+
+def test_what_salloc_starts_on_a_login_node_sends_the_ranks_to_a_node_of_the_job(tmp_path):
+    """Slurm would name the login node to them, where none of them is."""
+    ranks = 'echo "at $MASTER_ADDR."'
+    said = run_job_on_frontier00001_and_2(tmp_path, ranks=ranks, code=0)
+    assert "at frontier00001.\n" in said
+    on_a_node = {"SLURMD_NODENAME": "frontier00001", "MASTER_ADDR": ""}
+    said = run_job_on_frontier00001_and_2(tmp_path, ranks=ranks, code=0, **on_a_node)
+    assert "at .\n" in said
+
+
+def test_a_submission_excludes_the_runs_bad_nodes_and_those_that_the_user_names(tmp_path):
     (tmp_path / "bad-nodes.txt").write_text("frontier00002\nfrontier00001\nunknown\n")
-    own, run = "--exclude=frontier00009", f"run.directory={tmp_path}"
-    path = with_tools(tmp_path, sinfo=SINFO)
-    words = dry_run("slurm/train.sbatch", own, CONFIG, run, PATH=path)[0].split()
-    assert words.index("--exclude=frontier00001\\,frontier00002") < words.index(own)
+    run, path = f"run.directory={tmp_path}", with_tools(tmp_path, sinfo=SINFO)
+    for own in (["--exclude=frontier0000[7-9]"], ["-x", "frontier0000[7-9]"], ["-N", "2"]):
+        words = shlex.split(dry_run("slurm/train.sbatch", *own, CONFIG, run, PATH=path)[0])
+        excluded = [word for word in words if word.startswith("--exclude=")][-1]
+        mine = "" if own[0] == "-N" else ",frontier0000[7-9]"
+        assert excluded == f"--exclude=frontier00001,frontier00002{mine}"
+        assert words.index(excluded) > words.index(own[-1]), "sbatch takes the last"
 
 
 @pytest.mark.parametrize("file", ["train", "evaluate", "prepare"])
