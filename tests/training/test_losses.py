@@ -137,7 +137,7 @@ def test_evaluating_and_saving_are_no_steps_traffic(four):
 def test_evaluation_lines_come_when_due_and_at_the_end(four):
     lines = [line for line in four if "valid_loss" in line]
     assert [line["step"] for line in lines] == [3, 6, 8]
-    assert all(set(line) == {"step", "valid_loss"} for line in lines)
+    assert all(set(line) == {"step", "valid_loss", "tokens"} for line in lines)
 
 
 def test_the_log_has_every_so_many_steps_and_what_was_saved(four, folder):

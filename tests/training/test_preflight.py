@@ -187,10 +187,27 @@ def test_a_rank_without_the_accelerator_that_the_machine_has_cannot_start(config
     identity = launch.Identity(3, 8, 3, "slurm", "tcp://x:1", "frontier00012")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="name: MI250X GCD, but torch finds no accelerator"):
-        check_present(device, identity)
+        check_present(device, identity, False)
     assert bad_nodes(config_file) == []
-    check_present(device, replace(identity, source="local"))
-    check_present(replace(device, name="cpu"), identity)
+    check_present(device, replace(identity, source="local"), False)
+    check_present(replace(device, name="cpu"), identity, False)
+
+
+def test_an_accelerator_whose_memory_another_process_has_is_found_before_the_ranks_take_any(
+    config_file, monkeypatch
+):
+    """RCCL takes some for each communicator: then it would not be seen who has it."""
+    device = arrange(runs.load(config_file, "machine=frontier"), 8).machine.device
+    identity = launch.Identity(3, 8, 3, "slurm", "tcp://x:1", "frontier00012")
+    free = [62.0, 62.0, 62.0, 31.0]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    gib = 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda d: (free[d.index] * gib, 64 * gib))
+    check_present(device, replace(identity, local_rank=2), True)
+    with pytest.raises(UserError, match=r"device 3: 31\.0 GiB of memory, need 57\.6 .*memory_gib"):
+        check_present(device, identity, True)
+    check_present(device, identity, False)
 
 
 def test_ranks_that_would_share_an_accelerator_cannot_start(monkeypatch):
@@ -200,13 +217,13 @@ def test_ranks_that_would_share_an_accelerator_cannot_start(monkeypatch):
     for rank in range(8):
         identity = launch.Identity(rank, 8, rank, "torchrun", "tcp://x:1", "host")
         if rank < 4:
-            check_present(device, identity)
+            check_present(device, identity, False)
             continue
         with pytest.raises(UserError, match=f"local rank {rank} on host sees 4 accelerators"):
-            check_present(device, identity)
-        check_present(replace(device, name="cpu"), identity)
+            check_present(device, identity, False)
+        check_present(replace(device, name="cpu"), identity, False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # each is shown its own
-    check_present(device, identity)
+    check_present(device, identity, False)
 
 
 def test_who_forks_ranks_does_not_touch_their_devices(config_file, monkeypatch):
