@@ -12,6 +12,8 @@ class FlatGradient:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._missing: set[int] = set()
+        # By address: the buffers are few, always the same, and views cost as much as small copies.
+        self._places: dict[int, list[torch.Tensor]] = {}
         self.start()
 
     def start(self) -> None:
@@ -20,13 +22,18 @@ class FlatGradient:
 
     def put(self, whole: torch.Tensor, index: int, gradient: torch.Tensor) -> None:
         """Write the gradient of the `index`-th parameter into `whole` [numel]."""
-        entry = self._layout.entries[index]
-        place = whole[entry.offset : entry.offset + entry.numel]
+        places = self._places.get(whole.data_ptr())
+        if places is None:
+            places = self._places[whole.data_ptr()] = self._views(whole)
         if index in self._missing:
             self._missing.remove(index)
-            place.copy_(gradient.reshape(-1))
+            places[index].copy_(gradient)
         else:
-            place.add_(gradient.reshape(-1))
+            places[index].add_(gradient)
+
+    def _views(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        entries = self._layout.entries
+        return [whole[e.offset : e.offset + e.numel].view(e.shape) for e in entries]
 
     def complete(self, whole: torch.Tensor) -> None:
         """Zeros for the padding, and for parameters that got no gradient."""

@@ -242,7 +242,7 @@ class Moves:
 
     def _sum_replicas(self, wires: tuple[Wire, ...], slot: Slot, depth: int) -> None:
         last = len(self.hierarchy.levels.sizes)
-        if depth == last:
+        if all(group is None for group in self.hierarchy.groups[depth:]):  # there is but one
             return
         whole = Slot(slot.value, slot.label)
         self.then(slot, depth, partial(_remember, whole))

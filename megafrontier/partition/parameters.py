@@ -23,40 +23,41 @@ class Parameters:
             nn.Parameter(torch.empty(0, dtype=dtype, device=device)) for _ in layout.entries
         ]
         self._views: list[torch.Tensor] = []
+        self._are_shown = False
         self._publications = 0
         nan = torch.full((), float("nan"), dtype=dtype, device=device)
         self._nothing = [nan.expand(entry.shape) for entry in layout.entries]
 
     def show(self, full: torch.Tensor) -> None:
-        """Be views of `full` [numel], the same in every call. They are that already unless they
-        were hidden, or moved by a conversion of the model (`.half()`) or by cuDNN for its recurrent
-        layers, and would be trained no more."""
+        """Be views of `full` [numel], the same in every call. Does nothing when they are."""
+        if self._are_shown:
+            return
         if not self._views:
             entries = self._layout.entries
             self._views = [full[e.offset : e.offset + e.numel].view(e.shape) for e in entries]
-        pairs = zip(self.all, self._views, strict=True)
-        if any(parameter.data_ptr() != view.data_ptr() for parameter, view in pairs):
-            self._point(self._views)
-        self._set_version(2 * self._publications)
+        self._point(self._views, 2 * self._publications)
+        self._are_shown = True
 
     def hide(self) -> None:
         """Be nothing that could be computed with."""
-        self._point(self._nothing)
-        self._set_version(2 * self._publications + 1)
+        self._point(self._nothing, 2 * self._publications + 1)
+        self._are_shown = False
 
-    def renew(self, are_shown: bool) -> None:
-        """Have other values from here on: graphs that are older are not to be led backward. Hidden
-        unless they are those values themselves."""
+    def renew(self, full: torch.Tensor | None) -> None:
+        """Have other values from here on, which are in `full` already, or hide. Graphs that are
+        older are not to be led backward.
+
+        Once a step each parameter is pointed at its place anew: a conversion of the model
+        (`.half()`), or cuDNN for its recurrent layers, may have moved it, which would train it no
+        more.
+        """
         self._publications += 1
-        if are_shown:
-            self._set_version(2 * self._publications)
-        else:
-            self.hide()
+        self.hide()
+        if full is not None:
+            self.show(full)
 
-    def _point(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _point(self, tensors: Sequence[torch.Tensor], version: int) -> None:
         for parameter, tensor in zip(self.all, tensors, strict=True):
             parameter.data = tensor
-
-    def _set_version(self, version: int) -> None:
         versions = (version,) * len(self.all)
         torch._C._autograd._unsafe_set_version_counter(tuple(self.all), versions)

@@ -118,6 +118,8 @@ class Schedule:
 
     def _gather(self, index: int, ahead: Literal[-1, 0, 1]) -> None:
         """Make a unit whole, and begin with those that run after it (`ahead` 1) or before (-1)."""
+        if self._policy == "none" and self.units[index].is_at_hand:
+            return
         self.units[index].start_gathering()
         for distance in range(1, self._prefetch + 1):
             neighbour = index + ahead * distance
@@ -211,9 +213,11 @@ class Schedule:
         while len(self.reducing) > self._prefetch:
             with self._ledger.waiting(f"reduce {self.reducing[0].name}"):
                 self.reducing.popleft().finish_reducing()
-        with self._moves.woven():
-            if self._prefetch and next_index >= 0 and not self.units[next_index].is_stale:
+        if self._prefetch and next_index >= 0 and not self.units[next_index].is_stale:
+            with self._moves.woven():
                 self.units[next_index].start_gathering()
+                unit.start_reducing()
+        else:
             unit.start_reducing()
         if self._policy == "none":
             unit.finish_reducing()  # it is done, and its memory serves the next unit

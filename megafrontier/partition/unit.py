@@ -148,7 +148,7 @@ class Unit:
         before they are published, without the hooks, is to see so."""
         self.settle()
         self.release()
-        self._parameters.renew(are_shown=self.computes_with_masters)
+        self._parameters.renew(self.full if self.computes_with_masters else None)
         self.is_stale = True
 
     def start_publishing(self) -> None:
@@ -210,6 +210,11 @@ class Unit:
             )
         self._parameters.show(self.full)
 
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether the parameters are whole for good, and nothing is to be published."""
+        return self.is_persistent and not self.is_stale
+
     def gather(self) -> None:
         """Return when the parameters are whole."""
         self.start_gathering()
@@ -220,9 +225,9 @@ class Unit:
         """Give the gathered weights back; the shards stay."""
         if self.phase is Phase.RELEASED:
             return
-        self._gathering.wait()  # gathered ahead, but not used
         self.phase = Phase.RELEASED
         if not self.is_persistent:
+            self._gathering.wait()  # gathered ahead, but not used
             self._parameters.hide()
 
     # Gradients
@@ -235,9 +240,10 @@ class Unit:
 
     def take_gradient(self, index: int) -> None:
         """Move one parameter's fresh gradient into the flat one."""
-        fresh = self.parameters[index].grad
+        parameter = self._parameters.all[index]
+        fresh = parameter.grad
         assert fresh is not None
-        self.parameters[index].grad = None
+        parameter.grad = None
         if self.placement.gradients and self._gradient_full is None:
             self._gradient_full = self._pool.take_gradient(self.layout.numel)
             self._flat.start()
@@ -267,6 +273,8 @@ class Unit:
     def finish_reducing(self) -> None:
         """Return when the gradient shard holds every micro-batch so far, and what has begun to be
         made of it beyond is there."""
+        if self._lent is None and self._finished is None:
+            return
         self._reducing.wait()
         if self._finished is not None:
             self._finished.wait()
