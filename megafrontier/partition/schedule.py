@@ -188,6 +188,7 @@ class Schedule:
 
     def _on_gradient(self, index: int, parameter: int) -> Callable[[torch.Tensor], None]:
         unit = self.units[index]
+        is_root = unit.name == ROOT
 
         def ready(_parameter: torch.Tensor) -> None:
             is_whole = unit.is_persistent or unit.phase is Phase.BACKWARD
@@ -195,9 +196,9 @@ class Schedule:
                 name = unit.layout.entries[parameter].name
                 raise RuntimeError(f"parameter {name}: {_untimely(unit, self._leads)}")
             unit.take_gradient(parameter)
-            missing = self._missing_of(index)
+            missing = self._missing.get(index) or self._missing_of(index)
             missing.discard(parameter)
-            if not missing and unit.name != ROOT:  # it comes last, whichever gradients it has got
+            if not (missing or is_root):  # which comes last, whichever gradients it has got
                 self._finish_backward(index)
 
         return ready

@@ -61,7 +61,9 @@ class Unit:
         self._gradient_full: torch.Tensor | None = None
         self._lent: torch.Tensor | None = None
         self._finished: Slot | None = None
-        self._is_summed = False
+        self.is_finishing = False
+        """Whether the step's gradient has begun to be reduced to the optimizer level: what came
+        after it would be added to a sum over all ranks."""
         self._allocate(error_feedback)
         self._publishing = Slot(self.weights, f"publish {name}")
         self._gathering = Slot(self.weights, f"gather {name}")
@@ -235,7 +237,7 @@ class Unit:
     def clear_gradient(self) -> None:
         """Start from zero: what comes next is written over what is there, not added to it."""
         self._is_fresh = True
-        self._is_summed = False
+        self.is_finishing = False
         self._flat.start()
 
     def take_gradient(self, index: int) -> None:
@@ -282,14 +284,9 @@ class Unit:
             self._pool.give_gradient(self._lent)
             self._lent = None
 
-    @property
-    def is_finishing(self) -> bool:
-        """Whether the step's gradient has begun to be reduced to the optimizer level: what came
-        after it would be added to a sum over all ranks."""
-        return self._is_summed or self._finished is not None
-
     def start_finishing(self) -> None:
         """Begin to reduce the gradient shard to the optimizer level, and over replicas."""
+        self.is_finishing = True
         place = self.placement
         if place.gradients == 0:
             self._flat.complete(self.gradient)
@@ -308,10 +305,11 @@ class Unit:
     def finish_gradient(self) -> torch.Tensor:
         """The sum over all ranks and micro-batches of this rank's optimizer shard, fp32. Raises
         RuntimeError the second time: replicas would be added to replicas."""
-        if self._is_summed:
-            raise RuntimeError("gradients finished twice; need engine.clear_gradients() between")
-        self._is_summed = True
         if self._finished is None:
+            if self.is_finishing:
+                raise RuntimeError(
+                    "gradients finished twice; need engine.clear_gradients() between"
+                )
             self.start_finishing()
         assert self._finished is not None
         gradient = self._finished.wait()
