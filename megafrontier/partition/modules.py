@@ -167,7 +167,7 @@ def bases_of(tensors: Iterable[torch.Tensor], given: Iterable[object]) -> list[t
         if tensor._base is not None
         and tensor.grad_fn is not None
         and not any(tensor._base.grad_fn is node for node in inputs)
-        and tensor.grad_fn.next_functions[0][0] is tensor._base.grad_fn
+        and any(tensor._base.grad_fn is node for node, _ in tensor.grad_fn.next_functions)
     ]
 
 

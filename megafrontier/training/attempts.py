@@ -194,4 +194,5 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
     with suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             with suppress(ValueError):  # a kill cut it short
-                yield json.loads(line)
+                if isinstance(entry := json.loads(line), dict):
+                    yield entry
