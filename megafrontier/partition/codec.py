@@ -1,10 +1,10 @@
 """Blockwise symmetric quantisation: the plain-torch reference of every low-bit wire, and its door.
 
-A message of n elements is, in one buffer: a bf16 scale for each block, then the codes, then zeros
-up to a multiple of 16 bytes. Codes run from -q to q (q = 127 or 7), value = code × scale, and the
-scale is the block's largest magnitude over q, rounded to bf16. That moves the largest value by a
-quarter of a step at most, so its code is q all the same: nothing is clipped, nothing is biased, and
-no element errs by more than half a step.
+A message of n elements is, in one buffer: the codes, a bf16 scale for each block, then zeros up to
+a multiple of 16 bytes; so codes lie as a GPU loads them, 16 bytes at a time. They run from -q to q
+(q = 127 or 7), value = code × scale, and the scale is the block's largest magnitude over q, rounded
+to bf16. That moves the largest value by a quarter of a step at most, so its code is q all the same:
+nothing is clipped, nothing is biased, and no element errs by more than half a step.
 
 Two ends of the range are set apart. A block with a non-finite value gets a NaN scale and decodes to
 NaN everywhere: the gradient norm then tells, and the step is skipped. A block whose scale would be
@@ -59,12 +59,15 @@ class BlockCodec:
 
     def message_bytes(self, count: int) -> int:
         """Bytes of a message of `count` elements."""
-        used = self.scale_bytes(count) + self.code_bytes(count)
-        return -(-used // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
+        return -(-self.scale_stop(count) // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
 
-    def scale_bytes(self, count: int) -> int:
-        """Bytes of the scales, which is where the codes begin."""
-        return 2 * -(-count // self.block)
+    def scale_start(self, count: int) -> int:
+        """Where the scales begin: behind the codes, at an even byte."""
+        return (self.code_bytes(count) + 1) // 2 * 2
+
+    def scale_stop(self, count: int) -> int:
+        """Where they end."""
+        return self.scale_start(count) + 2 * -(-count // self.block)
 
     def code_bytes(self, count: int) -> int:
         """Bytes of the codes of `count` elements."""
@@ -76,15 +79,15 @@ class BlockCodec:
             return kernels.encode(self, values)
         rows, count = values.shape
         message = values.new_empty(rows, self.message_bytes(count), dtype=torch.uint8)
-        start, used = self.scale_bytes(count), self.scale_bytes(count) + self.code_bytes(count)
-        message[:, used:] = 0
+        start = self.scale_start(count)
+        message[:, self.code_bytes(count) : start] = 0
+        message[:, self.scale_stop(count) :] = 0
         for first, last in self._slabs(rows, count, values.device):
             scales, packed = self._quantise(values[:, first:last])
-            at = first // self.block * 2
-            message[:, at : at + 2 * scales.shape[1]] = scales.view(torch.uint8)
-            at = start + self.code_bytes(first)
-            stop = start + self.code_bytes(last)
+            at, stop = self.code_bytes(first), self.code_bytes(last)
             message[:, at:stop] = packed[:, : stop - at]
+            at = start + first // self.block * 2
+            message[:, at : at + 2 * scales.shape[1]] = scales.view(torch.uint8)
         return message
 
     def decode(self, messages: torch.Tensor, count: int) -> torch.Tensor:
@@ -147,12 +150,10 @@ class BlockCodec:
 
     def _restore(self, messages: torch.Tensor, count: int, first: int, last: int) -> torch.Tensor:
         """Elements `first` to `last` fp32 [rows, last - first] of messages of `count` elements."""
-        start = self.scale_bytes(count)
-        blocks = slice(first // self.block * 2, -(-last // self.block) * 2)
+        start = self.scale_start(count)
+        blocks = slice(start + first // self.block * 2, start + -(-last // self.block) * 2)
         scales = messages[:, blocks].contiguous().view(torch.bfloat16).float().unsqueeze(-1)
-        codes = self._unpack(
-            messages[:, start + self.code_bytes(first) : start + self.code_bytes(last)]
-        )
+        codes = self._unpack(messages[:, self.code_bytes(first) : self.code_bytes(last)])
         values = self._blocks(codes[:, : last - first]).mul_(scales)
         return values.view(messages.shape[0], -1)[:, : last - first]
 

@@ -53,8 +53,9 @@ def _encode(  # type: ignore[no-untyped-def]
     values_stride,
     message_bytes,
     count,
-    scale_bytes,
     code_bytes,
+    scale_start,
+    scale_stop,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -73,7 +74,7 @@ def _encode(  # type: ignore[no-untyped-def]
 
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     scales = _scales_as_bits(largest, (1 << (BITS - 1)) - 1)
-    scale_pointers = message.to(tl.pointer_type(tl.int16)) + blocks
+    scale_pointers = (message + scale_start).to(tl.pointer_type(tl.int16)) + blocks
     tl.store(scale_pointers, scales.to(tl.int16), mask=blocks * BLOCK < count)
 
     steps = tl.where(scales == 0, 1.0, (scales << 16).to(tl.float32, bitcast=True))
@@ -82,17 +83,19 @@ def _encode(  # type: ignore[no-untyped-def]
     codes = tl.where((largest >= 0x7F800000)[:, None], 0, codes)
 
     if BITS == 8:
-        tl.store(message + scale_bytes + at, codes.to(tl.int8).to(tl.uint8, bitcast=True),
-                 mask=at < count)  # fmt: skip
+        tl.store(message + at, codes.to(tl.int8).to(tl.uint8, bitcast=True), mask=at < count)
     else:
         low, high = tl.split(tl.reshape(codes, [BLOCKS, BLOCK // 2, 2]))
         packed = (low & 0xF) | ((high & 0xF) << 4)
         at = blocks[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
-        tl.store(message + scale_bytes + at, packed.to(tl.uint8), mask=at < code_bytes)
+        tl.store(message + at, packed.to(tl.uint8), mask=at < code_bytes)
 
-    padding = tl.arange(0, 16).to(tl.int64) + scale_bytes + code_bytes
-    end = tl.where(tile == tiles - 1, message_bytes, 0)
-    tl.store(message + padding, tl.zeros([16], tl.uint8), mask=padding < end)
+    is_last = tile == tiles - 1
+    gap = tl.arange(0, 2).to(tl.int64) + code_bytes
+    tl.store(message + gap, tl.zeros([2], tl.uint8), mask=gap < tl.where(is_last, scale_start, 0))
+    rest = tl.arange(0, 16).to(tl.int64) + scale_stop
+    end = tl.where(is_last, message_bytes, 0)
+    tl.store(message + rest, tl.zeros([16], tl.uint8), mask=rest < end)
 
 
 @triton.jit
@@ -101,8 +104,8 @@ def _decode_sum(  # type: ignore[no-untyped-def]
     out,
     message_bytes,
     count,
-    scale_bytes,
     code_bytes,
+    scale_start,
     rows,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -123,10 +126,10 @@ def _decode_sum(  # type: ignore[no-untyped-def]
     total = tl.zeros([BLOCKS, WIDTH], tl.float32)
     total_high = tl.zeros([BLOCKS, WIDTH], tl.float32)
     for _ in range(rows):
-        scale_pointers = message.to(tl.pointer_type(tl.int16)) + blocks
+        scale_pointers = (message + scale_start).to(tl.pointer_type(tl.int16)) + blocks
         bits = tl.load(scale_pointers, mask=blocks * BLOCK < count, other=0).to(tl.int32)
         scales = (bits << 16).to(tl.float32, bitcast=True)[:, None]
-        codes = tl.load(message + scale_bytes + code_at, mask=code_mask, other=0)
+        codes = tl.load(message + code_at, mask=code_mask, other=0)
         codes = codes.to(tl.int8, bitcast=True).to(tl.int32)
         if BITS == 8:
             total += codes.to(tl.float32) * scales
@@ -153,8 +156,9 @@ def encode(codec: BlockCodec, values: torch.Tensor) -> torch.Tensor:
                 values.stride(0),
                 messages.shape[1],
                 count,
-                codec.scale_bytes(count),
                 codec.code_bytes(count),
+                codec.scale_start(count),
+                codec.scale_stop(count),
                 **_constants(codec),
                 **LAUNCH,
             )
@@ -189,8 +193,8 @@ def _launch_decode(codec: BlockCodec, messages: torch.Tensor, out: torch.Tensor,
                 out,
                 messages.shape[1],
                 count,
-                codec.scale_bytes(count),
                 codec.code_bytes(count),
+                codec.scale_start(count),
                 rows,
                 **_constants(codec),
                 **LAUNCH,
