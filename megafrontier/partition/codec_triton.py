@@ -78,7 +78,8 @@ def _encode(  # type: ignore[no-untyped-def]
     tl.store(scale_pointers, scales.to(tl.int16), mask=blocks * BLOCK < count)
 
     steps = tl.where(scales == 0, 1.0, (scales << 16).to(tl.float32, bitcast=True))
-    shifted = tl.div_rn(x, steps[:, None]) + 12582912.0  # 1.5 · 2^23, whose bits are 0x4B400000
+    inverse = tl.div_rn(1.0, steps)
+    shifted = x * inverse[:, None] + 12582912.0  # 1.5 · 2^23, whose bits are 0x4B400000
     codes = shifted.to(tl.int32, bitcast=True) - 0x4B400000
     codes = tl.where((largest >= 0x7F800000)[:, None], 0, codes)
 
