@@ -138,8 +138,10 @@ def _settle_deltas(
                 f"{key}, but this placement does not publish weights over that level: need int8, "
                 "bf16 or fp32"
             )
-        if is_delta and has_values and name in chosen:
-            raise UserError(f"{key}, but a slower level has no delta: need one there too, or int8")
         if is_delta and has_values:
+            if name in chosen:
+                raise UserError(
+                    f"{key}, but a slower level has no delta: need one there too, or int8"
+                )
             gather[level] = "int8"
         has_values = has_values or (publishes and not is_delta and levels.sizes[level] > 1)

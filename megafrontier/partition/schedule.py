@@ -196,7 +196,7 @@ class Schedule:
                 name = unit.layout.entries[parameter].name
                 raise RuntimeError(f"parameter {name}: {_untimely(unit, self._leads)}")
             unit.take_gradient(parameter)
-            missing = self._missing.get(index) or self._missing_of(index)
+            missing = self._missing_of(index)
             missing.discard(parameter)
             if not (missing or is_root):  # which comes last, whichever gradients it has got
                 self._finish_backward(index)

@@ -1,6 +1,6 @@
 """How a run takes up a checkpoint, and which one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -88,7 +88,7 @@ def resume(trainer: Trainer, logbook: Logbook) -> None:
     config, root = trainer.config, checkpoint_root(trainer.config)
     load = partial(_fill, trainer)
     path = named_checkpoint(config)
-    is_begun_now = _has_begun(trainer)
+    is_begun_now = _by_rank_0(trainer.hierarchy, lambda: str(is_begun(config))) == "True"
     is_back = leads_back(config) and not is_begun_now
     if config.checkpoint.resume == "never" and not is_begun_now:
         trainer.hierarchy.together(partial(_refuse_old_checkpoints, trainer, root))
@@ -99,7 +99,8 @@ def resume(trainer: Trainer, logbook: Logbook) -> None:
         logbook.remark(f"checkpoint.resume: {path}: not used, the run has checkpoints of its own")
     is_start = found is None and not is_back
     if found is None and path is not None:
-        found = load_checkpoint(_one(path, trainer.hierarchy), load, trainer.hierarchy)
+        one = _by_rank_0(trainer.hierarchy, lambda: str(newest(path)))
+        found = load_checkpoint(Path(one), load, trainer.hierarchy)
     if found is None:
         return
     _go_on_from(found, trainer, is_start, logbook)
@@ -121,17 +122,18 @@ def _go_on_from(found: Checkpoint, trainer: Trainer, is_start: bool, logbook: Lo
         logbook.remark(line)
 
 
-def _one(path: Path, hierarchy: Hierarchy) -> Path:
-    """The checkpoint that a path stands for, by rank 0's word: another run may be writing there."""
-    name = ""
+def _by_rank_0(hierarchy: Hierarchy, look: Callable[[], str]) -> str:
+    """What rank 0 sees, on every rank: file systems do not show all nodes the same at every moment,
+    and another run may be writing. All raise what it raises."""
+    seen = ""
 
-    def look() -> None:
-        nonlocal name
+    def act() -> None:
+        nonlocal seen
         if hierarchy.rank == 0:
-            name = str(newest(path))
+            seen = look()
 
-    hierarchy.together(look)
-    return Path(from_rank_0(hierarchy, name))
+    hierarchy.together(act)
+    return from_rank_0(hierarchy, seen)
 
 
 def _say_done(trainer: Trainer, path: Path, is_start: bool, logbook: Logbook) -> None:
@@ -141,18 +143,6 @@ def _say_done(trainer: Trainer, path: Path, is_start: bool, logbook: Logbook) ->
     if is_start:
         raise UserError(f"{problem}, need more than {trainer.step}, the step of {path}")
     logbook.remark(f"{problem}: reached, nothing left to do")
-
-
-def _has_begun(trainer: Trainer) -> bool:
-    """`is_begun`, by rank 0's word: file systems do not show all nodes the same at every moment."""
-    has_begun = False
-
-    def look() -> None:
-        nonlocal has_begun
-        has_begun = trainer.is_first and is_begun(trainer.config)
-
-    trainer.hierarchy.together(look)
-    return not trainer.hierarchy.all_true(not has_begun)
 
 
 def _note_begun(trainer: Trainer) -> None:

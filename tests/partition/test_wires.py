@@ -3,32 +3,25 @@
 import pytest
 import torch
 
-from megafrontier.cluster.levels import Levels
-from megafrontier.config import PartitionConfig, WiresConfig
-from megafrontier.errors import UserError
+from megafrontier.config import WiresConfig
 from megafrontier.partition import STRATEGIES, Placement, shard
 from megafrontier.partition import wires as wires_module
 from megafrontier.partition.codec import DELTA8, INT4
 from megafrontier.partition.placement import traffic_bytes
-from megafrontier.partition.presets import choose_wires, has_error_feedback
+from megafrontier.partition.presets import choose_wires
 from megafrontier.partition.wires import make_wire
-from tests.partition.tiny import TinyModel, batch, engine_step, train_alone, train_sharded
-from tests.ranks import make_levels, run_ranks
+from tests.partition.tiny import (
+    LEVELS,
+    TinyModel,
+    batch,
+    engine_step,
+    preset,
+    train_alone,
+    train_sharded,
+)
+from tests.ranks import run_ranks
 
-LEVELS = make_levels((2, 2, 2))
 PRESETS = ["zero++", "low"]
-
-
-def names(wires):
-    return [
-        f"{'delta' if w.is_delta else ''}{type(w.codec).__name__}{getattr(w.codec, 'bits', '')}"
-        for w in (*wires.gather, *wires.reduce)
-    ]
-
-
-def preset(name, strategy, levels=LEVELS, precision="fp32", **chosen):
-    placement = Placement.named(strategy, levels)
-    return choose_wires(WiresConfig(preset=name, **chosen), placement, levels, precision)
 
 
 def build(hierarchy, wires, strategy="topo", error_feedback=False, dtype=torch.float32):
@@ -401,66 +394,6 @@ def test_padding_stays_zero_though_rotations_mix_it_with_the_last_parameter():
     assert run_ranks((2, 2, 2), body) == [0.0] * 8
 
 
-def test_presets_are_what_they_say():
-    frontier = Levels(("pair", "node", "world"), (2, 4, 3))
-    assert names(preset("low", "topo", frontier, "bf16")) == [
-        "CastCodec", "deltaBlockCodec4", "deltaBlockCodec4",
-        "CastCodec", "BlockCodec8", "BlockCodec4",
-    ]  # fmt: skip
-    assert names(preset("zero++", "hpz", frontier, "bf16")) == [
-        "CastCodec", "CastCodec", "BlockCodec8", "CastCodec", "BlockCodec4", "BlockCodec4",
-    ]  # fmt: skip
-    low = preset("low", "zero3", frontier, "bf16")
-    assert not low.have_deltas
-    assert [w.rotates for w in low.reduce] == [False, True, True]
-
-
-@pytest.mark.parametrize(
-    ("name", "strategy", "chosen", "rotates", "feeds_back"),
-    [
-        # To be had where it takes more than a shard, too, but not unasked.
-        ("low", "zero3", True, [False, True, True], True),
-        ("zero++", "hpz", True, [False, True, True], True),
-        ("exact", "topo", None, [False, False, False], False),
-        ("zero++", "topo", None, [False, False, False], False),
-        ("zero++", "topo", True, [False, True, True], True),
-        ("low", "topo", None, [False, True, True], True),
-        ("low", "topo", False, [False, False, False], False),
-        # No level lies between their gradients and their optimizer state.
-        ("low", "zero3", None, [False, True, True], False),
-        ("low", "mics", None, [False, True, True], False),
-    ],
-)
-def test_rotation_and_error_feedback_are_as_chosen_and_of_low_else(
-    name, strategy, chosen, rotates, feeds_back
-):
-    wires = preset(name, strategy, rotation=chosen)
-    assert [wire.rotates for wire in wires.reduce] == rotates
-    config = PartitionConfig(error_feedback=chosen, wires=WiresConfig(preset=name))
-    placement = Placement.named(strategy, LEVELS)
-    assert has_error_feedback(config, wires, placement, LEVELS) is feeds_back
-
-
-def test_on_one_node_low_takes_no_memory_for_errors_unasked():
-    """The levels that topo's gradients cross once a step are gone, and others are crossed more."""
-    node = make_levels((2, 2, 1))
-    placement, wires = Placement.named("topo", node), preset("low", "topo", node)
-    for chosen, feeds_back in ((None, False), (True, True)):
-        config = PartitionConfig(error_feedback=chosen, wires=WiresConfig(preset="low"))
-        assert has_error_feedback(config, wires, placement, node) is feeds_back
-    config = PartitionConfig(error_feedback=True, wires=WiresConfig(preset="exact"))
-    with pytest.raises(UserError, match="error_feedback: true, but no level"):
-        has_error_feedback(config, preset("exact", "topo"), placement, node)
-
-
-def test_a_wire_of_the_users_outweighs_the_presets_where_both_cannot_be():
-    """int8 between nodes leaves no change to pass on inside them."""
-    wires = preset("low", "topo", gather={"world": "int8"})
-    assert names(wires)[:3] == ["CastCodec", "BlockCodec8", "BlockCodec8"]
-    single = make_levels((2, 2, 1))  # the slower level is there in name only
-    assert preset("exact", "topo", single, gather={"node": "delta4"}).gather[1].is_delta
-
-
 def test_values_inside_a_delta_are_rounded_alike_on_every_copy():
     """int8 in the node, delta4 between nodes; each step's rounding is part of the next change."""
 
@@ -478,43 +411,3 @@ def test_values_inside_a_delta_are_rounded_alike_on_every_copy():
     for rank, (weights, _, _) in enumerate(found):
         assert weights == found[rank % 2][0]
     assert max(lag for _, lag, _ in found) < max(largest for _, _, largest in found) / 127
-
-
-def test_every_level_between_nodes_has_the_few_bits():
-    large = Levels(("pair", "node", "group", "world"), (2, 4, 32, 3))
-    assert names(preset("low", "topo", large, "bf16")) == [
-        "CastCodec", *["deltaBlockCodec4"] * 3,
-        "CastCodec", "BlockCodec8", "BlockCodec4", "BlockCodec4",
-    ]  # fmt: skip
-    assert names(preset("zero++", "hpz", large, "bf16")) == [
-        "CastCodec", "CastCodec", "BlockCodec8", "BlockCodec8",
-        "CastCodec", "BlockCodec4", "BlockCodec4", "BlockCodec4",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("names_", "low", "zero"),
-    [
-        (("world",), ["BlockCodec4"], ["BlockCodec4"]),
-        (("pair", "node"), ["CastCodec", "BlockCodec4"], ["BlockCodec4"] * 2),
-        (("node", "world"), ["CastCodec", "BlockCodec4"], ["BlockCodec4"] * 2),
-    ],
-)
-def test_on_few_levels_the_last_one_has_the_few_bits(names_, low, zero):
-    levels = Levels(names_, (2,) * len(names_))
-    reduce = slice(len(names_), None)
-    assert names(preset("low", "topo", levels, "bf16"))[reduce] == low
-    assert names(preset("zero++", "topo", levels, "bf16"))[reduce] == zero
-
-
-@pytest.mark.parametrize(
-    ("strategy", "gather", "named"),
-    [
-        ("zero3", {"world": "delta4"}, "does not publish weights over that level"),
-        ("topo", {"node": "delta8"}, "a slower level has no delta"),
-        ("topo", {"rack": "int8"}, "no such level"),
-    ],
-)
-def test_a_wire_that_cannot_be_is_refused_by_level(strategy, gather, named):
-    with pytest.raises(UserError, match=named):
-        preset("exact", strategy, gather=gather)

@@ -7,11 +7,24 @@ import torch.nn.functional as F
 from torch import nn
 
 from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.cluster.levels import Levels
+from megafrontier.config import WiresConfig
 from megafrontier.partition import Placement, Wires, shard
 from megafrontier.partition.engine import Engine
+from megafrontier.partition.presets import choose_wires
+from tests.ranks import make_levels
 
 VOCABULARY, WIDTH, LENGTH, GLOBAL_BATCH = 37, 13, 9, 32
 CLIP = 0.5
+LEVELS = make_levels((2, 2, 2))
+
+
+def preset(
+    name: str, strategy: str, levels: Levels = LEVELS, precision: str = "fp32", **chosen: object
+) -> Wires:
+    """The wires of a preset for a strategy, but for what is chosen otherwise."""
+    placement = Placement.named(strategy, levels)
+    return choose_wires(WiresConfig(preset=name, **chosen), placement, levels, precision)
 
 
 class TinyBlock(nn.Module):
