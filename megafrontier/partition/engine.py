@@ -1,11 +1,13 @@
 """The engine: a model's state placed on a hierarchy, and the steps of training it there.
 
     engine = shard(model, blocks, placement, hierarchy)
-    for batch in micro_batches:
-        engine.backward(model(batch))  # a sum over tokens, not a mean
+    for i, batch in enumerate(micro_batches):
+        loss = model(batch)  # a sum over tokens, not a mean
+        engine.backward(loss, is_last=i == len(micro_batches) - 1)
     gradients = engine.finish_gradients()
     ... update each unit.master with its finished gradient, then engine.clear_gradients() ...
     engine.publish()
+    engine.scale_errors(1 - skipped)  # with error feedback, where a step may be skipped
 
 When a unit is whole and when its gradient is reduced is the matter of `schedule.py`.
 """
@@ -60,13 +62,15 @@ def shard(
 
     dtype: type of weights and gradients in computation; masters are fp32.
     wires: format on each level; default: `dtype`.
-    error_feedback: what gradient messages between the gradient and the optimizer level fail to say
-        is said in the next step; where these are one level, what messages on the way to it do.
-    overlap, prefetch: the policy of `lanes.py`; with one other than none, units gathered ahead.
+    error_feedback: add the quantisation error of gradient messages between the gradient and the
+        optimizer level to the next step's; where these are one level, that of messages on the way.
+    overlap: `none`; `safe`, one collective in flight; `full`, one on each level (`lanes.py`).
+    prefetch: units gathered ahead of the one that runs; none with `overlap="none"`.
     check_order: ranks compare what they are about to do before each collective (slow, for finding
         a hang).
-    initial: first values slice by slice, for a model on the meta device; without it the model's own
-        are taken, which must be the same on every rank: seed it before.
+    initial: (name, shape, start, stop) → elements [start, stop) of a parameter's first value, 1-D
+        fp32, for a model on the meta device; without it the model's own values are taken, which
+        must be the same on every rank: seed it before.
     decay: by name, which parameters have weight decay; they come first in their unit.
 
     Raises UserError for frozen and complex parameters, for blocks that are not part of the model,
@@ -169,9 +173,9 @@ class Engine:
     def finish_gradients(self) -> list[torch.Tensor]:
         """Reduce from the gradient level to the optimizer level, once per step.
 
-        Returns this rank's shard of each unit, fp32, summed over everything since
-        `clear_gradients`, which has to come before the next of either. Raises RuntimeError when it
-        has not.
+        Returns one 1-D fp32 tensor for each of `units`, in their order, as long as its `master`:
+        the sum over all ranks and everything since `clear_gradients`. Call that before the next
+        backward; raises RuntimeError when called twice without.
         """
         self._schedule.reducing.clear()  # each unit waits for its own
         with self.ledger.waiting("finish gradients"):
@@ -224,10 +228,9 @@ class Engine:
         """Multiply by `factor` [] all that gradient messages have left unsaid: with error feedback
         by 0 after a step that is skipped, or what it could not say comes back in the next."""
         for unit in self.units:
-            for error in unit.errors.values():
-                error.mul_(factor)
+            unit.feedback.scale(factor)
 
     def fold_errors(self) -> None:
-        """Make every unit's `error` hold all that is left unsaid; before a checkpoint."""
+        """Make every unit's `feedback.error` hold all that is unsaid; before a checkpoint."""
         for unit in self.units:
-            unit.fold_errors()
+            unit.feedback.fold()

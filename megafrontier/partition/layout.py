@@ -49,6 +49,12 @@ class Layout:
         length = self.numel // pieces
         return self.within(piece * length, (piece + 1) * length)
 
+    def padding_in(self, piece: int, pieces: int) -> slice:
+        """Where, within piece number `piece` of `pieces` equal ones, there is only padding."""
+        length = self.numel // pieces
+        last = self.entries[-1]
+        return slice(max(0, min(last.offset + last.numel - piece * length, length)), None)
+
     def within(self, start: int, stop: int) -> list[tuple[Entry, int, int, int]]:
         """The parts of parameters inside [start, stop) of the buffer.
 

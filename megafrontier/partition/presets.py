@@ -17,6 +17,7 @@ def choose_wires(
     gather, reduce = _PRESETS[config.preset](placement, levels, precision)
     _override(gather, config.gather, levels, "gather")
     _override(reduce, config.reduce, levels, "reduce")
+    _check_precision(config, precision)
     _check_use(config.gather, placement, levels)
     _settle_deltas(gather, config.gather, placement, levels)
     rotates = _unless_chosen(config.rotation, config)
@@ -109,6 +110,19 @@ def _override(formats: Formats, chosen: dict[str, str], levels: Levels, move: st
             known = ", ".join(levels.names)
             raise UserError(f"partition.wires.{move}.{name}: no such level, need one of {known}")
         formats[levels.names.index(name)] = wire
+
+
+def _check_precision(config: WiresConfig, precision: str) -> None:
+    """Refuse casts that lose what the precision has, or send what it has not."""
+    for move, chosen in (("gather", config.gather), ("reduce", config.reduce)):
+        for name, wire in chosen.items():
+            key = f"partition.wires.{move}.{name}: {wire}, but train.precision is {precision}"
+            if wire == "fp16" != precision:
+                raise UserError(f"{key}, whose range fp16 lacks; need bf16 or int8")
+            if move == "gather" and wire == "fp32" != precision:
+                raise UserError(
+                    f"{key}, and weights hold no more; need {precision}, or leave it out"
+                )
 
 
 def _check_use(chosen: dict[str, str], placement: Placement, levels: Levels) -> None:

@@ -7,6 +7,7 @@ from functools import cached_property, partial
 import torch
 from torch import nn
 
+from megafrontier.partition.feedback import Feedback
 from megafrontier.partition.flat_gradient import FlatGradient
 from megafrontier.partition.layout import Layout
 from megafrontier.partition.moves import Moves
@@ -31,7 +32,12 @@ class Phase(Enum):
 
 
 class Unit:
-    """Flat buffers of one block; every tensor a 1-D contiguous slice of the same layout."""
+    """Flat buffers of one block; every tensor a 1-D contiguous slice of the same layout.
+
+    `master`: this rank's optimizer shard, fp32 [numel / ranks that share the optimizer state]; the
+    authoritative weights. `weights`: the slice that gathers read from, in the computing type.
+    `gradient`: the gradient shard, fp32. `feedback`: what its messages left unsaid.
+    """
 
     def __init__(
         self,
@@ -91,11 +97,10 @@ class Unit:
         self.master = (
             self.full if self.computes_with_masters else self._empty(place.optimizer, torch.float32)
         ).zero_()
-        self.errors = {
-            level: self._empty(level, torch.bfloat16).zero_()
-            for level in (place.fed_back if error_feedback else ())
-            if self._moves.may_leave_errors(level)
-        }
+        levels = place.fed_back if error_feedback else ()
+        self.feedback = Feedback(
+            self.layout, self._moves, place.optimizer, levels, self._pool.device
+        )
 
     def _empty(self, depth: int, dtype: torch.dtype) -> torch.Tensor:
         _, pieces = self._moves.hierarchy.piece(depth)
@@ -123,13 +128,6 @@ class Unit:
         """Elements of the optimizer shard, from its start, that have weight decay."""
         start, stop = self.range
         return max(0, min(self._decay_numel, stop) - start)
-
-    @property
-    def _padding(self) -> slice:
-        """Where this rank's optimizer shard has only padding."""
-        start, stop = self.range
-        last = self.layout.entries[-1]
-        return slice(max(0, min(last.offset + last.numel, stop) - start), None)
 
     def initialise(self, initial: InitialSlice) -> None:
         """Fill the master shard; padding stays zero."""
@@ -263,7 +261,9 @@ class Unit:
         self.finish_reducing()  # done long since, but for a unit that is reduced twice
         self._flat.complete(self._gradient_full)
         depth = self.placement.gradients
-        slot = self._moves.reduce(self._gradient_full, 0, depth, self._reducing.label, self.errors)
+        slot = self._moves.reduce(
+            self._gradient_full, 0, depth, self._reducing.label, self.feedback.errors
+        )
         self._moves.then(slot, depth - 1, partial(self._accumulate, self._is_fresh))
         self._lent, self._gradient_full = self._gradient_full, None
         self._is_fresh = False
@@ -297,7 +297,7 @@ class Unit:
             place.gradients,
             place.optimizer,
             f"finish {self.name}",
-            self.errors,
+            self.feedback.errors,
             self._reducing.ticket,
         )
         self._moves.sum_replicas(self._finished, place.optimizer)
@@ -316,31 +316,6 @@ class Unit:
         self._finished = None
         self.finish_reducing()  # it came before
         # A rotation mixes the last parameter with the padding after it, and messages round.
-        gradient[self._padding].zero_()
+        number, pieces = self._moves.hierarchy.piece(self.placement.optimizer)
+        gradient[self.layout.padding_in(number, pieces)].zero_()
         return gradient
-
-    @property
-    def error(self) -> torch.Tensor | None:
-        """This rank's optimizer shard of what gradient messages failed to say, after
-        `fold_errors`; None without error feedback or a level that has it."""
-        if not self.errors:
-            return None
-        first = min(self.errors)
-        return self._moves.inside(self.errors[first], first, self.placement.optimizer)
-
-    def fold_errors(self) -> None:
-        """Gather each element's errors from all that failed to say it into its owner's `error`.
-
-        What is left then fits one shard, whatever the placement: so checkpoints hold it and any
-        number of ranks takes it up. Where the optimizer is replicated the first replica has it.
-        """
-        depth = self.placement.optimizer
-        totals = [
-            self._moves.reduce_exactly(error, level, depth, f"fold {self.name}").wait()
-            for level, error in self.errors.items()
-        ]
-        for error in self.errors.values():
-            error.zero_()
-        if self.error is not None and self._moves.hierarchy.is_first_replica(depth):
-            self.error.copy_(torch.stack(totals).sum(0))
-            self.error[self._padding].zero_()  # checkpoints hold parameters only

@@ -76,6 +76,12 @@ class Wire:
         """Whether it rounds to codes of its own, and not to another type alone."""
         return not isinstance(self.codec, CastCodec)
 
+    @property
+    def name(self) -> str:
+        """The format's, as a configuration gives it."""
+        names = (name for name, codec in _CODECS.items() if codec == self.codec)
+        return next(name for name in names if name.startswith("delta") == self.is_delta)
+
     def gather(self, shard: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> int:
         """Fill `out` [size · n] from every peer's `shard` [n], which may lie inside `out`.
 
@@ -150,7 +156,7 @@ class Wire:
         """Messages of `values` [rows, n] and, with it, of `error` [rows, n], which becomes what
         they fail to say."""
         if error is not None:
-            values = values + error
+            values = values.float() + error  # in bf16 the sum would round, and nobody keep it
         messages = self._encode(values)
         if error is not None:
             error.copy_(values - self._decode(messages, values.shape[1]))

@@ -180,7 +180,9 @@ def _fill(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """This rank's part of every state that both sides have. Others start from zero: a checkpoint
     that proved damaged half-way may have left something in them."""
     units = trainer.engine.units
-    for tensors in (*trainer.optimizer.moments.values(), *(u.errors.values() for u in units)):
+    for unit in units:
+        unit.feedback.clear()
+    for tensors in trainer.optimizer.moments.values():
         for tensor in tensors:
             tensor.zero_()
     states = restored(trainer, checkpoint.manifest)

@@ -36,7 +36,7 @@ def shards(trainer: Trainer) -> Mapping[str, Sequence[torch.Tensor]]:
     found = {"weight": [unit.master for unit in units], **trainer.optimizer.moments}
     if trainer.engine.wires.have_deltas and not units[0].computes_with_masters:
         found["published"] = [unit.published for unit in units]
-    errors = [unit.error for unit in units if unit.error is not None]
+    errors = [unit.feedback.error for unit in units if unit.feedback.error is not None]
     if errors:
         found["error"] = errors
     return found

@@ -7,43 +7,48 @@ import pytest
 import torch
 
 from megafrontier.cluster.hierarchy import Turn
-from megafrontier.config import WiresConfig
 from megafrontier.partition import Placement, shard
 from megafrontier.partition import engine as engine_module
 from megafrontier.partition.lanes import DONE, Lanes
-from megafrontier.partition.presets import choose_wires
 from megafrontier.partition.trace import Trace
+from megafrontier.partition.wires import DTYPES
 from tests.partition.streams import Streams
-from tests.partition.tiny import GLOBAL_BATCH, LENGTH, TinyModel, batch
-from tests.ranks import make_levels, run_ranks
+from tests.partition.tiny import GLOBAL_BATCH, LENGTH, LEVELS, TinyModel, batch, preset
+from tests.ranks import run_ranks
 
-LEVELS = make_levels((2, 2, 2))
 CPU = torch.device("cpu")
 CASES = [
-    ("topo", "low", True),
-    ("topo", "exact", False),
-    ("hpz", "zero++", False),
-    ("zero3", "exact", False),
-    ("zero1", "low", True),
-    ("mics", "exact", False),
+    ("topo", "low", True, "fp32", 2),
+    ("topo", "low", True, "bf16", 4),
+    ("topo", "exact", False, "fp32", 2),
+    ("hpz", "zero++", False, "bf16", 2),
+    ("zero3", "exact", False, "fp32", 2),
+    ("zero3", "low", True, "bf16", 1),
+    ("zero2", "exact", False, "fp32", 2),
+    ("zero1", "low", True, "fp32", 2),
+    ("mics", "exact", False, "fp32", 2),
+    ("mics", "low", False, "bf16", 2),
 ]
+POLICIES = [("none", 1), ("safe", 0), ("safe", 1), ("safe", 3), ("full", 1), ("full", 2)]
 
 
-def train(hierarchy, strategy, preset, error_feedback, overlap, prefetch, steps=5, order=1):
-    placement = Placement.named(strategy, LEVELS)
-    wires = choose_wires(WiresConfig(preset=preset), placement, LEVELS, "fp32")
+def train(
+    hierarchy, strategy, name, error_feedback, overlap, prefetch, precision="fp32", accumulation=2,
+    steps=5, order=1,
+):  # fmt: skip
     model = TinyModel(tied=False)
     engine = shard(
-        model, model.units()[::order], placement, hierarchy, wires=wires,
+        model, model.units()[::order], Placement.named(strategy, LEVELS), hierarchy,
+        dtype=DTYPES[precision], wires=preset(name, strategy, LEVELS, precision),
         error_feedback=error_feedback, overlap=overlap, prefetch=prefetch,
     )  # fmt: skip
     optimizer = torch.optim.AdamW([unit.master for unit in engine.units], lr=0.02)
     losses = []
     for step in range(steps):
-        parts = batch(step).chunk(8)[hierarchy.rank].chunk(2)
-        for i, tokens in enumerate(parts):
+        parts = batch(step).chunk(8)[hierarchy.rank].chunk(accumulation)
+        for i, tokens in enumerate(parts, start=1):
             loss = model(tokens)
-            engine.backward(loss, is_last=i == 1)
+            engine.backward(loss, is_last=i == accumulation)
             losses.append(loss.item())
         for unit, gradient in zip(engine.units, engine.finish_gradients(), strict=True):
             unit.master.grad = gradient / (GLOBAL_BATCH * (LENGTH - 1))
@@ -54,12 +59,15 @@ def train(hierarchy, strategy, preset, error_feedback, overlap, prefetch, steps=
     return losses, [unit.master.clone() for unit in engine.units]
 
 
-@pytest.mark.parametrize(("strategy", "preset", "error_feedback"), CASES)
-def test_all_policies_give_the_same_losses_and_masters_to_the_bit(strategy, preset, error_feedback):
+@pytest.mark.parametrize(("strategy", "name", "error_feedback", "precision", "accumulation"), CASES)
+def test_all_policies_give_the_same_losses_and_masters_to_the_bit(
+    strategy, name, error_feedback, precision, accumulation
+):
     def body(hierarchy):
+        chosen = strategy, name, error_feedback
         return [
-            train(hierarchy, strategy, preset, error_feedback, overlap, prefetch)
-            for overlap, prefetch in [("none", 1), ("safe", 1), ("safe", 3), ("full", 1)]
+            train(hierarchy, *chosen, overlap, prefetch, precision, accumulation)
+            for overlap, prefetch in POLICIES
         ]
 
     for (losses, masters), *others in run_ranks((2, 2, 2), body):
@@ -70,7 +78,7 @@ def test_all_policies_give_the_same_losses_and_masters_to_the_bit(strategy, pres
 
 @pytest.mark.parametrize("policy", ["safe", "full"])
 @pytest.mark.parametrize(
-    ("strategy", "preset", "prefetch", "order"),
+    ("strategy", "name", "prefetch", "order"),
     [
         ("topo", "low", 1, 1),
         ("hpz", "zero++", 1, 1),
@@ -79,7 +87,7 @@ def test_all_policies_give_the_same_losses_and_masters_to_the_bit(strategy, pres
     ],
 )
 def test_memory_that_a_lane_may_still_use_is_not_given_back(
-    strategy, preset, prefetch, order, policy
+    strategy, name, prefetch, order, policy
 ):
     """On a device a lane's work is only issued when the call returns; torch would hand out again at
     once what is given back then."""
@@ -89,28 +97,85 @@ def test_memory_that_a_lane_may_still_use_is_not_given_back(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_module, "Lanes", lambda *_: streams)
             streams.watch(patch)
-            train(hierarchy, strategy, preset, preset == "low", policy, prefetch, 2, order)
+            train(hierarchy, strategy, name, name == "low", policy, prefetch, steps=2, order=order)
         return streams.lost
 
     assert run_ranks((2, 2, 2), body) == [[]] * 8
 
 
-def test_reductions_run_under_the_backward_of_the_units_before():
-    """When the backward of a unit starts, the reduction of the one after it is under way or
-    done, and at most as many wait as are gathered ahead."""
+def watch_crossings(engine, watch):
+    """Let `watch` see (name of the level, label) before each crossing, where it runs."""
+    crossing = engine.ledger.crossing
 
+    def watched(level, label):
+        watch(LEVELS.names[level], label)
+        return crossing(level, label)
+
+    engine.ledger.crossing = watched
+
+
+def when_backward_begins(module, act):
+    """Call `act` in each backward of a block, when the engine has gathered it."""
+
+    def after(_module, _arguments, output):
+        output.register_hook(lambda _gradient: act())
+
+    module.register_forward_hook(after)
+
+
+@pytest.mark.parametrize("policy", ["safe", "full"])
+def test_a_reduction_does_not_hold_up_the_backward_of_the_unit_before(policy):
+    """Here it takes until that backward has begun."""
+
+    def body(hierarchy):
+        model = TinyModel(tied=False)
+        engine = shard(
+            model, model.units(), Placement.named("topo", LEVELS), hierarchy, overlap=policy
+        )
+        has_begun, in_time = threading.Event(), []
+        when_backward_begins(model.blocks[1], has_begun.set)
+
+        def hold(_level, label):
+            if label == "reduce blocks.2":
+                in_time.append(has_begun.wait(10))
+
+        watch_crossings(engine, hold)
+        engine.backward(model(batch(0)[:2]))
+        engine.finish_gradients()
+        return in_time
+
+    assert run_ranks((2, 2, 2), body) == [[True, True]] * 8  # over pair and over node
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_in_the_last_micro_batch_a_unit_goes_on_to_the_optimizer_level_at_once(is_last):
+    def body(hierarchy):
+        model = TinyModel(tied=False)
+        engine = shard(
+            model, model.units(), Placement.named("topo", LEVELS), hierarchy, overlap="none"
+        )
+        seen = []
+        watch_crossings(engine, lambda level, label: seen.append(f"{label} over {level}"))
+        when_backward_begins(model.blocks[1], lambda: seen.append("backward blocks.1"))
+        engine.backward(model(batch(0)[:2]), is_last)
+        seen.append("end of backward")
+        engine.finish_gradients()
+        return seen
+
+    for seen in run_ranks((2, 2, 2), body):
+        before = "backward blocks.1" if is_last else None
+        finish = seen.index("finish blocks.2 over world")
+        assert is_last == (finish < seen.index("end of backward"))
+        assert before is None or finish < seen.index(before)
+
+
+def test_as_many_reductions_wait_as_units_are_gathered_ahead():
     def body(hierarchy):
         model = TinyModel(tied=False)
         placement = Placement.named("topo", LEVELS)
         engine = shard(model, model.units(), placement, hierarchy, overlap="safe")
         threads, waiting = set(), []
-        crossing = engine.ledger.crossing
-
-        def watched(level, label):
-            threads.add(threading.current_thread().name)
-            return crossing(level, label)
-
-        engine.ledger.crossing = watched
+        watch_crossings(engine, lambda *_: threads.add(threading.current_thread().name))
         start = type(engine.units[0]).start_reducing
 
         def watched_start(unit):
@@ -173,13 +238,7 @@ def test_a_slow_level_gathers_while_the_levels_inside_it_reduce():
             model, model.units(), Placement.named("zero3", LEVELS), hierarchy, overlap="safe"
         )
         crossed = []
-        crossing = engine.ledger.crossing
-
-        def watched(level, label):
-            crossed.append((LEVELS.names[level], label))
-            return crossing(level, label)
-
-        engine.ledger.crossing = watched
+        watch_crossings(engine, lambda level, label: crossed.append((level, label)))
         engine.backward(model(batch(0)[:2]))
         engine.finish_gradients()
         return crossed
@@ -225,6 +284,23 @@ def test_ranks_that_disagree_on_the_order_are_named_with_their_units(policy):
     assert f"{over}rank 3 comes to 'gather blocks.1', rank 1 to 'gather blocks.0'" in fourth
 
 
+@pytest.mark.parametrize("odd", [0, 2])
+def test_the_one_rank_of_four_that_does_something_else_is_named(odd):
+    def caught(hierarchy):
+        model = TinyModel(tied=False)
+        engine = shard(
+            model, model.units(), Placement(1, 1, 1, 1), hierarchy, check_order=True, overlap="none"
+        )
+        with pytest.raises(RuntimeError) as error:
+            engine.units[2 if hierarchy.rank == odd else 1].gather()
+        return str(error.value)
+
+    for rank, said in enumerate(run_ranks((4,), caught)):
+        other = odd if rank != odd else int(odd == 0)
+        mine, theirs = ("blocks.1", "blocks.0") if rank == odd else ("blocks.0", "blocks.1")
+        assert f"rank {rank} comes to 'gather {mine}', rank {other} to 'gather {theirs}'" in said
+
+
 def test_a_trace_has_a_row_a_level_and_names_moves_and_units(tmp_path):
     def body(hierarchy):
         model = TinyModel(tied=False)
@@ -261,6 +337,23 @@ def test_a_lane_runs_tasks_in_order_and_after_what_they_wait_for():
     second.wait()
     last.wait()
     assert seen.index("after the gate") < seen.index("last")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("policy", ["safe", "full"])
+def test_a_streams_task_comes_after_the_computation_before_it_and_before_that_after_it(policy):
+    device = torch.device("cuda", 0)
+    lanes = Lanes(policy, 2, device, Turn())
+    slow, x, y = (torch.zeros(4096, 4096, device=device) for _ in range(3))
+    for value in (1.0, 2.0):
+        for _ in range(20):
+            torch.mm(slow, slow, out=y)
+        x.fill_(value)
+        first = lanes.run(lanes.number(0), lambda: y.copy_(x), DONE)
+        second = lanes.run(lanes.number(1), lambda: y.add_(x), first)
+        second.wait()
+        x.zero_()
+        assert y.sum().item() == 2 * value * y.numel()
 
 
 @pytest.mark.parametrize("policy", ["none", "safe", "full"])

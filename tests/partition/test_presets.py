@@ -12,20 +12,17 @@ from tests.ranks import make_levels
 
 
 def names(wires):
-    return [
-        f"{'delta' if w.is_delta else ''}{type(w.codec).__name__}{getattr(w.codec, 'bits', '')}"
-        for w in (*wires.gather, *wires.reduce)
-    ]
+    return [wire.name for wire in (*wires.gather, *wires.reduce)]
 
 
 def test_presets_are_what_they_say():
     frontier = Levels(("pair", "node", "world"), (2, 4, 3))
     assert names(preset("low", "topo", frontier, "bf16")) == [
-        "CastCodec", "deltaBlockCodec4", "deltaBlockCodec4",
-        "CastCodec", "BlockCodec8", "BlockCodec4",
+        "bf16", "delta4", "delta4",
+        "bf16", "int8", "int4",
     ]  # fmt: skip
     assert names(preset("zero++", "hpz", frontier, "bf16")) == [
-        "CastCodec", "CastCodec", "BlockCodec8", "CastCodec", "BlockCodec4", "BlockCodec4",
+        "bf16", "bf16", "int8", "bf16", "int4", "int4",
     ]  # fmt: skip
     low = preset("low", "zero3", frontier, "bf16")
     assert not low.have_deltas
@@ -73,7 +70,7 @@ def test_on_one_node_low_takes_no_memory_for_errors_unasked():
 def test_a_wire_of_the_users_outweighs_the_presets_where_both_cannot_be():
     """int8 between nodes leaves no change to pass on inside them."""
     wires = preset("low", "topo", gather={"world": "int8"})
-    assert names(wires)[:3] == ["CastCodec", "BlockCodec8", "BlockCodec8"]
+    assert names(wires)[:3] == ["fp32", "int8", "int8"]
     single = make_levels((2, 2, 1))  # the slower level is there in name only
     assert preset("exact", "topo", single, gather={"node": "delta4"}).gather[1].is_delta
 
@@ -81,21 +78,21 @@ def test_a_wire_of_the_users_outweighs_the_presets_where_both_cannot_be():
 def test_every_level_between_nodes_has_the_few_bits():
     large = Levels(("pair", "node", "group", "world"), (2, 4, 32, 3))
     assert names(preset("low", "topo", large, "bf16")) == [
-        "CastCodec", *["deltaBlockCodec4"] * 3,
-        "CastCodec", "BlockCodec8", "BlockCodec4", "BlockCodec4",
+        "bf16", *["delta4"] * 3,
+        "bf16", "int8", "int4", "int4",
     ]  # fmt: skip
     assert names(preset("zero++", "hpz", large, "bf16")) == [
-        "CastCodec", "CastCodec", "BlockCodec8", "BlockCodec8",
-        "CastCodec", "BlockCodec4", "BlockCodec4", "BlockCodec4",
+        "bf16", "bf16", "int8", "int8",
+        "bf16", "int4", "int4", "int4",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("names_", "low", "zero"),
     [
-        (("world",), ["BlockCodec4"], ["BlockCodec4"]),
-        (("pair", "node"), ["CastCodec", "BlockCodec4"], ["BlockCodec4"] * 2),
-        (("node", "world"), ["CastCodec", "BlockCodec4"], ["BlockCodec4"] * 2),
+        (("world",), ["int4"], ["int4"]),
+        (("pair", "node"), ["bf16", "int4"], ["int4"] * 2),
+        (("node", "world"), ["bf16", "int4"], ["int4"] * 2),
     ],
 )
 def test_on_few_levels_the_last_one_has_the_few_bits(names_, low, zero):
@@ -116,3 +113,18 @@ def test_on_few_levels_the_last_one_has_the_few_bits(names_, low, zero):
 def test_a_wire_that_cannot_be_is_refused_by_level(strategy, gather, named):
     with pytest.raises(UserError, match=named):
         preset("exact", strategy, gather=gather)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "precision", "said"),
+    [
+        ({"reduce": {"world": "fp16"}}, "bf16", "reduce.world: fp16, but train.precision is bf16"),
+        ({"gather": {"world": "fp16"}}, "fp32", "gather.world: fp16, but train.precision is fp32"),
+        ({"gather": {"node": "fp32"}}, "bf16", "weights hold no more; need bf16"),
+    ],
+)
+def test_casts_that_lose_range_or_send_nothing_more_are_refused(chosen, precision, said):
+    with pytest.raises(UserError, match=said):
+        preset("exact", "topo", precision=precision, **chosen)
+    preset("exact", "topo", precision="fp16", reduce={"world": "fp16"})
+    preset("exact", "topo", precision="bf16", reduce={"world": "fp32"})

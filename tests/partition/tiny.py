@@ -119,6 +119,53 @@ def engine_step(
     return (hierarchy.sum(total) / count).item()
 
 
+def build(
+    hierarchy: Hierarchy,
+    wires: Wires,
+    strategy: str | Placement = "topo",
+    error_feedback: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[TinyModel, Engine, torch.optim.Optimizer]:
+    """A model, its engine, whose ledger is empty, and AdamW on its masters."""
+    model = TinyModel(tied=False)
+    named = isinstance(strategy, str)
+    placement = Placement.named(strategy, hierarchy.levels) if named else strategy
+    engine = shard(
+        model,
+        model.units(),
+        placement,
+        hierarchy,
+        wires=wires,
+        error_feedback=error_feedback,
+        dtype=dtype,
+    )
+    engine.ledger.take()
+    optimizer = torch.optim.AdamW([unit.master for unit in engine.units], lr=0.02)
+    return model, engine, optimizer
+
+
+def finished_gradients(
+    engine: Engine, seed: int, poison: float | None = None
+) -> list[torch.Tensor]:
+    """What arrives of random gradients, handed over as backward does; one element of one is
+    `poison`."""
+    torch.manual_seed(seed)
+    for unit in engine.units:
+        for index, parameter in enumerate(unit.parameters):
+            parameter.grad = torch.randn(parameter.shape, dtype=parameter.dtype)
+            if poison is not None and (unit, index) == (engine.units[2], 3):
+                parameter.grad.view(-1)[5] = poison
+            unit.take_gradient(index)
+        unit.start_reducing()
+    found = engine.finish_gradients()
+    engine.clear_gradients()
+    return found
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+
+
 def train_sharded(
     hierarchy: Hierarchy,
     placement: Placement,
