@@ -2,9 +2,10 @@
 
 import atexit
 import resource
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from math import prod
@@ -19,7 +20,7 @@ from megafrontier.cluster.groups import groups_of
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.levels import Levels
-from megafrontier.cluster.links import measure, reaching
+from megafrontier.cluster.links import connect, measure, reaching
 from megafrontier.cluster.rollcall import RollCall
 from megafrontier.errors import Ending, PeersLost, RankError, RanksAbsent, Unconnected, UserError
 
@@ -27,6 +28,8 @@ ALL_PEERS = "connections to all"
 """Where gloo connects each rank to every other; NCCL and RCCL connect later."""
 SOCKETS = 3
 """Connections of each rank to the store at rank 0: its own, and two of its watch."""
+ABORT_SECONDS = 20.0
+"""How long a rank that failed waits for its groups to be given up."""
 SPARE_FILES = 512
 """What a rank may have open beside: the corpus, checkpoints, connections to peers."""
 
@@ -100,9 +103,10 @@ def _connect(roll: RollCall, levels: Levels, device: torch.device, timeout: time
         )
     groups, control = (groups_of(levels, rank, device, timeout) for _ in range(2))
     hierarchy = Hierarchy(levels, rank, groups, device, control, roll.standing)
-    # Neighbours at each level before the first collective: where that waited for a link that is
-    # dead, nobody could say which it is.
+    # Neighbours at each level before other collectives: where these waited for a link that is dead,
+    # nobody could say which it is.
     for level in range(len(levels.sizes)):
+        connect(hierarchy, level)
         measure(hierarchy, level, size_bytes=1)
     return hierarchy
 
@@ -113,6 +117,15 @@ def give_up(device: torch.device) -> None:
     if device.type != "cuda":
         dist.destroy_process_group()
     elif hasattr(dist.distributed_c10d, "_abort_process_group"):  # torch has no public name for it
+        # It may wait as long as a collective may take, for each group; a daemon does not keep the
+        # process, whose error is to be told.
+        leave = threading.Thread(target=_abort, name="abort", daemon=True)
+        leave.start()
+        leave.join(ABORT_SECONDS)
+
+
+def _abort() -> None:
+    with suppress(RuntimeError):  # of groups that are broken; the error that led here counts
         dist.distributed_c10d._abort_process_group()
 
 

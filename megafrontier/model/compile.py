@@ -32,6 +32,15 @@ def let_length_vary(tensor: Tensor) -> None:
     torch._dynamo.mark_dynamic(tensor, 0)
 
 
+def start_workers(device: torch.device) -> None:
+    """Start the processes that compile for a GPU, which the first compilation would do else. Who
+    calls it decides which signals they are not to notice."""
+    if device.type == "cuda":
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.warm_pool()
+
+
 def missing_compiler(device: torch.device) -> str | None:
     """What torch.compile lacks on this host for code on `device`; None when all is there."""
     if device.type == "cuda":

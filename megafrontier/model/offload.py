@@ -72,6 +72,11 @@ class Parked:
             before._start()
         return tensor
 
+    def __del__(self) -> None:
+        """A graph that is dropped leaves a copy on its way into memory that is another's then."""
+        if self._coming is not None:
+            self._copies.arrive(self._coming)
+
     def _start(self) -> Tensor:
         if self._coming is None:
             self._coming = self._copies.start_back(self._host)

@@ -81,12 +81,20 @@ class Ledger:
             self._bytes[level] += sum(sent)
 
     def last(self) -> dict[str, str]:
-        """In words, the newest crossing of each level: for a run that hangs, from any thread."""
+        """In words, the crossing that each level is at: for a run that hangs, from any thread.
+
+        On a GPU it is the oldest that is not over: the host may have given it many more since.
+        """
         now = time.perf_counter()
-        return {
+        found = {
             name: f"{label}, {'done' if _is_over(end) else f'in flight for {now - begin:.1f} s'}"
             for name, (label, begin, end) in zip(self.names, self._newest, strict=True)
         }
+        # A copy, and without the lock: who holds it may be waiting for the device.
+        for level, label, _start, stop in reversed(list(self._events)):
+            if not stop.query():
+                found[self.names[level]] = f"{label}, in flight"
+        return found
 
     def _note(self, level: int, label: str, begin: float, seconds: float) -> None:
         with self._lock:

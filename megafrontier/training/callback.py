@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Called in the order of the list after each step, and once at the end of the run.
+    """Called in the order of the list before the first step, after each, and at the end of the run.
 
     Every rank calls the same methods in the same order, so a callback may use collectives.
     """
@@ -17,6 +17,9 @@ class Callback:
         """Whether it needs the trainer as it is after `step`: then nothing else is begun before
         `after_step` has been called."""
         return False
+
+    def at_start(self, trainer: "Trainer") -> None:
+        """The run has taken up its checkpoint; not where it was asked to stop meanwhile."""
 
     def after_step(self, trainer: "Trainer", result: "StepResult") -> None:
         """A step is done. The next one may have begun: `result` says which it is about."""

@@ -76,21 +76,23 @@ def evaluate(
 
 
 def owes_evaluation(trainer: Trainer) -> bool:
-    """Whether a run that takes up its last step was killed before it had evaluated it, by rank 0's
-    metrics.jsonl. All ranks call it."""
-    if trainer.step < trainer.last_step:
+    """Whether the step that a run takes up was to be evaluated and is not, by rank 0's
+    metrics.jsonl: the run was killed, or asked to stop. All ranks call it."""
+    is_last = trainer.step == trainer.last_step
+    if not (is_last or is_due(trainer.config.evaluate.every, trainer.step)):
         return False
     metrics = Path(trainer.config.run.directory) / "metrics.jsonl"
-    is_done = trainer.is_first and any(
-        line.get("step") == trainer.step and "valid_loss" in line for line in last_lines(metrics)
-    )
-    return trainer.hierarchy.all_true(not is_done)
+    lines = [line for line in last_lines(metrics) if line.get("step") == trainer.step]
+    # A run that begins at another's checkpoint has none of its step.
+    is_owed = bool(lines) and not any("valid_loss" in line for line in lines)
+    return trainer.hierarchy.all_true(is_owed or not trainer.is_first)
 
 
 class Evaluate(Callback):
     """Evaluate every so many steps and at the end, and write it to the logbook.
 
-    A run that is asked to stop has no time for it: the checkpoint is what counts.
+    A run that is asked to stop has no time for it, the checkpoint is what counts: the next start
+    makes up for it.
     """
 
     def __init__(
@@ -103,6 +105,11 @@ class Evaluate(Callback):
 
     def wants(self, trainer: Trainer, step: int) -> bool:
         return is_due(trainer.config.evaluate.every, step)
+
+    def at_start(self, trainer: Trainer) -> None:
+        if self._is_owed:
+            self._run(trainer)
+            self._is_owed = False
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         is_last = result.step == trainer.last_step

@@ -147,6 +147,10 @@ def joined(
     arrangement = arrange(config, identity.world_size)
     device = choose_device(identity, arrangement.machine.device.name)
     prepare_allocator(device)
+    if config.partition.overlap == "full":
+        # Collectives of several groups at once: NCCL (2.26 on) then starts them in the order in
+        # which the host gives them, the same on all ranks, so that none can wait in a circle.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     waiting = {
         "timeout_seconds": collective_seconds(config.train.hang_seconds),
         "meeting_seconds": meeting_seconds(config.train.hang_seconds),
@@ -163,8 +167,11 @@ def uses_accelerator(name: str) -> bool:
 
 def choose_device(identity: Identity, name: str) -> torch.device:
     """This rank's GPU where there is one, unless `name` (`machine.device.name`) is `cpu`; a
-    launcher that binds one GPU to each rank shows it as number 0. On a CPU, local ranks share the
-    cores. Raises UserError for more local ranks than devices."""
+    launcher that binds one GPU to each rank shows it as number 0. Local ranks share the cores.
+    Raises UserError for more local ranks than devices."""
+    if identity.source == "local":
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // identity.world_size))
     if uses_accelerator(name):
         count = torch.cuda.device_count()
         if identity.source == "local" and identity.world_size > count:
@@ -173,9 +180,6 @@ def choose_device(identity: Identity, name: str) -> torch.device:
                 "machine.device.name=cpu"
             )
         return torch.device("cuda", identity.local_rank % count)
-    if identity.source == "local":
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cores // identity.world_size))
     return torch.device("cpu")
 
 

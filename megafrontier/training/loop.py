@@ -30,7 +30,7 @@ def run(
 ) -> None:
     """Train from where the trainer stands to its last step, or to the one in hand when a signal
     asks to stop. `beat` hears of every step and callback that is done, and with None of every
-    micro-batch.
+    micro-batch that is under way.
 
     With `read_late` (default: `reads_late`) the host hands the device a step before it reads what
     the one before did, so that the device never waits for it; a request to stop is heard a step
@@ -39,10 +39,12 @@ def run(
     if read_late is None:
         read_late = reads_late(trainer)
     stop = not trainer.hierarchy.all_true(not stop_requested())
+    for callback in callbacks if not stop else ():
+        callback.at_start(trainer)
+        beat(None)
     waiting: Pending | None = None
     while trainer.step < trainer.last_step and not stop:
         newest = start_step(trainer, beat)
-        beat(trainer.step)
         if waiting is not None:
             stop = _tell(trainer, callbacks, waiting, beat)
         waiting = newest
@@ -66,9 +68,10 @@ def reads_late(trainer: Trainer) -> bool:
 def _tell(trainer: Trainer, callbacks: Sequence[Callback], step: Pending, beat: Beat) -> bool:
     """Wait for a step and tell the callbacks; whether any rank has been asked to stop."""
     result = step.read()
+    beat(result.step)  # not before: a device may be far behind the host
     for callback in callbacks:
         callback.after_step(trainer, result)
-        beat(trainer.step)
+        beat(result.step)
     return result.stop
 
 

@@ -8,12 +8,14 @@ import torch
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.config import Config
 from megafrontier.data.loader import Loader
+from megafrontier.model.compile import start_workers
 from megafrontier.model.gpt import GPT
 from megafrontier.model.initialise import initial_slice, parameter_kind
 from megafrontier.optim.adamw import ShardedAdamW
 from megafrontier.optim.loss_scale import LossScale
 from megafrontier.partition import Engine, shard
 from megafrontier.partition.wires import DTYPES
+from megafrontier.signals import stops_held_back
 from megafrontier.training.arrangement import Arrangement
 from megafrontier.training.batches import PARTS, Part, make_loader, open_part
 from megafrontier.training.kernels import uncompiled_because
@@ -86,12 +88,16 @@ def build_model(
     hierarchy: Hierarchy,
 ) -> tuple[GPT, Engine]:
     """A GPT sharded over the hierarchy, with its seeded first values."""
+    compiles = config.train.compile and uncompiled_because(config, hierarchy) is None
+    if compiles:
+        with stops_held_back():  # sent to all of a job's processes, they would break the compiler
+            start_workers(hierarchy.device)
     with torch.device("meta"):
         model = GPT(
             config.model,
             loss_chunk_tokens=config.train.loss_chunk_tokens,
             checkpointing=config.train.activation_checkpointing,
-            compile_blocks=config.train.compile and uncompiled_because(config, hierarchy) is None,
+            compile_blocks=compiles,
         )
     engine = shard(
         model,

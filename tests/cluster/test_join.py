@@ -1,8 +1,11 @@
 """How ranks meet: what rank 0's process must be able to hold."""
 
 import resource
+import threading
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from megafrontier.cluster import join
 from megafrontier.errors import UserError
@@ -38,3 +41,17 @@ def test_a_hard_limit_below_is_named_by_all_ranks(limits, is_first):
     """Rank 0 needs them; the others, who would wait for it in vain, have the same limit."""
     with pytest.raises(UserError, match=r"ulimit -n: at most 10000 open files .*, need 29312 for"):
         join._allow_sockets(join.SOCKETS * 9600, is_first)
+
+
+def test_groups_that_cannot_be_given_up_do_not_keep_a_rank_that_failed(monkeypatch):
+    """Nor does what they say then stand in for its own error."""
+
+    def broken():
+        raise RuntimeError("NCCL")
+
+    end = threading.Event()
+    monkeypatch.setattr(join, "ABORT_SECONDS", 0.1)
+    for abort in (end.wait, broken):
+        monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", abort, raising=False)
+        join.give_up(torch.device("cuda"))
+    end.set()

@@ -1,5 +1,6 @@
 """The host hands the device its work without looking at it, and reads what came of it later."""
 
+import signal
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from measuring import tensor_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafrontier.training import loop, verdict
+from megafrontier.training import trainer as trainer_module
 from megafrontier.training.arrangement import arrange
 from megafrontier.training.callback import Callback
 from megafrontier.training.garbage import garbage_collected
@@ -19,11 +21,6 @@ from tests.training import runs
 
 LOOKS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal"}
 READS = ("tolist", "item", "numpy", "cpu", "__bool__", "__float__", "__int__")
-
-
-@pytest.fixture
-def config_file(tmp_path):
-    return runs.make_config_file(tmp_path)
 
 
 class Looking(TorchDispatchMode):
@@ -111,6 +108,74 @@ def test_results_that_are_read_late_are_the_same_and_a_callback_can_have_one_at_
         ]
         assert [at for _, at, _ in at_once] == list(range(1, 9))
         assert [at for _, at, _ in late] == [2, 3, 3, 5, 6, 6, 8, 8]
+
+
+def test_the_engine_hears_which_micro_batch_is_the_steps_last(config_file):
+    config = runs.load(config_file, "machine=laptop", "train.global_batch=3")
+
+    def body(hierarchy):
+        trainer = build_trainer(config, arrange(config, 1), hierarchy)
+        heard, backward = [], trainer.engine.backward
+        trainer.engine.backward = lambda loss, is_last: (
+            heard.append(is_last),
+            backward(loss, is_last),
+        )
+        loop.train_step(trainer)
+        trainer.close()
+        return heard
+
+    assert run_ranks((1,), body) == [[False, False, True]]
+
+
+def test_the_engine_is_as_the_configuration_has_it(config_file, monkeypatch):
+    """Of its defaults, none."""
+    given = {}
+
+    def shard(*arguments, **options):
+        given.update(options)
+        return real(*arguments, **options)
+
+    real = trainer_module.shard
+    monkeypatch.setattr(trainer_module, "shard", shard)
+    config = runs.load(
+        config_file, "train.precision=bf16", "partition.wires=low", "partition.overlap=full",
+        "partition.prefetch=2", "partition.check_order=true", "optimizer.no_decay=[]",
+    )  # fmt: skip
+
+    def body(hierarchy):
+        trainer = build_trainer(config, arrange(config, 8), hierarchy)
+        levels = [set(unit.feedback.errors) for unit in trainer.engine.units]
+        before = runs.load(config_file).partition  # nothing above is by chance what it would be
+        loop.train_step(trainer)
+        trainer.close()
+        keys = ("dtype", "error_feedback", "overlap", "prefetch", "check_order")
+        defaults = (before.overlap, before.prefetch, before.check_order)
+        return [given[key] for key in keys], defaults, given["decay"]("norm"), levels
+
+    for found, defaults, decays, levels in run_ranks((2, 2, 2), body):
+        assert found == [torch.bfloat16, True, "full", 2, True]
+        assert defaults == ("safe", 1, False)
+        assert decays
+        assert levels == [{2}] * len(levels)
+
+
+def test_what_compiles_is_started_with_the_jobs_signals_held_back(config_file, monkeypatch):
+    """A scheduler sends them to all of its processes."""
+    held_back = []
+    monkeypatch.setattr(
+        trainer_module,
+        "start_workers",
+        lambda device: held_back.append(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    )
+
+    def body(hierarchy):
+        for compiles in ("false", "true"):
+            config = runs.load(config_file, "machine=laptop", f"train.compile={compiles}")
+            build_trainer(config, arrange(config, 1), hierarchy).close()
+        return held_back
+
+    (((*blocked,),),) = run_ranks((1,), body)
+    assert {signal.SIGUSR1, signal.SIGTERM} <= {*blocked}
 
 
 def test_who_watches_hears_of_every_micro_batch(config_file):
