@@ -14,6 +14,7 @@ import torch
 
 from megafrontier.cli import main
 from megafrontier.data.prepare import prepare
+from megafrontier.training import standalone
 from tests.data.corpora import write_corpus
 from tests.training import runs
 
@@ -363,6 +364,24 @@ def test_a_prompt_that_is_no_text_is_refused_in_one_line(life, capfd):
     """The shell's bytes, as Python hands them on."""
     assert main(["generate", str(life / "run"), "--prompt", "Fl\udcfc"]) == 2
     assert capfd.readouterr().err == "megafrontier: --prompt: not valid UTF-8\n"
+
+
+def test_an_empty_prompt_is_refused_where_no_model_learns_how_a_document_begins(
+    life, capfd, monkeypatch
+):
+    saved = standalone.saved_config
+
+    def masked(checkpoint):
+        config = saved(checkpoint)
+        config.data.document_mask = True
+        return config
+
+    words = ["generate", str(life / "run"), "--prompt", "", "--max-new-tokens", "1"]
+    assert main(words) == 0
+    capfd.readouterr()
+    monkeypatch.setattr(standalone, "saved_config", masked)
+    assert main(words) == 2
+    assert capfd.readouterr().err.startswith("megafrontier: --prompt: empty, but with data.")
 
 
 def test_generate_keeps_to_the_processors_where_the_machine_says_so(life, capfd, monkeypatch):

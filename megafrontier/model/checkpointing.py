@@ -3,7 +3,7 @@
 | mode | kept | computed again |
 |---|---|---|
 | none | everything | nothing |
-| selective | matrix products, attention | norms, activations, rotations, sums |
+| selective | matrix products; attention without dropout | norms, activations, rotations, sums |
 | block | the block's input | the block |
 | offload | the block's input, in host memory (`offload.py`) | the block |
 """
@@ -22,18 +22,26 @@ Mode = Literal["none", "block", "selective", "offload"]
 
 _aten = torch.ops.aten
 # No bmm: those are attention without a fused kernel, whose scores are too many to keep.
-_KEPT = [
-    _aten.mm.default,
-    _aten.addmm.default,
+_PRODUCTS = [_aten.mm.default, _aten.addmm.default, documents.operator]
+_ATTENTION = [
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
-    documents.operator,
 ]
-_keep_products = partial(create_selective_checkpoint_contexts, _KEPT)
-# Without a name of its own, what is compiled with it would not be kept on disk.
-setattr(_keep_products, "cache_hash", " ".join(map(str, _KEPT)))  # noqa: B010
+
+
+def _keeping(kept: list[Any]) -> Callable[[], Any]:
+    contexts = partial(create_selective_checkpoint_contexts, kept)
+    # Without a name of its own, what is compiled with it would not be kept on disk.
+    setattr(contexts, "cache_hash", " ".join(map(str, kept)))  # noqa: B010
+    return contexts
+
+
+_keep_most = _keeping([*_PRODUCTS, *_ATTENTION])
+# Attention draws its dropout from the generator, too: taken from memory it would not, and what
+# draws after it would get other numbers than in forward.
+_keep_products = _keeping(_PRODUCTS)
 
 
 def remembering(
@@ -42,7 +50,9 @@ def remembering(
     """`function(*inputs)`, keeping of it what `mode` says where a backward may come."""
     if mode == "none" or not torch.is_grad_enabled():
         return function(*inputs)
-    contexts: dict[str, Any] = {"context_fn": _keep_products} if mode == "selective" else {}
+    contexts: dict[str, Any] = {}
+    if mode == "selective":
+        contexts["context_fn"] = _keep_products if draws_random_numbers else _keep_most
     # Saving the state of the generators costs a synchronisation, so only where one is used.
     result: Tensor = checkpoint(
         function,

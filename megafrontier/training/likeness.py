@@ -2,15 +2,26 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from math import isclose
+from typing import Any, TypeVar
 
 from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.checkpoint.read import Checkpoint
-from megafrontier.config import Config, ModelConfig, config_to_dict
+from megafrontier.config import (
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+    config_to_dict,
+)
 from megafrontier.data.loader import data_step
 from megafrontier.errors import UserError
 from megafrontier.model.sizes import head_size, kv_heads, rotary_size
+from megafrontier.optim.schedule import learning_rate
 from megafrontier.training.trainer import Trainer
+
+Section = TypeVar("Section", ModelConfig, TrainConfig, OptimizerConfig, ScheduleConfig)
 
 ORDER_KEYS = (
     "run.seed",
@@ -26,7 +37,7 @@ ORDER_KEYS = (
 def check_model(model: ModelConfig, checkpoint: Checkpoint) -> None:
     """Refuse weights that fit, of a model that computes something else with them. Raises
     UserError."""
-    saved = _saved_model(checkpoint.manifest)
+    saved = _saved(checkpoint.manifest, "model", ModelConfig)
     if saved is None:
         return
     ours = _function(model)
@@ -53,26 +64,46 @@ def _function(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _saved_model(manifest: Manifest) -> ModelConfig | None:
-    saved = manifest.config.get("model")
+def _saved(manifest: Manifest, name: str, kind: type[Section]) -> Section | None:
+    """A section of the config that a checkpoint was trained with, if it tells; an older version's
+    may lack some keys, and have others."""
+    saved = manifest.config.get(name)
     if not isinstance(saved, Mapping):
         return None
-    known = {field.name for field in fields(ModelConfig)}
-    return ModelConfig(**{name: value for name, value in saved.items() if name in known})
+    known = {field.name for field in fields(kind)}
+    return kind(**{key: value for key, value in saved.items() if key in known})
 
 
 def changes(trainer: Trainer, manifest: Manifest) -> list[str]:
     """What may be another on purpose, such as the rotary base for longer sequences."""
     lines = []
-    model, saved = trainer.config.model, _saved_model(manifest)
+    model, saved = trainer.config.model, _saved(manifest, "model", ModelConfig)
     if saved is not None and model.position == "rotary" and saved.rotary_base != model.rotary_base:
         lines.append(f"warning: model.rotary_base: {model.rotary_base}, was {saved.rotary_base}")
     lines += _data_changes(trainer.config, manifest) or _window_changes(trainer, manifest)
+    if "error" in manifest.states and not any(
+        unit.feedback.errors for unit in trainer.engine.units
+    ):
+        lines.append("partition.error_feedback: off, was on; the errors kept so far are dropped")
     before, now = _global_batch(manifest), trainer.config.train.global_batch
     if manifest.step and before != now:
         _, sample = trainer.loader.position(trainer.step)
         lines.append(f"train.global_batch: {now}, was {before}; the data go on at sample {sample}")
-    return lines
+    return lines + _rate_changes(trainer.config, manifest)
+
+
+def _rate_changes(config: Config, manifest: Manifest) -> list[str]:
+    """More steps, say, stretch a schedule that was nearly at its end."""
+    train = _saved(manifest, "train", TrainConfig)
+    optimizer = _saved(manifest, "optimizer", OptimizerConfig)
+    schedule = _saved(manifest, "schedule", ScheduleConfig)
+    if not (manifest.step and train and optimizer and schedule):
+        return []
+    before = learning_rate(manifest.step, train.steps, optimizer, schedule)
+    now = learning_rate(manifest.step, config.train.steps, config.optimizer, config.schedule)
+    if isclose(before, now):
+        return []
+    return [f"learning rate: {now:.3g} from here on, would have been {before:.3g}"]
 
 
 def _data_changes(config: Config, manifest: Manifest) -> list[str]:

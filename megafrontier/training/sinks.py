@@ -133,10 +133,15 @@ class WandbSink:
                 raise UserError(f"log.wandb: {mode}, wandb does not start: {error}") from error
             warn(f"warning: log.wandb: {error}; kept in {directory / 'wandb'} for `wandb sync`")
             self._run = start("offline")
+        # W&B drops what comes at a step below its newest; it has seen those after the checkpoint
+        # that this run goes on from. So its own count goes on, and `step` is what charts show.
+        self._ahead = max(0, self._run.starting_step - resume_step - 1)
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, values: dict[str, Any]) -> None:
         """Log the numbers of one step at that step."""
-        self._run.log(_flat_numbers(values), step=values["step"])
+        step = values["step"]
+        self._run.log({"step": step, **_flat_numbers(values)}, step=step + self._ahead)
 
     def close(self) -> None:
         """Finish the run: offline its file is whole, online everything is uploaded."""

@@ -27,7 +27,7 @@ from megafrontier.config import (
     load_machine,
 )
 from megafrontier.data.samples import Batch
-from megafrontier.data.tokenizer import load_tokenizer
+from megafrontier.data.tokenizer import Tokenizer, load_tokenizer
 from megafrontier.errors import UserError
 from megafrontier.model.generate import generate, stream_text
 from megafrontier.model.gpt import GPT, parameter_shapes
@@ -111,6 +111,11 @@ def generate_command(
     device = "cuda" if uses_accelerator(_device_name(config)) else "cpu"
     model = load_model(checkpoint, config, torch.device(device))
     tokenizer = load_tokenizer(config.tokenizer)
+    if not prompt and config.data.document_mask:
+        raise UserError(
+            "--prompt: empty, but with data.document_mask no model learns how a document begins; "
+            "need some text"
+        )
     # An empty prompt starts where a document starts.
     tokens = tokenizer.encode(prompt) or [tokenizer.eod]
     show(prompt)
@@ -232,17 +237,19 @@ def _evaluate(
     if hierarchy.rank == 0:
         for line in describe_validation(loader, config.evaluate.batches):
             show(line)
-    tokenizer = load_tokenizer(config.tokenizer)
-
-    def text_bytes(batch: Batch) -> int:
-        # The end of a document is no text, though some tokenizers decode it to their name for it.
-        kept = (row[(row >= 0) & (row != tokenizer.eod)].tolist() for row in batch.targets)
-        return sum(len(tokenizer.decode(ids).encode()) for ids in kept)
-
+    count_bytes = partial(text_bytes, load_tokenizer(config.tokenizer))
     try:
-        return evaluate(model, loader, hierarchy, config.evaluate.batches, text_bytes)
+        return evaluate(model, loader, hierarchy, config.evaluate.batches, count_bytes)
     finally:
         loader.close()
+
+
+def text_bytes(tokenizer: Tokenizer, batch: Batch) -> int:
+    """Bytes of UTF-8 that a batch's targets stand for."""
+    # The end of a document is no text, though some tokenizers decode it to their name for it.
+    kept = (row[(row >= 0) & (row != tokenizer.eod)].tolist() for row in batch.targets.cpu())
+    # Of a character that a row's end cuts, each side decodes to U+FFFD, three bytes for one or two.
+    return sum(len(tokenizer.decode(ids).replace("\ufffd", "?").encode()) for ids in kept)
 
 
 def describe(checkpoint: Path, found: Evaluation) -> str:

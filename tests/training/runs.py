@@ -15,6 +15,8 @@ from megafrontier.training.launch import train
 from tests.data.corpora import write_corpus
 
 VOCABULARY = 61
+ONE = ("machine=laptop", "evaluate.batches=0")
+"""Of a run on one rank that is not evaluated."""
 
 CONFIG = """
 run: {{name: test, directory: {folder}/run, seed: 7}}
@@ -60,6 +62,10 @@ def run(path: Path, ranks: int, *overrides: str) -> list[dict[str, Any]]:
 
 def metrics(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def log(directory: Path) -> str:
+    return (directory / "log.txt").read_text()
 
 
 def losses(lines: Sequence[dict[str, Any]]) -> list[float]:

@@ -1,7 +1,5 @@
 """A run says what it computes with, and goes on without a compiler."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch._inductor import config as inductor
@@ -19,7 +17,7 @@ def train(tmp_path):
         directory = f"run.directory={tmp_path}/{name}"
         with runs.one_core():
             lines = runs.run(path, 4, directory, "train.steps=3", "train.micro_batch=4", *overrides)
-        log = Path(tmp_path, name, "log.txt").read_text().splitlines()
+        log = runs.log(tmp_path / name).splitlines()
         return runs.losses(lines), [line for line in log if "blocks" in line]
 
     return run

@@ -141,7 +141,7 @@ def test_evaluation_lines_come_when_due_and_at_the_end(four):
 
 
 def test_the_log_has_every_so_many_steps_and_what_was_saved(four, folder):
-    log = (folder / "four" / "log.txt").read_text().splitlines()
+    log = runs.log(folder / "four").splitlines()
     steps = [line.split()[1] for line in log if line.startswith("step") and " loss" in line]
     assert [s for s in steps if s != "3/8"] == ["2/8", "4/8", "6/8", "6/8", "8/8", "8/8"]
     for step in (5, 8):

@@ -17,11 +17,6 @@ STEPS = ("train.steps=10", "evaluate.batches=0", "train.nonfinite_limit=3")
 
 
 @pytest.fixture
-def config_file(tmp_path):
-    return runs.make_config_file(tmp_path)
-
-
-@pytest.fixture
 def poison(monkeypatch):
     """Make the loss of the micro-batches that begin with these samples not a number; only one
     rank has each."""
@@ -42,18 +37,19 @@ def poison(monkeypatch):
     return choose
 
 
+@pytest.mark.parametrize("wires", ["exact", "low"])
 def test_one_ranks_nan_is_skipped_by_all_counted_and_logged_with_its_samples(
-    config_file, tmp_path, poison
+    config_file, tmp_path, poison, wires
 ):
     poison(32, 63, 100, 120)
-    lines = runs.run(config_file, 4, *STEPS)
+    lines = runs.run(config_file, 4, *STEPS, f"partition.wires={wires}")
     skipped = {line["step"]: line["samples"] for line in lines if line.get("skipped")}
     assert skipped == {3: [32, 48], 4: [48, 64], 7: [96, 112], 8: [112, 128]}
     for line in lines:
         assert (line["loss"] is None) == (line["step"] in skipped)
     kept = [line["loss"] for line in lines if line["loss"] is not None]
     assert kept[-1] < kept[0]
-    log = (tmp_path / "run" / "log.txt").read_text()
+    log = runs.log(tmp_path / "run")
     assert log.count("skipped: loss or gradient not finite") == 4
 
 
@@ -87,7 +83,9 @@ def test_a_skipped_step_leaves_nothing_unsaid_for_the_next(config_file):
         for is_spike in (0.0, 1.0):
             trainer.spikes.judge = lambda *found, spike=is_spike: judged(*found) + spike
             assert train_step(trainer).skipped == bool(is_spike)
-            errors = (error for unit in trainer.engine.units for error in unit.errors.values())
+            errors = (
+                error for unit in trainer.engine.units for error in unit.feedback.errors.values()
+            )
             sizes.append(sum(float(error.abs().sum()) for error in errors))
         trainer.close()
         return sizes

@@ -74,7 +74,7 @@ def train(config_file, ranks, *overrides):
 
 
 def log(config_file) -> str:
-    return (config_file.parent / "run" / "log.txt").read_text()
+    return runs.log(config_file.parent / "run")
 
 
 def bad_nodes(config_file) -> list[str]:

@@ -18,11 +18,6 @@ from tests.data.corpora import write_corpus
 from tests.training import runs
 
 
-@pytest.fixture
-def config_file(tmp_path):
-    return runs.make_config_file(tmp_path)
-
-
 def test_more_local_ranks_than_devices_are_refused(monkeypatch):
     """NCCL would only say that a device is used twice."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -164,7 +159,7 @@ def test_a_disk_that_fills_up_in_a_save_costs_that_checkpoint_alone(
     monkeypatch.setattr(write, "write_piece", full)
     lines = runs.run(config_file, 4, *CHECKPOINTS)
     assert len(runs.losses(lines)) == 6
-    log = (tmp_path / "run" / "log.txt").read_text()
+    log = runs.log(tmp_path / "run")
     assert "warning: no checkpoint at step 4: checkpoint not saved: rank" in log
     assert "No space left on device" in log
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -212,7 +207,7 @@ def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(
 
     monkeypatch.setattr(saving if step == "prune" else shutil, step, stuck)
     assert len(runs.losses(runs.run(config_file, 4, *CHECKPOINTS))) == 6
-    log = (tmp_path / "run" / "log.txt").read_text()
+    log = runs.log(tmp_path / "run")
     assert "warning: old checkpoints not deleted: [Errno 16] Device or resource busy" in log
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 3
     published = [*(tmp_path / "run" / "checkpoints").glob("step-*")]

@@ -7,6 +7,7 @@ import struct
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -109,6 +110,24 @@ def test_a_run_trains_though_wandb_cannot_be_reached(tmp_path, monkeypatch, name
     (line,) = said
     assert line.startswith("warning: log.wandb: timed out; kept in ")
     assert list(tmp_path.glob("wandb/offline-run-*"))
+
+
+def test_steps_that_wandb_has_seen_before_a_crash_are_not_dropped(tmp_path, monkeypatch):
+    """It takes nothing at a step below its newest, 900 here; the run goes on from 500."""
+    import wandb
+
+    logged, axes = [], {}
+    run = SimpleNamespace(
+        starting_step=901,
+        define_metric=lambda name, step_metric: axes.update({name: step_metric}),
+        log=lambda values, step: logged.append((values, step)),
+    )
+    monkeypatch.setattr(wandb, "init", lambda **_: run)
+    sink = WandbSink(Config(), tmp_path, "online", resume_step=500)
+    sink.write({"step": 501, "loss": 2.0})
+    sink.write({"step": 502, "loss": 1.5})
+    assert logged == [({"step": 501, "loss": 2.0}, 901), ({"step": 502, "loss": 1.5}, 902)]
+    assert axes == {"*": "step"}
 
 
 def test_tensorboard_reads_back_nested_metrics(tmp_path):

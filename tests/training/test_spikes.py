@@ -73,11 +73,6 @@ def test_a_window_of_another_length_is_taken_up_by_its_newest_steps():
 
 
 @pytest.fixture
-def config_file(tmp_path):
-    return runs.make_config_file(tmp_path)
-
-
-@pytest.fixture
 def spike(monkeypatch):
     """Make the loss of the micro-batches that begin with these samples a hundred times as large."""
     forward = GPT.forward
@@ -105,7 +100,7 @@ def test_a_spike_is_skipped_and_logged_as_data_skip_takes_it(config_file, tmp_pa
         (7, [96, 112], True)
     ]
     assert skipped[0]["loss"] > 5 * lines[5]["loss"]
-    log = (tmp_path / "run" / "log.txt").read_text()
+    log = runs.log(tmp_path / "run")
     assert "skipped: spike in loss or gradient" in log
     assert "step 7 changed no weight; it read samples 96 to 111, which data.skip=[[6,7]] " in log
     without = runs.run(

@@ -65,6 +65,6 @@ def test_a_rank_that_dawdles_in_a_real_run_is_found(tmp_path, monkeypatch, overl
         config_file, 4, "evaluate.batches=0", "machine=laptop", "log.stragglers_every=2",
         "train.global_batch=4", "train.steps=2", f"partition.overlap={overlap}",
     )  # fmt: skip
-    log = (tmp_path / "run" / "log.txt").read_text()
+    log = runs.log(tmp_path / "run")
     (line,) = [line for line in log.splitlines() if line.startswith("warning: slow: ")]
     assert f"rank 2 on {launch.identify({}).host}: " in line

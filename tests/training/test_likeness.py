@@ -1,0 +1,107 @@
+"""A checkpoint of another model is refused, one of other data or another batch is told."""
+
+import re
+
+import pytest
+
+from megafrontier.checkpoint.manifest import FILE_NAME
+from megafrontier.checkpoint.read import read_manifest
+from megafrontier.data.loader import Loader
+from tests.training import runs
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ("model.heads=4", "model.heads: 4, but "),
+        ("model.vocab_size=258", "model.vocab_size: 258, but "),
+        ("model.norm_eps=1e-3", "model.norm_eps: 0.001, but "),
+        ("model.parallel_residual=true", "model.parallel_residual: True, but "),
+        ("model.rotary_fraction=0.5", "model.rotary_fraction: 0.5, but "),
+    ],
+)
+def test_weights_that_fit_a_model_of_another_function_are_refused(
+    config_file, imported, capfd, changed, said
+):
+    assert runs.train(runs.load(config_file, *runs.ONE, imported, changed), 1) == 2
+    error = capfd.readouterr().err
+    assert said in error
+    assert "was trained with " in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ("run.seed=8", "run.seed: 8, was 7"),
+        ("data.split=[0.8, 0.2]", "data.split: [0.8, 0.2], was [0.9, 0.1]"),
+        ("data.document_mask=true", "data.document_mask: True, was False"),
+        ("model.sequence_length=8", "model.sequence_length: 8, was 16"),
+    ],
+)
+def test_other_data_under_the_same_numbers_are_told(config_file, tmp_path, imported, changed, said):
+    runs.run(config_file, 1, *runs.ONE, imported, changed, "train.stop_at=3")
+    warning = f"warning: {said}; samples are others from here on"
+    assert runs.log(tmp_path / "run").count("warning: ") == 1
+    assert warning in runs.log(tmp_path / "run")
+
+
+def test_a_corpus_of_another_size_is_told(config_file, tmp_path, imported):
+    """All of it is for training once validation has a corpus of its own; or it was made anew."""
+    valid = f"data.valid=[{{path: {tmp_path}/corpus}}]"
+    runs.run(config_file, 1, *runs.ONE, imported, valid, "train.stop_at=3")
+    warning = r"warning: data.train: (\d+) windows, was (\d+); samples are others from here on"
+    found = re.search(warning, runs.log(tmp_path / "run"))
+    assert found is not None
+    assert int(found[1]) * 0.9 == pytest.approx(int(found[2]), abs=1)
+
+
+def test_another_rotary_base_may_be_meant_and_is_told(config_file, tmp_path, imported):
+    runs.run(config_file, 1, *runs.ONE, imported, "model.rotary_base=500000")
+    warning = "warning: model.rotary_base: 500000.0, was 10000.0"
+    assert warning in runs.log(tmp_path / "run")
+
+
+def test_a_schedule_that_goes_on_at_another_rate_is_told(config_file, tmp_path, imported):
+    """More steps stretch it; the same ones say nothing."""
+    runs.run(config_file, 1, *runs.ONE, imported, "train.steps=80", "train.stop_at=3")
+    assert "learning rate: 0.005 from here on, would have been 0.005" not in runs.log(
+        tmp_path / "run"
+    )
+    runs.run(config_file, 1, *runs.ONE, "train.steps=8", "train.stop_at=4")
+    said = re.findall(r"learning rate: (\S+) from here on, .* (\S+)", runs.log(tmp_path / "run"))
+    assert [(float(now) < float(before)) for now, before in said] == [True]
+
+
+@pytest.mark.parametrize("keeps_position", [True, False])
+def test_another_global_batch_neither_repeats_nor_skips_a_sample(
+    config_file, tmp_path, monkeypatch, keeps_position
+):
+    """Also after a checkpoint from before they held the position."""
+    whole = Loader.step
+
+    def step(loader, number):
+        batches = whole(loader, number)
+        with (tmp_path / "read").open("a") as file:
+            file.writelines(
+                f"{b.first_sample + i}\n" for b in batches for i in range(len(b.tokens))
+            )
+        return batches
+
+    monkeypatch.setattr(Loader, "step", step)
+    batches = ((3, 16), (5, 8), (6, 32)) if keeps_position else ((3, 16), (6, 32))
+    for stop, batch in batches:
+        runs.run(config_file, 1, *runs.ONE, f"train.stop_at={stop}", f"train.global_batch={batch}")
+        if not keeps_position and stop == 3:
+            forget_position(tmp_path / "run" / "checkpoints" / "step-00000003")
+    read = [int(line) for line in (tmp_path / "read").read_text().split()]
+    assert read == list(range(3 * 16 + (2 * 8 + 32 if keeps_position else 3 * 32)))
+    before, sample = (8, 64) if keeps_position else (16, 48)
+    said = f"train.global_batch: 32, was {before}; the data go on at sample {sample}"
+    assert said in runs.log(tmp_path / "run")
+
+
+def forget_position(path):
+    manifest = read_manifest(path)
+    del manifest.extra["data"]
+    (path / FILE_NAME).write_bytes(manifest.encode())

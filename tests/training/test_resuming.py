@@ -1,0 +1,183 @@
+"""Which checkpoint a run goes on from, and what it does with the others."""
+
+import pytest
+
+from megafrontier.errors import StorageFailed
+from tests.training import runs
+
+
+def test_auto_falls_back_to_the_newest_whole_checkpoint_with_a_warning(config_file, tmp_path):
+    unbroken = runs.run(config_file, 2, "machine=laptop", f"run.directory={tmp_path}/unbroken")
+    chosen = ("machine=laptop", "checkpoint.every=2", "checkpoint.keep=0")
+    runs.run(config_file, 2, *chosen, "train.stop_at=6")
+    newest = tmp_path / "run" / "checkpoints" / "step-00000006"
+    damaged = next(newest.glob("pieces/*/00000001.safetensors"))
+    content = bytearray(damaged.read_bytes())
+    content[-5] ^= 1
+    damaged.write_bytes(content)
+    resumed = runs.run(config_file, 2, *chosen)
+    log = runs.log(tmp_path / "run")
+    assert "refused" in log
+    assert damaged.name in log
+    assert "resumed from" in log
+    assert "step-00000004 at step 4" in log
+    assert runs.losses(resumed) == runs.losses(unbroken)
+
+
+def test_a_finished_run_that_is_started_again_changes_nothing(config_file):
+    finished = runs.run(config_file, 1, "machine=laptop", "train.steps=2")
+    assert runs.run(config_file, 1, "machine=laptop", "train.steps=2") == finished
+
+
+def test_a_run_killed_in_its_last_evaluation_makes_up_for_it(config_file, tmp_path):
+    finished = runs.run(config_file, 1, "machine=laptop", "train.steps=2")
+    assert finished[-1].keys() == {"step", "valid_loss", "tokens"}
+    assert finished[-1]["tokens"] == finished[-2]["tokens"]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    assert runs.run(config_file, 1, "machine=laptop", "train.steps=2") == finished
+
+
+def test_an_evaluation_that_a_kill_or_a_stop_cut_short_is_made_up_for(config_file, tmp_path):
+    """Half-way too; and no step of another run's."""
+    chosen = (*runs.ONE[:1], "checkpoint.every=2", "evaluate.every=2")
+    unbroken = runs.run(config_file, 1, *chosen, "train.stop_at=4")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    lines = runs.run(config_file, 1, *chosen, "train.stop_at=6")
+    assert lines[: len(unbroken)] == unbroken
+    steps = [line["step"] for line in lines if "valid_loss" in line]
+    assert steps == [2, 4, 6]
+    start = f"checkpoint.resume={tmp_path}/run/checkpoints/step-00000006"
+    other = runs.run(config_file, 1, *chosen, start, f"run.directory={tmp_path}/other")
+    assert [line["step"] for line in other if "valid_loss" in line] == [8]
+
+
+def test_the_last_step_is_saved_before_it_is_evaluated(config_file, tmp_path):
+    """A kill may cut the evaluation short."""
+    chosen = ("machine=laptop", "train.steps=2", "checkpoint.every=0", "evaluate.every=2")
+    runs.run(config_file, 1, *chosen)
+    log = runs.log(tmp_path / "run")
+    assert log.index("checkpoint ") < log.index("valid loss")
+
+
+def test_resume_never_refuses_a_directory_that_holds_another_runs_checkpoints(
+    config_file, tmp_path, capfd
+):
+    runs.run(config_file, 1, "machine=laptop", "train.steps=2")
+    config = runs.load(config_file, "machine=laptop", "checkpoint.resume=never")
+    assert runs.train(config, 1) == 2
+    assert "checkpoint.resume: never, but" in capfd.readouterr().err
+    assert checkpoint_root_exists(tmp_path)
+
+
+def test_what_was_set_aside_is_no_runs_checkpoint(config_file, tmp_path):
+    runs.run(config_file, 1, "machine=laptop", "train.steps=2")
+    old = tmp_path / "run" / "checkpoints" / "step-00000002"
+    old.rename(old.with_name("step-00000002.superseded"))
+    anew = runs.run(config_file, 1, "machine=laptop", "train.steps=2", "checkpoint.resume=never")
+    assert [line["step"] for line in anew if "loss" in line] == [1, 2]
+
+
+@pytest.mark.parametrize("folder", ["other", "other/checkpoints"])
+def test_a_folder_of_checkpoints_stands_for_its_newest(config_file, tmp_path, imported, folder):
+    expected = runs.run(config_file, 4, imported, f"run.directory={tmp_path}/expected")
+    found = runs.run(config_file, 4, f"checkpoint.resume={tmp_path}/{folder}")
+    assert runs.losses(found) == runs.losses(expected)
+    assert found[0]["step"] == 3
+
+
+def test_a_run_begins_at_a_named_checkpoint_and_goes_on_from_its_own(
+    config_file, tmp_path, imported
+):
+    """The same command again, as a job in the queue gives it."""
+    unbroken = runs.run(config_file, 1, *runs.ONE, f"run.directory={tmp_path}/unbroken")
+    for stop in (4, 6, 8):
+        lines = runs.run(config_file, 1, *runs.ONE, imported, f"train.stop_at={stop}")
+    assert runs.losses(lines) == runs.losses(unbroken)[2:]
+    log = runs.log(tmp_path / "run")
+    assert log.count("00000002: not used, the run has checkpoints of its own") == 2
+    for step, folder in ((2, "other"), (4, "run"), (6, "run")):
+        line = f"resumed from {tmp_path}/{folder}/checkpoints/step-{step:08d} at step {step}"
+        assert line in log
+    assert not list(tmp_path.glob("run/checkpoints/*.superseded"))
+
+
+def test_a_requeued_job_goes_back_to_a_checkpoint_of_its_own_once(
+    config_file, tmp_path, monkeypatch
+):
+    runs.run(config_file, 1, *runs.ONE, "checkpoint.every=2", "checkpoint.keep=0")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # an earlier start met a bad node, and no more
+    back = f"checkpoint.resume={tmp_path}/run/checkpoints/step-00000004"
+    runs.run(config_file, 1, *runs.ONE, back, "checkpoint.keep=0", "train.stop_at=5")
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == [
+        "step-00000002", "step-00000004", "step-00000005", "step-00000006.superseded",
+        "step-00000008.superseded",
+    ]  # fmt: skip
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    runs.run(config_file, 1, *runs.ONE, back, "checkpoint.keep=0", "train.stop_at=6")
+    assert "step-00000005 at step 5" in runs.log(tmp_path / "run")
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    for times in (2, 3):  # asked for twice in one allocation
+        runs.run(config_file, 1, *runs.ONE, back, "train.stop_at=5")
+        assert runs.log(tmp_path / "run").count("step-00000004 at step 4") == times
+
+
+def test_a_requeued_job_whose_notes_cannot_be_read_does_not_go_back_again(
+    config_file, tmp_path, monkeypatch
+):
+    """It would give up for good what it has trained since."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    runs.run(config_file, 1, *runs.ONE, "checkpoint.every=2", "checkpoint.keep=0")
+    notes = tmp_path / "run" / "attempts.jsonl"
+    notes.unlink()
+    notes.mkdir()
+    back = f"checkpoint.resume={tmp_path}/run/checkpoints/step-00000004"
+    with pytest.raises(StorageFailed, match=f"{notes}: Is a directory, need what earlier starts"):
+        runs.train(runs.load(config_file, *runs.ONE, back), 1)
+    assert (tmp_path / "run" / "checkpoints" / "step-00000008").is_dir()
+
+
+def test_a_run_that_goes_back_to_what_was_set_aside_goes_on_from_there(config_file, tmp_path):
+    """And not, when it is started once more, with the line of training that it has left."""
+    runs.run(
+        config_file, 1, *runs.ONE, "checkpoint.every=2", "checkpoint.keep=0", "train.stop_at=4"
+    )
+    root = tmp_path / "run" / "checkpoints"
+    first = (root / "step-00000004" / "checkpoint.json").read_text()
+    back = f"checkpoint.resume={root}/step-00000002"
+    runs.run(config_file, 1, *runs.ONE, back, "run.seed=1", "train.stop_at=4")
+    assert sorted(path.name for path in root.iterdir())[1:] == [
+        "step-00000004", "step-00000004.superseded",
+    ]  # fmt: skip
+    again = f"checkpoint.resume={root}/step-00000004.superseded"
+    runs.run(config_file, 1, *runs.ONE, again, "train.stop_at=5")
+    assert (root / "step-00000004" / "checkpoint.json").read_text() == first
+    runs.run(config_file, 1, *runs.ONE, "train.stop_at=6")
+    assert "step-00000005 at step 5" in runs.log(tmp_path / "run")
+
+
+def test_a_requeued_job_that_was_to_begin_new_goes_on(config_file, tmp_path, monkeypatch):
+    new = "checkpoint.resume=never"
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    runs.run(config_file, 1, *runs.ONE, new, "train.stop_at=3")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    runs.run(config_file, 1, *runs.ONE, new, "train.stop_at=4")
+    assert "step-00000003 at step 3" in runs.log(tmp_path / "run")
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert runs.train(runs.load(config_file, *runs.ONE, new), 1) == 2
+
+
+def test_a_run_cannot_begin_where_it_is_to_end(config_file, tmp_path, imported, capfd):
+    assert runs.train(runs.load(config_file, *runs.ONE, imported, "train.steps=2"), 1) == 2
+    assert "train.steps: 2, need more than 2, the step of " in capfd.readouterr().err
+    runs.run(config_file, 1, *runs.ONE, imported)
+    runs.run(config_file, 1, *runs.ONE, imported)
+    assert runs.log(tmp_path / "run").count("train.steps: 8: reached, nothing left to do") == 1
+
+
+def checkpoint_root_exists(tmp_path):
+    return (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
