@@ -33,7 +33,10 @@ class Levels:
                 f"{n} {'?' if s is None else s}" for n, s in zip(names, sizes, strict=True)
             )
             fits = f"a multiple of {inner}" if sizes[-1] is None else f"{inner * outer}"
-            raise UserError(f"machine.levels: {steps} cannot hold {ranks} ranks, need {fits}")
+            raise UserError(
+                f"machine.levels: {steps} cannot hold {ranks} ranks, need {fits}; or another "
+                "machine, as in machine=laptop"
+            )
         return cls(names, (*(size for size in sizes[:-1] if size is not None), outer))
 
     @property

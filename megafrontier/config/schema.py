@@ -209,9 +209,10 @@ class PartitionConfig:
     wires: WiresConfig = field(default_factory=WiresConfig)
     """Formats on the wires."""
     error_feedback: bool | None = None
-    """Add what the last step's gradient messages failed to say to the next ones', on the levels
-    between `gradients` and `optimizer`; where these are one level, on those within it, which takes
-    memory of a full gradient. Default: with the wires `low`, but where it takes that."""
+    """Add the quantisation error of gradient messages to the next ones, on the levels between
+    `gradients` and `optimizer`; where these are one level, on those within it, in each micro-batch,
+    which takes up to a full gradient in bf16. Default: with the wires `low`, but where it takes
+    that."""
     overlap: Literal["none", "safe", "full"] = "safe"
     """Collectives under computation. none: never. safe: one in flight at a time, for machines on
     which several communicators at once hang (MI250X, ROCm/rccl#2191). full: levels side by side."""
@@ -230,7 +231,7 @@ class CheckpointConfig:
     keep: int = 2
     """Newest checkpoints to keep; 0 keeps all."""
     keep_every: int = 0
-    """Checkpoints of every such step are kept for good; 0: none."""
+    """Also keep for good each checkpoint whose step is a multiple of this; 0: none."""
     resume: str = "auto"
     """auto: the run's newest whole checkpoint, if any. never: begin new, refused where the run has
     checkpoints. Or the path of a checkpoint at which the run begins (of a run or a folder of them
@@ -267,7 +268,8 @@ class LogConfig:
 @dataclass
 class LevelConfig:
     size: int | None = None
-    """Units of the level below joined by this level; the outermost level may leave it open."""
+    """How many groups of the next faster level (ranks, on the first one) a group of this level
+    holds. Only the outermost level may leave it open."""
     gigabytes_per_second: float | None = None
     """Bandwidth of one rank over this level, one direction: what the pre-flight measures by."""
 
@@ -275,11 +277,11 @@ class LevelConfig:
 @dataclass
 class DeviceConfig:
     name: str = "any"
-    """any: an accelerator where there is one. cpu: the processors, whatever else there is. Or an
+    """any: an accelerator where there is one. cpu: the CPU, whatever else there is. Or an
     accelerator's name: then a launcher's ranks must find one."""
     memory_gib: float | None = None
-    """Memory of one device: less, free, fails its host in the pre-flight, and a state that is more
-    is refused."""
+    """Memory of one device. In the pre-flight a host fails where less than 90 % of it is free; a
+    run whose state per rank is more than all of it is refused."""
     peak_tflops: float | None = None
     """Dense peak of one device in the training precision, for MFU; unknown: no MFU."""
     ranks_per_host: int | None = None

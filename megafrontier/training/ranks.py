@@ -1,16 +1,19 @@
 """How many ranks a run has, on what, and what each of them holds and computes, in words."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from megafrontier.cluster.levels import Levels
 from megafrontier.config import Config
 from megafrontier.data.loader import micro_batches
+from megafrontier.partition.wires import Wire
 from megafrontier.training.arrangement import Arrangement, arrange
 from megafrontier.training.memory import check_memory, state_gib
 
 MANY_PEERS = 512
+ONE_COMMUNICATOR = "MI250X"
+"""Devices on which several communicators in flight may hang (ROCm/rccl#2191)."""
 
 
 def summarize(config: Config, arrangement: Arrangement) -> str:
@@ -26,9 +29,38 @@ def summarize(config: Config, arrangement: Arrangement) -> str:
     train = config.train
     number = micro_batches(train.global_batch, train.micro_batch, levels.ranks)
     return (
-        f"{sizes} = {levels.ranks} ranks; {shards}; a rank: state "
-        f"{state_gib(config, arrangement):.3g} GiB, {number} x {train.micro_batch} sequences a step"
+        f"{sizes} = {levels.ranks} ranks; {shards}; per rank: "
+        f"{state_gib(config, arrangement):.3g} GiB of state, {number} micro-batches of "
+        f"{train.micro_batch} sequences"
     )
+
+
+def describe_wires(config: Config, arrangement: Arrangement) -> str:
+    """One line: the format of weights and gradients on each level that they cross, and overlap."""
+    levels, place = arrangement.levels, arrangement.placement.on(arrangement.levels)
+    crossed = [level for level, size in enumerate(levels.sizes) if size > 1]
+
+    def formats(wires: Sequence[Wire], of: Iterable[int]) -> str:
+        return ", ".join(f"{levels.names[i]} {wires[i].name}" for i in of) or "not sent"
+
+    reduce = arrangement.wires.reduce
+    fed = [i for i in place.fed_back if i in crossed and reduce[i].is_low_bit]
+    gathered = formats(arrangement.wires.gather, (i for i in crossed if i < place.optimizer))
+    line = f"wires: weights {gathered}; gradients {formats(reduce, crossed)}"
+    if any(reduce[i].rotates for i in crossed):
+        line += ", rotated"
+    if arrangement.error_feedback and fed:
+        line += f", error feedback over {', '.join(levels.names[i] for i in fed)}"
+    return f"{line}; overlap {config.partition.overlap}"
+
+
+def risky(config: Config, device: str) -> Iterator[str]:
+    """A warning of a policy that may hang on a device."""
+    if config.partition.overlap == "full" and ONE_COMMUNICATOR in device:
+        yield (
+            f"warning: partition.overlap: full, but on {ONE_COMMUNICATOR} several communicators at "
+            "once have hung (ROCm/rccl#2191); safe has one at a time"
+        )
 
 
 def crowded(levels: Levels) -> Iterator[str]:
@@ -45,18 +77,27 @@ def foresee(config: Config, ranks: int) -> list[str]:
     """What will be said of so many ranks. Raises UserError where they cannot train this."""
     arrangement = arrange(config, ranks)
     check_memory(config, arrangement)
-    return [summarize(config, arrangement), *crowded(arrangement.levels)]
+    return [
+        summarize(config, arrangement),
+        describe_wires(config, arrangement),
+        *crowded(arrangement.levels),
+        *risky(config, arrangement.machine.device.name),
+    ]
 
 
 def describe_ranks(config: Config, arrangement: Arrangement, found: torch.device) -> Iterator[str]:
-    """`summarize` with the device it is on, after a warning where that is not what the machine
-    file names."""
+    """`summarize` with the device it is on, and the wires, after warnings: where that is not what
+    the machine file names, and of what may go slowly or hang."""
     device = arrangement.machine.device
     if found.type == "cpu" and device.is_accelerator:
         yield (
             f"warning: machine.device.name: {device.name}, but torch finds no accelerator; "
-            "computing on the processors"
+            "computing on the CPU"
         )
     yield from crowded(arrangement.levels)
-    name = "processors" if found.type == "cpu" else torch.cuda.get_device_name(found)
+    name = "CPU" if found.type == "cpu" else torch.cuda.get_device_name(found)
+    if found.type != "cpu":
+        yield from risky(config, f"{device.name} {name}")
     yield f"{summarize(config, arrangement)}; on {name}"
+    if arrangement.levels.ranks > 1:
+        yield describe_wires(config, arrangement)

@@ -127,7 +127,8 @@ def test_nodes_that_do_not_divide_the_batch_are_refused_before_the_job_waits(nod
     assert done.returncode == 2
     assert done.stderr.startswith("megafrontier: train.global_batch: 256, need a multiple of ")
     assert done.stderr.count("\n") == 1
-    (first,) = submit(["--nodes=4"]).stderr.splitlines()
+    first, wires = submit(["--nodes=4"]).stderr.splitlines()
+    assert wires.startswith("wires: weights ")
     assert first.startswith("pair 2 x node 4 x world 4 = 32 ranks; weights pair, gradients node, ")
 
 

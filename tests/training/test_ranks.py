@@ -1,0 +1,55 @@
+"""A run says what its ranks hold, what they send, and what may go wrong with that."""
+
+import pytest
+import torch
+
+from megafrontier.training.arrangement import arrange
+from megafrontier.training.ranks import describe_ranks, describe_wires, foresee
+from tests.training import runs
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "ranks", "said"),
+    [
+        (
+            ["train.precision=bf16"], 8,
+            "weights pair bf16, node bf16, world bf16; gradients pair bf16, node bf16, world bf16; "
+            "overlap safe",
+        ),
+        (
+            ["partition.wires=low", "partition.overlap=full"], 8,
+            "weights pair fp32, node delta4, world delta4; gradients pair fp32, node int8, "
+            "world int4, rotated, error feedback over world; overlap full",
+        ),
+        (
+            ["partition.wires=low", "partition.wires.gather.world=int8"], 8,
+            "weights pair fp32, node int8, world int8; gradients pair fp32, node int8, "
+            "world int4, rotated, error feedback over world; overlap safe",
+        ),
+        (
+            ["partition.wires=low"], 4,  # the world is one node
+            "weights pair fp32, node delta4; gradients pair fp32, node int8, rotated; overlap safe",
+        ),
+        (["partition.strategy=ddp"], 4, "weights not sent; gradients pair fp32, node fp32; "
+         "overlap safe"),
+    ],
+)  # fmt: skip
+def test_the_wires_of_each_level_are_told_as_they_come_out(tmp_path, chosen, ranks, said):
+    config = runs.load(runs.make_config_file(tmp_path), *chosen)
+    wires = describe_wires(config, arrange(config, ranks))
+    assert wires == f"wires: {said}"
+    assert wires in describe_ranks(config, arrange(config, ranks), CPU)
+    assert wires in foresee(config, ranks)
+
+
+def test_several_communicators_at_once_are_warned_of_where_they_have_hung(tmp_path):
+    path = runs.make_config_file(tmp_path)
+    for overlap, warnings in (("safe", 0), ("full", 1)):
+        config = runs.load(path, "machine=frontier", f"partition.overlap={overlap}")
+        told = [line for line in foresee(config, 16) if line.startswith("warning: ")]
+        assert len(told) == warnings
+    assert told[0].startswith("warning: partition.overlap: full, but on MI250X ")
+    config = runs.load(path, "machine=nvlink8", "partition.overlap=full")
+    assert not [line for line in foresee(config, 8) if line.startswith("warning: ")]
