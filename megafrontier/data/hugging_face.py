@@ -8,7 +8,7 @@ from typing import Any
 _PROBE = "Two  spaces,\n a\ttab, é, ﬁ, Ａ, 12 and a quick brown fox jumps over the dog's back. "
 
 
-def save_fast_tokenizer(model: Any, eod: int, lossless: bool, folder: Path) -> None:
+def save_fast_tokenizer(model: Any, bos: int, eod: int, lossless: bool, folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json of a SentencePieceProcessor into `folder`.
 
     `lossless` says that it has the rules of `megafrontier tokenizer`, which are known exactly. Any
@@ -20,7 +20,6 @@ def save_fast_tokenizer(model: Any, eod: int, lossless: bool, folder: Path) -> N
     config["clean_up_tokenization_spaces"] = False
     config["tokenizer_class"] = "PreTrainedTokenizerFast" if lossless else "LlamaTokenizer"
     if not lossless:  # else transformers would take Llama's own, and begin each text with one
-        bos = model.bos_id() if model.bos_id() >= 0 else eod
         config |= {"bos_token": model.id_to_piece(bos), "add_bos_token": False}
         config |= {"unk_token": model.id_to_piece(model.unk_id()), "add_eos_token": False}
     path.write_text(json.dumps(config, indent=2) + "\n")

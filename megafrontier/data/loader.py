@@ -1,7 +1,7 @@
 """Hands a rank its micro-batches of each optimizer step, the next step's read in the background."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -89,9 +89,9 @@ class Loader:
         """Windows in one epoch of all corpora."""
         return sum(self._samples.windows)
 
-    def samples_in(self, steps: int) -> int:
-        """Samples that so many steps read."""
-        return steps * self._global_batch
+    def read_again(self, steps: int) -> Iterator[tuple[str, int, int]]:
+        """`Samples.read_again` of what the first steps read."""
+        return self._samples.read_again(steps * self._global_batch)
 
     def go_on(self, step: int, position: tuple[int, int]) -> None:
         """Count from the `position` on that optimizer step `step` has. A loader of another

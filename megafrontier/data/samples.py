@@ -5,7 +5,7 @@ S + 1 consecutive tokens, of which the last is only a target; windows overlap in
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -87,6 +87,13 @@ class Samples:
     def windows(self) -> list[int]:
         """Windows in one epoch of each corpus."""
         return [part.windows for part in self._parts]
+
+    def read_again(self, count: int) -> Iterator[tuple[str, int, int]]:
+        """(corpus, samples, windows) of each of which the first `count` samples take more than it
+        has."""
+        for part, samples in zip(self._parts, self._blend.counts(count), strict=True):
+            if samples > part.windows:
+                yield part.corpus.prefix, samples, part.windows
 
     def locate(self, first: int, count: int) -> list[tuple[int, int]]:
         """(corpus, window of its file) of samples first … first + count - 1."""

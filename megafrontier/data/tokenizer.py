@@ -29,6 +29,10 @@ class Tokenizer(Protocol):
     def eod(self) -> int:
         """Id that ends a document."""
 
+    @property
+    def bos(self) -> int:
+        """Id that begins a text for models that expect one; `eod` where it has none of its own."""
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without any special ones at its ends."""
 
@@ -48,7 +52,7 @@ class ByteTokenizer:
     saved one is only a marker for `load_tokenizer`."""
 
     vocab_size = 257
-    eod = 256
+    eod = bos = 256
 
     def encode(self, text: str) -> list[int]:
         """One id a byte."""
@@ -86,6 +90,7 @@ class SentencePieceTokenizer:
             raise UserError(f"tokenizer {str(path)!r}: no SentencePiece model: {error}") from error
         self.vocab_size: int = self._model.get_piece_size()
         self.eod = self._find_eod()
+        self.bos = self._model.bos_id() if self._model.bos_id() >= 0 else self.eod
         self._lines_stand_alone = self._is_lossless()
         self._space_ids = [self._model.piece_to_id(f"<0x{b:02X}>") for b in _SPACE.encode()]
 
@@ -114,7 +119,7 @@ class SentencePieceTokenizer:
 
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MODEL_FILE).write_bytes(self._proto)
-        save_fast_tokenizer(self._model, self.eod, self._lines_stand_alone, folder)
+        save_fast_tokenizer(self._model, self.bos, self.eod, self._lines_stand_alone, folder)
         _write_marker(folder, "sentencepiece")
 
     def _encode_lines(self, text: str) -> list[int]:
@@ -168,6 +173,8 @@ class HuggingFaceTokenizer:
             ) from error
         self.vocab_size = len(self._tokenizer)
         self.eod = self._find_eod(name)
+        bos = self._tokenizer.bos_token_id
+        self.bos = self.eod if bos is None else int(bos)
         self._backend = _bare_backend(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:

@@ -39,6 +39,10 @@ class SavedTokenizer(Protocol):
     def eod(self) -> int:
         """Id that ends a document."""
 
+    @property
+    def bos(self) -> int:
+        """Id that begins a text."""
+
     def save(self, folder: Path) -> None:
         """Write the files that `transformers` loads it from."""
 
@@ -99,14 +103,14 @@ def _config_json(
     config: ModelConfig, family: Family, tokenizer: SavedTokenizer | None, dtype: torch.dtype
 ) -> dict[str, Any]:
     # Without this, transformers would fill in ids of the family's own tokenizer.
-    end = None if tokenizer is None else tokenizer.eod
+    begin, end = (None, None) if tokenizer is None else (tokenizer.bos, tokenizer.eod)
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **family.write_config(config),
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tie_embeddings,
-        "bos_token_id": end,
+        "bos_token_id": begin,
         "eos_token_id": end,
         "dtype": str(dtype).removeprefix("torch."),
     }

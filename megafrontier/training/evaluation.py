@@ -40,11 +40,10 @@ def no_bytes(_batch: Batch) -> int:
 
 def describe_validation(loader: Loader | None, batches: int) -> list[str]:
     """What `batches` mean that is not to be expected."""
-    if loader is None or loader.samples_in(batches) <= loader.windows:
-        return []
     return [
-        f"evaluate.batches: {batches}, {loader.samples_in(batches)} samples, but "
-        f"{loader.windows} are held out: some are read again"
+        f"evaluate.batches: {batches}, {samples} samples of {corpus}, but {windows} are held out: "
+        "some are read again"
+        for corpus, samples, windows in ([] if loader is None else loader.read_again(batches))
     ]
 
 

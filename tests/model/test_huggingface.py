@@ -209,7 +209,7 @@ def test_weights_are_taken_one_at_a_time(make_config, make_model, tmp_path):
 
 def test_type_tokenizer_and_end_of_document_are_written(make_config, make_model, tmp_path):
     class Tokenizer:
-        eod = 7
+        bos, eod = 5, 7
 
         def save(self, folder):
             (folder / "tokenizer.json").write_text("{}")
@@ -218,7 +218,8 @@ def test_type_tokenizer_and_end_of_document_are_written(make_config, make_model,
     weights = make_model(config).state_dict()
     export_model(config, weights, tmp_path / "out", Tokenizer(), torch.bfloat16)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 7
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["bos_token_id"], written["eos_token_id"]) == (5, 7)
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert {t.dtype for t in stored.values()} == {torch.bfloat16}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
