@@ -1,6 +1,7 @@
 """How ranks meet, connect to each other, and leave."""
 
 import atexit
+import os
 import resource
 import threading
 import time
@@ -60,6 +61,9 @@ def join(
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)  # streams, events and graphs are of the current one
+        # Where collectives of several groups are under way at once, NCCL (2.26 on) then starts them
+        # in the order in which the host gives them, the same on all ranks: no waiting in a circle.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if identity.world_size == 1:
         met(None)
         yield Hierarchy(levels, 0, (None,) * len(levels.sizes), device)

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from megafrontier.cluster.collectives import all_gather
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.errors import Unconnected
 
@@ -38,20 +37,19 @@ def reaching(what: str) -> Iterator[None]:
 
 
 def connect(hierarchy: Hierarchy, level: int) -> None:
-    """Let NCCL or RCCL, which make a group's connections at its first collective, make them. All
-    ranks call it. Raises Unconnected.
+    """Have NCCL or RCCL make a level's communicator, which they would do at its first exchange, of
+    whichever two: there all of the group wait for each other, and nobody may claim to wait for one
+    peer. Links are not opened for it yet. All ranks call it. Raises Unconnected.
 
-    Whatever comes first, an exchange of two, has all of the group wait for each other; so nobody
-    may claim then that it waits for one peer. On gloo a group is connected when it is made.
+    With gloo a group is connected when it is made.
     """
     group = hierarchy.groups[level]
     if group is None or hierarchy.device.type != "cuda":
         return
     name = hierarchy.levels.names[level]
-    with reaching(f"rank {hierarchy.rank}: connections over {name}"):
-        word = torch.zeros(1, dtype=torch.uint8, device=hierarchy.device)
-        all_gather(word.new_empty(hierarchy.levels.sizes[level]), word, group)
-        torch.cuda.synchronize(hierarchy.device)
+    with reaching(f"rank {hierarchy.rank}: communicator of {name}"):
+        backend = group._get_backend(hierarchy.device)  # torch has no public name for it
+        backend.eager_connect_single_device(hierarchy.device)
 
 
 def measure(hierarchy: Hierarchy, level: int, size_bytes: int) -> float:

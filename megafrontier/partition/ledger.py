@@ -83,7 +83,8 @@ class Ledger:
     def last(self) -> dict[str, str]:
         """In words, the crossing that each level is at: for a run that hangs, from any thread.
 
-        On a GPU it is the oldest that is not over: the host may have given it many more since.
+        On a GPU it is the oldest that is not over, for the host may have given it many more since;
+        `waiting` is one that the device has not come to, behind one of another level.
         """
         now = time.perf_counter()
         found = {
@@ -91,9 +92,9 @@ class Ledger:
             for name, (label, begin, end) in zip(self.names, self._newest, strict=True)
         }
         # A copy, and without the lock: who holds it may be waiting for the device.
-        for level, label, _start, stop in reversed(list(self._events)):
+        for level, label, start, stop in reversed(list(self._events)):
             if not stop.query():
-                found[self.names[level]] = f"{label}, in flight"
+                found[self.names[level]] = f"{label}, {'in flight' if start.query() else 'waiting'}"
         return found
 
     def _note(self, level: int, label: str, begin: float, seconds: float) -> None:

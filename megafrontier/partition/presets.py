@@ -113,7 +113,7 @@ def _override(formats: Formats, chosen: dict[str, str], levels: Levels, move: st
 
 
 def _check_precision(config: WiresConfig, precision: str) -> None:
-    """Refuse casts that lose what the precision has, or send what it has not."""
+    """Refuse fp16 where values may leave its range, and fp32 for weights that are not."""
     for move, chosen in (("gather", config.gather), ("reduce", config.reduce)):
         for name, wire in chosen.items():
             key = f"partition.wires.{move}.{name}: {wire}, but train.precision is {precision}"

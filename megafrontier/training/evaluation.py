@@ -80,11 +80,14 @@ def owes_evaluation(trainer: Trainer) -> bool:
     is_last = trainer.step == trainer.last_step
     if not (is_last or is_due(trainer.config.evaluate.every, trainer.step)):
         return False
+    return trainer.hierarchy.all_true(not trainer.is_first or _is_unfinished(trainer))
+
+
+def _is_unfinished(trainer: Trainer) -> bool:
     metrics = Path(trainer.config.run.directory) / "metrics.jsonl"
     lines = [line for line in last_lines(metrics) if line.get("step") == trainer.step]
     # A run that begins at another's checkpoint has none of its step.
-    is_owed = bool(lines) and not any("valid_loss" in line for line in lines)
-    return trainer.hierarchy.all_true(is_owed or not trainer.is_first)
+    return bool(lines) and not any("valid_loss" in line for line in lines)
 
 
 class Evaluate(Callback):
@@ -119,7 +122,7 @@ class Evaluate(Callback):
             self._is_owed = is_last
 
     def at_end(self, trainer: Trainer) -> None:
-        if self._is_owed:
+        if self._is_owed and trainer.step == trainer.last_step:
             self._run(trainer)
 
     def _run(self, trainer: Trainer) -> None:

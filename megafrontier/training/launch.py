@@ -147,10 +147,6 @@ def joined(
     arrangement = arrange(config, identity.world_size)
     device = choose_device(identity, arrangement.machine.device.name)
     prepare_allocator(device)
-    if config.partition.overlap == "full":
-        # Collectives of several groups at once: NCCL (2.26 on) then starts them in the order in
-        # which the host gives them, the same on all ranks, so that none can wait in a circle.
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     waiting = {
         "timeout_seconds": collective_seconds(config.train.hang_seconds),
         "meeting_seconds": meeting_seconds(config.train.hang_seconds),

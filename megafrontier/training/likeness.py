@@ -84,7 +84,7 @@ def changes(trainer: Trainer, manifest: Manifest) -> list[str]:
     if "error" in manifest.states and not any(
         unit.feedback.errors for unit in trainer.engine.units
     ):
-        lines.append("partition.error_feedback: off, was on; the errors kept so far are dropped")
+        lines.append("error feedback: none on these levels; the errors kept so far are dropped")
     before, now = _global_batch(manifest), trainer.config.train.global_batch
     if manifest.step and before != now:
         _, sample = trainer.loader.position(trainer.step)

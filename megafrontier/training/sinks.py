@@ -134,8 +134,9 @@ class WandbSink:
             warn(f"warning: log.wandb: {error}; kept in {directory / 'wandb'} for `wandb sync`")
             self._run = start("offline")
         # W&B drops what comes at a step below its newest; it has seen those after the checkpoint
-        # that this run goes on from. So its own count goes on, and `step` is what charts show.
-        self._ahead = max(0, self._run.starting_step - resume_step - 1)
+        # that this run goes on from. So its own count goes on, and `step` is what charts show; an
+        # evaluation of the checkpoint's own step may be the first to come.
+        self._ahead = max(0, self._run.starting_step - resume_step)
         self._run.define_metric("*", step_metric="step")
 
     def write(self, values: dict[str, Any]) -> None:

@@ -108,16 +108,16 @@ def generate_command(
         raise UserError("--prompt: not valid UTF-8") from error
     checkpoint = newest(path)
     config = saved_config(checkpoint)
-    device = "cuda" if uses_accelerator(_device_name(config)) else "cpu"
-    model = load_model(checkpoint, config, torch.device(device))
     tokenizer = load_tokenizer(config.tokenizer)
-    if not prompt and config.data.document_mask:
+    tokens = tokenizer.encode(prompt)
+    if not tokens and config.data.document_mask:
         raise UserError(
             "--prompt: empty, but with data.document_mask no model learns how a document begins; "
             "need some text"
         )
-    # An empty prompt starts where a document starts.
-    tokens = tokenizer.encode(prompt) or [tokenizer.eod]
+    device = "cuda" if uses_accelerator(_device_name(config)) else "cpu"
+    model = load_model(checkpoint, config, torch.device(device))
+    tokens = tokens or [tokenizer.eod]  # an empty prompt starts where a document starts
     show(prompt)
     new = generate(model, tokens, stop=tokenizer.eod, vocab_size=tokenizer.vocab_size, **sampling)
     for text in stream_text(new, tokenizer.decode, tokens):
@@ -248,8 +248,14 @@ def text_bytes(tokenizer: Tokenizer, batch: Batch) -> int:
     """Bytes of UTF-8 that a batch's targets stand for."""
     # The end of a document is no text, though some tokenizers decode it to their name for it.
     kept = (row[(row >= 0) & (row != tokenizer.eod)].tolist() for row in batch.targets.cpu())
-    # Of a character that a row's end cuts, each side decodes to U+FFFD, three bytes for one or two.
-    return sum(len(tokenizer.decode(ids).replace("\ufffd", "?").encode()) for ids in kept)
+    return sum(_bytes_of(tokenizer.decode(ids)) for ids in kept)
+
+
+def _bytes_of(row: str) -> int:
+    """Of a character that a row's end cuts each side decodes to U+FFFD: three bytes for one or
+    two, which are counted as one."""
+    whole = row.strip("\ufffd")
+    return len(whole.encode()) + len(row) - len(whole)
 
 
 def describe(checkpoint: Path, found: Evaluation) -> str:

@@ -8,12 +8,10 @@ from megafrontier.partition.ledger import Ledger
 
 class Event:
     """As of a device that is done with everything at once, a second after the event before; or of
-    one that does not get on, from where `is_over` is False."""
-
-    is_over = True
+    one that does not get on, where `is_over` is set to False."""
 
     def __init__(self, **_):
-        self.is_over = Event.is_over
+        self.is_over = True
 
     def record(self):
         pass
@@ -45,9 +43,15 @@ def test_of_a_device_that_does_not_get_on_the_oldest_crossing_is_named(monkeypat
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Ledger, "_is_exposed", lambda _: False)
     ledger = Ledger(["pair", "world"], torch.device("cuda"))
-    for label, is_over in (("gather 0", True), ("gather 1", False), ("gather 2", False)):
-        monkeypatch.setattr(Event, "is_over", is_over)
-        with ledger.crossing(0, label):
+    for level, label, begun, over in (
+        (0, "gather 0", True, True),
+        (0, "gather 1", True, False),
+        (0, "gather 2", False, False),
+        (1, "reduce 2", False, False),
+    ):
+        with ledger.crossing(level, label):
             pass
+        *_, start, stop = ledger._events[-1]
+        start.is_over, stop.is_over = begun, over
     with ledger._lock:  # another thread may hold it, and wait for the device
-        assert ledger.last() == {"pair": "gather 1, in flight", "world": "none, done"}
+        assert ledger.last() == {"pair": "gather 1, in flight", "world": "reduce 2, waiting"}

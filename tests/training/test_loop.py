@@ -14,6 +14,7 @@ from megafrontier.training import loop, verdict
 from megafrontier.training import trainer as trainer_module
 from megafrontier.training.arrangement import arrange
 from megafrontier.training.callback import Callback
+from megafrontier.training.evaluation import Evaluate
 from megafrontier.training.garbage import garbage_collected
 from megafrontier.training.trainer import build_trainer
 from tests.ranks import run_ranks
@@ -162,6 +163,7 @@ def test_the_engine_is_as_the_configuration_has_it(config_file, monkeypatch):
 def test_what_compiles_is_started_with_the_jobs_signals_held_back(config_file, monkeypatch):
     """A scheduler sends them to all of its processes."""
     held_back = []
+    monkeypatch.setattr(trainer_module, "uncompiled_because", lambda *_: None)
     monkeypatch.setattr(
         trainer_module,
         "start_workers",
@@ -176,6 +178,29 @@ def test_what_compiles_is_started_with_the_jobs_signals_held_back(config_file, m
 
     (((*blocked,),),) = run_ranks((1,), body)
     assert {signal.SIGUSR1, signal.SIGTERM} <= {*blocked}
+
+
+def test_a_run_that_is_to_stop_before_its_first_step_does_nothing_but_end(config_file, monkeypatch):
+    class Note(Callback):
+        def at_start(self, trainer):
+            seen.append("start")
+
+        def at_end(self, trainer):
+            seen.append("end")
+
+    def body(hierarchy):
+        config = runs.load(config_file, "machine=laptop", "evaluate.batches=1")
+        trainer = build_trainer(config, arrange(config, 1), hierarchy)
+        monkeypatch.setattr(Evaluate, "_run", lambda *_: seen.append("evaluation"))
+        for stops in (True, False):
+            monkeypatch.setattr(loop, "stop_requested", lambda stops=stops: stops)
+            trainer.config.train.stop_at = 0 if stops else 1
+            loop.run(trainer, [Note(), Evaluate(None, is_owed=True)])
+        trainer.close()
+        return seen
+
+    seen = []
+    assert run_ranks((1,), body) == [["end", "start", "evaluation", "end", "evaluation"]]
 
 
 def test_who_watches_hears_of_every_micro_batch(config_file):

@@ -56,7 +56,7 @@ def test_resume_with_low_bit_wires_and_their_error_feedback_is_identical_too(con
         f"run.directory={tmp_path}/elsewhere",
     )  # fmt: skip
     assert runs.losses(elsewhere)[-1] < runs.losses(unbroken)[0]
-    dropped = "partition.error_feedback: off, was on; the errors kept so far are dropped"
+    dropped = "error feedback: none on these levels; the errors kept so far are dropped"
     assert dropped in runs.log(tmp_path / "elsewhere")
     assert dropped not in runs.log(tmp_path / "run")
 

@@ -124,9 +124,10 @@ def test_steps_that_wandb_has_seen_before_a_crash_are_not_dropped(tmp_path, monk
     )
     monkeypatch.setattr(wandb, "init", lambda **_: run)
     sink = WandbSink(Config(), tmp_path, "online", resume_step=500)
-    sink.write({"step": 501, "loss": 2.0})
-    sink.write({"step": 502, "loss": 1.5})
-    assert logged == [({"step": 501, "loss": 2.0}, 901), ({"step": 502, "loss": 1.5}, 902)]
+    lines = [{"step": 500, "valid_loss": 3.0}, {"step": 501, "loss": 2.0}]
+    for line in lines:
+        sink.write(line)
+    assert logged == [(lines[0], 901), (lines[1], 902)]
     assert axes == {"*": "step"}
 
 
