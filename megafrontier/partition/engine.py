@@ -123,7 +123,7 @@ class Engine:
         """Make units of a model's parameters and hang hooks on its modules."""
         settle_buffers(model, self.hierarchy.device)
         owned = list(assign(model, blocks))
-        # So that neighbours have different seats, and a unit's reduction has been waited for when
+        # So that neighbours have different buffers, and a unit's reduction has been waited for when
         # that of the next micro-batch begins.
         prefetch = min(self._prefetch, len(owned) - 1)
         self.pool = Pool(prefetch + 1, dtype, self.hierarchy.device)
@@ -225,12 +225,12 @@ class Engine:
             unit.place()
 
     def scale_errors(self, factor: torch.Tensor) -> None:
-        """Multiply by `factor` [] all that gradient messages have left unsaid: with error feedback
-        by 0 after a step that is skipped, or what it could not say comes back in the next."""
+        """Multiply by `factor` [] the errors of gradient messages: with error feedback by 0 after a
+        step that is skipped, or its errors would come back in the next."""
         for unit in self.units:
             unit.feedback.scale(factor)
 
     def fold_errors(self) -> None:
-        """Make every unit's `feedback.error` hold all that is unsaid; before a checkpoint."""
+        """Make every unit's `feedback.error` hold all errors; before a checkpoint."""
         for unit in self.units:
             unit.feedback.fold()

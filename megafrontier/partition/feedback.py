@@ -9,10 +9,10 @@ from megafrontier.partition.moves import Moves
 
 
 class Feedback:
-    """What one rank's messages of one unit have left unsaid.
+    """The quantisation errors of one rank's gradient messages of one unit.
 
     `errors`: by level, 1-D bf16, as long as the slice that crosses it; the next message over the
-    level says them. Empty without error feedback.
+    level carries them. Empty without error feedback.
     """
 
     def __init__(
@@ -36,25 +36,24 @@ class Feedback:
 
     @property
     def error(self) -> torch.Tensor | None:
-        """This rank's optimizer shard of all that is unsaid, after `fold`; None where nothing ever
-        is."""
+        """This rank's optimizer shard of the errors, after `fold`; None without any."""
         if not self.errors:
             return None
         first = min(self.errors)
         return self._moves.inside(self.errors[first], first, self._depth)
 
     def scale(self, factor: torch.Tensor | float) -> None:
-        """Multiply by `factor` [] what is unsaid."""
+        """Multiply all errors by `factor` []."""
         for error in self.errors.values():
             error.mul_(factor)
 
     def clear(self) -> None:
-        """Forget what is unsaid."""
+        """Forget all errors."""
         for error in self.errors.values():
             error.zero_()
 
     def fold(self) -> None:
-        """Gather each element's errors from all that failed to say it into its owner's `error`.
+        """Sum each element's errors over all ranks into its owner's `error`.
 
         What is left then fits one shard, whatever the placement: so checkpoints hold it and any
         number of ranks takes it up. Where the optimizer is replicated the first replica has it.

@@ -81,8 +81,8 @@ class Moves:
         """Bring fp32 `master`, a slice at depth `start`, to all copies `weights` at depth `stop`.
 
         Over the outermost levels with delta wires only the change since the last publication
-        travels. It is encoded against the weights as they were published, so what a message fails
-        to say is part of the next change; every rank, the owner too, adds the same decoded change.
+        travels. It is encoded against the weights as they were published, so one message's error is
+        part of the next change; every rank, the owner too, adds the same decoded change.
         """
         own = self.inside(weights, stop, start)
         depth = start
@@ -119,7 +119,7 @@ class Moves:
         """Sum everybody's `full`, a slice at depth `start`, into the slice at depth `stop`.
 
         Ends with fp32, or `full` itself when no level was crossed. Crosses levels start … stop - 1.
-        `errors` by level are what earlier messages failed to say (see `Wire.reduce`).
+        `errors` by level are those of earlier messages (see `Wire.reduce`).
         """
         slot = Slot(full, label, after)
         self._reduce(self._wires.reduce, slot, start, stop, errors)

@@ -84,8 +84,8 @@ class Placement:
 
     @property
     def fed_back(self) -> range:
-        """The levels whose messages may be fed back what they failed to say: those that gradients
-        cross once a step, or, where they cross none so, all that they cross in each micro-batch."""
+        """The levels with error feedback, if any is asked for: those that gradients cross once a
+        step, or, where they cross none so, all that they cross in each micro-batch."""
         first = self.gradients if self.gradients < self.optimizer else 0
         return range(first, self.optimizer)
 
@@ -135,8 +135,8 @@ def state_bytes(
 
     The copy of the weights that gathers read from in the computing type of `itemsize` bytes,
     gradients in fp32, optimizer state as fp32 master and two moments. Whole masters of fp32 weights
-    are that copy. With error feedback `fed_back` are its wires: what gradients crossing a level in
-    low bits could not say, in bf16.
+    are that copy. With error feedback `fed_back` are its wires: the errors of gradients that cross
+    a level in low bits, in bf16.
     """
     are_masters = itemsize == 4 and placement.on(levels).optimizer == 0
 

@@ -1,8 +1,8 @@
-"""Memory that units take in turns: a fixed number of full buffers for weights and for gradients.
+"""Memory that units use in turns: a fixed number of full buffers for weights and for gradients.
 
 Note on places. Autograd may save views of a parameter (a transposed weight, say) in forward and
-reads them in backward. So a unit is gathered into the same memory each time, whoever was there in
-between: it has a fixed seat, and units that are whole at the same time have different ones.
+reads them in backward. So a unit is gathered into the same buffer each time, whichever unit was
+there in between; units that are gathered at the same time have different ones.
 """
 
 from collections import defaultdict
@@ -13,25 +13,25 @@ from typing import Protocol
 import torch
 
 
-class Guest(Protocol):
-    """Who sits on a seat: a unit."""
+class Owner(Protocol):
+    """What uses a buffer for a while: a unit."""
 
     def release(self) -> None:
-        """Get up: the memory is another's now."""
+        """Let go of it: another one needs it now."""
         ...
 
 
-class Seat:
+class UnitBuffer:
     """Memory for the whole weights of one unit at a time, as large as the largest needs."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._device = device
         self.numel = 0
-        self._guest: Guest | None = None
+        self._owner: Owner | None = None
 
     def reserve(self, numel: int) -> None:
-        """Say, before the first one sits down, that a unit of `numel` elements will."""
+        """Say, before the first one uses it, that a unit of `numel` elements will."""
         self.numel = max(self.numel, numel)
 
     @cached_property
@@ -40,40 +40,40 @@ class Seat:
         with torch.inference_mode(False):  # it will serve training, whoever is the first to ask
             return torch.empty(self.numel, dtype=self._dtype, device=self._device)
 
-    def take(self, guest: Guest) -> None:
-        """Give the seat to a unit. One that has been gathered there, but runs later or goes on
-        later (a block of several uses), gets up and is gathered again when its turn comes."""
-        if self._guest is not None and self._guest is not guest:
-            self._guest.release()
-        self._guest = guest
+    def take(self, owner: Owner) -> None:
+        """Give the buffer to a unit. One that has been gathered into it, but runs later or goes on
+        later (a block of several uses), is released, and gathered again when its turn comes."""
+        if self._owner is not None and self._owner is not owner:
+            self._owner.release()
+        self._owner = owner
 
 
 class Pool:
-    """The seats of one model's units, and the buffers of their full gradients."""
+    """The buffers of one model's units: of their whole weights, and of their full gradients."""
 
     def __init__(self, whole: int, dtype: torch.dtype, device: torch.device) -> None:
         """`whole` is how many units, each following on the one before, are whole at a time."""
         self.dtype = dtype
         self.device = device
-        self._seats = [Seat(dtype, device) for _ in range(whole)]
-        self._shared = cycle(self._seats[:])
+        self._buffers = [UnitBuffer(dtype, device) for _ in range(whole)]
+        self._shared = cycle(self._buffers[:])
         self._gradients: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         self._gradient_numel = 0
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all seats and of the gradient buffers made so far, in use or not."""
-        seats = sum(seat.numel for seat in self._seats)
-        return (seats + self._gradient_numel) * self.dtype.itemsize
+        """Bytes of all buffers for weights, and of those made so far for gradients."""
+        weights = sum(buffer.numel for buffer in self._buffers)
+        return (weights + self._gradient_numel) * self.dtype.itemsize
 
-    def next_seat(self) -> Seat:
-        """The seat of the next unit in the order in which they run."""
+    def next_buffer(self) -> UnitBuffer:
+        """That of the next unit in the order in which they run."""
         return next(self._shared)
 
-    def own_seat(self) -> Seat:
-        """A seat for a unit that shares with no other."""
-        self._seats.append(Seat(self.dtype, self.device))
-        return self._seats[-1]
+    def own_buffer(self) -> UnitBuffer:
+        """One for a unit that shares with no other."""
+        self._buffers.append(UnitBuffer(self.dtype, self.device))
+        return self._buffers[-1]
 
     def take_gradient(self, numel: int) -> torch.Tensor:
         """A buffer [numel] with anything in it."""

@@ -36,14 +36,14 @@ def choose_wires(
 def has_error_feedback(
     config: PartitionConfig, wires: Wires, placement: Placement, levels: Levels
 ) -> bool:
-    """Whether gradients carry what earlier messages failed to say: as chosen, else with `low` where
-    it takes but a shard's memory. Raises UserError where they are to, and no message fails to say
-    anything."""
+    """Whether gradient messages carry the quantisation error of earlier ones: as chosen, else with
+    `low` where it takes but a shard's memory. Raises UserError where they are to, and none has
+    any."""
 
-    def fails_to_say(placement: Placement) -> bool:
+    def has_errors(placement: Placement) -> bool:
         return any(wires.reduce[level].is_low_bit for level in placement.fed_back)
 
-    if config.error_feedback and not fails_to_say(placement):
+    if config.error_feedback and not has_errors(placement):
         raise UserError(
             "partition.error_feedback: true, but no level that gradients cross within "
             "partition.optimizer has a wire of few bits; leave it out"
@@ -51,7 +51,7 @@ def has_error_feedback(
     here = placement.on(levels)
     if config.error_feedback is None and here.gradients == here.optimizer:
         return False
-    return fails_to_say(here) and _unless_chosen(config.error_feedback, config.wires)
+    return has_errors(here) and _unless_chosen(config.error_feedback, config.wires)
 
 
 def _unless_chosen(choice: bool | None, wires: WiresConfig) -> bool:

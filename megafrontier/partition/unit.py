@@ -13,7 +13,7 @@ from megafrontier.partition.layout import Layout
 from megafrontier.partition.moves import Moves
 from megafrontier.partition.parameters import Parameters
 from megafrontier.partition.placement import Placement
-from megafrontier.partition.pool import Pool, Seat
+from megafrontier.partition.pool import Pool, UnitBuffer
 from megafrontier.partition.slot import Slot
 
 ROOT = "root"
@@ -36,7 +36,7 @@ class Unit:
 
     `master`: this rank's optimizer shard, fp32 [numel / ranks that share the optimizer state]; the
     authoritative weights. `weights`: the slice that gathers read from, in the computing type.
-    `gradient`: the gradient shard, fp32. `feedback`: what its messages left unsaid.
+    `gradient`: the gradient shard, fp32. `feedback`: the errors of its messages.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Unit:
         self._moves = moves
         self._pool = pool
         self.is_persistent = placement.backward_weights == 0
-        self._seat = self._choose_seat()
-        self._seat.reserve(self.layout.numel)
+        self._buffer = self._choose_buffer()
+        self._buffer.reserve(self.layout.numel)
         self._decay_numel = sum(parameter.numel() for _, parameter in decayed)
         self.phase = Phase.RELEASED
         self.is_stale = False
@@ -79,10 +79,10 @@ class Unit:
         self._parameters = Parameters(self.layout, pool.dtype, pool.device)
         self._parameters.hide()
 
-    def _choose_seat(self) -> Seat:
-        if self.is_persistent:
-            return Seat(self._pool.dtype, self._pool.device)  # for good: its state, not the pool's
-        return self._pool.own_seat() if self.name == ROOT else self._pool.next_seat()
+    def _choose_buffer(self) -> UnitBuffer:
+        if self.is_persistent:  # for good: its state, not the pool's
+            return UnitBuffer(self._pool.dtype, self._pool.device)
+        return self._pool.own_buffer() if self.name == ROOT else self._pool.next_buffer()
 
     def _allocate(self, error_feedback: bool) -> None:
         place = self.placement
@@ -109,7 +109,7 @@ class Unit:
     @cached_property
     def full(self) -> torch.Tensor:
         """The whole weights, while the unit is gathered; another's else."""
-        return self._seat.memory[: self.layout.numel]
+        return self._buffer.memory[: self.layout.numel]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -199,7 +199,7 @@ class Unit:
         if self.is_stale:
             self.start_publishing()
         if not self.is_persistent:
-            self._seat.take(self)
+            self._buffer.take(self)
             self._gathering = self._moves.gather(
                 self.weights,
                 self.full,

@@ -110,8 +110,8 @@ class Wire:
         """Sum every peer's piece of `full` [size · n] into `out` [n], fp32, in an order that is
         the same in each run; with a low-bit codec this rank's own comes last.
 
-        With `error` [size · n], what this rank's last message failed to say is added before it
-        speaks again, and `error` becomes what it fails to say now. Returns the bytes sent.
+        With `error` [size · n], the quantisation error of this rank's last message is added before
+        it encodes the next one, whose own then stands there. Returns the bytes sent.
         """
         # All-to-all and a local sum: one rounding per level instead of one per hop of a ring,
         # an order of summation that is the same in every run, and on gloo half the bytes.
@@ -137,7 +137,10 @@ class Wire:
         mine = dist.get_rank(group)
         others = [part for part in (slice(mine), slice(mine + 1, len(pieces))) if len(pieces[part])]
         messages = torch.cat(
-            [self._say(pieces[part], None if errors is None else errors[part]) for part in others]
+            [
+                self._encode_with(None if errors is None else errors[part], pieces[part])
+                for part in others
+            ]
         )
         sizes = [messages.shape[1]] * len(pieces)
         sizes[mine] = 0
@@ -149,18 +152,18 @@ class Wire:
         out.add_(pieces[mine])
         if errors is not None:
             out.add_(errors[mine])
-            errors[mine] = 0  # a checkpoint brings some, of what others could not say
+            errors[mine] = 0  # a checkpoint brings some, of others' messages
         return messages.nbytes
 
-    def _say(self, values: torch.Tensor, error: torch.Tensor | None) -> torch.Tensor:
-        """Messages of `values` [rows, n] and, with it, of `error` [rows, n], which becomes what
-        they fail to say."""
+    def _encode_with(self, error: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
+        """Messages of `values` [rows, n] and, if given, `error` [rows, n], together; their own
+        error then stands in `error`."""
         if error is not None:
             values = values.float() + error  # in bf16 the sum would round, and nobody keep it
         messages = self._encode(values)
         if error is not None:
             error.copy_(values - self._decode(messages, values.shape[1]))
-            # The step is skipped; what it could not say must not come back in the next.
+            # The step is skipped; its errors must not come back in the next.
             error.nan_to_num_(0.0, 0.0, 0.0)
         return messages
 
@@ -168,8 +171,8 @@ class Wire:
         return self.codec.encode(rotate(values) if self.rotates else values)
 
     def _decode(self, messages: torch.Tensor, count: int) -> torch.Tensor:
-        said = self.codec.decode(messages, count)
-        return rotate_back(said) if self.rotates else said
+        values = self.codec.decode(messages, count)
+        return rotate_back(values) if self.rotates else values
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

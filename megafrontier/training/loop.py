@@ -108,7 +108,7 @@ def start_step(trainer: Trainer, beat: Beat = _nothing) -> Pending:
     engine.clear_gradients()
     scale = trainer.loss_scale.scale
     trainer.loss_scale.update(verdict.is_bad)
-    # What a skipped step could not say must not come back, and the rest is in units of the scale.
+    # The errors of a skipped step must not come back, and the others are in units of the scale.
     engine.scale_errors((1 - verdict.skip) * trainer.loss_scale.scale / scale)
     trainer.step += 1
     return Pending(trainer, begin, lr, first_sample, verdict)

@@ -207,7 +207,7 @@ def fill_shards(
 def share_shards(engine: Engine, states: Mapping[str, Sequence[torch.Tensor]]) -> None:
     """Give the replicas what the first one has loaded. All ranks call it."""
     for state, tensors in states.items():
-        if state != "error":  # of which the first replica alone has to speak
+        if state != "error":  # which the first replica alone is to send
             engine.hierarchy.to_replicas(tensors, engine.placement.optimizer)
 
 
@@ -223,7 +223,7 @@ def _take_up(trainer: Trainer, manifest: Manifest) -> None:
     trainer.optimizer.restore(int(manifest.extra.get("optimizer_steps", 0)))
     saved_scale = manifest.extra.get("loss_scale", {})
     trainer.loss_scale.restore(saved_scale)
-    # What gradients have left unsaid is in units of the scale, which another precision changes.
+    # Errors are in units of the scale, which another precision changes.
     trainer.engine.scale_errors(trainer.loss_scale.scale / saved_scale.get("scale", 1.0))
     trainer.spikes.restore(manifest.extra.get("spikes", {}))
     step, sample = manifest.extra.get("data") or old_position(manifest)

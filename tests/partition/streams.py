@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megafrontier.partition.lanes import COMPUTATION, DONE
-from megafrontier.partition.pool import Pool, Seat
+from megafrontier.partition.pool import Pool, UnitBuffer
 
 Clock = dict[int, int]
 """Up to which of a lane's tasks something is known to have run, by lane."""
@@ -62,17 +62,17 @@ class Streams:
 
     def watch(self, monkeypatch):
         """See what changes hands within the pool, too."""
-        take, give = Seat.take, Pool.give_gradient
+        take, give = UnitBuffer.take, Pool.give_gradient
 
-        def taking(seat, guest):
-            take(seat, guest)
-            self._hand_over(seat.memory, "a seat")
+        def taking(buffer, owner):
+            take(buffer, owner)
+            self._hand_over(buffer.memory, "a unit's buffer")
 
         def giving(pool, buffer):
             self._hand_over(buffer, "a full gradient")
             give(pool, buffer)
 
-        monkeypatch.setattr(Seat, "take", taking)
+        monkeypatch.setattr(UnitBuffer, "take", taking)
         monkeypatch.setattr(Pool, "give_gradient", giving)
 
     def _hand_over(self, memory, name):

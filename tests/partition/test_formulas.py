@@ -102,12 +102,12 @@ def test_state_held_between_steps_equals_the_formula_within_two_percent(strategy
 
 
 def pool_bytes(engine, ahead=1):
-    """What units take in turns: full weights on `ahead` + 1 seats, and of each size of gradients
+    """What units take in turns: full weights in `ahead` + 1 buffers, and of each size of gradients
     those that are written or wait."""
     numels = [u.layout.numel for u in engine.units]
     weights = gradients = 0
     if not engine.units[0].is_persistent:
-        weights = sum(max(numels[seat :: ahead + 1]) for seat in range(ahead + 1))
+        weights = sum(max(numels[first :: ahead + 1]) for first in range(ahead + 1))
     if engine.placement.gradients:
         gradients = sum(n * min(count, ahead + 2) for n, count in Counter(numels).items())
     return (weights + gradients) * engine.units[0].full.itemsize
