@@ -99,6 +99,13 @@ class Loader:
         or read twice for that."""
         self._origin = step, *position
 
+    @property
+    def counts_from(self) -> int:
+        """The optimizer step from which on the data's own steps have the numbers that they have
+        now: a checkpoint before it, of another `global_batch`, would lead to others."""
+        step, first_step, first_sample = self._origin
+        return 0 if first_sample == first_step * self._global_batch else step
+
     def data_step_of(self, sample: int) -> int:
         """The data's own step that begins with this sample."""
         _, first_step, first_sample = self._origin

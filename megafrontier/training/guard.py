@@ -45,7 +45,8 @@ def _looks_for_scale(trainer: Trainer, result: StepResult) -> bool:
 def _how_to_leave_out(result: StepResult, loader: Loader) -> str:
     first, last = result.samples
     begin, end = loader.data_step_of(first), loader.data_step_of(last)
+    holds = f", from checkpoints of step {loader.counts_from} on" if loader.counts_from else ""
     return (
         f"step {result.step} changed no weight; it read samples {first} to {last - 1}, which "
-        f"data.skip=[[{begin},{end}]] leaves out"
+        f"data.skip=[[{begin},{end}]] leaves out{holds}"
     )

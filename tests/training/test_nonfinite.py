@@ -53,6 +53,18 @@ def test_one_ranks_nan_is_skipped_by_all_counted_and_logged_with_its_samples(
     assert log.count("skipped: loss or gradient not finite") == 4
 
 
+def test_the_number_to_skip_is_told_with_where_it_holds(config_file, tmp_path, poison):
+    """A checkpoint from before the global batch changed would lead to other numbers."""
+    poison(20, 56)
+    runs.run(config_file, 4, *STEPS, "train.stop_at=3")
+    runs.run(config_file, 4, *STEPS, "train.global_batch=8", "train.stop_at=6")
+    said = [line for line in runs.log(tmp_path / "run").splitlines() if "data.skip" in line]
+    assert [line.partition("which ")[2] for line in said] == [
+        "data.skip=[[1,2]] leaves out",
+        "data.skip=[[4,5]] leaves out, from checkpoints of step 3 on",
+    ]
+
+
 def test_steps_that_look_for_a_loss_scale_do_not_stop_the_run(config_file):
     """From 2^40 it falls in more steps than may be non-finite in a row."""
     chosen = ("train.precision=fp16", f"train.loss_scale={2.0**40}", "train.steps=40")
