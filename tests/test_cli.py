@@ -318,9 +318,7 @@ def test_evaluate_says_when_it_reads_what_is_held_out_more_than_once(life, capfd
         run_command(capfd, "evaluate", life / "run", f"evaluate.batches={n}") for n in (1, 50)
     )
     assert "evaluate.batches" not in once
-    assert re.search(
-        r"evaluate.batches: 50, 800 samples of \S+/corpus, but \d+ are held out", often
-    )
+    assert re.search(r"evaluate.batches: 50, 800 samples of \S+/text, but \d+ are held out", often)
 
 
 def test_evaluate_needs_no_optimizer(life, capfd):
