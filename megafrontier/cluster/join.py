@@ -3,10 +3,9 @@
 import atexit
 import os
 import resource
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from math import prod
@@ -22,7 +21,7 @@ from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.levels import Levels
 from megafrontier.cluster.links import connect, measure, reaching
-from megafrontier.cluster.rollcall import RollCall
+from megafrontier.cluster.rollcall import RollCall, within
 from megafrontier.errors import Ending, PeersLost, RankError, RanksAbsent, Unconnected, UserError
 
 ALL_PEERS = "connections to all"
@@ -121,16 +120,9 @@ def give_up(device: torch.device) -> None:
     if device.type != "cuda":
         dist.destroy_process_group()
     elif hasattr(dist.distributed_c10d, "_abort_process_group"):  # torch has no public name for it
-        # It may wait as long as a collective may take, for each group; a daemon does not keep the
-        # process, whose error is to be told.
-        leave = threading.Thread(target=_abort, name="abort", daemon=True)
-        leave.start()
-        leave.join(ABORT_SECONDS)
-
-
-def _abort() -> None:
-    with suppress(RuntimeError):  # of groups that are broken; the error that led here counts
-        dist.distributed_c10d._abort_process_group()
+        # It may wait as long as a collective may take, for each group, and fail where they are
+        # broken; the error that led here is to be told.
+        within(ABORT_SECONDS, dist.distributed_c10d._abort_process_group)
 
 
 def refuse(identity: Identity, error: Ending, meeting_seconds: float) -> NoReturn:

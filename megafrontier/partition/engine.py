@@ -30,7 +30,7 @@ from megafrontier.partition.modules import (
     settle_buffers,
 )
 from megafrontier.partition.moves import Moves
-from megafrontier.partition.placement import Placement, traffic_bytes
+from megafrontier.partition.placement import Placement, error_levels, traffic_bytes
 from megafrontier.partition.pool import Pool
 from megafrontier.partition.schedule import Schedule
 from megafrontier.partition.unit import InitialSlice, Unit
@@ -127,11 +127,11 @@ class Engine:
         # that of the next micro-batch begins.
         prefetch = min(self._prefetch, len(owned) - 1)
         self.pool = Pool(prefetch + 1, dtype, self.hierarchy.device)
+        levels = self.hierarchy.levels
+        fed_back = error_levels(self.placement, levels, self.wires) if error_feedback else []
         for name, _, parameters in owned:
             decayed = [named for named in parameters if decay(named[0])]
-            unit = Unit(
-                name, parameters, decayed, self.placement, self._moves, self.pool, error_feedback
-            )
+            unit = Unit(name, parameters, decayed, self.placement, self._moves, self.pool, fed_back)
             unit.initialise(initial)
             self.units.append(unit)
         replace_parameters(model, self.units)

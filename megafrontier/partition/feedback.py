@@ -1,7 +1,5 @@
 """Error feedback: the quantisation error of a unit's gradient messages, added to its later ones."""
 
-from collections.abc import Iterable
-
 import torch
 
 from megafrontier.partition.layout import Layout
@@ -20,19 +18,11 @@ class Feedback:
         layout: Layout,
         moves: Moves,
         depth: int,
-        levels: Iterable[int],
-        device: torch.device,
+        errors: dict[int, torch.Tensor],
     ) -> None:
-        """`depth` is that of the optimizer state, `levels` are those that may leave errors."""
+        """`depth` is that of the optimizer state."""
         self._layout, self._moves, self._depth = layout, moves, depth
-        self._number, self._pieces = moves.hierarchy.piece(depth)
-        self.errors = {
-            level: torch.zeros(
-                layout.numel // moves.hierarchy.piece(level)[1], dtype=torch.bfloat16, device=device
-            )
-            for level in levels
-            if moves.may_leave_errors(level)
-        }
+        self.errors = errors
 
     @property
     def error(self) -> torch.Tensor | None:
@@ -67,5 +57,5 @@ class Feedback:
         self.clear()
         if self.error is not None and self._moves.hierarchy.is_first_replica(self._depth):
             self.error.copy_(torch.stack(totals).sum(0))
-            # Checkpoints hold parameters only.
-            self.error[self._layout.padding_in(self._number, self._pieces)].zero_()
+            own = self._layout.bounds(*self._moves.hierarchy.piece(self._depth))
+            self.error[self._layout.padding_within(*own)].zero_()  # checkpoints hold parameters

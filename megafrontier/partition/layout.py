@@ -44,16 +44,19 @@ class Layout:
         multiple = pieces * SHARD_ALIGNMENT
         return cls(name, tuple(entries), -(-offset // multiple) * multiple)
 
+    def bounds(self, piece: int, pieces: int) -> tuple[int, int]:
+        """[start, stop) of piece number `piece` of `pieces` equal ones."""
+        length = self.numel // pieces
+        return piece * length, (piece + 1) * length
+
     def in_piece(self, piece: int, pieces: int) -> list[tuple[Entry, int, int, int]]:
         """As `within`, of piece number `piece` of `pieces` equal ones."""
-        length = self.numel // pieces
-        return self.within(piece * length, (piece + 1) * length)
+        return self.within(*self.bounds(piece, pieces))
 
-    def padding_in(self, piece: int, pieces: int) -> slice:
-        """Where, within piece number `piece` of `pieces` equal ones, there is only padding."""
-        length = self.numel // pieces
+    def padding_within(self, start: int, stop: int) -> slice:
+        """Where [start, stop) of the buffer has only padding, counted from `start`."""
         last = self.entries[-1]
-        return slice(max(0, min(last.offset + last.numel - piece * length, length)), None)
+        return slice(max(0, min(last.offset + last.numel, stop) - start), None)
 
     def within(self, start: int, stop: int) -> list[tuple[Entry, int, int, int]]:
         """The parts of parameters inside [start, stop) of the buffer.

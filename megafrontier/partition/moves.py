@@ -197,10 +197,6 @@ class Moves:
             error = errors.get(level)
             self.then(slot, level, partial(self._cross_reduce, wires, level, slot.label, error))
 
-    def may_leave_errors(self, level: int) -> bool:
-        """Whether gradients cross a level, and in low bits."""
-        return self.hierarchy.groups[level] is not None and self._wires.reduce[level].is_low_bit
-
     def _cross_reduce(
         self,
         wires: tuple[Wire, ...],

@@ -124,6 +124,16 @@ def _check_nesting(given: dict[str, str], depths: dict[str, int]) -> None:
             )
 
 
+def error_levels(placement: Placement, levels: Levels, wires: Wires) -> list[int]:
+    """The levels of `fed_back` that gradients do cross, and in low bits: with error feedback each
+    rank keeps the errors of its messages over them."""
+    return [
+        level
+        for level in placement.on(levels).fed_back
+        if levels.sizes[level] > 1 and wires.reduce[level].is_low_bit
+    ]
+
+
 def state_bytes(
     numel: int,
     placement: Placement,
@@ -149,8 +159,7 @@ def state_bytes(
         "optimizer": shard(placement.optimizer) * 12,
         "errors": sum(
             shard(level) * 2
-            for level in placement.on(levels).fed_back
-            if fed_back and levels.sizes[level] > 1 and fed_back.reduce[level].is_low_bit
+            for level in (error_levels(placement, levels, fed_back) if fed_back else ())
         ),
     }
 

@@ -47,9 +47,10 @@ class Unit:
         placement: Placement,
         moves: Moves,
         pool: Pool,
-        error_feedback: bool,
+        fed_back: Sequence[int],
     ) -> None:
-        """`decayed` are those of `parameters` with weight decay; they lie first in the buffer."""
+        """`decayed` are those of `parameters` with weight decay; they lie first in the buffer.
+        `fed_back` are the levels with error feedback."""
         first = {parameter for parameter, _ in decayed}
         ordered = [*decayed, *(named for named in parameters if named[0] not in first)]
         hierarchy = moves.hierarchy
@@ -70,7 +71,7 @@ class Unit:
         self.is_finishing = False
         """Whether the step's gradient has begun to be reduced to the optimizer level: what came
         after it would be added to a sum over all ranks."""
-        self._allocate(error_feedback)
+        self._allocate(fed_back)
         self._publishing = Slot(self.weights, f"publish {name}")
         self._gathering = Slot(self.weights, f"gather {name}")
         self._reducing = Slot(self.gradient, f"reduce {name}")
@@ -84,7 +85,7 @@ class Unit:
             return UnitBuffer(self._pool.dtype, self._pool.device)
         return self._pool.own_buffer() if self.name == ROOT else self._pool.next_buffer()
 
-    def _allocate(self, error_feedback: bool) -> None:
+    def _allocate(self, fed_back: Sequence[int]) -> None:
         place = self.placement
         self.weights = (
             self.full
@@ -97,10 +98,8 @@ class Unit:
         self.master = (
             self.full if self.computes_with_masters else self._empty(place.optimizer, torch.float32)
         ).zero_()
-        levels = place.fed_back if error_feedback else ()
-        self.feedback = Feedback(
-            self.layout, self._moves, place.optimizer, levels, self._pool.device
-        )
+        errors = {level: self._empty(level, torch.bfloat16).zero_() for level in fed_back}
+        self.feedback = Feedback(self.layout, self._moves, place.optimizer, errors)
 
     def _empty(self, depth: int, dtype: torch.dtype) -> torch.Tensor:
         _, pieces = self._moves.hierarchy.piece(depth)
@@ -119,9 +118,7 @@ class Unit:
     @property
     def range(self) -> tuple[int, int]:
         """[start, stop) of this rank's optimizer shard in the flat buffer."""
-        number, pieces = self._moves.hierarchy.piece(self.placement.optimizer)
-        length = self.layout.numel // pieces
-        return number * length, (number + 1) * length
+        return self.layout.bounds(*self._moves.hierarchy.piece(self.placement.optimizer))
 
     @property
     def decay_stop(self) -> int:
@@ -316,6 +313,5 @@ class Unit:
         self._finished = None
         self.finish_reducing()  # it came before
         # A rotation mixes the last parameter with the padding after it, and messages round.
-        number, pieces = self._moves.hierarchy.piece(self.placement.optimizer)
-        gradient[self.layout.padding_in(number, pieces)].zero_()
+        gradient[self.layout.padding_within(*self.range)].zero_()
         return gradient

@@ -7,6 +7,7 @@ import torch
 from megafrontier.cluster.levels import Levels
 from megafrontier.config import Config
 from megafrontier.data.loader import micro_batches
+from megafrontier.partition.placement import error_levels
 from megafrontier.partition.wires import Wire
 from megafrontier.training.arrangement import Arrangement, arrange
 from megafrontier.training.memory import check_memory, state_gib
@@ -44,12 +45,12 @@ def describe_wires(config: Config, arrangement: Arrangement) -> str:
         return ", ".join(f"{levels.names[i]} {wires[i].name}" for i in of) or "not sent"
 
     reduce = arrangement.wires.reduce
-    fed = [i for i in place.fed_back if i in crossed and reduce[i].is_low_bit]
     gathered = formats(arrangement.wires.gather, (i for i in crossed if i < place.optimizer))
     line = f"wires: weights {gathered}; gradients {formats(reduce, crossed)}"
     if any(reduce[i].rotates for i in crossed):
         line += ", rotated"
-    if arrangement.error_feedback and fed:
+    fed = error_levels(place, levels, arrangement.wires) if arrangement.error_feedback else []
+    if fed:
         line += f", error feedback over {', '.join(levels.names[i] for i in fed)}"
     return f"{line}; overlap {config.partition.overlap}"
 

@@ -44,8 +44,12 @@ def test_a_hard_limit_below_is_named_by_all_ranks(limits, is_first):
 
 
 def test_groups_that_cannot_be_given_up_do_not_keep_a_rank_that_failed(monkeypatch):
-    end = threading.Event()
+    end, ended = threading.Event(), threading.Event()
     monkeypatch.setattr(join, "ABORT_SECONDS", 0.1)
-    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", end.wait)
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_abort_process_group", lambda: (end.wait(), ended.set())
+    )
     join.give_up(torch.device("cuda"))
+    assert not ended.is_set()
     end.set()
+    assert ended.wait(10), "it had begun"

@@ -40,7 +40,7 @@ def test_a_run_killed_in_its_last_evaluation_makes_up_for_it(config_file, tmp_pa
 
 def test_an_evaluation_that_a_kill_or_a_stop_cut_short_is_made_up_for(config_file, tmp_path):
     """Half-way too; and no step of another run's."""
-    chosen = (*runs.ONE[:1], "checkpoint.every=2", "evaluate.every=2")
+    chosen = ("machine=laptop", "checkpoint.every=2", "evaluate.every=2")
     unbroken = runs.run(config_file, 1, *chosen, "train.stop_at=4")
     metrics = tmp_path / "run" / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
