@@ -64,7 +64,7 @@ def batch(step: int, hierarchy: Hierarchy) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's share of a step's samples, whatever the number of ranks."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(GLOBAL_BATCH, WIDTH, generator=generator)
-    mine = x.chunk(hierarchy.size)[hierarchy.rank].to(hierarchy.device)
+    mine = x.tensor_split(hierarchy.size)[hierarchy.rank].to(hierarchy.device)
     return mine, mine.sin().sum(1, keepdim=True)
 
 

@@ -2,12 +2,15 @@
 # Sourced by the other scripts: makes .venv with the package, the given extras and the pinned
 # versions, or does nothing when that has been done. Usage: . scripts/venv.sh EXTRA…
 make_venv() {
-    local extras wanted python
+    local extras made versions python
     extras=$(IFS=,; echo "$*")
-    wanted="$extras $(cat pyproject.toml constraints.txt | sha256sum)"
-    if [ "$(cat .venv/.made 2>/dev/null)" = "$wanted" ]; then
-        return
-    fi
+    versions=$(cat pyproject.toml constraints.txt | sha256sum)
+    # `dev` holds all others.
+    for made in "$extras" dev; do
+        if [ "$(cat .venv/.made 2>/dev/null)" = "$made $versions" ]; then
+            return
+        fi
+    done
     for python in python3 python3.13 python3.12 python3.11; do
         if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             break
@@ -23,6 +26,6 @@ make_venv() {
     # torch by itself first: then nothing that depends on it can choose another build.
     .venv/bin/pip install --quiet --disable-pip-version-check "$(grep '^torch==' constraints.txt)"
     .venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]"
-    echo "$wanted" > .venv/.made
+    echo "$extras $versions" > .venv/.made
 }
 make_venv "$@"

@@ -6,7 +6,9 @@ int64 document index (the first sequence of each document, and the number of seq
 Little endian, no padding. `docs/data-format.md` tells the rest.
 """
 
+import errno
 import mmap
+import resource
 import struct
 from bisect import bisect_right
 from pathlib import Path
@@ -126,10 +128,20 @@ def _map(path: Path) -> mmap.mmap:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
+        if error.errno == errno.EMFILE and _allow_files():
+            return _map(path)
         line = f"{path}: cannot read the corpus: {error.strerror}"
         raise of_os_error(error, line) from error
     except ValueError as error:  # mmap refuses to map nothing
         raise UserError(f"{path}: empty at byte 0, need a corpus with tokens") from error
+
+
+def _allow_files() -> bool:
+    """Raise the limit of open files as far as it goes, whether it could be: a mapping keeps its
+    file open, and a blend of hundreds of corpora more of them than the usual 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return soft != hard
 
 
 def _read_header(path: Path, idx: mmap.mmap) -> tuple[np.dtype, int, int]:

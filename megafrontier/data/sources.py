@@ -128,6 +128,8 @@ def _find_match(match: str) -> list[Source]:
 
 
 def _find_file(path: Path) -> Source:
+    if not path.is_file():
+        raise UserError(f"input {str(path)!r}: a pipe or device, need a file: it is read twice")
     if _suffix(path) == ".json" and not _is_json_lines(path):
         raise UserError(f"input {str(path)!r}: no JSON lines, need one object a line")
     if _suffix(path) not in _KINDS and _is_json_lines(path):
@@ -140,7 +142,7 @@ def _find_file(path: Path) -> Source:
 
 def _find_folder(folder: Path, split: str) -> list[Source]:
     name = str(folder)
-    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+    if _holds_saved_dataset(folder):
         return [_dataset_source(name, "load_from_disk", split, name)]
     if _describes_dataset(folder / "README.md"):
         return [_dataset_source(name, "load_dataset", split, name)]
@@ -149,6 +151,12 @@ def _find_folder(folder: Path, split: str) -> list[Source]:
         known = ", ".join(TEXT_SUFFIXES)
         raise UserError(f"input {name!r}: no {known}, .jsonl or .parquet")
     return found
+
+
+def _holds_saved_dataset(folder: Path) -> bool:
+    """Whether `datasets` wrote it with save_to_disk: one table, or one for each split."""
+    table = ("state.json", "dataset_info.json")
+    return (folder / "dataset_dict.json").is_file() or all((folder / n).is_file() for n in table)
 
 
 def _describes_dataset(readme: Path) -> bool:

@@ -7,6 +7,7 @@ from functools import cache
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from megafrontier.errors import UserError
@@ -171,7 +172,7 @@ class HuggingFaceTokenizer:
                 f"tokenizer {name!r}: no SentencePiece file, and not a Hugging Face tokenizer "
                 f"either: {reason}"
             ) from error
-        self.vocab_size = len(self._tokenizer)
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())  # there may be holes
         self.eod = self._find_eod(name)
         bos = self._tokenizer.bos_token_id
         self.bos = self.eod if bos is None else int(bos)
@@ -252,6 +253,23 @@ def kept_tokenizer(spec: str) -> Tokenizer:
     """The tokenizer that `spec` names, loaded once in a process and those forked from it: for a
     run, in whose course the files may go. Raises UserError as `load_tokenizer` does."""
     return load_tokenizer(spec)
+
+
+@cache
+def _kept_files(spec: str) -> dict[Path, bytes]:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        kept_tokenizer(spec).save(folder)
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        return {path.relative_to(folder): path.read_bytes() for path in files}
+
+
+def save_kept(spec: str, folder: Path) -> None:
+    """Write the files of the tokenizer that `spec` names, made once in a process: each checkpoint
+    has them, and some take seconds to convert."""
+    for path, content in _kept_files(spec).items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
 
 
 def vocabulary_size(spec: str) -> int:

@@ -1,6 +1,8 @@
 """Corpora: Megatron's bytes, opened at once whatever their size, refused by name when broken."""
 
+import os
 import re
+import resource
 import struct
 import subprocess
 import sys
@@ -27,6 +29,18 @@ def test_a_corpus_written_elsewhere_is_read_as_it_is(tmp_path: Path, dtype: str)
         [8, 9, 10],
         [11, 12, 13, 14],
     ]
+
+
+def test_a_blend_may_have_more_corpora_than_files_are_allowed_at_first(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "c", DOCUMENTS)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = max(int(name) for name in os.listdir("/dev/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 20, hard))
+    try:
+        corpora = [IndexedDataset(tmp_path / "c") for _ in range(50)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert all(len(corpus) == 3 for corpus in corpora)
 
 
 def test_document_starts_are_those_of_documents_and_not_of_sequences(tmp_path: Path) -> None:

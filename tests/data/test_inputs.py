@@ -178,6 +178,23 @@ def test_a_dataset_saved_to_disk_is_read(tmp_path: Path) -> None:
         prepared(tmp_path, tmp_path / "two", split="dev")
 
 
+def test_texts_beside_somebodys_state_are_a_folder_of_texts(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text("{}")
+    (tmp_path / "a.txt").write_text("text")
+    assert prepared(tmp_path, tmp_path) == ["text"]
+
+
+def test_a_pipe_is_refused_before_anything_is_taken_out_of_it(tmp_path: Path) -> None:
+    """What it holds is looked at first, and a pipe gives nothing twice."""
+    read, write = os.pipe()
+    with open(read, "rb") as left, open(write, "wb") as filled:
+        filled.write(LINES)
+        filled.close()
+        with pytest.raises(UserError, match=f"input '/dev/fd/{read}': a pipe or device, need a"):
+            prepared(tmp_path, f"/dev/fd/{read}")
+        assert left.read() == LINES
+
+
 def test_a_script_free_dataset_folder_is_read_as_its_card_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

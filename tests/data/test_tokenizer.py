@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from megafrontier.cli import main
-from megafrontier.data.tokenizer import ByteTokenizer, Tokenizer, kept_tokenizer, load_tokenizer
+from megafrontier.data.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    kept_tokenizer,
+    load_tokenizer,
+    save_kept,
+)
 from megafrontier.data.train_tokenizer import Sample
 from megafrontier.errors import UserError
 from tests.data.training import train_tokenizer
@@ -199,14 +205,31 @@ def test_a_model_that_transformers_cannot_read_is_saved_alone(tmp_path: Path, mo
     assert load_tokenizer(str(tmp_path / "saved")).vocab_size == 600
 
 
-def test_a_kept_tokenizer_outlives_its_files(trained: Path, tmp_path: Path) -> None:
-    """A run saves it with each checkpoint, hours after it has read it."""
-    shutil.copytree(trained, tmp_path / "moved")
-    kept_tokenizer(str(tmp_path / "moved"))
-    shutil.rmtree(tmp_path / "moved")
-    kept_tokenizer(str(tmp_path / "moved")).save(tmp_path / "saved")
-    saved = load_tokenizer(str(tmp_path / "saved"))
-    assert saved.encode(TEXTS[1]) == load_tokenizer(str(trained)).encode(TEXTS[1])
+def test_a_kept_tokenizer_outlives_its_files(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run saves it with each checkpoint, hours after it has read it, and while all ranks wait: so
+    its files are made once."""
+    spec = str(tmp_path / "moved")
+    shutil.copytree(trained, spec)
+    kept = kept_tokenizer(spec)
+    shutil.rmtree(spec)
+    save_kept(spec, tmp_path / "first")
+    monkeypatch.setattr(type(kept), "save", lambda *_: pytest.fail("made again"))
+    save_kept(spec, tmp_path / "second")
+    for folder in ("first", "second"):
+        saved = load_tokenizer(str(tmp_path / folder))
+        assert saved.encode(TEXTS[1]) == load_tokenizer(str(trained)).encode(TEXTS[1])
+
+
+def test_a_tokenizer_whose_ids_have_holes_has_room_for_the_last(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    holed = Tokenizer(models.WordLevel({"a": 0, "<eos>": 9}, "a"))
+    PreTrainedTokenizerFast(tokenizer_object=holed, eos_token="<eos>").save_pretrained(tmp_path)
+    found = load_tokenizer(str(tmp_path))
+    assert (found.eod, found.vocab_size) == (9, 10)
 
 
 @pytest.mark.parametrize("symbols", [["\n", "\n\n"], ["\n", "\u2028a"]])

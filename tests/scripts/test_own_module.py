@@ -2,11 +2,23 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import own_module
 import pytest
+import torch
 
 from megafrontier.cluster.local import fork_ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 9, 48, 100])
+def test_every_sample_of_a_batch_is_some_ranks(ranks: int) -> None:
+    device = torch.device("cpu")
+    seen = [
+        own_module.batch(5, SimpleNamespace(size=ranks, rank=rank, device=device))[0]
+        for rank in range(ranks)
+    ]
+    assert torch.cat(seen).shape == (own_module.GLOBAL_BATCH, own_module.WIDTH)
 
 
 def test_an_own_module_learns_and_goes_on_with_another_number_of_ranks(
