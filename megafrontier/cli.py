@@ -257,6 +257,12 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="default: 0, all tokens")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="default: 1")
     parser.add_argument("--seed", type=int, help="default: another text each time")
+    parser.add_argument(
+        "--device",
+        choices=("any", "cpu"),
+        default="any",
+        help="default: any, a GPU if there is one",
+    )
     parser.set_defaults(command=_generate)
 
 
@@ -266,9 +272,9 @@ def _generate(arguments: argparse.Namespace) -> None:
     def show(text: str) -> None:
         print(text, end="", flush=True)
 
-    keys = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-    sampling = {key: getattr(arguments, key) for key in keys}
-    generate_command(arguments.checkpoint, arguments.prompt, show, **sampling)
+    keys = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "device")
+    chosen = {key: getattr(arguments, key) for key in keys}
+    generate_command(arguments.checkpoint, arguments.prompt, show, **chosen)
     print()
 
 

@@ -14,6 +14,7 @@ import torch
 
 from megafrontier.cli import main
 from megafrontier.data.prepare import prepare
+from megafrontier.errors import FAILED
 from megafrontier.training import standalone
 from tests.data.corpora import write_corpus
 from tests.training import runs
@@ -386,8 +387,6 @@ def test_an_empty_prompt_is_refused_where_no_model_learns_how_a_document_begins(
 
 def test_generate_keeps_to_the_processors_where_the_machine_says_so(life, capfd, monkeypatch):
     """As train and evaluate do, whatever else there is."""
-    from megafrontier.training import standalone
-
     load_model, saved_config = standalone.load_model, standalone.saved_config
     devices = []
 
@@ -397,12 +396,42 @@ def test_generate_keeps_to_the_processors_where_the_machine_says_so(life, capfd,
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(standalone, "load_model", load)
+    words = ("generate", life / "run", "--prompt", "D", "--max-new-tokens", 1)
     for override in ("machine.device.name=any", "machine.device.name=cpu"):
         monkeypatch.setattr(
             standalone, "saved_config", lambda path, o=override: saved_config(path, [o])
         )
-        run_command(capfd, "generate", life / "run", "--prompt", "D", "--max-new-tokens", 1)
-    assert devices == ["cuda", "cpu"]
+        run_command(capfd, *words)
+    monkeypatch.setattr(standalone, "saved_config", saved_config)
+    run_command(capfd, *words, "--device", "cpu")
+    assert devices == ["cuda", "cpu", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("words", "patched", "need"),
+    [
+        (["generate", "--prompt", "D"], "load_model", "--device cpu, or a shorter text"),
+        (["evaluate"], "build_model", "a smaller train.micro_batch (4), or more ranks"),
+    ],
+)
+def test_a_device_without_memory_for_a_finished_model_is_one_line(
+    life, capfd, monkeypatch, words, patched, need
+):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB.\nMore.")
+
+    monkeypatch.setattr(standalone, patched, full)
+    assert main([words[0], str(life / "run"), *words[1:]]) == FAILED
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.endswith(f": CUDA out of memory. Tried 2 GiB. Need {need}")
+
+
+def test_an_import_without_a_tokenizer_is_refused_before_its_weights_are_read(
+    capfd, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(standalone, "import_model", lambda _: pytest.fail("weights are read"))
+    assert main(["import", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert capfd.readouterr().err.startswith(f"megafrontier: tokenizer '{tmp_path}': no ")
 
 
 def test_a_trace_has_a_row_a_level_and_costs_no_run_its_end(life, capfd, tmp_path):

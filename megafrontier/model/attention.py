@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
+from megafrontier.model.backends import takes_groups
 from megafrontier.model.cache import LayerCache
 from megafrontier.model.documents import document_attention
 from megafrontier.model.positions import Rotary, rotate
@@ -55,9 +56,7 @@ class Attention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         grouped = self.kv_heads != self.heads
-        if grouped and mask is not None:
-            # The fused GPU kernels take a mask or grouped heads, not both; without one of them
-            # the whole score matrix would be written out.
+        if grouped and not takes_groups(query.device, query.dtype, mask is not None):
             key, value = (t.repeat_interleave(self.heads // self.kv_heads, 1) for t in (key, value))
             grouped = False
         return F.scaled_dot_product_attention(

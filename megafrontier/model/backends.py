@@ -24,6 +24,12 @@ def skips_mask(
     return dropout == 0 and has_document_kernel(device, dtype, *_head_sizes(config))
 
 
+def takes_groups(device: torch.device, dtype: torch.dtype, is_masked: bool) -> bool:
+    """Whether grouped heads are left to torch. Of a GPU's fused kernels only flash knows them, and
+    it takes no mask and no fp32: without one of them the whole score matrix would be written."""
+    return not is_masked and not (device.type == "cuda" and dtype == torch.float32)
+
+
 def _head_sizes(config: ModelConfig) -> tuple[int, int, int]:
     return config.heads, kv_heads(config), head_size(config)
 
@@ -32,7 +38,7 @@ def uncompilable_attention(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
 ) -> str | None:
     """Why blocks with this attention cannot be compiled on the device; None where they can."""
-    if not documents or not skips_mask(config, device, dtype, config.dropout):
+    if not documents or not skips_mask(config, device, dtype, 0.0):  # as evaluations have it
         return None
     if has_promised_shape(device, dtype, *_head_sizes(config)):
         return None
@@ -46,7 +52,8 @@ def attention_backend(
     `documents` "varlen flash", or "dense mask, " and one of those."""
     if documents and skips_mask(config, device, dtype, config.dropout):
         return "varlen flash"
-    heads = [config.heads] + 2 * [config.heads if documents else kv_heads(config)]
+    repeated = not takes_groups(device, dtype, documents)
+    heads = [config.heads] + 2 * [config.heads if repeated else kv_heads(config)]
     length, width = config.sequence_length, head_size(config)
     query, key, value = (
         torch.empty(1, length, n, width, device=device, dtype=dtype).transpose(1, 2) for n in heads

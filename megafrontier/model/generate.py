@@ -148,5 +148,5 @@ def _last_logits(model: GPT, tokens: Tensor, cache: KVCache) -> Tensor:
 
     Without gradients in here only: a `no_grad` around a `yield` would hold for the caller too.
     """
-    logits: Tensor = model(tokens, cache=cache)[0, -1]
+    logits: Tensor = model(tokens, cache=cache, last_only=True)[0, -1]
     return logits.cpu()

@@ -127,8 +127,10 @@ class GPT(nn.Module):
         targets: Tensor | None = None,
         documents: Tensor | None = None,
         cache: KVCache | None = None,
+        last_only: bool = False,
     ) -> Tensor:
-        """Logits [b, s, vocab_size], or with `targets` the fp32 sum of the cross-entropies.
+        """Logits [b, s, vocab_size], with `last_only` [b, 1, vocab_size] of each row's last token,
+        or with `targets` the fp32 sum of the cross-entropies.
 
         tokens, targets int64 [b, s]. Targets of -100 have no loss; the sum is for the caller to
         divide by the global count of the others. `documents` int32 [n + 1]: where they begin in
@@ -151,7 +153,7 @@ class GPT(nn.Module):
         if cache is not None:
             cache.length += tokens.shape[1]
         tied = self.embedding.tokens.weight if self.config.tie_embeddings else None
-        return self.head(hidden, targets, tied)
+        return self.head(hidden[:, -1:] if last_only else hidden, targets, tied)
 
     def _sight(
         self, hidden: Tensor, past: int, documents: Tensor | None

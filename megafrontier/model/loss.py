@@ -114,7 +114,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factor = upstream[0] / ctx.scale
         by_weight = None
         if ctx.needs_input_grad[1]:
-            by_weight = (weight_grad * factor).to(ctx.weight_dtype)
+            # Straight into its type: a device has no second fp32 matrix beside all activations.
+            by_weight = torch.empty_like(weight_grad, dtype=ctx.weight_dtype)
+            torch.mul(weight_grad, factor, out=by_weight)
         # On a device a factor in fp16 would be 0 below 2^-24 and infinite from 2^16.
         by_hidden = (hidden_grad.float() if factor.is_cuda else hidden_grad) * factor
         return by_hidden.to(hidden_grad.dtype), by_weight, *[None] * 5

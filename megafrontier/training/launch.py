@@ -34,7 +34,7 @@ from megafrontier.training.kernels import describe_kernels
 from megafrontier.training.lease import hold
 from megafrontier.training.logbook import Log, Logbook, check_directory, open_logbook
 from megafrontier.training.loop import run
-from megafrontier.training.memory import check_memory, out_of_memory_told
+from megafrontier.training.memory import check_memory, out_of_memory_told, room_for_training
 from megafrontier.training.preflight import check_present, clear_room, preflight
 from megafrontier.training.ranks import describe_ranks
 from megafrontier.training.resuming import check_resume, goes_on, resume
@@ -202,7 +202,8 @@ def _train_watched(config: Config, identity: Identity, directory: Path) -> int:
             clear_room(config, hierarchy)
             with watch.trying_nodes():
                 preflight(config, arrangement, identity, hierarchy, logbook.remark)
-        with out_of_memory_told(config, identity):
+        where = f"rank {identity.rank} on {identity.host}"
+        with out_of_memory_told(where, room_for_training(config)):
             code = _run(config, arrangement, hierarchy, logbook, watch, attempt)
         attempt.ended(code)
         return code

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 import torch
 
-from megafrontier.cluster.identity import Identity
 from megafrontier.config import Config
 from megafrontier.errors import RunFailed, UserError
 from megafrontier.model.flops import parameter_count
@@ -45,13 +44,18 @@ def check_memory(config: Config, arrangement: Arrangement) -> None:
 
 
 @contextmanager
-def out_of_memory_told(config: Config, identity: Identity) -> Iterator[None]:
-    """Raises OutOfMemory, which says what can be done, in place of torch's error."""
+def out_of_memory_told(where: str, need: str) -> Iterator[None]:
+    """Raises OutOfMemory, which says where and what can be done, in place of torch's error."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise OutOfMemory(
-            f"rank {identity.rank} on {identity.host}: {str(error).splitlines()[0]} Need a smaller "
-            f"train.micro_batch ({config.train.micro_batch}), train.activation_checkpointing "
-            f"({config.train.activation_checkpointing}) of more, or more ranks"
-        ) from error
+        raise OutOfMemory(f"{where}: {str(error).splitlines()[0]} Need {need}") from error
+
+
+def room_for_training(config: Config) -> str:
+    """What to change where a training step has no room."""
+    train = config.train
+    return (
+        f"a smaller train.micro_batch ({train.micro_batch}), train.activation_checkpointing "
+        f"({train.activation_checkpointing}) of more, or more ranks"
+    )

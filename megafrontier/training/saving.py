@@ -13,7 +13,7 @@ from megafrontier.checkpoint.folder import delete, prune
 from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.checkpoint.write import save
 from megafrontier.config import Config, config_to_dict
-from megafrontier.data.tokenizer import kept_tokenizer
+from megafrontier.data.tokenizer import save_kept
 from megafrontier.errors import RunFailed, StorageFailed
 from megafrontier.training.callback import Callback, is_due
 from megafrontier.training.logbook import Logbook
@@ -80,8 +80,7 @@ def save_trainer(trainer: Trainer) -> Path:
 
 def attach_tokenizer(tokenizer: str, folder: Path) -> None:
     """Put a tokenizer's files into a checkpoint's folder, so that it needs nothing else."""
-    (folder / "tokenizer").mkdir()
-    kept_tokenizer(tokenizer).save(folder / "tokenizer")
+    save_kept(tokenizer, folder / "tokenizer")
 
 
 class Save(Callback):

@@ -27,7 +27,7 @@ from megafrontier.config import (
     load_machine,
 )
 from megafrontier.data.samples import Batch
-from megafrontier.data.tokenizer import Tokenizer, load_tokenizer
+from megafrontier.data.tokenizer import Tokenizer, kept_tokenizer, load_tokenizer
 from megafrontier.errors import UserError
 from megafrontier.model.generate import generate, stream_text
 from megafrontier.model.gpt import GPT, parameter_shapes
@@ -37,6 +37,7 @@ from megafrontier.partition.wires import DTYPES
 from megafrontier.training.arrangement import Arrangement, check_training
 from megafrontier.training.evaluation import Evaluation, describe_validation, evaluate
 from megafrontier.training.launch import joined, launch, uses_accelerator
+from megafrontier.training.memory import out_of_memory_told
 from megafrontier.training.resuming import fill_shards, share_shards
 from megafrontier.training.saving import attach_tokenizer
 from megafrontier.training.trainer import build_model, open_loader
@@ -96,11 +97,14 @@ def generate_command(
     path: Path,
     prompt: str,
     show: Callable[[str], Any],
+    device: str = "any",
     **sampling: Any,
 ) -> None:
     """Continue `prompt` with the model of a checkpoint, handing each piece of text to `show`.
 
-    `sampling` as in `model.generate.generate`. Raises UserError for a bad checkpoint or value.
+    `device`: `cpu`, or `any` for a GPU where there is one and the model was not trained on the CPU.
+    `sampling` as in `model.generate.generate`. Raises UserError for a bad checkpoint or value, and
+    OutOfMemory.
     """
     try:
         prompt.encode()
@@ -115,13 +119,15 @@ def generate_command(
             "--prompt: empty, but with data.document_mask no model learns how a document begins; "
             "need some text"
         )
-    device = "cuda" if uses_accelerator(_device_name(config)) else "cpu"
-    model = load_model(checkpoint, config, torch.device(device))
     tokens = tokens or [tokenizer.eod]  # an empty prompt starts where a document starts
-    show(prompt)
-    new = generate(model, tokens, stop=tokenizer.eod, vocab_size=tokenizer.vocab_size, **sampling)
-    for text in stream_text(new, tokenizer.decode, tokens):
-        show(text)
+    sampling |= {"stop": tokenizer.eod, "vocab_size": tokenizer.vocab_size}
+    name = _device_name(config) if device == "any" else device
+    where = torch.device("cuda" if uses_accelerator(name) else "cpu")
+    with out_of_memory_told(str(where), "--device cpu, or a shorter text"):
+        model = load_model(checkpoint, config, where)
+        show(prompt)
+        for text in stream_text(generate(model, tokens, **sampling), tokenizer.decode, tokens):
+            show(text)
 
 
 def export_command(path: Path, out: Path, precision: str) -> str:
@@ -145,12 +151,14 @@ def import_command(folder: Path, out: Path) -> Path:
     out = out if step_of(out) is None else out.parent
     if any(candidates(out)):
         raise UserError(f"{out}: holds checkpoints; need another --out")
+    kept_tokenizer(str(folder))  # first: the rest may take an hour
     model, tensors = import_model(folder)
     config = Config(model=model, tokenizer=str(folder))
     layout = Layout.build("imported", parameter_shapes(model).items(), 1)
     flat = torch.zeros(layout.numel)
     for entry in layout.entries:
-        flat[entry.offset : entry.offset + entry.numel] = tensors[entry.name].reshape(-1)
+        # Let go of each: a model of 70B would take half as much memory again.
+        flat[entry.offset : entry.offset + entry.numel] = tensors.pop(entry.name).reshape(-1)
     states = {"weight": flat.dtype}
     saved = config_to_dict(config)
     manifest = Manifest(0, 0, [layout], 1, states, saved, slice_elements=IMPORTED_SLICE)
@@ -198,8 +206,10 @@ def evaluate_command(
         config.partition = PartitionConfig(strategy="zero3")
 
     def body() -> int:
+        need = f"a smaller train.micro_batch ({config.train.micro_batch}), or more ranks"
         with joined(config) as (arrangement, hierarchy):
-            found = _evaluate(target, arrangement, hierarchy, show)
+            with out_of_memory_told(f"rank {hierarchy.rank}", need):
+                found = _evaluate(target, arrangement, hierarchy, show)
             if hierarchy.rank == 0:
                 show(describe(target.checkpoint, found))
         return 0

@@ -38,6 +38,15 @@ def test_greedy_text_is_that_of_transformers(shape, make_model, tmp_path):
     assert found == expected[0, len(PROMPT) :].tolist()
 
 
+def test_no_logits_are_computed_that_nobody_reads(shape, make_model):
+    """Of a long prompt they would take more memory than all else."""
+    model = make_model(shape)
+    rows = []
+    model.head.register_forward_pre_hook(lambda _, arguments: rows.append(arguments[0].shape[1]))
+    assert len(list(generate(model, PROMPT, max_new_tokens=4, temperature=0))) == len(rows) == 4
+    assert rows == [1] * 4
+
+
 def test_a_seed_gives_the_same_text_and_another_seed_another(make_config, make_model):
     model = make_model(make_config())
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megafrontier.model import attention
 from megafrontier.model.block import make_norm
 from megafrontier.model.gpt import GPT, parameter_shapes
 from megafrontier.model.sizes import ffn_hidden, padded_vocab
@@ -28,6 +29,16 @@ def test_loss_is_the_sum_of_cross_entropies_of_the_logits(shape, make_model, tok
     loss = model(tokens, targets)
     torch.testing.assert_close(loss, expected)
     assert_same(gradients(model, loss), gradients(model, expected), rtol=1e-4, atol=1e-4)
+
+
+def test_repeated_keys_and_values_are_those_of_grouped_heads(
+    make_config, make_model, tokens, monkeypatch
+):
+    """As on a GPU in fp32, whose fused kernels do not know groups."""
+    model = make_model(make_config(kv_heads=2))
+    grouped = model(tokens)
+    monkeypatch.setattr(attention, "takes_groups", lambda *_: False)
+    torch.testing.assert_close(model(tokens), grouped)
 
 
 def test_no_token_sees_the_future(shape, make_model, tokens):
