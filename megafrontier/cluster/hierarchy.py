@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,9 @@ import torch.distributed as dist
 from megafrontier.cluster.collectives import all_gather
 from megafrontier.cluster.levels import Levels
 from megafrontier.cluster.standing import Standing
-from megafrontier.errors import LOST, StorageFailed, UserError
+from megafrontier.errors import LOST, StorageFailed, UserError, of_os_error
+
+T = TypeVar("T")
 
 
 class Waiting(Protocol):
@@ -82,6 +84,7 @@ class Hierarchy:
     def to_replicas(self, tensors: Iterable[torch.Tensor], depth: int) -> None:
         """Give all that hold the same piece at `depth` the first replica's tensors, in place: the
         outermost level first, so that a source has them when its level's turn comes."""
+        self.turn.end()
         for tensor in tensors:
             for level in reversed(range(depth, len(self.levels.sizes))):
                 if (group := self.groups[level]) is not None:
@@ -132,15 +135,20 @@ class Hierarchy:
         lowest = -int(self.maximum(torch.tensor([-mine], device=self.device)).item())
         return self._broadcast_text(message if self.rank == lowest else None)
 
-    def together(self, act: Callable[[], None]) -> None:
-        """Act on every rank; where some raise UserError or StorageFailed all raise the lowest
-        one's."""
-        problem = None
+    def together(self, act: Callable[[], T]) -> T:
+        """What `act` returns; where it raises UserError or StorageFailed on some ranks, or a file
+        system's error, which is one or the other, all raise the lowest one's."""
+        problem: UserError | StorageFailed | None = None
         try:
-            act()
+            found = act()
         except (UserError, StorageFailed) as error:
             problem = error
+        except OSError as error:
+            if error.filename is None:
+                raise
+            problem = of_os_error(error, f"{error.filename}: {error.strerror}")
         self.raise_first(problem)
+        return found
 
     def raise_first(self, problem: UserError | StorageFailed | None) -> None:
         """Raise the lowest rank's problem on all ranks, where some have one."""

@@ -152,7 +152,7 @@ class Engine:
                 self.hierarchy.levels,
                 wires or self.wires,
                 micro_batches,
-                1 if self._schedule.stays_gathered(unit) else 2,
+                self._schedule.gathers(unit, micro_batches),
             )
             for unit in self.units
         )

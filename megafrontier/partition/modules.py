@@ -12,6 +12,7 @@ from megafrontier.errors import UserError
 from megafrontier.partition.unit import ROOT, InitialSlice, Named, Unit
 
 _MARK = "_megafrontier_is_sharded"
+SUMMED_BYTES = 1 << 24
 
 
 def assign(
@@ -20,8 +21,8 @@ def assign(
     """(unit name, module, its parameters) of those that have any: the root unit, of all that no
     block has to itself, first.
 
-    Raises UserError for a frozen or complex parameter, and for a block that is not part of the
-    model, lies in another one, or has another's name.
+    Raises UserError for a parameter that is frozen, complex or has a hook, which would be lost, and
+    for a block that is not part of the model, lies in another one, or has another's name.
     """
     _refuse_tangled(blocks)
     owners: dict[str, set[str]] = {}
@@ -37,6 +38,8 @@ def assign(
             raise UserError(f"parameter {name}: frozen, every parameter must require a gradient")
         if parameter.is_complex():
             raise UserError(f"parameter {name}: complex, need its torch.view_as_real")
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise UserError(f"parameter {name}: has a hook, need it registered after `shard`")
     # A parameter that several blocks share must be whole while any of them runs.
     root = [(n, p) for n, p in names.items() if len(owners.get(n, ())) != 1]
     if root:
@@ -51,6 +54,8 @@ def _refuse_tangled(blocks: Sequence[tuple[str, nn.Module]]) -> None:
     names: set[str] = set()
     by_module = {id(block): name for name, block in blocks}
     for name, block in blocks:
+        if name == ROOT:
+            raise UserError(f"block {name!r}: the name of what no block owns, need another")
         if name in names or by_module[id(block)] != name:
             raise UserError(f"block {name!r}: given twice, need each once and by its own name")
         names.add(name)
@@ -103,9 +108,7 @@ def refuse_different(model: nn.Module, hierarchy: Hierarchy) -> None:
     named = [(name, tensor) for name, tensor in named if not tensor.is_meta]
     if hierarchy.size == 1 or not named:
         return
-    # Sums of bytes: exact, and the same in any order.
-    bits = [p.contiguous().view(-1).view(torch.uint8) for _, p in named]
-    sums = torch.stack([b.sum(dtype=torch.int64).to(hierarchy.device) for b in bits])
+    sums = torch.stack([_byte_sum(tensor).to(hierarchy.device) for _, tensor in named])
     largest, negated = hierarchy.maximum(torch.cat([sums, -sums])).view(2, -1)
     different = torch.nonzero(largest != -negated).flatten().tolist()
     if different:
@@ -113,6 +116,13 @@ def refuse_different(model: nn.Module, hierarchy: Hierarchy) -> None:
             f"{named[different[0]][0]}: ranks bring other values; seed them alike before "
             "the model is built, or give `initial`"
         )
+
+
+def _byte_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum of its bytes: exact, and the same in any order. In parts, for torch makes int64 of all
+    that it is given to sum."""
+    parts = tensor.contiguous().view(-1).view(torch.uint8).split(SUMMED_BYTES)
+    return torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum()
 
 
 def settle_buffers(model: nn.Module, device: torch.device) -> None:

@@ -86,7 +86,8 @@ class Moves:
         """
         own = self.inside(weights, stop, start)
         depth = start
-        while depth > stop and self._wires.gather[depth - 1].is_delta:
+        wires, groups = self._wires.gather, self.hierarchy.groups
+        while depth > stop and (wires[depth - 1].is_delta or groups[depth - 1] is None):
             depth -= 1
         slot = Slot(own, label)
         if depth == start:
@@ -96,9 +97,10 @@ class Moves:
             # difference, and the largest rest of a block would set its scale.
             self.then(slot, start - 1, lambda old: master.to(old.dtype).float() - old)
             for level in reversed(range(depth, start)):
-                self.then(slot, level, partial(self._pass_change_on, level, label))
+                if groups[level] is not None:
+                    self.then(slot, level, partial(self._pass_change_on, level, label))
             reached = self.inside(weights, stop, depth)
-            self.then(slot, depth, lambda change: reached.copy_(reached + change))
+            self.then(slot, depth, lambda change: reached.add_(change))  # in fp32, rounded once
         self._gather(self._wires.gather, slot, Slot(weights, label), depth, stop)
         return slot
 

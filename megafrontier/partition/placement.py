@@ -174,16 +174,14 @@ def traffic_bytes(
 ) -> list[int]:
     """Bytes one rank sends over each level in one optimizer step, for one unit.
 
-    `gathers` is how often a micro-batch gathers the unit: 2 (forward and backward), or 1 for a
-    unit that stays gathered between them. Crossing a level of size s takes s - 1 messages.
+    `gathers` is how often the step gathers the unit: twice a micro-batch (forward and backward),
+    less for one that stays gathered between. Crossing a level of size s takes s - 1 messages.
     """
     source = placement.backward_weights
     totals = []
     for i, size in enumerate(levels.sizes):
         piece = numel // prod(levels.sizes[: i + 1])
-        gathered = (gathers * micro_batches if i < source else 0) + (
-            source <= i < placement.optimizer
-        )
+        gathered = gathers if i < source else int(i < placement.optimizer)
         reduced = micro_batches if i < placement.gradients else 1
         if i >= placement.optimizer:
             reduced += 1  # the sum comes back to every replica

@@ -50,13 +50,20 @@ class Schedule:
         self._unmade: set[int] = set()  # of this forward, those whose output has no gradient here
         self._is_last = False
         self._leads = False  # a backward; another's, for its own ends, leaves no gradients here
+        # Where the pass turns round those that have just run are the next to run, and nobody else
+        # wants their buffers: they stay. So does the root, which has its own.
+        in_turns = [unit for unit in units if unit.name != ROOT]
+        roots = [unit for unit in units if unit.name == ROOT]
+        self._first = {*roots, *in_turns[: prefetch + 1]}
+        self._last = {*roots, *in_turns[-1 - prefetch :]}
         for index, module in enumerate(modules):
             self._attach(module, index)
 
-    def stays_gathered(self, unit: Unit) -> bool:
-        """Whether a unit is gathered once for forward and backward: the root unit, which runs all
-        the while, and the last block, whose backward follows its forward at once."""
-        return unit.name == ROOT or unit is self.units[-1]
+    def gathers(self, unit: Unit, micro_batches: int) -> int:
+        """How often a step of so many micro-batches gathers a unit: for each forward, unless it has
+        stayed from the backward before, and for each backward, unless it stays for that."""
+        forward = 1 if unit in self._first else micro_batches
+        return forward + (0 if unit in self._last else micro_batches)
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         """See `Engine.backward`."""
@@ -69,7 +76,7 @@ class Schedule:
             if index in self._missing:  # the root, or some parameter took no part
                 self._finish_backward(index)
             else:
-                unit.release()  # if it was gathered ahead, but its turn never came
+                self._let_go(unit)  # if it was gathered ahead, but its turn never came
         self._leads = False
         self._done.clear()
         self._unmade.clear()
@@ -155,7 +162,7 @@ class Schedule:
             if made:
                 self._runs[index].add(run)
             has_backward = made or index in self._unmade
-            if not (has_backward and self.stays_gathered(unit)):
+            if not (has_backward and unit in self._last):
                 unit.release()
 
     def _before_backward(self, index: int, run: Run) -> None:
@@ -203,13 +210,20 @@ class Schedule:
 
         return ready
 
+    def _let_go(self, unit: Unit) -> None:
+        """Its backward is over: release it, but for those that run first in the next forward."""
+        if unit in self._first:
+            unit.stay()
+        else:
+            unit.release()
+
     def _finish_backward(self, index: int) -> None:
         """Reduce a unit's gradient and, into its place, begin to gather the unit whose turn comes
         after those already gathered, if there is one."""
         unit, next_index = self.units[index], index - 1 - self._prefetch
         self._missing.pop(index)
         self._done.add(index)
-        unit.release()
+        self._let_go(unit)
         # As many full gradients wait for their reduction as units are gathered ahead: bounded.
         while len(self.reducing) > self._prefetch:
             with self._ledger.waiting(f"reduce {self.reducing[0].name}"):

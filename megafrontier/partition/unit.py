@@ -218,6 +218,11 @@ class Unit:
         self._gathering.wait()
         self._publishing.wait()  # it came before
 
+    def stay(self) -> None:
+        """Stay gathered for the next forward, until another unit or a publication comes first."""
+        if self.phase is not Phase.RELEASED:
+            self.phase = Phase.FORWARD
+
     def release(self) -> None:
         """Give the gathered weights back; the shards stay."""
         if self.phase is Phase.RELEASED:

@@ -162,7 +162,7 @@ class Wire:
             values = values.float() + error  # in bf16 the sum would round, and nobody keep it
         messages = self._encode(values)
         if error is not None:
-            error.copy_(values - self._decode(messages, values.shape[1]))
+            torch.sub(values, self._decode(messages, values.shape[1]), out=error)
             # The step is skipped; its errors must not come back in the next.
             error.nan_to_num_(0.0, 0.0, 0.0)
         return messages

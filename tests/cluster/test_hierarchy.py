@@ -1,7 +1,9 @@
 """Ranks meet on levels, agree to the bit, and refuse levels that hosts cut through."""
 
+import errno
 import os
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +15,25 @@ from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import Identity, identify
 from megafrontier.cluster.join import give_up, join
 from megafrontier.cluster.local import fork_ranks
-from megafrontier.errors import UserError
+from megafrontier.errors import LOST, StorageFailed, UserError
 from tests.ranks import make_levels, run_ranks
 
 CPU = torch.device("cpu")
 LONG = "é€😀 " * 700 + "the end"
+
+
+def fail_on(rank):
+    if rank == 4:
+        raise OSError(errno.ESTALE, "Stale file handle", "/lustre/x")
+    if rank == 6:
+        raise UserError("later")
+
+
+def ended(act):
+    try:
+        return act()
+    except (UserError, StorageFailed) as error:
+        return f"{error.code} {error}"
 
 
 def agreements(hierarchy):
@@ -39,6 +55,14 @@ def agreements(hierarchy):
         "several": hierarchy.first_error(f"rank {rank}" if rank in (3, 4, 7) else None),
         "long": hierarchy.first_error(LONG if rank == 7 else "no" * 9000 if rank > 7 else None),
         "empty": hierarchy.first_error("" if rank == 2 else None),
+        "together": hierarchy.together(lambda: rank),
+        "not together": ended(lambda: hierarchy.together(partial(fail_on, rank))),
+        "sum and maximum": [
+            found.tolist()
+            for found in hierarchy.sum_and_maximum(
+                torch.tensor([rank, 1.0]).double(), torch.tensor([rank % 5, -rank]).double()
+            )
+        ],
         "piece": [hierarchy.piece(depth) for depth in range(4)],
         "first replica": [hierarchy.is_first_replica(depth) for depth in range(4)],
     }
@@ -81,6 +105,15 @@ def test_the_lowest_ranks_error_reaches_every_rank_whole(agreed):
         assert rank["long"] == LONG
         assert len(rank["long"]) > 2000
         assert rank["empty"] == ""
+
+
+def test_what_one_rank_meets_all_raise_and_else_each_has_its_own(agreed):
+    assert [found["together"] for found in agreed] == list(range(8))
+    assert {found["not together"] for found in agreed} == {f"{LOST} /lustre/x: Stale file handle"}
+
+
+def test_sums_and_maxima_come_in_one_message(agreed):
+    assert [found["sum and maximum"] for found in agreed] == [[[28, 8], [4, 0]]] * 8
 
 
 def test_pieces_are_numbered_fastest_level_first_and_each_has_one_first_replica(agreed):

@@ -14,10 +14,26 @@ from megafrontier.partition.placement import state_bytes, traffic_bytes
 from megafrontier.partition.pool import Pool
 from megafrontier.partition.presets import choose_wires
 from megafrontier.partition.unit import Phase
-from tests.partition.tiny import LENGTH, VOCABULARY, TinyModel, batch, engine_step
+from tests.partition.tiny import (
+    LENGTH,
+    VOCABULARY,
+    TinyModel,
+    batch,
+    engine_step,
+    watch_crossings,
+)
 from tests.ranks import make_levels, run_ranks
 
 LEVELS = make_levels((2, 2, 2))
+NAMES = ["embedding", "blocks.0", "blocks.1", "blocks.2", "head"]
+STEPS = [
+    (1, False, {}),
+    (4, True, {}),
+    (2, False, {"overlap": "none"}),
+    (2, False, {"overlap": "full", "prefetch": 2}),
+    (2, True, {"prefetch": 9}),
+]
+"""Accumulation, whether embeddings are tied, and how units are gathered."""
 
 
 def build(hierarchy, strategy, dtype=torch.float32, tied=False, **options):
@@ -37,18 +53,18 @@ def test_bytes_per_level_and_step_equal_the_formula(dtype):
     def body(hierarchy):
         found = []
         for strategy in STRATEGIES:
-            for accumulation in (1, 4):
-                model, engine = build(hierarchy, strategy, dtype, tied=accumulation == 4)
+            for accumulation, tied, options in STEPS:
+                model, engine = build(hierarchy, strategy, dtype, tied, **options)
                 engine_step(engine, model, make_optimizer(engine), 0, accumulation)
                 engine.finish_publishing()
                 sent, seconds = engine.ledger.take()
                 expected = engine.step_bytes(accumulation)
-                found.append((strategy, sent, expected, seconds))
+                found.append(((strategy, options), sent, expected, seconds))
         return found
 
     for rank in run_ranks((2, 2, 2), body):
-        for strategy, sent, expected, seconds in rank:
-            assert sent == expected, strategy
+        for what, sent, expected, seconds in rank:
+            assert sent == expected, what
             assert all(s > 0 for s in seconds)
 
 
@@ -57,7 +73,10 @@ def test_slow_levels_are_crossed_once_a_step_by_topo_and_every_time_by_zero3():
     sizes = (2, 2)
     wires = Wires.plain(3, torch.bfloat16)
     world = [
-        [traffic_bytes(numel, Placement.named(s, LEVELS), LEVELS, wires, a, 2)[-1] for a in (1, 4)]
+        [
+            traffic_bytes(numel, Placement.named(s, LEVELS), LEVELS, wires, a, 2 * a)[-1]
+            for a in (1, 4)
+        ]
         for s in ("topo", "zero3")
     ]
     piece = numel // 8
@@ -117,6 +136,8 @@ def pool_bytes(engine, ahead=1):
     ("overlap", "prefetch", "most"), [("none", 1, 1), ("safe", 1, 2), ("full", 2, 3)]
 )
 def test_in_flight_are_the_running_unit_those_ahead_and_those_that_stay(overlap, prefetch, most):
+    """Those stay that have run last where the pass turns round: they are the next to run."""
+
     def body(hierarchy):
         model, engine = build(hierarchy, "topo", overlap=overlap, prefetch=prefetch)
         gathered = []
@@ -138,8 +159,25 @@ def test_in_flight_are_the_running_unit_those_ahead_and_those_that_stay(overlap,
 
     for gathered, after_forward, after in run_ranks((2, 2, 2), body):
         assert max(gathered) == most
-        assert after_forward == {"head"}
-        assert after == set()
+        assert after_forward == {*NAMES[-most:]}
+        assert after == {*NAMES[:most]}
+
+
+def test_what_stays_is_gathered_once():
+    """Of a step of four micro-batches: the root, and the units at both turns of the pass."""
+
+    def body(hierarchy):
+        model, engine = build(hierarchy, "zero3", tied=True, prefetch=1)
+        gathered = Counter()
+        watch_crossings(engine, lambda _, label: gathered.update([label]))
+        for step in range(2):
+            engine_step(engine, model, make_optimizer(engine), step, 4)
+        return {label: n for label, n in gathered.items() if label.startswith("gather")}
+
+    # Three levels each, two steps; blocks.1 is at both turns.
+    counts = {"root": 1, "blocks.0": 1 + 4, "blocks.1": 1, "blocks.2": 4}
+    expected = {f"gather {name}": 6 * count for name, count in counts.items()}
+    assert run_ranks((2, 2, 2), body) == [expected] * 8
 
 
 @pytest.mark.parametrize(("overlap", "prefetch"), [("none", 1), ("safe", 1), ("full", 2)])

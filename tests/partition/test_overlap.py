@@ -13,7 +13,15 @@ from megafrontier.partition.lanes import DONE, Lanes
 from megafrontier.partition.trace import Trace
 from megafrontier.partition.wires import DTYPES
 from tests.partition.streams import Streams
-from tests.partition.tiny import GLOBAL_BATCH, LENGTH, LEVELS, TinyModel, batch, preset
+from tests.partition.tiny import (
+    GLOBAL_BATCH,
+    LENGTH,
+    LEVELS,
+    TinyModel,
+    batch,
+    preset,
+    watch_crossings,
+)
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -101,17 +109,6 @@ def test_memory_that_a_lane_may_still_use_is_not_given_back(
         return streams.lost
 
     assert run_ranks((2, 2, 2), body) == [[]] * 8
-
-
-def watch_crossings(engine, watch):
-    """Let `watch` see (name of the level, label) before each crossing, where it runs."""
-    crossing = engine.ledger.crossing
-
-    def watched(level, label):
-        watch(LEVELS.names[level], label)
-        return crossing(level, label)
-
-    engine.ledger.crossing = watched
 
 
 def when_backward_begins(module, act):
@@ -267,6 +264,8 @@ def test_ranks_that_disagree_on_the_order_are_named_with_their_units(policy):
         )
         engine.backward(model(batch(0)[:2]))
         engine.finish_gradients()
+        for unit in engine.units:
+            unit.release()
         deviates = hierarchy.rank in (2, 3)
         engine.units[2 if deviates else 1].gather()
 
@@ -328,14 +327,16 @@ def test_a_trace_has_a_row_a_level_and_names_moves_and_units(tmp_path):
 def test_a_lane_runs_tasks_in_order_and_after_what_they_wait_for():
     lanes = Lanes("full", 2, CPU, Turn())
     gate, seen = threading.Event(), []
-    first = lanes.run(0, gate.wait, DONE)
+    first = lanes.run(0, lambda: (gate.wait(), seen.append("gate")), DONE)
     second = lanes.run(1, lambda: seen.append("after the gate"), first)
-    lanes.run(0, lambda: seen.append("same lane"), DONE)
+    third = lanes.run(0, lambda: seen.append("same lane"), DONE)
     last = lanes.run(1, lambda: seen.append("last"), DONE)
     assert seen == []
     gate.set()
     second.wait()
     last.wait()
+    third.wait()
+    assert seen[0] == "gate"
     assert seen.index("after the gate") < seen.index("last")
 
 

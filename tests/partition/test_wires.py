@@ -19,7 +19,7 @@ from tests.partition.tiny import (
     train_alone,
     train_sharded,
 )
-from tests.ranks import run_ranks
+from tests.ranks import make_levels, run_ranks
 
 PRESETS = ["zero++", "low"]
 SHAPES = [(2, 2, 2), (3, 2), (2, 1, 3), (4,)]
@@ -159,7 +159,7 @@ def test_low_sends_a_quarter_of_bf16_between_nodes():
     numel = 2**20
     placement = Placement.named("topo", LEVELS)
     low, exact = (
-        traffic_bytes(numel, placement, LEVELS, preset(n, "topo", precision="bf16"), 4, 2)[-1]
+        traffic_bytes(numel, placement, LEVELS, preset(n, "topo", precision="bf16"), 4, 8)[-1]
         for n in ("low", "exact")
     )
     assert low / exact == pytest.approx((4 + 1 / 8) / 16, rel=1e-3)
@@ -305,6 +305,24 @@ def test_padding_stays_zero_though_rotations_mix_it_with_the_last_parameter():
         return most
 
     assert run_ranks((2, 2, 2), body) == [0.0] * 8
+
+
+def test_a_level_of_one_rank_does_not_turn_a_change_into_values():
+    """Whatever its wire is: nothing crosses it, and the levels inside it go on with the change."""
+    levels = make_levels((2, 2, 1, 2))
+
+    def body(hierarchy):
+        found = []
+        for between in ("delta4", "int8"):
+            chosen = {"node": "delta4", "rack": between, "world": "delta4"}
+            wires = preset("exact", "topo", levels, gather=chosen)
+            model, engine, optimizer = build(hierarchy, wires)
+            losses = [engine_step(engine, model, optimizer, step, 2) for step in range(3)]
+            engine.finish_publishing()
+            found.append((losses, [bits(unit.weights) for unit in engine.units]))
+        return found[0] == found[1]
+
+    assert run_ranks((2, 2, 1, 2), body) == [True] * 8
 
 
 def test_values_inside_a_delta_are_rounded_alike_on_every_copy():

@@ -162,6 +162,17 @@ def finished_gradients(
     return found
 
 
+def watch_crossings(engine, watch):
+    """Let `watch` see (name of the level, label) before each crossing, where it runs."""
+    crossing = engine.ledger.crossing
+
+    def watched(level, label):
+        watch(LEVELS.names[level], label)
+        return crossing(level, label)
+
+    engine.ledger.crossing = watched
+
+
 def bits(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
 
