@@ -43,13 +43,16 @@ class UserError(Ending):
 
 
 class RanksRefused(UserError):
-    """`count` of `size` ranks cannot start: (rank, host, why) of some of them."""
+    """`count` of `size` ranks cannot start: (rank, host, why) of some of them. `part` is which part
+    they are of all ranks, or of those that speak for a host."""
 
-    def __init__(self, refusals: list[tuple[int, str, str]], count: int, size: int) -> None:
+    def __init__(
+        self, refusals: list[tuple[int, str, str]], count: int, size: int, part: float
+    ) -> None:
         rank, host, why = min(refusals)
         more = f" (and {count - 1} more)" if count > 1 else ""
         super().__init__(why if count == size else f"rank {rank} on {host}{more}: {why}")
-        self.refusals, self.are_few = refusals, 2 * count < size
+        self.refusals, self.are_few = refusals, 2 * part < 1
 
 
 class RankError(UserError):

@@ -35,7 +35,7 @@ ANSWER_RANKS, VERDICT_RANKS = 10_000, 2_000
 requests a second, of which each rank makes seven until the verdict and four more to leave."""
 _BLOCK = 64
 _NAMED_HOSTS = _TOLD_REFUSALS = 8
-_NEVER = timedelta(days=20)  # what still fits the store's milliseconds
+_LONGEST = timedelta(days=20)  # what still fits the store's milliseconds
 
 
 def answer_seconds(size: int) -> float:
@@ -96,6 +96,8 @@ class RollCall:
         rank, size = self.identity.rank, self.identity.world_size
         if refusal is not None:
             self._refuse(refusal)
+        if self.identity.local_rank == 0:
+            self.store.add("hosts", 1)
         self.store.set(f"host/{rank}", self.identity.host)
         self.store.add(f"come/{rank // _BLOCK}", 1)
         if self.store.add("met", 1) == size:
@@ -104,7 +106,7 @@ class RollCall:
             self._await_all(seconds)
         else:
             self.store.wait(["absent"], timedelta(seconds=seconds + verdict_seconds(size)))
-        absent, refusals, count = json.loads(self._text("absent"))
+        absent, refusals, count, part = json.loads(self._text("absent"))
         if not absent and not count:
             self.first_host = self._text("host/0")
         elif rank == 0:
@@ -112,11 +114,13 @@ class RollCall:
         elif rank not in absent:  # come in time
             self._listened()
         if count:
-            raise RanksRefused([tuple(row) for row in refusals], count, size)
+            raise RanksRefused([tuple(row) for row in refusals], count, size, part)
         return list(absent)
 
     def _refuse(self, why: str) -> None:
         number = self.store.add("refusals", 1)
+        if self.identity.local_rank == 0:
+            self.store.add("refusing hosts", 1)
         # Rank 0's is kept, whatever its number: where all refuse it is the one that is told.
         if number <= _TOLD_REFUSALS or self.identity.rank == 0:
             row = self.identity.rank, self.identity.host, why
@@ -126,7 +130,10 @@ class RollCall:
         count = self.store.add("refusals", 0)
         keys = [f"refusal/{number + 1}" for number in range(min(count, _TOLD_REFUSALS))]
         rows = [json.loads(self._text(key)) for key in keys if self.store.check([key])]
-        self.store.compare_set("absent", "", json.dumps((absent, rows, len(rows) and count)))
+        # What one rank a host looks at, all hosts' may refuse, and no other rank.
+        hosts = self.store.add("refusing hosts", 0) / max(1, self.store.add("hosts", 0))
+        part = max(count / self.identity.world_size, hosts)
+        self.store.compare_set("absent", "", json.dumps((absent, rows, len(rows) and count, part)))
 
     def _await_all(self, seconds: float) -> None:
         try:
@@ -148,8 +155,12 @@ class RollCall:
 
     def wait_for_alarm(self) -> Alarm:
         """Block until some rank raises it. Raises RuntimeError when the store is gone."""
-        self.store.wait(["alarm"], _NEVER)
-        return _decode(self.store.get("alarm"))
+        while True:
+            # Looked for once more at the end of the longest wait, which is an error like any other.
+            with suppress(RuntimeError):
+                self.store.wait(["alarm"], _LONGEST)
+            if (found := self.alarm()) is not None:
+                return found
 
     def alarm(self) -> Alarm | None:
         """The alarm, if there is one."""

@@ -13,7 +13,7 @@ from yaml import YAMLError
 from megafrontier.config.checks import check, check_machine
 from megafrontier.config.fitting import check_fit
 from megafrontier.config.schema import Config, MachineConfig
-from megafrontier.errors import UserError
+from megafrontier.errors import UserError, of_os_error
 
 _MACHINES = (
     Path("configs/machines"),
@@ -111,7 +111,8 @@ def _read_yaml(path: Path, children: tuple[Path, ...] = ()) -> DictConfig:
     try:
         values = OmegaConf.load(path)
     except OSError as error:
-        raise UserError(f"{path}{asked}: cannot read the config: {error.strerror}") from error
+        line = f"{path}{asked}: cannot read the config: {error.strerror}"
+        raise of_os_error(error, line) from error
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise UserError(f"{path}{asked}: not valid YAML: {error}") from error
     if not isinstance(values, DictConfig):

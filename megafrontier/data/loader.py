@@ -128,7 +128,8 @@ class Loader:
     def close(self) -> None:
         """Stop the background thread; `step` would start it again."""
         if self._thread is not None and self._process == os.getpid():
-            self._thread.shutdown(cancel_futures=True)
+            # What is being read nobody takes, and a storage that hangs would keep the rank.
+            self._thread.shutdown(wait=False, cancel_futures=True)
         self._thread, self._ahead = None, {}
 
     def _read(self, step: int) -> list[Batch]:

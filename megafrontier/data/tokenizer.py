@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-from megafrontier.errors import UserError
+from megafrontier.errors import UserError, of_os_error
 
 MARKER = "megafrontier_tokenizer.json"
 """File that tells a folder written by `save` which kind of tokenizer it holds."""
@@ -87,7 +87,10 @@ class SentencePieceTokenizer:
         try:
             self._proto = self.path.read_bytes()
             self._model.LoadFromSerializedProto(self._proto)
-        except (OSError, RuntimeError) as error:
+        except OSError as error:
+            line = f"tokenizer {str(path)!r}: cannot read: {error.strerror}"
+            raise of_os_error(error, line) from error
+        except RuntimeError as error:
             raise UserError(f"tokenizer {str(path)!r}: no SentencePiece model: {error}") from error
         self.vocab_size: int = self._model.get_piece_size()
         self.eod = self._find_eod()

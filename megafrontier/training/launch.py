@@ -237,6 +237,7 @@ def _run(
         with garbage_collected(config.train.gc_every) as garbage:
             callbacks = [Log(logbook), save, evaluate, timeline, Guard(logbook), stragglers]
             run(trainer, [*callbacks, garbage], watch.beat)
+        save.finish(watch.beat)
         if trainer.step >= trainer.last_step:
             return 0
         if trainer.is_first:

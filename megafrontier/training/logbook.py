@@ -37,7 +37,7 @@ class Logbook:
     def write(self, values: dict[str, Any]) -> None:
         """Keep one line of metrics."""
         for sink in self._sinks:
-            self._attempt(partial(sink.write, values))
+            self._attempt(sink, partial(sink.write, values))
         if self._progress is not None:
             self._progress.update(values)
 
@@ -45,7 +45,7 @@ class Logbook:
         """Bring the metrics so far to the disk."""
         for sink in self._sinks:
             if isinstance(sink, JsonLines):
-                self._attempt(sink.sync)
+                self._attempt(sink, sink.sync)
 
     def remark(self, line: str) -> None:
         """Tell the reader something that is not a number."""
@@ -55,15 +55,19 @@ class Logbook:
     def close(self) -> None:
         """Flush everything."""
         for sink in self._sinks:
-            self._attempt(sink.close)
+            self._attempt(sink, sink.close)
 
-    def _attempt(self, act: Callable[[], None]) -> None:
+    def _attempt(self, sink: Sink, act: Callable[[], None]) -> None:
         try:
             act()
-        except OSError as error:
+        except Exception as error:
+            # What others' packages raise, when their process is gone, say, is not known.
+            if isinstance(sink, JsonLines) and not isinstance(error, OSError):
+                raise
             if not self._has_failed:
                 self._has_failed = True
-                self.remark(f"warning: metrics are not written: {error.strerror or error}")
+                why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                self.remark(f"warning: metrics are not written: {' '.join(why.split())}")
 
 
 @contextmanager

@@ -6,7 +6,7 @@ gather; so all come to the same verdict, and rank 0 names the hosts.
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,7 @@ from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.links import measure
 from megafrontier.config import Config, DeviceConfig
-from megafrontier.errors import NodesUnfit, RunFailed, UserError
+from megafrontier.errors import NodesUnfit, RunFailed, StorageFailed, UserError, of_os_error
 from megafrontier.model.flops import parameter_count
 from megafrontier.partition.wires import DTYPES
 from megafrontier.training import bad_nodes
@@ -36,7 +36,7 @@ STORAGE = "run.directory"
 SEEN_SECONDS = 10.0
 """How long a file written on one host may take to be seen on another."""
 NAMED = 16
-"""Hosts named at most: more are no matter of single nodes."""
+"""Hosts that a line names at most."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,15 @@ class Table:
     @property
     def hosts(self) -> int:
         return len(self.host.unique())
+
+
+@dataclass(frozen=True)
+class Place:
+    """What all ranks told, and which of them this is."""
+
+    table: Table
+    identity: Identity
+    hierarchy: Hierarchy
 
 
 def preflight(
@@ -79,14 +88,18 @@ def preflight(
     with hierarchy.standing.at("its device"):
         is_tried = hierarchy.device.type == "cuda"  # before the ranks met
         problem = None if is_tried else check_device(arrangement.machine.device, hierarchy.device)
-    with hierarchy.standing.at(STORAGE):
-        problem = problem or _check_storage(directory, identity)
+    problem = hierarchy.together(partial(_check_storage, directory, identity, hierarchy)) or problem
     if table.hosts > 1:
         problem = _check_shared(directory, identity, hierarchy) or problem
-    failing = _name_hosts(problem, table, identity, hierarchy)
-    failing = failing or _judge(config, arrangement, table, identity, hierarchy, warn)
-    if failing:
-        _refuse(failing, table.hosts, directory, hierarchy)
+    place = Place(table, identity, hierarchy)
+    _refuse(problem, place, directory)
+    slow = slow_links(config, arrangement, table, hierarchy)
+    if config.preflight.if_slow == "fail":
+        _refuse(slow.get(hierarchy.rank), place, directory)
+    skewed = clock_skew(table)
+    for found in filter(None, (slow, skewed)):
+        for line in _name_hosts(found.get(hierarchy.rank), place, NAMED).values():
+            warn(f"warning: preflight: {line}")
 
 
 def clear_room(config: Config, hierarchy: Hierarchy) -> None:
@@ -137,18 +150,23 @@ def check_device(device: DeviceConfig, found: torch.device) -> str | None:
     return f"{kind}: {free:.1f} GiB of memory, need {need:.1f} (machine.device.memory_gib)"
 
 
-def _check_storage(directory: Path, identity: Identity) -> str | None:
-    """Whether this host can write to the run directory; one rank a host tries."""
+def _check_storage(directory: Path, identity: Identity, hierarchy: Hierarchy) -> str | None:
+    """Whether this host can write to the run directory; one rank a host tries. Raises StorageFailed
+    where that is not the host's fault."""
     if identity.local_rank != 0 and identity.source != "alone":
         return None
     trial = directory / f".preflight-{identity.rank}"
     try:
-        with trial.open("wb") as file:
+        with hierarchy.standing.at(STORAGE), trial.open("wb") as file:
             file.write(b"trial")
             os.fsync(file.fileno())
-        trial.unlink()
+            trial.unlink()
     except OSError as error:
-        return f"run.directory: {directory}: {error.strerror}, need a folder to write"
+        line = f"run.directory: {directory}: {error.strerror}, need a folder to write"
+        failed = of_os_error(error, line)
+        if isinstance(failed, StorageFailed):
+            raise failed from error
+        return line
     return None
 
 
@@ -163,26 +181,33 @@ def _check_shared(directory: Path, identity: Identity, hierarchy: Hierarchy) -> 
                 os.close(fd)
                 name = Path(path).name
     name = from_rank_0(hierarchy, name)
-    with hierarchy.standing.at(STORAGE):
-        looks = identity.local_rank == 0 and name != ""
-        is_seen = not looks or _appears(directory / name)
-    hierarchy.all_true(True)  # all have looked
-    if hierarchy.rank == 0 and name:
-        with suppress(OSError):
-            (directory / name).unlink()
+    looks = identity.local_rank == 0 and name != ""
+    try:
+        is_seen = hierarchy.together(lambda: not looks or _appears(directory / name, hierarchy))
+    finally:  # all have looked
+        if hierarchy.rank == 0 and name:
+            with suppress(OSError):
+                (directory / name).unlink()
     if is_seen:
         return None
     return f"run.directory: {directory}: not the folder that rank 0 sees, need one that hosts share"
 
 
-def _appears(path: Path) -> bool:
-    """Whether a file can be seen within SEEN_SECONDS."""
+def _appears(path: Path, hierarchy: Hierarchy) -> bool:
+    """Whether a file can be seen within SEEN_SECONDS. Raises StorageFailed where that cannot be
+    told."""
     deadline = time.monotonic() + SEEN_SECONDS
-    while not os.path.exists(path):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
+    with hierarchy.standing.at(STORAGE):
+        while time.monotonic() < deadline:
+            try:
+                path.stat()
+                return True
+            except OSError as error:
+                failed = of_os_error(error, f"run.directory: {path.parent}: {error.strerror}")
+                if isinstance(failed, StorageFailed):
+                    raise failed from error
+            time.sleep(0.1)
+    return False
 
 
 def checkpoint_bytes(config: Config, arrangement: Arrangement) -> int:
@@ -211,28 +236,6 @@ def _check_room(config: Config, arrangement: Arrangement, hierarchy: Hierarchy) 
 def _free_gib(directory: Path) -> float:
     found = os.statvfs(directory)
     return found.f_bavail * found.f_frsize / GIB
-
-
-def _judge(
-    config: Config,
-    arrangement: Arrangement,
-    table: Table,
-    identity: Identity,
-    hierarchy: Hierarchy,
-    warn: Callable[[str], None],
-) -> dict[str, str]:
-    """The hosts that fail for slow links; those, and clocks that differ, that are warned of."""
-    slow = slow_links(config, arrangement, table, hierarchy)
-    mine = next((text for rank, text in slow.items() if rank == hierarchy.rank), None)
-    named = _name_hosts(mine, table, identity, hierarchy) if slow else {}
-    if config.preflight.if_slow == "fail" and named:
-        return named
-    skewed = clock_skew(table)
-    text = skewed.get(hierarchy.rank)
-    late = _name_hosts(text, table, identity, hierarchy) if skewed else {}
-    for line in (*named.values(), *late.values()):
-        warn(f"warning: preflight: {line}")
-    return {}
 
 
 def slow_links(
@@ -268,31 +271,49 @@ def clock_skew(table: Table) -> dict[int, str]:
     return found
 
 
-def _name_hosts(
-    problem: str | None, table: Table, identity: Identity, hierarchy: Hierarchy
-) -> dict[str, str]:
-    """Each host with a problem and what it is, the same on every rank; at most NAMED hosts."""
+def _name_hosts(problem: str | None, place: Place, most: int) -> dict[str, str]:
+    """Each host with a problem and what it is, the same on every rank; so many hosts at most."""
+    host, hierarchy = place.identity.host, place.hierarchy
     named: dict[str, str] = {}
     mine = None
     if problem is not None:
-        ranks = table.ranks_beside(hierarchy.rank)
-        mine = f"{identity.host}\t{identity.host} ({ranks}): {problem}"
-    while len(named) < NAMED:
-        heard = hierarchy.first_error(None if identity.host in named else mine)
+        mine = f"{host}\t{host} ({place.table.ranks_beside(hierarchy.rank)}): {problem}"
+    while len(named) < most:
+        heard = hierarchy.first_error(None if host in named else mine)
         if heard is None:
             break
-        host, _, line = heard.partition("\t")
-        named[host] = line
+        name, _, line = heard.partition("\t")
+        named[name] = line
     return named
 
 
-def _refuse(failing: dict[str, str], hosts: int, directory: Path, hierarchy: Hierarchy) -> None:
-    line = "; ".join(failing.values())
-    if hosts > 1 and (2 * len(failing) > hosts or len(failing) == NAMED):
-        raise RunFailed(f"preflight: {len(failing)} of {hosts} hosts fail: {line}")
-    if hierarchy.rank == 0:
-        bad_nodes.add(directory, failing)
+def _refuse(problem: str | None, place: Place, directory: Path) -> None:
+    """End where some ranks have a problem, without their hosts the next time unless most have."""
+    hosts, hierarchy = place.table.hosts, place.hierarchy
+    mine = torch.tensor([problem is not None], dtype=torch.float64, device=hierarchy.device)
+    failing = hierarchy.gather(mine).flatten().cpu().bool()
+    count = len(place.table.host[failing].unique())
+    if not count:
+        return
+    is_general = hosts > 1 and 2 * count > hosts
+    named = _name_hosts(problem, place, min(count, NAMED) if is_general else count)
+    line = "; ".join(list(named.values())[:NAMED])
+    line += f"; and {count - NAMED} more hosts" * (count > NAMED)
+    if is_general:
+        raise RunFailed(f"preflight: {count} of {hosts} hosts fail: {line}")
+    hierarchy.together(partial(_list, directory, named, line, hierarchy))
     raise NodesUnfit(f"preflight: {line}")
+
+
+def _list(directory: Path, hosts: Iterable[str], line: str, hierarchy: Hierarchy) -> None:
+    """Raises StorageFailed where another start would meet the same hosts."""
+    if hierarchy.rank:
+        return
+    try:
+        bad_nodes.add(directory, hosts)
+    except OSError as error:
+        not_listed = f"not listed, {error.filename}: {error.strerror}"
+        raise StorageFailed(f"preflight: {line}; {not_listed}") from error
 
 
 def check_present(device: DeviceConfig, identity: Identity, tries_memory: bool) -> None:

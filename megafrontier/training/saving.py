@@ -1,7 +1,7 @@
 """Checkpoints of a trainer: what goes into one, and when."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,9 @@ from megafrontier.training.callback import Callback, is_due
 from megafrontier.training.logbook import Logbook
 from megafrontier.training.result import StepResult
 from megafrontier.training.trainer import Trainer
+
+DELETING_SECONDS = 1.0
+"""How often it is told that old checkpoints are still being deleted."""
 
 
 def checkpoint_root(config: Config) -> Path:
@@ -106,12 +109,6 @@ class Save(Callback):
         """Save what has not been. Raises RunFailed where nothing of this start could be, for a
         reason that will not go by itself, and StorageFailed where the storage failed, or the run's
         end could not be saved: no other job is to take it for done."""
-        try:
-            self._save_last(trainer)
-        finally:
-            self._finish_deleting()
-
-    def _save_last(self, trainer: Trainer) -> None:
         if self._last == trainer.step or self._save(trainer) or self._save(trainer):
             return
         what = f"step {trainer.step}: could not be saved; log.txt has the reason"
@@ -141,6 +138,14 @@ class Save(Callback):
         with self._telling():
             hidden = prune(checkpoint_root(trainer.config), keep.keep, keep.keep_every)
             self._deleting = self._thread.submit(delete, hidden)
+
+    def finish(self, beat: Callable[[], None]) -> None:
+        """Return when old checkpoints are gone: after all that other ranks wait for, for it may
+        take minutes. `beat` hears that it goes on."""
+        while self._deleting is not None and not self._deleting.done():
+            beat()
+            wait([self._deleting], DELETING_SECONDS)
+        self._finish_deleting()
 
     def _finish_deleting(self) -> None:
         deleting, self._deleting = self._deleting, None

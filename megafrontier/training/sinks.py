@@ -15,6 +15,9 @@ from megafrontier.config import Config, config_to_dict
 from megafrontier.errors import UserError, of_os_error
 from megafrontier.signals import stops_held_back
 
+FINISH_SECONDS = 120.0
+"""How long W&B may take at the end to send what it has not: its files stay, for `wandb sync`."""
+
 
 class Sink(Protocol):
     """A place that takes one dict of metrics a step; `values["step"]` is always there."""
@@ -109,6 +112,7 @@ class WandbSink:
             x_disable_stats=True,
             x_disable_meta=True,
             x_disable_machine_info=True,
+            **_limits(wandb.Settings),
         )
 
         def start(mode: Literal["offline", "online"]) -> Any:
@@ -214,10 +218,18 @@ def _flat_numbers(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
     return flat
 
 
+def _limits(settings: Any) -> dict[str, float]:
+    """Those of W&B's settings, if its version knows it, that let a run end without a network."""
+    known = "finish_timeout" in settings.model_fields
+    return {"finish_timeout": FINISH_SECONDS} if known else {}
+
+
 def _wandb_id(path: Path, resume_step: int) -> str:
     """The id of the run that is resumed, or a new one, kept beside W&B's files."""
     if resume_step > 0 and path.is_file():
-        return path.read_text(encoding="utf-8").strip()
+        kept = path.read_text(encoding="utf-8").strip()
+        if kept:  # else cut short by a kill
+            return kept
     path.parent.mkdir(parents=True, exist_ok=True)
     new = uuid.uuid4().hex[:12]
     path.write_text(new + "\n", encoding="utf-8")

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ from megafrontier.training.memory import out_of_memory_told
 from megafrontier.training.resuming import fill_shards, share_shards
 from megafrontier.training.saving import attach_tokenizer
 from megafrontier.training.trainer import build_model, open_loader
+from megafrontier.training.watch import Watch, watched
 
 IMPORTED_SLICE = 2**20
 """Elements; a quarter of other checkpoints', for its readers all want little of one large piece."""
@@ -207,9 +209,14 @@ def evaluate_command(
 
     def body() -> int:
         need = f"a smaller train.micro_batch ({config.train.micro_batch}), or more ranks"
-        with joined(config) as (arrangement, hierarchy):
+        identity, directory = identify(os.environ), Path(config.run.directory)
+        with (
+            closing(Watch(identity, directory, config.train.hang_seconds)) as watch,
+            joined(config, watch.start, watch.fail) as (arrangement, hierarchy),
+            watched(watch),
+        ):
             with out_of_memory_told(f"rank {hierarchy.rank}", need):
-                found = _evaluate(target, arrangement, hierarchy, show)
+                found = _evaluate(target, arrangement, hierarchy, show, watch.beat)
             if hierarchy.rank == 0:
                 show(describe(target.checkpoint, found))
         return 0
@@ -232,7 +239,11 @@ def _refuse_unused(overrides: Sequence[str], unused: Sequence[str]) -> None:
 
 
 def _evaluate(
-    target: Target, arrangement: Arrangement, hierarchy: Hierarchy, show: Callable[[str], Any]
+    target: Target,
+    arrangement: Arrangement,
+    hierarchy: Hierarchy,
+    show: Callable[[str], Any],
+    beat: Callable[[], None],
 ) -> Evaluation:
     config = target.config
     model, engine = build_model(config, arrangement, hierarchy)
@@ -241,7 +252,7 @@ def _evaluate(
     load_checkpoint(target.checkpoint, load, hierarchy)
     share_shards(engine, weights)
     engine.restore(has_published=False)
-    loader = open_loader(config, "valid", hierarchy)
+    loader = hierarchy.together(lambda: open_loader(config, "valid", hierarchy))
     if loader is None:
         raise UserError("data.split: keeps nothing for validation; need data.valid or a part")
     if hierarchy.rank == 0:
@@ -249,7 +260,7 @@ def _evaluate(
             show(line)
     count_bytes = partial(text_bytes, load_tokenizer(config.tokenizer))
     try:
-        return evaluate(model, loader, hierarchy, config.evaluate.batches, count_bytes)
+        return evaluate(model, loader, hierarchy, config.evaluate.batches, count_bytes, beat)
     finally:
         loader.close()
 

@@ -66,7 +66,8 @@ def build_trainer(config: Config, arrangement: Arrangement, hierarchy: Hierarchy
     model, engine = build_model(config, arrangement, hierarchy)
     masters = [unit.master for unit in engine.units]
     optimizer = ShardedAdamW(masters, [u.decay_stop for u in engine.units], config.optimizer)
-    loaders = {part: open_loader(config, part, hierarchy) for part in PARTS}
+    # Together: a rank whose storage fails would leave the others waiting for it.
+    loaders = hierarchy.together(lambda: {p: open_loader(config, p, hierarchy) for p in PARTS})
     assert loaders["train"] is not None
     return Trainer(
         config,

@@ -49,13 +49,16 @@ ranks for a second more: all of them open connections to the same store (torch's
 96,000 is 100 s), and do so twice."""
 STORAGE_SECONDS = 20.0
 """The most that each last word on the storage may take."""
-NO_HANG_SECONDS = 1800.0
-"""How long a collective may take where hangs are not looked for: torch wants a number."""
+LEAST_SECONDS, NO_LIMIT_SECONDS = 1800.0, 7 * 86400.0
+"""How long a collective may take at least, and where hangs are not looked for: torch wants a
+number."""
 
 
 def collective_seconds(hang_seconds: float) -> float:
     """Timeout of the process groups: later than the watch, which says more."""
-    return max(NO_HANG_SECONDS, 2 * START_FACTOR * hang_seconds)
+    if hang_seconds == 0:
+        return NO_LIMIT_SECONDS
+    return max(LEAST_SECONDS, 2 * START_FACTOR * hang_seconds)
 
 
 def meeting_seconds(hang_seconds: float) -> float:

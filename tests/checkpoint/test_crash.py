@@ -101,6 +101,22 @@ def test_an_error_at_any_system_call_of_any_rank_stops_all_alike(tmp_path, monke
     assert results == [tmp_path / "step-00000200"] * 4
 
 
+def test_a_save_over_one_of_the_same_step_that_cannot_be_published_leaves_it(tmp_path, monkeypatch):
+    for step in (100, 200):
+        save_all(tmp_path, step, 4)
+    before = contents(tmp_path)
+    rename = os.rename
+
+    def full(source, target):
+        if Path(source).name.endswith(".partial"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", full)
+    _assert_all_refused(_save_on_ranks(tmp_path, 200), "No space left on device")
+    assert contents(tmp_path) == before
+
+
 def test_a_failing_attach_is_a_failed_save_on_all_ranks(tmp_path):
     def attach(partial):
         raise RuntimeError("no tokenizer")

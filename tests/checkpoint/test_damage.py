@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import megafrontier.checkpoint
+from megafrontier.checkpoint import piece
 from megafrontier.checkpoint.crowd import Alone
 from megafrontier.checkpoint.errors import CheckpointCorrupt
 from megafrontier.checkpoint.manifest import FILE_NAME, SEAL_PREFIX, Manifest, piece_file
@@ -22,11 +24,15 @@ from tests.checkpoint.helpers import BY_BLOCK, flip, load_all, save_all
 
 @pytest.fixture
 def small(tmp_path):
+    return save_small(tmp_path)
+
+
+def save_small(root):
     """A checkpoint of one piece of about a kilobyte."""
     layouts = [Layout.build("unit", [("a", (3, 7)), ("b", (5,))], 1)]
     manifest = Manifest(7, 70, layouts, 1, {"weight": torch.float32}, slice_elements=8)
     shard = torch.arange(layouts[0].numel).float()
-    return save(tmp_path, manifest, {"weight": [shard]}, 0, True, Alone())
+    return save(root, manifest, {"weight": [shard]}, 0, True, Alone())
 
 
 @pytest.mark.parametrize("name", [FILE_NAME, piece_file(0)])
@@ -168,6 +174,25 @@ def test_verify_finds_elements_that_no_piece_holds_or_two_hold(small):
     unit["tensors"] = [["a", [3, 7], 0]]
     _rewrite(small, units=[unit])
     assert "weight/b: in the pieces but not in the manifest" in verify(small).problems[0]
+
+
+def earlier(taken):
+    """The slice as it would be two elements before."""
+    return replace(taken, start=taken.start - 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda slices: [slices[0], *slices[2:]], "weight/a: elements 8 to 16 missing"),
+        (lambda slices: [slices[0], earlier(slices[1]), *slices[2:]], "elements 6 to 8 held twice"),
+    ],
+)
+def test_verify_finds_gaps_and_doubles_between_slices(tmp_path, monkeypatch, change, said):
+    plan = piece.plan
+    monkeypatch.setattr(piece, "plan", lambda *arguments: change(plan(*arguments)))
+    path = save_small(tmp_path)
+    assert said in "\n".join(verify(path).problems)
 
 
 def test_loading_finds_elements_that_a_piece_should_hold_and_does_not(small):

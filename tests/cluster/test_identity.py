@@ -1,10 +1,12 @@
 """Who am I: from Slurm, torchrun, the local parent or nobody, and never from a device count."""
 
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megafrontier.cluster import identity
 from megafrontier.cluster.identity import Identity, identify
 from megafrontier.cluster.join import misplaced
 from megafrontier.errors import UserError
@@ -130,3 +132,24 @@ def test_another_number_or_order_of_ranks_on_a_host_is_refused(rank, local_rank)
     assert (
         f"ranks_per_host: rank {rank} is local rank {local_rank} on n1, need {expected}" in problem
     )
+
+
+@pytest.mark.parametrize(
+    ("size", "changed", "hosts"),
+    [
+        (4, {}, ["n1", "n1", "n2", "n2"]),
+        (4, {"SLURM_DISTRIBUTION": "block:cyclic"}, ["n1", "n1", "n2", "n2"]),
+        (4, {"SLURM_DISTRIBUTION": "cyclic"}, []),
+        (4, {"SLURM_DISTRIBUTION": "plane=2"}, []),
+        (5, {}, []),
+        (4, {"SLURM_STEP_NODELIST": ""}, []),
+    ],
+)
+def test_hosts_are_not_guessed_where_slurm_lays_ranks_out_otherwise(
+    monkeypatch, size, changed, hosts
+):
+    """A healthy one would be blamed, and left out."""
+    said = SimpleNamespace(stdout="n1\nn2\n")
+    monkeypatch.setattr(identity.subprocess, "run", lambda *_, **__: said)
+    environment = {"SLURM_STEP_NODELIST": "n[1-2]"} | changed
+    assert identity.planned_hosts(environment, size) == hosts

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -55,6 +56,17 @@ def test_where_rank_0_does_not_come_nobody_waits_for_ever(monkeypatch):
     monkeypatch.setattr(rollcall, "VERDICT_SECONDS", 0.5)
     with pytest.raises(RuntimeError):
         RollCall(dist.HashStore(), Identity(1, 2, 1, "slurm")).meet(0.1)
+
+
+def test_an_alarm_is_heard_though_the_longest_wait_of_the_store_has_passed(monkeypatch):
+    monkeypatch.setattr(rollcall, "_LONGEST", timedelta(milliseconds=50))
+    store = dist.HashStore()
+    ear, other = (RollCall(store, Identity(rank, 2, rank, "torchrun")) for rank in (0, 1))
+    alarm = Alarm(1, "late", 70)
+    later = threading.Timer(0.3, lambda: other.raise_alarm(alarm))
+    later.start()
+    assert ear.wait_for_alarm() == alarm
+    later.join()
 
 
 def test_those_that_do_not_answer_are_named_on_every_rank(rolls, monkeypatch):

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from megafrontier.errors import BAD_NODE
+from megafrontier.errors import BAD_INPUT, BAD_NODE
 from tests.training import runs
 
 RANKS = 2
@@ -46,8 +46,17 @@ def slurm(rank):
 def launch(folder, name, identity, *overrides):
     """Start the ranks as a launcher does; (exit code, stdout, stderr) of each."""
     started = start(["-m", "megafrontier"], folder, name, identity, *overrides)
-    ended = [process.communicate(timeout=120) for process in started]
+    ended = wait_for(started)
     return [(p.returncode, *texts) for p, texts in zip(started, ended, strict=True)]
+
+
+def wait_for(started):
+    """(stdout, stderr) of each. None is left over where one does not end."""
+    try:
+        return [process.communicate(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
 
 
 def start(program, folder, name, identity, *overrides, ranks=RANKS):
@@ -139,6 +148,24 @@ def test_what_one_node_lacks_is_said_once_and_ends_all_as_bad_input(folder, fail
     assert ended[1][2] == ""
 
 
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_what_one_rank_a_host_finds_on_all_hosts_blames_no_node(folder, hosts):
+    """As a checkpoint's name with a slip: the other ranks do not look."""
+
+    def spread(rank):
+        node = {"SLURM_LOCALID": rank % 3, "SLURMD_NODENAME": f"frontier0000{rank // 3}"}
+        return slurm(rank) | node | {"SLURM_NTASKS": 3 * hosts}
+
+    chosen = ("checkpoint.resume=/nowhere", f"train.global_batch={6 * hosts}")
+    fits = ("machine.device.ranks_per_host=3",)
+    program, name = ["-m", "megafrontier"], f"slip-{hosts}"
+    started = start(program, folder, name, spread, *chosen, *fits, ranks=3 * hosts)
+    ended = wait_for(started)
+    assert [process.returncode for process in started] == [BAD_INPUT] * len(started), ended
+    assert "checkpoint.resume: /nowhere" in ended[0][1]
+    assert not (folder / name / "bad-nodes.txt").exists()
+
+
 def test_what_every_rank_refuses_is_said_once(folder):
     ended = launch(folder, "nowhere", slurm, "data.train=[{path: /nowhere}]")
     assert [code for code, _, _ in ended] == [2] * RANKS
@@ -168,7 +195,7 @@ def test_a_node_that_cannot_start_while_most_can_is_named_listed_and_left_out(fo
     corpus = "data.train=[{path: '${oc.env:NODE_DISK}/corpus'}]"
     chosen = (corpus, "train.global_batch=3", "machine.device.ranks_per_host=1")
     started = start(["-m", "megafrontier"], folder, "gone", on_three_nodes, *chosen, ranks=3)
-    ended = [process.communicate(timeout=60) for process in started]
+    ended = wait_for(started)
     assert [process.returncode for process in started] == [BAD_NODE] * 3, ended
     listed = folder / "gone" / "bad-nodes.txt"
     assert ended[0][1].startswith(f"megafrontier: rank 2 on frontier00002: {folder}/gone/corpus")

@@ -114,7 +114,7 @@ def test_a_killed_holder_elsewhere_is_waited_for_aloud_and_no_longer_than_the_ex
     dead_lease(tmp_path, elsewhere(job="12"))
     begin = time.monotonic()
     acquire(tmp_path, replace(HERE, job="13"), said.append).release()
-    assert time.monotonic() - begin >= 0.6
+    assert 0.6 <= time.monotonic() - begin < 5
     (line,) = said
     assert line.startswith("waiting up to 0.6 s for the lease of elsewhere (pid ")
 
@@ -125,7 +125,8 @@ def test_a_requeued_job_takes_over_from_its_own_earlier_start_at_once(tmp_path, 
     assert said == []
 
 
-def test_two_steps_of_one_job_are_kept_apart(tmp_path, said):
+def test_two_steps_of_one_job_are_kept_apart(tmp_path, said, monkeypatch):
+    monkeypatch.setattr(lease, "EXPIRY_SECONDS", 60)  # a slow disk is not to end this process
     held = acquire(tmp_path, elsewhere(job="12", restart="1"), said.append)
     with pytest.raises(UserError, match="job 12"):
         acquire(tmp_path, replace(HERE, job="12", restart="1"), said.append)
@@ -168,7 +169,10 @@ def test_of_many_starters_one_wins(tmp_path, left):
 def _fork(body) -> int:
     child = os.fork()
     if child == 0:
-        body()
+        try:
+            body()
+        finally:
+            os._exit(1)  # never on as another pytest
     return child
 
 

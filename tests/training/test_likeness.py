@@ -30,6 +30,16 @@ def test_weights_that_fit_a_model_of_another_function_are_refused(
     assert error.count("\n") == 1
 
 
+def test_the_other_gelu_is_another_function(config_file, tmp_path, capfd):
+    """Its weights have the same shapes."""
+    base = ("model.activation=gelu", "train.stop_at=2", f"run.directory={tmp_path}/other")
+    runs.run(config_file, 1, *runs.ONE, *base)
+    resumed = f"checkpoint.resume={tmp_path}/other/checkpoints/step-00000002"
+    config = runs.load(config_file, *runs.ONE, resumed, "model.activation=gelu_tanh")
+    assert runs.train(config, 1) == 2
+    assert "model.activation: gelu_tanh, but " in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [

@@ -1,8 +1,10 @@
 """The host hands the device its work without looking at it, and reads what came of it later."""
 
+import gc
 import signal
 import time
 from contextlib import contextmanager
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +12,14 @@ import torch
 from measuring import tensor_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megafrontier.training import loop, verdict
+from megafrontier.optim import loss_scale
+from megafrontier.training import loop, saving, verdict
 from megafrontier.training import trainer as trainer_module
 from megafrontier.training.arrangement import arrange
 from megafrontier.training.callback import Callback
 from megafrontier.training.evaluation import Evaluate
 from megafrontier.training.garbage import garbage_collected
+from megafrontier.training.sinks import JsonLines
 from megafrontier.training.trainer import build_trainer
 from tests.ranks import run_ranks
 from tests.training import runs
@@ -215,6 +219,86 @@ def test_who_watches_hears_of_every_micro_batch(config_file):
         return heard
 
     assert run_ranks((1,), body) == [[*[None] * 16, 1, *[None] * 16, 2]]
+
+
+def test_who_watches_hears_of_every_batch_of_an_evaluation(config_file):
+    config = runs.load(config_file, "machine=laptop", "evaluate.batches=3")
+
+    def body(hierarchy):
+        heard = []
+        trainer = build_trainer(config, arrange(config, 1), hierarchy)
+        books = SimpleNamespace(write=lambda line: heard.append(sorted(line)))
+        Evaluate(books, lambda: heard.append("batch"), is_owed=True).at_start(trainer)
+        trainer.close()
+        return heard
+
+    found = ["batch"] * 3 + [["step", "tokens", "valid_loss"]]
+    assert run_ranks((1,), body) == [found]
+
+
+def test_errors_of_messages_grow_with_the_loss_scale(config_file, monkeypatch):
+    """They are in its units, and it may double in the midst of a run."""
+    monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 1)
+    chosen = ("partition.wires=low", "train.precision=fp16", "train.global_batch=8")
+    config = runs.load(config_file, *chosen)
+
+    def body(hierarchy):
+        trainer = build_trainer(config, arrange(config, hierarchy.size), hierarchy)
+        scale_errors, factors, scales = trainer.engine.scale_errors, [], []
+        trainer.engine.scale_errors = lambda f: (factors.append(float(f)), scale_errors(f))
+        for _ in range(2):
+            scales.append(float(trainer.loss_scale.scale))
+            loop.train_step(trainer)
+        scales.append(float(trainer.loss_scale.scale))
+        trainer.close()
+        return factors, scales
+
+    for factors, scales in run_ranks((2, 2, 2), body):
+        # A step that overflows forgets them, and halves the scale.
+        assert factors == [b / a if b > a else 0 for a, b in pairwise(scales)]
+        assert len({*scales}) > 1
+
+
+def test_garbage_is_collected_when_it_is_due_and_not_between(monkeypatch):
+    collected = []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(None))
+    with garbage_collected(every=3) as garbage:
+        assert not gc.isenabled()
+        del collected[:]
+        for step in range(1, 8):
+            garbage.after_step(None, SimpleNamespace(step=step))
+        assert len(collected) == 2
+    assert gc.isenabled()
+    with garbage_collected(every=0) as garbage:
+        assert gc.isenabled()
+        garbage.after_step(None, SimpleNamespace(step=6))
+        assert len(collected) == 2
+
+
+def test_what_is_asked_to_be_deterministic_is(config_file):
+    def body(hierarchy):
+        found = []
+        for word in ("false", "true"):
+            config = runs.load(config_file, "machine=laptop", f"train.deterministic={word}")
+            build_trainer(config, arrange(config, 1), hierarchy).close()
+            found.append(torch.are_deterministic_algorithms_enabled())
+        return found
+
+    assert run_ranks((1,), body) == [[False, True]]
+
+
+def test_metrics_are_on_the_disk_before_a_checkpoint_that_goes_on_after_them(
+    config_file, monkeypatch
+):
+    order = []
+    sync, save_trainer = JsonLines.sync, saving.save_trainer
+    monkeypatch.setattr(JsonLines, "sync", lambda self: (order.append("sync"), sync(self)))
+    monkeypatch.setattr(
+        saving, "save_trainer", lambda trainer: (order.append("save"), save_trainer(trainer))[1]
+    )
+    chosen = ("train.steps=2", "checkpoint.every=1")
+    runs.run(config_file, None, *runs.ONE, *chosen)
+    assert order == ["sync", "save"] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,23 @@
 """What must not change the losses does not; what a run writes is what the design says."""
 
-import json
-import math
+import os
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from megafrontier.config import load_config
-from megafrontier.model.initialise import parameter_kind
+from megafrontier.model.gpt import GPT
+from megafrontier.model.initialise import initialise, parameter_kind
+from megafrontier.optim.schedule import learning_rate
+from megafrontier.training import evaluation, saving
 from megafrontier.training.arrangement import arrange
+from megafrontier.training.batches import open_part
 from megafrontier.training.loop import train_step
 from megafrontier.training.metrics import step_metrics
 from megafrontier.training.trainer import build_trainer
+from tests.partition.tiny import watch_crossings
 from tests.ranks import run_ranks
 from tests.training import runs
 
@@ -78,10 +83,57 @@ def test_micro_batches_ranks_and_checkpointing_do_not_change_the_losses(
     assert runs.losses(alone)[-1] < runs.losses(alone)[0] - 0.1
 
 
-def test_evaluation_does_not_disturb_training(four, train):
-    without = train("without", 4, "evaluate.batches=0", "train.micro_batch=2")
-    assert runs.losses(four) == runs.losses(without)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_steps_are_those_of_plain_pytorch(folder, train, ranks):
+    """With a clip that bites, an epsilon that shows a gradient's scale, decay of some parameters,
+    and tokens without a loss."""
+    chosen = (
+        "data.document_mask=true", "train.clip_grad_norm=0.2", "optimizer.eps=0.01",
+        "optimizer.weight_decay=0.3", "train.micro_batch=2", *(ALONE if ranks == 1 else ()),
+    )  # fmt: skip
+    lines = train(f"plain-{ranks}", ranks, *chosen, "evaluate.batches=0")
+    config = runs.load(folder / "config.yaml", *chosen)
+    chosen_optimizer, no_decay = config.optimizer, config.optimizer.no_decay
+    model = GPT(config.model)
+    initialise(model, config.model, config.run.seed)
+    kinds = [(parameter_kind(name) in no_decay, p) for name, p in model.named_parameters()]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for is_free, p in kinds if not is_free], "weight_decay": 0.3},
+            {"params": [p for is_free, p in kinds if is_free], "weight_decay": 0.0},
+        ],
+        betas=tuple(chosen_optimizer.betas), eps=0.01,
+    )  # fmt: skip
+    samples, tokens = open_part(config, "train"), 0
+    for step, line in enumerate(lines):
+        batch = samples.batch(16 * step, 16)
+        count = int((batch.targets >= 0).sum())
+        loss = model(batch.tokens, batch.targets, batch.documents) / count
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        assert norm > 0.2
+        lr = learning_rate(step, 8, chosen_optimizer, config.schedule)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+        tokens += count
+        assert line["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        assert (line["lr"], line["tokens"]) == (lr, tokens)
+    assert tokens < len(lines) * batch.targets.numel()
+
+
+def test_evaluation_does_not_disturb_training_and_drops_nothing(train):
+    """At a learning rate at which nothing changes all evaluations are the same."""
+    chosen = ("train.micro_batch=2", "model.dropout=0.1", "evaluate.every=3", "evaluate.batches=2")
+    evaluated = train("evaluated", 4, *chosen)
+    without = train("without", 4, *chosen, "evaluate.batches=0")
+    assert runs.losses(evaluated) == runs.losses(without)
     assert runs.valid_losses(without) == []
+    still = runs.valid_losses(train("still", 4, *chosen, "optimizer.lr=1e-30"))
+    assert len(still) == 3
+    assert len({*still}) == 1
 
 
 def test_activation_checkpointing_gives_the_same_losses_with_dropout_to_the_bit(train):
@@ -132,6 +184,66 @@ def test_a_metrics_line_has_the_keys_of_the_design_and_no_others(four):
 def test_evaluating_and_saving_are_no_steps_traffic(four):
     sent = [[level["bytes"] for level in line["comm"].values()] for line in four if "loss" in line]
     assert sent[1:] == [sent[1]] * 7
+
+
+def test_the_last_evaluation_does_not_wait_until_old_checkpoints_are_deleted(
+    folder, tmp_path, monkeypatch
+):
+    """Of a large run that takes minutes, on one rank."""
+    evaluated, waited = threading.Event(), []
+    delete, evaluate = saving.delete, evaluation.evaluate
+
+    def delete_late(hidden):
+        waited.append(evaluated.wait(20))
+        delete(hidden)
+
+    def evaluate_then(*arguments, **options):
+        found = evaluate(*arguments, **options)
+        evaluated.set()
+        return found
+
+    monkeypatch.setattr(saving, "delete", delete_late)
+    monkeypatch.setattr(evaluation, "evaluate", evaluate_then)
+    chosen = ("train.steps=2", "checkpoint.every=1", "checkpoint.keep=1", "evaluate.every=0")
+    directory = f"run.directory={tmp_path}/run"
+    runs.run(folder / "config.yaml", None, directory, *ALONE, *chosen)
+    assert waited[-1] is True
+    assert os.listdir(tmp_path / "run" / "checkpoints") == ["step-00000002"]
+
+
+@pytest.mark.parametrize(("keep_every", "left"), [(0, [5]), (2, [2, 4, 5])])
+def test_some_checkpoints_are_kept_for_good(folder, tmp_path, keep_every, left):
+    chosen = ("train.steps=5", "checkpoint.every=1", "checkpoint.keep=1", "evaluate.batches=0")
+    directory = f"run.directory={tmp_path}/run"
+    runs.run(
+        folder / "config.yaml",
+        1,
+        directory,
+        *ALONE,
+        *chosen,
+        f"checkpoint.keep_every={keep_every}",
+    )
+    found = sorted(os.listdir(tmp_path / "run" / "checkpoints"))
+    assert found == [f"step-{step:08d}" for step in left]
+
+
+def test_errors_are_folded_into_a_checkpoint_outside_of_any_steps_traffic(folder, tmp_path):
+    chosen = ("partition.wires=low", "train.global_batch=8", f"run.directory={tmp_path}/run")
+    config = runs.load(folder / "config.yaml", *chosen)
+
+    def body(hierarchy):
+        trainer = build_trainer(config, arrange(config, hierarchy.size), hierarchy)
+        train_step(trainer)
+        trainer.engine.finish_publishing()
+        trainer.engine.ledger.take(wait=True)
+        crossed = []
+        watch_crossings(trainer.engine, lambda _, label: crossed.append(label))
+        saving.save_trainer(trainer)
+        sent, _ = trainer.engine.ledger.take(wait=True)
+        trainer.close()
+        return {label.split()[0] for label in crossed}, sent
+
+    assert run_ranks((2, 2, 2), body) == [({"fold"}, [0, 0, 0])] * 8
 
 
 def test_evaluation_lines_come_when_due_and_at_the_end(four):
@@ -216,10 +328,3 @@ def test_weight_decay_falls_on_the_configured_kinds_alone(folder, no_decay, deca
     (moved,) = run_ranks((1,), body)
     expected = set(decayed.split())
     assert moved == expected | ({"embedding"} if no_decay == "[norm]" else set())
-
-
-def test_what_json_cannot_hold_never_reaches_the_metrics(four, folder):
-    text = (folder / "four" / "metrics.jsonl").read_text()
-    for line in text.splitlines():
-        numbers = json.loads(line, parse_constant=lambda name: pytest.fail(name))
-        assert math.isfinite(numbers.get("loss", numbers.get("valid_loss")))

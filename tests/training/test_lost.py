@@ -21,7 +21,7 @@ from megafrontier.training import bad_nodes, watch
 from megafrontier.training.watch import Watch
 from tests.tools import with_tools
 from tests.training import runs
-from tests.training.test_launchers import slurm, start
+from tests.training.test_launchers import MACHINE, slurm, start
 
 HOST = socket.gethostname()
 # Freezes or kills a rank in a step's midst: the others wait for it in a collective.
@@ -37,6 +37,19 @@ def strike(trainer, beat):
     return start_step(trainer, beat)
 loop.start_step = strike
 sys.exit(cli.main(sys.argv[1:]))
+"""
+# One rank meets a bug while the others are at what all do together.
+EVALUATE = """
+import os, sys
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+from megafrontier import cli
+from megafrontier.training import standalone
+evaluate = standalone.evaluate
+def strike(model, loader, hierarchy, *rest):
+    return 1 / 0 if hierarchy.rank else evaluate(model, loader, hierarchy, *rest)
+standalone.evaluate = strike
+words = [word for word in sys.argv[2:] if not word.startswith("train.")]
+sys.exit(cli.main(["evaluate", *words]))
 """
 # All ranks come to the same verdict; the first is the last to leave.
 UNFIT = """
@@ -126,6 +139,19 @@ def test_a_launchers_ranks_name_the_one_that_was_killed(folder, victim):
     assert told == f"megafrontier: rank {victim} on frontier00001: lost, no answer\n"
     if victim:
         assert f'"ended": {LOST}' in attempts(folder, name)
+
+
+def test_ranks_that_evaluate_do_not_wait_for_one_that_failed(folder):
+    runs.run(folder / "config.yaml", 2, f"run.directory={folder}/evaluated", *MACHINE)
+    ended = launched(folder, "evaluated", EVALUATE)
+    assert ended[0] == (1, "")
+    assert ended[1][0] == 1
+    assert "ZeroDivisionError" in ended[1][1]
+
+
+@pytest.mark.parametrize(("hang_seconds", "seconds"), [(0, 604800), (1, 1800), (600, 3600)])
+def test_no_collective_ends_a_run_before_the_watch_does(hang_seconds, seconds):
+    assert watch.collective_seconds(hang_seconds) == seconds
 
 
 def test_one_ranks_own_error_is_told_by_it_alone_and_its_code_is_everybodys(folder):

@@ -1,5 +1,6 @@
 """Before the first step every node is tried, and one that is not fit is named."""
 
+import errno
 import os
 import time
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 from megafrontier.cli import main
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.config import DeviceConfig
-from megafrontier.errors import BAD_INPUT, BAD_NODE, FAILED, UserError
+from megafrontier.errors import BAD_INPUT, BAD_NODE, FAILED, LOST, UserError
 from megafrontier.training import launch, preflight
 from megafrontier.training.arrangement import arrange
 from megafrontier.training.preflight import check_device, check_present, checkpoint_bytes
@@ -160,7 +161,7 @@ def test_a_device_with_too_little_memory_fails_its_host_alone(
 
 def lacking_on_rank_3(*_):
     text = "device 1: 10.0 GiB of memory, need 57.6 (machine.device.memory_gib)"
-    return text if os.environ["MEGAFRONTIER_LOCAL"].startswith("3/") else None
+    return text if is_on_rank(3) else None
 
 
 def test_what_most_hosts_fail_is_no_matter_of_nodes(config_file, hosts, capfd):
@@ -292,6 +293,68 @@ def test_a_host_that_cannot_write_to_the_storage_is_named(config_file, hosts, mo
     assert bad_nodes(config_file) == ["b"]
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_storage_that_fails_is_no_nodes_fault(config_file, hosts, monkeypatch, capfd, number):
+    """Whether a host writes there or looks what another one wrote: a server is away, and nodes that
+    are listed would be gone for good."""
+    hosts("aabbcc")
+    whole, stat = Path.open, Path.stat
+
+    def open_mounted(path, *mode, **options):
+        if path.name == ".preflight-2":
+            raise OSError(number, os.strerror(number), str(path))
+        return whole(path, *mode, **options)
+
+    def stat_mounted(path, **options):
+        if path.name.startswith(".preflight-") and is_on_rank(2):
+            raise OSError(number, os.strerror(number), str(path))
+        return stat(path, **options)
+
+    for name, failing in (("open", open_mounted), ("stat", stat_mounted)):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, name, failing)
+            assert train(config_file, 6, "train.global_batch=12") == LOST
+        said = capfd.readouterr().err
+        assert said.startswith("megafrontier: run.directory: ")
+        assert os.strerror(number) in said
+        assert said.count("\n") == 1
+    assert bad_nodes(config_file) == []
+
+
+def test_many_hosts_that_are_not_most_are_listed_all_and_named_in_part(
+    config_file, hosts, monkeypatch, capfd
+):
+    hosts("abcdefgh")
+    monkeypatch.setattr(preflight, "NAMED", 2)
+    monkeypatch.setattr(preflight, "check_device", lacking_on_ranks_1_to_3)
+    assert train(config_file, 8) == BAD_NODE
+    said = capfd.readouterr().err
+    assert "c (rank 2): lacks" in said
+    assert said.endswith("; and 1 more hosts\n")
+    assert bad_nodes(config_file) == ["b", "c", "d"]
+
+
+def lacking_on_ranks_1_to_3(*_):
+    return "lacks" if any(is_on_rank(rank) for rank in (1, 2, 3)) else None
+
+
+def is_on_rank(rank):
+    return os.environ.get("MEGAFRONTIER_LOCAL", "").startswith(f"{rank}/")
+
+
+def test_unfit_hosts_that_cannot_be_listed_are_the_storages_matter(
+    config_file, hosts, monkeypatch, capfd
+):
+    """Another start would meet them again."""
+    hosts("aabbcc")
+    (config_file.parent / "run" / "bad-nodes.txt").mkdir(parents=True)
+    monkeypatch.setattr(preflight, "check_device", lacking_on_rank_3)
+    assert train(config_file, 6, "train.global_batch=12") == LOST
+    said = capfd.readouterr().err
+    assert said.startswith("megafrontier: preflight: b (ranks 2 to 3): device 1: ")
+    assert said.endswith("bad-nodes.txt: Is a directory\n")
+
+
 def test_a_clock_that_differs_is_a_warning(config_file, hosts, monkeypatch):
     hosts("aabbccdd")
     now = time.time
@@ -320,7 +383,7 @@ def test_a_host_that_sees_another_run_directory_is_named(
     check = preflight._check_shared
 
     def check_shared(directory, *rest):
-        is_elsewhere = os.environ["MEGAFRONTIER_LOCAL"].startswith("2/")  # the first of host b
+        is_elsewhere = is_on_rank(2)  # the first of host b
         return check(tmp_path if is_elsewhere else directory, *rest)
 
     monkeypatch.setattr(preflight, "_check_shared", check_shared)

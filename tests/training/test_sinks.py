@@ -13,7 +13,14 @@ import pytest
 
 from megafrontier.config import Config
 from megafrontier.errors import StorageFailed, UserError
-from megafrontier.training.sinks import JsonLines, TensorboardSink, WandbSink, open_sinks
+from megafrontier.training import logbook
+from megafrontier.training.sinks import (
+    FINISH_SECONDS,
+    JsonLines,
+    TensorboardSink,
+    WandbSink,
+    open_sinks,
+)
 
 STEP = {
     "step": 1,
@@ -110,6 +117,55 @@ def test_a_run_trains_though_wandb_cannot_be_reached(tmp_path, monkeypatch, name
     (line,) = said
     assert line.startswith("warning: log.wandb: timed out; kept in ")
     assert list(tmp_path.glob("wandb/offline-run-*"))
+
+
+def test_a_package_that_fails_costs_metrics_and_no_run(tmp_path, monkeypatch):
+    """W&B's process may be gone: then it raises what it likes, at the end too."""
+
+    class Gone:
+        def write(self, values):
+            raise ConnectionResetError(104, "Connection reset by peer")
+
+        def close(self):
+            raise RuntimeError("mailbox\nis closed")
+
+    def told(*values):
+        said = []
+        book = logbook.Logbook(SimpleNamespace(note=said.append, update=lambda values: None))
+        sinks = [Gone(), JsonLines(tmp_path / "metrics.jsonl")]
+        monkeypatch.setattr(logbook, "open_sinks", lambda *_: sinks)
+        book.open_sinks(Config(), 0)
+        for line in values:
+            book.write(line)
+        book.close()
+        return said
+
+    assert told({"step": 1}) == ["warning: metrics are not written: Connection reset by peer"]
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1}]
+    assert told() == ["warning: metrics are not written: mailbox is closed"]
+
+
+def test_a_resumed_run_keeps_its_wandb_id_and_its_end_waits_for_no_network(tmp_path, monkeypatch):
+    import wandb
+
+    ids, limits = [], []
+
+    def init(*, id, settings, **_):
+        ids.append(id)
+        limits.append(settings.finish_timeout)
+        return SimpleNamespace(starting_step=0, define_metric=lambda *_, **__: None)
+
+    monkeypatch.setattr(wandb, "init", init)
+    config = Config()
+    config.log.wandb = "offline"
+    for resume_step in (0, 500, 0):
+        open_sinks(config, tmp_path, resume_step)
+    (tmp_path / "wandb" / "id").write_text("")  # by a kill
+    open_sinks(config, tmp_path, 500)
+    assert ids[0] == ids[1]
+    assert len({*ids}) == 3
+    assert all(ids)
+    assert set(limits) == {FINISH_SECONDS}
 
 
 def test_steps_that_wandb_has_seen_before_a_crash_are_not_dropped(tmp_path, monkeypatch):

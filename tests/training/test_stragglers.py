@@ -57,7 +57,7 @@ def test_a_rank_that_dawdles_in_a_real_run_is_found(tmp_path, monkeypatch, overl
 
     def dawdle(seed, batch):
         is_slow = os.environ["MEGAFRONTIER_LOCAL"].startswith("2/")
-        time.sleep(1.0 if is_slow else 0.1)
+        time.sleep(2.0 if is_slow else 0.3)
         seed_dropout(seed, batch)
 
     monkeypatch.setattr(loop, "seed_dropout", dawdle)
