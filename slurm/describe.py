@@ -3,13 +3,14 @@ and with the number of nodes, where the machine file has their ranks, what runs 
 
     python slurm/describe.py [--nodes=N] CONFIG [key=value …]
 
-Exit code 2 and one line when they are wrong: a batch file asks before it starts a thousand ranks.
+Exit code 2 and one line when they are wrong, 70 where the storage fails: a batch file asks before
+it starts a thousand ranks.
 """
 
 import sys
 
 from megafrontier.config import Config, load_config, load_machine
-from megafrontier.errors import UserError
+from megafrontier.errors import Ending
 
 
 def describe(config: Config, nodes: int | None) -> list[str]:
@@ -27,6 +28,6 @@ words = sys.argv[1:]
 given = int(words.pop(0).partition("=")[2]) if words[0].startswith("--nodes=") else None
 try:
     print("\n".join(describe(load_config(words[0], words[1:]), given)))
-except UserError as error:
+except Ending as error:
     print(f"megafrontier: {error}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(error.code)

@@ -184,23 +184,34 @@ try_each_node() {
         each_node "$@"
         return
     fi
-    well=$(each_node sh -c '"$@" >&2 && echo "$SLURMD_NODENAME"' sh "$@") || true
+    patiently hear_each_node "$@" || start_again "srun: no node answers"
+    well=$answer
     # Not as an argument: of 9,362 nodes it would be too long.
     mapfile -t failing < <(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -vxFf <(printf '%s\n' "$well"))
     refuse_nodes "$1" "${failing[@]}"
 }
 
-# sbcast stops at the first nodes that fail, and names them.
+# The nodes on which a command goes well. Each says a line before: without one srun has failed.
+hear_each_node() {
+    local said
+    said=$(each_node sh -c 'echo -; "$@" >&2 && echo "$SLURMD_NODENAME"' sh "$@") || true
+    [ -n "$said" ] && echo "$said"
+}
+
+# sbcast stops at the first nodes that fail, and names them. Where it names none Slurm was busy.
 broadcast() {
-    local said failing
-    if said=$(run sbcast --preserve --force "$@" 2>&1); then
-        [ -z "$said" ] || echo "$said"
-        return
-    fi
-    echo "$said" >&2
-    mapfile -t failing < <(sed -n 's/.*REQUEST_FILE_BCAST(\([^)]*\)).*/\1/p' <<<"$said")
-    refuse_nodes sbcast "${failing[@]}"
-    fail "MEGAFRONTIER_ENV_TAR: sbcast of $1 fails"
+    local said failing try
+    for try in 1 2 3; do
+        if said=$(run sbcast --preserve --force "$@" 2>&1); then
+            [ -z "$said" ] || echo "$said"
+            return
+        fi
+        echo "$said" >&2
+        mapfile -t failing < <(sed -n 's/.*REQUEST_FILE_BCAST(\([^)]*\)).*/\1/p' <<<"$said")
+        refuse_nodes sbcast "${failing[@]}"
+        [ "$try" = 3 ] || sleep 10
+    done
+    start_again "MEGAFRONTIER_ENV_TAR: sbcast of $1 fails"
 }
 
 # refuse_nodes COMMAND NODE…: end the job, for another to do without these nodes. What most of them
@@ -217,6 +228,12 @@ refuse_nodes() {
 
 # What becomes of a job that cannot use some of its nodes.
 leave_out() { exit 69; }
+
+# What becomes of one to which Slurm does not answer.
+start_again() {
+    echo "megafrontier: $*" >&2
+    exit 70
+}
 
 leave_job() {
     if [ -n "${MEGAFRONTIER_ENV_TAR:-}" ]; then

@@ -294,6 +294,23 @@ def test_a_run_with_bad_nodes_is_requeued_if_another_start_leaves_one_out(
     assert "ranks start" in said
 
 
+def test_a_job_to_which_slurm_does_not_answer_is_requeued_not_given_up(tmp_path):
+    """Nobody watches over a chain of jobs; a controller that is busy names no node."""
+    both = "printf 'frontier00001\\nfrontier00002\\n'\n"
+    busy = (
+        f"#!/bin/sh\necho tried >>{tmp_path}/tries\necho 'error: slurmctld is busy' >&2\nexit 1\n"
+    )
+    (tmp_path / "environment.tar.gz").touch()
+    said = run_job_on_frontier00001_and_2(
+        tmp_path, ranks=both, code=70, tools={"sbcast": busy, "sleep": "#!/bin/sh\n"},
+        MEGAFRONTIER_ENV_TAR=str(tmp_path / "environment.tar.gz"), SLURM_JOB_NUM_NODES="2",
+        MEGAFRONTIER_NODE_DISK=str(tmp_path),
+    )  # fmt: skip
+    assert (tmp_path / "tries").read_text() == "tried\n" * 3
+    assert "scontrol requeue 7\n" in said
+    assert not (tmp_path / "bad-nodes.txt").exists()
+
+
 def test_slurm_may_be_silent_for_a_while_at_the_end_of_a_job(tmp_path):
     """Its controller is started anew: neither is the job taken for cancelled, nor forgotten."""
     asked = tmp_path / "asked"
