@@ -12,6 +12,7 @@ Any other code is a bug's or a signal's.
 """
 
 import errno
+from dataclasses import dataclass
 
 BAD_INPUT = 2
 FAILED = 3
@@ -42,17 +43,28 @@ class UserError(Ending):
         super().__init__(" ".join(message.split()))
 
 
-class RanksRefused(UserError):
-    """`count` of `size` ranks cannot start: (rank, host, why) of some of them. `part` is which part
-    they are of all ranks, or of those that speak for a host."""
+@dataclass(frozen=True, order=True)
+class Refusal:
+    """Why a rank cannot start, with the exit code of that."""
 
-    def __init__(
-        self, refusals: list[tuple[int, str, str]], count: int, size: int, part: float
-    ) -> None:
-        rank, host, why = min(refusals)
+    rank: int
+    host: str
+    why: str
+    code: int
+
+
+class RanksRefused(UserError):
+    """`count` of `size` ranks cannot start, some of them told by `refusals`. `part` is which part
+    they are of all ranks, or of those that looked for their hosts. What most met is no matter of
+    nodes: it ends with the first one's code, a failed storage's perhaps."""
+
+    def __init__(self, refusals: list[Refusal], count: int, size: int, part: float) -> None:
+        first = min(refusals)
         more = f" (and {count - 1} more)" if count > 1 else ""
-        super().__init__(why if count == size else f"rank {rank} on {host}{more}: {why}")
+        where = "" if count == size else f"rank {first.rank} on {first.host}{more}: "
+        super().__init__(where + first.why)
         self.refusals, self.are_few = refusals, 2 * part < 1
+        self.code = BAD_INPUT if self.are_few else first.code
 
 
 class RankError(UserError):
@@ -117,6 +129,14 @@ away, NFS of a handle that is old."""
 def of_os_error(error: OSError, line: str) -> UserError | StorageFailed:
     """What a path that cannot be used is to the run: bad input, or the storage's failure."""
     return StorageFailed(line) if error.errno in STORAGE_FAULTS else UserError(line)
+
+
+def of_any_os_error(error: OSError) -> UserError | StorageFailed:
+    """The same for one that nobody has put into words. Raises `error` itself where it is a bug's:
+    about no path, and not the storage's own."""
+    if error.filename is None and error.errno not in STORAGE_FAULTS:
+        raise error
+    return of_os_error(error, f"{error.filename or 'storage'}: {error.strerror}")
 
 
 class NodesUnfit(Ending):

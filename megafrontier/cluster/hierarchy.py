@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megafrontier.cluster.collectives import all_gather
 from megafrontier.cluster.levels import Levels
 from megafrontier.cluster.standing import Standing
-from megafrontier.errors import LOST, StorageFailed, UserError, of_os_error
+from megafrontier.errors import LOST, StorageFailed, UserError, of_any_os_error
 
 T = TypeVar("T")
 
@@ -144,9 +144,7 @@ class Hierarchy:
         except (UserError, StorageFailed) as error:
             problem = error
         except OSError as error:
-            if error.filename is None:
-                raise
-            problem = of_os_error(error, f"{error.filename}: {error.strerror}")
+            problem = of_any_os_error(error)
         self.raise_first(problem)
         return found
 

@@ -125,11 +125,12 @@ def give_up(device: torch.device) -> None:
         within(ABORT_SECONDS, dist.distributed_c10d._abort_process_group)
 
 
-def refuse(identity: Identity, error: Ending, meeting_seconds: float) -> NoReturn:
+def refuse(identity: Identity, error: Ending, meeting_seconds: float, is_hosts: bool) -> NoReturn:
     """Come where all ranks meet, to say why this one cannot start: a file may be on one node and
-    not on another. Raises RanksRefused, as all then do, or where they do not meet `error`."""
+    not on another (`is_hosts`: one rank a host looks). Raises RanksRefused, as all then do, or
+    where they do not meet `error`."""
     try:
-        _roll(identity, meeting_seconds).meet(meeting_seconds, str(error))
+        _roll(identity, meeting_seconds).meet(meeting_seconds, error, is_hosts)
     except RuntimeError:  # torch's, of the store
         own = RankError(f"rank {identity.rank} on {identity.host}: {error}")
         own.is_one_ranks = identity.local_rank == 0  # as many as there are hosts, not ranks

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import Store
 
 from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.standing import Standing, culprits, decode
-from megafrontier.errors import RanksRefused
+from megafrontier.errors import Ending, RanksRefused, Refusal
 
 ANSWER_SECONDS = 3.0
 VERDICT_SECONDS = 10.0
@@ -85,17 +85,20 @@ class RollCall:
         self.first_host = identity.host
         self.standing = Standing()
 
-    def meet(self, seconds: float, refusal: str | None = None) -> list[int]:
+    def meet(
+        self, seconds: float, refusal: Ending | None = None, is_hosts: bool = False
+    ) -> list[int]:
         """Wait for all ranks, so many seconds by rank 0's clock, and the others a little longer for
         its word. Returns those that have not come, the same to every rank that has. Raises
-        RanksRefused on all where some, with a `refusal`, have come to say why they cannot start,
-        RuntimeError where rank 0 goes meanwhile.
+        RanksRefused on all where some, with a `refusal`, have come to say why they cannot start
+        (`is_hosts`: what one rank looks for on each host), RuntimeError where rank 0 goes
+        meanwhile.
 
         Each leaves its host, for the day on which the rank cannot name it itself.
         """
         rank, size = self.identity.rank, self.identity.world_size
         if refusal is not None:
-            self._refuse(refusal)
+            self._refuse(refusal, is_hosts)
         if self.identity.local_rank == 0:
             self.store.add("hosts", 1)
         self.store.set(f"host/{rank}", self.identity.host)
@@ -114,16 +117,16 @@ class RollCall:
         elif rank not in absent:  # come in time
             self._listened()
         if count:
-            raise RanksRefused([tuple(row) for row in refusals], count, size, part)
+            raise RanksRefused([Refusal(*row) for row in refusals], count, size, part)
         return list(absent)
 
-    def _refuse(self, why: str) -> None:
+    def _refuse(self, error: Ending, is_hosts: bool) -> None:
         number = self.store.add("refusals", 1)
-        if self.identity.local_rank == 0:
+        if is_hosts:
             self.store.add("refusing hosts", 1)
         # Rank 0's is kept, whatever its number: where all refuse it is the one that is told.
         if number <= _TOLD_REFUSALS or self.identity.rank == 0:
-            row = self.identity.rank, self.identity.host, why
+            row = self.identity.rank, self.identity.host, str(error), error.code
             self.store.set(f"refusal/{min(number, _TOLD_REFUSALS)}", json.dumps(row))
 
     def _publish_absent(self, absent: list[int]) -> None:

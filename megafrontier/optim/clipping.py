@@ -14,8 +14,13 @@ def global_norm(
 
     The same bits on every rank.
     """
+    return hierarchy.sum(square_sum(gradients).view(1), depth).sqrt()[0]
+
+
+def square_sum(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Sum of the squares, float64 [], of this rank's shards."""
     norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
-    return hierarchy.sum(norms.double().square().sum().view(1), depth).sqrt()[0]
+    return norms.double().square().sum()
 
 
 def clip_factor(norm: torch.Tensor, largest: float) -> torch.Tensor:

@@ -73,9 +73,10 @@ def shard(
         must be the same on every rank: seed it before.
     decay: by name, which parameters have weight decay; they come first in their unit.
 
-    Raises UserError for frozen and complex parameters, for blocks that are not part of the model,
-    lie in each other or share a name, for a model that is sharded already, and without `initial`
-    for values that are on the meta device or not the same on every rank.
+    Raises UserError for parameters that are frozen, complex or have hooks, for blocks that are not
+    part of the model, lie in each other, share a name or are called root, for a model that is
+    sharded already, and without `initial` for values that are on the meta device or not the same on
+    every rank.
     """
     refuse_sharded(model)
     if initial is None:

@@ -48,7 +48,7 @@ def of_refused(error: RanksRefused, directory: Path, identity: Identity) -> Endi
     which are listed: what most ranks refuse is no matter of nodes."""
     if identity.source != "slurm" or not error.are_few:
         return error
-    said = list_hosts(directory, [(rank, host) for rank, host, _ in error.refusals], identity)
+    said = list_hosts(directory, [(r.rank, r.host) for r in error.refusals], identity)
     return error if said is None else NodesUnfit(f"{error}{said}")
 
 

@@ -57,13 +57,13 @@ def evaluate(
     beat: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Loss over the first `batches` global batches of `loader`; the same on every rank. `beat`
-    hears of each."""
+    hears of each of this rank's micro-batches."""
     totals = torch.zeros(2, dtype=torch.float64, device=hierarchy.device)
     text_bytes = 0
     model.eval()
     for step in range(batches):
-        beat()
         for batch in read_step(loader, step, hierarchy.rank):
+            beat()
             loss = model(batch.tokens, batch.targets, batch.documents)
             tokens = (batch.targets >= 0).sum()
             totals += torch.stack([loss.double(), tokens.double()])

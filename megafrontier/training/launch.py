@@ -21,6 +21,7 @@ from megafrontier.errors import (
     RanksRefused,
     StorageFailed,
     UserError,
+    of_any_os_error,
     of_os_error,
 )
 from megafrontier.training import bad_nodes
@@ -61,6 +62,7 @@ def train(config: Config, nproc: int | None) -> int:
             lambda: _train_rank(config),
             nproc,
             partial(_check, config, identity),
+            partial(_check_host, config),
             partial(bad_nodes.of_refused, directory=directory),
         )
     except KeyboardInterrupt:  # as a parent, or with ranks that hear of it themselves
@@ -74,9 +76,12 @@ def _check(config: Config, identity: Identity | None, ranks: int) -> None:
     if identity is not None:  # a parent may not touch the devices of those it forks
         check_present(load_machine(config.machine).device, identity, config.preflight.enabled)
     check_memory(config, check_training(config, ranks))
-    if identity is None or identity.local_rank == 0:  # a host's; each locks the folder for it
-        check_directory(config)
-        check_resume(config)
+
+
+def _check_host(config: Config) -> None:
+    """What each host's first rank looks for: each locks the folder for it."""
+    check_directory(config)
+    check_resume(config)
 
 
 def launch(
@@ -84,16 +89,18 @@ def launch(
     body: Callable[[], int],
     nproc: int | None,
     check: Check,
+    check_host: Callable[[], object] = lambda: None,
     of_refused: Callable[..., Ending] = lambda error, identity: error,
 ) -> int:
-    """Run `body` on every rank, after `check` with their number. `of_refused` makes the error to
-    end with where some of a launcher's ranks did not pass."""
+    """Run `body` on every rank, after `check` with their number and, on one rank a host,
+    `check_host`. `of_refused` makes the error to end with where some of a launcher's ranks did not
+    pass."""
     if nproc is None:
         identity = identify(os.environ)
 
         def checked() -> int:
             try:
-                _check_among_others(config, identity, partial(_passed, check))
+                _check_among_others(config, identity, check, check_host)
                 return body()
             except RanksRefused as error:
                 raise of_refused(error, identity=identity) from error
@@ -108,31 +115,31 @@ def launch(
     if nproc < 1:
         raise UserError(f"--nproc: {nproc}, need at least 1")
     _passed(check, nproc)
+    _passed(check_host)
     return fork_ranks(nproc, body)
 
 
-def _passed(check: Check, ranks: int) -> None:
+def _passed(check: Callable[..., object], *arguments: object) -> None:
     """Check; what a file system says to a path is bad input or its own failure, never a bug."""
     try:
-        check(ranks)
+        check(*arguments)
     except OSError as error:
-        if error.filename is None:
-            raise
-        raise of_os_error(error, f"{error.filename}: {error.strerror}") from error
+        raise of_any_os_error(error) from error
 
 
-def _check_among_others(config: Config, identity: Identity, check: Check) -> None:
+def _check_among_others(
+    config: Config, identity: Identity, check: Check, check_host: Callable[[], object]
+) -> None:
+    is_hosts = False
     try:
-        check(identity.world_size)
+        _passed(check, identity.world_size)
+        is_hosts = True
+        if identity.local_rank == 0:
+            _passed(check_host)
     except (UserError, StorageFailed) as error:
         if identity.world_size == 1:
             raise
-        try:
-            refuse(identity, error, meeting_seconds(config.train.hang_seconds))
-        except RanksRefused as refused:
-            if isinstance(error, StorageFailed) and not refused.are_few:
-                raise StorageFailed(str(refused)) from error
-            raise
+        refuse(identity, error, meeting_seconds(config.train.hang_seconds), is_hosts)
 
 
 @contextmanager
@@ -237,7 +244,7 @@ def _run(
         with garbage_collected(config.train.gc_every) as garbage:
             callbacks = [Log(logbook), save, evaluate, timeline, Guard(logbook), stragglers]
             run(trainer, [*callbacks, garbage], watch.beat)
-        save.finish(watch.beat)
+        save.finish(hierarchy, watch.beat)
         if trainer.step >= trainer.last_step:
             return 0
         if trainer.is_first:

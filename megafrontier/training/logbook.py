@@ -20,13 +20,13 @@ from megafrontier.training.trainer import Trainer
 class Logbook:
     """Takes metrics and remarks; on all ranks but the first it keeps nothing.
 
-    A full disk costs lines, not the run: what cannot be written is reported once.
+    A full disk costs lines, not the run: what cannot be written is reported once for each place.
     """
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
         self._sinks: list[Sink] = []
-        self._has_failed = False
+        self._failed: set[str] = set()
 
     def open_sinks(self, config: Config, resume_step: int) -> None:
         """Begin to keep metrics, after `resume_step`."""
@@ -64,10 +64,11 @@ class Logbook:
             # What others' packages raise, when their process is gone, say, is not known.
             if isinstance(sink, JsonLines) and not isinstance(error, OSError):
                 raise
-            if not self._has_failed:
-                self._has_failed = True
+            if sink.name not in self._failed:
+                self._failed.add(sink.name)
                 why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-                self.remark(f"warning: metrics are not written: {' '.join(why.split())}")
+                said = " ".join(why.split())
+                self.remark(f"warning: metrics are not written to {sink.name}: {said}")
 
 
 @contextmanager

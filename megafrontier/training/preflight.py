@@ -37,6 +37,8 @@ SEEN_SECONDS = 10.0
 """How long a file written on one host may take to be seen on another."""
 NAMED = 16
 """Hosts that a line names at most."""
+Problem = UserError | StorageFailed
+"""What is wrong on a rank."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ def preflight(
     """Try everything; what is only slow is a call of `warn`, on rank 0.
 
     Raises on every rank alike: NodesUnfit where single hosts fail, their names in bad-nodes.txt;
-    RunFailed where most of them do; UserError where the storage lacks room.
+    where most of them do RunFailed, or StorageFailed if it is the storage's own fault; UserError
+    where the storage lacks room.
     """
     directory = Path(config.run.directory)
     hierarchy.together(partial(_check_room, config, arrangement, hierarchy))
@@ -85,18 +88,20 @@ def preflight(
     if slow_links(config, arrangement, table, hierarchy):  # perhaps only disturbed for a moment
         again = _tell(arrangement, identity, hierarchy)
         table = replace(table, rates=torch.maximum(table.rates, again.rates))
+    problem: Problem | None = None
     with hierarchy.standing.at("its device"):
-        is_tried = hierarchy.device.type == "cuda"  # before the ranks met
-        problem = None if is_tried else check_device(arrangement.machine.device, hierarchy.device)
-    problem = hierarchy.together(partial(_check_storage, directory, identity, hierarchy)) or problem
+        if hierarchy.device.type != "cuda":  # those are tried before the ranks meet
+            lacking = check_device(arrangement.machine.device, hierarchy.device)
+            problem = UserError(lacking) if lacking else None
+    with hierarchy.standing.at(STORAGE):
+        problem = problem or _check_storage(directory, identity)
     if table.hosts > 1:
         problem = _check_shared(directory, identity, hierarchy) or problem
     place = Place(table, identity, hierarchy)
     _refuse(problem, place, directory)
-    slow = slow_links(config, arrangement, table, hierarchy)
+    slow, skewed = slow_links(config, arrangement, table, hierarchy), clock_skew(table)
     if config.preflight.if_slow == "fail":
         _refuse(slow.get(hierarchy.rank), place, directory)
-    skewed = clock_skew(table)
     for found in filter(None, (slow, skewed)):
         for line in _name_hosts(found.get(hierarchy.rank), place, NAMED).values():
             warn(f"warning: preflight: {line}")
@@ -150,27 +155,23 @@ def check_device(device: DeviceConfig, found: torch.device) -> str | None:
     return f"{kind}: {free:.1f} GiB of memory, need {need:.1f} (machine.device.memory_gib)"
 
 
-def _check_storage(directory: Path, identity: Identity, hierarchy: Hierarchy) -> str | None:
-    """Whether this host can write to the run directory; one rank a host tries. Raises StorageFailed
-    where that is not the host's fault."""
+def _check_storage(directory: Path, identity: Identity) -> Problem | None:
+    """Whether this host can write to the run directory; one rank a host tries."""
     if identity.local_rank != 0 and identity.source != "alone":
         return None
     trial = directory / f".preflight-{identity.rank}"
     try:
-        with hierarchy.standing.at(STORAGE), trial.open("wb") as file:
+        with trial.open("wb") as file:
             file.write(b"trial")
             os.fsync(file.fileno())
-            trial.unlink()
+        trial.unlink()
     except OSError as error:
         line = f"run.directory: {directory}: {error.strerror}, need a folder to write"
-        failed = of_os_error(error, line)
-        if isinstance(failed, StorageFailed):
-            raise failed from error
-        return line
+        return of_os_error(error, line)
     return None
 
 
-def _check_shared(directory: Path, identity: Identity, hierarchy: Hierarchy) -> str | None:
+def _check_shared(directory: Path, identity: Identity, hierarchy: Hierarchy) -> Problem | None:
     """Whether this host sees what rank 0 writes into the run directory; one rank a host looks."""
     name = ""
     # The exchanges stay outside: who waits in one is not at the storage, but waits for who is.
@@ -181,33 +182,30 @@ def _check_shared(directory: Path, identity: Identity, hierarchy: Hierarchy) -> 
                 os.close(fd)
                 name = Path(path).name
     name = from_rank_0(hierarchy, name)
-    looks = identity.local_rank == 0 and name != ""
-    try:
-        is_seen = hierarchy.together(lambda: not looks or _appears(directory / name, hierarchy))
-    finally:  # all have looked
-        if hierarchy.rank == 0 and name:
-            with suppress(OSError):
-                (directory / name).unlink()
-    if is_seen:
-        return None
-    return f"run.directory: {directory}: not the folder that rank 0 sees, need one that hosts share"
-
-
-def _appears(path: Path, hierarchy: Hierarchy) -> bool:
-    """Whether a file can be seen within SEEN_SECONDS. Raises StorageFailed where that cannot be
-    told."""
-    deadline = time.monotonic() + SEEN_SECONDS
     with hierarchy.standing.at(STORAGE):
-        while time.monotonic() < deadline:
-            try:
-                path.stat()
-                return True
-            except OSError as error:
-                failed = of_os_error(error, f"run.directory: {path.parent}: {error.strerror}")
-                if isinstance(failed, StorageFailed):
-                    raise failed from error
-            time.sleep(0.1)
-    return False
+        looks = identity.local_rank == 0 and name != ""
+        problem = _look_for(directory / name) if looks else None
+    hierarchy.all_true(True)  # all have looked
+    if hierarchy.rank == 0 and name:
+        with suppress(OSError):
+            (directory / name).unlink()
+    return problem
+
+
+def _look_for(path: Path) -> Problem | None:
+    """Why a file cannot be seen within SEEN_SECONDS."""
+    deadline = time.monotonic() + SEEN_SECONDS
+    where = f"run.directory: {path.parent}"
+    while time.monotonic() < deadline:
+        try:
+            path.stat()
+            return None
+        except OSError as error:
+            failed = of_os_error(error, f"{where}: {error.strerror}")
+            if isinstance(failed, StorageFailed):
+                return failed
+        time.sleep(0.1)
+    return UserError(f"{where}: not the folder that rank 0 sees, need one that hosts share")
 
 
 def checkpoint_bytes(config: Config, arrangement: Arrangement) -> int:
@@ -240,10 +238,10 @@ def _free_gib(directory: Path) -> float:
 
 def slow_links(
     config: Config, arrangement: Arrangement, table: Table, hierarchy: Hierarchy
-) -> dict[int, str]:
+) -> dict[int, Problem]:
     """What is slow, by rank. Ranks of one host are not compared among each other: what differs
     there is whose turn it was on the cores."""
-    found: dict[int, str] = {}
+    found: dict[int, Problem] = {}
     for level, stated in enumerate(stated_rates(arrangement, hierarchy)):
         if hierarchy.levels.sizes[level] == 1 or (stated is None and table.hosts == 1):
             continue
@@ -253,25 +251,26 @@ def slow_links(
         of = f"all ranks' median {usual:.3g}" if stated is None else f"stated {usual:g}"
         for rank in torch.nonzero(rates < need).flatten().tolist():
             text = f"link {name} {rates[rank]:.3g} GB/s, need {need:.3g} ({of})"
-            found.setdefault(rank, text)
+            found.setdefault(rank, UserError(text))
     return found
 
 
-def clock_skew(table: Table) -> dict[int, str]:
+def clock_skew(table: Table) -> dict[int, Problem]:
     """Whose clock differs from most hosts', by the host's first rank. A rank that was late to read
     it counts as its host's earliest does."""
     hosts, inverse = table.host.unique(return_inverse=True)
     earliest = torch.full((len(hosts),), float("inf"), dtype=torch.float64)
     earliest.scatter_reduce_(0, inverse, table.clock, "amin")
     skew = earliest - earliest.median()
-    found: dict[int, str] = {}
+    found: dict[int, Problem] = {}
     for number in torch.nonzero(skew.abs() > SKEW_SECONDS).flatten().tolist():
         first = int(torch.nonzero(inverse == number)[0])
-        found[first] = f"clock off by {skew[number]:+.1f} s, need within {SKEW_SECONDS:g} s"
+        text = f"clock off by {skew[number]:+.1f} s, need within {SKEW_SECONDS:g} s"
+        found[first] = UserError(text)
     return found
 
 
-def _name_hosts(problem: str | None, place: Place, most: int) -> dict[str, str]:
+def _name_hosts(problem: Problem | None, place: Place, most: int) -> dict[str, str]:
     """Each host with a problem and what it is, the same on every rank; so many hosts at most."""
     host, hierarchy = place.identity.host, place.hierarchy
     named: dict[str, str] = {}
@@ -287,12 +286,13 @@ def _name_hosts(problem: str | None, place: Place, most: int) -> dict[str, str]:
     return named
 
 
-def _refuse(problem: str | None, place: Place, directory: Path) -> None:
+def _refuse(problem: Problem | None, place: Place, directory: Path) -> None:
     """End where some ranks have a problem, without their hosts the next time unless most have."""
     hosts, hierarchy = place.table.hosts, place.hierarchy
-    mine = torch.tensor([problem is not None], dtype=torch.float64, device=hierarchy.device)
-    failing = hierarchy.gather(mine).flatten().cpu().bool()
-    count = len(place.table.host[failing].unique())
+    flags = [problem is not None, isinstance(problem, StorageFailed)]
+    mine = torch.tensor(flags, dtype=torch.float64, device=hierarchy.device)
+    told = hierarchy.gather(mine).cpu().bool()
+    count, of_storage = (len(place.table.host[flag].unique()) for flag in told.unbind(1))
     if not count:
         return
     is_general = hosts > 1 and 2 * count > hosts
@@ -300,7 +300,8 @@ def _refuse(problem: str | None, place: Place, directory: Path) -> None:
     line = "; ".join(list(named.values())[:NAMED])
     line += f"; and {count - NAMED} more hosts" * (count > NAMED)
     if is_general:
-        raise RunFailed(f"preflight: {count} of {hosts} hosts fail: {line}")
+        kind = StorageFailed if 2 * of_storage > hosts else RunFailed
+        raise kind(f"preflight: {count} of {hosts} hosts fail: {line}")
     hierarchy.together(partial(_list, directory, named, line, hierarchy))
     raise NodesUnfit(f"preflight: {line}")
 
@@ -312,7 +313,7 @@ def _list(directory: Path, hosts: Iterable[str], line: str, hierarchy: Hierarchy
     try:
         bad_nodes.add(directory, hosts)
     except OSError as error:
-        not_listed = f"not listed, {error.filename}: {error.strerror}"
+        not_listed = f"not listed, {directory / bad_nodes.NAME}: {error.strerror}"
         raise StorageFailed(f"preflight: {line}; {not_listed}") from error
 
 

@@ -12,6 +12,7 @@ from megafrontier.checkpoint.errors import CheckpointWriteError
 from megafrontier.checkpoint.folder import delete, prune
 from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.checkpoint.write import save
+from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.config import Config, config_to_dict
 from megafrontier.data.tokenizer import save_kept
 from megafrontier.errors import RunFailed, StorageFailed
@@ -139,12 +140,13 @@ class Save(Callback):
             hidden = prune(checkpoint_root(trainer.config), keep.keep, keep.keep_every)
             self._deleting = self._thread.submit(delete, hidden)
 
-    def finish(self, beat: Callable[[], None]) -> None:
-        """Return when old checkpoints are gone: after all that other ranks wait for, for it may
-        take minutes. `beat` hears that it goes on."""
-        while self._deleting is not None and not self._deleting.done():
+    def finish(self, hierarchy: Hierarchy, beat: Callable[[], None]) -> None:
+        """Return, on all ranks, when old checkpoints are gone: after an evaluation, for it may take
+        minutes, and not without the others, or a launcher would end the one that deletes. `beat`
+        hears that it goes on."""
+        while not hierarchy.all_true(self._deleting is None or self._deleting.done()):
             beat()
-            wait([self._deleting], DELETING_SECONDS)
+            wait([self._deleting] if self._deleting else [], DELETING_SECONDS)
         self._finish_deleting()
 
     def _finish_deleting(self) -> None:

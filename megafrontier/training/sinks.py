@@ -22,6 +22,8 @@ FINISH_SECONDS = 120.0
 class Sink(Protocol):
     """A place that takes one dict of metrics a step; `values["step"]` is always there."""
 
+    name: str
+
     def write(self, values: dict[str, Any]) -> None:
         """Keep the metrics of one step."""
 
@@ -50,6 +52,8 @@ def open_sinks(
 
 class JsonLines:
     """One JSON object a line, each readable from outside as soon as `write` returns."""
+
+    name = "metrics.jsonl"
 
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
         """Open `path` to append; lines of steps after `resume_step` are dropped first.
@@ -83,6 +87,8 @@ class JsonLines:
 
 class WandbSink:
     """A Weights & Biases run; nested metrics are named as paths, `comm/pair/bytes`."""
+
+    name = "wandb"
 
     def __init__(
         self,
@@ -155,6 +161,8 @@ class WandbSink:
 
 class TensorboardSink:
     """TensorBoard events in `directory`/tensorboard; nested metrics become `comm/pair/bytes`."""
+
+    name = "tensorboard"
 
     def __init__(self, directory: Path, resume_step: int = 0) -> None:
         """On resume TensorBoard forgets the events after `resume_step`.

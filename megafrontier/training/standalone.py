@@ -209,9 +209,11 @@ def evaluate_command(
 
     def body() -> int:
         need = f"a smaller train.micro_batch ({config.train.micro_batch}), or more ranks"
-        identity, directory = identify(os.environ), Path(config.run.directory)
+        folder = target.checkpoint.resolve().parent  # its run's: the config's may have been moved
+        directory = folder.parent if folder.name == "checkpoints" else folder
+        identity, patience = identify(os.environ), config.train.hang_seconds
         with (
-            closing(Watch(identity, directory, config.train.hang_seconds)) as watch,
+            closing(Watch(identity, directory, patience)) as watch,
             joined(config, watch.start, watch.fail) as (arrangement, hierarchy),
             watched(watch),
         ):

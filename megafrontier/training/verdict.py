@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megafrontier.optim.clipping import clip_factor, global_norm
+from megafrontier.optim.clipping import clip_factor, square_sum
 from megafrontier.signals import stop_requested
 from megafrontier.training.late import on_device
 from megafrontier.training.memory import GIB
@@ -50,10 +50,12 @@ def judge(trainer: Trainer, totals: torch.Tensor, gradients: Sequence[torch.Tens
     sent, seconds = engine.ledger.take()
     mine = on_device([float(stop_requested()), *sent, *seconds], hierarchy.device)
     used = on_device([peak_memory_gib(hierarchy.device)], hierarchy.device)
+    square = square_sum(gradients).view(1)
+    if not hierarchy.is_first_replica(engine.placement.optimizer):
+        square = torch.zeros_like(square)  # counted already, in the same bits
     with engine.ledger.waiting("loss and norm"):
-        sums, memory = hierarchy.sum_and_maximum(torch.cat([totals, mine]), used)
-        norm = global_norm(gradients, hierarchy, engine.placement.optimizer)
-    loss_sum, tokens, stops = sums[:3].unbind()
+        sums, memory = hierarchy.sum_and_maximum(torch.cat([square, totals, mine]), used)
+    norm, loss_sum, tokens, stops = sums[0].sqrt(), *sums[1:4].unbind()
     # Divided once, by the exact number of tokens in the global batch.
     count = tokens.clamp(min=1)
     divisor = count * trainer.loss_scale.scale
@@ -61,7 +63,7 @@ def judge(trainer: Trainer, totals: torch.Tensor, gradients: Sequence[torch.Tens
     is_bad = (~(loss.isfinite() & norm.isfinite())).double()
     is_spike = trainer.spikes.judge(loss, norm, is_bad)
     divisor = divisor / clip_factor(norm, trainer.config.train.clip_grad_norm)
-    traffic = sums[3:] / hierarchy.size
+    traffic = sums[4:] / hierarchy.size
     return Verdict(loss, norm, tokens, stops, is_bad, is_spike, divisor, memory[0], traffic)
 
 

@@ -166,11 +166,11 @@ class Preambles:
 
 def _gloo_bytes(trainer: Trainer, arrangement: Arrangement) -> int:
     """What gloo adds over the slowest level: its all-gather sends each piece in two messages, and
-    two small sums, the loss and the norm, are all-gathered in each step."""
+    one small sum, of loss and norm, is all-gathered in each step."""
     levels = arrangement.levels
     count = len(levels.names)
     wires: Any = Wires((Preambles(2),) * count, (Preambles(1),) * count)
-    sums = 2 * (levels.sizes[-1] - 1) * Preambles(2).message_bytes(1)
+    sums = (levels.sizes[-1] - 1) * Preambles(2).message_bytes(1)
     return trainer.engine.step_bytes(trainer.loader.micro_batches, wires)[-1] + sums
 
 

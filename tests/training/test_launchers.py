@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from megafrontier.errors import BAD_INPUT, BAD_NODE
+from megafrontier.errors import BAD_INPUT, BAD_NODE, LOST
 from tests.training import runs
 
 RANKS = 2
@@ -164,6 +164,44 @@ def test_what_one_rank_a_host_finds_on_all_hosts_blames_no_node(folder, hosts):
     assert [process.returncode for process in started] == [BAD_INPUT] * len(started), ended
     assert "checkpoint.resume: /nowhere" in ended[0][1]
     assert not (folder / name / "bad-nodes.txt").exists()
+
+
+FAILING = """
+import os, sys
+from megafrontier import cli
+from megafrontier.errors import StorageFailed, UserError
+from megafrontier.training import launch
+def fail(*_):
+    if {where}:
+        raise {error}
+launch.{name} = fail
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_a_storage_that_fails_every_host_ends_all_ranks_for_another_start(folder):
+    error = "StorageFailed('run.directory: Input/output error')"
+    script = FAILING.format(where="True", error=error, name="check_directory")
+    started = start(["-c", script], folder, "away", slurm)
+    ended = wait_for(started)
+    assert [process.returncode for process in started] == [LOST] * RANKS, ended
+    assert "run.directory: Input/output error" in ended[0][1]
+    assert ended[1][1] == ""
+
+
+def test_a_first_ranks_own_fault_is_not_taken_for_its_hosts(folder):
+    """One device of four, on the first rank of the second host."""
+
+    def spread(rank):
+        node = {"SLURM_LOCALID": rank % 2, "SLURMD_NODENAME": f"frontier0000{rank // 2}"}
+        return slurm(rank) | node | {"SLURM_NTASKS": 4}
+
+    where = "os.environ['SLURM_PROCID'] == '2'"
+    script = FAILING.format(where=where, error="UserError('device 0: full')", name="check_present")
+    started = start(["-c", script], folder, "full", spread, ranks=4)
+    ended = wait_for(started)
+    assert [process.returncode for process in started] == [BAD_NODE] * 4, ended
+    assert (folder / "full" / "bad-nodes.txt").read_text() == "frontier00001\n"
 
 
 def test_what_every_rank_refuses_is_said_once(folder):

@@ -114,7 +114,7 @@ def test_a_killed_holder_elsewhere_is_waited_for_aloud_and_no_longer_than_the_ex
     dead_lease(tmp_path, elsewhere(job="12"))
     begin = time.monotonic()
     acquire(tmp_path, replace(HERE, job="13"), said.append).release()
-    assert 0.6 <= time.monotonic() - begin < 5
+    assert 0.6 <= time.monotonic() - begin < 20
     (line,) = said
     assert line.startswith("waiting up to 0.6 s for the lease of elsewhere (pid ")
 

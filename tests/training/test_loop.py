@@ -221,7 +221,7 @@ def test_who_watches_hears_of_every_micro_batch(config_file):
     assert run_ranks((1,), body) == [[*[None] * 16, 1, *[None] * 16, 2]]
 
 
-def test_who_watches_hears_of_every_batch_of_an_evaluation(config_file):
+def test_who_watches_hears_of_every_micro_batch_of_an_evaluation(config_file):
     config = runs.load(config_file, "machine=laptop", "evaluate.batches=3")
 
     def body(hierarchy):
@@ -232,7 +232,7 @@ def test_who_watches_hears_of_every_batch_of_an_evaluation(config_file):
         trainer.close()
         return heard
 
-    found = ["batch"] * 3 + [["step", "tokens", "valid_loss"]]
+    found = ["batch"] * 3 * 16 + [["step", "tokens", "valid_loss"]]
     assert run_ranks((1,), body) == [found]
 
 

@@ -231,7 +231,12 @@ def test_metrics_and_log_on_a_full_disk_are_missed_once_aloud_and_the_run_goes_o
     config = runs.load(config_file, *CHECKPOINTS, "log.every=1")
     assert runs.train(config, 4) == 0
     shown = capfd.readouterr()
-    assert shown.out.count("warning: metrics are not written: No space left on device") == 1
+    assert (
+        shown.out.count(
+            "warning: metrics are not written to metrics.jsonl: No space left on device"
+        )
+        == 1
+    )
     assert "step 6/6" in shown.out
     assert (tmp_path / "run" / "checkpoints" / "step-00000006").is_dir()
     assert shown.err == ""

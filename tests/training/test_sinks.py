@@ -123,6 +123,8 @@ def test_a_package_that_fails_costs_metrics_and_no_run(tmp_path, monkeypatch):
     """W&B's process may be gone: then it raises what it likes, at the end too."""
 
     class Gone:
+        name = "wandb"
+
         def write(self, values):
             raise ConnectionResetError(104, "Connection reset by peer")
 
@@ -140,9 +142,11 @@ def test_a_package_that_fails_costs_metrics_and_no_run(tmp_path, monkeypatch):
         book.close()
         return said
 
-    assert told({"step": 1}) == ["warning: metrics are not written: Connection reset by peer"]
+    assert told({"step": 1}) == [
+        "warning: metrics are not written to wandb: Connection reset by peer"
+    ]
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 1}]
-    assert told() == ["warning: metrics are not written: mailbox is closed"]
+    assert told() == ["warning: metrics are not written to wandb: mailbox is closed"]
 
 
 def test_a_resumed_run_keeps_its_wandb_id_and_its_end_waits_for_no_network(tmp_path, monkeypatch):
