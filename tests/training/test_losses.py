@@ -131,7 +131,7 @@ def test_evaluation_does_not_disturb_training_and_drops_nothing(train):
     without = train("without", 4, *chosen, "evaluate.batches=0")
     assert runs.losses(evaluated) == runs.losses(without)
     assert runs.valid_losses(without) == []
-    still = runs.valid_losses(train("still", 4, *chosen, "optimizer.lr=1e-30"))
+    still = runs.valid_losses(train("unmoved", 4, *chosen, "optimizer.lr=1e-30"))
     assert len(still) == 3
     assert len({*still}) == 1
 
