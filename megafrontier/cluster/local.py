@@ -26,6 +26,8 @@ GRACE_SECONDS = 0.5
 """From the first failure to the end of all ranks: time for the one that speaks to say why."""
 PEER_SECONDS = 1.0
 """Longer than that: a rank with an exception of its own waits whether it is to be ended."""
+HELD_BACK = (*STOPPING, signal.SIGINT)
+"""Signals that wait while ranks are forked."""
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
@@ -41,8 +43,9 @@ def fork_ranks(count: int, body: Callable[[], int]) -> int:
     gc.freeze()  # the ranks' collectors leave our objects alone, so their pages stay shared
     with tempfile.TemporaryDirectory(prefix="megafrontier-") as folder:
         flush_output()
-        # A signal that comes while we fork waits until every rank can be told of it.
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+        # A signal that comes while we fork waits until every rank can be told of it; Ctrl-C would
+        # be lost in what Python itself does at a fork, where exceptions are ignored.
+        signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
         children = {_fork_one(rank, count, Path(folder), body): rank for rank in range(count)}
         gc.unfreeze()
         return _wait_for(children)
@@ -58,7 +61,7 @@ def _fork_one(rank: int, count: int, folder: Path, body: Callable[[], int]) -> i
         _die_with(parent)
         # Ctrl-C reaches all of us; the parent alone acts on it, and ends us.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
         os.environ["MEGAFRONTIER_LOCAL"] = f"{rank}/{count}"
         os.environ["MEGAFRONTIER_STORE"] = str(folder / "store")
         code = exit_code(body, speaks=rank == 0)
@@ -104,8 +107,8 @@ def _wait_for(living: dict[int, int]) -> int:
     """Wait for ranks by process number; the exit code of them all."""
     passed_on: set[int] = set()
     with handled(STOPPING, _forward_to(living, passed_on)):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
             return _watch_over(living, passed_on)
         finally:
             _send(living, signal.SIGKILL)

@@ -190,12 +190,13 @@ def body():
     Path(sys.argv[1], "pid-" + os.environ["MEGAFRONTIER_LOCAL"][0]).write_text(str(os.getpid()))
     {body}
     return 0
+{before}
 sys.exit(fork_ranks(3, body))
 """
 
 
-def start(tmp_path, body, **options):
-    command = [sys.executable, "-c", SCRIPT.format(body=body), str(tmp_path)]
+def start(tmp_path, body, before="", **options):
+    command = [sys.executable, "-c", SCRIPT.format(body=body, before=before), str(tmp_path)]
     environment = os.environ | {"PYTHONUNBUFFERED": ""}  # or a rank would write at once
     return subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, **options)
 
@@ -207,6 +208,15 @@ def test_no_rank_outlives_its_parent(tmp_path, number):
     parent.send_signal(number)
     parent.communicate(timeout=60)
     wait_until(lambda: not any(is_running(pid) for pid in ranks), "a rank lives on")
+
+
+def test_an_interrupt_that_comes_while_ranks_are_forked_is_not_lost(tmp_path):
+    """Python ignores what is raised in the functions that it calls at a fork."""
+    interrupt = "os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))"
+    parent = start(tmp_path, f"time.sleep({FOREVER})", before=interrupt)
+    _, error = parent.communicate(timeout=60)
+    assert parent.returncode != 0
+    assert error.endswith(b"KeyboardInterrupt\n")
 
 
 def test_ranks_whose_output_nobody_reads_any_more_still_end(tmp_path):
