@@ -171,9 +171,9 @@ class Unit:
         if self.is_stale:
             self.start_publishing()
         self._publishing.wait()
-        self._stay()
+        self._show_for_good()
 
-    def _stay(self) -> None:
+    def _show_for_good(self) -> None:
         """Weights that are never away can be read from here on, not only while the unit runs."""
         if self.is_persistent:
             self._parameters.show(self.full)
@@ -186,7 +186,7 @@ class Unit:
             self.weights, self.placement.optimizer, depth, f"place {self.name}"
         )
         placed.wait()
-        self._stay()
+        self._show_for_good()
 
     def start_gathering(self) -> None:
         """Begin to make the parameters whole. Does nothing when they are, or have begun to be."""
