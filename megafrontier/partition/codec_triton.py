@@ -14,6 +14,9 @@ wavefronts of 32 and 64 alike. What that takes:
   shift. Triton's interpreter, which the tests run, is wrong about halves and subnormals there.
 - Bytes of codes come from the host: a `count` that fits into 32 bits is of 32 bits here, and so
   would be 8 · `count`, which does not fit from 2^28 elements on.
+- A rotation is seven rounds of sums and differences of pairs, in registers, where a matrix product
+  would have to write all values in fp32 before. Here alone is the last bit of a sum not the
+  reference's, whose order is its library's; what is decoded of one message is, for it is exact.
 - `enable_fp_fusion=False`: a product of a code and a scale is exact in fp32 (15 bits), so a fused
   multiply-add would differ only where the product overflows; it must not differ there either.
 """
@@ -37,13 +40,32 @@ LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 @triton.jit
+def _round_to_bf16(bits):  # type: ignore[no-untyped-def]
+    """bf16 bits of numbers by their fp32 bits, int32 both."""
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+
+
+@triton.jit
 def _scales_as_bits(largest, Q: tl.constexpr):  # type: ignore[no-untyped-def]
     """bf16 bits int32 [B] of blocks by the fp32 bits of their largest magnitudes, int32 [B]."""
     bits = tl.div_rn(largest.to(tl.float32, bitcast=True), Q * 1.0).to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     # 0x00800000 is the smallest normal number, 0x7F800000 infinity, 0x7FC0 a NaN of bf16.
-    rounded = tl.where(bits < 0x00800000, 0, rounded)
+    rounded = tl.where(bits < 0x00800000, 0, _round_to_bf16(bits))
     return tl.where(largest >= 0x7F800000, 0x7FC0, rounded)
+
+
+@triton.jit
+def _turn(x, at, whole, SCALE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """fp32 x [BLOCKS, BLOCK], the elements of a row at `at`, by Sylvester's matrix of ±SCALE; from
+    element `whole` on as they are."""
+    turned = tl.reshape(x, [BLOCKS * BLOCK // 128, 128])
+    for _ in tl.static_range(7):
+        # Neighbours meet, and their bit of the index becomes its highest one: after seven rounds
+        # each has had its turn and stands where it was.
+        even, odd = tl.split(tl.reshape(turned, [BLOCKS * BLOCK // 128, 64, 2]))
+        turned = tl.permute(tl.join(even + odd, even - odd), [0, 2, 1])
+        turned = tl.reshape(turned, [BLOCKS * BLOCK // 128, 128])
+    return tl.where(at < whole, tl.reshape(turned, [BLOCKS, BLOCK]) * SCALE, x)
 
 
 @triton.jit
@@ -59,6 +81,7 @@ def _encode(  # type: ignore[no-untyped-def]
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    ROTATES: tl.constexpr,
 ):
     """BLOCKS blocks of one row: absmax, scale, codes, packed; the row's last program pads."""
     tiles = tl.cdiv(count, BLOCK * BLOCKS)
@@ -71,6 +94,8 @@ def _encode(  # type: ignore[no-untyped-def]
     if x.dtype == tl.bfloat16:
         x = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     x = x.to(tl.float32)
+    if ROTATES:
+        x = _turn(x, at, count // 128 * 128, 0.125, BLOCKS, BLOCK)
 
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     scales = _scales_as_bits(largest, (1 << (BITS - 1)) - 1)
@@ -111,6 +136,7 @@ def _decode_sum(  # type: ignore[no-untyped-def]
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    ROTATES: tl.constexpr,
 ):
     """BLOCKS blocks of one output row: the sum, in order, of `rows` messages that follow on."""
     tiles = tl.cdiv(count, BLOCK * BLOCKS)
@@ -142,7 +168,15 @@ def _decode_sum(  # type: ignore[no-untyped-def]
         message += message_bytes
     if BITS == 4:
         total = tl.reshape(tl.join(total, total_high), [BLOCKS, BLOCK])
-    tl.store(out + output * count + at, total, mask=at < count)
+    if ROTATES:
+        total = _turn(total, at, count // 128 * 128, 0.0625, BLOCKS, BLOCK)
+    out += output * count
+    if out.dtype.element_ty == tl.bfloat16:
+        rounded = _round_to_bf16(total.to(tl.int32, bitcast=True)).to(tl.int16)
+        rounded = tl.where(total == total, rounded, 0x7FC0)
+        tl.store(out.to(tl.pointer_type(tl.int16)) + at, rounded, mask=at < count)
+    else:
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)
 
 
 def encode(codec: BlockCodec, values: torch.Tensor) -> torch.Tensor:
@@ -168,11 +202,14 @@ def encode(codec: BlockCodec, values: torch.Tensor) -> torch.Tensor:
     return messages
 
 
-def decode(codec: BlockCodec, messages: torch.Tensor, count: int) -> torch.Tensor:
-    """Values fp32 [rows, count] of messages uint8 [rows, message_bytes(count)]."""
-    values = messages.new_empty(messages.shape[0], count, dtype=torch.float32)
-    _launch_decode(codec, messages, values, rows=1)
-    return values
+def decode(codec: BlockCodec, messages: torch.Tensor, out: torch.Tensor) -> None:
+    """Values of messages uint8 [rows, message_bytes(n)] into `out` [rows, n], fp32, bf16 or fp16.
+
+    Raises ValueError where `out` is not contiguous.
+    """
+    if not out.is_contiguous():
+        raise ValueError(f"values need contiguous memory, not strides {out.stride()}")
+    _launch_decode(codec, messages, out, rows=1)
 
 
 def decode_sum(codec: BlockCodec, messages: torch.Tensor, out: torch.Tensor) -> None:
@@ -186,7 +223,7 @@ def decode_sum(codec: BlockCodec, messages: torch.Tensor, out: torch.Tensor) -> 
 
 
 def _launch_decode(codec: BlockCodec, messages: torch.Tensor, out: torch.Tensor, rows: int) -> None:
-    """Each row of `out` fp32 [m, count] from `rows` of the messages uint8 [m · rows, bytes]."""
+    """Each row of `out` [m, count] from `rows` of the messages uint8 [m · rows, bytes]."""
     count = out.shape[1]
     messages = messages.contiguous()
     if programs := _programs(out.shape[0], count):
@@ -211,4 +248,5 @@ def _programs(rows: int, count: int) -> int:
 
 def _constants(codec: BlockCodec) -> dict[str, int]:
     """What a kernel is compiled for."""
-    return {"BITS": codec.bits, "BLOCK": codec.block, "BLOCKS": TILE // codec.block}
+    blocks = TILE // codec.block
+    return {"BITS": codec.bits, "BLOCK": codec.block, "BLOCKS": blocks, "ROTATES": codec.rotates}

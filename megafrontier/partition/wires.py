@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megafrontier.cluster.collectives import all_gather, all_to_all
-from megafrontier.partition.codec import DELTA8, INT4, INT8, rotate, rotate_back, rotate_back_alike
+from megafrontier.partition.codec import DELTA8, INT4, INT8, BlockCodec
 
 
 class Codec(Protocol):
@@ -25,8 +25,8 @@ class Codec(Protocol):
         """One message a row [rows, m] of `values` [rows, n], any float type."""
         ...
 
-    def decode(self, messages: torch.Tensor, count: int) -> torch.Tensor:
-        """Values fp32 [rows, count] of messages [rows, m]."""
+    def decode(self, messages: torch.Tensor, out: torch.Tensor) -> None:
+        """Values of messages [rows, m] into `out` [rows, n], any float type."""
         ...
 
     def decode_sum(self, messages: torch.Tensor, out: torch.Tensor) -> None:
@@ -48,9 +48,9 @@ class CastCodec:
         """`values` themselves where they have the type already."""
         return values.to(self.dtype)
 
-    def decode(self, messages: torch.Tensor, count: int) -> torch.Tensor:
-        """The messages in fp32."""
-        return messages.float()
+    def decode(self, messages: torch.Tensor, out: torch.Tensor) -> None:
+        """The messages in the type of `out`."""
+        out.copy_(messages)
 
     def decode_sum(self, messages: torch.Tensor, out: torch.Tensor) -> None:
         """Sum in fp32, whatever the messages' type."""
@@ -69,17 +69,24 @@ class Wire:
 
     codec: Codec
     is_delta: bool = False
-    rotates: bool = False
 
     @property
     def is_low_bit(self) -> bool:
         """Whether it rounds to codes of its own, and not to another type alone."""
-        return not isinstance(self.codec, CastCodec)
+        return isinstance(self.codec, BlockCodec)
+
+    @property
+    def rotates(self) -> bool:
+        """Whether it rotates values before it rounds them."""
+        return isinstance(self.codec, BlockCodec) and self.codec.rotates
 
     @property
     def name(self) -> str:
         """The format's, as a configuration gives it."""
-        names = (name for name, codec in _CODECS.items() if codec == self.codec)
+        said = self.codec
+        if isinstance(said, BlockCodec):
+            said = replace(said, rotates=False)
+        names = (name for name, codec in _CODECS.items() if codec == said)
         return next(name for name in names if name.startswith("delta") == self.is_delta)
 
     def gather(self, shard: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> int:
@@ -89,15 +96,13 @@ class Wire:
         bytes this rank sent.
         """
         peers = out.numel() // shard.numel() - 1
-        message = self._encode(shard.view(1, -1))
+        message = self.codec.encode(shard.view(1, -1))
         if message.dtype == out.dtype:
             all_gather(out, message.view(-1), group)
         else:
             received = message.new_empty(peers + 1, message.shape[1])
             all_gather(received.view(-1), message.view(-1), group)
-            values = self.codec.decode(received, shard.numel())
-            # Every rank decodes them, perhaps on another kind of device.
-            out.copy_((rotate_back_alike(values) if self.rotates else values).view(-1))
+            self.codec.decode(received, out.view(peers + 1, -1))
         return peers * message.nbytes
 
     def reduce(
@@ -147,8 +152,6 @@ class Wire:
         received = torch.empty_like(messages)
         all_to_all(received.view(-1), messages.view(-1), group, sizes)
         self.codec.decode_sum(received, out)
-        if self.rotates:
-            out.copy_(rotate_back(out.view(1, -1)).view(-1))
         out.add_(pieces[mine])
         if errors is not None:
             out.add_(errors[mine])
@@ -160,19 +163,14 @@ class Wire:
         error then stands in `error`."""
         if error is not None:
             values = values.float() + error  # in bf16 the sum would round, and nobody keep it
-        messages = self._encode(values)
+        messages = self.codec.encode(values)
         if error is not None:
-            torch.sub(values, self._decode(messages, values.shape[1]), out=error)
+            said = torch.empty_like(values)
+            self.codec.decode(messages, said)
+            torch.sub(values, said, out=error)
             # The step is skipped; its errors must not come back in the next.
             error.nan_to_num_(0.0, 0.0, 0.0)
         return messages
-
-    def _encode(self, values: torch.Tensor) -> torch.Tensor:
-        return self.codec.encode(rotate(values) if self.rotates else values)
-
-    def _decode(self, messages: torch.Tensor, count: int) -> torch.Tensor:
-        values = self.codec.decode(messages, count)
-        return rotate_back(values) if self.rotates else values
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -191,8 +189,10 @@ def make_wire(name: str, rotates: bool = False) -> Wire:
     int8 too, though its error is small against int4's: without a rotation it says nothing of what
     lies far below a block's largest value, in step after step, and Adam would scale that up.
     """
-    wire = Wire(_CODECS[name], name.startswith("delta"))
-    return replace(wire, rotates=rotates and wire.is_low_bit)
+    codec = _CODECS[name]
+    if isinstance(codec, BlockCodec):
+        codec = replace(codec, rotates=rotates)
+    return Wire(codec, name.startswith("delta"))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
 On a GPU with Triton this times the kernels, after checking a message against the plain-torch
 reference on the CPU; the bar is 70 % of what a copy of 2 GiB reaches, at the largest size. On a
 CPU it times the reference, for which no bar is set, and says so. Bytes are what a pass must read
-and write at least: values and messages, once each.
+and write at least: values and messages, once each. Codecs that rotate are beside, without a bar.
 """
 
 import argparse
@@ -14,13 +14,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from megafrontier.partition.codec import INT4, INT8, BlockCodec, missing_kernels
 
+CODECS = {"int8": INT8, "int4": INT4}
+ROTATING = {f"{name} rotated": replace(codec, rotates=True) for name, codec in CODECS.items()}
 BAR = 0.70
 """Of the copy bandwidth, at the largest size."""
 
@@ -78,19 +80,20 @@ def passes(codec: BlockCodec, values: torch.Tensor) -> dict[str, tuple[Callable[
     half = values.bfloat16()
     messages = codec.encode(values)
     total = torch.empty(count, device=values.device)
+    decoded = torch.empty_like(values)
     sent, elements = messages.numel(), values.numel()
     return {
         "encode bf16": (lambda: codec.encode(half), 2 * elements + sent),
         "encode fp32": (lambda: codec.encode(values), 4 * elements + sent),
         "decode_sum": (lambda: codec.decode_sum(messages, total), sent + 4 * count),
-        "decode": (lambda: codec.decode(messages, count), sent + 4 * elements),
+        "decode": (lambda: codec.decode(messages, decoded), sent + 4 * elements),
     }
 
 
 def measure(device: torch.device, rows: int, log2_sizes: list[int], copy: float) -> list[Row]:
-    """All passes of both codecs at every size."""
+    """All passes of all codecs at every size."""
     table = []
-    for name, codec in (("int8", INT8), ("int4", INT4)):
+    for name, codec in (CODECS | ROTATING).items():
         for log2_size in log2_sizes:
             values = torch.randn(rows, (1 << log2_size) // rows, device=device)
             for what, (work, moved) in passes(codec, values).items():
@@ -104,18 +107,18 @@ def measure(device: torch.device, rows: int, log2_sizes: list[int], copy: float)
 def check_against_reference(device: torch.device) -> None:
     """Raises SystemExit where the device's messages are not the CPU's."""
     values = torch.randn(3, 100_003)
-    for codec in (INT8, INT4):
+    for codec in CODECS.values():
         if not torch.equal(codec.encode(values.to(device)).cpu(), codec.encode(values)):
             raise SystemExit(f"{codec} on {device} does not write the reference's messages")
 
 
 def show(table: list[Row], on_gpu: bool) -> None:
     """The table, with the GPU's part named empty where there is none."""
-    print(f"{'codec':6}{'pass':13}{'elements':>12}{'Melem/s':>10}{'GB/s':>9}{'of copy':>9}")
+    print(f"{'codec':14}{'pass':13}{'elements':>12}{'Melem/s':>10}{'GB/s':>9}{'of copy':>9}")
     for row in table:
         millions = row.elements / row.seconds / 1e6
         print(
-            f"{row.codec:6}{row.what:13}{row.elements:12,}{millions:10,.0f}"
+            f"{row.codec:14}{row.what:13}{row.elements:12,}{millions:10,.0f}"
             f"{row.gigabytes_per_second:9.2f}{row.of_copy:9.1%}"
         )
     if not on_gpu:
@@ -128,7 +131,10 @@ def missed(table: list[Row]) -> list[Row]:
     return [
         row
         for row in table
-        if row.elements == largest and row.what != "decode" and row.of_copy < BAR
+        if row.codec in CODECS
+        and row.elements == largest
+        and row.what != "decode"
+        and row.of_copy < BAR
     ]
 
 
@@ -145,7 +151,9 @@ def main() -> int:
     machine = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
     check_against_reference(device)
     copy = copy_bandwidth(device)
-    uses_kernels = on_gpu and missing_kernels("cuda", [INT8, INT4]) is None
+    uses_kernels = (
+        on_gpu and missing_kernels("cuda", [*CODECS.values(), *ROTATING.values()]) is None
+    )
     implementation = "Triton kernels" if uses_kernels else "plain-torch reference"
     print(f"{machine}: {implementation}; copy {copy / 1e9:.1f} GB/s read and written")
     table = measure(device, arguments.rows, sizes, copy)

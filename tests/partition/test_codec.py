@@ -1,5 +1,6 @@
 """What a low-bit message promises about the numbers in it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,15 +8,9 @@ import torch
 
 from megafrontier import partition
 from megafrontier.partition import codec
-from megafrontier.partition.codec import (
-    DELTA8,
-    INT4,
-    INT8,
-    MESSAGE_ALIGNMENT,
-    rotate,
-    rotate_back,
-    rotate_back_alike,
-)
+from megafrontier.partition.codec import DELTA8, INT4, INT8, MESSAGE_ALIGNMENT
+from megafrontier.partition.rotation import BACK, rotate, rotate_back
+from tests.partition.codecs import read, turn
 
 
 @pytest.fixture
@@ -34,7 +29,7 @@ def kernels(**others):
     """Some that say what the reference says, but for `others`."""
     alike = {
         "encode": lambda codec, values: codec.encode(values),
-        "decode": lambda codec, messages, count: codec.decode(messages, count),
+        "decode": lambda codec, messages, out: codec.decode(messages, out),
         "decode_sum": lambda codec, messages, out: codec.decode_sum(messages, out),
     }
     return SimpleNamespace(**alike | others)
@@ -67,10 +62,9 @@ def test_kernels_that_say_something_else_than_the_reference_are_not(a_gpu):
     def decode_sum(codec, messages, out):
         codec.decode_sum(messages[:-1] if codec is INT4 else messages, out)
 
-    def decode(codec, messages, count):
-        values = codec.decode(messages, count)
-        values[:, -1] += codec is DELTA8
-        return values
+    def decode(codec, messages, out):
+        codec.decode(messages, out)
+        out[:, -1] += codec is DELTA8
 
     a_gpu(kernels(decode_sum=decode_sum, decode=decode))
     assert [codec._kernels("cuda", each) is None for each in CODECS] == [False, True, True]
@@ -103,8 +97,7 @@ def steps(codec, values):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_element_errs_by_more_than_half_a_step_tails_included(codec, count, dtype):
     values = random(7, count, dtype=dtype)
-    decoded = codec.decode(codec.encode(values), count)
-    assert decoded.dtype == torch.float32
+    decoded = read(codec, codec.encode(values), count)
     assert ((decoded - values.float()).abs() <= steps(codec, values) / 2 * (1 + 5e-5)).all()
 
 
@@ -113,7 +106,7 @@ def test_no_element_errs_by_more_than_half_a_step_tails_included(codec, count, d
 def test_the_largest_value_of_a_block_is_neither_clipped_nor_biased(codec, sign):
     values = random(4000, codec.block)
     values[:, 3] = sign * values.abs().amax(1) * 1.5
-    ratio = codec.decode(codec.encode(values), codec.block)[:, 3] / values[:, 3]
+    ratio = read(codec, codec.encode(values), codec.block)[:, 3] / values[:, 3]
     assert ((ratio - 1).abs() <= 2**-8).all()
     assert abs(ratio.mean().item() - 1) < 2e-4
 
@@ -121,7 +114,7 @@ def test_the_largest_value_of_a_block_is_neither_clipped_nor_biased(codec, sign)
 @pytest.mark.parametrize("codec", CODECS)
 def test_gain_is_one_and_errors_have_no_bias(codec):
     values = torch.randn(64, 64 * codec.block, generator=torch.Generator().manual_seed(1))
-    errors = codec.decode(codec.encode(values), values.shape[1]) - values
+    errors = read(codec, codec.encode(values), values.shape[1]) - values
     deviation = errors.std().item()
     count = values.numel()
     assert abs(errors.mean().item()) < 5 * deviation / count**0.5
@@ -134,7 +127,7 @@ def test_zeros_stay_zeros_and_small_blocks_do_not_suffer_from_large_neighbours(c
     values = torch.zeros(1, 3 * codec.block)
     values[0, : codec.block] = 1e6
     values[0, -codec.block :] = 1e-6
-    decoded = codec.decode(codec.encode(values), values.shape[1])[0]
+    decoded = read(codec, codec.encode(values), values.shape[1])[0]
     assert (decoded[codec.block : -codec.block] == 0).all()
     torch.testing.assert_close(
         decoded[-codec.block :], values[0, -codec.block :], rtol=1e-2, atol=0
@@ -146,7 +139,7 @@ def test_zeros_stay_zeros_and_small_blocks_do_not_suffer_from_large_neighbours(c
 def test_a_non_finite_value_shows_in_its_block_and_nowhere_else(codec, bad):
     values = random(2, 3 * codec.block)
     values[1, codec.block + 5] = bad
-    decoded = codec.decode(codec.encode(values), values.shape[1])
+    decoded = read(codec, codec.encode(values), values.shape[1])
     hit = decoded.isnan()
     assert hit[1, codec.block : 2 * codec.block].all()
     assert hit.sum() == codec.block
@@ -167,8 +160,8 @@ def test_a_message_has_the_bytes_of_the_formula(codec, count):
 @pytest.mark.parametrize("codec", CODECS)
 def test_what_was_decoded_encodes_to_the_same_codes(codec):
     """So a change of weights can be passed on over several levels without further error."""
-    decoded = codec.decode(codec.encode(random(4, 1000)), 1000)
-    assert torch.equal(codec.decode(codec.encode(decoded), 1000), decoded)
+    decoded = read(codec, codec.encode(random(4, 1000)), 1000)
+    assert torch.equal(read(codec, codec.encode(decoded), 1000), decoded)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -178,7 +171,7 @@ def test_a_long_message_is_the_same_made_in_slabs_and_whole(codec, count, monkey
         messages = codec.encode(values)
         total = torch.empty(count)
         codec.decode_sum(messages, total)
-        return messages, codec.decode(messages, count), total
+        return messages, read(codec, messages, count), total
 
     values = random(3, count)
     whole = everything()
@@ -193,7 +186,7 @@ def test_sums_are_fp32_in_the_order_of_the_rows(codec):
     out = torch.empty(1000)
     codec.decode_sum(messages, out)
     expected = torch.zeros(1000)
-    for row in codec.decode(messages, 1000):
+    for row in read(codec, messages, 1000):
         expected = expected + row
     assert torch.equal(out, expected)
 
@@ -207,7 +200,7 @@ def test_a_rotation_can_be_undone_and_spreads_outliers():
     assert torch.equal(turned[:, 896:], values[:, 896:])  # a tail shorter than a block
 
     def error(x, back):
-        decoded = back(INT4.decode(INT4.encode(x), 1000))
+        decoded = back(read(INT4, INT4.encode(x), 1000))
         return (decoded - values)[:, :128].norm()  # the outlier's block
 
     assert error(turned, rotate_back) < 0.5 * error(values, lambda x: x)
@@ -219,25 +212,31 @@ def test_a_rotation_there_and_back_is_exact_where_the_sums_are():
     assert torch.equal(rotate_back(rotate(values)), values)
 
 
+ROTATING = pytest.mark.parametrize("codec", [replace(c, rotates=True) for c in (INT8, INT4)])
+
+
+@ROTATING
+@pytest.mark.parametrize("count", [1, 127, 128, 300, 1024, 5001])
+@pytest.mark.parametrize("slab", [1 << 19, 512])
+def test_a_rotating_message_holds_the_rotated_values(codec, count, slab, monkeypatch):
+    monkeypatch.setattr("megafrontier.partition.codec._SLAB", {"cpu": slab})
+    plain = replace(codec, rotates=False)
+    values = torch.randint(-100, 100, (3, count)).float()  # sums of which are exact
+    messages = codec.encode(values)
+    assert torch.equal(messages, plain.encode(rotate(values)))
+    total, turned = torch.empty(count), torch.empty(count)
+    codec.decode_sum(messages, total)
+    plain.decode_sum(messages, turned)
+    torch.testing.assert_close(total, rotate_back(turned.view(1, -1))[0])
+
+
+@ROTATING
 @pytest.mark.parametrize("count", [128, 300, 1024])
-def test_copies_turn_back_by_additions_in_one_order(count):
-    """Whose bits no library chooses: they are those of a sum by hand."""
-    values = random(3, count)
-    expected = rotate_back(values)
-    whole = count // 128 * 128
-    by_hand = values.clone().view(3, -1).tolist()
-    for row in by_hand:
-        for block in range(0, whole, 128):
-            half = 1
-            while half < 128:
-                for i in (i for i in range(block, block + 128) if not (i - block) & half):
-                    a, b = torch.tensor(row[i]), torch.tensor(row[i + half])
-                    row[i], row[i + half] = (a + b).item(), (a - b).item()
-                half *= 2
-            row[block : block + 128] = [x / 16 for x in row[block : block + 128]]
-    found = rotate_back_alike(values)
-    assert torch.equal(found, torch.tensor(by_hand))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
+def test_one_message_is_rotated_back_alike_on_every_device(codec, count):
+    """Whatever the order in which a library adds: to the bits of sums of pairs, by hand."""
+    messages = codec.encode(random(3, count))
+    by_hand = turn(read(replace(codec, rotates=False), messages, count), BACK)
+    assert torch.equal(read(codec, messages, count), by_hand)
 
 
 def test_rotations_are_in_fp32_though_the_caller_computes_in_less():

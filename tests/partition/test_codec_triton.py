@@ -8,12 +8,15 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 import torch
 
 from megafrontier.partition.codec import DELTA8, INT4, INT8, SMALLEST_SCALE
+from megafrontier.partition.rotation import BACK, THERE
+from tests.partition.codecs import read, turn
 
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed (pip install triton)", allow_module_level=True)
@@ -22,6 +25,12 @@ HAS_GPU = torch.cuda.is_available()
 RUNS_KERNELS = HAS_GPU or os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if HAS_GPU else "cpu"
 CODECS = pytest.mark.parametrize("codec", [INT8, INT4, DELTA8], ids=["int8", "int4", "delta8"])
+ROTATING = [replace(codec, rotates=True) for codec in (INT8, INT4)]
+ALL = pytest.mark.parametrize(
+    "codec",
+    [INT8, INT4, DELTA8, *ROTATING],
+    ids=["int8", "int4", "delta8", "int8 rotating", "int4 rotating"],
+)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 LENGTHS = [1, 2, 3, 127, 128, 129, 255, 256, 257, 1000, 4095, 4096, 4097, 12345]
 needs_kernels = pytest.mark.skipif(
@@ -50,27 +59,35 @@ def random(rows, count, dtype=torch.float32, seed=0):
 def same_bits(a, b):
     """NaN where NaN, the same bits elsewhere (a NaN's own bits may differ between processors)."""
     a, b = a.cpu(), b.cpu()
-    equal = a.view(torch.int32) == b.view(torch.int32)
+    integers = {4: torch.int32, 2: torch.int16}[a.itemsize]
+    equal = a.view(integers) == b.view(integers)
     return bool((equal | (a.isnan() & b.isnan())).all())
 
 
 def assert_same_as_reference(codec, values):
-    """Messages, decoded values and sums of `values` [rows, n] in both implementations."""
+    """Messages, decoded values and sums of `values` [rows, n] in both implementations; of a codec
+    that rotates, with the sums of both rotations in the kernels' order."""
     from megafrontier.partition import codec_triton as kernels
 
     count = values.shape[1]
-    expected = codec.encode(values)  # on the CPU: the reference
+    plain = replace(codec, rotates=False)
+    expected = plain.encode(turn(values.float(), THERE) if codec.rotates else values)
     messages = kernels.encode(codec, values.to(DEVICE))
     assert torch.equal(messages.cpu(), expected)
-    assert same_bits(kernels.decode(codec, messages, count), codec.decode(expected, count))
+    for out in (torch.float32, torch.bfloat16, torch.float16):
+        values = torch.empty(messages.shape[0], count, dtype=out, device=DEVICE)
+        kernels.decode(codec, messages, values)
+        assert same_bits(values, read(codec, expected, count, out))
     total, expected_total = torch.empty(count, device=DEVICE), torch.empty(count)
     kernels.decode_sum(codec, messages, total)
-    codec.decode_sum(expected, expected_total)
+    plain.decode_sum(expected, expected_total)
+    if codec.rotates:
+        expected_total = turn(expected_total.view(1, -1), BACK)[0]
     assert same_bits(total, expected_total)
 
 
 @needs_kernels
-@CODECS
+@ALL
 @DTYPES
 @pytest.mark.parametrize("count", LENGTHS)
 def test_messages_values_and_sums_equal_the_reference(codec, dtype, count):
@@ -78,7 +95,7 @@ def test_messages_values_and_sums_equal_the_reference(codec, dtype, count):
 
 
 @needs_kernels
-@CODECS
+@ALL
 @pytest.mark.parametrize("rows", [1, 2, 16, 33])
 def test_any_number_of_rows(codec, rows):
     assert_same_as_reference(codec, random(rows, 700, seed=rows))
@@ -99,12 +116,12 @@ def test_halves_round_to_even(codec, dtype):
         if block + 1 + part.numel() <= values.shape[1]:
             values[:, block + 1 : block + 1 + part.numel()] = part
     assert_same_as_reference(codec, values.to(dtype))
-    decoded = codec.decode(codec.encode(values), values.shape[1])
+    decoded = read(codec, codec.encode(values), values.shape[1])
     assert torch.equal(decoded, values.round())
 
 
 @needs_kernels
-@CODECS
+@ALL
 @DTYPES
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_non_finite_values(codec, dtype, bad):
@@ -114,7 +131,7 @@ def test_non_finite_values(codec, dtype, bad):
 
 
 @needs_kernels
-@CODECS
+@ALL
 def test_zeros_of_either_sign(codec):
     values = random(2, 3 * codec.block + 1)
     values[:, : codec.block] = 0.0
@@ -164,11 +181,11 @@ def test_rows_that_do_not_follow_on_and_nothing_at_all(codec):
         messages = kernels.encode(codec, view.to(DEVICE) if HAS_GPU else view)
         assert torch.equal(messages.cpu(), codec.encode(view))
     empty = torch.empty(2, 0, device=DEVICE)
-    assert kernels.decode(codec, kernels.encode(codec, empty), 0).shape == (2, 0)
+    kernels.decode(codec, kernels.encode(codec, empty), empty)
 
 
 @needs_kernels
-@CODECS
+@ALL
 def test_a_run_that_compares_them_first_finds_no_difference(codec):
     from megafrontier.partition import codec_triton as kernels
     from megafrontier.partition.codec import _difference
@@ -177,16 +194,18 @@ def test_a_run_that_compares_them_first_finds_no_difference(codec):
 
 
 @needs_kernels
-def test_sums_refuse_what_they_would_round():
+def test_sums_and_values_refuse_memory_that_they_would_not_fill_right():
     from megafrontier.partition import codec_triton as kernels
 
     messages = INT8.encode(random(2, 64)).to(DEVICE)
     with pytest.raises(ValueError, match="contiguous fp32"):
         kernels.decode_sum(INT8, messages, torch.empty(64, dtype=torch.bfloat16, device=DEVICE))
+    with pytest.raises(ValueError, match="contiguous memory"):
+        kernels.decode(INT8, messages, torch.empty(64, 2, device=DEVICE).t())
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="no GPU")
-@CODECS
+@ALL
 def test_a_gpu_chooses_the_kernels_and_its_plain_torch_agrees_with_them(codec, monkeypatch):
     from megafrontier.partition import codec as module
     from megafrontier.partition import codec_triton as kernels
@@ -194,9 +213,11 @@ def test_a_gpu_chooses_the_kernels_and_its_plain_torch_agrees_with_them(codec, m
     values = random(8, 100_003, torch.bfloat16).cuda()
     assert module._kernels("cuda", codec) is kernels
     messages = codec.encode(values)
+    by_kernels = read(codec, messages, 100_003)
     monkeypatch.setattr(module, "_kernels", lambda device_type, codec: None)
-    assert torch.equal(codec.encode(values), messages)
-    assert same_bits(codec.decode(messages, 100_003), kernels.decode(codec, messages, 100_003))
+    if not codec.rotates:
+        assert torch.equal(codec.encode(values), messages)
+    assert same_bits(read(codec, messages, 100_003), by_kernels)
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="no GPU")
@@ -206,22 +227,22 @@ def test_rows_whose_bits_cannot_be_counted_in_32_bits(codec, count):
     values = torch.zeros(1, count, device="cuda")
     values[0, ::1001] = 1.0
     values[0, -3:] = -1.0
-    assert torch.equal(codec.decode(codec.encode(values), count), values)
+    assert torch.equal(read(codec, codec.encode(values), count), values)
 
 
 @CODECS
 def test_blocks_too_small_for_a_normal_scale_are_sent_as_zeros(codec):
     """Their largest code would not fit: -128 instead of +190, a gradient of the wrong sign."""
     values = torch.full((1, codec.block), codec.largest * SMALLEST_SCALE * 0.99)
-    assert torch.equal(codec.decode(codec.encode(values), codec.block), torch.zeros_like(values))
+    assert torch.equal(read(codec, codec.encode(values), codec.block), torch.zeros_like(values))
     values = torch.full((1, codec.block), codec.largest * SMALLEST_SCALE)
-    assert torch.equal(codec.decode(codec.encode(values), codec.block), values)
+    assert torch.equal(read(codec, codec.encode(values), codec.block), values)
 
 
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels do not compile"
 )
-@CODECS
+@ALL
 @pytest.mark.parametrize("target", ["sm_90", "gfx90a", "gfx942", "gfx1100"])
 @pytest.mark.parametrize("alignment", ["any", "as launched"])
 def test_kernels_compile_for_both_makers_with_exact_divisions_and_no_fusion(

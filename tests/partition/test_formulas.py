@@ -9,10 +9,10 @@ from measuring import tensor_bytes
 
 from megafrontier.config import WiresConfig
 from megafrontier.partition import STRATEGIES, Placement, Wires, shard
-from megafrontier.partition.codec import rotate, rotate_back
 from megafrontier.partition.placement import state_bytes, traffic_bytes
 from megafrontier.partition.pool import Pool
 from megafrontier.partition.presets import choose_wires
+from megafrontier.partition.rotation import rotate, rotate_back
 from megafrontier.partition.unit import Phase
 from tests.partition.tiny import (
     LENGTH,

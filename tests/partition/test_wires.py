@@ -8,6 +8,7 @@ from megafrontier.partition import wires as wires_module
 from megafrontier.partition.codec import DELTA8, INT4
 from megafrontier.partition.placement import traffic_bytes
 from megafrontier.partition.wires import make_wire
+from tests.partition.codecs import read
 from tests.partition.tiny import (
     LEVELS,
     batch,
@@ -230,7 +231,7 @@ def test_a_delta_is_rounded_once_however_many_levels_it_crosses(name, codec):
         engine.publish()
         engine.finish_publishing()
         return all(
-            torch.equal(unit.published, old + codec.decode(codec.encode(said), len(old))[0])
+            torch.equal(unit.published, old + read(codec, codec.encode(said), len(old))[0])
             for unit, old in zip(engine.units, before, strict=True)
             for said in [(unit.master - old).view(1, -1)]
         )

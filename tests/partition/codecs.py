@@ -1,0 +1,24 @@
+"""What tests of codecs share: reading messages, and the rotation in an order of its own."""
+
+import torch
+
+
+def turn(values, scale):
+    """fp32 [rows, n], each whole block of 128 by Sylvester's matrix of ±`scale`: by sums and
+    differences of pairs, an order of additions that no library chooses."""
+    whole = values.shape[1] // 128 * 128
+    turned = values[:, :whole].clone()
+    half = 1
+    while half < 128:
+        pairs = turned.view(values.shape[0], whole // (2 * half), 2, half)
+        first, second = pairs[:, :, 0].clone(), pairs[:, :, 1].clone()
+        pairs[:, :, 0], pairs[:, :, 1] = first + second, first - second
+        half *= 2
+    return torch.cat([turned * scale, values[:, whole:]], 1)
+
+
+def read(codec, messages, count, dtype=torch.float32):
+    """Values [rows, count] of messages [rows, m]."""
+    values = torch.empty(messages.shape[0], count, dtype=dtype, device=messages.device)
+    codec.decode(messages, values)
+    return values
