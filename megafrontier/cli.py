@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -214,10 +215,11 @@ def _train(arguments: argparse.Namespace) -> int:
     _quiet_torch()
     with stops_remembered():  # from here on: the imports alone take seconds
         from megafrontier.config import load_config
-        from megafrontier.training.launch import train
+        from megafrontier.training.launch import prepared, train
 
         overrides = [*arguments.overrides, *(["log.trace=true"] if arguments.trace else [])]
-        return train(load_config(arguments.config, overrides), arguments.nproc)
+        load = partial(load_config, arguments.config, overrides)
+        return train(prepared(load, arguments.nproc), arguments.nproc)
 
 
 def _quiet_torch() -> None:

@@ -34,6 +34,11 @@ class Ending(Exception):
     is_one_ranks = False
 
 
+def is_alike(error: BaseException) -> bool:
+    """Whether all ranks raise it, and so leave together."""
+    return isinstance(error, Ending) and not error.is_one_ranks
+
+
 class UserError(Ending):
     """Bad input: the line names the thing, its value, and what would fit."""
 

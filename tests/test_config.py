@@ -90,6 +90,8 @@ REFUSED = [
         )
     ],
     (['run.name=""'], "run.name: empty, need a name"),
+    (['run.directory=""'], "run.directory: empty, need a folder"),
+    (["run.directory=~/runs/a"], "run.directory: ~/runs/a, need it without ~, as $HOME"),
     *[
         ([f"{key}=-1"], f"{key}: -1.0, need at least 0")
         for key in (
@@ -239,6 +241,42 @@ def test_overrides_apply_in_order_and_keep_their_neighbours(base):
     assert (config.optimizer.lr, config.optimizer.betas) == (1e-4, (0.8, 0.9))
     assert config.partition.wires.gather == {"pair": "bf16"}
     assert config.run.directory == "runs/2024"
+
+
+@pytest.mark.parametrize("text", ["1.10", "2024_01_15", "0012", "12:30", "3e-4", "12e4567"])
+def test_text_that_yaml_takes_for_a_number_stays_as_it_is_written(write, text):
+    """Or runs named 1.1 and 1.10 would share a folder, and each take up the other's weights."""
+    assert load_config(write("a.yaml", "{}"), [f"run.name={text}"]).run.name == text
+    lines = f"run: {{name: {text}}}\ndata: {{train: [{{path: {text}, weight: 2}}]}}\n"
+    config = load_config(write("b.yaml", lines))
+    assert config.run.directory == f"runs/{text}"
+    assert [(corpus.path, corpus.weight) for corpus in config.data.train] == [(text, 2)]
+    chosen = [f"data.train=[{{path: {text}}}, {{path: b}}]", f"data.train[1].path={text}"]
+    found = load_config(write("c.yaml", "{}"), chosen).data.train
+    assert [corpus.path for corpus in found] == [text, text]
+    machine = write("m.yaml", f"levels: {{world: {{}}}}\ndevice: {{name: {text}}}\n")
+    assert load_machine(str(machine)).device.name == text
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("5", "a list or a single value, need keys and values at the top"),
+        ("[1, 2]", "a list or a single value, need keys and values at the top"),
+        ("defaults: ${oc.env:NOWHERE_SET}/a.yaml", "defaults: "),
+    ],
+)
+def test_a_file_without_keys_or_without_its_parent_is_refused(write, text, why):
+    path = write("a.yaml", text)
+    assert refusal(load_config, path).startswith(f"{path}: {why}")
+
+
+def test_levels_given_in_another_order_are_in_that_order(write):
+    """Fastest first: an override that names all of them says which that is."""
+    chosen = ["machine=frontier", "machine.levels={node: {size: 2}, pair: {size: 4}, world: {}}"]
+    levels = load_config(write("a.yaml", "{}"), chosen).machine["levels"]
+    assert list(levels) == ["node", "pair", "world"]
+    assert levels["pair"]["gigabytes_per_second"] == 200
 
 
 def test_a_file_inherits_from_another_beside_it(write):

@@ -18,6 +18,7 @@ from megafrontier.checkpoint.manifest import FILE_NAME
 from megafrontier.errors import UserError, of_os_error
 
 _NAME = re.compile(r"step-(\d{8,})")
+_SUPERSEDED = re.compile(rf"{_NAME.pattern}\.superseded(-\d+)?")
 _HIDDEN = re.compile(r"\.step-\d{8,}\.(partial|removed)")
 
 
@@ -116,14 +117,12 @@ def delete(paths: Iterable[Path]) -> None:
 
 def clean_partials(root: Path) -> list[Path]:
     """Delete what killed saves and deletions left behind. One rank calls it, while no other saves
-    into `root`. Returns what was deleted. Raises OSError, but not for what was to be deleted before
-    and cannot be: it is in nobody's way."""
+    into `root`. Returns what was deleted; what cannot be is only in the way of a save of its own
+    step."""
     if not root.is_dir():
         return []
     left = [path for path in root.iterdir() if _HIDDEN.fullmatch(path.name)]
-    removed = [path for path in left if path.name.endswith(".removed")]
-    delete(path for path in left if path not in removed)
-    for path in removed:
+    for path in left:
         with suppress(OSError):
             delete([path])
     return [path for path in left if not os.path.lexists(path)]
@@ -147,14 +146,20 @@ def set_later_aside(root: Path, step: int) -> None:
             set_aside(path)
 
 
-def take_back(path: Path, step: int) -> None:
+def is_set_aside(path: Path) -> bool:
+    """Whether it has a name that `set_aside` gives."""
+    return _SUPERSEDED.fullmatch(path.name) is not None
+
+
+def take_back(path: Path, step: int) -> Path:
     """Give a checkpoint that was set aside its name again; what has that now is set aside. One rank
-    calls it. Raises OSError."""
+    calls it. Returns the new path. Raises OSError."""
     named = step_folder(path.parent, step)
     if named.exists():
         set_aside(named)
     path.rename(named)
     fsync_folder(path.parent)
+    return named
 
 
 def fsync_folder(path: Path) -> None:

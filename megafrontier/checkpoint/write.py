@@ -117,6 +117,7 @@ def _reason(error: Exception) -> str:
 def _start(root: Path, partial: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
     folder.clean_partials(root)
+    folder.delete([partial])  # or say why not
     (partial / "pieces").mkdir(parents=True)
 
 

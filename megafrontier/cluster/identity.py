@@ -65,7 +65,7 @@ def _from_local(environment: Mapping[str, str]) -> Identity:
 def _from_torchrun(environment: Mapping[str, str]) -> Identity:
     if not environment.get("MASTER_ADDR"):
         raise UserError("MASTER_ADDR: not set, need the address of rank 0's node")
-    _number(environment, "MASTER_PORT")
+    _port(environment)
     return Identity(
         _number(environment, "RANK"),
         _number(environment, "WORLD_SIZE"),
@@ -81,7 +81,7 @@ def _from_slurm(environment: Mapping[str, str]) -> Identity:
     master = environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR")
     if not master:
         raise UserError("MASTER_ADDR: not set, need the address of the job's first node")
-    port = _number({"MASTER_PORT": str(DEFAULT_PORT), **environment}, "MASTER_PORT")
+    port = _port({"MASTER_PORT": str(DEFAULT_PORT), **environment})
     # SLURM_NTASKS is the whole job's where srun was not told its own number of tasks.
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
     return Identity(
@@ -89,7 +89,7 @@ def _from_slurm(environment: Mapping[str, str]) -> Identity:
         _number(environment, size),
         _number(environment, "SLURM_LOCALID"),
         "slurm",
-        f"tcp://{master}:{port}",
+        f"tcp://[{master}]:{port}" if ":" in master else f"tcp://{master}:{port}",
         environment.get("SLURMD_NODENAME") or socket.gethostname(),
     )
 
@@ -109,6 +109,13 @@ def planned_hosts(environment: Mapping[str, str], size: int) -> list[str]:
     if not hosts or size % len(hosts):
         return []
     return [host for host in hosts for _ in range(size // len(hosts))]
+
+
+def _port(environment: Mapping[str, str]) -> int:
+    port = _number(environment, "MASTER_PORT")
+    if not 0 < port < 2**16:
+        raise UserError(f"MASTER_PORT: {port}, need one from 1 to {2**16 - 1}")
+    return port
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

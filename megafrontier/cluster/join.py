@@ -22,7 +22,7 @@ from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.levels import Levels
 from megafrontier.cluster.links import connect, measure, reaching
 from megafrontier.cluster.rollcall import RollCall, within
-from megafrontier.errors import Ending, PeersLost, RankError, RanksAbsent, Unconnected, UserError
+from megafrontier.errors import Ending, PeersLost, RankError, RanksAbsent, UserError, is_alike
 
 ALL_PEERS = "connections to all"
 """Where gloo connects each rank to every other; NCCL and RCCL connect later."""
@@ -42,12 +42,12 @@ def join(
     timeout_seconds: float = 1800,
     meeting_seconds: float = 600,
     met: Callable[[RollCall | None], None] = lambda roll: None,
-    failed: Callable[[Unconnected], None] = lambda error: None,
+    failed: Callable[[Exception], None] = lambda error: None,
 ) -> Iterator[Hierarchy]:
     """Meet the other ranks, make a group for each level, and leave in order at the end.
 
     `met` is called with the roll of the ranks that have met, None for one alone, before anything
-    else that needs them; `failed` where this rank then does not reach another.
+    else that needs them; `failed` where this rank then fails by itself.
 
     Raises UserError when the host names contradict the levels, RanksRefused when ranks say that
     they cannot start, RanksAbsent when they do not come in `meeting_seconds`, PeersLost when rank 0
@@ -77,7 +77,7 @@ def join(
         yield hierarchy
         hierarchy.turn.end()  # a lane may not outlive the process groups
     except BaseException as error:
-        if isinstance(error, Unconnected):
+        if isinstance(error, Exception) and not is_alike(error):
             failed(error)
         if dist.is_initialized():
             give_up(device)
@@ -104,7 +104,8 @@ def _connect(roll: RollCall, levels: Levels, device: torch.device, timeout: time
             world_size=levels.ranks,
             timeout=timeout,
         )
-    groups, control = (groups_of(levels, rank, device, timeout) for _ in range(2))
+    with reaching(f"rank {rank}: groups of the levels"):
+        groups, control = (groups_of(levels, rank, device, timeout) for _ in range(2))
     hierarchy = Hierarchy(levels, rank, groups, device, control, roll.standing)
     # Neighbours at each level before other collectives: where these waited for a link that is dead,
     # nobody could say which it is.

@@ -37,19 +37,20 @@ def reaching(what: str) -> Iterator[None]:
 
 
 def connect(hierarchy: Hierarchy, level: int) -> None:
-    """Have NCCL or RCCL make a level's communicator, which they would do at its first exchange, of
-    whichever two: there all of the group wait for each other, and nobody may claim to wait for one
-    peer. Links are not opened for it yet. All ranks call it. Raises Unconnected.
+    """Have NCCL or RCCL make a level's communicators, which they would do at their first exchange,
+    of whichever two: there all of the group wait for each other, and nobody may claim to wait for
+    one peer. Links are not opened for it yet. All ranks call it. Raises Unconnected.
 
     With gloo a group is connected when it is made.
     """
-    group = hierarchy.groups[level]
-    if group is None or hierarchy.device.type != "cuda":
+    if hierarchy.device.type != "cuda":
         return
     name = hierarchy.levels.names[level]
-    with reaching(f"rank {hierarchy.rank}: communicator of {name}"):
-        backend = group._get_backend(hierarchy.device)  # torch has no public name for it
-        backend.eager_connect_single_device(hierarchy.device)
+    for group in (hierarchy.groups[level], hierarchy.control[level]):
+        if group is not None:
+            with reaching(f"rank {hierarchy.rank}: communicator of {name}"):
+                backend = group._get_backend(hierarchy.device)  # torch has no public name for it
+                backend.eager_connect_single_device(hierarchy.device)
 
 
 def measure(hierarchy: Hierarchy, level: int, size_bytes: int) -> float:

@@ -24,6 +24,9 @@ from megafrontier.signals import STOPPING, handled
 
 GRACE_SECONDS = 0.5
 """From the first failure to the end of all ranks: time for the one that speaks to say why."""
+SPEAKER_SECONDS = 150.0
+"""After an end that all ranks come to alike: how long those who do not say why wait for the one
+that does, which may have metrics to hand over (W&B has 120 s) before."""
 PEER_SECONDS = 1.0
 """Longer than that: a rank with an exception of its own waits whether it is to be ended."""
 HELD_BACK = (*STOPPING, signal.SIGINT)
@@ -64,7 +67,7 @@ def _fork_one(rank: int, count: int, folder: Path, body: Callable[[], int]) -> i
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
         os.environ["MEGAFRONTIER_LOCAL"] = f"{rank}/{count}"
         os.environ["MEGAFRONTIER_STORE"] = str(folder / "store")
-        code = exit_code(body, speaks=rank == 0)
+        code = exit_code(body, rank == 0, lambda: time.sleep(SPEAKER_SECONDS))
     except BaseException:
         # Most likely a peer is gone and its own word says why. Then the parent ends this rank
         # now, before it adds a traceback to that.
@@ -90,16 +93,21 @@ def flush_output() -> None:
             stream.flush()
 
 
-def exit_code(body: Callable[[], int], speaks: bool = True) -> int:
+def exit_code(
+    body: Callable[[], int], speaks: bool = True, stay: Callable[[], None] = lambda: None
+) -> int:
     """What `body` returns, or the code of the one-line error it ends with.
 
-    All ranks come to the same end; the one that `speaks` says so, or the rank whose own it is.
+    All ranks come to the same end; the one that `speaks` says so, and the others `stay`. An error
+    of one rank alone it tells itself.
     """
     try:
         return body()
     except Ending as error:
         if speaks or error.is_one_ranks:
             print(f"megafrontier: {error}", file=sys.stderr)
+        else:
+            stay()
         return error.code
 
 

@@ -17,6 +17,10 @@ def check(config: Config) -> None:
     """Refuse values that do not fit each other. Raises UserError naming key, value and fix."""
     # Or all runs without a name would share the folder above.
     _need(config.run.name != "", "run.name", "empty", "need a name")
+    directory = config.run.directory
+    _need(directory != "", "run.directory", "empty", "need a folder")
+    # No shell opens it behind a `run.directory=`, and a folder of that name is a trap.
+    _need(not directory.startswith("~"), "run.directory", directory, "need it without ~, as $HOME")
     _check_ranges(config)
     _check_model(config.model)
     _check_data(config)

@@ -3,16 +3,18 @@
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from megafrontier.config.checks import check, check_machine
 from megafrontier.config.fitting import check_fit
 from megafrontier.config.schema import Config, MachineConfig
+from megafrontier.config.spelling import as_spelled, kind_at
 from megafrontier.errors import UserError, of_os_error
 
 _MACHINES = (
@@ -28,7 +30,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises UserError for a missing file, broken YAML, unknown keys, wrong types, and values that
     do not fit each other.
     """
-    return _resolve(_read_yaml(Path(path)), overrides, str(path))
+    return _resolve(_read_yaml(Path(path), Config), overrides, str(path))
 
 
 def config_from_dict(values: dict[str, Any], origin: str, overrides: Sequence[str] = ()) -> Config:
@@ -62,7 +64,7 @@ def _spell_out_machine(values: DictConfig) -> None:
     """Write a machine's name as what its file holds, so that single values can follow."""
     machine = _select(values, "machine")
     if isinstance(machine, str):
-        values["machine"] = _read_yaml(_machine_file(machine))
+        values["machine"] = _read_yaml(_machine_file(machine), MachineConfig)
 
 
 def _select(values: DictConfig, key: str) -> Any:
@@ -89,7 +91,7 @@ def load_machine(machine: Any) -> MachineConfig:
         values, origin = OmegaConf.create(machine), "machine"
     else:
         path = _machine_file(str(machine))
-        values, origin = _read_yaml(path), str(path)
+        values, origin = _read_yaml(path, MachineConfig), str(path)
     structured: MachineConfig = _structure(MachineConfig, values, origin)
     check_machine(structured, origin)
     return structured
@@ -103,30 +105,52 @@ def _machine_file(name: str) -> Path:
     raise UserError(f"machine: {name}, need the path of a machine file or one of {known}")
 
 
-def _read_yaml(path: Path, children: tuple[Path, ...] = ()) -> DictConfig:
+def _read_yaml(path: Path, schema: type, children: tuple[Path, ...] = ()) -> DictConfig:
     """One file merged over the one that its `defaults` key names, relative to it."""
     asked = f" (the defaults of {children[-1]})" if children else ""
     if path.resolve() in [child.resolve() for child in children]:
         raise UserError(f"{path}{asked}: the files inherit from each other in a circle")
-    try:
-        values = OmegaConf.load(path)
-    except OSError as error:
-        line = f"{path}{asked}: cannot read the config: {error.strerror}"
-        raise of_os_error(error, line) from error
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise UserError(f"{path}{asked}: not valid YAML: {error}") from error
-    if not isinstance(values, DictConfig):
-        raise UserError(f"{path}{asked}: a list or a single value, need keys and values at the top")
-    parent = values.pop("defaults", None)
+    values = _parse_yaml(path, schema, asked)
+    parent = _parent_of(path, values)
     if parent is None:
         return values
-    if not isinstance(parent, str):
-        raise UserError(f"{path}: defaults: {parent}, need the path of one file")
-    below = _read_yaml(path.parent / parent, (*children, path))
+    below = _read_yaml(path.parent / parent, schema, (*children, path))
     try:
         return _merge(below, values)
     except (OmegaConfBaseException, TypeError) as error:  # a list over a mapping, for instance
         raise UserError(f"{path}: over {parent}: {str(error).splitlines()[0]}") from error
+
+
+def _parse_yaml(path: Path, schema: type, asked: str) -> DictConfig:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        line = f"{path}{asked}: cannot read the config: {error.strerror}"
+        raise of_os_error(error, line) from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}{asked}: not valid YAML: {error}") from error
+    try:
+        values = OmegaConf.load(StringIO(text))
+        plain = OmegaConf.to_container(values, resolve=False)
+        values = OmegaConf.create(as_spelled(schema, plain, text))
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"{path}{asked}: not valid YAML: {error}") from error
+    except OSError:  # OmegaConf's word for a single value
+        values = ListConfig([])
+    if not isinstance(values, DictConfig):
+        raise UserError(f"{path}{asked}: a list or a single value, need keys and values at the top")
+    return values
+
+
+def _parent_of(path: Path, values: DictConfig) -> str | None:
+    """The file that `defaults`, which is taken out of the values, names."""
+    try:
+        parent = values.pop("defaults", None)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: defaults: {str(error).splitlines()[0]}") from error
+    if parent is None or isinstance(parent, str):
+        return parent
+    raise UserError(f"{path}: defaults: {parent}, need the path of one file")
 
 
 def _merge(parent: DictConfig, child: DictConfig) -> DictConfig:
@@ -136,11 +160,16 @@ def _merge(parent: DictConfig, child: DictConfig) -> DictConfig:
         _spell_out_machine(parent)
     merged = OmegaConf.merge(parent, child)
     assert isinstance(merged, DictConfig)
-    levels = _select(child, "machine.levels")
-    # Levels keep the parent's order, which says nothing of those that only the child has.
-    if isinstance(levels, DictConfig) and set(levels) == set(merged.machine.levels):
-        merged.machine.levels = {level: merged.machine.levels[level] for level in levels}
+    _reorder_levels(merged, _select(child, "machine.levels"))
     return merged
+
+
+def _reorder_levels(values: DictConfig, given: Any) -> None:
+    """Levels keep the order of what they were merged over, which says nothing of those that only
+    the later ones have: where these name all, theirs counts."""
+    levels = _select(values, "machine.levels")
+    if isinstance(given, dict | DictConfig) and set(given) == set(levels):
+        values.machine.levels = {level: levels[level] for level in given}
 
 
 def _apply_override(values: DictConfig, override: str) -> None:
@@ -155,8 +184,11 @@ def _apply_override(values: DictConfig, override: str) -> None:
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
         assert isinstance(parsed, dict)
+        value = as_spelled(kind_at(Config, key), parsed["value"], text)
         # A machine given whole replaces the file's, as a name does; its parts are merged.
-        OmegaConf.update(values, key, parsed["value"], merge=key != "machine")
+        OmegaConf.update(values, key, value, merge=key != "machine")
+        if key == "machine.levels":
+            _reorder_levels(values, value)
     except YAMLError as error:
         raise UserError(f"override {override!r}: not valid YAML after the '=': {error}") from error
     except (OmegaConfBaseException, ValueError, TypeError) as error:

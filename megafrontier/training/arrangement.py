@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from megafrontier.cluster.levels import Levels
 from megafrontier.config import Config, MachineConfig, load_machine
@@ -11,6 +12,7 @@ from megafrontier.optim.adamw import find_apex
 from megafrontier.partition import Placement, Wires
 from megafrontier.partition.presets import choose_wires, has_error_feedback
 from megafrontier.training.batches import PARTS, Part, make_loader, open_part
+from megafrontier.training.sinks import missing_package
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ def arrange(config: Config, ranks: int) -> Arrangement:
 
 
 def check_training(config: Config, ranks: int, parts: Sequence[Part] = PARTS) -> Arrangement:
-    """Refuse what would fail later: placement, batch, vocabulary, corpora of `parts`, apex. Returns
-    what `arrange` does.
+    """Refuse what would fail later: placement, batch, vocabulary, corpora of `parts`, packages.
+    Returns what `arrange` does.
 
     Reads files but computes nothing, so that ranks may be forked after it. Raises UserError.
     """
@@ -49,9 +51,19 @@ def check_training(config: Config, ranks: int, parts: Sequence[Part] = PARTS) ->
         if samples is not None:
             make_loader(config, samples, part, 0, ranks)
             samples.batch(0, 1)  # one is enough to tell most wrong tokenizers
-    if "train" in parts and config.optimizer.fused == "apex":
-        find_apex()
+    if "train" in parts:
+        _check_packages(config)
     return arrangement
+
+
+def _check_packages(config: Config) -> None:
+    log = config.log
+    if log.wandb != "disabled" and find_spec("wandb") is None:
+        raise UserError(missing_package("log.wandb", log.wandb, "wandb"))
+    if log.tensorboard and find_spec("tensorboard") is None:
+        raise UserError(missing_package("log.tensorboard", "true", "tensorboard"))
+    if config.optimizer.fused == "apex":
+        find_apex()
 
 
 def check_vocabulary(config: Config) -> None:

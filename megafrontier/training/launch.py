@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -13,7 +14,7 @@ from megafrontier.cluster.identity import Identity, identify
 from megafrontier.cluster.join import check_ranks_per_host, join, refuse
 from megafrontier.cluster.local import exit_code, flush_output, fork_ranks
 from megafrontier.cluster.rollcall import RollCall
-from megafrontier.config import Config, load_machine, save_config
+from megafrontier.config import Config, TrainConfig, load_machine, save_config
 from megafrontier.errors import (
     STOPPED,
     Ending,
@@ -45,6 +46,7 @@ from megafrontier.training.timeline import Timeline
 from megafrontier.training.trainer import Trainer, build_trainer
 from megafrontier.training.watch import Watch, collective_seconds, meeting_seconds, watched
 
+Made = TypeVar("Made")
 Check = Callable[[int], object]
 """Given the number of ranks, raises where they cannot start."""
 
@@ -106,17 +108,36 @@ def launch(
                 raise of_refused(error, identity=identity) from error
 
         code = exit_code(checked, speaks=identity.rank == 0)
-        if identity.source in ("slurm", "torchrun"):
-            # A thread may wait in torch's store (training/watch.py), and aborts a process that the
-            # interpreter ends once rank 0 and the store are gone.
-            flush_output()
-            os._exit(code)
+        _leave_launcher(identity, code)
         return code
     if nproc < 1:
         raise UserError(f"--nproc: {nproc}, need at least 1")
     _passed(check, nproc)
     _passed(check_host)
     return fork_ranks(nproc, body)
+
+
+def prepared(make: Callable[[], Made], nproc: int | None) -> Made:
+    """What `make` makes of the command, a config say, before ranks meet. What one of a launcher's
+    ranks cannot have, perhaps on its node alone, all of them hear of, and end."""
+    try:
+        return make()
+    except (UserError, StorageFailed) as error:
+        identity = identify(os.environ) if nproc is None else None
+        if identity is None or identity.world_size == 1:
+            raise
+        seconds = meeting_seconds(TrainConfig().hang_seconds)
+        refusing = partial(refuse, identity, error, seconds, is_hosts=False)
+        _leave_launcher(identity, exit_code(refusing, speaks=identity.rank == 0))
+        raise
+
+
+def _leave_launcher(identity: Identity, code: int) -> None:
+    """End one of a launcher's ranks as it stands: a thread may wait in torch's store
+    (training/watch.py), and aborts a process that the interpreter ends once that is gone."""
+    if identity.source in ("slurm", "torchrun"):
+        flush_output()
+        os._exit(code)
 
 
 def _passed(check: Callable[..., object], *arguments: object) -> None:
@@ -234,7 +255,7 @@ def _run(
         attempt.note(resumed=trainer.step)
         is_owed = owes_evaluation(trainer)
         hierarchy.together(partial(_keep_books, trainer, logbook))
-        save = Save(logbook, trainer.step)
+        save = Save(logbook, trainer.step, watch.beat)
         trainer.engine.ledger.take()  # placing the first weights is no step's traffic
         timeline = Timeline(trainer, logbook)
         stragglers = Stragglers(identify(os.environ).host, logbook)
@@ -244,7 +265,7 @@ def _run(
         with garbage_collected(config.train.gc_every) as garbage:
             callbacks = [Log(logbook), save, evaluate, timeline, Guard(logbook), stragglers]
             run(trainer, [*callbacks, garbage], watch.beat)
-        save.finish(hierarchy, watch.beat)
+        save.finish(hierarchy)
         if trainer.step >= trainer.last_step:
             return 0
         if trainer.is_first:

@@ -26,7 +26,8 @@ from megafrontier.cluster.identity import Identity
 from megafrontier.errors import StorageFailed, UserError, of_os_error
 
 BEAT_SECONDS = 5.0
-EXPIRY_SECONDS = 30.0
+EXPIRY_SECONDS = 120.0
+"""Silence after which a holder is taken for dead. Storages fail over in less, mostly."""
 _RELEASED = "released".ljust(20)
 
 
@@ -131,7 +132,7 @@ class Lease:
 
     def _end(self) -> None:
         """We were silent for so long that another took over, and writes where we would: no later
-        moment to stop is early enough, and no other rank writes without this one."""
+        moment to stop is early enough, and no checkpoint is finished without this one."""
         holder = _read(_path(self._folder, _newest(self._folder)))[0]
         line = f"megafrontier: lease: {self._folder.parent} was taken over by {holder}; ending\n"
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode())
@@ -191,7 +192,9 @@ def _watch(path: Path, beat: str) -> Holder | None:
     end = time.monotonic() + EXPIRY_SECONDS
     while time.monotonic() < end:
         time.sleep(min(1.0, BEAT_SECONDS / 5))
+        asked = time.monotonic()
         holder, now = _read(path)
+        end += time.monotonic() - asked  # of a storage that stands still nothing can be said
         if now in ("", _RELEASED):
             return None
         if now != beat:

@@ -23,6 +23,9 @@ from megafrontier.training.trainer import Trainer
 
 Section = TypeVar("Section", ModelConfig, TrainConfig, OptimizerConfig, ScheduleConfig)
 
+COMPARED_STEPS = 1000
+"""Of those to come, in two schedules."""
+
 ORDER_KEYS = (
     "run.seed",
     "model.sequence_length",
@@ -99,11 +102,15 @@ def _rate_changes(config: Config, manifest: Manifest) -> list[str]:
     schedule = _saved(manifest, "schedule", ScheduleConfig)
     if not (manifest.step and train and optimizer and schedule):
         return []
-    before = learning_rate(manifest.step, train.steps, optimizer, schedule)
-    now = learning_rate(manifest.step, config.train.steps, config.optimizer, config.schedule)
-    if isclose(before, now):
-        return []
-    return [f"learning rate: {now:.3g} from here on, would have been {before:.3g}"]
+    # In a warm-up, or on wsd's plain, the rates of two schedules are alike for a while.
+    last = max(train.steps, config.train.steps)
+    for step in range(manifest.step, last, max(1, (last - manifest.step) // COMPARED_STEPS)):
+        before = learning_rate(step, train.steps, optimizer, schedule)
+        now = learning_rate(step, config.train.steps, config.optimizer, config.schedule)
+        if not isclose(before, now):
+            start = "here" if step == manifest.step else f"about step {step}"
+            return [f"learning rate: {now:.3g} from {start} on, would have been {before:.3g}"]
+    return []
 
 
 def _data_changes(config: Config, manifest: Manifest) -> list[str]:

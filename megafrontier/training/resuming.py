@@ -9,6 +9,7 @@ import torch
 from megafrontier.checkpoint.crowd import from_rank_0
 from megafrontier.checkpoint.folder import (
     candidates,
+    is_set_aside,
     list_checkpoints,
     newest,
     set_later_aside,
@@ -35,6 +36,11 @@ def check_resume(config: Config) -> None:
     path = named_checkpoint(config)
     if path is None:
         return
+    if leads_back(config) and step_of(path) is None and not is_set_aside(path):
+        raise UserError(
+            f"checkpoint.resume: {path}: another name among the run's own checkpoints; need its "
+            "name, as step-00000100, which checkpoint.keep_every may keep for good"
+        )
     own = list_checkpoints(checkpoint_root(config))
     if own and (not leads_back(config) or is_begun(config)):
         return
@@ -56,7 +62,8 @@ def named_checkpoint(config: Config) -> Path | None:
 def leads_back(config: Config) -> bool:
     """Whether the run is to go back to a checkpoint of its own."""
     path = named_checkpoint(config)
-    return path is not None and path.resolve().parent == checkpoint_root(config).resolve()
+    # Its folder, and not where a link there leads: checkpoints may lie elsewhere.
+    return path is not None and path.parent.resolve() == checkpoint_root(config).resolve()
 
 
 def is_begun(config: Config) -> bool:
@@ -105,7 +112,7 @@ def resume(trainer: Trainer, logbook: Logbook) -> None:
         return
     _go_on_from(found, trainer, is_start, logbook)
     if is_back:
-        trainer.hierarchy.together(partial(_give_up_later, trainer, root, found.path))
+        trainer.hierarchy.together(partial(_give_up_later, trainer, root, found.path, logbook))
         trainer.hierarchy.together(partial(_note_begun, trainer))
 
 
@@ -163,14 +170,14 @@ def _refuse_old_checkpoints(trainer: Trainer, root: Path) -> None:
         )
 
 
-def _give_up_later(trainer: Trainer, root: Path, path: Path) -> None:
+def _give_up_later(trainer: Trainer, root: Path, path: Path, logbook: Logbook) -> None:
     """Begin a line of training at the checkpoint at `path`: of those in `root` it is the newest."""
     if not trainer.is_first:
         return
     try:
         set_later_aside(root, trainer.step)
-        if step_of(path) is None:  # it had been set aside itself
-            take_back(path, trainer.step)
+        if is_set_aside(path):
+            logbook.remark(f"{path} is {take_back(path, trainer.step).name} again")
     except OSError as error:
         line = f"checkpoint.resume: {root}: {error.strerror}, need to set checkpoints aside"
         raise of_os_error(error, line) from error

@@ -91,8 +91,9 @@ class Save(Callback):
     """Checkpoint every so many steps and at the end; what cannot be written on the way is reported
     and the run goes on, the older checkpoints intact."""
 
-    def __init__(self, logbook: Logbook, resumed_step: int) -> None:
-        self._logbook = logbook
+    def __init__(self, logbook: Logbook, resumed_step: int, beat: Callable[[], None]) -> None:
+        """`beat` hears that deletions go on, which may take minutes."""
+        self._logbook, self._beat = logbook, beat
         self._last = self._resumed_step = resumed_step
         self._is_storages = False  # the fault that kept the last save from being one
         self._thread = ThreadPoolExecutor(1, "delete")
@@ -119,7 +120,7 @@ class Save(Callback):
             raise StorageFailed(what)
 
     def _save(self, trainer: Trainer) -> bool:
-        self._finish_deleting()
+        self.finish(trainer.hierarchy)
         self._logbook.sync()
         try:
             path = save_trainer(trainer)
@@ -140,16 +141,13 @@ class Save(Callback):
             hidden = prune(checkpoint_root(trainer.config), keep.keep, keep.keep_every)
             self._deleting = self._thread.submit(delete, hidden)
 
-    def finish(self, hierarchy: Hierarchy, beat: Callable[[], None]) -> None:
-        """Return, on all ranks, when old checkpoints are gone: after an evaluation, for it may take
-        minutes, and not without the others, or a launcher would end the one that deletes. `beat`
-        hears that it goes on."""
+    def finish(self, hierarchy: Hierarchy) -> None:
+        """Return, on all ranks, when old checkpoints are gone: before the next save; at the end
+        after the evaluation, for it may take minutes, and not without the others, or a launcher
+        would end the one that deletes."""
         while not hierarchy.all_true(self._deleting is None or self._deleting.done()):
-            beat()
+            self._beat()
             wait([self._deleting] if self._deleting else [], DELETING_SECONDS)
-        self._finish_deleting()
-
-    def _finish_deleting(self) -> None:
         deleting, self._deleting = self._deleting, None
         with self._telling():
             if deleting is not None:

@@ -42,12 +42,13 @@ def open_sinks(
     A fresh run has `resume_step` 0. `warn` hears of one that does less than asked for. Raises
     UserError when a package is missing or the directory cannot be written.
     """
-    sinks: list[Sink] = [JsonLines(directory / "metrics.jsonl", resume_step)]
+    sinks: list[Sink] = []
     if config.log.wandb != "disabled":
         sinks.append(WandbSink(config, directory, config.log.wandb, resume_step, warn))
     if config.log.tensorboard:
         sinks.append(TensorboardSink(directory, resume_step))
-    return sinks
+    # Last, for it drops lines for good, and another may refuse.
+    return [JsonLines(directory / "metrics.jsonl", resume_step), *sinks]
 
 
 class JsonLines:
@@ -108,7 +109,7 @@ class WandbSink:
         try:
             import wandb
         except ImportError as error:
-            raise UserError(_missing("log.wandb", mode, "wandb")) from error
+            raise UserError(missing_package("log.wandb", mode, "wandb")) from error
         # W&B would also record the machine, its load, the code and git: none of its business.
         settings = wandb.Settings(
             console="off",
@@ -172,7 +173,7 @@ class TensorboardSink:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise UserError(_missing("log.tensorboard", "true", "tensorboard")) from error
+            raise UserError(missing_package("log.tensorboard", "true", "tensorboard")) from error
         folder = str(directory / "tensorboard")
         self._writer: Any = SummaryWriter(folder, purge_step=resume_step + 1, flush_secs=10)
 
@@ -244,5 +245,6 @@ def _wandb_id(path: Path, resume_step: int) -> str:
     return new
 
 
-def _missing(key: str, value: str, package: str) -> str:
+def missing_package(key: str, value: str, package: str) -> str:
+    """What to say of an optional package that `key` asks for."""
     return f"{key}: {value}, needs a package: pip install megafrontier[{package}]"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megafrontier.checkpoint.crowd import Alone
+from megafrontier.checkpoint.crowd import Alone, from_rank_0
 from megafrontier.checkpoint.folder import candidates, newest, step_folder, step_of
 from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.checkpoint.read import Checkpoint, open_checkpoint, read_manifest
@@ -37,7 +37,7 @@ from megafrontier.partition.layout import Layout
 from megafrontier.partition.wires import DTYPES
 from megafrontier.training.arrangement import Arrangement, check_training
 from megafrontier.training.evaluation import Evaluation, describe_validation, evaluate
-from megafrontier.training.launch import joined, launch, uses_accelerator
+from megafrontier.training.launch import joined, launch, prepared, uses_accelerator
 from megafrontier.training.memory import out_of_memory_told
 from megafrontier.training.resuming import fill_shards, share_shards
 from megafrontier.training.saving import attach_tokenizer
@@ -196,7 +196,7 @@ def evaluate_command(
     placement, and the machine that a checkpoint was trained on need not be at hand. Of it only
     `device.name: cpu` is kept.
     """
-    target = find_target(path, overrides)
+    target = prepared(lambda: find_target(path, overrides), nproc)
     config = target.config
     if config.evaluate.batches == 0:
         raise UserError("evaluate.batches: 0, need at least 1")
@@ -217,6 +217,7 @@ def evaluate_command(
             joined(config, watch.start, watch.fail) as (arrangement, hierarchy),
             watched(watch),
         ):
+            _agree_on(target.checkpoint, hierarchy)
             with out_of_memory_told(f"rank {hierarchy.rank}", need):
                 found = _evaluate(target, arrangement, hierarchy, show, watch.beat)
             if hierarchy.rank == 0:
@@ -224,6 +225,17 @@ def evaluate_command(
         return 0
 
     return launch(config, body, nproc, partial(check_training, config, parts=("valid",)))
+
+
+def _agree_on(checkpoint: Path, hierarchy: Hierarchy) -> None:
+    """Raises UserError on all ranks where some have found another newest one: a training may be
+    writing."""
+    first = from_rank_0(hierarchy, str(checkpoint))
+    other = hierarchy.first_error(None if str(checkpoint) == first else str(checkpoint))
+    if other is not None:
+        raise UserError(
+            f"{first}: newest for rank 0, but others have found {other}; need the path of one"
+        )
 
 
 def _device_name(config: Config) -> str:

@@ -34,7 +34,7 @@ from megafrontier.cluster.rollcall import (
     verdict_seconds,
     within,
 )
-from megafrontier.errors import BAD_NODE, LOST, Ending, Unconnected
+from megafrontier.errors import BAD_NODE, LOST, Ending, Unconnected, is_alike
 from megafrontier.partition.ledger import Ledger
 from megafrontier.training import bad_nodes
 from megafrontier.training.stacks import hang_folder, write_stacks
@@ -81,7 +81,7 @@ class Watch:
         self._answer_seconds = answer_seconds(identity.world_size)
         self._verdict_seconds = verdict_seconds(identity.world_size)
         self._trial_seconds = TRIAL_SECONDS + identity.world_size / TRIAL_RANKS
-        self._tries_nodes = False
+        self._tries_nodes = self._has_failed = False
         self._step, self._last = 0, time.monotonic()
         self._closed = threading.Event()
         self._ending = threading.Lock()
@@ -133,7 +133,10 @@ class Watch:
 
     def fail(self, error: Exception) -> None:
         """Ask all ranks whether this rank's exception comes of a lost one; then this does not
-        return. It does where all answer: the exception is this rank's own."""
+        return. It does where all answer: the exception is this rank's own. Asked once."""
+        if self._has_failed:
+            return
+        self._has_failed = True
         if self._is_local and isinstance(error, Unconnected):
             time.sleep(PEER_SECONDS)  # a peer may be gone: then the parent ends this rank now
         if self._roll is None or self._is_local:
@@ -215,7 +218,7 @@ class Watch:
     def _lost(self, alarm: Alarm, missing: Missing) -> tuple[int, str]:
         line = f"{describe(missing)}: lost, no answer{self._where(alarm)}"
         knows_whom = missing[0][0] != 0  # without rank 0 a rank cannot tell who is cut off
-        if not (alarm.hang and alarm.code == BAD_NODE and knows_whom):
+        if self._is_local or not (alarm.hang and alarm.code == BAD_NODE and knows_whom):
             return LOST, line
         return self._listed(line, missing)
 
@@ -274,7 +277,7 @@ def watched(watch: Watch) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not isinstance(error, Ending) or error.is_one_ranks:
+        if not is_alike(error):
             watch.fail(error)
         raise
     finally:

@@ -1,6 +1,7 @@
 """Which checkpoints are there and which are kept."""
 
 import os
+import shutil
 
 import pytest
 
@@ -78,6 +79,20 @@ def test_a_link_is_unlinked_and_what_it_leads_to_stays(root, tmp_path_factory):
     delete(hidden)
     assert not any(os.path.lexists(path) for path in hidden)
     assert (elsewhere / FILE_NAME).exists()
+
+
+def test_a_left_over_that_cannot_be_deleted_is_in_nobodys_way(root, monkeypatch):
+    """Another user's, say, in a folder that is shared."""
+    (root / ".step-00000100.removed").mkdir()
+    remove = shutil.rmtree
+
+    def refused(path):
+        if "700" in path.name:
+            raise PermissionError(13, "Permission denied", str(path))
+        remove(path)
+
+    monkeypatch.setattr(shutil, "rmtree", refused)
+    assert [path.name for path in clean_partials(root)] == [".step-00000100.removed"]
 
 
 def test_left_overs_of_killed_saves_and_deletions_are_cleaned_and_nothing_else(root):

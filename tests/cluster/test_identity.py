@@ -45,6 +45,11 @@ def test_slurm_meets_where_the_user_says():
     assert found.rendezvous == "tcp://n7:555"
 
 
+def test_an_ipv6_address_is_told_from_its_port():
+    found = identify(SLURM | {"MASTER_ADDR": "fe80::1", "MASTER_PORT": "555"})
+    assert found.rendezvous == "tcp://[fe80::1]:555"
+
+
 def test_a_slurm_step_of_fewer_tasks_than_its_job_counts_its_own():
     assert identify(SLURM | {"SLURM_STEP_NUM_TASKS": "12"}).world_size == 12
 
@@ -84,6 +89,8 @@ def test_the_local_parent_wins_over_torchrun_and_torchrun_over_slurm():
         (SLURM | {"SLURM_PROCID": "²"}, "SLURM_PROCID: '²'"),
         (SLURM | {"SLURM_PROCID": "16"}, "slurm: rank 16 of 16"),
         (SLURM | {"MASTER_PORT": "ssh"}, "MASTER_PORT: 'ssh'"),
+        (SLURM | {"MASTER_PORT": "70000"}, "MASTER_PORT: 70000, need one from 1 to 65535"),
+        (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT: 0, need one from 1 to 65535"),
         (without(SLURM, "SLURM_LAUNCH_NODE_IPADDR"), "MASTER_ADDR: not set"),
         (without(TORCHRUN, "RANK"), "RANK: ''"),
         (without(TORCHRUN, "MASTER_ADDR"), "MASTER_ADDR: not set"),

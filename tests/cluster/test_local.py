@@ -150,6 +150,17 @@ def test_a_rank_that_remembers_stops_does_not_outlive_one_that_failed():
     assert fork_ranks(2, body) == 7
 
 
+def test_the_rank_that_says_why_all_end_is_given_the_time_it_needs(capfd):
+    """It may have metrics to hand over first; the others are at their end at once."""
+
+    def body():
+        time.sleep(0 if my_rank() else 2 * local.GRACE_SECONDS)
+        raise RunFailed("the loss is not finite")
+
+    assert fork_ranks(3, body) == RunFailed.code
+    assert capfd.readouterr().err == "megafrontier: the loss is not finite\n"
+
+
 def test_the_first_failure_decides_the_exit_code(tmp_path):
     def body():
         write_pid(tmp_path)

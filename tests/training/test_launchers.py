@@ -212,6 +212,26 @@ def test_what_every_rank_refuses_is_said_once(folder):
     assert ended[1][2] == ""
 
 
+def test_a_config_that_no_rank_can_read_is_said_once(folder):
+    ended = launch(folder, "misspelt", slurm, "train.stepz=3")
+    assert [code for code, _, _ in ended] == [2] * RANKS
+    assert "train.stepz: 3, no such key; did you mean steps?" in ended[0][2]
+    assert [errors.count("\n") for _, _, errors in ended] == [1, 0]
+
+
+def test_a_config_that_one_node_cannot_read_ends_all(folder):
+    """Nobody waits for those that never come."""
+
+    def lacking(rank):
+        return slurm(rank) | {"STEPS": "3" if rank else "many"}
+
+    ended = launch(folder, "half", lacking, "train.steps=${oc.decode:${oc.env:STEPS}}")
+    assert [code for code, _, _ in ended] == [2] * RANKS
+    told = "".join(errors for _, _, errors in ended)
+    assert told.startswith("megafrontier: rank 0 on frontier00001: ")
+    assert told.count("\n") == 1
+
+
 def test_an_environment_without_accelerators_blames_no_node(folder):
     """Every rank lacks one: a CPU's torch on Frontier. Listed nodes would be gone for good."""
     device = "machine.device.name=MI250X GCD"

@@ -245,6 +245,30 @@ def test_ranks_that_fail_to_reach_each_other_are_named_and_listed(folder):
     assert told.endswith("bad-nodes.txt: frontier00002, frontier00003")
 
 
+def test_a_rank_that_fails_before_all_are_connected_ends_all_at_once(folder):
+    """The others wait for it in a collective; its host is not bad for that."""
+    script = WHILE_TRIED.format(
+        module="join", name="_check_hosts", where="RANK == 1", act="raise OverflowError('a bug')"
+    )
+    ended = launched(folder, "early", script, "train.hang_seconds=600", identity=on_two_hosts)
+    assert [code for code, _ in ended.values()] == [1, 1]
+    assert "OverflowError: a bug" in ended[1][1]
+    assert "Traceback" not in ended[0][1]
+    assert not (folder / "early" / "bad-nodes.txt").exists()
+
+
+@pytest.mark.parametrize("source", ["local", "slurm"])
+def test_a_silent_rank_is_its_hosts_matter_only_where_a_launcher_chose_that(
+    tmp_path, capsys, codes, source
+):
+    one = Watch(Identity(0, 64, 0, source, host="host0"), tmp_path, 60)
+    one._answers = lambda hang: Answers([(3, "host3")], [], 64)
+    alarm = Alarm(0, "why", BAD_NODE, True)
+    threading.Thread(target=one._end, args=(alarm,), daemon=True).start()
+    assert codes.get(timeout=60) == (LOST if source == "local" else BAD_NODE)
+    assert (tmp_path / "bad-nodes.txt").exists() == (source == "slurm")
+
+
 def test_a_link_of_most_ranks_is_no_matter_of_nodes_but_named(folder):
     """Also without a pre-flight: neighbours meet before the first collective."""
     script = WHILE_TRIED.format(module="links", name="_exchange", where="True", act=SLEEP)

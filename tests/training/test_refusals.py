@@ -13,7 +13,7 @@ from megafrontier.cli import main
 from megafrontier.cluster.identity import Identity
 from megafrontier.config import load_config, load_machine
 from megafrontier.errors import FAILED, LOST, UserError
-from megafrontier.training import launch, logbook, saving
+from megafrontier.training import arrangement, launch, logbook, saving
 from tests.data.corpora import write_corpus
 from tests.training import runs
 
@@ -61,6 +61,8 @@ BAD = [
     (("data.train=[{path: /nowhere/corpus}]",), "/nowhere/corpus.idx: "),
     (("data.split=[0,1]",), "data.split: [0.0, 1.0], need two parts"),
     (("tokenizer=/nowhere",), "tokenizer '/nowhere'"),
+    (("log.wandb=offline",), "log.wandb: offline, needs a package: pip install megafrontier[wandb"),
+    (("log.tensorboard=true",), "log.tensorboard: true, needs a package: pip install"),
     (("train.stepz=3",), "train.stepz: 3, no such key; did you mean steps?"),
     (("train.steps=many",), "train.steps: many, need an integer"),
     (("machine=cray",), "machine: cray, need the path of a machine file or one of"),
@@ -78,6 +80,7 @@ def test_bad_input_is_refused_in_one_line_before_any_rank_starts(
         raise AssertionError("ranks were started")
 
     monkeypatch.setattr(launch, "fork_ranks", fork_nothing)
+    monkeypatch.setattr(arrangement, "find_spec", lambda package: None)
     chosen = [override.replace("{folder}", str(tmp_path)) for override in chosen]
     assert main(["train", str(config_file), "--nproc", "4", *chosen]) == 2
     error = capfd.readouterr().err

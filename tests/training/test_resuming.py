@@ -2,7 +2,7 @@
 
 import pytest
 
-from megafrontier.errors import StorageFailed
+from megafrontier.errors import StorageFailed, UserError
 from tests.training import runs
 
 
@@ -158,6 +158,32 @@ def test_a_run_that_goes_back_to_what_was_set_aside_goes_on_from_there(config_fi
     assert (root / "step-00000004" / "checkpoint.json").read_text() == first
     runs.run(config_file, 1, *runs.ONE, "train.stop_at=6")
     assert "step-00000005 at step 5" in runs.log(tmp_path / "run")
+
+
+def test_a_checkpoint_renamed_among_the_runs_own_is_refused_and_keeps_its_name(
+    config_file, tmp_path
+):
+    """As `best`, to protect it: its name again, retention would delete it one day."""
+    saved = ("checkpoint.every=2", "checkpoint.keep=0", "train.stop_at=4")
+    runs.run(config_file, 1, *runs.ONE, *saved)
+    best = tmp_path / "run" / "checkpoints" / "best"
+    best.with_name("step-00000002").rename(best)
+    with pytest.raises(UserError, match=r"best: another name among the run's own checkpoints"):
+        runs.train(runs.load(config_file, *runs.ONE, f"checkpoint.resume={best}"), 1)
+    assert sorted(path.name for path in best.parent.iterdir()) == ["best", "step-00000004"]
+
+
+def test_a_run_goes_back_to_a_checkpoint_that_lies_elsewhere(config_file, tmp_path):
+    """In its folder is a link to it, in permanent storage."""
+    saved = ("checkpoint.every=2", "checkpoint.keep=0", "train.stop_at=4")
+    runs.run(config_file, 1, *runs.ONE, *saved)
+    link = tmp_path / "run" / "checkpoints" / "step-00000002"
+    link.rename(tmp_path / "archived")
+    link.symlink_to(tmp_path / "archived")
+    runs.run(config_file, 1, *runs.ONE, f"checkpoint.resume={link}", "train.stop_at=3")
+    assert "step-00000002 at step 2" in runs.log(tmp_path / "run")
+    assert link.with_name("step-00000004.superseded").is_dir()
+    assert link.is_symlink()
 
 
 def test_a_requeued_job_that_was_to_begin_new_goes_on(config_file, tmp_path, monkeypatch):
