@@ -283,7 +283,8 @@ class DeviceConfig:
     """Memory of one device. In the pre-flight a host fails where less than 90 % of it is free; a
     run whose state per rank is more than all of it is refused."""
     peak_tflops: float | None = None
-    """Dense peak of one device in the training precision, for MFU; unknown: no MFU."""
+    """Dense peak of one device for MFU; unknown: no MFU. Of an accelerator that in 16 bits: no MFU
+    either where it trains in fp32, or a CPU stands in for it."""
     ranks_per_host: int | None = None
     """Ranks that Slurm or torchrun must start on each host; unknown: not checked."""
 

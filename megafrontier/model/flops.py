@@ -13,6 +13,17 @@ def parameter_count(config: ModelConfig) -> int:
     return sum(prod(shape) for shape in parameter_shapes(config).values())
 
 
+def unit_parameters(config: ModelConfig) -> tuple[list[int], int]:
+    """Parameters of each module of `GPT.units`, in their order, and of all that lies outside."""
+    counts: dict[str, int] = {}
+    for name, shape in parameter_shapes(config).items():
+        unit = ".".join(name.split(".")[: 2 if name.startswith("blocks.") else 1])
+        counts[unit] = counts.get(unit, 0) + prod(shape)
+    outside = ("embedding", "head") if config.tie_embeddings else ()
+    root = sum(counts.pop(unit, 0) for unit in outside)
+    return list(counts.values()), root
+
+
 def flops_per_token(config: ModelConfig) -> float:
     """Floating-point operations that training spends on one token of a full sequence.
 

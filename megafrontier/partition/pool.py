@@ -5,12 +5,15 @@ reads them in backward. So a unit is gathered into the same buffer each time, wh
 there in between; units that are gathered at the same time have different ones.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import cycle
 from typing import Protocol
 
 import torch
+
+from megafrontier.partition.placement import Placement
 
 
 class Owner(Protocol):
@@ -86,3 +89,26 @@ class Pool:
     def give_gradient(self, buffer: torch.Tensor) -> None:
         """Take a buffer back; the computation has waited for all that read it."""
         self._gradients[buffer.numel()].append(buffer)
+
+
+def buffer_bytes(
+    numels: Sequence[int], root: int, placement: Placement, itemsize: int, prefetch: int | None
+) -> int:
+    """Bytes of all buffers of a rank's pool after a step of several micro-batches, by the formula.
+
+    `numels` are the elements of the units that take turns, in the order in which they run, `root`
+    those of the unit that does not (0: none); `prefetch` units are gathered ahead, None without
+    overlap: whole weights of one more are there, and gradients of two more.
+    """
+    ahead = min(prefetch or 0, max(len(numels) + bool(root) - 1, 0))
+    weights = gradients = 0
+    if placement.backward_weights:
+        turns = range(min(ahead + 1, len(numels)))
+        weights = root + sum(max(numels[first :: ahead + 1]) for first in turns)
+    if placement.gradients:
+        waiting = 1 if prefetch is None else ahead + 2
+        sizes = Counter(numel for numel in (*numels, root) if numel)
+        # So many may wait that a unit's next gradient is made while its last one does.
+        again = waiting > sum(sizes.values()) > 1
+        gradients = sum(numel * min(count + again, waiting) for numel, count in sizes.items())
+    return (weights + gradients) * itemsize

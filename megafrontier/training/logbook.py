@@ -34,12 +34,12 @@ class Logbook:
             directory = Path(config.run.directory)
             self._sinks = open_sinks(config, directory, resume_step, self.remark)
 
-    def write(self, values: dict[str, Any]) -> None:
-        """Keep one line of metrics."""
+    def write(self, values: dict[str, Any], **shown: float) -> None:
+        """Keep one line of metrics; what is `shown` the progress line has beside."""
         for sink in self._sinks:
             self._attempt(sink, partial(sink.write, values))
         if self._progress is not None:
-            self._progress.update(values)
+            self._progress.update(values | shown)
 
     def sync(self) -> None:
         """Bring the metrics so far to the disk."""
@@ -116,4 +116,7 @@ class Log(Callback):
         self._logbook = logbook
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        self._logbook.write(step_metrics(trainer, result))
+        shown = {}
+        if trainer.hierarchy.size > 1:
+            shown["waiting"] = min(1.0, result.waiting_seconds / result.seconds)
+        self._logbook.write(step_metrics(trainer, result), **shown)

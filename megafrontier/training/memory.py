@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
+from megafrontier.cluster.levels import Levels
 from megafrontier.config import Config
 from megafrontier.errors import RunFailed, UserError
-from megafrontier.model.flops import parameter_count
-from megafrontier.partition.placement import state_bytes
+from megafrontier.model.flops import parameter_count, unit_parameters
+from megafrontier.partition.placement import Placement, node_depth, state_bytes
+from megafrontier.partition.pool import buffer_bytes
 from megafrontier.partition.wires import DTYPES
 from megafrontier.training.arrangement import Arrangement
 
@@ -23,7 +26,7 @@ class OutOfMemory(RunFailed):
 
 def state_gib(config: Config, arrangement: Arrangement) -> float:
     """GiB that each rank holds from step to step, by the formulas: weights, gradients, optimizer
-    state, errors. What comes on top are gathered units, activations and torch's own."""
+    state, errors. What comes on top are `buffer_gib`, activations and torch's own."""
     numel = parameter_count(config.model)
     itemsize = DTYPES[config.train.precision].itemsize
     fed_back = arrangement.wires if arrangement.error_feedback else None
@@ -31,16 +34,66 @@ def state_gib(config: Config, arrangement: Arrangement) -> float:
     return sum(found.values()) / GIB
 
 
+def buffer_gib(config: Config, arrangement: Arrangement) -> float:
+    """GiB of the buffers that a rank's units take turns in, by the formula: whole weights, and
+    gradients on their way."""
+    numels, root = unit_parameters(config.model)
+    itemsize = DTYPES[config.train.precision].itemsize
+    prefetch = None if config.partition.overlap == "none" else config.partition.prefetch
+    placement = arrangement.placement.on(arrangement.levels)
+    return buffer_bytes(numels, root, placement, itemsize, prefetch) / GIB
+
+
+def _inputs_gib(config: Config) -> float:
+    """GiB of the inputs of all blocks, which stay for backward whatever else is recomputed."""
+    if config.train.activation_checkpointing == "offload":
+        return 0.0
+    model, itemsize = config.model, DTYPES[config.train.precision].itemsize
+    tokens = config.train.micro_batch * model.sequence_length
+    return model.layers * tokens * model.hidden * itemsize / GIB
+
+
+def _least_gib(config: Config, arrangement: Arrangement) -> float:
+    held = state_gib(config, arrangement) + buffer_gib(config, arrangement)
+    return held + _inputs_gib(config)
+
+
 def check_memory(config: Config, arrangement: Arrangement) -> None:
-    """Raises UserError where the state alone is more than the machine file's device holds."""
-    device = arrangement.machine.device
-    need = state_gib(config, arrangement)
-    if device.is_accelerator and device.memory_gib is not None and need > device.memory_gib:
-        raise UserError(
-            f"machine.device.memory_gib: {device.memory_gib:g}, need {need:.3g} for a rank's "
-            f"weights, gradients and optimizer state on {arrangement.levels.ranks} ranks; take "
-            "more nodes, or shard further"
-        )
+    """Raises UserError where what a rank is known to need is more than the machine file's device
+    holds."""
+    device, need = arrangement.machine.device, _least_gib(config, arrangement)
+    if not device.is_accelerator or device.memory_gib is None or need <= device.memory_gib:
+        return
+    raise UserError(
+        f"machine.device.memory_gib: {device.memory_gib:g}, need {need:.3g} at least on "
+        f"{arrangement.levels.ranks} ranks: state {state_gib(config, arrangement):.3g}, buffers "
+        f"{buffer_gib(config, arrangement):.3g}, inputs of the blocks {_inputs_gib(config):.3g}; "
+        f"take {_remedies(config, arrangement, device.memory_gib)}"
+    )
+
+
+def _remedies(config: Config, arrangement: Arrangement, memory_gib: float) -> str:
+    """What would fit, of what keeps the model: nodes without end, and other placements."""
+    levels, place = arrangement.levels, arrangement.placement
+    endless = replace(levels, sizes=(*levels.sizes[:-1], levels.sizes[-1] << 20))
+    found = []
+    if _least_gib(config, replace(arrangement, levels=endless)) < memory_gib:
+        found.append("more nodes")
+    node = node_depth(levels)
+    inside = Placement(node, node, node, len(levels.names))
+    if _least_gib(config, replace(arrangement, placement=inside)) < min(
+        memory_gib, _least_gib(config, arrangement)
+    ):
+        found.append(f"partition={further(levels)}")
+    elif place.weights < len(levels.names):
+        found.append("partition.strategy=zero3")
+    return ", or ".join(found) or "a smaller model or train.micro_batch"
+
+
+def further(levels: Levels) -> str:
+    """As an override of `partition`: weights and gradients over the node, state over everything."""
+    node = levels.names[node_depth(levels) - 1]
+    return f"{{strategy: null, weights: {node}, gradients: {node}, optimizer: {levels.names[-1]}}}"
 
 
 @contextmanager
@@ -57,5 +110,6 @@ def room_for_training(config: Config) -> str:
     train = config.train
     return (
         f"a smaller train.micro_batch ({train.micro_batch}), train.activation_checkpointing "
-        f"({train.activation_checkpointing}) of more, or more ranks"
+        f"({train.activation_checkpointing}) of more, weights and gradients sharded further "
+        "(partition.weights, partition.gradients), or more ranks"
     )

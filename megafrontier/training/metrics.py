@@ -8,12 +8,22 @@ from megafrontier.training.result import StepResult
 from megafrontier.training.trainer import Trainer
 
 
+def peak_tflops(trainer: Trainer) -> float | None:
+    """What the machine file states of the device, where that says something of this run: of an
+    accelerator it is the peak in 16 bits, and a CPU may stand in for it."""
+    device = trainer.arrangement.machine.device
+    if not device.is_accelerator:
+        return device.peak_tflops
+    is_there = trainer.hierarchy.device.type != "cpu"
+    return device.peak_tflops if is_there and trainer.config.train.precision != "fp32" else None
+
+
 def step_metrics(trainer: Trainer, result: StepResult) -> dict[str, Any]:
     """The line of one step. Bytes and seconds per level are means over the ranks, memory is the
     largest."""
     per_second = result.tokens / result.seconds
     device_flops = per_second * flops_per_token(trainer.config.model) / trainer.hierarchy.size
-    peak = trainer.arrangement.machine.device.peak_tflops
+    peak = peak_tflops(trainer)
     values: dict[str, Any] = {
         "step": result.step,
         "loss": result.loss if math.isfinite(result.loss) else None,

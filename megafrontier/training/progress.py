@@ -37,7 +37,8 @@ class Progress:
         self._live = _open_live(stream) if stream.isatty() else None
 
     def update(self, values: dict[str, Any]) -> None:
-        """Show one line of metrics, in the format of metrics.jsonl."""
+        """Show one line of metrics, in the format of metrics.jsonl; `waiting` among them is the
+        part of the step that computing waited for the levels."""
         if values.get("step_seconds") is not None:
             self._recent_seconds.append(values["step_seconds"])
         line = format_line(values, self._steps, self._eta_seconds(values))
@@ -93,6 +94,7 @@ _PARTS: dict[str, Callable[[float], str]] = {
     "tokens_per_second": lambda speed: f"{format_count(speed)} tok/s",
     "tflops_per_device": lambda speed: f"{speed:.3g} TF/s",
     "mfu": lambda part: f"MFU {part:.1%}",
+    "waiting": lambda part: f"wait {part:.0%}",
     "memory_gib": lambda memory: f"{memory:.1f} GiB",
 }
 

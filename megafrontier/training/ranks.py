@@ -10,7 +10,7 @@ from megafrontier.data.loader import micro_batches
 from megafrontier.partition.placement import error_levels
 from megafrontier.partition.wires import Wire
 from megafrontier.training.arrangement import Arrangement, arrange
-from megafrontier.training.memory import check_memory, state_gib
+from megafrontier.training.memory import buffer_gib, check_memory, state_gib
 
 MANY_PEERS = 512
 ONE_COMMUNICATOR = "MI250X"
@@ -31,7 +31,8 @@ def summarize(config: Config, arrangement: Arrangement) -> str:
     number = micro_batches(train.global_batch, train.micro_batch, levels.ranks)
     return (
         f"{sizes} = {levels.ranks} ranks; {shards}; per rank: "
-        f"{state_gib(config, arrangement):.3g} GiB of state, {number} micro-batches of "
+        f"{state_gib(config, arrangement):.3g} GiB of state, "
+        f"{buffer_gib(config, arrangement):.3g} of buffers, {number} micro-batches of "
         f"{train.micro_batch} sequences"
     )
 

@@ -31,6 +31,11 @@ class StepResult:
     loss_scale: float
     memory_gib: float
     """The most that any rank has used."""
+    waiting_seconds: float
+    """That computing stood still for the levels, as `comm` since the step before had its verdict;
+    mean over the ranks."""
+    own_waiting_seconds: float
+    """This rank's."""
     comm: dict[str, dict[str, float]]
     """By level the bytes sent and seconds spent since the step before had its verdict, means over
     the ranks: what a step publishes counts with the next."""
@@ -50,19 +55,20 @@ class Pending:
             found.loss, found.norm, found.tokens, found.stops, found.skip, found.is_spike,
             trainer.loss_scale.scale.double(), found.memory,
         ]  # fmt: skip
-        self._late = Late(torch.cat([torch.stack(numbers), found.traffic]))
+        self._late = Late(torch.cat([torch.stack(numbers), found.costs]))
+        self._waited = found.waited
 
     def read(self) -> StepResult:
         """What the step did; to be called once, in the order of the steps."""
         trainer = self._trainer
-        loss, norm, tokens, stops, skip, spike, scale, memory, *traffic = self._late.read()
+        loss, norm, tokens, stops, skip, spike, scale, memory, *costs = self._late.read()
         now = time.perf_counter()
         # Where steps overlap, one takes as long as from the end of that before.
         seconds = now - max(self._begin, trainer.read_at)
         trainer.read_at = now
         trainer.tokens += int(tokens)
         names = trainer.engine.ledger.names
-        sent, spent = traffic[: len(names)], traffic[len(names) :]
+        waiting, sent, spent = costs[0], costs[1 : len(names) + 1], costs[len(names) + 1 :]
         return StepResult(
             step=self._step,
             loss=loss,
@@ -77,6 +83,8 @@ class Pending:
             spiked=bool(spike),
             loss_scale=scale,
             memory_gib=memory,
+            waiting_seconds=waiting,
+            own_waiting_seconds=self._waited,
             comm={
                 name: {"bytes": round(sent[i]), "seconds": spent[i]} for i, name in enumerate(names)
             },

@@ -23,7 +23,7 @@ class Stragglers(Callback):
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         self._steps += 1
         self._seconds += result.seconds
-        self._waited += trainer.engine.ledger.take_waited()
+        self._waited += result.own_waiting_seconds
         if is_due(trainer.config.log.stragglers_every, result.step):
             self._compare(trainer)
             self._steps, self._seconds, self._waited = 0, 0.0, 0.0

@@ -19,13 +19,14 @@ from megafrontier.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class Verdict:
-    """Each float64 [] but `traffic`, the same bits on every rank.
+    """Each float64 [] but `costs`, the same bits on every rank.
 
     A step `is_bad` where its loss or gradient is not finite, and a spike where the spike rule finds
     so; neither changes a weight. `divisor` is what the summed gradients are to be divided by:
     tokens and loss scale, and what clipping takes off. `stops` counts ranks asked to stop. `memory`
-    is the most any rank has used, in GiB; `traffic` [2 · levels] has the bytes sent and the seconds
-    spent per level since the last verdict, means over the ranks.
+    is the most any rank has used, in GiB; `costs` [1 + 2 · levels] has the seconds that computing
+    waited for the levels, the bytes sent and the seconds spent per level since the last verdict,
+    means over the ranks; `waited` is this rank's own part of the first.
     """
 
     loss: torch.Tensor
@@ -36,7 +37,8 @@ class Verdict:
     is_spike: torch.Tensor
     divisor: torch.Tensor
     memory: torch.Tensor
-    traffic: torch.Tensor
+    costs: torch.Tensor
+    waited: float
 
     @property
     def skip(self) -> torch.Tensor:
@@ -47,8 +49,8 @@ def judge(trainer: Trainer, totals: torch.Tensor, gradients: Sequence[torch.Tens
     """The verdict on a step. `totals` float64 [2] is this rank's loss and tokens, `gradients` its
     1-D shards, summed over all ranks and tokens, and scaled."""
     hierarchy, engine = trainer.hierarchy, trainer.engine
-    sent, seconds = engine.ledger.take()
-    mine = on_device([float(stop_requested()), *sent, *seconds], hierarchy.device)
+    (sent, seconds), waited = engine.ledger.take(), engine.ledger.take_waited()
+    mine = on_device([float(stop_requested()), waited, *sent, *seconds], hierarchy.device)
     used = on_device([peak_memory_gib(hierarchy.device)], hierarchy.device)
     square = square_sum(gradients).view(1)
     if not hierarchy.is_first_replica(engine.placement.optimizer):
@@ -63,8 +65,8 @@ def judge(trainer: Trainer, totals: torch.Tensor, gradients: Sequence[torch.Tens
     is_bad = (~(loss.isfinite() & norm.isfinite())).double()
     is_spike = trainer.spikes.judge(loss, norm, is_bad)
     divisor = divisor / clip_factor(norm, trainer.config.train.clip_grad_norm)
-    traffic = sums[4:] / hierarchy.size
-    return Verdict(loss, norm, tokens, stops, is_bad, is_spike, divisor, memory[0], traffic)
+    costs = sums[4:] / hierarchy.size
+    return Verdict(loss, norm, tokens, stops, is_bad, is_spike, divisor, memory[0], costs, waited)
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -10,10 +10,10 @@ from measuring import tensor_bytes
 from megafrontier.config import WiresConfig
 from megafrontier.partition import STRATEGIES, Placement, Wires, shard
 from megafrontier.partition.placement import state_bytes, traffic_bytes
-from megafrontier.partition.pool import Pool
+from megafrontier.partition.pool import Pool, buffer_bytes
 from megafrontier.partition.presets import choose_wires
 from megafrontier.partition.rotation import rotate, rotate_back
-from megafrontier.partition.unit import Phase
+from megafrontier.partition.unit import ROOT, Phase
 from tests.partition.tiny import (
     LENGTH,
     VOCABULARY,
@@ -108,7 +108,7 @@ def test_state_held_between_steps_equals_the_formula_within_two_percent(strategy
         engine_step(engine, model, optimizer, 0, 2)
         optimizer.zero_grad(set_to_none=True)
         gc.collect()
-        assert engine.pool.held_bytes == pool_bytes(engine)
+        assert engine.pool.held_bytes == pool_bytes(engine, 1)
         held = tensor_bytes() - before - engine.pool.held_bytes
         parts = [
             state_bytes(u.layout.numel, placement, LEVELS, dtype.itemsize, fed_back).values()
@@ -120,16 +120,29 @@ def test_state_held_between_steps_equals_the_formula_within_two_percent(strategy
         assert held == pytest.approx(formula, rel=0.02)
 
 
-def pool_bytes(engine, ahead=1):
-    """What units take in turns: full weights in `ahead` + 1 buffers, and of each size of gradients
-    those that are written or wait."""
-    numels = [u.layout.numel for u in engine.units]
-    weights = gradients = 0
-    if not engine.units[0].is_persistent:
-        weights = sum(max(numels[first :: ahead + 1]) for first in range(ahead + 1))
-    if engine.placement.gradients:
-        gradients = sum(n * min(count, ahead + 2) for n, count in Counter(numels).items())
-    return (weights + gradients) * engine.units[0].full.itemsize
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("strategy", ["topo", "zero2"])
+@pytest.mark.parametrize(
+    ("overlap", "prefetch"), [("none", 1), ("safe", 0), ("safe", 1), ("full", 2), ("full", 9)]
+)
+def test_buffers_are_those_of_the_formula(strategy, tied, overlap, prefetch):
+    def body(hierarchy):
+        chosen = {"tied": tied, "overlap": overlap, "prefetch": prefetch}
+        model, engine = build(hierarchy, strategy, torch.bfloat16, **chosen)
+        optimizer = make_optimizer(engine)
+        for step in range(2):
+            engine_step(engine, model, optimizer, step, 2)
+        return engine.pool.held_bytes, pool_bytes(engine, None if overlap == "none" else prefetch)
+
+    for held, formula in run_ranks((2, 2), body):
+        assert held == formula
+
+
+def pool_bytes(engine, prefetch):
+    roots = [unit.layout.numel for unit in engine.units if unit.name == ROOT]
+    numels = [unit.layout.numel for unit in engine.units if unit.name != ROOT]
+    itemsize = engine.units[0].full.itemsize
+    return buffer_bytes(numels, sum(roots), engine.placement, itemsize, prefetch)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,10 @@ def test_a_line_holds_every_metric_with_its_unit():
     )
 
 
+def test_what_computing_waits_for_the_levels_is_a_part_of_the_step():
+    assert "TF/s  MFU 31.2%  wait 12%  1.3 GiB" in format_line(STEP | {"waiting": 0.123}, 2000, 1)
+
+
 def test_a_null_mfu_and_an_unknown_eta_are_left_out():
     line = format_line(STEP | {"mfu": None}, 2000, None)
     assert "MFU" not in line

@@ -2,6 +2,7 @@
 take the same time."""
 
 import os
+import re
 import time
 from types import SimpleNamespace
 
@@ -24,9 +25,9 @@ def heard(own_seconds, ranks=4):
         trainer = SimpleNamespace(config=SimpleNamespace(log=log), hierarchy=hierarchy)
         for seconds in own_seconds:
             for step in (1, 2):
-                ledger = SimpleNamespace(take_waited=lambda s=seconds: 10 - s[hierarchy.rank])
-                trainer.engine = SimpleNamespace(ledger=ledger)
-                stragglers.after_step(trainer, SimpleNamespace(step=step, seconds=10.0))
+                waited = 10 - seconds[hierarchy.rank]
+                result = SimpleNamespace(step=step, seconds=10.0, own_waiting_seconds=waited)
+                stragglers.after_step(trainer, result)
         return remarks
 
     return run_ranks((2, ranks // 2), body)[0]
@@ -66,5 +67,8 @@ def test_a_rank_that_dawdles_in_a_real_run_is_found(tmp_path, monkeypatch, overl
         "train.global_batch=4", "train.steps=2", f"partition.overlap={overlap}",
     )  # fmt: skip
     log = runs.log(tmp_path / "run")
+    # Three of four ranks wait for the slow one: 1.7 of 2 seconds.
+    (waits,) = re.findall(r"  wait (\d+)%  ", log)
+    assert 40 <= int(waits) <= 70
     (line,) = [line for line in log.splitlines() if line.startswith("warning: slow: ")]
     assert f"rank 2 on {launch.identify({}).host}: " in line

@@ -1,0 +1,67 @@
+"""A run that cannot fit is told before it waits in a queue, and what would make it fit."""
+
+import re
+from math import prod
+
+import pytest
+
+from megafrontier.config import load_config
+from megafrontier.errors import UserError
+from megafrontier.model.flops import parameter_count, unit_parameters
+from megafrontier.training.arrangement import arrange
+from megafrontier.training.memory import buffer_gib, check_memory, state_gib
+from megafrontier.training.ranks import foresee
+
+GIB = 2**30
+
+
+def refusal(ranks, *chosen):
+    with pytest.raises(UserError) as caught:
+        foresee(load_config("configs/gpt-20b.yaml", chosen), ranks)
+    return str(caught.value)
+
+
+def test_what_a_rank_needs_at_least_is_state_buffers_and_inputs_of_blocks():
+    """20B on one node of Frontier: the state alone would fit, 57 of 64 GiB."""
+    told = refusal(8)
+    parts = (
+        r"need (\S+) at least on 8 ranks: state (\S+), buffers (\S+), inputs of the blocks (\S+);"
+    )
+    need, *found = map(float, re.search(parts, told).groups())
+    config = load_config("configs/gpt-20b.yaml")
+    model = config.model
+    inputs = model.layers * config.train.micro_batch * model.sequence_length * model.hidden * 2
+    arrangement = arrange(config, 8)
+    assert found[0] < 64
+    assert found[0] == pytest.approx(state_gib(config, arrangement), rel=5e-3)
+    assert found[1] == pytest.approx(buffer_gib(config, arrangement), rel=5e-3)
+    assert found[2] == pytest.approx(inputs / GIB, rel=5e-3)
+    assert need == pytest.approx(sum(found), rel=5e-3)
+    kept = ("train.activation_checkpointing=offload",)
+    assert foresee(load_config("configs/gpt-20b.yaml", kept), 8)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_units_are_the_models(tied):
+    config = load_config("configs/gpt-125m.yaml", [f"model.tie_embeddings={str(tied).lower()}"])
+    units, root = unit_parameters(config.model)
+    assert sum(units) + root == parameter_count(config.model)
+    assert len(units) == config.model.layers + (0 if tied else 2)
+    assert bool(root) == tied
+
+
+def test_remedies_are_those_that_would_help():
+    further = "partition={strategy: null, weights: node, gradients: node, optimizer: world}"
+    assert refusal(8).endswith(f"take more nodes, or {further}")
+    # Weights over the pair and gradients over the node alone take more than the device has.
+    many = refusal(8 * 256, "model.layers=120", "train.global_batch=2048")
+    assert many.endswith(f"take {further}")
+    # Nothing that is sharded further helps where the blocks' inputs fill the device.
+    full = refusal(8, "train.micro_batch=64", "train.global_batch=512", "partition.strategy=zero3")
+    assert full.endswith("; take a smaller model or train.micro_batch")
+
+
+def test_a_device_whose_memory_is_not_stated_refuses_nothing():
+    config = load_config("configs/gpt-20b.yaml", ["machine=laptop", "train.global_batch=8"])
+    check_memory(config, arrange(config, 1))
+    assert prod(arrange(config, 1).levels.sizes) == 1
