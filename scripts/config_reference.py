@@ -25,7 +25,7 @@ HEAD = """\
 A run is described by one YAML file and changed on the command line:
 
 ```
-megafrontier train configs/quickstart.yaml --nproc 8 train.steps=200 optimizer.lr=1e-3
+megafrontier train configs/quickstart.yaml --nproc 8 run.name=try train.steps=200 optimizer.lr=1e-3
 ```
 
 - **Keys.** Every key below has its default; a file names only what differs. An unknown key, a

@@ -5,6 +5,11 @@ make_venv() {
     local extras made versions python
     extras=$(IFS=,; echo "$*")
     versions=$(cat pyproject.toml constraints.txt | sha256sum)
+    if [ -e .venv ] && [ ! -e .venv/.made ]; then
+        echo ".venv: not made by this script, which would install other versions into it;" \
+            "move it away, or use another folder for it" >&2
+        exit 2
+    fi
     # `dev` holds all others.
     for made in "$extras" dev; do
         if [ "$(cat .venv/.made 2>/dev/null)" = "$made $versions" ]; then
@@ -23,6 +28,7 @@ make_venv() {
     fi
     echo "installing into .venv (extras: $extras)"
     "$python" -m venv .venv
+    echo unfinished > .venv/.made
     # torch by itself first: then nothing that depends on it can choose another build.
     .venv/bin/pip install --quiet --disable-pip-version-check "$(grep '^torch==' constraints.txt)"
     .venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]"

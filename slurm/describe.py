@@ -1,5 +1,6 @@
 """Print name, directory and attempts of the run that a config and overrides describe, a line each,
-and with the number of nodes, where the machine file has their ranks, what runs there.
+and with the number of nodes, where the machine file has their ranks, what runs there, and what the
+job will lack if it is not there for it either.
 
     python slurm/describe.py [--nodes=N] CONFIG [key=value …]
 
@@ -10,18 +11,41 @@ it starts a thousand ranks.
 import sys
 
 from megafrontier.config import Config, load_config, load_machine
-from megafrontier.errors import Ending
+from megafrontier.errors import Ending, UserError
 
 
 def describe(config: Config, nodes: int | None) -> list[str]:
     """The lines. Raises UserError where that many nodes cannot train it."""
     per_host = load_machine(config.machine).device.ranks_per_host
     lines = [config.run.name, config.run.directory, str(config.train.attempts)]
-    if nodes is not None and per_host is not None:
+    if nodes is None:
+        return lines
+    if per_host is not None:
         from megafrontier.training.ranks import foresee  # torch takes seconds to import
 
-        lines += foresee(config, nodes * per_host)
+        return [*lines, *foresee(config, nodes * per_host), *missing(config, nodes * per_host)]
+    if nodes > 1:
+        lines.append(
+            "warning: machine: states no device.ranks_per_host, so nothing is checked for "
+            f"{nodes} nodes; need that of the cluster, as machine=frontier"
+        )
     return lines
+
+
+def missing(config: Config, ranks: int) -> list[str]:
+    """A warning of a corpus, tokenizer, package or checkpoint that is not to be had here; a node
+    may have it on a disk of its own."""
+    from megafrontier.training.arrangement import check_training
+    from megafrontier.training.resuming import check_resume
+
+    if not config.data.train:  # to look at the sizes of a ready-made config
+        return []
+    try:
+        check_training(config, ranks)
+        check_resume(config)
+    except (UserError, OSError) as error:
+        return [f"warning: here {error}"]
+    return []
 
 
 words = sys.argv[1:]

@@ -204,7 +204,8 @@ def _check_hosts(hierarchy: Hierarchy, identity: Identity) -> None:
         steps = " × ".join(f"{n} {s}" for n, s in zip(hierarchy.levels.names, sizes, strict=True))
         raise UserError(
             f"machine.levels: {steps}, but every host has {held} ranks, which cuts through a "
-            f"level; need sizes that multiply to {held} up to a host's edge"
+            f"level; need sizes that multiply to {held} up to a host's edge, or another machine "
+            "(machine=nvlink8-cluster, say)"
         )
 
 

@@ -84,7 +84,8 @@ def mark_sharded(model: nn.Module, modules: Iterable[nn.Module], is_whole: bool)
 def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
     raise RuntimeError(
         f"state dict of a sharded {type(module).__name__}: its parameters are views of what the "
-        "engine gathers; the values are the shards in engine.units, `published` and `master`"
+        "engine gathers; the values are the shards in engine.units, `published` and `master`; "
+        'open_checkpoint(path).tensor("weight", name) has each whole'
     )
 
 

@@ -149,7 +149,7 @@ def _say_done(trainer: Trainer, path: Path, is_start: bool, logbook: Logbook) ->
     problem = f"train.{key}: {trainer.last_step}"
     if is_start:
         raise UserError(f"{problem}, need more than {trainer.step}, the step of {path}")
-    logbook.remark(f"{problem}: reached, nothing left to do")
+    logbook.remark(f"{problem}: reached, nothing left to do; another run.name begins anew")
 
 
 def _note_begun(trainer: Trainer) -> None:
@@ -193,7 +193,13 @@ def _fill(trainer: Trainer, checkpoint: Checkpoint) -> None:
         for tensor in tensors:
             tensor.zero_()
     states = restored(trainer, checkpoint.manifest)
-    fill_shards(checkpoint, trainer.config.model, trainer.engine, states)
+    try:
+        fill_shards(checkpoint, trainer.config.model, trainer.engine, states)
+    except UserError as error:
+        is_own = checkpoint.path.parent.resolve() == checkpoint_root(trainer.config).resolve()
+        if type(error) is not UserError or not is_own:  # damaged, say
+            raise
+        raise UserError(f"{error}; another run.name begins anew") from error
 
 
 def fill_shards(

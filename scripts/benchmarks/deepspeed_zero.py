@@ -18,8 +18,8 @@ from megafrontier.config import Config
 from megafrontier.data.samples import Batch
 from megafrontier.model.gpt import GPT
 
-STANDS_FOR = 20.55e9
-"""Parameters of the paper's 20B."""
+BLOCK_AT_20B = 453e6
+"""Parameters of a block of the paper's 20B."""
 
 
 def load() -> Any:
@@ -35,7 +35,8 @@ class DeepSpeed:
     def __init__(
         self, model: GPT, config: Config, mode: str, per_node: int, micro_batches: int
     ) -> None:
-        small = sum(p.numel() for p in model.parameters()) / STANDS_FOR
+        # DeepSpeed's own limits, as they stand to a block: that is what is gathered and reduced.
+        small = sum(p.numel() for p in model.blocks[0].parameters()) / BLOCK_AT_20B
         zero = {
             "stage": 3,
             "overlap_comm": True,

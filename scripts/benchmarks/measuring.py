@@ -3,6 +3,7 @@
 import gc
 import os
 import platform
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +18,19 @@ def use_packages() -> None:
     folder = os.environ.get(PACKAGES)
     if folder and folder not in sys.path:
         sys.path.append(folder)
+
+
+def code_version() -> str:
+    """The commit that is measured, with a + where files differ from it; unknown outside of git."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        commit, changes = (
+            subprocess.run([*git, *words], capture_output=True, text=True, check=True).stdout
+            for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain"])
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.strip() + "+" * bool(changes.strip())
 
 
 def cpu_name() -> str:

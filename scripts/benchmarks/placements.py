@@ -4,9 +4,9 @@
 
 For each strategy and rank 0 of N local ranks: bytes of state held between steps (measured on the
 tensors alive, and by the formula), bytes of the buffers in which units are whole in turn, bytes
-sent per level in one step (counted, and by the formula), median step seconds, and the largest peak
-resident memory of any rank. The strategies take turns in one run, each in fresh processes, because
-the machine's speed drifts.
+sent per level in one step (counted, and by the formula), median seconds of the steps but the first,
+and the largest peak resident memory of any rank. Each strategy has fresh processes; they run one
+after the other, so the machine's drift is in their seconds.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def measure(config: Config, steps: int) -> Row | None:
             pool,
             {name: int(level["bytes"]) for name, level in results[-1].comm.items()},
             expected_traffic(trainer, arrangement),
-            statistics.median(result.seconds for result in results),
+            statistics.median(result.seconds for result in results[1:] or results),
             results[-1].memory_gib,
         )
         return row if trainer.is_first else None

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import PACKAGES, cpu_name
+from measuring import PACKAGES, code_version, cpu_name
 
 CHILD = Path(__file__).with_name("rounds_child.py")
 TIMEOUT_SECONDS = 1800.0
@@ -48,6 +48,8 @@ class Turn:
     arguments: dict[str, Any]
     values: dict[str, float] = field(default_factory=dict)
     skipped: str = ""
+    version: str = "unknown"
+    """The commit that was measured."""
 
 
 class Results:
@@ -56,7 +58,7 @@ class Results:
     def __init__(self, out: Path, order: Sequence[str] = ()) -> None:
         """`order`: names of variants, as the tables shall have them."""
         self.path, self._order = out / "results.json", {name: i for i, name in enumerate(order)}
-        self.machine = describe_machine()
+        self.machine, self.version = describe_machine(), code_version()
         self.turns: list[Turn] = []
         if self.path.is_file():
             saved = json.loads(self.path.read_text())
@@ -65,22 +67,26 @@ class Results:
             self.turns = [Turn(**turn) for turn in saved["turns"]]
 
     def has(self, task: Task, number: int) -> bool:
-        """Whether this turn was made and gave figures, with the same arguments."""
+        """Whether this turn was made and gave figures, with the same arguments and code."""
         return any(
             (turn.group, turn.variant, turn.round) == (task.group, task.variant, number)
-            and turn.arguments == task.arguments
+            and (turn.arguments, turn.version) == (task.arguments, self.version)
             and not turn.skipped
             for turn in self.turns
         )
 
     def add(self, turn: Turn) -> None:
-        """Keep a turn; those of the same row with other arguments are of no more use."""
+        """Keep a turn; those of the same row with other arguments or code are of no more use."""
         row = (turn.group, turn.variant)
+        turn.version = self.version
         self.turns = [
             kept
             for kept in self.turns
             if (kept.group, kept.variant) != row
-            or (kept.arguments == turn.arguments and kept.round != turn.round)
+            or (
+                (kept.arguments, kept.version) == (turn.arguments, turn.version)
+                and kept.round != turn.round
+            )
         ]
         self.turns.append(turn)
         text = {"machine": self.machine, "turns": [asdict(turn) for turn in self.turns]}
@@ -190,8 +196,11 @@ def measure(
 
 def _in_rounds(tasks: Sequence[Task], rounds: int) -> Iterator[tuple[Task, int]]:
     for group in dict.fromkeys(task.group for task in tasks):
+        own = [task for task in tasks if task.group == group]
         for number in range(rounds):
-            yield from ((task, number) for task in tasks if task.group == group)
+            # Another one first each time: who follows on whom is then no one's advantage.
+            first = number % len(own)
+            yield from ((task, number) for task in own[first:] + own[:first])
 
 
 def _write_table(results: Results, out: Path, table: Callable[[Results], str]) -> str:

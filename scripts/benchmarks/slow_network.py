@@ -33,7 +33,7 @@ from pathlib import Path
 import deepspeed_zero
 import numpy as np
 import torch
-from measuring import PACKAGES, cpu_name
+from measuring import PACKAGES, code_version, cpu_name
 from slow_network_cluster import Cluster, JobFailed, interrupted_by_signals, wait_for_quiet
 from slow_network_job import Answer, Job
 from slow_network_links import Unable, links
@@ -213,6 +213,7 @@ class Bench:
                 for strategy in strategies * s.rounds:
                     new = self._row(strategy, nodes, accumulation)
                     new.slower, new.bytes_per_second = slower, rate / slower
+                    new.version = code_version()
                     print(f"  {new.line()}", flush=True)
                     if strategy.name in group:
                         group[strategy.name].join(new)
@@ -235,17 +236,23 @@ class Bench:
 class Results:
     """The rows in a folder's results.json, written again whenever a group is measured."""
 
-    def __init__(self, out: Path) -> None:
-        self._out = out
+    def __init__(self, out: Path, setting: list[str]) -> None:
+        """`setting` are the overrides of all rows. Raises UserError where the folder has others."""
+        self._out, self._setting = out, setting
         self._rows: list[Row] = []
-        if (out / "results.json").is_file():
+        path = out / "results.json"
+        if path.is_file():
+            there = json.loads(path.read_text()).get("setting", [])
+            if there != setting:
+                raise UserError(f"{path}: of {' '.join(there) or 'no overrides'}; need another OUT")
             self._rows = list(load(out)[1].rows)
 
     def replace(self, group: list[Row]) -> None:
         """Put rows that are compared with each other in place of those of the same group."""
         kept = [row for row in self._rows if row.group != group[0].group]
         self._rows = sorted([*kept, *group], key=lambda row: row.group)
-        found = {"machine": machine(), "rows": [asdict(row) for row in self._rows]}
+        rows = [asdict(row) for row in self._rows]
+        found = {"machine": machine(), "setting": self._setting, "rows": rows}
         (self._out / "results.json").write_text(json.dumps(found, indent=1))
         write_report(self._out)
 
@@ -292,8 +299,8 @@ def main() -> int:
         os.environ[PACKAGES] = str(settings.packages.resolve())
     strategies = chosen(settings.strategies, settings.overlap)
     settings.out.mkdir(parents=True, exist_ok=True)
-    results = Results(settings.out)
     try:
+        results = Results(settings.out, settings.config)
         with (
             interrupted_by_signals(),
             tempfile.TemporaryDirectory(prefix="slow-network-") as folder,

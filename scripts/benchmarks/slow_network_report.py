@@ -49,6 +49,8 @@ class Row:
     others_cores: float = 0.0
     """Cores that processes other than the ranks kept busy meanwhile: they disturb the row."""
     loss: float = 0.0
+    version: str = "unknown"
+    """The commit that was measured."""
     skipped: str = ""
 
     def join(self, other: "Row") -> None:
@@ -203,7 +205,8 @@ def table(figures: Figures) -> str:
         group = list(rows)
         rate = f"{group[0].bytes_per_second / 1e6:.2f} MB/s a NIC, {slower:g} × slower"
         parts.append(
-            f"### {nodes} nodes{f', {rate}' if nodes > 1 else ''}, accumulation {accumulation}\n"
+            f"### {nodes} nodes{f', {rate}' if nodes > 1 else ''}, accumulation {accumulation}, "
+            f"commit {', '.join(sorted({row.version for row in group}))}\n"
         )
         parts.append(f"| {' | '.join(COLUMNS)} |")
         parts.append("|---|" + "---:|" * (len(COLUMNS) - 1))

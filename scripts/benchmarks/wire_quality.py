@@ -52,6 +52,8 @@ def run_variant(name: str, config_path: str, overrides: list[str], out: Path, np
     config = load_config(config_path, chosen)
     if config.evaluate.batches == 0:
         raise UserError("evaluate.batches: 0, need at least 1 to compare validation losses")
+    if (directory / "config.yaml").is_file() and load_config(directory / "config.yaml") != config:
+        raise UserError(f"{directory}: has a training with other settings; need another --out")
     done = final_loss(directory)
     if done is None or done[0] < config.train.steps:
         code = train(config, nproc)

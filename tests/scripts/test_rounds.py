@@ -35,13 +35,21 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measure:
 
 
 def test_variants_take_turns(measured: Measure) -> None:
-    assert measured("a", "b") == ["a0", "b0", "a1", "b1"]
+    assert measured("a", "b") == ["a0", "b0", "b1", "a1"]
 
 
 def test_what_was_measured_is_not_measured_again(measured: Measure) -> None:
     measured("a", "b")
     assert measured("a", "b", rounds=3) == ["a2", "b2"]
     assert measured("a", "b", variants=["b"], size=2) == ["b0", "b1"]
+
+
+def test_what_was_measured_of_other_code_is_measured_again(
+    measured: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version, made in (("1", ["a0", "a1"]), ("1", []), ("2", ["a0", "a1"])):
+        monkeypatch.setattr(rounds, "code_version", lambda version=version: version)
+        assert measured("a") == made
 
 
 def test_a_row_without_figures_is_tried_once_in_each_run(measured: Measure, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_speed_is_asked_only_where_the_rivals_communication_dominates():
 
 def test_a_later_sitting_keeps_the_groups_that_it_does_not_measure_again(tmp_path):
     def sitting(*rows):
-        Results(tmp_path).replace(list(rows))
+        Results(tmp_path, []).replace(list(rows))
 
     sitting(make_row("topo low", 4, 5.0, 16.0), make_row("mics", 4, 6.0, 16.0))
     sitting(make_row("topo low", 4, 3.0, 1.0))

@@ -154,6 +154,52 @@ def test_an_unknown_cluster_is_refused_in_one_line():
     )
 
 
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        ({"COUNT": 2, "MIN": 0, "MAX": 15}, "--array: 2 tasks from 0 to 15, need all of them"),
+        (
+            {"COUNT": 1, "MIN": 7, "MAX": 7},
+            "--array: 1 tasks, but {out}.part-00003-of-00016.idx is",
+        ),
+    ],
+)
+def test_one_part_of_a_corpus_is_not_made_again_as_all_of_it(tmp_path, tasks, said):
+    """`--array=7`, to have the seventh again, would tokenise the whole corpus on one node."""
+    out = tmp_path / "corpus"
+    (tmp_path / "corpus.part-00003-of-00016.idx").touch()
+    job = {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in tasks.items()}
+    job |= {"SLURM_JOB_ID": "1", "SLURMD_NODENAME": "n1", "SLURM_ARRAY_TASK_ID": str(tasks["MIN"])}
+    job |= {"MEGAFRONTIER_CLUSTER": "generic", "MEGAFRONTIER_PREFIX": sys.prefix}
+    done = subprocess.run(
+        ["bash", "slurm/prepare.sbatch", "texts", "--tokenizer", "bytes", "--out", str(out)],
+        cwd=ROOT, env=os.environ | job | {"MEGAFRONTIER_HOME": str(ROOT)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert said.format(out=out) in done.stderr
+
+
+def test_what_a_job_would_lack_is_warned_of_before_it_waits(tmp_path):
+    """A corpus, say, which may be on the nodes' own disks."""
+    command = [sys.executable, "slurm/describe.py", "--nodes=4", "configs/gpt-125m.yaml"]
+
+    def warnings(*chosen):
+        done = subprocess.run(
+            [*command, *chosen], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
+
+    assert warnings() == []
+    (line,) = warnings(f"data.train=[{{path: {tmp_path}/corpus}}]")
+    assert line == (
+        f"warning: here {tmp_path}/corpus.idx: cannot read the corpus: No such file or directory"
+    )
+    (line,) = warnings("machine=laptop")
+    assert line.startswith("warning: machine: states no device.ranks_per_host, so nothing is ")
+
+
 def test_a_corpus_tokenised_by_an_array_job_is_that_of_one_process(training, tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()
