@@ -82,12 +82,13 @@ def load_model(path: Path, config: Config, device: torch.device) -> GPT:
     """A whole model on one device: fp32 on a CPU, bf16 on a GPU, which would not hold the largest
     otherwise. Raises UserError when the checkpoint is not whole."""
     with torch.device("meta"):
-        model = GPT(config.model).to(_dtype_on(device))
-    model.to_empty(device=device)
-    weights = Weights(open_checkpoint(path))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
+        model = GPT(config.model)
+    # In one call, which reads each file once: one a parameter would open all of them each time.
+    layout = Layout.build("model", parameter_shapes(config.model).items(), 1)
+    flat = torch.empty(layout.numel, dtype=_dtype_on(device), device=device)
+    open_checkpoint(path).fill([layout], {"weight": [flat]}, 0, 1)
+    weights = {e.name: flat[e.offset : e.offset + e.numel].view(e.shape) for e in layout.entries}
+    model.load_state_dict(weights, assign=True)
     return model
 
 
