@@ -27,8 +27,9 @@ make_venv() {
         exit 2
     fi
     echo "installing into .venv (extras: $extras)"
-    "$python" -m venv .venv
+    mkdir -p .venv
     echo unfinished > .venv/.made
+    "$python" -m venv .venv
     # torch by itself first: then nothing that depends on it can choose another build.
     .venv/bin/pip install --quiet --disable-pip-version-check "$(grep '^torch==' constraints.txt)"
     .venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]"

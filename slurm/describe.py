@@ -11,7 +11,7 @@ it starts a thousand ranks.
 import sys
 
 from megafrontier.config import Config, load_config, load_machine
-from megafrontier.errors import Ending, UserError
+from megafrontier.errors import Ending
 
 
 def describe(config: Config, nodes: int | None) -> list[str]:
@@ -43,7 +43,7 @@ def missing(config: Config, ranks: int) -> list[str]:
     try:
         check_training(config, ranks)
         check_resume(config)
-    except (UserError, OSError) as error:
+    except (Ending, OSError) as error:
         return [f"warning: here {error}"]
     return []
 

@@ -281,7 +281,7 @@ class DeviceConfig:
     accelerator's name: then a launcher's ranks must find one."""
     memory_gib: float | None = None
     """Memory of one device. In the pre-flight a host fails where less than 90 % of it is free; a
-    run whose state per rank is more than all of it is refused."""
+    run whose state, buffers and blocks' inputs on a rank are more than all of it is refused."""
     peak_tflops: float | None = None
     """Dense peak of one device for MFU; unknown: no MFU. Of an accelerator that in 16 bits: no MFU
     either where it trains in fp32, or a CPU stands in for it."""

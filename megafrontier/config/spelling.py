@@ -10,7 +10,7 @@ import yaml
 
 def as_spelled(kind: Any, values: Any, text: str) -> Any:
     """What YAML made of `text` (plain containers), with the words themselves wherever the type
-    `kind` wants text: two runs named 1.1 and 1.10 are two."""
+    `kind` wants text: two runs named 1.1 and 1.10 are two. Not what a merge key (`<<`) brings."""
     return _restored(kind, values, yaml.load(text, yaml.BaseLoader))
 
 

@@ -14,9 +14,9 @@ wavefronts of 32 and 64 alike. What that takes:
   shift. Triton's interpreter, which the tests run, is wrong about halves and subnormals there.
 - Bytes of codes come from the host: a `count` that fits into 32 bits is of 32 bits here, and so
   would be 8 · `count`, which does not fit from 2^28 elements on.
-- A rotation is seven rounds of sums and differences of pairs, in registers, where a matrix product
-  would have to write all values in fp32 before. Here alone is the last bit of a sum not the
-  reference's, whose order is its library's; what is decoded of one message is, for it is exact.
+- A rotation is seven rounds of sums and differences of pairs without a pass over memory, where a
+  matrix product would have to write all values in fp32 before. Here alone is the last bit of a sum
+  not the reference's, whose order is its library's; what one message says is, for it is exact.
 - `enable_fp_fusion=False`: a product of a code and a scale is exact in fp32 (15 bits), so a fused
   multiply-add would differ only where the product overflows; it must not differ there either.
 """

@@ -1,8 +1,9 @@
 """RUN/bad-nodes.txt: hosts on which the run cannot go on, one a line, for whoever starts it again
 to leave out. slurm/train.sbatch does, and a person may add or strike out some."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 from megafrontier.cluster.identity import Identity, planned_hosts
@@ -27,11 +28,13 @@ def add(directory: Path, hosts: Iterable[str]) -> None:
         file.writelines(f"{host}\n" for host in found)
 
 
-def list_hosts(directory: Path, ranks: Missing, identity: Identity) -> str | None:
-    """On rank 0: list the hosts of these ranks, or its own where they are most of all. Returns
-    what to say of it, None where the list cannot be written; nothing on the other ranks, which are
-    silent."""
-    if identity.rank:
+def list_hosts(
+    directory: Path, ranks: Missing, identity: Identity, by: Collection[int] = (0,)
+) -> str | None:
+    """On the ranks `by`: list the hosts of these ranks, or its own where they are most of all.
+    Returns what to say of it, None where the list cannot be written; nothing on the other ranks,
+    which are silent."""
+    if identity.rank not in by:
         return ""
     hosts = {host for _, host in ranks}
     if 2 * len(ranks) > identity.world_size:
@@ -48,7 +51,10 @@ def of_refused(error: RanksRefused, directory: Path, identity: Identity) -> Endi
     which are listed: what most ranks refuse is no matter of nodes."""
     if identity.source != "slurm" or not error.are_few:
         return error
-    said = list_hosts(directory, [(r.rank, r.host) for r in error.refusals], identity)
+    refusing = [(r.rank, r.host) for r in error.refusals]
+    # Rank 0 may be one of them and not even know the directory: then another lists them, too.
+    able = next(rank for rank in count() if rank not in dict(refusing))
+    said = list_hosts(directory, refusing, identity, {0, able})
     return error if said is None else NodesUnfit(f"{error}{said}")
 
 

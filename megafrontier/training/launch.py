@@ -222,7 +222,7 @@ def _train_watched(config: Config, identity: Identity, directory: Path) -> int:
         joined(config, watch.start, watch.fail) as (arrangement, hierarchy),
         open_logbook(config, hierarchy.rank == 0) as logbook,
         watched(watch),
-        hold(directory, identity, hierarchy, logbook.remark),
+        hold(directory, identity, hierarchy, logbook.remark, config.train.hang_seconds),
         attempted(config, identity, hierarchy) as attempt,
     ):
         watch.last_words = attempt.ended
@@ -256,7 +256,9 @@ def _run(
         is_owed = owes_evaluation(trainer)
         hierarchy.together(partial(_keep_books, trainer, logbook))
         save = Save(logbook, trainer.step, watch.beat)
-        trainer.engine.ledger.take()  # placing the first weights is no step's traffic
+        # Placing the first weights is no step's traffic.
+        trainer.engine.ledger.take()
+        trainer.engine.ledger.take_waited()
         timeline = Timeline(trainer, logbook)
         stragglers = Stragglers(identify(os.environ).host, logbook)
         # The checkpoint first: what comes after it may be cut short.

@@ -108,7 +108,7 @@ class Lease:
     def release(self) -> None:
         """Let the next job start at once."""
         self._is_over.set()
-        self._thread.join(EXPIRY_SECONDS)
+        self._thread.join(6 * BEAT_SECONDS)
         if self._thread.is_alive():
             return  # the storage hangs; the lease expires
         with suppress(OSError):
@@ -139,8 +139,11 @@ class Lease:
         os._exit(2)
 
 
-def acquire(folder: Path, me: Holder, tell: Callable[[str], None]) -> Lease:
-    """The lease on `folder`, waited for where its holder shows no sign of life.
+def acquire(
+    folder: Path, me: Holder, tell: Callable[[str], None], patience: float = float("inf")
+) -> Lease:
+    """The lease on `folder`, waited for, with so many seconds' `patience`, where its holder shows
+    no sign of life.
 
     `tell` gets one line before such a wait. Raises UserError when the holder is alive, and as
     `of_os_error` says when the folder cannot be written.
@@ -149,7 +152,7 @@ def acquire(folder: Path, me: Holder, tell: Callable[[str], None]) -> Lease:
         folder.mkdir(parents=True, exist_ok=True)
         while True:
             number = _newest(folder)
-            _await_end(_path(folder, number), me, tell)
+            _await_end(_path(folder, number), me, tell, min(EXPIRY_SECONDS, patience))
             lease = _claim(folder, number + 1, me)
             if lease is not None:
                 return lease
@@ -170,14 +173,14 @@ def _claim(folder: Path, number: int, me: Holder) -> Lease | None:
     return lease
 
 
-def _await_end(path: Path, me: Holder, tell: Callable[[str], None]) -> None:
+def _await_end(path: Path, me: Holder, tell: Callable[[str], None], expiry: float) -> None:
     """Return when nobody holds the lease at `path` any more. Raises UserError when one does."""
     holder, beat = _read(path)
     if beat in ("", _RELEASED) or holder.is_dead(me):
         return
     if not holder.is_near(me):
-        tell(f"waiting up to {EXPIRY_SECONDS:g} s for the lease of {holder}, if it is dead")
-        found = _watch(path, beat)
+        tell(f"waiting up to {expiry:g} s for the lease of {holder}, if it is dead")
+        found = _watch(path, beat, expiry)
         if found is None:
             return
         holder = found
@@ -187,9 +190,9 @@ def _await_end(path: Path, me: Holder, tell: Callable[[str], None]) -> None:
     )
 
 
-def _watch(path: Path, beat: str) -> Holder | None:
+def _watch(path: Path, beat: str, expiry: float) -> Holder | None:
     """The holder, once it shows a sign of life; None where it shows none."""
-    end = time.monotonic() + EXPIRY_SECONDS
+    end = time.monotonic() + expiry
     while time.monotonic() < end:
         time.sleep(min(1.0, BEAT_SECONDS / 5))
         asked = time.monotonic()
@@ -230,16 +233,22 @@ def _read(path: Path) -> tuple[Holder, str]:
 
 @contextmanager
 def hold(
-    directory: Path, identity: Identity, hierarchy: Hierarchy, tell: Callable[[str], None]
+    directory: Path,
+    identity: Identity,
+    hierarchy: Hierarchy,
+    tell: Callable[[str], None],
+    hang_seconds: float,
 ) -> Iterator[None]:
     """Keep other jobs away from a run directory. Raises UserError, on every rank alike, while
-    another is on it, StorageFailed where the storage fails."""
+    another is on it, StorageFailed where the storage fails. The ranks wait for the first to look,
+    and after `hang_seconds` (0: never) are taken for hung."""
     lease: Lease | None = None
     problem: UserError | StorageFailed | None = None
     if hierarchy.rank == 0:
         try:
             me = Holder.present(identity.host, os.environ)
-            lease = acquire(directory / "lease", me, tell)
+            patience = max(2 * BEAT_SECONDS, hang_seconds) if hang_seconds else float("inf")
+            lease = acquire(directory / "lease", me, tell, patience)
         except (UserError, StorageFailed) as error:
             problem = error
     try:

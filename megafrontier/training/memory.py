@@ -73,24 +73,27 @@ def check_memory(config: Config, arrangement: Arrangement) -> None:
 
 
 def _remedies(config: Config, arrangement: Arrangement, memory_gib: float) -> str:
-    """What would fit, of what keeps the model: nodes without end, and other placements."""
-    levels, place = arrangement.levels, arrangement.placement
+    """What would fit, of what keeps the model: nodes without end, other placements, offloading."""
+    levels = arrangement.levels
     endless = replace(levels, sizes=(*levels.sizes[:-1], levels.sizes[-1] << 20))
-    found = []
-    if _least_gib(config, replace(arrangement, levels=endless)) < memory_gib:
-        found.append("more nodes")
-    node = node_depth(levels)
-    inside = Placement(node, node, node, len(levels.names))
-    if _least_gib(config, replace(arrangement, placement=inside)) < min(
-        memory_gib, _least_gib(config, arrangement)
-    ):
-        found.append(f"partition={further(levels)}")
-    elif place.weights < len(levels.names):
-        found.append("partition.strategy=zero3")
+    node, world = node_depth(levels), len(levels.names)
+    offloading = replace(config.train, activation_checkpointing="offload")
+
+    def placed(*depths: int) -> Arrangement:
+        return replace(arrangement, placement=Placement(*depths))
+
+    ways = {
+        f"partition={_over_the_node(levels)}": (config, placed(node, node, node, world)),
+        "partition.strategy=zero3": (config, placed(world, world, world, world)),
+        "train.activation_checkpointing=offload": (replace(config, train=offloading), arrangement),
+    }
+    if list(arrangement.machine.levels.values())[-1].size is None:
+        ways = {"more nodes": (config, replace(arrangement, levels=endless))} | ways
+    found = [way for way, tried in ways.items() if _least_gib(*tried) < memory_gib]
     return ", or ".join(found) or "a smaller model or train.micro_batch"
 
 
-def further(levels: Levels) -> str:
+def _over_the_node(levels: Levels) -> str:
     """As an override of `partition`: weights and gradients over the node, state over everything."""
     node = levels.names[node_depth(levels) - 1]
     return f"{{strategy: null, weights: {node}, gradients: {node}, optimizer: {levels.names[-1]}}}"

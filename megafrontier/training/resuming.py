@@ -54,9 +54,12 @@ def check_resume(config: Config) -> None:
 
 def named_checkpoint(config: Config) -> Path | None:
     """The path in `checkpoint.resume`, of a checkpoint or of a folder or run whose newest is meant;
-    None for auto and never."""
+    None for auto and never. A link to one of the run's own stands for that."""
     wanted = config.checkpoint.resume
-    return None if wanted in ("auto", "never") else Path(wanted)
+    if wanted in ("auto", "never"):
+        return None
+    meant = Path(wanted).resolve()
+    return meant if meant.parent == checkpoint_root(config).resolve() else Path(wanted)
 
 
 def leads_back(config: Config) -> bool:

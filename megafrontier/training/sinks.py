@@ -47,8 +47,12 @@ def open_sinks(
         sinks.append(WandbSink(config, directory, config.log.wandb, resume_step, warn))
     if config.log.tensorboard:
         sinks.append(TensorboardSink(directory, resume_step))
-    # Last, for it drops lines for good, and another may refuse.
-    return [JsonLines(directory / "metrics.jsonl", resume_step), *sinks]
+    try:  # opened last, for it drops lines for good, and another may refuse
+        return [JsonLines(directory / "metrics.jsonl", resume_step), *sinks]
+    except Exception:
+        for sink in sinks:
+            sink.close()
+        raise
 
 
 class JsonLines:

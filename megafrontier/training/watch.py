@@ -133,8 +133,9 @@ class Watch:
 
     def fail(self, error: Exception) -> None:
         """Ask all ranks whether this rank's exception comes of a lost one; then this does not
-        return. It does where all answer: the exception is this rank's own. Asked once."""
-        if self._has_failed:
+        return. It does where all answer: the exception is this rank's own. Asked once, and not
+        while the ranks leave in order."""
+        if self._has_failed or self._closed.is_set():
             return
         self._has_failed = True
         if self._is_local and isinstance(error, Unconnected):

@@ -72,6 +72,7 @@ class Results:
             (turn.group, turn.variant, turn.round) == (task.group, task.variant, number)
             and (turn.arguments, turn.version) == (task.arguments, self.version)
             and not turn.skipped
+            and not self.version.endswith("+")  # which says not how the code differs
             for turn in self.turns
         )
 
@@ -198,7 +199,7 @@ def _in_rounds(tasks: Sequence[Task], rounds: int) -> Iterator[tuple[Task, int]]
     for group in dict.fromkeys(task.group for task in tasks):
         own = [task for task in tasks if task.group == group]
         for number in range(rounds):
-            # Another one first each time: who follows on whom is then no one's advantage.
+            # Another one first each time: what came before a round is then no one's disadvantage.
             first = number % len(own)
             yield from ((task, number) for task in own[first:] + own[:first])
 

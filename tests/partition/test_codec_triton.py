@@ -272,7 +272,17 @@ def test_kernels_compile_for_both_makers_with_exact_divisions_and_no_fusion(
         assert encode.count("_store_byte") == 2
 
 
-def compile_for(target, codec, name, is_launched):
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels do not compile"
+)
+@pytest.mark.parametrize("codec", [INT8, INT4], ids=["int8", "int4"])
+@pytest.mark.parametrize("target", ["sm_90", "gfx90a"])
+@pytest.mark.parametrize("out", ["*bf16", "*fp16"])
+def test_decoding_into_weights_compiles_for_both_makers(codec, target, out):
+    assert compile_for(target, codec, "_decode_sum", True, out)
+
+
+def compile_for(target, codec, name, is_launched, out="*fp32"):
     """Assembly of one kernel, made without the GPU it is for; `is_launched`: for aligned tensors of
     up to 2 GiB, shards of a multiple of 128 elements, and one row."""
     import triton
@@ -287,7 +297,7 @@ def compile_for(target, codec, name, is_launched):
         gpu = GPUTarget("hip", target, 32 if target == "gfx1100" else 64)
     kernel, constants = getattr(kernels, name), kernels._constants(codec)
     signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
-    pointers = {"values": "*bf16", "messages": "*u8", "out": "*fp32"}
+    pointers = {"values": "*bf16", "messages": "*u8", "out": out}
     signature |= {key: kind for key, kind in pointers.items() if key in signature}
     attributes = {}
     if is_launched:

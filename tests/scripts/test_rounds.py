@@ -14,6 +14,7 @@ Measure = Callable[..., list[str]]
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measure:
     """Measures variants without any process; returns the turns that were made."""
+    monkeypatch.setattr(rounds, "code_version", lambda: "1")
 
     def measure(*variants: str, size: int = 1, skipped: str = "", **options: Any) -> list[str]:
         made: list[str] = []
@@ -47,7 +48,8 @@ def test_what_was_measured_is_not_measured_again(measured: Measure) -> None:
 def test_what_was_measured_of_other_code_is_measured_again(
     measured: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for version, made in (("1", ["a0", "a1"]), ("1", []), ("2", ["a0", "a1"])):
+    both = ["a0", "a1"]
+    for version, made in (("1", both), ("1", []), ("2", both), ("2+", both), ("2+", both)):
         monkeypatch.setattr(rounds, "code_version", lambda version=version: version)
         assert measured("a") == made
 

@@ -45,6 +45,25 @@ def in_child(body) -> int:
     return child
 
 
+def test_a_storage_that_stands_still_is_no_sign_of_death(tmp_path, monkeypatch):
+    """A look that takes longer than the wait has seen nothing of the holder meanwhile."""
+    monkeypatch.setattr(lease, "EXPIRY_SECONDS", 0.3)
+    held = acquire(tmp_path, elsewhere(), print)
+    read, looks = lease._read, []
+
+    def slowly(path):
+        looks.append(1)
+        if len(looks) == 2:  # an old beat, after a while
+            time.sleep(0.5)
+        holder, beat = read(path)
+        return holder, f"{len(looks) // 3:020d}" if beat.strip() != "released" else beat
+
+    monkeypatch.setattr(lease, "_read", slowly)
+    with pytest.raises(UserError, match="is in use by"):
+        acquire(tmp_path, HERE, print)
+    held.release()
+
+
 def kill(child: int) -> None:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)

@@ -3,6 +3,7 @@
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -210,6 +211,21 @@ def test_the_last_evaluation_does_not_wait_until_old_checkpoints_are_deleted(
     runs.run(folder / "config.yaml", None, directory, *ALONE, *chosen)
     assert waited == [True]
     assert os.listdir(tmp_path / "run" / "checkpoints") == ["step-00000002"]
+
+
+def test_who_waits_for_a_deletion_before_a_save_is_not_taken_for_hung(monkeypatch):
+    monkeypatch.setattr(saving, "DELETING_SECONDS", 0.01)
+    goes_on, beats = threading.Event(), []
+
+    def beat():
+        beats.append(1)
+        if len(beats) == 3:
+            goes_on.set()
+
+    save = saving.Save(None, 0, beat)
+    save._deleting = save._thread.submit(goes_on.wait, 60)
+    save.finish(SimpleNamespace(all_true=lambda is_over: is_over))
+    assert len(beats) >= 3
 
 
 @pytest.mark.parametrize(("keep_every", "left"), [(0, [5]), (2, [2, 4, 5])])

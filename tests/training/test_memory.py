@@ -52,12 +52,17 @@ def test_units_are_the_models(tied):
 
 def test_remedies_are_those_that_would_help():
     further = "partition={strategy: null, weights: node, gradients: node, optimizer: world}"
-    assert refusal(8).endswith(f"take more nodes, or {further}")
+    zero3, offload = "partition.strategy=zero3", "train.activation_checkpointing=offload"
+    assert refusal(8).endswith(f"; take more nodes, or {further}, or {zero3}, or {offload}")
     # Weights over the pair and gradients over the node alone take more than the device has.
-    many = refusal(8 * 256, "model.layers=120", "train.global_batch=2048")
-    assert many.endswith(f"take {further}")
+    many = refusal(8 * 256, "model.layers=120", "train.global_batch=4096")
+    assert many.endswith(f"; take {further}, or {zero3}")
     # Nothing that is sharded further helps where the blocks' inputs fill the device.
-    full = refusal(8, "train.micro_batch=64", "train.global_batch=512", "partition.strategy=zero3")
+    batch = ("train.micro_batch=64", "train.global_batch=512")
+    assert refusal(8, *batch).endswith(f"; take {offload}")
+    # Nor more nodes, where the machine is one.
+    assert "more nodes" not in refusal(8, *batch, "machine=nvlink8")
+    full = refusal(8, "model.layers=400", "train.global_batch=1024")
     assert full.endswith("; take a smaller model or train.micro_batch")
 
 

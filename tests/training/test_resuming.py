@@ -3,6 +3,7 @@
 import pytest
 
 from megafrontier.errors import StorageFailed, UserError
+from megafrontier.training import resuming
 from tests.training import runs
 
 
@@ -181,6 +182,9 @@ def test_a_run_goes_back_to_a_checkpoint_that_lies_elsewhere(config_file, tmp_pa
     link.rename(tmp_path / "archived")
     link.symlink_to(tmp_path / "archived")
     runs.run(config_file, 1, *runs.ONE, f"checkpoint.resume={link}", "train.stop_at=3")
+    named = link.with_name("step-00000003")
+    (tmp_path / "good").symlink_to(named)
+    assert resuming.leads_back(runs.load(config_file, f"checkpoint.resume={tmp_path}/good"))
     assert "step-00000002 at step 2" in runs.log(tmp_path / "run")
     assert link.with_name("step-00000004.superseded").is_dir()
     assert link.is_symlink()

@@ -69,6 +69,6 @@ def test_a_rank_that_dawdles_in_a_real_run_is_found(tmp_path, monkeypatch, overl
     log = runs.log(tmp_path / "run")
     # Three of four ranks wait for the slow one: 1.7 of 2 seconds.
     (waits,) = re.findall(r"  wait (\d+)%  ", log)
-    assert 40 <= int(waits) <= 70
+    assert 30 <= int(waits) <= 90
     (line,) = [line for line in log.splitlines() if line.startswith("warning: slow: ")]
     assert f"rank 2 on {launch.identify({}).host}: " in line
