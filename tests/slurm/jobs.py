@@ -1,6 +1,7 @@
 """Jobs on the test cluster: submit the files of slurm/, watch a run, and hurt it."""
 
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -129,7 +130,7 @@ class Runs:
         """Submit a file of slurm/ on the login node."""
         environment |= {"MEGAFRONTIER_CLUSTER": "generic", "SLURM_WAIT": SRUN_WAIT_SECONDS}
         said = self.cluster.run(str(ROOT / "slurm" / file), *arguments, **environment)
-        return Job(self.cluster, said.split()[-1])
+        return Job(self.cluster, re.findall(r"Submitted batch job (\d+)", said)[-1])
 
     def submit_by_hand(self, *overrides: str) -> Job:
         """The same by plain sbatch, with the lines for Frontier that stand in the file."""
@@ -139,7 +140,7 @@ class Runs:
             f"run.directory={self.directory}", *OVERRIDES, *overrides,
             MEGAFRONTIER_CLUSTER="generic", MEGAFRONTIER_HOME=str(ROOT),
         )  # fmt: skip
-        return Job(self.cluster, said.split()[-1])
+        return Job(self.cluster, re.findall(r"Submitted batch job (\d+)", said)[-1])
 
     def slow_down(self, seconds: float = 0.5) -> None:
         """Let a step take so long on two nodes: links that slow cost time, but no core's. The

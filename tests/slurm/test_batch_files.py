@@ -226,9 +226,13 @@ def packed(training, tmp_path):
     site = next(prefix.glob("lib/python3*/site-packages"))
     (site / "borrowed.pth").write_text("\n".join(p for p in sys.path if "site-packages" in p))
     (site / "sitecustomize.py").write_text(
-        "import atexit, sys\n"
+        "import os, sys\n"
         "print('python of', sys.prefix)\n"
-        "atexit.register(lambda: print('package of', sys.modules['megafrontier'].__file__))\n"
+        "leave = os._exit\n"  # as a launcher's ranks do
+        "def say(code):\n"
+        "    print('package of', sys.modules['megafrontier'].__file__, flush=True)\n"
+        "    leave(code)\n"
+        "os._exit = say\n"
     )
     archive = tmp_path / "environment.tar.gz"
     packed = subprocess.run([ROOT / "slurm/pack_env.sh", archive, prefix], capture_output=True)
