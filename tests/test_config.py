@@ -258,19 +258,6 @@ def test_text_that_yaml_takes_for_a_number_stays_as_it_is_written(write, text):
     assert load_machine(str(machine)).device.name == text
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("5", "a list or a single value, need keys and values at the top"),
-        ("[1, 2]", "a list or a single value, need keys and values at the top"),
-        ("defaults: ${oc.env:NOWHERE_SET}/a.yaml", "defaults: "),
-    ],
-)
-def test_a_file_without_keys_or_without_its_parent_is_refused(write, text, why):
-    path = write("a.yaml", text)
-    assert refusal(load_config, path).startswith(f"{path}: {why}")
-
-
 def test_levels_given_in_another_order_are_in_that_order(write):
     """Fastest first: an override that names all of them says which that is."""
     chosen = ["machine=frontier", "machine.levels={node: {size: 2}, pair: {size: 4}, world: {}}"]
@@ -337,15 +324,16 @@ def test_a_missing_parent_names_the_file_that_asked(write):
     [
         ("model: {layers: 2", "not valid YAML"),
         ("a: 1\na: 2", "not valid YAML"),
-        ("- a\n- b", "need keys and values at the top"),
+        ("- a\n- b", "a list or a single value, need keys and values at the top"),
+        ("[1, 2]", "a list or a single value, need keys and values at the top"),
+        ("5", "a list or a single value, need keys and values at the top"),
         ("defaults: [a, b]", "defaults: ['a', 'b'], need the path of one file"),
+        ("defaults: ${oc.env:NOWHERE_SET}/a.yaml", "defaults: "),
     ],
 )
 def test_a_file_that_is_no_config_is_refused(write, text, reason):
     path = write("bad.yaml", text)
-    message = refusal(load_config, path)
-    assert message.startswith(str(path))
-    assert reason in message
+    assert refusal(load_config, path).startswith(f"{path}: {reason}")
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path):

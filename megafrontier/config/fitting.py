@@ -20,9 +20,9 @@ def check_fit(kind: Any, value: Any, key: str = "") -> None:
     """
     if kind is Any or (isinstance(value, str) and "${" in value):
         return
-    if get_origin(kind) in (Union, UnionType):
+    if is_optional(kind):
         if value is not None:
-            check_fit(next(k for k in get_args(kind) if k is not type(None)), value, key)
+            check_fit(without_none(kind), value, key)
     elif is_dataclass(kind):
         _check_fields(kind, value, key)
     elif get_origin(kind) in (list, tuple, dict):
@@ -31,8 +31,25 @@ def check_fit(kind: Any, value: Any, key: str = "") -> None:
         raise UserError(f"{key}: {_shown(value)}, need {_described(kind)}")
 
 
+def is_optional(kind: Any) -> bool:
+    """Whether None is of the type `kind`, as of `int | None`."""
+    return get_origin(kind) in (Union, UnionType)
+
+
+def without_none(kind: Any) -> Any:
+    """What an optional type is of besides None; any other type itself."""
+    if is_optional(kind):
+        return next(k for k in get_args(kind) if k is not type(None))
+    return kind
+
+
+def field_kinds(kind: Any) -> dict[str, Any]:
+    """The types of a dataclass's fields, by name."""
+    return {f.name: f.type for f in fields(kind)}
+
+
 def _check_fields(kind: Any, value: Any, key: str) -> None:
-    kinds = {f.name: f.type for f in fields(kind)}
+    kinds = field_kinds(kind)
     if not isinstance(value, dict):
         raise UserError(f"{key or 'config'}: {_shown(value)}, need keys among {', '.join(kinds)}")
     for name, part in value.items():

@@ -293,6 +293,11 @@ class DeviceConfig:
         """Whether `name` says that each rank has an accelerator."""
         return self.name not in ("any", "cpu")
 
+    def is_stood_in_for_by(self, kind: str) -> bool:
+        """Whether what computes, a device of torch's type `kind`, is a CPU in an accelerator's
+        place, as in a rehearsal of Frontier on a laptop."""
+        return kind == "cpu" and self.is_accelerator
+
 
 @dataclass
 class MachineConfig:

@@ -1,11 +1,12 @@
 """Text that YAML takes for a number: `1.10`, `0012`, `12:30`, `2024_01_15`, `12e4567`."""
 
 import re
-from dataclasses import fields, is_dataclass
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from dataclasses import is_dataclass
+from typing import Any, get_args, get_origin
 
 import yaml
+
+from megafrontier.config.fitting import field_kinds, without_none
 
 
 def as_spelled(kind: Any, values: Any, text: str) -> Any:
@@ -17,12 +18,12 @@ def as_spelled(kind: Any, values: Any, text: str) -> Any:
 def kind_at(kind: Any, key: str) -> Any:
     """The type of the value at `key`, as in data.train[0].path; Any for a key that is not known."""
     for part in re.findall(r"[^.\[\]]+", key):
-        kind = _kind_of_part(_without_none(kind), part)
+        kind = _kind_of_part(without_none(kind), part)
     return kind
 
 
 def _restored(kind: Any, value: Any, spelled: Any) -> Any:
-    kind = _without_none(kind)
+    kind = without_none(kind)
     if isinstance(value, dict) and isinstance(spelled, dict):
         return {
             name: _restored(_kind_of_part(kind, name), part, spelled.get(str(name)))
@@ -35,15 +36,9 @@ def _restored(kind: Any, value: Any, spelled: Any) -> Any:
     return spelled if kind is str and is_number and isinstance(spelled, str) else value
 
 
-def _without_none(kind: Any) -> Any:
-    if get_origin(kind) in (Union, UnionType):
-        return next(k for k in get_args(kind) if k is not type(None))
-    return kind
-
-
 def _kind_of_part(kind: Any, part: Any) -> Any:
     if is_dataclass(kind):
-        return {f.name: f.type for f in fields(kind)}.get(part, Any)
+        return field_kinds(kind).get(part, Any)
     container, parts = get_origin(kind), get_args(kind)
     if container is dict:
         return parts[1]

@@ -29,11 +29,16 @@ import torch
 import triton
 import triton.language as tl
 
+from megafrontier.partition import rotation
+
 if TYPE_CHECKING:
     from megafrontier.partition.codec import BlockCodec
 
 TILE = 4096
 """Elements of a program: whole blocks, and per thread 16 bytes or more of fp32 at a time."""
+
+ROTATION = tl.constexpr(rotation.ROTATION)
+THERE, BACK = tl.constexpr(rotation.THERE), tl.constexpr(rotation.BACK)
 
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 """Four warps: 32 elements a thread on a wavefront of 32, 16 on one of 64."""
@@ -58,13 +63,14 @@ def _scales_as_bits(largest, Q: tl.constexpr):  # type: ignore[no-untyped-def]
 def _turn(x, at, whole, SCALE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """fp32 x [BLOCKS, BLOCK], the elements of a row at `at`, by Sylvester's matrix of ±SCALE; from
     element `whole` on as they are."""
-    turned = tl.reshape(x, [BLOCKS * BLOCK // 128, 128])
-    for _ in tl.static_range(7):
+    ROWS: tl.constexpr = BLOCKS * BLOCK // ROTATION
+    turned = tl.reshape(x, [ROWS, ROTATION])
+    for _ in tl.static_range(7):  # 2^7 = ROTATION
         # Neighbours meet, and their bit of the index becomes its highest one: after seven rounds
         # each has had its turn and stands where it was.
-        even, odd = tl.split(tl.reshape(turned, [BLOCKS * BLOCK // 128, 64, 2]))
+        even, odd = tl.split(tl.reshape(turned, [ROWS, ROTATION // 2, 2]))
         turned = tl.permute(tl.join(even + odd, even - odd), [0, 2, 1])
-        turned = tl.reshape(turned, [BLOCKS * BLOCK // 128, 128])
+        turned = tl.reshape(turned, [ROWS, ROTATION])
     return tl.where(at < whole, tl.reshape(turned, [BLOCKS, BLOCK]) * SCALE, x)
 
 
@@ -95,7 +101,7 @@ def _encode(  # type: ignore[no-untyped-def]
         x = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     x = x.to(tl.float32)
     if ROTATES:
-        x = _turn(x, at, count // 128 * 128, 0.125, BLOCKS, BLOCK)
+        x = _turn(x, at, count // ROTATION * ROTATION, THERE, BLOCKS, BLOCK)
 
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     scales = _scales_as_bits(largest, (1 << (BITS - 1)) - 1)
@@ -169,7 +175,7 @@ def _decode_sum(  # type: ignore[no-untyped-def]
     if BITS == 4:
         total = tl.reshape(tl.join(total, total_high), [BLOCKS, BLOCK])
     if ROTATES:
-        total = _turn(total, at, count // 128 * 128, 0.0625, BLOCKS, BLOCK)
+        total = _turn(total, at, count // ROTATION * ROTATION, BACK, BLOCKS, BLOCK)
     out += output * count
     if out.dtype.element_ty == tl.bfloat16:
         rounded = _round_to_bf16(total.to(tl.int32, bitcast=True)).to(tl.int16)

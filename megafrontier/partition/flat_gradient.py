@@ -24,16 +24,12 @@ class FlatGradient:
         """Write the gradient of the `index`-th parameter into `whole` [numel]."""
         places = self._places.get(whole.data_ptr())
         if places is None:
-            places = self._places[whole.data_ptr()] = self._views(whole)
+            places = self._places[whole.data_ptr()] = self._layout.views(whole)
         if index in self._missing:
             self._missing.remove(index)
             places[index].copy_(gradient)
         else:
             places[index].add_(gradient)
-
-    def _views(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        entries = self._layout.entries
-        return [whole[e.offset : e.offset + e.numel].view(e.shape) for e in entries]
 
     def complete(self, whole: torch.Tensor) -> None:
         """Zeros for the padding, and for parameters that got no gradient."""

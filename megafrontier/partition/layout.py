@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import torch
+
 SHARD_ALIGNMENT = 128
 """Elements: every shard is a multiple of 256 bytes in a 2-byte type (RCCL is slow below)."""
 
@@ -43,6 +45,10 @@ class Layout:
             offset += prod(shape)
         multiple = pieces * SHARD_ALIGNMENT
         return cls(name, tuple(entries), -(-offset // multiple) * multiple)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter's part of the buffer `flat` [numel], in its shape."""
+        return [flat[e.offset : e.offset + e.numel].view(e.shape) for e in self.entries]
 
     def bounds(self, piece: int, pieces: int) -> tuple[int, int]:
         """[start, stop) of piece number `piece` of `pieces` equal ones."""

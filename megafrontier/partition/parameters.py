@@ -33,8 +33,7 @@ class Parameters:
         if self._are_shown:
             return
         if not self._views:
-            entries = self._layout.entries
-            self._views = [full[e.offset : e.offset + e.numel].view(e.shape) for e in entries]
+            self._views = self._layout.views(full)
         self._point(self._views, 2 * self._publications)
         self._are_shown = True
 

@@ -53,23 +53,24 @@ def _inputs_gib(config: Config) -> float:
     return model.layers * tokens * model.hidden * itemsize / GIB
 
 
-def _least_gib(config: Config, arrangement: Arrangement) -> float:
-    held = state_gib(config, arrangement) + buffer_gib(config, arrangement)
-    return held + _inputs_gib(config)
+def _parts_gib(config: Config, arrangement: Arrangement) -> tuple[float, float, float]:
+    """State, buffers, blocks' inputs."""
+    return state_gib(config, arrangement), buffer_gib(config, arrangement), _inputs_gib(config)
 
 
 def check_memory(config: Config, arrangement: Arrangement) -> None:
     """Raises UserError where what a rank is known to need is more than the machine file's device
     holds."""
-    device, need = arrangement.machine.device, _least_gib(config, arrangement)
-    if not device.is_accelerator or device.memory_gib is None or need <= device.memory_gib:
+    device = arrangement.machine.device
+    if not device.is_accelerator or device.memory_gib is None:
         return
-    raise UserError(
-        f"machine.device.memory_gib: {device.memory_gib:g}, need {need:.3g} at least on "
-        f"{arrangement.levels.ranks} ranks: state {state_gib(config, arrangement):.3g}, buffers "
-        f"{buffer_gib(config, arrangement):.3g}, inputs of the blocks {_inputs_gib(config):.3g}; "
-        f"take {_remedies(config, arrangement, device.memory_gib)}"
-    )
+    state, buffers, inputs = parts = _parts_gib(config, arrangement)
+    if sum(parts) > device.memory_gib:
+        raise UserError(
+            f"machine.device.memory_gib: {device.memory_gib:g}, need {sum(parts):.3g} at least on "
+            f"{arrangement.levels.ranks} ranks: state {state:.3g}, buffers {buffers:.3g}, inputs "
+            f"of the blocks {inputs:.3g}; take {_remedies(config, arrangement, device.memory_gib)}"
+        )
 
 
 def _remedies(config: Config, arrangement: Arrangement, memory_gib: float) -> str:
@@ -89,7 +90,7 @@ def _remedies(config: Config, arrangement: Arrangement, memory_gib: float) -> st
     }
     if list(arrangement.machine.levels.values())[-1].size is None:
         ways = {"more nodes": (config, replace(arrangement, levels=endless))} | ways
-    found = [way for way, tried in ways.items() if _least_gib(*tried) < memory_gib]
+    found = [way for way, tried in ways.items() if sum(_parts_gib(*tried)) < memory_gib]
     return ", or ".join(found) or "a smaller model or train.micro_batch"
 
 

@@ -12,10 +12,10 @@ def peak_tflops(trainer: Trainer) -> float | None:
     """What the machine file states of the device, where that says something of this run: of an
     accelerator it is the peak in 16 bits, and a CPU may stand in for it."""
     device = trainer.arrangement.machine.device
-    if not device.is_accelerator:
-        return device.peak_tflops
-    is_there = trainer.hierarchy.device.type != "cpu"
-    return device.peak_tflops if is_there and trainer.config.train.precision != "fp32" else None
+    is_anothers = device.is_stood_in_for_by(trainer.hierarchy.device.type)
+    if is_anothers or (device.is_accelerator and trainer.config.train.precision == "fp32"):
+        return None
+    return device.peak_tflops
 
 
 def step_metrics(trainer: Trainer, result: StepResult) -> dict[str, Any]:

@@ -126,11 +126,11 @@ def _tell(arrangement: Arrangement, identity: Identity, hierarchy: Hierarchy) ->
 
 
 def stated_rates(arrangement: Arrangement, hierarchy: Hierarchy) -> list[float | None]:
-    """The machine file's GB/s of each level. None are expected of processors that stand in for
-    its devices, as in a rehearsal of Frontier on a laptop."""
+    """The machine file's GB/s of each level. None are expected of CPUs that stand in for its
+    devices."""
     machine = arrangement.machine
-    stands_in = hierarchy.device.type == "cpu" and machine.device.is_accelerator
     rates = [level.gigabytes_per_second for level in machine.levels.values()]
+    stands_in = machine.device.is_stood_in_for_by(hierarchy.device.type)
     return [None] * len(rates) if stands_in else rates
 
 
@@ -141,7 +141,7 @@ def _size_bytes(rate: float | None) -> int:
 
 def check_device(device: DeviceConfig, found: torch.device) -> str | None:
     """What the device lacks, if anything."""
-    if device.memory_gib is None or (found.type == "cpu" and device.is_accelerator):
+    if device.memory_gib is None or device.is_stood_in_for_by(found.type):
         return None
     need = MEMORY_PART * device.memory_gib
     if found.type == "cuda":

@@ -91,7 +91,7 @@ def describe_ranks(config: Config, arrangement: Arrangement, found: torch.device
     """`summarize` with the device it is on, and the wires, after warnings: where that is not what
     the machine file names, and of what may go slowly or hang."""
     device = arrangement.machine.device
-    if found.type == "cpu" and device.is_accelerator:
+    if device.is_stood_in_for_by(found.type):
         yield (
             f"warning: machine.device.name: {device.name}, but torch finds no accelerator; "
             "computing on the CPU"

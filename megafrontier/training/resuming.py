@@ -59,14 +59,19 @@ def named_checkpoint(config: Config) -> Path | None:
     if wanted in ("auto", "never"):
         return None
     meant = Path(wanted).resolve()
-    return meant if meant.parent == checkpoint_root(config).resolve() else Path(wanted)
+    return meant if _is_own(config, meant) else Path(wanted)
+
+
+def _is_own(config: Config, path: Path) -> bool:
+    """Whether a path is in the run's own folder, wherever a link there leads: checkpoints may lie
+    elsewhere."""
+    return path.parent.resolve() == checkpoint_root(config).resolve()
 
 
 def leads_back(config: Config) -> bool:
     """Whether the run is to go back to a checkpoint of its own."""
     path = named_checkpoint(config)
-    # Its folder, and not where a link there leads: checkpoints may lie elsewhere.
-    return path is not None and path.parent.resolve() == checkpoint_root(config).resolve()
+    return path is not None and _is_own(config, path)
 
 
 def is_begun(config: Config) -> bool:
@@ -199,8 +204,8 @@ def _fill(trainer: Trainer, checkpoint: Checkpoint) -> None:
     try:
         fill_shards(checkpoint, trainer.config.model, trainer.engine, states)
     except UserError as error:
-        is_own = checkpoint.path.parent.resolve() == checkpoint_root(trainer.config).resolve()
-        if type(error) is not UserError or not is_own:  # damaged, say
+        # Others are of one that is damaged, say.
+        if type(error) is not UserError or not _is_own(trainer.config, checkpoint.path):
             raise
         raise UserError(f"{error}; another run.name begins anew") from error
 

@@ -84,11 +84,11 @@ def load_model(path: Path, config: Config, device: torch.device) -> GPT:
     with torch.device("meta"):
         model = GPT(config.model)
     # In one call, which reads each file once: one a parameter would open all of them each time.
-    layout = Layout.build("model", parameter_shapes(config.model).items(), 1)
+    shapes = parameter_shapes(config.model)
+    layout = Layout.build("model", shapes.items(), 1)
     flat = torch.empty(layout.numel, dtype=_dtype_on(device), device=device)
     open_checkpoint(path).fill([layout], {"weight": [flat]}, 0, 1)
-    weights = {e.name: flat[e.offset : e.offset + e.numel].view(e.shape) for e in layout.entries}
-    model.load_state_dict(weights, assign=True)
+    model.load_state_dict(dict(zip(shapes, layout.views(flat), strict=True)), assign=True)
     return model
 
 
@@ -159,9 +159,9 @@ def import_command(folder: Path, out: Path) -> Path:
     config = Config(model=model, tokenizer=str(folder))
     layout = Layout.build("imported", parameter_shapes(model).items(), 1)
     flat = torch.zeros(layout.numel)
-    for entry in layout.entries:
+    for entry, place in zip(layout.entries, layout.views(flat), strict=True):
         # Let go of each: a model of 70B would take half as much memory again.
-        flat[entry.offset : entry.offset + entry.numel] = tensors.pop(entry.name).reshape(-1)
+        place.copy_(tensors.pop(entry.name))
     states = {"weight": flat.dtype}
     saved = config_to_dict(config)
     manifest = Manifest(0, 0, [layout], 1, states, saved, slice_elements=IMPORTED_SLICE)

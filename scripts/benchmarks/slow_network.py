@@ -130,7 +130,7 @@ class Bench:
 
     def __init__(self, cluster: Cluster, config: Path, settings: argparse.Namespace) -> None:
         self._cluster, self._config, self._settings = cluster, config, settings
-        self._slower = 1.0
+        self._slower, self._version = 1.0, code_version()
 
     def overrides(self, strategy: Strategy, nodes: int, accumulation: int) -> tuple[str, ...]:
         """All that makes the config of a row from the common one."""
@@ -213,7 +213,7 @@ class Bench:
                 for strategy in strategies * s.rounds:
                     new = self._row(strategy, nodes, accumulation)
                     new.slower, new.bytes_per_second = slower, rate / slower
-                    new.version = code_version()
+                    new.version = self._version
                     print(f"  {new.line()}", flush=True)
                     if strategy.name in group:
                         group[strategy.name].join(new)

@@ -58,8 +58,6 @@ class Row:
         if self.skipped or other.skipped:
             self.skipped = self.skipped or other.skipped
             return
-        if other.version not in self.version:
-            self.version += f", {other.version}"
         part = len(other.seconds) / len(self.seconds + other.seconds)
         for name in ("nic_bytes", "nic_packets", "cpu_seconds"):
             mine, its = getattr(self, name), getattr(other, name)
