@@ -18,9 +18,9 @@ On a GPU with Triton the same messages, to the byte, come from `codec_triton.py`
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -35,6 +35,9 @@ MESSAGE_ALIGNMENT = 16
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal number of bf16 and fp32."""
 
+Pass = Callable[..., None]
+"""`encode`, `decode` or `decode_sum`."""
+
 _SLAB = {"cpu": 1 << 19}
 """Elements worked on at a time. On a CPU the temporaries then stay in cache and in memory the
 process already has: fresh pages for whole gradients cost ten times the arithmetic."""
@@ -48,6 +51,9 @@ class BlockCodec:
     bits: int
     block: int
     rotates: bool = False
+
+    dtype = torch.uint8
+    """Of a message's elements."""
 
     @property
     def largest(self) -> int:
@@ -70,43 +76,64 @@ class BlockCodec:
         """Bytes of the codes of `count` elements."""
         return -(-count * self.bits // 8)
 
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Messages uint8 [rows, message_bytes(n)] of `values` [rows, n], any float type."""
+    def encode(
+        self, values: torch.Tensor, messages: torch.Tensor, errors: torch.Tensor | None = None
+    ) -> None:
+        """Write messages uint8 [rows, message_bytes(n)] of `values` [rows, n], any float type.
+
+        With `errors` bf16 [rows, n] these are added first, in fp32; what the messages then fail to
+        say stands there, and zero where that is not finite.
+        """
         if kernels := _kernels(values.device.type, self):
-            return kernels.encode(self, values)
+            return kernels.encode(self, values, messages, errors)
         rows, count = values.shape
-        message = values.new_empty(rows, self.message_bytes(count), dtype=torch.uint8)
-        start = self.scale_start(count)
-        message[:, self.code_bytes(count) : start] = 0
-        message[:, self.scale_stop(count) :] = 0
+        messages[:, self.code_bytes(count) : self.scale_start(count)] = 0
+        messages[:, self.scale_stop(count) :] = 0
         for first, last in self._slabs(rows, count, values.device):
             part = values[:, first:last]
-            scales, packed = self._quantise(rotate(part) if self.rotates else part)
-            at, stop = self.code_bytes(first), self.code_bytes(last)
-            message[:, at:stop] = packed[:, : stop - at]
-            at = start + first // self.block * 2
-            message[:, at : at + 2 * scales.shape[1]] = scales.view(torch.uint8)
-        return message
+            if errors is None:
+                self._encode_slab(part, messages, count, first)
+            else:
+                part = part.float() + errors[:, first:last]  # in bf16 the sum would round
+                self._encode_slab(part, messages, count, first)
+                said = self._restore(messages, count, first, last, self.rotates)
+                torch.sub(part, said, out=errors[:, first:last])
+                # The step is skipped; its errors must not come back in the next.
+                errors[:, first:last].nan_to_num_(0.0, 0.0, 0.0)
 
-    def decode(self, messages: torch.Tensor, out: torch.Tensor) -> None:
+    def decode(self, messages: torch.Tensor, out: torch.Tensor, adds: bool = False) -> None:
         """Values of messages uint8 [rows, message_bytes(n)] into `out` [rows, n], any float type,
-        rounded once; the same bits on every device."""
+        or, if it `adds`, onto what is there; in fp32, rounded once, the same bits on every
+        device."""
         if kernels := _kernels(messages.device.type, self):
-            return kernels.decode(self, messages, out)
+            return kernels.decode(self, messages, out, adds)
         rows, count = out.shape
         for first, last in self._slabs(rows, count, messages.device):
-            out[:, first:last] = self._restore(messages, count, first, last, self.rotates)
+            values = self._restore(messages, count, first, last, self.rotates)
+            _put(values, out[:, first:last], adds)
 
-    def decode_sum(self, messages: torch.Tensor, out: torch.Tensor) -> None:
-        """Sum of all messages' values into `out` fp32 [count], in the order of the rows."""
+    def decode_sum(self, messages: torch.Tensor, out: torch.Tensor, adds: bool = False) -> None:
+        """Sum of all messages' values, in the order of the rows, into `out` fp32 [count], or, if it
+        `adds`, onto what is there."""
         if kernels := _kernels(messages.device.type, self):
-            return kernels.decode_sum(self, messages, out)
+            return kernels.decode_sum(self, messages, out, adds)
         count = out.numel()
         for first, last in self._slabs(1, count, out.device):
-            total = self._restore(messages[:1], count, first, last)[0]
+            total = self._restore(messages[:1], count, first, last)
             for row in range(1, messages.shape[0]):
-                total += self._restore(messages[row : row + 1], count, first, last)[0]
-            out[first:last] = rotate_back(total.view(1, -1))[0] if self.rotates else total
+                total += self._restore(messages[row : row + 1], count, first, last)
+            total = rotate_back(total) if self.rotates else total
+            _put(total[0], out[first:last], adds)
+
+    def _encode_slab(
+        self, part: torch.Tensor, messages: torch.Tensor, count: int, first: int
+    ) -> None:
+        """Write what messages of `count` elements say of `part` [rows, m], from `first` on."""
+        scales, packed = self._quantise(rotate(part) if self.rotates else part)
+        at, stop = self.code_bytes(first), self.code_bytes(first + part.shape[1])
+        messages[:, at:stop] = packed[:, : stop - at]
+        at = self.scale_start(count) + first // self.block * 2
+        messages[:, at : at + 2 * scales.shape[1]] = scales.view(torch.uint8)
 
     def _slabs(self, rows: int, count: int, device: torch.device) -> list[tuple[int, int]]:
         """Ranges of columns, of whole blocks but for the last, about a slab of elements each."""
@@ -181,11 +208,15 @@ class BlockCodec:
         return pairs.view(torch.int8).bitwise_xor_(8).sub_(8)
 
 
+def _put(values: torch.Tensor, out: torch.Tensor, adds: bool) -> None:
+    if adds:
+        out.add_(values)
+    else:
+        out.copy_(values)
+
+
 INT8 = BlockCodec(bits=8, block=256)
 INT4 = BlockCodec(bits=4, block=SHARD_ALIGNMENT)
-DELTA8 = BlockCodec(bits=8, block=SHARD_ALIGNMENT)
-"""As INT4's its blocks never lie across shards: what one level has decoded, the next one encodes to
-the same codes."""
 
 
 def missing_kernels(device_type: str, codecs: Iterable[BlockCodec]) -> str | None:
@@ -223,21 +254,35 @@ def _difference(kernels: ModuleType, codec: BlockCodec, device: str) -> str | No
     values[0, 0], values[1, : codec.block], values[2, -1] = codec.largest, 0.0, math.nan
     if codec.rotates:  # of values whose sums are exact; those of several messages' are not
         values = values.mul_(64).round_().div_(64)
-    for dtype in (torch.float32, torch.bfloat16):
-        expected = codec.encode(values.to(dtype))
-        messages = kernels.encode(codec, values.to(device, dtype))
-        decoded, total = torch.empty(rows, count, dtype=dtype), torch.empty(count)
-        decoded_there, total_there = (torch.empty_like(t, device=device) for t in (decoded, total))
-        codec.decode(expected, decoded)
-        codec.decode_sum(expected, total)
-        kernels.decode(codec, messages, decoded_there)
-        kernels.decode_sum(codec, messages, total_there)
-        pairs = {
-            "messages": (messages, expected, 0.0),
-            "values": (decoded_there, decoded, 0.0),
-            "sums": (total_there, total, 1e-3 if codec.rotates else 0.0),
-        }
-        for what, (theirs, ours, within) in pairs.items():
-            if not torch.allclose(theirs.cpu(), ours, 0.0, within, equal_nan=True):
+    for dtype, adds in ((torch.float32, False), (torch.bfloat16, True)):
+        ours = _Probe(values.to(dtype), codec, adds)
+        theirs = _Probe(values.to(device, dtype), codec, adds)
+        ours.run(codec.encode, codec.decode, codec.decode_sum)
+        theirs.run(
+            *(partial(getattr(kernels, f), codec) for f in ("encode", "decode", "decode_sum"))
+        )
+        for what, mine in ours.found.items():
+            within = 1e-3 if codec.rotates and what == "sums" else 0.0
+            if not torch.allclose(theirs.found[what].cpu(), mine, 0.0, within, equal_nan=True):
                 return f"Triton's {codec.bits}-bit {what} are not those of the reference"
     return None
+
+
+class _Probe:
+    """What becomes of `values` [rows, n] on their device, with errors where decoding `adds`."""
+
+    def __init__(self, values: torch.Tensor, codec: BlockCodec, adds: bool) -> None:
+        rows, count = values.shape
+        self._values, self._adds = values, adds
+        self.found = {
+            "messages": values.new_empty(rows, codec.message_bytes(count), dtype=codec.dtype),
+            "errors": torch.full_like(values, 0.25, dtype=torch.bfloat16),
+            "values": torch.ones_like(values),
+            "sums": torch.ones_like(values[0], dtype=torch.float32),
+        }
+
+    def run(self, encode: Pass, decode: Pass, decode_sum: Pass) -> None:
+        found = self.found
+        encode(self._values, found["messages"], found["errors"] if self._adds else None)
+        decode(found["messages"], found["values"], self._adds)
+        decode_sum(found["messages"], found["sums"], self._adds)

@@ -1,8 +1,8 @@
 """The block codecs as Triton kernels, for CUDA and ROCm: one pass over memory each way.
 
-`encode` reads every value once and writes the whole message; `decode_sum` reads every message once
-and writes the sum once. Both say the same as the plain torch of `codec.py` to the last bit, on
-wavefronts of 32 and 64 alike. What that takes:
+`encode` reads every value, and its error, once and writes the whole message, and what that fails to
+say; `decode_sum` reads every message once and writes the sum once. Both say the same as the plain
+torch of `codec.py` to the last bit, on wavefronts of 32 and 64 alike. What that takes:
 
 - The largest magnitude is a maximum of integers: the bits of |x| order as |x| does, with infinity
   and NaN on top, while a maximum of floats drops NaN on some targets.
@@ -51,6 +51,12 @@ def _round_to_bf16(bits):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _widened(bits):  # type: ignore[no-untyped-def]
+    """fp32 of bf16 by its bits, int16 or wider."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _scales_as_bits(largest, Q: tl.constexpr):  # type: ignore[no-untyped-def]
     """bf16 bits int32 [B] of blocks by the fp32 bits of their largest magnitudes, int32 [B]."""
     bits = tl.div_rn(largest.to(tl.float32, bitcast=True), Q * 1.0).to(tl.int32, bitcast=True)
@@ -78,6 +84,7 @@ def _turn(x, at, whole, SCALE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.con
 def _encode(  # type: ignore[no-untyped-def]
     values,
     messages,
+    errors,
     values_stride,
     message_bytes,
     count,
@@ -88,8 +95,10 @@ def _encode(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     ROTATES: tl.constexpr,
+    FEEDS_BACK: tl.constexpr,
 ):
-    """BLOCKS blocks of one row: absmax, scale, codes, packed; the row's last program pads."""
+    """BLOCKS blocks of one row: absmax, scale, codes, packed; the row's last program pads. If it
+    FEEDS_BACK, what the row's `errors`, int16 bits of bf16, add, and what then is left unsaid."""
     tiles = tl.cdiv(count, BLOCK * BLOCKS)
     row = (tl.program_id(0) // tiles).to(tl.int64)
     tile = (tl.program_id(0) % tiles).to(tl.int64)
@@ -98,21 +107,35 @@ def _encode(  # type: ignore[no-untyped-def]
     at = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(values + row * values_stride + at, mask=at < count, other=0.0)
     if x.dtype == tl.bfloat16:
-        x = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        x = _widened(x.to(tl.int16, bitcast=True))
     x = x.to(tl.float32)
+    whole = count // ROTATION * ROTATION
+    if FEEDS_BACK:
+        errors += row * count
+        x += _widened(tl.load(errors + at, mask=at < count, other=0))
+        unsaid = x
     if ROTATES:
-        x = _turn(x, at, count // ROTATION * ROTATION, THERE, BLOCKS, BLOCK)
+        x = _turn(x, at, whole, THERE, BLOCKS, BLOCK)
 
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     scales = _scales_as_bits(largest, (1 << (BITS - 1)) - 1)
     scale_pointers = (message + scale_start).to(tl.pointer_type(tl.int16)) + blocks
     tl.store(scale_pointers, scales.to(tl.int16), mask=blocks * BLOCK < count)
 
-    steps = tl.where(scales == 0, 1.0, (scales << 16).to(tl.float32, bitcast=True))
+    steps = tl.where(scales == 0, 1.0, _widened(scales))
     inverse = tl.div_rn(1.0, steps)
     shifted = x * inverse[:, None] + 12582912.0  # 1.5 · 2^23, whose bits are 0x4B400000
     codes = shifted.to(tl.int32, bitcast=True) - 0x4B400000
     codes = tl.where((largest >= 0x7F800000)[:, None], 0, codes)
+
+    if FEEDS_BACK:
+        said = codes.to(tl.float32) * _widened(scales)[:, None]
+        if ROTATES:
+            said = _turn(said, at, whole, BACK, BLOCKS, BLOCK)
+        bits = (unsaid - said).to(tl.int32, bitcast=True)
+        rounded = tl.where((bits & 0x7F800000) == 0x7F800000, 0, _round_to_bf16(bits))
+        rounded = tl.where((rounded & 0x7F80) == 0x7F80, 0, rounded)
+        tl.store(errors + at, rounded.to(tl.int16), mask=at < count)
 
     if BITS == 8:
         tl.store(message + at, codes.to(tl.int8).to(tl.uint8, bitcast=True), mask=at < count)
@@ -143,8 +166,10 @@ def _decode_sum(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     ROTATES: tl.constexpr,
+    ADDS: tl.constexpr,
 ):
-    """BLOCKS blocks of one output row: the sum, in order, of `rows` messages that follow on."""
+    """BLOCKS blocks of one output row: the sum, in order, of `rows` messages that follow on; if it
+    ADDS, onto what is there."""
     tiles = tl.cdiv(count, BLOCK * BLOCKS)
     output = (tl.program_id(0) // tiles).to(tl.int64)
     tile = (tl.program_id(0) % tiles).to(tl.int64)
@@ -163,7 +188,7 @@ def _decode_sum(  # type: ignore[no-untyped-def]
     for _ in tl.range(rows, loop_unroll_factor=4):
         scale_pointers = (message + scale_start).to(tl.pointer_type(tl.int16)) + blocks
         bits = tl.load(scale_pointers, mask=blocks * BLOCK < count, other=0).to(tl.int32)
-        scales = (bits << 16).to(tl.float32, bitcast=True)[:, None]
+        scales = _widened(bits)[:, None]
         codes = tl.load(message + code_at, mask=code_mask, other=0)
         codes = codes.to(tl.int8, bitcast=True).to(tl.int32)
         if BITS == 8:
@@ -178,24 +203,43 @@ def _decode_sum(  # type: ignore[no-untyped-def]
         total = _turn(total, at, count // ROTATION * ROTATION, BACK, BLOCKS, BLOCK)
     out += output * count
     if out.dtype.element_ty == tl.bfloat16:
+        pointers = out.to(tl.pointer_type(tl.int16)) + at
+        if ADDS:
+            total += _widened(tl.load(pointers, mask=at < count, other=0))
         rounded = _round_to_bf16(total.to(tl.int32, bitcast=True)).to(tl.int16)
         rounded = tl.where(total == total, rounded, 0x7FC0)
-        tl.store(out.to(tl.pointer_type(tl.int16)) + at, rounded, mask=at < count)
+        tl.store(pointers, rounded, mask=at < count)
     else:
+        if ADDS:
+            total += tl.load(out + at, mask=at < count, other=0.0).to(tl.float32)
         tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)
 
 
-def encode(codec: BlockCodec, values: torch.Tensor) -> torch.Tensor:
-    """Messages uint8 [rows, message_bytes(n)] of `values` [rows, n], fp32, bf16 or fp16."""
+def encode(
+    codec: BlockCodec,
+    values: torch.Tensor,
+    messages: torch.Tensor,
+    errors: torch.Tensor | None = None,
+) -> None:
+    """Messages uint8 [rows, message_bytes(n)] of `values` [rows, n], fp32, bf16 or fp16, and, if
+    given, of `errors` bf16 [rows, n].
+
+    Raises ValueError where messages or errors are not contiguous.
+    """
     rows, count = values.shape
     if values.stride(1) != 1:
         values = values.contiguous()
-    messages = values.new_empty(rows, codec.message_bytes(count), dtype=torch.uint8)
+    _check_contiguous("messages", messages)
+    if errors is not None:
+        _check_contiguous("errors", errors)
+    feeds_back = errors is not None
+    errors = messages if errors is None else errors.view(torch.int16)
     if programs := _programs(rows, count):
         with torch.cuda.device_of(values):
             _encode[(programs,)](
                 values,
                 messages,
+                errors,
                 values.stride(0),
                 messages.shape[1],
                 count,
@@ -203,32 +247,45 @@ def encode(codec: BlockCodec, values: torch.Tensor) -> torch.Tensor:
                 codec.scale_start(count),
                 codec.scale_stop(count),
                 **_constants(codec),
+                FEEDS_BACK=feeds_back,
                 **LAUNCH,
             )
-    return messages
 
 
-def decode(codec: BlockCodec, messages: torch.Tensor, out: torch.Tensor) -> None:
-    """Values of messages uint8 [rows, message_bytes(n)] into `out` [rows, n], fp32, bf16 or fp16.
+def decode(
+    codec: BlockCodec, messages: torch.Tensor, out: torch.Tensor, adds: bool = False
+) -> None:
+    """Values of messages uint8 [rows, message_bytes(n)] into `out` [rows, n], fp32, bf16 or fp16,
+    or, if it `adds`, onto what is there.
 
     Raises ValueError where `out` is not contiguous.
     """
-    if not out.is_contiguous():
-        raise ValueError(f"values need contiguous memory, not strides {out.stride()}")
-    _launch_decode(codec, messages, out, rows=1)
+    _check_contiguous("values", out)
+    _launch_decode(codec, messages, out, 1, adds)
 
 
-def decode_sum(codec: BlockCodec, messages: torch.Tensor, out: torch.Tensor) -> None:
-    """Sum of messages uint8 [rows, m] into `out` fp32 [count], in the order of the rows.
+def decode_sum(
+    codec: BlockCodec, messages: torch.Tensor, out: torch.Tensor, adds: bool = False
+) -> None:
+    """Sum of messages uint8 [rows, m], in the order of the rows, into `out` fp32 [count], or, if it
+    `adds`, onto what is there.
 
     Raises ValueError where `out` is not contiguous fp32.
     """
-    if out.dtype != torch.float32 or not out.is_contiguous():
-        raise ValueError(f"sums need contiguous fp32, not {out.dtype} with strides {out.stride()}")
-    _launch_decode(codec, messages, out.view(1, -1), rows=messages.shape[0])
+    if out.dtype != torch.float32:
+        raise ValueError(f"sums need fp32, not {out.dtype}")
+    _check_contiguous("sums", out)
+    _launch_decode(codec, messages, out.view(1, -1), messages.shape[0], adds)
 
 
-def _launch_decode(codec: BlockCodec, messages: torch.Tensor, out: torch.Tensor, rows: int) -> None:
+def _check_contiguous(what: str, memory: torch.Tensor) -> None:
+    if not memory.is_contiguous():
+        raise ValueError(f"{what} need contiguous memory, not strides {memory.stride()}")
+
+
+def _launch_decode(
+    codec: BlockCodec, messages: torch.Tensor, out: torch.Tensor, rows: int, adds: bool
+) -> None:
     """Each row of `out` [m, count] from `rows` of the messages uint8 [m · rows, bytes]."""
     count = out.shape[1]
     messages = messages.contiguous()
@@ -243,6 +300,7 @@ def _launch_decode(codec: BlockCodec, messages: torch.Tensor, out: torch.Tensor,
                 codec.scale_start(count),
                 rows,
                 **_constants(codec),
+                ADDS=adds,
                 **LAUNCH,
             )
 

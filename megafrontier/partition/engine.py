@@ -143,6 +143,12 @@ class Engine:
         )
         self._place(from_masters=True)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes that this rank holds beside its state, in the same buffers in each step: whole
+        units, their gradients on the way, and messages."""
+        return self.pool.held_bytes + self._moves.held_bytes
+
     def step_bytes(self, micro_batches: int, wires: Wires | None = None) -> list[int]:
         """Bytes this rank sends over each level in an optimizer step, by the formula; with `wires`,
         what they would send."""

@@ -54,8 +54,11 @@ class Feedback:
             ).wait()
             for level, error in self.errors.items()
         ]
+        if self.error is None:
+            return
+        total = torch.stack(totals).sum(0)  # each lay where the errors do
         self.clear()
-        if self.error is not None and self._moves.hierarchy.is_first_replica(self._depth):
-            self.error.copy_(torch.stack(totals).sum(0))
+        if self._moves.hierarchy.is_first_replica(self._depth):
+            self.error.copy_(total)
             own = self._layout.bounds(*self._moves.hierarchy.piece(self._depth))
             self.error[self._layout.padding_within(*own)].zero_()  # checkpoints hold parameters

@@ -8,6 +8,7 @@ runs on the levels' lanes; the caller gets a ticket for its end.
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from math import prod
 from types import MappingProxyType
 
 import torch
@@ -15,11 +16,13 @@ import torch.distributed as dist
 
 from megafrontier.cluster.collectives import all_gather
 from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.partition.changes import Change, levels_of_changes
 from megafrontier.partition.lanes import DONE, Lanes, Ticket
 from megafrontier.partition.layout import shard_range
 from megafrontier.partition.ledger import Ledger
-from megafrontier.partition.slot import Change, Slot, Step, weave
-from megafrontier.partition.wires import Wire, Wires
+from megafrontier.partition.scratch import Scratch, Shelf
+from megafrontier.partition.slot import Slot, Step, Work, weave
+from megafrontier.partition.wires import Wire, Wires, pass_on
 
 LABEL_BYTES = 96
 NO_ERRORS: Mapping[int, torch.Tensor] = MappingProxyType({})
@@ -43,6 +46,14 @@ class Moves:
         self._lanes = lanes
         self._check_order = check_order
         self._held: list[Step] | None = None
+        count = len(hierarchy.levels.sizes)
+        self._scratch = {lanes.number(level): Scratch(hierarchy.device) for level in range(count)}
+        self._shelf = Shelf(hierarchy.device)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that messages have needed so far, and keep."""
+        return self._shelf.held_bytes + sum(s.held_bytes for s in self._scratch.values())
 
     def inside(self, buffer: torch.Tensor, depth: int, deeper: int) -> torch.Tensor:
         """This rank's slice at depth `deeper` as a view of its slice `buffer` at `depth`."""
@@ -84,30 +95,50 @@ class Moves:
         travels. It is encoded against the weights as they were published, so one message's error is
         part of the next change; every rank, the owner too, adds the same decoded change.
         """
-        own = self.inside(weights, stop, start)
-        depth = start
-        wires, groups = self._wires.gather, self.hierarchy.groups
-        while depth > stop and (wires[depth - 1].is_delta or groups[depth - 1] is None):
-            depth -= 1
-        slot = Slot(own, label)
-        if depth == start:
-            self.then(slot, start - 1, lambda published: published.copy_(master))
+        crossed = levels_of_changes(self._wires, self.hierarchy.levels.sizes, start, stop)
+        slot = Slot(self.inside(weights, stop, start), label)
+        if crossed:
+            self._publish_change(slot, master, self.inside(weights, stop, crossed[0]), crossed)
         else:
-            # Against what the copies can hold: the rest of a master in fp32 would stay in every
-            # difference, and the largest rest of a block would set its scale.
-            self.then(slot, start - 1, lambda old: master.to(old.dtype).float() - old)
-            for level in reversed(range(depth, start)):
-                if groups[level] is not None:
-                    self.then(slot, level, partial(self._pass_change_on, level, label))
-            reached = self.inside(weights, stop, depth)
-            self.then(slot, depth, lambda change: reached.add_(change))  # in fp32, rounded once
-        self._gather(self._wires.gather, slot, Slot(weights, label), depth, stop)
+            self.then(slot, start - 1, lambda published: published.copy_(master))
+        reached = crossed[0] if crossed else start
+        self._gather(self._wires.gather, slot, Slot(weights, label), reached, stop)
         return slot
 
-    def _pass_change_on(self, level: int, label: str, change: torch.Tensor) -> torch.Tensor:
-        """The fp32 change of the slice at depth `level`, decoded alike on every rank."""
-        out = change.new_empty(change.numel() * self.hierarchy.levels.sizes[level])
-        return self._cross_gather(self._wires.gather, Slot(out, label), level, level, change)
+    def _publish_change(
+        self, slot: Slot, master: torch.Tensor, reached: torch.Tensor, crossed: list[int]
+    ) -> None:
+        """Go on from this rank's own part of `reached`, as it was published, to all of `reached`:
+        over the levels `crossed` go the owners' messages, and each rank adds what they say."""
+        numel, rows, came_by = master.numel(), 1, None
+        for level in reversed(crossed):
+            wire = self._wires.gather[level]
+            rows *= self.hierarchy.levels.sizes[level]
+            shape = rows, wire.codec.message_bytes(numel)
+            out = None
+            if level != crossed[0]:
+                out = slot.borrow(self._shelf, prod(shape), wire.codec.dtype).view(shape)
+            change = Change(master, reached, came_by, wire)
+            self.then(slot, level, partial(self._cross_change, change, level, slot.label, out))
+            came_by = wire
+
+    def _cross_change(
+        self,
+        change: Change,
+        level: int,
+        label: str,
+        out: torch.Tensor | None,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        """Into `out` what goes on to another level; at the last one, without, into the weights."""
+        group, scratch = self.hierarchy.groups[level], self._scratch[self._lanes.number(level)]
+        assert group is not None
+        with self._crossing(level, group, label) as sent:
+            messages = change.messages(value, scratch)
+            shape = messages.shape[0] * dist.get_world_size(group), messages.shape[1]
+            received = scratch.take("received", shape, messages.dtype) if out is None else out
+            sent.append(pass_on(messages, received, group))
+            return change.add(received) if out is None else out
 
     def reduce(
         self,
@@ -120,8 +151,9 @@ class Moves:
     ) -> Slot:
         """Sum everybody's `full`, a slice at depth `start`, into the slice at depth `stop`.
 
-        Ends with fp32, or `full` itself when no level was crossed. Crosses levels start … stop - 1.
-        `errors` by level are those of earlier messages (see `Wire.reduce`).
+        Ends with fp32 in the memory of `full`, which is used up, or `full` itself when no level was
+        crossed. Crosses levels start … stop - 1. `errors` by level are those of earlier messages
+        (see `Wire.reduce`).
         """
         slot = Slot(full, label, after)
         self._reduce(self._wires.reduce, slot, start, stop, errors)
@@ -136,19 +168,20 @@ class Moves:
         self._sum_replicas(self._wires.reduce, slot, depth)
 
     def reduce_exactly(self, full: torch.Tensor, start: int, stop: int, label: str) -> Slot:
-        """Sum `full` over levels start … stop - 1, and over all replicas, in fp32."""
+        """Sum `full`, which is used up, over levels start … stop - 1, and over all replicas, in
+        fp32."""
         plain = Wires.plain(len(self._wires.reduce), torch.float32)
         slot = Slot(full, label)
         self._reduce(plain.reduce, slot, start, stop, NO_ERRORS)
         self._sum_replicas(plain.reduce, slot, stop)
         return slot
 
-    def then(self, slot: Slot, level: int, change: Change) -> None:
-        """Go on with `change` on the lane of `level`: a crossing of it, or work beside one."""
+    def then(self, slot: Slot, level: int, work: Work) -> None:
+        """Go on with `work` on the lane of `level`: a crossing of it, or work beside one."""
         if self._held is None:
-            self._issue(slot, level, change)
+            self._issue(slot, level, work)
         else:
-            self._held.append((slot, level, change))
+            self._held.append((slot, level, work))
 
     @contextmanager
     def woven(self) -> Iterator[None]:
@@ -159,15 +192,12 @@ class Moves:
             yield
         finally:
             self._held = None
-        for slot, level, change in weave(held):
-            self._issue(slot, level, change)
+        for slot, level, work in weave(held):
+            self._issue(slot, level, work)
 
-    def _issue(self, slot: Slot, level: int, change: Change) -> None:
+    def _issue(self, slot: Slot, level: int, work: Work) -> None:
         lane = self._lanes.number(max(level, 0))
-        task = partial(_go_on, slot, lane, change)
-        slot.ticket = self._lanes.run(lane, task, slot.ticket)
-        if slot.ticket is DONE:
-            slot.settle()
+        slot.ticket = self._lanes.run(lane, partial(_go_on, slot, work), slot.ticket)
 
     def _gather(
         self, wires: tuple[Wire, ...], slot: Slot, out: Slot, start: int, stop: int
@@ -182,7 +212,8 @@ class Moves:
         group = self.hierarchy.groups[level]
         if group is not None:
             with self._crossing(level, group, out.label) as sent:
-                sent.append(wires[level].gather(shard, target, group))
+                scratch = self._scratch_for(wires, level)
+                sent.append(wires[level].gather(shard, target, group, scratch))
         elif shard.data_ptr() != target.data_ptr():
             target.copy_(shard)
         return target
@@ -210,11 +241,17 @@ class Moves:
         group = self.hierarchy.groups[level]
         if group is None:
             return full
-        size = self.hierarchy.levels.sizes[level]
-        out = torch.empty(full.numel() // size, dtype=torch.float32, device=full.device)
         with self._crossing(level, group, label) as sent:
-            sent.append(wires[level].reduce(full, out, group, error))
+            scratch = self._scratch_for(wires, level)
+            out, count = wires[level].reduce(full, group, scratch, error)
+            sent.append(count)
         return out
+
+    def _scratch_for(self, wires: tuple[Wire, ...], level: int) -> Scratch:
+        """The lane's own; for what only a checkpoint sends, some that goes again."""
+        if wires is self._wires.gather or wires is self._wires.reduce:
+            return self._scratch[self._lanes.number(level)]
+        return Scratch(self.hierarchy.device)
 
     def _crossing(
         self, level: int, group: dist.ProcessGroup, label: str
@@ -248,8 +285,8 @@ class Moves:
         self._gather(wires, slot, whole, last, depth)
 
 
-def _go_on(slot: Slot, lane: int, change: Change) -> None:
-    slot.put(change(slot.value), lane)
+def _go_on(slot: Slot, work: Work) -> None:
+    slot.value = work(slot.value)
 
 
 def _remember(whole: Slot, value: torch.Tensor) -> torch.Tensor:

@@ -185,7 +185,9 @@ def traffic_bytes(
         reduced = micro_batches if i < placement.gradients else 1
         if i >= placement.optimizer:
             reduced += 1  # the sum comes back to every replica
+        # Changes are passed on as their owners' messages.
+        owners = prod(levels.sizes[i + 1 : placement.optimizer]) if wires.gather[i].is_delta else 1
         message = wires.reduce[i].codec.message_bytes(piece) * reduced
-        message += wires.gather[i].codec.message_bytes(piece) * gathered
+        message += wires.gather[i].codec.message_bytes(piece // owners) * owners * gathered
         totals.append((size - 1) * message)
     return totals

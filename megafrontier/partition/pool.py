@@ -5,15 +5,13 @@ reads them in backward. So a unit is gathered into the same buffer each time, wh
 there in between; units that are gathered at the same time have different ones.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Sequence
 from functools import cached_property
 from itertools import cycle
 from typing import Protocol
 
 import torch
 
-from megafrontier.partition.placement import Placement
+from megafrontier.partition.scratch import Shelf
 
 
 class Owner(Protocol):
@@ -60,14 +58,13 @@ class Pool:
         self.device = device
         self._buffers = [UnitBuffer(dtype, device) for _ in range(whole)]
         self._shared = cycle(self._buffers[:])
-        self._gradients: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-        self._gradient_numel = 0
+        self._gradients = Shelf(device)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of all buffers for weights, and of those made so far for gradients."""
         weights = sum(buffer.numel for buffer in self._buffers)
-        return (weights + self._gradient_numel) * self.dtype.itemsize
+        return weights * self.dtype.itemsize + self._gradients.held_bytes
 
     def next_buffer(self) -> UnitBuffer:
         """That of the next unit in the order in which they run."""
@@ -80,35 +77,8 @@ class Pool:
 
     def take_gradient(self, numel: int) -> torch.Tensor:
         """A buffer [numel] with anything in it."""
-        free = self._gradients[numel]
-        if free:
-            return free.pop()
-        self._gradient_numel += numel
-        return torch.empty(numel, dtype=self.dtype, device=self.device)
+        return self._gradients.take(numel, self.dtype)
 
     def give_gradient(self, buffer: torch.Tensor) -> None:
         """Take a buffer back; the computation has waited for all that read it."""
-        self._gradients[buffer.numel()].append(buffer)
-
-
-def buffer_bytes(
-    numels: Sequence[int], root: int, placement: Placement, itemsize: int, prefetch: int | None
-) -> int:
-    """Bytes of all buffers of a rank's pool after a step of several micro-batches, by the formula.
-
-    `numels` are the elements of the units that take turns, in the order in which they run, `root`
-    those of the unit that does not (0: none); `prefetch` units are gathered ahead, None without
-    overlap: whole weights of one more are there, and gradients of two more.
-    """
-    ahead = min(prefetch or 0, max(len(numels) + bool(root) - 1, 0))
-    weights = gradients = 0
-    if placement.backward_weights:
-        turns = range(min(ahead + 1, len(numels)))
-        weights = root + sum(max(numels[first :: ahead + 1]) for first in turns)
-    if placement.gradients:
-        waiting = 1 if prefetch is None else ahead + 2
-        sizes = Counter(numel for numel in (*numels, root) if numel)
-        # So many may wait that a unit's next gradient is made while its last one does.
-        again = waiting > sum(sizes.values()) > 1
-        gradients = sum(numel * min(count + again, waiting) for numel, count in sizes.items())
-    return (weights + gradients) * itemsize
+        self._gradients.give(buffer)

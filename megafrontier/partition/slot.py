@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megafrontier.partition.lanes import COMPUTATION, DONE, Ticket
+from megafrontier.partition.lanes import DONE, Ticket
+from megafrontier.partition.scratch import Shelf
 
-Change = Callable[[torch.Tensor], torch.Tensor]
-"""What a crossing, or work beside one, makes of the tensor on its way."""
+Work = Callable[[torch.Tensor], torch.Tensor]
+"""A crossing, or work beside one: what it makes of the tensor on its way."""
 
 
 @dataclass
@@ -17,38 +18,34 @@ class Slot:
 
     `label` says which move of which unit this is, in traces and when ranks disagree.
 
-    Note on memory. A lane of a device has only been given its work when the call returns. What it
-    reads and another lane (or the computation) has allocated, torch would hand out again meanwhile;
-    so that is kept here until the computation waits for the end. What a lane has allocated itself
-    is safe: it is handed out again on that lane alone, behind its reader. So is the result, for
-    each lane waits for the computation before it takes up a task.
+    Note on memory. A lane of a device has only been given its work when the call returns. So what
+    one lane hands to the next is borrowed when the chain is begun, and goes back when the
+    computation has waited for its end: whoever has it next comes after that on every lane, for
+    each waits for the computation before it takes up a task.
     """
 
     value: torch.Tensor
     label: str
     ticket: Ticket = DONE
-    _home: int = COMPUTATION
-    _kept: list[torch.Tensor] = field(default_factory=list)
+    _borrowed: list[tuple[Shelf, torch.Tensor]] = field(default_factory=list)
 
-    def put(self, value: torch.Tensor, lane: int) -> None:
-        """Go on with `value`, which `lane` has made of the one before."""
-        if self._home != lane:
-            self._kept.append(self.value)
-        self.value, self._home = value, lane
+    def borrow(self, shelf: Shelf, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer [numel] until the end of the chain."""
+        buffer = shelf.take(numel, dtype)
+        self._borrowed.append((shelf, buffer))
+        return buffer
 
     def wait(self) -> torch.Tensor:
         """The tensor at the end of the chain, ready to be used here."""
         self.ticket.wait()
-        self.settle()
+        self.ticket = DONE
+        for shelf, buffer in self._borrowed:
+            shelf.give(buffer)
+        self._borrowed.clear()
         return self.value
 
-    def settle(self) -> None:
-        """All that was to be done is done: what was read can go."""
-        self.ticket = DONE
-        self._kept.clear()
 
-
-Step = tuple[Slot, int, Change]
+Step = tuple[Slot, int, Work]
 """A crossing of a level, or work beside one, that a lane is to be given."""
 
 

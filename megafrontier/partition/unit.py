@@ -36,7 +36,8 @@ class Unit:
 
     `master`: this rank's optimizer shard, fp32 [numel / ranks that share the optimizer state]; the
     authoritative weights. `weights`: the slice that gathers read from, in the computing type.
-    `gradient`: the gradient shard, fp32. `feedback`: the errors of its messages.
+    `gradient`: the gradient shard, fp32, in whose memory it is finished. `feedback`: the errors of
+    its messages.
     """
 
     def __init__(

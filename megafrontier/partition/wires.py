@@ -11,18 +11,24 @@ import torch
 import torch.distributed as dist
 
 from megafrontier.cluster.collectives import all_gather, all_to_all
-from megafrontier.partition.codec import DELTA8, INT4, INT8, BlockCodec
+from megafrontier.partition.codec import INT4, INT8, BlockCodec
+from megafrontier.partition.scratch import Scratch
 
 
 class Codec(Protocol):
     """A format of messages."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of a message's elements."""
+        ...
+
     def message_bytes(self, count: int) -> int:
         """Bytes of a message of `count` elements."""
         ...
 
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """One message a row [rows, m] of `values` [rows, n], any float type."""
+    def encode(self, values: torch.Tensor, messages: torch.Tensor) -> None:
+        """Write one message a row [rows, m] of `values` [rows, n], any float type."""
         ...
 
     def decode(self, messages: torch.Tensor, out: torch.Tensor) -> None:
@@ -44,9 +50,9 @@ class CastCodec:
         """Bytes of `count` elements."""
         return count * self.dtype.itemsize
 
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """`values` themselves where they have the type already."""
-        return values.to(self.dtype)
+    def encode(self, values: torch.Tensor, messages: torch.Tensor) -> None:
+        """`values` in the type."""
+        messages.copy_(values)
 
     def decode(self, messages: torch.Tensor, out: torch.Tensor) -> None:
         """The messages in the type of `out`."""
@@ -89,18 +95,25 @@ class Wire:
         names = (name for name, codec in _CODECS.items() if codec == said)
         return next(name for name in names if name.startswith("delta") == self.is_delta)
 
-    def gather(self, shard: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> int:
+    def add(self, messages: torch.Tensor, out: torch.Tensor) -> None:
+        """Add to `out` [rows, n] the changes that `messages` [rows, m] of a delta wire say."""
+        assert isinstance(self.codec, BlockCodec)
+        self.codec.decode(messages, out, adds=True)
+
+    def gather(
+        self, shard: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, scratch: Scratch
+    ) -> int:
         """Fill `out` [size · n] from every peer's `shard` [n], which may lie inside `out`.
 
         Every rank of the group ends with the same bits, the owner of a piece too. Returns the
         bytes this rank sent.
         """
         peers = out.numel() // shard.numel() - 1
-        message = self.codec.encode(shard.view(1, -1))
+        message = self.encode(shard.view(1, -1), scratch)
         if message.dtype == out.dtype:
             all_gather(out, message.view(-1), group)
         else:
-            received = message.new_empty(peers + 1, message.shape[1])
+            received = scratch.take("received", (peers + 1, message.shape[1]), message.dtype)
             all_gather(received.view(-1), message.view(-1), group)
             self.codec.decode(received, out.view(peers + 1, -1))
         return peers * message.nbytes
@@ -108,69 +121,83 @@ class Wire:
     def reduce(
         self,
         full: torch.Tensor,
-        out: torch.Tensor,
         group: dist.ProcessGroup,
+        scratch: Scratch,
         error: torch.Tensor | None = None,
-    ) -> int:
-        """Sum every peer's piece of `full` [size · n] into `out` [n], fp32, in an order that is
-        the same in each run; with a low-bit codec this rank's own comes last.
+    ) -> tuple[torch.Tensor, int]:
+        """Sum every peer's piece of `full` [size · n], in an order that is the same in each run;
+        with a low-bit codec this rank's own comes last. `full` is used up: the sum, fp32 [n], lies
+        in its memory, where that is fp32 in its own piece's place.
 
         With `error` [size · n], the quantisation error of this rank's last message is added before
-        it encodes the next one, whose own then stands there. Returns the bytes sent.
+        it encodes the next one, whose own then stands there. Returns the sum and the bytes sent.
         """
         # All-to-all and a local sum: one rounding per level instead of one per hop of a ring,
         # an order of summation that is the same in every run, and on gloo half the bytes.
-        pieces = full.view(-1, out.numel())
-        if self.is_low_bit:
+        pieces = full.view(dist.get_world_size(group), -1)
+        if isinstance(self.codec, BlockCodec):
             errors = None if error is None else error.view_as(pieces)
-            return self._reduce_rounded(pieces, out, group, errors)
-        messages = self.codec.encode(pieces)
-        received = torch.empty_like(messages)
+            return self._reduce_rounded(self.codec, pieces, group, scratch, errors)
+        messages = self.encode(pieces, scratch)
+        received = scratch.take("received", messages.shape, messages.dtype)
         all_to_all(received.view(-1), messages.view(-1), group)
+        out = _place_of_sum(pieces, dist.get_rank(group))
         self.codec.decode_sum(received, out)
-        return messages[1:].nbytes
+        return out, messages[1:].nbytes
 
     def _reduce_rounded(
         self,
+        codec: BlockCodec,
         pieces: torch.Tensor,
-        out: torch.Tensor,
         group: dist.ProcessGroup,
+        scratch: Scratch,
         errors: torch.Tensor | None,
-    ) -> int:
-        """The others' messages and this rank's own of `pieces` [size, n] summed into `out` [n]: its
-        own crosses no link, so it is not rounded."""
-        mine = dist.get_rank(group)
-        others = [part for part in (slice(mine), slice(mine + 1, len(pieces))) if len(pieces[part])]
-        messages = torch.cat(
-            [
-                self._encode_with(None if errors is None else errors[part], pieces[part])
-                for part in others
-            ]
-        )
-        sizes = [messages.shape[1]] * len(pieces)
+    ) -> tuple[torch.Tensor, int]:
+        """The others' messages and this rank's own of `pieces` [size, n] summed: its own crosses no
+        link, so it is not rounded."""
+        size, mine = len(pieces), dist.get_rank(group)
+        shape = size - 1, codec.message_bytes(pieces.shape[1])
+        messages, received = (scratch.take(p, shape, codec.dtype) for p in ("sent", "received"))
+        for first, last, at in ((0, mine, 0), (mine + 1, size, mine)):
+            if last > first:
+                theirs, rows = slice(first, last), slice(at, at + last - first)
+                said = None if errors is None else errors[theirs]
+                codec.encode(pieces[theirs], messages[rows], said)
+        sizes = [shape[1]] * size
         sizes[mine] = 0
-        received = torch.empty_like(messages)
         all_to_all(received.view(-1), messages.view(-1), group, sizes)
-        self.codec.decode_sum(received, out)
-        out.add_(pieces[mine])
+        own, out = pieces[mine], _place_of_sum(pieces, mine)
+        if own.dtype != out.dtype:  # the sum may begin where it lies
+            out.copy_(scratch.take("own", own.shape, own.dtype).copy_(own))
+        codec.decode_sum(received, out, adds=True)
         if errors is not None:
             out.add_(errors[mine])
             errors[mine] = 0  # a checkpoint brings some, of others' messages
-        return messages.nbytes
+        return out, messages.nbytes
 
-    def _encode_with(self, error: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
-        """Messages of `values` [rows, n] and, if given, `error` [rows, n], together; their own
-        error then stands in `error`."""
-        if error is not None:
-            values = values.float() + error  # in bf16 the sum would round, and nobody keep it
-        messages = self.codec.encode(values)
-        if error is not None:
-            said = torch.empty_like(values)
-            self.codec.decode(messages, said)
-            torch.sub(values, said, out=error)
-            # The step is skipped; its errors must not come back in the next.
-            error.nan_to_num_(0.0, 0.0, 0.0)
+    def encode(self, values: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+        """One message a row of `values` [rows, n], to be sent; themselves where they have the type
+        already."""
+        if values.dtype == self.codec.dtype:
+            return values
+        length = self.codec.message_bytes(values.shape[1]) // self.codec.dtype.itemsize
+        messages = scratch.take("sent", (values.shape[0], length), self.codec.dtype)
+        self.codec.encode(values, messages)
         return messages
+
+
+def pass_on(messages: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> int:
+    """Fill `out` [size · rows, m] with every peer's `messages` [rows, m], as they are. Returns the
+    bytes this rank sent."""
+    all_gather(out.view(-1), messages.view(-1), group)
+    return out.nbytes - messages.nbytes
+
+
+def _place_of_sum(pieces: torch.Tensor, mine: int) -> torch.Tensor:
+    """Memory of `pieces` [size, n] for fp32 [n]: the own piece's, or the first bytes of all."""
+    if pieces.dtype is torch.float32:
+        return pieces[mine]
+    return pieces.view(-1).view(torch.float32)[: pieces.shape[1]]
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -178,7 +205,7 @@ _CODECS: dict[str, Codec] = {
     **{name: CastCodec(dtype) for name, dtype in DTYPES.items()},
     "int8": INT8,
     "int4": INT4,
-    "delta8": DELTA8,
+    "delta8": INT8,
     "delta4": INT4,
 }
 

@@ -10,8 +10,8 @@ from megafrontier.cluster.levels import Levels
 from megafrontier.config import Config
 from megafrontier.errors import RunFailed, UserError
 from megafrontier.model.flops import parameter_count, unit_parameters
+from megafrontier.partition.buffers import MessageBuffers, unit_buffer_bytes
 from megafrontier.partition.placement import Placement, node_depth, state_bytes
-from megafrontier.partition.pool import buffer_bytes
 from megafrontier.partition.wires import DTYPES
 from megafrontier.training.arrangement import Arrangement
 
@@ -35,13 +35,15 @@ def state_gib(config: Config, arrangement: Arrangement) -> float:
 
 
 def buffer_gib(config: Config, arrangement: Arrangement) -> float:
-    """GiB of the buffers that a rank's units take turns in, by the formula: whole weights, and
-    gradients on their way."""
+    """GiB of the buffers that a rank's units take turns in, by the formulas: whole weights,
+    gradients on their way, and messages."""
     numels, root = unit_parameters(config.model)
-    itemsize = DTYPES[config.train.precision].itemsize
-    prefetch = None if config.partition.overlap == "none" else config.partition.prefetch
-    placement = arrangement.placement.on(arrangement.levels)
-    return buffer_bytes(numels, root, placement, itemsize, prefetch) / GIB
+    dtype, overlap = DTYPES[config.train.precision], config.partition.overlap
+    prefetch = None if overlap == "none" else config.partition.prefetch
+    levels, placement = arrangement.levels, arrangement.placement.on(arrangement.levels)
+    messages = MessageBuffers(placement, levels, arrangement.wires, dtype, overlap, prefetch or 0)
+    units = unit_buffer_bytes(numels, root, placement, dtype.itemsize, prefetch)
+    return (units + messages.held_bytes([root, *numels])) / GIB
 
 
 def _inputs_gib(config: Config) -> float:

@@ -3,10 +3,10 @@
     python scripts/benchmarks/placements.py CONFIG [--nproc 8] [--steps 5] [--json F] [key=value …]
 
 For each strategy and rank 0 of N local ranks: bytes of state held between steps (measured on the
-tensors alive, and by the formula), bytes of the buffers in which units are whole in turn, bytes
-sent per level in one step (counted, and by the formula), median seconds of the steps but the first,
-and the largest peak resident memory of any rank. Each strategy has fresh processes; they run one
-after the other, so the machine's drift is in their seconds.
+tensors alive, and by the formula), bytes of the buffers for whole units and messages, bytes sent
+per level in one step (counted, and by the formula), median seconds of the steps but the first, and
+the largest peak resident memory of any rank. Each strategy has fresh processes; they run one after
+the other, so the machine's drift is in their seconds.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def measure(config: Config, steps: int) -> Row | None:
         results = [train_step(trainer) for _ in range(steps)]
         trainer.close()
         gc.collect()
-        pool = trainer.engine.pool.held_bytes
+        pool = trainer.engine.buffer_bytes
         held = tensor_bytes() - before - pool
         row = Row(
             str(config.partition.strategy),

@@ -153,7 +153,10 @@ def ours(job: Job, config: Config, arrangement: Arrangement, hierarchy: Hierarch
 
 
 class Preambles:
-    """Stands where a wire's codec does and says what gloo sends around one message."""
+    """Stands where a wire and its codec do and says what gloo sends around one message."""
+
+    is_delta = False
+    """Of several messages it makes one."""
 
     def __init__(self, messages: int) -> None:
         self.codec = self

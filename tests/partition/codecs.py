@@ -1,4 +1,4 @@
-"""What tests of codecs share: reading messages, and the rotation in an order of its own."""
+"""What tests of codecs share: messages there and back, and the rotation in an order of its own."""
 
 import torch
 
@@ -15,6 +15,17 @@ def turn(values, scale):
         pairs[:, :, 0], pairs[:, :, 1] = first + second, first - second
         half *= 2
     return torch.cat([turned * scale, values[:, whole:]], 1)
+
+
+def write(codec, values, errors=None, by=None):
+    """Messages [rows, m] of `values` [rows, n] by a codec, or `by` kernels of it."""
+    shape = values.shape[0], codec.message_bytes(values.shape[1])
+    messages = torch.full(shape, 0xA5, dtype=codec.dtype, device=values.device)
+    if by is None:
+        codec.encode(values, messages, errors)
+    else:
+        by.encode(codec, values, messages, errors)
+    return messages
 
 
 def read(codec, messages, count, dtype=torch.float32):

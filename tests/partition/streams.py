@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megafrontier.partition.lanes import COMPUTATION, DONE
-from megafrontier.partition.pool import Pool, UnitBuffer
+from megafrontier.partition.pool import UnitBuffer
+from megafrontier.partition.scratch import Shelf
 
 Clock = dict[int, int]
 """Up to which of a lane's tasks something is known to have run, by lane."""
@@ -61,19 +62,19 @@ class Streams:
             mine[lane] = max(mine.get(lane, 0), count)
 
     def watch(self, monkeypatch):
-        """See what changes hands within the pool, too."""
-        take, give = UnitBuffer.take, Pool.give_gradient
+        """See what changes hands by itself, too."""
+        take, give = UnitBuffer.take, Shelf.give
 
         def taking(buffer, owner):
             take(buffer, owner)
             self._hand_over(buffer.memory, "a unit's buffer")
 
-        def giving(pool, buffer):
-            self._hand_over(buffer, "a full gradient")
-            give(pool, buffer)
+        def giving(shelf, buffer):
+            self._hand_over(buffer, f"a buffer of {buffer.dtype}")
+            give(shelf, buffer)
 
         monkeypatch.setattr(UnitBuffer, "take", taking)
-        monkeypatch.setattr(Pool, "give_gradient", giving)
+        monkeypatch.setattr(Shelf, "give", giving)
 
     def _hand_over(self, memory, name):
         key = id(memory.untyped_storage())

@@ -8,9 +8,9 @@ import torch
 
 from megafrontier import partition
 from megafrontier.partition import codec
-from megafrontier.partition.codec import DELTA8, INT4, INT8, MESSAGE_ALIGNMENT
+from megafrontier.partition.codec import INT4, INT8, MESSAGE_ALIGNMENT
 from megafrontier.partition.rotation import BACK, rotate, rotate_back
-from tests.partition.codecs import read, turn
+from tests.partition.codecs import read, turn, write
 
 
 @pytest.fixture
@@ -28,9 +28,9 @@ def a_gpu(monkeypatch):
 def kernels(**others):
     """Some that say what the reference says, but for `others`."""
     alike = {
-        "encode": lambda codec, values: codec.encode(values),
-        "decode": lambda codec, messages, out: codec.decode(messages, out),
-        "decode_sum": lambda codec, messages, out: codec.decode_sum(messages, out),
+        "encode": lambda codec, *arguments: codec.encode(*arguments),
+        "decode": lambda codec, *arguments: codec.decode(*arguments),
+        "decode_sum": lambda codec, *arguments: codec.decode_sum(*arguments),
     }
     return SimpleNamespace(**alike | others)
 
@@ -38,7 +38,7 @@ def kernels(**others):
 def test_where_triton_cannot_build_its_kernels_plain_torch_takes_their_place(a_gpu):
     """A container without a C compiler: Triton finds out at its first launch."""
 
-    def encode(_codec, _values):
+    def encode(*_arguments):
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
 
     a_gpu(kernels(encode=encode))
@@ -57,23 +57,36 @@ def test_where_it_can_they_are_taken(a_gpu):
 
 def test_kernels_that_say_something_else_than_the_reference_are_not(a_gpu):
     """As a compiler for a device that nobody has tried may make them: 4-bit sums of all rows but
-    the last, and values of a tail."""
+    the last, rotated values of a tail, rotated errors that are added and not left."""
+    turning, turning_4 = ROTATING_CODECS
 
-    def decode_sum(codec, messages, out):
-        codec.decode_sum(messages[:-1] if codec is INT4 else messages, out)
+    def encode(codec, values, messages, errors):
+        kept = None if errors is None else errors.clone()
+        codec.encode(values, messages, errors)
+        if codec is turning_4 and errors is not None:
+            errors.copy_(kept)
 
-    def decode(codec, messages, out):
-        codec.decode(messages, out)
-        out[:, -1] += codec is DELTA8
+    def decode_sum(codec, messages, out, adds):
+        codec.decode_sum(messages[:-1] if codec is INT4 else messages, out, adds)
 
-    a_gpu(kernels(decode_sum=decode_sum, decode=decode))
-    assert [codec._kernels("cuda", each) is None for each in CODECS] == [False, True, True]
-    said = codec.missing_kernels("cuda", [INT8, INT4])
-    assert said == "Triton's 4-bit sums are not those of the reference"
-    assert "8-bit values" in codec.missing_kernels("cuda", [DELTA8])
+    def decode(codec, messages, out, adds):
+        codec.decode(messages, out, adds)
+        out[:, -1] += codec is turning
+
+    a_gpu(kernels(encode=encode, decode_sum=decode_sum, decode=decode))
+    said = {each: codec.missing_kernels("cuda", [each]) for each in (*CODECS, *ROTATING_CODECS)}
+    assert [codec._kernels("cuda", each) is None for each in said] == [False, True, True, True]
+    assert said == {
+        INT8: None,
+        INT4: "Triton's 4-bit sums are not those of the reference",
+        turning: "Triton's 8-bit values are not those of the reference",
+        turning_4: "Triton's 4-bit errors are not those of the reference",
+    }
+    assert codec.missing_kernels("cuda", said) == said[INT4]
 
 
-CODECS = [INT8, INT4, DELTA8]
+CODECS = [INT8, INT4]
+ROTATING_CODECS = [replace(c, rotates=True) for c in CODECS]
 LENGTHS = [1, 2, 5, 127, 128, 129, 255, 256, 1000, 4096]
 
 
@@ -97,7 +110,7 @@ def steps(codec, values):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_element_errs_by_more_than_half_a_step_tails_included(codec, count, dtype):
     values = random(7, count, dtype=dtype)
-    decoded = read(codec, codec.encode(values), count)
+    decoded = read(codec, write(codec, values), count)
     assert ((decoded - values.float()).abs() <= steps(codec, values) / 2 * (1 + 5e-5)).all()
 
 
@@ -106,7 +119,7 @@ def test_no_element_errs_by_more_than_half_a_step_tails_included(codec, count, d
 def test_the_largest_value_of_a_block_is_neither_clipped_nor_biased(codec, sign):
     values = random(4000, codec.block)
     values[:, 3] = sign * values.abs().amax(1) * 1.5
-    ratio = read(codec, codec.encode(values), codec.block)[:, 3] / values[:, 3]
+    ratio = read(codec, write(codec, values), codec.block)[:, 3] / values[:, 3]
     assert ((ratio - 1).abs() <= 2**-8).all()
     assert abs(ratio.mean().item() - 1) < 2e-4
 
@@ -114,7 +127,7 @@ def test_the_largest_value_of_a_block_is_neither_clipped_nor_biased(codec, sign)
 @pytest.mark.parametrize("codec", CODECS)
 def test_gain_is_one_and_errors_have_no_bias(codec):
     values = torch.randn(64, 64 * codec.block, generator=torch.Generator().manual_seed(1))
-    errors = read(codec, codec.encode(values), values.shape[1]) - values
+    errors = read(codec, write(codec, values), values.shape[1]) - values
     deviation = errors.std().item()
     count = values.numel()
     assert abs(errors.mean().item()) < 5 * deviation / count**0.5
@@ -127,7 +140,7 @@ def test_zeros_stay_zeros_and_small_blocks_do_not_suffer_from_large_neighbours(c
     values = torch.zeros(1, 3 * codec.block)
     values[0, : codec.block] = 1e6
     values[0, -codec.block :] = 1e-6
-    decoded = read(codec, codec.encode(values), values.shape[1])[0]
+    decoded = read(codec, write(codec, values), values.shape[1])[0]
     assert (decoded[codec.block : -codec.block] == 0).all()
     torch.testing.assert_close(
         decoded[-codec.block :], values[0, -codec.block :], rtol=1e-2, atol=0
@@ -139,7 +152,7 @@ def test_zeros_stay_zeros_and_small_blocks_do_not_suffer_from_large_neighbours(c
 def test_a_non_finite_value_shows_in_its_block_and_nowhere_else(codec, bad):
     values = random(2, 3 * codec.block)
     values[1, codec.block + 5] = bad
-    decoded = read(codec, codec.encode(values), values.shape[1])
+    decoded = read(codec, write(codec, values), values.shape[1])
     hit = decoded.isnan()
     assert hit[1, codec.block : 2 * codec.block].all()
     assert hit.sum() == codec.block
@@ -150,7 +163,7 @@ def test_a_non_finite_value_shows_in_its_block_and_nowhere_else(codec, bad):
 def test_a_message_has_the_bytes_of_the_formula(codec, count):
     blocks = -(-count // codec.block)
     used = 2 * blocks + -(-count * codec.bits // 8)
-    message = codec.encode(random(3, count))
+    message = write(codec, random(3, count))
     assert message.dtype == torch.uint8
     assert message.shape == (3, codec.message_bytes(count))
     assert 0 <= codec.message_bytes(count) - used < MESSAGE_ALIGNMENT
@@ -160,18 +173,56 @@ def test_a_message_has_the_bytes_of_the_formula(codec, count):
 @pytest.mark.parametrize("codec", CODECS)
 def test_what_was_decoded_encodes_to_the_same_codes(codec):
     """So a change of weights can be passed on over several levels without further error."""
-    decoded = read(codec, codec.encode(random(4, 1000)), 1000)
-    assert torch.equal(read(codec, codec.encode(decoded), 1000), decoded)
+    decoded = read(codec, write(codec, random(4, 1000)), 1000)
+    assert torch.equal(read(codec, write(codec, decoded), 1000), decoded)
+
+
+@pytest.mark.parametrize("codec", [*CODECS, *ROTATING_CODECS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_errors_go_with_the_values_and_what_is_not_said_stands_there(codec, dtype):
+    values, errors = random(3, 1000).to(dtype), random(3, 1000).bfloat16()
+    meant = values.float() + errors.float()
+    messages = write(codec, values, errors)
+    assert torch.equal(messages, write(codec, meant))
+    assert torch.equal(errors, (meant - read(codec, messages, 1000)).bfloat16())
+
+
+@pytest.mark.parametrize("codec", [*CODECS, *ROTATING_CODECS])
+def test_errors_of_what_is_not_finite_are_zero(codec):
+    values, errors = random(3, 1000), torch.ones(3, 1000, dtype=torch.bfloat16)
+    values[0, 5], values[1, 300] = float("inf"), float("nan")
+    values[2] = 1.0  # nothing to be left but by rounding, and that finite
+    messages = write(codec, values, errors)
+    bad = ~read(codec, messages, 1000).isfinite()
+    assert bad[0, 5]
+    assert bad[1, 300]
+    assert errors.isfinite().all()
+    assert not errors[bad].any()
+
+
+@pytest.mark.parametrize("codec", [*CODECS, *ROTATING_CODECS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_added_is_rounded_once(codec, dtype):
+    messages, there = write(codec, random(3, 1000)), random(3, 1000).to(dtype)
+    out = there.clone()
+    codec.decode(messages, out, adds=True)
+    assert torch.equal(out, (there.float() + read(codec, messages, 1000)).to(dtype))
+    total, onto = torch.empty(1000), random(1, 1000)[0]
+    codec.decode_sum(messages, total)
+    out = onto.clone()
+    codec.decode_sum(messages, out, adds=True)
+    assert torch.equal(out, onto + total)
 
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("count", [4096, 5001])
 def test_a_long_message_is_the_same_made_in_slabs_and_whole(codec, count, monkeypatch):
     def everything():
-        messages = codec.encode(values)
-        total = torch.empty(count)
-        codec.decode_sum(messages, total)
-        return messages, read(codec, messages, count), total
+        errors = values.bfloat16()
+        messages = write(codec, values, errors)
+        total = torch.ones(count)
+        codec.decode_sum(messages, total, adds=True)
+        return messages, errors, read(codec, messages, count), total
 
     values = random(3, count)
     whole = everything()
@@ -182,7 +233,7 @@ def test_a_long_message_is_the_same_made_in_slabs_and_whole(codec, count, monkey
 @pytest.mark.parametrize("codec", CODECS)
 def test_sums_are_fp32_in_the_order_of_the_rows(codec):
     values = random(5, 1000)
-    messages = codec.encode(values)
+    messages = write(codec, values)
     out = torch.empty(1000)
     codec.decode_sum(messages, out)
     expected = torch.zeros(1000)
@@ -200,7 +251,7 @@ def test_a_rotation_can_be_undone_and_spreads_outliers():
     assert torch.equal(turned[:, 896:], values[:, 896:])  # a tail shorter than a block
 
     def error(x, back):
-        decoded = back(read(INT4, INT4.encode(x), 1000))
+        decoded = back(read(INT4, write(INT4, x), 1000))
         return (decoded - values)[:, :128].norm()  # the outlier's block
 
     assert error(turned, rotate_back) < 0.5 * error(values, lambda x: x)
@@ -212,7 +263,7 @@ def test_a_rotation_there_and_back_is_exact_where_the_sums_are():
     assert torch.equal(rotate_back(rotate(values)), values)
 
 
-ROTATING = pytest.mark.parametrize("codec", [replace(c, rotates=True) for c in (INT8, INT4)])
+ROTATING = pytest.mark.parametrize("codec", ROTATING_CODECS)
 
 
 @ROTATING
@@ -222,8 +273,8 @@ def test_a_rotating_message_holds_the_rotated_values(codec, count, slab, monkeyp
     monkeypatch.setattr("megafrontier.partition.codec._SLAB", {"cpu": slab})
     plain = replace(codec, rotates=False)
     values = torch.randint(-100, 100, (3, count)).float()  # sums of which are exact
-    messages = codec.encode(values)
-    assert torch.equal(messages, plain.encode(rotate(values)))
+    messages = write(codec, values)
+    assert torch.equal(messages, write(plain, rotate(values)))
     total, turned = torch.empty(count), torch.empty(count)
     codec.decode_sum(messages, total)
     plain.decode_sum(messages, turned)
@@ -234,7 +285,7 @@ def test_a_rotating_message_holds_the_rotated_values(codec, count, slab, monkeyp
 @pytest.mark.parametrize("count", [128, 300, 1024])
 def test_one_message_is_rotated_back_alike_on_every_device(codec, count):
     """Whatever the order in which a library adds: to the bits of sums of pairs, by hand."""
-    messages = codec.encode(random(3, count))
+    messages = write(codec, random(3, count))
     by_hand = turn(read(replace(codec, rotates=False), messages, count), BACK)
     assert torch.equal(read(codec, messages, count), by_hand)
 

@@ -14,9 +14,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from megafrontier.partition.codec import DELTA8, INT4, INT8, SMALLEST_SCALE
+from megafrontier.partition.codec import INT4, INT8, SMALLEST_SCALE
 from megafrontier.partition.rotation import BACK, THERE
-from tests.partition.codecs import read, turn
+from tests.partition.codecs import read, turn, write
 
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed (pip install triton)", allow_module_level=True)
@@ -24,12 +24,12 @@ if find_spec("triton") is None:
 HAS_GPU = torch.cuda.is_available()
 RUNS_KERNELS = HAS_GPU or os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if HAS_GPU else "cpu"
-CODECS = pytest.mark.parametrize("codec", [INT8, INT4, DELTA8], ids=["int8", "int4", "delta8"])
+CODECS = pytest.mark.parametrize("codec", [INT8, INT4], ids=["int8", "int4"])
 ROTATING = [replace(codec, rotates=True) for codec in (INT8, INT4)]
 ALL = pytest.mark.parametrize(
     "codec",
-    [INT8, INT4, DELTA8, *ROTATING],
-    ids=["int8", "int4", "delta8", "int8 rotating", "int4 rotating"],
+    [INT8, INT4, *ROTATING],
+    ids=["int8", "int4", "int8 rotating", "int4 rotating"],
 )
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 LENGTHS = [1, 2, 3, 127, 128, 129, 255, 256, 257, 1000, 4095, 4096, 4097, 12345]
@@ -71,19 +71,40 @@ def assert_same_as_reference(codec, values):
 
     count = values.shape[1]
     plain = replace(codec, rotates=False)
-    expected = plain.encode(turn(values.float(), THERE) if codec.rotates else values)
-    messages = kernels.encode(codec, values.to(DEVICE))
+    expected = write(plain, turn(values.float(), THERE) if codec.rotates else values)
+    messages = write(codec, values.to(DEVICE), by=kernels)
     assert torch.equal(messages.cpu(), expected)
+    assert_same_errors(codec, values)
     for out in (torch.float32, torch.bfloat16, torch.float16):
-        values = torch.empty(messages.shape[0], count, dtype=out, device=DEVICE)
-        kernels.decode(codec, messages, values)
-        assert same_bits(values, read(codec, expected, count, out))
+        for adds in (False, True):
+            found, there = (torch.ones(*values.shape, dtype=out) for _ in range(2))
+            found = found.to(DEVICE)
+            kernels.decode(codec, messages, found, adds)
+            codec.decode(expected, there, adds)
+            assert same_bits(found, there)
     total, expected_total = torch.empty(count, device=DEVICE), torch.empty(count)
     kernels.decode_sum(codec, messages, total)
     plain.decode_sum(expected, expected_total)
     if codec.rotates:
         expected_total = turn(expected_total.view(1, -1), BACK)[0]
     assert same_bits(total, expected_total)
+    onto = torch.full_like(total, 0.5)
+    kernels.decode_sum(codec, messages, onto, adds=True)
+    assert same_bits(onto, total + 0.5)
+
+
+def assert_same_errors(codec, values):
+    """What is fed back, and what is left then, of `values` [rows, n] and some errors."""
+    from megafrontier.partition import codec_triton as kernels
+
+    there = random(*values.shape, torch.bfloat16, seed=7)
+    errors = there.clone().to(DEVICE)
+    messages = write(codec, values.to(DEVICE), errors, by=kernels).cpu()
+    meant = values.float() + there.float()
+    turned = turn(meant, THERE) if codec.rotates else meant
+    assert torch.equal(messages, write(replace(codec, rotates=False), turned))
+    left = (meant - read(codec, messages, values.shape[1])).bfloat16()
+    assert same_bits(errors, left.nan_to_num(0.0, 0.0, 0.0))
 
 
 @needs_kernels
@@ -116,7 +137,7 @@ def test_halves_round_to_even(codec, dtype):
         if block + 1 + part.numel() <= values.shape[1]:
             values[:, block + 1 : block + 1 + part.numel()] = part
     assert_same_as_reference(codec, values.to(dtype))
-    decoded = read(codec, codec.encode(values), values.shape[1])
+    decoded = read(codec, write(codec, values), values.shape[1])
     assert torch.equal(decoded, values.round())
 
 
@@ -178,10 +199,10 @@ def test_rows_that_do_not_follow_on_and_nothing_at_all(codec):
 
     values = random(4, 1000)
     for view in (values[:, 100:777], values[::2], values.t()[:9, :3]):
-        messages = kernels.encode(codec, view.to(DEVICE) if HAS_GPU else view)
-        assert torch.equal(messages.cpu(), codec.encode(view))
+        messages = write(codec, view.to(DEVICE) if HAS_GPU else view, by=kernels)
+        assert torch.equal(messages.cpu(), write(codec, view))
     empty = torch.empty(2, 0, device=DEVICE)
-    kernels.decode(codec, kernels.encode(codec, empty), empty)
+    kernels.decode(codec, write(codec, empty, by=kernels), empty)
 
 
 @needs_kernels
@@ -197,11 +218,19 @@ def test_a_run_that_compares_them_first_finds_no_difference(codec):
 def test_sums_and_values_refuse_memory_that_they_would_not_fill_right():
     from megafrontier.partition import codec_triton as kernels
 
-    messages = INT8.encode(random(2, 64)).to(DEVICE)
-    with pytest.raises(ValueError, match="contiguous fp32"):
+    messages = write(INT8, random(2, 64)).to(DEVICE)
+    with pytest.raises(ValueError, match="sums need fp32"):
         kernels.decode_sum(INT8, messages, torch.empty(64, dtype=torch.bfloat16, device=DEVICE))
-    with pytest.raises(ValueError, match="contiguous memory"):
-        kernels.decode(INT8, messages, torch.empty(64, 2, device=DEVICE).t())
+    apart = torch.empty(64, 2, device=DEVICE)
+    with pytest.raises(ValueError, match="values need contiguous memory"):
+        kernels.decode(INT8, messages, apart.t())
+    with pytest.raises(ValueError, match="sums need contiguous memory"):
+        kernels.decode_sum(INT8, messages, apart[:, 0])
+    values = torch.empty(2, 64, device=DEVICE)
+    with pytest.raises(ValueError, match="errors need contiguous memory"):
+        kernels.encode(INT8, values, messages, apart.bfloat16().t())
+    with pytest.raises(ValueError, match="messages need contiguous memory"):
+        kernels.encode(INT8, values[:1], messages[:, ::2])
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="no GPU")
@@ -212,11 +241,11 @@ def test_a_gpu_chooses_the_kernels_and_its_plain_torch_agrees_with_them(codec, m
 
     values = random(8, 100_003, torch.bfloat16).cuda()
     assert module._kernels("cuda", codec) is kernels
-    messages = codec.encode(values)
+    messages = write(codec, values)
     by_kernels = read(codec, messages, 100_003)
     monkeypatch.setattr(module, "_kernels", lambda device_type, codec: None)
     if not codec.rotates:
-        assert torch.equal(codec.encode(values), messages)
+        assert torch.equal(write(codec, values), messages)
     assert same_bits(read(codec, messages, 100_003), by_kernels)
 
 
@@ -227,16 +256,16 @@ def test_rows_whose_bits_cannot_be_counted_in_32_bits(codec, count):
     values = torch.zeros(1, count, device="cuda")
     values[0, ::1001] = 1.0
     values[0, -3:] = -1.0
-    assert torch.equal(read(codec, codec.encode(values), count), values)
+    assert torch.equal(read(codec, write(codec, values), count), values)
 
 
 @CODECS
 def test_blocks_too_small_for_a_normal_scale_are_sent_as_zeros(codec):
     """Their largest code would not fit: -128 instead of +190, a gradient of the wrong sign."""
     values = torch.full((1, codec.block), codec.largest * SMALLEST_SCALE * 0.99)
-    assert torch.equal(read(codec, codec.encode(values), codec.block), torch.zeros_like(values))
+    assert torch.equal(read(codec, write(codec, values), codec.block), torch.zeros_like(values))
     values = torch.full((1, codec.block), codec.largest * SMALLEST_SCALE)
-    assert torch.equal(read(codec, codec.encode(values), codec.block), values)
+    assert torch.equal(read(codec, write(codec, values), codec.block), values)
 
 
 @pytest.mark.skipif(
@@ -245,13 +274,14 @@ def test_blocks_too_small_for_a_normal_scale_are_sent_as_zeros(codec):
 @ALL
 @pytest.mark.parametrize("target", ["sm_90", "gfx90a", "gfx942", "gfx1100"])
 @pytest.mark.parametrize("alignment", ["any", "as launched"])
+@pytest.mark.parametrize("adds", [False, True])
 def test_kernels_compile_for_both_makers_with_exact_divisions_and_no_fusion(
-    codec, target, alignment
+    codec, target, alignment, adds
 ):
     """For machines that are not here: NVIDIA, and AMD with wavefronts of 64 and of 32. Launched,
     they are compiled for what Triton finds out about their arguments, by other passes."""
     encode, decode_sum = (
-        compile_for(target, codec, name, alignment == "as launched")
+        compile_for(target, codec, name, alignment == "as launched", adds=adds)
         for name in ("_encode", "_decode_sum")
     )
     if target == "sm_90":
@@ -278,13 +308,15 @@ def test_kernels_compile_for_both_makers_with_exact_divisions_and_no_fusion(
 @pytest.mark.parametrize("codec", [INT8, INT4], ids=["int8", "int4"])
 @pytest.mark.parametrize("target", ["sm_90", "gfx90a"])
 @pytest.mark.parametrize("out", ["*bf16", "*fp16"])
-def test_decoding_into_weights_compiles_for_both_makers(codec, target, out):
-    assert compile_for(target, codec, "_decode_sum", True, out)
+@pytest.mark.parametrize("adds", [False, True])
+def test_decoding_into_weights_compiles_for_both_makers(codec, target, out, adds):
+    assert compile_for(target, codec, "_decode_sum", True, out, adds)
 
 
-def compile_for(target, codec, name, is_launched, out="*fp32"):
+def compile_for(target, codec, name, is_launched, out="*fp32", adds=False):
     """Assembly of one kernel, made without the GPU it is for; `is_launched`: for aligned tensors of
-    up to 2 GiB, shards of a multiple of 128 elements, and one row."""
+    up to 2 GiB, shards of a multiple of 128 elements, and one row. It `adds` errors, or to what is
+    there."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -296,8 +328,10 @@ def compile_for(target, codec, name, is_launched, out="*fp32"):
     else:
         gpu = GPUTarget("hip", target, 32 if target == "gfx1100" else 64)
     kernel, constants = getattr(kernels, name), kernels._constants(codec)
+    constants |= {"FEEDS_BACK" if name == "_encode" else "ADDS": adds}
     signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
-    pointers = {"values": "*bf16", "messages": "*u8", "out": out}
+    errors = "*i16" if adds else "*u8"
+    pointers = {"values": "*bf16", "messages": "*u8", "errors": errors, "out": out}
     signature |= {key: kind for key, kind in pointers.items() if key in signature}
     attributes = {}
     if is_launched:

@@ -10,10 +10,9 @@ from measuring import tensor_bytes
 from megafrontier.config import WiresConfig
 from megafrontier.partition import STRATEGIES, Placement, Wires, shard
 from megafrontier.partition.placement import state_bytes, traffic_bytes
-from megafrontier.partition.pool import Pool, buffer_bytes
 from megafrontier.partition.presets import choose_wires
 from megafrontier.partition.rotation import rotate, rotate_back
-from megafrontier.partition.unit import ROOT, Phase
+from megafrontier.partition.unit import Phase
 from tests.partition.tiny import (
     LENGTH,
     VOCABULARY,
@@ -108,8 +107,7 @@ def test_state_held_between_steps_equals_the_formula_within_two_percent(strategy
         engine_step(engine, model, optimizer, 0, 2)
         optimizer.zero_grad(set_to_none=True)
         gc.collect()
-        assert engine.pool.held_bytes == pool_bytes(engine, 1)
-        held = tensor_bytes() - before - engine.pool.held_bytes
+        held = tensor_bytes() - before - engine.buffer_bytes
         parts = [
             state_bytes(u.layout.numel, placement, LEVELS, dtype.itemsize, fed_back).values()
             for u in engine.units
@@ -118,31 +116,6 @@ def test_state_held_between_steps_equals_the_formula_within_two_percent(strategy
 
     for held, formula in run_ranks((2, 2, 2), body):
         assert held == pytest.approx(formula, rel=0.02)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("strategy", ["topo", "zero2"])
-@pytest.mark.parametrize(
-    ("overlap", "prefetch"), [("none", 1), ("safe", 0), ("safe", 1), ("full", 2), ("full", 9)]
-)
-def test_buffers_are_those_of_the_formula(strategy, tied, overlap, prefetch):
-    def body(hierarchy):
-        chosen = {"tied": tied, "overlap": overlap, "prefetch": prefetch}
-        model, engine = build(hierarchy, strategy, torch.bfloat16, **chosen)
-        optimizer = make_optimizer(engine)
-        for step in range(2):
-            engine_step(engine, model, optimizer, step, 2)
-        return engine.pool.held_bytes, pool_bytes(engine, None if overlap == "none" else prefetch)
-
-    for held, formula in run_ranks((2, 2), body):
-        assert held == formula
-
-
-def pool_bytes(engine, prefetch):
-    roots = [unit.layout.numel for unit in engine.units if unit.name == ROOT]
-    numels = [unit.layout.numel for unit in engine.units if unit.name != ROOT]
-    itemsize = engine.units[0].full.itemsize
-    return buffer_bytes(numels, sum(roots), engine.placement, itemsize, prefetch)
 
 
 @pytest.mark.parametrize(
@@ -191,43 +164,6 @@ def test_what_stays_is_gathered_once():
     counts = {"root": 1, "blocks.0": 1 + 4, "blocks.1": 1, "blocks.2": 4}
     expected = {f"gather {name}": 6 * count for name, count in counts.items()}
     assert run_ranks((2, 2, 2), body) == [expected] * 8
-
-
-@pytest.mark.parametrize(("overlap", "prefetch"), [("none", 1), ("safe", 1), ("full", 2)])
-def test_units_take_turns_in_the_same_few_buffers_step_after_step(overlap, prefetch, monkeypatch):
-    """As many for weights as units are whole at a time; for gradients one more, being written."""
-
-    def body(hierarchy):
-        taken = []
-        take = Pool.take_gradient
-
-        def noted(pool, numel):
-            buffer = take(pool, numel)
-            taken.append((numel, buffer.data_ptr()))
-            return buffer
-
-        monkeypatch.setattr(Pool, "take_gradient", noted)
-        model, engine = build(hierarchy, "zero3", overlap=overlap, prefetch=prefetch)
-        optimizer = make_optimizer(engine)
-        found = []
-        for step in range(4):
-            engine_step(engine, model, optimizer, step, 2)
-            blocks = {u.layout.numel for u in engine.units if u.name.startswith("blocks")}
-            found.append(
-                (
-                    {u.full.data_ptr() for u in engine.units},
-                    {place for numel, place in taken if numel in blocks},
-                )
-            )
-            taken.clear()
-        return found
-
-    ahead = 0 if overlap == "none" else prefetch
-    for steps in run_ranks((2, 2, 2), body):
-        weights, gradients = steps[0]
-        assert len(weights) == ahead + 1
-        assert 1 <= len(gradients) <= ahead + 2 - (overlap == "none")
-        assert all(step[0] == weights and step[1] <= gradients for step in steps)
 
 
 def test_a_stray_read_of_released_weights_shows_as_nan():

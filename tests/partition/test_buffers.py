@@ -1,0 +1,183 @@
+"""Memory beside the state is what the formulas say, and the same in every step."""
+
+import pytest
+import torch
+
+from megafrontier.partition import STRATEGIES, Placement, shard
+from megafrontier.partition import wires as wires_module
+from megafrontier.partition.buffers import MessageBuffers, unit_buffer_bytes
+from megafrontier.partition.pool import Pool
+from megafrontier.partition.unit import ROOT
+from tests.partition.tiny import LEVELS, TinyModel, engine_step, preset
+from tests.ranks import run_ranks
+
+PRECISION = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+def build(hierarchy, strategy, tied=False, dtype=torch.bfloat16, **options):
+    model = TinyModel(tied)
+    placement = Placement.named(strategy, hierarchy.levels)
+    return model, shard(model, model.units(), placement, hierarchy, dtype=dtype, **options)
+
+
+def make_optimizer(engine):
+    return torch.optim.AdamW([unit.master for unit in engine.units], lr=0.01)
+
+
+def train(hierarchy, strategy, **options):
+    """An engine after two steps of two micro-batches."""
+    model, engine = build(hierarchy, strategy, **options)
+    optimizer = make_optimizer(engine)
+    for step in range(2):
+        engine_step(engine, model, optimizer, step, 2)
+    return engine
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("strategy", ["topo", "zero2"])
+@pytest.mark.parametrize(
+    ("overlap", "prefetch"), [("none", 1), ("safe", 0), ("safe", 1), ("full", 2), ("full", 9)]
+)
+def test_buffers_of_units_are_those_of_the_formula(strategy, tied, overlap, prefetch):
+    def body(hierarchy):
+        engine = train(hierarchy, strategy, tied=tied, overlap=overlap, prefetch=prefetch)
+        roots = [unit.layout.numel for unit in engine.units if unit.name == ROOT]
+        numels = [unit.layout.numel for unit in engine.units if unit.name != ROOT]
+        ahead = None if overlap == "none" else prefetch
+        formula = unit_buffer_bytes(numels, sum(roots), engine.placement, 2, ahead)
+        return engine.pool.held_bytes, formula
+
+    for held, formula in run_ranks((2, 2), body):
+        assert held == formula
+
+
+@pytest.mark.parametrize(("overlap", "prefetch"), [("none", 0), ("safe", 1), ("full", 1)])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("exact", torch.bfloat16),
+        ("zero++", torch.bfloat16),
+        ("low", torch.bfloat16),
+        ("low", torch.float32),
+    ],
+)
+def test_buffers_of_messages_are_those_of_the_formula(name, dtype, overlap, prefetch):
+    def body(hierarchy):
+        found = []
+        for strategy in STRATEGIES:
+            wires = preset(name, strategy, LEVELS, PRECISION[dtype])
+            chosen = {"wires": wires, "overlap": overlap, "prefetch": prefetch, "dtype": dtype}
+            engine = train(hierarchy, strategy, error_feedback=True, **chosen)
+            place = engine.placement
+            formula = MessageBuffers(place, LEVELS, wires, dtype, overlap, prefetch)
+            expected = formula.held_bytes([unit.layout.numel for unit in engine.units])
+            held = engine.buffer_bytes - engine.pool.held_bytes
+            found.append((strategy, held, expected))
+        return found
+
+    for rank in run_ranks((2, 2, 2), body):
+        assert all(expected > 0 for _, _, expected in rank)
+        for strategy, held, expected in rank:
+            assert held == expected, strategy
+
+
+@pytest.mark.parametrize(
+    "formats", [("delta4", "delta8"), ("delta8", "delta4"), ("int8", "delta4")]
+)
+def test_so_they_are_where_formats_of_changes_differ(formats):
+    """Those of the node and of all nodes."""
+
+    def body(hierarchy):
+        chosen = dict(zip(("node", "world"), formats, strict=True))
+        wires = preset("exact", "zero1", LEVELS, "bf16", gather={"pair": "bf16"} | chosen)
+        engine = train(hierarchy, "zero1", wires=wires, overlap="full")
+        formula = MessageBuffers(engine.placement, LEVELS, wires, torch.bfloat16, "full", 1)
+        expected = formula.held_bytes([unit.layout.numel for unit in engine.units])
+        return engine.buffer_bytes - engine.pool.held_bytes, expected
+
+    for held, expected in run_ranks((2, 2, 2), body):
+        assert held == expected
+
+
+@pytest.mark.parametrize("overlap", ["none", "safe", "full"])
+@pytest.mark.parametrize("name", ["exact", "zero++", "low"])
+def test_messages_lie_in_the_same_memory_step_after_step(name, overlap, monkeypatch):
+    """What the second step sent and received, and sums, the first one had made. All that it used is
+    held on to, so that nothing new can lie where it lay."""
+
+    def body(hierarchy):
+        used = {}
+
+        def note(*tensors):
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                used[storage.data_ptr()] = storage
+
+        def all_gather(out, shard, group):
+            note(out, shard)
+            gather(out, shard, group)
+
+        def all_to_all(out, parts, group, sizes=None):
+            note(out, parts)
+            exchange(out, parts, group, sizes)
+
+        gather, exchange = wires_module.all_gather, wires_module.all_to_all
+        monkeypatch.setattr(wires_module, "all_gather", all_gather)
+        monkeypatch.setattr(wires_module, "all_to_all", all_to_all)
+        found = []
+        for strategy in ("zero1", "zero3", "mics", "topo"):
+            wires = preset(name, strategy, LEVELS, "bf16")
+            model, engine = build(
+                hierarchy, strategy, wires=wires, overlap=overlap, error_feedback=True
+            )
+            optimizer = make_optimizer(engine)
+            held = []
+            used.clear()
+            for step in range(3):
+                engine_step(engine, model, optimizer, step, 2)
+                engine.finish_publishing()
+                held.append((engine.buffer_bytes, len(used)))
+            found.append((strategy, held))
+        return found
+
+    for rank in run_ranks((2, 2, 2), body):
+        for strategy, held in rank:
+            assert held[0][1] > 1, strategy
+            assert held == held[:1] * 3, strategy
+
+
+@pytest.mark.parametrize(("overlap", "prefetch"), [("none", 1), ("safe", 1), ("full", 2)])
+def test_units_take_turns_in_the_same_few_buffers_step_after_step(overlap, prefetch, monkeypatch):
+    """As many for weights as units are whole at a time; for gradients one more, being written."""
+
+    def body(hierarchy):
+        taken = []
+        take = Pool.take_gradient
+
+        def noted(pool, numel):
+            buffer = take(pool, numel)
+            taken.append((numel, buffer.data_ptr()))
+            return buffer
+
+        monkeypatch.setattr(Pool, "take_gradient", noted)
+        model, engine = build(hierarchy, "zero3", overlap=overlap, prefetch=prefetch)
+        optimizer = make_optimizer(engine)
+        found = []
+        for step in range(4):
+            engine_step(engine, model, optimizer, step, 2)
+            blocks = {u.layout.numel for u in engine.units if u.name.startswith("blocks")}
+            found.append(
+                (
+                    {u.full.data_ptr() for u in engine.units},
+                    {place for numel, place in taken if numel in blocks},
+                )
+            )
+            taken.clear()
+        return found
+
+    ahead = 0 if overlap == "none" else prefetch
+    for steps in run_ranks((2, 2, 2), body):
+        weights, gradients = steps[0]
+        assert len(weights) == ahead + 1
+        assert 1 <= len(gradients) <= ahead + 2 - (overlap == "none")
+        assert all(step[0] == weights and step[1] <= gradients for step in steps)
