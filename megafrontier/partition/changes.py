@@ -50,11 +50,11 @@ class Change:
     def _difference(self, published: torch.Tensor, scratch: Scratch) -> torch.Tensor:
         """fp32 [n], to what the copies can hold: the rest of a master in fp32 would stay in every
         difference, and the largest rest of a block would set its scale."""
-        rounded = self.master
-        if published.dtype != rounded.dtype:
-            rounded = scratch.take("rounded", rounded.shape, published.dtype).copy_(rounded)
-        change = scratch.take("change", rounded.shape, torch.float32).copy_(rounded)
-        return change.sub_(published)
+        change = scratch.take("change", published.shape, torch.float32)
+        if published.dtype is torch.float32:
+            return torch.sub(self.master, published, out=change)
+        rounded = scratch.take("rounded", published.shape, published.dtype).copy_(self.master)
+        return change.copy_(rounded).sub_(published)
 
     def add(self, messages: torch.Tensor) -> torch.Tensor:
         """The weights reached, with what all owners' `messages` say, in fp32 and rounded once."""

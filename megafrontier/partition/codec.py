@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
+from itertools import product
 from types import ModuleType
 
 import torch
@@ -254,7 +255,7 @@ def _difference(kernels: ModuleType, codec: BlockCodec, device: str) -> str | No
     values[0, 0], values[1, : codec.block], values[2, -1] = codec.largest, 0.0, math.nan
     if codec.rotates:  # of values whose sums are exact; those of several messages' are not
         values = values.mul_(64).round_().div_(64)
-    for dtype, adds in ((torch.float32, False), (torch.bfloat16, True)):
+    for dtype, adds in product((torch.float32, torch.bfloat16), (False, True)):
         ours = _Probe(values.to(dtype), codec, adds)
         theirs = _Probe(values.to(device, dtype), codec, adds)
         ours.run(codec.encode, codec.decode, codec.decode_sum)

@@ -181,8 +181,9 @@ class Engine:
         """Reduce from the gradient level to the optimizer level, once per step.
 
         Returns one 1-D fp32 tensor for each of `units`, in their order, as long as its `master`:
-        the sum over all ranks and everything since `clear_gradients`. Call that before the next
-        backward; raises RuntimeError when called twice without.
+        the sum over all ranks and everything since `clear_gradients`, in the memory of the gradient
+        shards. Call that before the next backward, which writes over them; raises RuntimeError when
+        called twice without.
         """
         self._schedule.reducing.clear()  # each unit waits for its own
         with self.ledger.waiting("finish gradients"):

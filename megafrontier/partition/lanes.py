@@ -21,8 +21,6 @@ import torch
 
 from megafrontier.cluster.hierarchy import Turn
 
-COMPUTATION = -1
-"""The number, among the lanes', of where the model runs."""
 Policy = Literal["none", "safe", "full"]
 Task = Callable[[], object]
 

@@ -249,7 +249,7 @@ class Moves:
 
     def _scratch_for(self, wires: tuple[Wire, ...], level: int) -> Scratch:
         """The lane's own; for what only a checkpoint sends, some that goes again."""
-        if wires is self._wires.gather or wires is self._wires.reduce:
+        if wires in (self._wires.gather, self._wires.reduce):
             return self._scratch[self._lanes.number(level)]
         return Scratch(self.hierarchy.device)
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from megafrontier.partition.scratch import Shelf
+from megafrontier.partition.scratch import Shelf, empty
 
 
 class Owner(Protocol):
@@ -38,8 +38,7 @@ class UnitBuffer:
     @cached_property
     def memory(self) -> torch.Tensor:
         """Elements [of the largest unit]."""
-        with torch.inference_mode(False):  # it will serve training, whoever is the first to ask
-            return torch.empty(self.numel, dtype=self._dtype, device=self._device)
+        return empty(self.numel, self._dtype, self._device)
 
     def take(self, owner: Owner) -> None:
         """Give the buffer to a unit. One that has been gathered into it, but runs later or goes on

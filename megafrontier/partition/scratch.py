@@ -21,14 +21,16 @@ class Scratch:
     @property
     def held_bytes(self) -> int:
         """Bytes of all places."""
-        return sum(place.numel() for place in self._places.values())
+        return sum(place.numel() for place in list(self._places.values()))
 
     def take(self, purpose: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor with anything in it, until the next task asks for the same purpose."""
         size = prod(shape) * dtype.itemsize
         place = self._places.get(purpose)
         if place is None or place.numel() < size:
-            self._places[purpose] = place = _empty(size, torch.uint8, self._device)
+            place = None
+            self._places.pop(purpose, None)  # before there is a larger one: both need not fit
+            self._places[purpose] = place = empty(size, torch.uint8, self._device)
         return place[:size].view(dtype).view(shape)
 
 
@@ -48,14 +50,14 @@ class Shelf:
         if free:
             return free.pop()
         self.held_bytes += numel * dtype.itemsize
-        return _empty(numel, dtype, self._device)
+        return empty(numel, dtype, self._device)
 
     def give(self, buffer: torch.Tensor) -> None:
         """Take a buffer back; the computation has waited for all that use it."""
         self._free[buffer.dtype, buffer.numel()].append(buffer)
 
 
-def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory that serves training, too, though an evaluation may be the first to ask."""
     with torch.inference_mode(False):
         return torch.empty(numel, dtype=dtype, device=device)

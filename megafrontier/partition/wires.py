@@ -158,11 +158,7 @@ class Wire:
         size, mine = len(pieces), dist.get_rank(group)
         shape = size - 1, codec.message_bytes(pieces.shape[1])
         messages, received = (scratch.take(p, shape, codec.dtype) for p in ("sent", "received"))
-        for first, last, at in ((0, mine, 0), (mine + 1, size, mine)):
-            if last > first:
-                theirs, rows = slice(first, last), slice(at, at + last - first)
-                said = None if errors is None else errors[theirs]
-                codec.encode(pieces[theirs], messages[rows], said)
+        _encode_all_but(mine, codec, pieces, messages, errors)
         sizes = [shape[1]] * size
         sizes[mine] = 0
         all_to_all(received.view(-1), messages.view(-1), group, sizes)
@@ -184,6 +180,20 @@ class Wire:
         messages = scratch.take("sent", (values.shape[0], length), self.codec.dtype)
         self.codec.encode(values, messages)
         return messages
+
+
+def _encode_all_but(
+    mine: int,
+    codec: BlockCodec,
+    pieces: torch.Tensor,
+    messages: torch.Tensor,
+    errors: torch.Tensor | None,
+) -> None:
+    """Messages [size - 1, m] of all `pieces` [size, n] but one, with their `errors` [size, n]."""
+    for first, last, at in ((0, mine, 0), (mine + 1, len(pieces), mine)):
+        if last > first:
+            theirs, rows = slice(first, last), slice(at, at + last - first)
+            codec.encode(pieces[theirs], messages[rows], None if errors is None else errors[theirs])
 
 
 def pass_on(messages: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> int:

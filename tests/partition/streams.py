@@ -9,10 +9,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megafrontier.partition.lanes import COMPUTATION, DONE
+from megafrontier.partition.lanes import DONE
 from megafrontier.partition.pool import UnitBuffer
-from megafrontier.partition.scratch import Shelf
+from megafrontier.partition.scratch import Scratch, Shelf
 
+COMPUTATION = -1
+"""The number, among the lanes', of where the model runs."""
 Clock = dict[int, int]
 """Up to which of a lane's tasks something is known to have run, by lane."""
 
@@ -39,6 +41,7 @@ class Streams:
     _here: int = COMPUTATION
     _homes: dict[int, int] = field(default_factory=dict)
     _uses: dict[int, Clock] = field(default_factory=dict)
+    _private: dict[int, int] = field(default_factory=dict)
 
     def number(self, level):
         return level if self.policy == "full" else 0
@@ -63,7 +66,7 @@ class Streams:
 
     def watch(self, monkeypatch):
         """See what changes hands by itself, too."""
-        take, give = UnitBuffer.take, Shelf.give
+        take, give, scratch = UnitBuffer.take, Shelf.give, Scratch.take
 
         def taking(buffer, owner):
             take(buffer, owner)
@@ -74,7 +77,17 @@ class Streams:
             give(shelf, buffer)
 
         monkeypatch.setattr(UnitBuffer, "take", taking)
+
+        def taking_scratch(*arguments):
+            memory = scratch(*arguments)
+            storage = memory.untyped_storage()
+            if id(storage) not in self._private:
+                self._private[id(storage)] = self._here
+                weakref.finalize(storage, self._private.pop, id(storage))
+            return memory
+
         monkeypatch.setattr(Shelf, "give", giving)
+        monkeypatch.setattr(Scratch, "take", taking_scratch)
 
     def _hand_over(self, memory, name):
         key = id(memory.untyped_storage())
@@ -90,6 +103,8 @@ class Streams:
 
     def _use(self, storage, home):
         key = id(storage)
+        if self._private.get(key, self._here) != self._here:
+            self.lost.append(f"scratch of lane {self._private[key]} in lane {self._here}")
         if key not in self._homes:
             self._homes[key], self._uses[key] = home, {}
             weakref.finalize(storage, self._gone, key, f"{storage.nbytes()} bytes of lane {home}")

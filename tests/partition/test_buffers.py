@@ -81,22 +81,38 @@ def test_buffers_of_messages_are_those_of_the_formula(name, dtype, overlap, pref
             assert held == expected, strategy
 
 
+def messages_held_and_by_formula(hierarchy, strategy, wires):
+    """Of bf16 and `overlap: full`, one unit ahead."""
+    engine = train(hierarchy, strategy, wires=wires, overlap="full", error_feedback=True)
+    levels = hierarchy.levels
+    formula = MessageBuffers(engine.placement, levels, wires, torch.bfloat16, "full", 1)
+    expected = formula.held_bytes([unit.layout.numel for unit in engine.units])
+    return engine.buffer_bytes - engine.pool.held_bytes, expected
+
+
 @pytest.mark.parametrize(
     "formats", [("delta4", "delta8"), ("delta8", "delta4"), ("int8", "delta4")]
 )
 def test_so_they_are_where_formats_of_changes_differ(formats):
     """Those of the node and of all nodes."""
+    chosen = {"pair": "bf16", "node": formats[0], "world": formats[1]}
+    wires = preset("exact", "zero1", LEVELS, "bf16", gather=chosen)
+    found = run_ranks((2, 2, 2), lambda h: messages_held_and_by_formula(h, "zero1", wires))
+    assert all(held == expected > 0 for held, expected in found)
 
+
+@pytest.mark.parametrize("sizes", [(3, 2), (2, 1, 3), (1, 2, 2)])
+def test_so_they_are_on_other_machines(sizes):
     def body(hierarchy):
-        chosen = dict(zip(("node", "world"), formats, strict=True))
-        wires = preset("exact", "zero1", LEVELS, "bf16", gather={"pair": "bf16"} | chosen)
-        engine = train(hierarchy, "zero1", wires=wires, overlap="full")
-        formula = MessageBuffers(engine.placement, LEVELS, wires, torch.bfloat16, "full", 1)
-        expected = formula.held_bytes([unit.layout.numel for unit in engine.units])
-        return engine.buffer_bytes - engine.pool.held_bytes, expected
+        found = []
+        for strategy in STRATEGIES:
+            wires = preset("low", strategy, hierarchy.levels, "bf16")
+            found.append((strategy, *messages_held_and_by_formula(hierarchy, strategy, wires)))
+        return found
 
-    for held, expected in run_ranks((2, 2, 2), body):
-        assert held == expected
+    for rank in run_ranks(sizes, body):
+        for strategy, held, expected in rank:
+            assert held == expected > 0, strategy
 
 
 @pytest.mark.parametrize("overlap", ["none", "safe", "full"])

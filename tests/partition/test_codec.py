@@ -172,7 +172,6 @@ def test_a_message_has_the_bytes_of_the_formula(codec, count):
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_what_was_decoded_encodes_to_the_same_codes(codec):
-    """So a change of weights can be passed on over several levels without further error."""
     decoded = read(codec, write(codec, random(4, 1000)), 1000)
     assert torch.equal(read(codec, write(codec, decoded), 1000), decoded)
 

@@ -257,18 +257,20 @@ def test_gradients_arrive_unscaled_over_all_levels(name, strategy):
     assert 0.001 < (error / norm) ** 0.5 < 0.25
 
 
-def test_what_a_rank_keeps_of_its_own_gradient_is_not_rounded():
-    """Of a sum over a level it holds one piece, which crosses no link."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_rank_keeps_of_its_own_gradient_is_not_rounded(dtype):
+    """Of a sum over a level it holds one piece, which crosses no link; where the sum begins depends
+    on the type."""
 
     def body(hierarchy):
         generator = torch.Generator().manual_seed(hierarchy.rank)
-        own = torch.randn(300, generator=generator)
-        pieces, errors = torch.zeros(4, 300), torch.zeros(4, 300)
+        own = torch.randn(300, generator=generator).to(dtype)
+        pieces, errors = torch.zeros(4, 300, dtype=dtype), torch.zeros(4, 300)
         pieces[hierarchy.rank] = own
         errors[hierarchy.rank] = 1.0
         wire, scratch = make_wire("int4", rotates=True), Scratch(own.device)
         out, sent = wire.reduce(pieces, hierarchy.groups[0], scratch, errors)
-        return torch.equal(out, own + 1.0), errors.abs().sum().item(), sent
+        return torch.equal(out, own.float() + 1.0), errors.abs().sum().item(), sent
 
     assert run_ranks((4,), body) == [(True, 0.0, 3 * INT4.message_bytes(300))] * 4
 
@@ -326,11 +328,14 @@ def test_a_level_of_one_rank_does_not_turn_a_change_into_values():
     assert run_ranks((2, 2, 1, 2), body) == [True] * 8
 
 
-def test_values_inside_a_delta_are_rounded_alike_on_every_copy():
-    """int8 in the node, delta4 between nodes; each step's rounding is part of the next change."""
+@pytest.mark.parametrize(
+    ("node", "world"), [("int8", "delta4"), ("delta8", "delta4"), ("delta4", "delta8")]
+)
+def test_what_goes_on_from_a_delta_in_another_format_is_rounded_alike_on_every_copy(node, world):
+    """And each step's rounding is part of the next change."""
 
     def body(hierarchy):
-        wires = preset("exact", "topo", gather={"node": "int8", "world": "delta4"})
+        wires = preset("exact", "topo", gather={"node": node, "world": world})
         model, engine, optimizer = build(hierarchy, wires)
         for step in range(12):
             engine_step(engine, model, optimizer, step, 1)
