@@ -131,7 +131,7 @@ class Moves:
         value: torch.Tensor,
     ) -> torch.Tensor:
         """Into `out` what goes on to another level; at the last one, without, into the weights."""
-        group, scratch = self.hierarchy.groups[level], self._scratch[self._lanes.number(level)]
+        group, scratch = self.hierarchy.groups[level], self._scratch_for(self._wires.gather, level)
         assert group is not None
         with self._crossing(level, group, label) as sent:
             messages = change.messages(value, scratch)

@@ -21,6 +21,8 @@ from pathlib import Path
 import torch
 
 from megafrontier.partition.codec import INT4, INT8, BlockCodec, missing_kernels
+from megafrontier.partition.scratch import Scratch
+from megafrontier.partition.wires import Wire
 
 CODECS = {"int8": INT8, "int4": INT4}
 ROTATING = {f"{name} rotated": replace(codec, rotates=True) for name, codec in CODECS.items()}
@@ -80,7 +82,7 @@ def passes(codec: BlockCodec, values: torch.Tensor) -> dict[str, tuple[Callable[
     """Each pass over `values` fp32 [rows, n], and the bytes it must move."""
     count = values.shape[1]
     half, errors = values.bfloat16(), torch.zeros_like(values, dtype=torch.bfloat16)
-    messages = encode(codec, values)
+    messages = encoded(codec, values)
     total = torch.empty(count, device=values.device)
     decoded = torch.empty_like(values)
     sent, elements = messages.numel(), values.numel()
@@ -93,12 +95,9 @@ def passes(codec: BlockCodec, values: torch.Tensor) -> dict[str, tuple[Callable[
     }
 
 
-def encode(codec: BlockCodec, values: torch.Tensor) -> torch.Tensor:
-    """Messages of `values` [rows, n]."""
-    length = codec.message_bytes(values.shape[1])
-    messages = values.new_empty(values.shape[0], length, dtype=codec.dtype)
-    codec.encode(values, messages)
-    return messages
+def encoded(codec: BlockCodec, values: torch.Tensor) -> torch.Tensor:
+    """Messages of `values` [rows, n], in memory of their own."""
+    return Wire(codec).encode(values, Scratch(values.device))
 
 
 def measure(device: torch.device, rows: int, log2_sizes: list[int], copy: float) -> list[Row]:
@@ -119,7 +118,7 @@ def check_against_reference(device: torch.device) -> None:
     """Raises SystemExit where the device's messages are not the CPU's."""
     values = torch.randn(3, 100_003)
     for codec in CODECS.values():
-        if not torch.equal(encode(codec, values.to(device)).cpu(), encode(codec, values)):
+        if not torch.equal(encoded(codec, values.to(device)).cpu(), encoded(codec, values)):
             raise SystemExit(f"{codec} on {device} does not write the reference's messages")
 
 

@@ -37,7 +37,7 @@ class Row:
     strategy: str
     state_bytes: int
     state_formula: int
-    pool_bytes: int
+    buffer_bytes: int
     sent: dict[str, int]
     sent_formula: dict[str, int]
     step_seconds: float
@@ -54,13 +54,13 @@ def measure(config: Config, steps: int) -> Row | None:
         results = [train_step(trainer) for _ in range(steps)]
         trainer.close()
         gc.collect()
-        pool = trainer.engine.buffer_bytes
-        held = tensor_bytes() - before - pool
+        buffers = trainer.engine.buffer_bytes
+        held = tensor_bytes() - before - buffers
         row = Row(
             str(config.partition.strategy),
             held,
             expected_state(trainer.engine),
-            pool,
+            buffers,
             {name: int(level["bytes"]) for name, level in results[-1].comm.items()},
             expected_traffic(trainer, arrangement),
             statistics.median(result.seconds for result in results[1:] or results),
@@ -106,11 +106,11 @@ def run_strategy(config: Config, nproc: int, steps: int) -> Row:
 def table(rows: list[Row]) -> str:
     """Markdown."""
     levels = list(rows[0].sent)
-    head = ["strategy", "state MB", "formula", "pool MB", *(f"{n} MB/step" for n in levels)]
+    head = ["strategy", "state MB", "formula", "buffers MB", *(f"{n} MB/step" for n in levels)]
     head += ["bytes = formula", "s/step", "peak RSS GiB"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for row in rows:
-        sizes = (row.state_bytes, row.state_formula, row.pool_bytes)
+        sizes = (row.state_bytes, row.state_formula, row.buffer_bytes)
         cells = [row.strategy, *(f"{size / 1e6:.2f}" for size in sizes)]
         cells += [f"{row.sent[name] / 1e6:.2f}" for name in levels]
         cells += ["yes" if row.sent == row.sent_formula else "NO"]

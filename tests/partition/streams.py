@@ -76,8 +76,6 @@ class Streams:
             self._hand_over(buffer, f"a buffer of {buffer.dtype}")
             give(shelf, buffer)
 
-        monkeypatch.setattr(UnitBuffer, "take", taking)
-
         def taking_scratch(*arguments):
             memory = scratch(*arguments)
             storage = memory.untyped_storage()
@@ -86,6 +84,7 @@ class Streams:
                 weakref.finalize(storage, self._private.pop, id(storage))
             return memory
 
+        monkeypatch.setattr(UnitBuffer, "take", taking)
         monkeypatch.setattr(Shelf, "give", giving)
         monkeypatch.setattr(Scratch, "take", taking_scratch)
 

@@ -3,30 +3,26 @@
 import pytest
 import torch
 
-from megafrontier.partition import STRATEGIES, Placement, shard
+from megafrontier.partition import STRATEGIES
 from megafrontier.partition import wires as wires_module
-from megafrontier.partition.buffers import MessageBuffers, unit_buffer_bytes
+from megafrontier.partition.buffers import MessageBuffers
 from megafrontier.partition.pool import Pool
-from megafrontier.partition.unit import ROOT
-from tests.partition.tiny import LEVELS, TinyModel, engine_step, preset
+from tests.partition.tiny import (
+    LEVELS,
+    engine_step,
+    make_optimizer,
+    place,
+    pool_formula,
+    preset,
+)
 from tests.ranks import run_ranks
 
 PRECISION = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
-def build(hierarchy, strategy, tied=False, dtype=torch.bfloat16, **options):
-    model = TinyModel(tied)
-    placement = Placement.named(strategy, hierarchy.levels)
-    return model, shard(model, model.units(), placement, hierarchy, dtype=dtype, **options)
-
-
-def make_optimizer(engine):
-    return torch.optim.AdamW([unit.master for unit in engine.units], lr=0.01)
-
-
-def train(hierarchy, strategy, **options):
+def train(hierarchy, strategy, dtype=torch.bfloat16, **options):
     """An engine after two steps of two micro-batches."""
-    model, engine = build(hierarchy, strategy, **options)
+    model, engine = place(hierarchy, strategy, dtype, **options)
     optimizer = make_optimizer(engine)
     for step in range(2):
         engine_step(engine, model, optimizer, step, 2)
@@ -41,11 +37,8 @@ def train(hierarchy, strategy, **options):
 def test_buffers_of_units_are_those_of_the_formula(strategy, tied, overlap, prefetch):
     def body(hierarchy):
         engine = train(hierarchy, strategy, tied=tied, overlap=overlap, prefetch=prefetch)
-        roots = [unit.layout.numel for unit in engine.units if unit.name == ROOT]
-        numels = [unit.layout.numel for unit in engine.units if unit.name != ROOT]
         ahead = None if overlap == "none" else prefetch
-        formula = unit_buffer_bytes(numels, sum(roots), engine.placement, 2, ahead)
-        return engine.pool.held_bytes, formula
+        return engine.pool.held_bytes, pool_formula(engine, ahead)
 
     for held, formula in run_ranks((2, 2), body):
         assert held == formula
@@ -66,13 +59,10 @@ def test_buffers_of_messages_are_those_of_the_formula(name, dtype, overlap, pref
         found = []
         for strategy in STRATEGIES:
             wires = preset(name, strategy, LEVELS, PRECISION[dtype])
-            chosen = {"wires": wires, "overlap": overlap, "prefetch": prefetch, "dtype": dtype}
-            engine = train(hierarchy, strategy, error_feedback=True, **chosen)
-            place = engine.placement
-            formula = MessageBuffers(place, LEVELS, wires, dtype, overlap, prefetch)
-            expected = formula.held_bytes([unit.layout.numel for unit in engine.units])
-            held = engine.buffer_bytes - engine.pool.held_bytes
-            found.append((strategy, held, expected))
+            messages = messages_held_and_by_formula(
+                hierarchy, strategy, wires, dtype, overlap, prefetch
+            )
+            found.append((strategy, *messages))
         return found
 
     for rank in run_ranks((2, 2, 2), body):
@@ -81,11 +71,13 @@ def test_buffers_of_messages_are_those_of_the_formula(name, dtype, overlap, pref
             assert held == expected, strategy
 
 
-def messages_held_and_by_formula(hierarchy, strategy, wires):
-    """Of bf16 and `overlap: full`, one unit ahead."""
-    engine = train(hierarchy, strategy, wires=wires, overlap="full", error_feedback=True)
+def messages_held_and_by_formula(
+    hierarchy, strategy, wires, dtype=torch.bfloat16, overlap="full", prefetch=1
+):
+    chosen = {"wires": wires, "overlap": overlap, "prefetch": prefetch, "error_feedback": True}
+    engine = train(hierarchy, strategy, dtype, **chosen)
     levels = hierarchy.levels
-    formula = MessageBuffers(engine.placement, levels, wires, torch.bfloat16, "full", 1)
+    formula = MessageBuffers(engine.placement, levels, wires, dtype, overlap, prefetch)
     expected = formula.held_bytes([unit.layout.numel for unit in engine.units])
     return engine.buffer_bytes - engine.pool.held_bytes, expected
 
@@ -143,9 +135,8 @@ def test_messages_lie_in_the_same_memory_step_after_step(name, overlap, monkeypa
         found = []
         for strategy in ("zero1", "zero3", "mics", "topo"):
             wires = preset(name, strategy, LEVELS, "bf16")
-            model, engine = build(
-                hierarchy, strategy, wires=wires, overlap=overlap, error_feedback=True
-            )
+            chosen = {"wires": wires, "overlap": overlap, "error_feedback": True}
+            model, engine = place(hierarchy, strategy, torch.bfloat16, **chosen)
             optimizer = make_optimizer(engine)
             held = []
             used.clear()
@@ -176,7 +167,7 @@ def test_units_take_turns_in_the_same_few_buffers_step_after_step(overlap, prefe
             return buffer
 
         monkeypatch.setattr(Pool, "take_gradient", noted)
-        model, engine = build(hierarchy, "zero3", overlap=overlap, prefetch=prefetch)
+        model, engine = place(hierarchy, "zero3", overlap=overlap, prefetch=prefetch)
         optimizer = make_optimizer(engine)
         found = []
         for step in range(4):

@@ -8,7 +8,7 @@ import torch
 from measuring import tensor_bytes
 
 from megafrontier.config import WiresConfig
-from megafrontier.partition import STRATEGIES, Placement, Wires, shard
+from megafrontier.partition import STRATEGIES, Placement, Wires
 from megafrontier.partition.placement import state_bytes, traffic_bytes
 from megafrontier.partition.presets import choose_wires
 from megafrontier.partition.rotation import rotate, rotate_back
@@ -19,6 +19,9 @@ from tests.partition.tiny import (
     TinyModel,
     batch,
     engine_step,
+    make_optimizer,
+    place,
+    pool_formula,
     watch_crossings,
 )
 from tests.ranks import make_levels, run_ranks
@@ -35,25 +38,13 @@ STEPS = [
 """Accumulation, whether embeddings are tied, and how units are gathered."""
 
 
-def build(hierarchy, strategy, dtype=torch.float32, tied=False, **options):
-    model = TinyModel(tied)
-    placement = Placement.named(strategy, hierarchy.levels)
-    engine = shard(model, model.units(), placement, hierarchy, dtype=dtype, **options)
-    engine.ledger.take()
-    return model, engine
-
-
-def make_optimizer(engine):
-    return torch.optim.AdamW([unit.master for unit in engine.units], lr=0.01)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_per_level_and_step_equal_the_formula(dtype):
     def body(hierarchy):
         found = []
         for strategy in STRATEGIES:
             for accumulation, tied, options in STEPS:
-                model, engine = build(hierarchy, strategy, dtype, tied, **options)
+                model, engine = place(hierarchy, strategy, dtype, tied, **options)
                 engine_step(engine, model, make_optimizer(engine), 0, accumulation)
                 engine.finish_publishing()
                 sent, seconds = engine.ledger.take()
@@ -102,11 +93,12 @@ def test_state_held_between_steps_equals_the_formula_within_two_percent(strategy
         rotate_back(rotate(torch.zeros(1, 128)))  # whose matrices stay for all engines
         gc.collect()
         before = tensor_bytes()
-        model, engine = build(hierarchy, strategy, dtype, **low)
+        model, engine = place(hierarchy, strategy, dtype, **low)
         optimizer = make_optimizer(engine)
         engine_step(engine, model, optimizer, 0, 2)
         optimizer.zero_grad(set_to_none=True)
         gc.collect()
+        assert engine.pool.held_bytes == pool_formula(engine, 1)
         held = tensor_bytes() - before - engine.buffer_bytes
         parts = [
             state_bytes(u.layout.numel, placement, LEVELS, dtype.itemsize, fed_back).values()
@@ -125,7 +117,7 @@ def test_in_flight_are_the_running_unit_those_ahead_and_those_that_stay(overlap,
     """Those stay that have run last where the pass turns round: they are the next to run."""
 
     def body(hierarchy):
-        model, engine = build(hierarchy, "topo", overlap=overlap, prefetch=prefetch)
+        model, engine = place(hierarchy, "topo", overlap=overlap, prefetch=prefetch)
         gathered = []
 
         def held():
@@ -153,7 +145,7 @@ def test_what_stays_is_gathered_once():
     """Of a step of four micro-batches: the root, and the units at both turns of the pass."""
 
     def body(hierarchy):
-        model, engine = build(hierarchy, "zero3", tied=True, prefetch=1)
+        model, engine = place(hierarchy, "zero3", tied=True, prefetch=1)
         gathered = Counter()
         watch_crossings(engine, lambda _, label: gathered.update([label]))
         for step in range(2):
@@ -168,7 +160,7 @@ def test_what_stays_is_gathered_once():
 
 def test_a_stray_read_of_released_weights_shows_as_nan():
     def body(hierarchy):
-        model, _ = build(hierarchy, "zero3")
+        model, _ = place(hierarchy, "zero3")
         weight = model.blocks[0].up.weight
         return tuple(weight.shape), bool(weight.isnan().all())
 
@@ -177,7 +169,7 @@ def test_a_stray_read_of_released_weights_shows_as_nan():
 
 def test_evaluation_needs_no_gradient_and_leaves_nothing_gathered():
     def body(hierarchy):
-        model, engine = build(hierarchy, "mics")
+        model, engine = place(hierarchy, "mics")
         with torch.no_grad():
             loss = model(batch(0)[:4])
         left = [u.name for u in engine.units if u.phase is not Phase.RELEASED]

@@ -1,6 +1,7 @@
 """A small language model and its training on one process or on a hierarchy, for comparison."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +11,10 @@ from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.levels import Levels
 from megafrontier.config import WiresConfig
 from megafrontier.partition import Placement, Wires, shard
+from megafrontier.partition.buffers import unit_buffer_bytes
 from megafrontier.partition.engine import Engine
 from megafrontier.partition.presets import choose_wires
+from megafrontier.partition.unit import ROOT
 from tests.ranks import make_levels
 
 VOCABULARY, WIDTH, LENGTH, GLOBAL_BATCH = 37, 13, 9, 32
@@ -142,6 +145,33 @@ def build(
     engine.ledger.take()
     optimizer = torch.optim.AdamW([unit.master for unit in engine.units], lr=0.02)
     return model, engine, optimizer
+
+
+def place(
+    hierarchy: Hierarchy,
+    strategy: str,
+    dtype: torch.dtype = torch.float32,
+    tied: bool = False,
+    **options: Any,
+) -> tuple[TinyModel, Engine]:
+    """A model and its engine, whose ledger is empty; `options` are those of `shard`."""
+    model = TinyModel(tied)
+    placement = Placement.named(strategy, hierarchy.levels)
+    engine = shard(model, model.units(), placement, hierarchy, dtype=dtype, **options)
+    engine.ledger.take()
+    return model, engine
+
+
+def make_optimizer(engine: Engine) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([unit.master for unit in engine.units], lr=0.01)
+
+
+def pool_formula(engine: Engine, prefetch: int | None) -> int:
+    """What the formula says of the buffers of an engine's units."""
+    roots = [unit.layout.numel for unit in engine.units if unit.name == ROOT]
+    numels = [unit.layout.numel for unit in engine.units if unit.name != ROOT]
+    itemsize = engine.units[0].full.itemsize
+    return unit_buffer_bytes(numels, sum(roots), engine.placement, itemsize, prefetch)
 
 
 def finished_gradients(
