@@ -143,7 +143,7 @@ def _table(title: str, path: str, options: list[Option], sections: Sections) -> 
     for option in options:
         key = f"{path}.{option.name}" if path else option.name
         inner = _inner(option.kind, sections)
-        kind = "section below" if inner == option.kind else _kind(option.kind, inner)
+        kind = _kind(option.kind, inner)
         default = f"`{option.default}`" if option.default else ""
         rows.append(f"| `{key}` | {kind} | {default} | {_cell(option.text)} |")
     return "\n".join(rows) + "\n"
@@ -153,7 +153,9 @@ def _kind(kind: str, inner: str) -> str:
     """A Python type in a reader's words."""
     optional = kind.endswith(" | None")
     kind = kind.removesuffix(" | None")
-    if inner:
+    if inner == kind:
+        words = "section below"
+    elif inner:
         words = f"{'list' if kind.startswith('list') else 'keys'} of sections below"
     elif "Literal" in kind:
         choices = ast.literal_eval(f"({kind[kind.index('Literal[') + 8 :].rstrip(']')},)")

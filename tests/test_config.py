@@ -123,6 +123,19 @@ REFUSED = [
         ["model.position=rotary", "model.rotary_fraction=0.01"],
         "even number of rotating dimensions (2 or more) in a head of 16",
     ),
+    (
+        ["model.position=learned", "model.rotary_scaling={factor: 8}"],
+        "need null, or model.position=rotary",
+    ),
+    *[
+        (["model.position=rotary", f"model.rotary_scaling={{{name}: {value}}}"], f"{name}: {said}")
+        for name, value, said in (
+            ("factor", 0.5, "0.5, need at least 1"),
+            ("original_length", 0, "0, need at least 1"),
+            ("low_frequency", 0, "0.0, need more than 0"),
+            ("high_frequency", 1, "1.0, need more than model.rotary_scaling.low_frequency (1.0)"),
+        )
+    ],
     (["model.dropout=1"], "model.dropout: 1.0, need 0 or more, below 1"),
     (["data.train=[{weight: 1}]"], "data.train[0].path: empty, need a corpus prefix"),
     (

@@ -1,5 +1,6 @@
 """Values that are right one by one but do not fit each other, or lie out of range."""
 
+from dataclasses import asdict
 from typing import Any, get_args
 
 from megafrontier.config.schema import (
@@ -7,6 +8,7 @@ from megafrontier.config.schema import (
     LevelConfig,
     MachineConfig,
     ModelConfig,
+    RotaryScalingConfig,
     WireFormat,
     WiresConfig,
 )
@@ -146,6 +148,24 @@ def _check_model(model: ModelConfig) -> None:
         f"more) in a head of {head_size}",
     )
     _need(0 <= model.dropout < 1, "model.dropout", model.dropout, "need 0 or more, below 1")
+    if model.rotary_scaling is not None:
+        _check_rotary_scaling(model, model.rotary_scaling)
+
+
+def _check_rotary_scaling(model: ModelConfig, scaling: RotaryScalingConfig) -> None:
+    key = "model.rotary_scaling"
+    is_rotary = model.position == "rotary"
+    _need(is_rotary, key, asdict(scaling), "need null, or model.position=rotary")
+    _need(scaling.factor >= 1, f"{key}.factor", scaling.factor, "need at least 1")
+    length = scaling.original_length
+    _need(length >= 1, f"{key}.original_length", length, "need at least 1")
+    _need_positive({f"{key}.low_frequency": scaling.low_frequency})
+    _need(
+        scaling.high_frequency > scaling.low_frequency,
+        f"{key}.high_frequency",
+        scaling.high_frequency,
+        f"need more than {key}.low_frequency ({scaling.low_frequency})",
+    )
 
 
 def _check_data(config: Config) -> None:

@@ -21,6 +21,21 @@ class RunConfig:
 
 
 @dataclass
+class RotaryScalingConfig:
+    """Of wavelengths in tokens: those below original_length / high_frequency stay, those above
+    original_length / low_frequency become `factor` times as long, what lies between in part."""
+
+    factor: float = 8.0
+    """How many times longer texts are than those that the model was first trained on."""
+    low_frequency: float = 1.0
+    """Frequencies that turn less often than this within `original_length` are divided whole."""
+    high_frequency: float = 4.0
+    """Frequencies that turn more often than this are left as they are."""
+    original_length: int = 8192
+    """Tokens of a sequence in the first training."""
+
+
+@dataclass
 class ModelConfig:
     layers: int = 12
     """Transformer blocks."""
@@ -52,6 +67,8 @@ class ModelConfig:
     """Part of each head that rotates, in (0, 1]; GPT-NeoX uses 0.25."""
     rotary_base: float = 10000.0
     """Base of the rotary frequencies."""
+    rotary_scaling: RotaryScalingConfig | None = None
+    """Rotary frequencies for longer texts, as in Llama 3.1 and 3.2."""
     parallel_residual: bool = False
     """Attention and MLP side by side on the same residual (GPT-NeoX)."""
     tie_embeddings: bool = False

@@ -22,6 +22,7 @@ from megafrontier.model.compile import compiled, let_length_vary
 from megafrontier.model.loss import Losses, chunk_losses, linear_cross_entropy
 from megafrontier.model.offload import Parking
 from megafrontier.model.positions import (
+    Rotary,
     cached_mask,
     document_mask,
     document_positions,
@@ -143,8 +144,7 @@ class GPT(nn.Module):
         past = cache.length if cache is not None else 0
         self._check(tokens, past, documents, cache)
         positions = self._positions(tokens, past, documents)
-        turning = rotary_size(self.config)
-        rotary = rotary_tables(positions, turning, self.config.rotary_base) if turning else None
+        rotary = self._rotary(positions)
         hidden = self.embedding(tokens, positions)
         mask, documents = self._sight(hidden, past, documents)
         for i, block in enumerate(self.blocks):
@@ -154,6 +154,12 @@ class GPT(nn.Module):
             cache.length += tokens.shape[1]
         tied = self.embedding.tokens.weight if self.config.tie_embeddings else None
         return self.head(hidden[:, -1:] if last_only else hidden, targets, tied)
+
+    def _rotary(self, positions: Tensor) -> Rotary | None:
+        config, turning = self.config, rotary_size(self.config)
+        if not turning:
+            return None
+        return rotary_tables(positions, turning, config.rotary_base, config.rotary_scaling)
 
     def _sight(
         self, hidden: Tensor, past: int, documents: Tensor | None

@@ -7,6 +7,8 @@ buffers of the model, so that it can be built on the meta device and moved freel
 import torch
 from torch import Tensor
 
+from megafrontier.config import RotaryScalingConfig
+
 Rotary = tuple[Tensor, Tensor]
 """Cosine and sine, each fp32 [b or 1, s, rotary_size / 2]."""
 
@@ -46,15 +48,29 @@ def cached_mask(past: int, new: int, device: torch.device) -> Tensor | None:
     return torch.ones(new, past + new, dtype=torch.bool, device=device).tril_(past)
 
 
-def rotary_tables(positions: Tensor, rotary_size: int, base: float) -> Rotary:
+def rotary_tables(
+    positions: Tensor, rotary_size: int, base: float, scaling: RotaryScalingConfig | None = None
+) -> Rotary:
     """Cosine and sine of the angles position · base^(-2i / rotary_size), fp32 [b, s, size / 2].
 
     `positions` [b, s]. Su et al. 2021, arXiv:2104.09864, equation 15. fp32 whatever the model's
     type: in bf16 neighbouring positions beyond 256 would get the same angle.
     """
     exponents = torch.arange(0, rotary_size, 2, device=positions.device).float() / rotary_size
-    angles = positions[..., None].float() * (1.0 / base**exponents)
+    frequencies = 1.0 / base**exponents
+    if scaling is not None:
+        frequencies = _scaled(frequencies, scaling)
+    angles = positions[..., None].float() * frequencies
     return angles.cos(), angles.sin()
+
+
+def _scaled(frequencies: Tensor, scaling: RotaryScalingConfig) -> Tensor:
+    """Radians a token [size / 2], low ones divided by the factor, as Llama 3.1 has it (its
+    config.json's rope_type llama3)."""
+    turns = scaling.original_length * frequencies / (2 * torch.pi)
+    span = scaling.high_frequency - scaling.low_frequency
+    kept = ((turns - scaling.low_frequency) / span).clamp(0, 1)
+    return frequencies * ((1 - kept) / scaling.factor + kept)
 
 
 def rotate(heads: Tensor, rotary: Rotary) -> Tensor:

@@ -1,7 +1,7 @@
 """Whether a checkpoint is of the model that is to go on, and what else differs from then."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from math import isclose
 from typing import Any, TypeVar
 
@@ -25,6 +25,9 @@ Section = TypeVar("Section", ModelConfig, TrainConfig, OptimizerConfig, Schedule
 
 COMPARED_STEPS = 1000
 """Of those to come, in two schedules."""
+
+ROTARY_KEYS = ("rotary_base", "rotary_scaling")
+"""Of `model`; others may be meant, for longer sequences."""
 
 ORDER_KEYS = (
     "run.seed",
@@ -78,20 +81,26 @@ def _saved(manifest: Manifest, name: str, kind: type[Section]) -> Section | None
 
 
 def changes(trainer: Trainer, manifest: Manifest) -> list[str]:
-    """What may be another on purpose, such as the rotary base for longer sequences."""
-    lines = []
-    model, saved = trainer.config.model, _saved(manifest, "model", ModelConfig)
-    if saved is not None and model.position == "rotary" and saved.rotary_base != model.rotary_base:
-        lines.append(f"warning: model.rotary_base: {model.rotary_base}, was {saved.rotary_base}")
+    """What may be another on purpose, such as rotary frequencies for longer sequences."""
+    lines: list[str] = []
+    model = trainer.config.model
+    saved = _saved(manifest, "model", ModelConfig)
+    if saved is not None and model.position == "rotary":
+        now, before = asdict(model), asdict(saved)
+        lines += [
+            f"warning: model.{key}: {now[key]}, was {before[key]}"
+            for key in ROTARY_KEYS
+            if now[key] != before[key]
+        ]
     lines += _data_changes(trainer.config, manifest) or _window_changes(trainer, manifest)
     if "error" in manifest.states and not any(
         unit.feedback.errors for unit in trainer.engine.units
     ):
         lines.append("error feedback: none on these levels; the errors kept so far are dropped")
-    before, now = _global_batch(manifest), trainer.config.train.global_batch
-    if manifest.step and before != now:
+    old, new = _global_batch(manifest), trainer.config.train.global_batch
+    if manifest.step and old != new:
         _, sample = trainer.loader.position(trainer.step)
-        lines.append(f"train.global_batch: {now}, was {before}; the data go on at sample {sample}")
+        lines.append(f"train.global_batch: {new}, was {old}; the data go on at sample {sample}")
     return lines + _rate_changes(trainer.config, manifest)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megafrontier.config import ModelConfig
+from megafrontier.config import ModelConfig, RotaryScalingConfig
 from megafrontier.model.gpt import GPT
 
 SMALL = {
@@ -33,8 +33,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "activation": "gelu_tanh",
     },
     "llama": {"position": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False},
-    "llama grouped, tied": {
+    "llama grouped, tied, longer texts": {
         "position": "rotary",
+        "rotary_scaling": RotaryScalingConfig(8.0, 1.0, 4.0, 32),
         "norm": "rmsnorm",
         "activation": "swiglu",
         "bias": False,

@@ -17,7 +17,7 @@ from tests.model.conftest import SHAPES, small_config
 from tests.model.test_gpt_sharded import losses_alone, losses_sharded
 from tests.ranks import run_ranks
 
-LLAMA = SHAPES["llama grouped, tied"]
+LLAMA = SHAPES["llama grouped, tied, longer texts"]
 LOSSES = 1
 """Graphs of the head's."""
 MODES = ("none", "block", "selective", "offload")
@@ -138,7 +138,7 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("starts", [None, DOCUMENTS[0]], ids=["plain", "documents"])
-@pytest.mark.parametrize("family", ["gpt2", "llama grouped, tied"])
+@pytest.mark.parametrize("family", ["gpt2", "llama grouped, tied, longer texts"])
 def test_selective_computes_no_product_and_no_attention_again(family, starts, make_model, tokens):
     def in_backward(mode):
         model = make_model(small_config(**SHAPES[family]), checkpointing=mode)

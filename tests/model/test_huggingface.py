@@ -10,11 +10,19 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from megafrontier.config import RotaryScalingConfig
 from megafrontier.errors import UserError
 from megafrontier.model import huggingface
 from megafrontier.model.gpt import GPT
 from megafrontier.model.huggingface import export_model, import_model
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 ROTARY = {"rope_type": "default", "rope_theta": 5000.0}
 FOREIGN = {
     "gpt2": transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=24, vocab_size=50),
@@ -74,6 +82,22 @@ FOREIGN = {
         mlp_bias=True,
         tie_word_embeddings=True,
         rope_parameters=ROTARY,
+    ),
+    "llama 3.1: high frequencies stay, low ones turn a fifth as far, one lies between": (
+        transformers.LlamaConfig(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=88,
+            max_position_embeddings=24,
+            vocab_size=50,
+            rope_parameters={
+                **LLAMA3,
+                "factor": 5.0,
+                "original_max_position_embeddings": 32,
+                "rope_theta": 10.0,
+            },
+        )
     ),
 }
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "neox": "GPTNeoXForCausalLM", "llama": "Llama"}
@@ -235,6 +259,10 @@ def test_type_tokenizer_and_end_of_document_are_written(make_config, make_model,
         ({"kv_heads": 2}, "model.kv_heads: 2 .* needs 4"),
         ({"position": "rotary", "head_size": 16}, "model.head_size: 16 .* GPTNeoX.* needs 8"),
         (
+            {"position": "rotary", "rotary_scaling": RotaryScalingConfig()},
+            "model.rotary_scaling: .* GPTNeoX.* needs None",
+        ),
+        (
             {"position": "rotary", "norm": "rmsnorm"},
             "model.activation: gelu .* LlamaForCausalLM, which needs swiglu",
         ),
@@ -323,6 +351,8 @@ def test_scaled_rotary_frequencies_are_refused(make_config, make_model, tmp_path
         # As transformers 4 saves what it was given for longer texts: it knows no rope_parameters.
         ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "rope_type: 'linear', need"),
         ({"rope_theta": 500000.0}, "rope_theta: 500000.0, need the 10000.0 of rope_theta in"),
+        ({"rope_scaling": LLAMA3}, "rope_scaling: .*'llama3'.*, need what rope_parameters says"),
+        ({"rope_scaling": {**LLAMA3, "factor": None}}, "factor: None, need a number"),
     ],
 )
 def test_what_one_release_has_changed_and_another_one_keeps_is_refused(
@@ -337,6 +367,23 @@ def test_what_one_release_has_changed_and_another_one_keeps_is_refused(
     path.write_text(json.dumps(values | change))
     with pytest.raises(UserError, match=message):
         import_model(tmp_path / "out")
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_frequencies_for_longer_texts_are_read_as_both_releases_write_them(
+    make_config, make_model, tmp_path, older
+):
+    llama = {"position": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
+    scaling = RotaryScalingConfig(8.0, 1.0, 4.0, 8192)
+    config = make_config(**llama, rotary_base=500000.0, rotary_scaling=scaling)
+    export_model(config, make_model(config).state_dict(), tmp_path / "out")
+    path = tmp_path / "out" / "config.json"
+    values = json.loads(path.read_text())
+    for key in ["rope_parameters"] if older else ["rope_scaling", "rope_theta"]:
+        del values[key]
+    path.write_text(json.dumps(values))
+    found = import_model(tmp_path / "out")[0]
+    assert (found.rotary_scaling, found.rotary_base) == (scaling, 500000.0)
 
 
 def test_damaged_folders_are_refused_by_file(exported, tmp_path):

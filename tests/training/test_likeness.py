@@ -66,10 +66,13 @@ def test_a_corpus_of_another_size_is_told(config_file, tmp_path, imported):
     assert int(found[1]) * 0.9 == pytest.approx(int(found[2]), abs=1)
 
 
-def test_another_rotary_base_may_be_meant_and_is_told(config_file, tmp_path, imported):
-    runs.run(config_file, 1, *runs.ONE, imported, "model.rotary_base=500000")
-    warning = "warning: model.rotary_base: 500000.0, was 10000.0"
-    assert warning in runs.log(tmp_path / "run")
+def test_other_rotary_frequencies_may_be_meant_and_are_told(config_file, tmp_path, imported):
+    longer = ("model.rotary_base=500000", "model.rotary_scaling={factor: 2, original_length: 16}")
+    runs.run(config_file, 1, *runs.ONE, imported, *longer)
+    told = runs.log(tmp_path / "run")
+    assert "warning: model.rotary_base: 500000.0, was 10000.0" in told
+    assert "warning: model.rotary_scaling: {'factor': 2.0, " in told
+    assert "'original_length': 16}, was None" in told
 
 
 def test_a_schedule_that_goes_on_at_another_rate_is_told(config_file, tmp_path, imported):

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megafrontier.config import ModelConfig
+from megafrontier.config import ModelConfig, RotaryScalingConfig
 from megafrontier.errors import UserError
 from megafrontier.model.sizes import head_size, padded_vocab
 
@@ -68,23 +68,43 @@ class Settings:
             raise self.error(key, value, f"need {' or '.join(map(repr, fits))}")
         return value
 
-    def rope(self, theta_key: str, fraction_key: str, default_fraction: float) -> "Rope":
+    def rope(
+        self, theta_key: str, fraction_key: str, default_fraction: float, *types: str
+    ) -> "Rope":
         """Rotary settings: transformers 5 keeps them in a dictionary, 4 beside the others.
 
         A file may have both, of which the older release changes its own alone: so they must say the
-        same. Raises UserError where they do not, and for frequencies scaled for longer texts.
+        same. `types`: ways to scale the frequencies for longer texts that the family has. Raises
+        UserError where they do not say the same, and for other ways.
         """
         base = self.number(theta_key, 10000.0)
         fraction = self.number(fraction_key, default_fraction)
+        scalings = []
         for key in ("rope_scaling", "rope_parameters"):
             inner = self._values.get(key) or {}
             if not isinstance(inner, dict):
                 raise self.error(key, inner, "need keys and values")
             nested = Settings(self._path, inner)
-            nested.one_of("rope_type" if "rope_type" in inner else "type", "default", "default")
+            if inner:
+                scalings.append(nested._scaling(types))
             base = self._alike(nested, "rope_theta", theta_key, base)
             fraction = self._alike(nested, "partial_rotary_factor", fraction_key, fraction)
-        return Rope(float(base), float(fraction))
+        if len(scalings) == 2 and scalings[0] != scalings[1]:
+            found = self._values["rope_scaling"]
+            raise self.error("rope_scaling", found, "need what rope_parameters says")
+        return Rope(float(base), float(fraction), scalings[0] if scalings else None)
+
+    def _scaling(self, types: Sequence[str]) -> RotaryScalingConfig | None:
+        """Of rope_scaling or rope_parameters."""
+        key = "rope_type" if "rope_type" in self._values else "type"
+        if self.one_of(key, "default", "default", *types) == "default":
+            return None
+        return RotaryScalingConfig(
+            float(self.number("factor")),
+            float(self.number("low_freq_factor")),
+            float(self.number("high_freq_factor")),
+            self.integer("original_max_position_embeddings"),
+        )
 
     def _alike(self, nested: "Settings", inner: str, outer: str, value: float) -> float:
         found = nested.number(inner, value)
@@ -99,10 +119,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Rope:
-    """Base of the frequencies, and the fraction of each head that rotates."""
+    """Base of the frequencies, the fraction of each head that rotates, and longer texts."""
 
     base: float
     fraction: float
+    scaling: RotaryScalingConfig | None
 
 
 class Family(Protocol):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafrontier.config import ModelConfig
+from megafrontier.config import ModelConfig, RotaryScalingConfig
 from megafrontier.model.families.base import (
     Need,
     Settings,
@@ -16,6 +16,9 @@ from megafrontier.model.families.base import (
     same_linear,
 )
 from megafrontier.model.sizes import ffn_hidden, head_size, kv_heads, rotary_size
+
+LLAMA3 = "llama3"
+"""rope_type of Llama 3.1 and 3.2."""
 
 
 class Llama:
@@ -40,6 +43,7 @@ class Llama:
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
         """LlamaConfig's keys; rotary ones both as transformers 4 and as 5 read them."""
+        scaling = _write_scaling(config.rotary_scaling)
         return {
             "num_hidden_layers": config.layers,
             "hidden_size": config.hidden,
@@ -55,7 +59,12 @@ class Llama:
             "attention_dropout": config.dropout,
             "initializer_range": config.init_std,
             "rope_theta": config.rotary_base,
-            "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base},
+            "rope_scaling": scaling,
+            "rope_parameters": {
+                "rope_type": "default",
+                **(scaling or {}),
+                "rope_theta": config.rotary_base,
+            },
         }
 
     def read_config(self, settings: Settings) -> ModelConfig:
@@ -63,7 +72,7 @@ class Llama:
         settings.one_of("hidden_act", "silu", "silu", "swish")
         bias = settings.flag("attention_bias", False)
         settings.one_of("mlp_bias", False, bias)
-        rope = settings.rope("rope_theta", "partial_rotary_factor", 1.0)
+        rope = settings.rope("rope_theta", "partial_rotary_factor", 1.0, LLAMA3)
         if rope.fraction != 1.0:
             raise settings.error("partial_rotary_factor", rope.fraction, "need 1.0")
         hidden = settings.integer("hidden_size", 4096)
@@ -83,6 +92,7 @@ class Llama:
             activation="swiglu",
             position="rotary",
             rotary_base=rope.base,
+            rotary_scaling=rope.scaling,
             tie_embeddings=settings.flag("tie_word_embeddings", False),
             bias=bias,
             dropout=float(settings.number("attention_dropout", 0.0)),
@@ -110,6 +120,18 @@ class Llama:
             found.append(same(f"{ours}.norm2.weight", f"{theirs}.post_attention_layernorm.weight"))
         found.append(same("head.norm.weight", "norm.weight"))
         return found if config.bias else [t for t in found if not t.ours.endswith(".bias")]
+
+
+def _write_scaling(scaling: RotaryScalingConfig | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    return {
+        "rope_type": LLAMA3,
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_frequency,
+        "high_freq_factor": scaling.high_frequency,
+        "original_max_position_embeddings": scaling.original_length,
+    }
 
 
 def _packed(ours: str, rows: dict[str, int]) -> list[Translation]:

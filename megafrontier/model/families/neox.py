@@ -33,6 +33,7 @@ class NeoX:
             Need("norm", config.norm, ("layernorm",)),
             Need("activation", config.activation, ("gelu", "gelu_tanh")),
             *plain_heads(config),
+            Need("rotary_scaling", config.rotary_scaling, (None,)),
         ]
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
