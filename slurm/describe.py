@@ -33,19 +33,28 @@ def describe(config: Config, nodes: int | None) -> list[str]:
 
 
 def missing(config: Config, ranks: int) -> list[str]:
-    """A warning of a corpus, tokenizer, package or checkpoint that is not to be had here; a node
-    may have it on a disk of its own."""
+    """Warnings of a corpus, tokenizer, package or checkpoint that is not to be had here, which a
+    node may have on a disk of its own, and of a torch that cannot use the machine's devices."""
+    import torch
+
     from megafrontier.training.arrangement import check_training
     from megafrontier.training.resuming import check_resume
 
     if not config.data.train:  # to look at the sizes of a ready-made config
         return []
+    found = []
     try:
         check_training(config, ranks)
         check_resume(config)
     except (Ending, OSError) as error:
-        return [f"warning: here {error}"]
-    return []
+        found.append(f"warning: here {error}")
+    device = load_machine(config.machine).device
+    if device.is_accelerator and torch.version.cuda is None and torch.version.hip is None:
+        found.append(
+            f"warning: here torch is one for CPUs alone, need one for {device.name}; "
+            "MEGAFRONTIER_PREFIX names the environment"
+        )
+    return found
 
 
 words = sys.argv[1:]

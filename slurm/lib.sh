@@ -69,7 +69,8 @@ split_options() {
     done
     arguments=("$@")
     [ -z "${SLURM_JOB_ID:-}" ] || [ -n "$dry_run" ] || [ ${#options[@]} = 0 ] ||
-        fail "${options[*]}: options of sbatch, in job $SLURM_JOB_ID; need them where that is asked for"
+        fail "${options[*]}: options of sbatch, in job $SLURM_JOB_ID; need them where that is asked" \
+            "for, or to submit another job from here: env -u SLURM_JOB_ID $0 …"
 }
 
 # The number of nodes among sbatch's options; nothing where they leave it open.
@@ -86,6 +87,13 @@ asked_nodes() {
     [[ ! $found =~ ^[0-9]+$ ]] || echo "$found"
 }
 
+# Whether a job with these options of sbatch gets all of the caller's variables.
+gets_all_variables() {
+    local option list=${SBATCH_EXPORT:-ALL}
+    for option; do [[ $option != --export=* ]] || list=${option#*=}; done
+    [[ ,${list^^}, == *,ALL,* ]]
+}
+
 # submit FILE OPTION… -- ARGUMENT…: hand a batch file to Slurm. Leaves the job's number in `job`.
 submit() {
     local file=$1 own=() kept=() lines name until='' command
@@ -97,7 +105,7 @@ submit() {
     shift
     export MEGAFRONTIER_HOME=$home
     command=(sbatch --parsable)
-    if [[ " ${own[*]} " == *" --export=NONE "* || ${SBATCH_EXPORT:-} == NONE ]]; then
+    if ! gets_all_variables "${own[@]}"; then
         for name in $(compgen -e MEGAFRONTIER_); do kept+=("$name=${!name}"); done
     fi
     if [ ${#sbatch_options[@]} = 0 ] && [ ${#kept[@]} = 0 ]; then
@@ -221,13 +229,15 @@ refuse_nodes() {
     shift
     [ $# -gt 0 ] || return 0
     [ $((2 * $#)) -le "$SLURM_JOB_NUM_NODES" ] || fail "$line, need an archive that fits there"
-    leave_job
     echo "megafrontier: $line" >&2
     leave_out "$@"
 }
 
 # What becomes of a job that cannot use some of its nodes.
-leave_out() { exit 69; }
+leave_out() {
+    leave_job
+    exit 69
+}
 
 # What becomes of one to which Slurm does not answer.
 start_again() {
@@ -272,7 +282,9 @@ run_with_signals() {
     child=$!
     # Never CONT: Slurm sends it together with USR1, and bash would lose one of the two.
     trap 'kill -USR1 "$child" 2>/dev/null || true' USR1
-    trap 'kill -TERM "$child" 2>/dev/null || true; before_kill' TERM
+    # INT is for this script alone, from the keyboard of an allocation: what runs in the background
+    # does not hear of it.
+    trap 'kill -TERM "$child" 2>/dev/null || true; before_kill' TERM INT
     [ -z "$is_asked_to_stop" ] || kill -USR1 "$child"
     # In the background, because bash delays traps while it waits for a child in the foreground;
     # `wait` ends at each signal.

@@ -112,8 +112,16 @@ class Checkpoint:
 
     def tensor(self, state: str, name: str) -> torch.Tensor:
         """All of parameter `name` in `state`, in its global shape, on the CPU. Raises as `read`."""
-        shape = self._shape(state, name)
-        return self.read(state, name, 0, prod(shape)).view(shape)
+        return self.tensors(state, [name])[name]
+
+    def tensors(self, state: str, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Whole parameters in `state`, in their global shapes, on the CPU; each file is opened
+        once for all of them. Raises as `read`."""
+        shapes = {name: self._shape(state, name) for name in names}
+        dtype = self.manifest.states[state]
+        found = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+        self._copy([_Want(state, name, 0, out.view(-1)) for name, out in found.items()])
+        return found
 
     def fill(
         self,

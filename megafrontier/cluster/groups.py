@@ -29,20 +29,36 @@ def _gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
+def _one_channel(timeout: timedelta) -> Any:
+    """Options of a communicator with the fewest buffers: NCCL and RCCL give each channel its own,
+    and by default take as many channels as large messages want, half a gigabyte in all."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.config.min_ctas = options.config.max_ctas = 1
+    return options
+
+
 def groups_of(
-    levels: Levels, rank: int, device: torch.device, timeout: timedelta
+    levels: Levels,
+    rank: int,
+    device: torch.device,
+    timeout: timedelta,
+    has_small_messages: bool = False,
 ) -> tuple[dist.ProcessGroup | None, ...]:
     """This rank's group at each level, new ones at each call; None where it has no peers.
 
     All peers must call, after `torch.distributed.init_process_group`. `timeout` is that of every
-    collective: the groups would not inherit the world's, and NCCL's own is 10 minutes.
+    collective: the groups would not inherit the world's, and NCCL's own is 10 minutes. With
+    `has_small_messages` a communicator on a device is made for these alone.
     """
+    options = _one_channel(timeout) if has_small_messages and device.type == "cuda" else None
     # Each rank creates only its own groups: creating everybody's would be O(world) work a rank.
     return tuple(
         dist.new_group(
             levels.peers(rank, level),
             timeout=timeout,
             backend=None if device.type == "cuda" else _gloo(),
+            pg_options=options,
             use_local_synchronization=True,
         )
         if size > 1

@@ -29,7 +29,7 @@ ALL_PEERS = "connections to all"
 SOCKETS = 3
 """Connections of each rank to the store at rank 0: its own, and two of its watch."""
 ABORT_SECONDS = 20.0
-"""How long a rank that failed waits for its groups to be given up."""
+"""How long a rank waits for its groups to be given up."""
 SPARE_FILES = 512
 """What a rank may have open beside: the corpus, checkpoints, connections to peers."""
 
@@ -60,9 +60,7 @@ def join(
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)  # streams, events and graphs are of the current one
-        # Where collectives of several groups are under way at once, NCCL (2.26 on) then starts them
-        # in the order in which the host gives them, the same on all ranks: no waiting in a circle.
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+        _order_launches()
     if identity.world_size == 1:
         met(None)
         yield Hierarchy(levels, 0, (None,) * len(levels.sizes), device)
@@ -82,8 +80,20 @@ def join(
         if dist.is_initialized():
             give_up(device)
         raise
-    dist.destroy_process_group()
-    _let_gloo_end()
+    if device.type == "cuda":  # it waits for the others, and nobody watches any more
+        within(ABORT_SECONDS, dist.destroy_process_group)
+    else:
+        dist.destroy_process_group()
+        _let_gloo_end()
+
+
+def _order_launches() -> None:
+    """Where collectives of several groups are under way at once, NCCL (2.26 on) then starts them in
+    the order in which the host gives them, the same on all ranks: no waiting in a circle. RCCL, of
+    ROCm 7 at least, ends at its first collective by SIGSEGV when it is asked for that
+    (ROCm/rocm-systems#3175)."""
+    if torch.version.hip is None:
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 
 @cache
@@ -105,7 +115,8 @@ def _connect(roll: RollCall, levels: Levels, device: torch.device, timeout: time
             timeout=timeout,
         )
     with reaching(f"rank {rank}: groups of the levels"):
-        groups, control = (groups_of(levels, rank, device, timeout) for _ in range(2))
+        groups = groups_of(levels, rank, device, timeout)
+        control = groups_of(levels, rank, device, timeout, has_small_messages=True)
     hierarchy = Hierarchy(levels, rank, groups, device, control, roll.standing)
     # Neighbours at each level before other collectives: where these waited for a link that is dead,
     # nobody could say which it is.

@@ -254,6 +254,9 @@ class CheckpointConfig:
     checkpoints. Or the path of a checkpoint at which the run begins (of a run or a folder of them
     the newest); once it has some of its own it goes on from them, unless the path is one of
     these."""
+    weights_only: bool = False
+    """Of the path in `resume` take the weights alone, and begin at step 0 with a new optimizer, a
+    new schedule and the first sample, for instance to fine-tune."""
 
 
 @dataclass

@@ -73,6 +73,12 @@ def export_model(
     return family.architecture
 
 
+def export_order(config: ModelConfig) -> list[str]:
+    """GPT's parameters in the order in which `export_model` asks for them. Raises UserError when no
+    family can express the model."""
+    return [translation.ours for translation in family_for(config).tensors(config)]
+
+
 def import_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The model in a Hugging Face folder: its config, and GPT's parameters by name.
 

@@ -124,8 +124,9 @@ class StreamLane:
     """A device stream (CUDA or ROCm): the caller only enqueues."""
 
     def __init__(self, device: torch.device) -> None:
-        # Its small kernels come first, or each would wait behind a matrix product's.
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        # Its small kernels come first, or each would wait behind a matrix product's. ROCm only has
+        # one more queue on the same hardware for that, with no priority (ROCm/rocm-systems#8485).
+        self._stream = torch.cuda.Stream(device, priority=0 if torch.version.hip else -1)
 
     def run(self, task: Task, after: Ticket) -> Ticket:
         """Enqueue behind what the calling stream has been given so far."""

@@ -1,9 +1,9 @@
 """Which starts a run has had, and when to give up: attempts.jsonl in the run directory.
 
-An attempt is a start of the run. One that ends neither finished, nor on request, nor with a code
-that nobody starts again by itself (2, 3 and 130: a person has looked), has failed; what it reached
-is in metrics.jsonl when the next one starts. Several failures in a row from the same checkpoint,
-none further than the first of them, will not be the last.
+An attempt is a start of the run. One that ends neither finished, nor on request after a step, nor
+with a code that nobody starts again by itself (2, 3 and 130: a person has looked), has failed; what
+it reached is in metrics.jsonl when the next one starts. Several failures in a row from the same
+checkpoint, none further than the first of them, will not be the last.
 
 An attempt after which bad-nodes.txt lists more hosts than before has failed through them, and the
 next one leaves them out: it does not count. A cluster has only so many.
@@ -173,7 +173,7 @@ def count_failures(path: Path, reached: int, listed: int) -> int:
     for start, after in zip(starts, afterwards, strict=False):
         if start.get("resumed", resumed) != resumed:  # it had saved more, or was sent back
             resumed, best = start["resumed"], -1
-        if start.get("ended") in (0, BAD_INPUT, FAILED, STOPPED, INTERRUPTED):
+        if _ended_well(start, after["reached"]):
             failures, best = 0, -1
         elif after.get("bad_nodes", 0) > start.get("bad_nodes", 0):
             continue
@@ -182,6 +182,14 @@ def count_failures(path: Path, reached: int, listed: int) -> int:
         else:
             failures += 1
     return failures
+
+
+def _ended_well(start: dict[str, int], reached: int) -> bool:
+    """Whether a start's end is no failure. A request to stop is none, unless the start did no step:
+    the signal before a time limit that is too short for one comes each time."""
+    if start.get("ended") == STOPPED:
+        return reached > start.get("resumed", -1)
+    return start.get("ended") in (0, BAD_INPUT, FAILED, INTERRUPTED)
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:

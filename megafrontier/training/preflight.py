@@ -90,7 +90,8 @@ def preflight(
         table = replace(table, rates=torch.maximum(table.rates, again.rates))
     problem: Problem | None = None
     with hierarchy.standing.at("its device"):
-        if hierarchy.device.type != "cuda":  # those are tried before the ranks meet
+        # A launcher's have tried their accelerators before they met.
+        if hierarchy.device.type != "cuda" or identity.source in ("local", "alone"):
             lacking = check_device(arrangement.machine.device, hierarchy.device)
             problem = UserError(lacking) if lacking else None
     with hierarchy.standing.at(STORAGE):

@@ -13,8 +13,8 @@ from megafrontier.training.arrangement import Arrangement, arrange
 from megafrontier.training.memory import buffer_gib, check_memory, state_gib
 
 MANY_PEERS = 512
-ONE_COMMUNICATOR = "MI250X"
-"""Devices on which several communicators in flight may hang (ROCm/rccl#2191)."""
+RCCL_DEVICES = ("MI250X", "AMD")
+"""What is in the names of devices that RCCL drives."""
 
 
 def summarize(config: Config, arrangement: Arrangement) -> str:
@@ -58,10 +58,11 @@ def describe_wires(config: Config, arrangement: Arrangement) -> str:
 
 def risky(config: Config, device: str) -> Iterator[str]:
     """A warning of a policy that may hang on a device."""
-    if config.partition.overlap == "full" and ONE_COMMUNICATOR in device:
+    if config.partition.overlap == "full" and any(name in device for name in RCCL_DEVICES):
         yield (
-            f"warning: partition.overlap: full, but on {ONE_COMMUNICATOR} several communicators at "
-            "once have hung (ROCm/rccl#2191); safe has one at a time"
+            "warning: partition.overlap: full, but RCCL does not start several communicators in "
+            "one order on all devices, and on MI250X they have hung (ROCm/rccl#2191); safe has one "
+            "at a time"
         )
 
 

@@ -1,6 +1,7 @@
 """How a run takes up a checkpoint, and which one."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +35,11 @@ def check_resume(config: Config) -> None:
     """Raises UserError where `checkpoint.resume` names a checkpoint that is needed and not sound at
     first sight."""
     path = named_checkpoint(config)
+    if config.checkpoint.weights_only and (path is None or leads_back(config)):
+        raise UserError(
+            f"checkpoint.resume: {config.checkpoint.resume}, but checkpoint.weights_only is true; "
+            "need the path of another run's checkpoint"
+        )
     if path is None:
         return
     if leads_back(config) and step_of(path) is None and not is_set_aside(path):
@@ -115,6 +121,7 @@ def resume(trainer: Trainer, logbook: Logbook) -> None:
     is_start = found is None and not is_back
     if found is None and path is not None:
         one = _by_rank_0(trainer.hierarchy, lambda: str(newest(path)))
+        load = partial(load, is_start=is_start)
         found = load_checkpoint(Path(one), load, trainer.hierarchy)
     if found is None:
         return
@@ -126,15 +133,26 @@ def resume(trainer: Trainer, logbook: Logbook) -> None:
 
 def _go_on_from(found: Checkpoint, trainer: Trainer, is_start: bool, logbook: Logbook) -> None:
     """After this rank's part of it has been read."""
-    states = restored(trainer, found.manifest)
+    manifest = _taken(trainer.config, found.manifest, is_start)
+    states = restored(trainer, manifest)
     share_shards(trainer.engine, states)
     trainer.engine.restore("published" in states)
-    _take_up(trainer, found.manifest)
-    logbook.remark(f"resumed from {found.path} at step {trainer.step}")
+    _take_up(trainer, manifest)
+    of = "" if manifest is found.manifest else "the weights of "
+    logbook.remark(f"resumed from {of}{found.path} at step {trainer.step}")
     if trainer.step >= trainer.last_step:
         _say_done(trainer, found.path, is_start, logbook)
-    for line in changes(trainer, found.manifest):
+    for line in changes(trainer, manifest):
         logbook.remark(line)
+
+
+def _taken(config: Config, manifest: Manifest, is_start: bool) -> Manifest:
+    """What a run takes up of a checkpoint. With `checkpoint.weights_only` it begins with no more
+    than an imported one has."""
+    if not (is_start and config.checkpoint.weights_only):
+        return manifest
+    weights = {"weight": manifest.states["weight"]}
+    return replace(manifest, step=0, tokens=0, states=weights, rng={}, extra={"data": (0, 0)})
 
 
 def _by_rank_0(hierarchy: Hierarchy, look: Callable[[], str]) -> str:
@@ -156,7 +174,10 @@ def _say_done(trainer: Trainer, path: Path, is_start: bool, logbook: Logbook) ->
     key = "stop_at" if trainer.config.train.stop_at else "steps"
     problem = f"train.{key}: {trainer.last_step}"
     if is_start:
-        raise UserError(f"{problem}, need more than {trainer.step}, the step of {path}")
+        raise UserError(
+            f"{problem}, need more than {trainer.step}, the step of {path}, or "
+            "checkpoint.weights_only=true"
+        )
     logbook.remark(f"{problem}: reached, nothing left to do; another run.name begins anew")
 
 
@@ -191,7 +212,7 @@ def _give_up_later(trainer: Trainer, root: Path, path: Path, logbook: Logbook) -
         raise of_os_error(error, line) from error
 
 
-def _fill(trainer: Trainer, checkpoint: Checkpoint) -> None:
+def _fill(trainer: Trainer, checkpoint: Checkpoint, is_start: bool = False) -> None:
     """This rank's part of every state that both sides have. Others start from zero: a checkpoint
     that proved damaged half-way may have left something in them."""
     units = trainer.engine.units
@@ -200,7 +221,7 @@ def _fill(trainer: Trainer, checkpoint: Checkpoint) -> None:
     for tensors in trainer.optimizer.moments.values():
         for tensor in tensors:
             tensor.zero_()
-    states = restored(trainer, checkpoint.manifest)
+    states = restored(trainer, _taken(trainer.config, checkpoint.manifest, is_start))
     try:
         fill_shards(checkpoint, trainer.config.model, trainer.engine, states)
     except UserError as error:

@@ -32,13 +32,14 @@ from megafrontier.data.tokenizer import Tokenizer, kept_tokenizer, load_tokenize
 from megafrontier.errors import UserError
 from megafrontier.model.generate import generate, stream_text
 from megafrontier.model.gpt import GPT, parameter_shapes
-from megafrontier.model.huggingface import export_model, import_model
+from megafrontier.model.huggingface import export_model, export_order, import_model
 from megafrontier.partition.layout import Layout
 from megafrontier.partition.wires import DTYPES
 from megafrontier.training.arrangement import Arrangement, check_training
 from megafrontier.training.evaluation import Evaluation, describe_validation, evaluate
 from megafrontier.training.launch import joined, launch, prepared, uses_accelerator
 from megafrontier.training.memory import out_of_memory_told
+from megafrontier.training.preflight import check_present
 from megafrontier.training.resuming import fill_shards, share_shards
 from megafrontier.training.saving import attach_tokenizer
 from megafrontier.training.trainer import build_model, open_loader
@@ -60,22 +61,40 @@ def saved_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-class Weights(Mapping[str, torch.Tensor]):
-    """A checkpoint's weights by parameter name, fp32, each read when it is asked for."""
+READ_BYTES = 4 * 2**30
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+
+class Weights(Mapping[str, torch.Tensor]):
+    """A checkpoint's weights by parameter name, fp32. With the one that is asked for those that
+    follow in `order` are read, READ_BYTES in all: each reading may open every file, for each holds
+    a part of every unit."""
+
+    def __init__(self, checkpoint: Checkpoint, order: Sequence[str]) -> None:
         self._checkpoint = checkpoint
+        self._order = [name for name in order if name in checkpoint.shapes]
+        self._read: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._checkpoint.shapes:
-            raise KeyError(name)
-        return self._checkpoint.tensor("weight", name)
+        if name not in self._read:
+            self._read = {}  # before the next are read
+            self._read = self._checkpoint.tensors("weight", self._together_with(name))
+        return self._read[name]
+
+    def _together_with(self, name: str) -> list[str]:
+        names, total = [name], 0
+        shapes = self._checkpoint.shapes
+        for after in self._order[self._order.index(name) + 1 :]:
+            total += 4 * math.prod(shapes[after])
+            if total > READ_BYTES:
+                break
+            names.append(after)
+        return names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._checkpoint.shapes)
+        return iter(self._order)
 
     def __len__(self) -> int:
-        return len(self._checkpoint.shapes)
+        return len(self._order)
 
 
 def load_model(path: Path, config: Config, device: torch.device) -> GPT:
@@ -137,7 +156,7 @@ def export_command(path: Path, out: Path, precision: str) -> str:
     """Write a checkpoint as a Hugging Face model folder; returns the architecture's name."""
     source = newest(path)
     config = saved_config(source)
-    weights = Weights(open_checkpoint(source))
+    weights = Weights(open_checkpoint(source), export_order(config.model))
     return export_model(
         config.model, weights, out, load_tokenizer(config.tokenizer), DTYPES[precision]
     )
@@ -202,7 +221,7 @@ def evaluate_command(
     if config.evaluate.batches == 0:
         raise UserError("evaluate.batches: 0, need at least 1")
     config.train.compile = False  # a few batches would not repay it
-    is_local = nproc is not None or identify(os.environ).source == "alone"
+    is_local = nproc is not None or identify(os.environ).world_size == 1
     _refuse_unused(overrides, ("train.compile", *(("machine", "partition") if is_local else ())))
     if is_local:
         config.machine = {"levels": {"world": {}}, "device": {"name": _device_name(config)}}
@@ -225,7 +244,12 @@ def evaluate_command(
                 show(describe(target.checkpoint, found))
         return 0
 
-    return launch(config, body, nproc, partial(check_training, config, parts=("valid",)))
+    def check(ranks: int) -> None:
+        if not is_local:
+            check_present(load_machine(config.machine).device, identify(os.environ), False)
+        check_training(config, ranks, parts=("valid",))
+
+    return launch(config, body, nproc, check)
 
 
 def _agree_on(checkpoint: Path, hierarchy: Hierarchy) -> None:

@@ -1,5 +1,6 @@
 """Everything one rank trains with, put together from a configuration."""
 
+import os
 from dataclasses import dataclass
 from functools import partial
 
@@ -62,6 +63,8 @@ class Trainer:
 def build_trainer(config: Config, arrangement: Arrangement, hierarchy: Hierarchy) -> Trainer:
     """Model, optimizer and data at step 0, sharded; no rank ever holds the whole model."""
     if config.train.deterministic:
+        # cuBLAS's own condition, without which torch refuses every matrix product.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     model, engine = build_model(config, arrangement, hierarchy)
     masters = [unit.master for unit in engine.units]

@@ -1,9 +1,10 @@
 """How a rank ends when others are lost or nothing moves any more: in bounded time, for one reason.
 
-Three things set it off: an exception of this rank, another rank's alarm, or a step that does not
-end. Each leads to the same roll call (see `cluster/rollcall.py`), and after it every rank leaves:
-rank 0 with the line that says who was lost or that the run hung, the others without a word. The
-main thread may be stuck in a collective for good, so the threads here end the process themselves.
+Four things set it off: an exception of this rank, another rank's alarm, the end of a rank beside it
+on its host, or a step that does not end. Each leads to the same roll call (see
+`cluster/rollcall.py`), and after it every rank leaves: rank 0 with the line that says who was lost
+or that the run hung, the others without a word. The main thread may be stuck in a collective for
+good, so the threads here end the process themselves.
 
 Before the first step only the nodes and their links are tried, which takes seconds. Where that does
 not end, the hosts that do not answer the roll call are listed in bad-nodes.txt; where all answer,
@@ -24,6 +25,7 @@ from pathlib import Path
 from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.join import ALL_PEERS
 from megafrontier.cluster.local import PEER_SECONDS
+from megafrontier.cluster.neighbours import Neighbours
 from megafrontier.cluster.rollcall import (
     Alarm,
     Answers,
@@ -83,6 +85,9 @@ class Watch:
         self._trial_seconds = TRIAL_SECONDS + identity.world_size / TRIAL_RANKS
         self._tries_nodes = self._has_failed = False
         self._step, self._last = 0, time.monotonic()
+        self._neighbours: Neighbours | None = None
+        if identity.source in ("slurm", "torchrun"):
+            self._neighbours = Neighbours(identity)
         self._closed = threading.Event()
         self._ending = threading.Lock()
 
@@ -101,6 +106,8 @@ class Watch:
         if self._roll is not None and not self._is_local:
             ear = self._roll.clone()
             threading.Thread(target=self._listen, args=(ear,), name="listen", daemon=True).start()
+            if self._neighbours is not None:
+                self._neighbours.watch(self._bereft)
 
     def connected(self) -> None:
         """What may not move from here on is more than the nodes."""
@@ -128,7 +135,10 @@ class Watch:
             self._step, self._limit_seconds = step, self._hang_seconds
 
     def close(self) -> None:
-        """The ranks leave in order: a store that goes away means nothing any more."""
+        """The ranks leave in order: a store that goes away means nothing any more, nor does a
+        neighbour. May be called twice."""
+        if self._neighbours is not None and not self._closed.is_set():
+            self._neighbours.leave()
         self._closed.set()
 
     def fail(self, error: Exception) -> None:
@@ -178,6 +188,12 @@ class Watch:
             return
         if alarm.rank != self._identity.rank:  # else the thread that raised it sees to it
             self._end(alarm)
+
+    def _bereft(self, rank: int) -> None:
+        """A neighbour has ended, perhaps for a reason that it is about to tell all ranks."""
+        if not self._closed.wait(self._answer_seconds):
+            reason = f"rank {rank} has ended"
+            self._call(Alarm(self._identity.rank, reason, LOST, hang=True))
 
     def _call(self, alarm: Alarm) -> None:
         """Raise the alarm, unless another rank has, and end."""

@@ -43,7 +43,7 @@ def test_a_dry_run_shows_what_would_be_submitted_and_run():
     assert any(line.startswith("module load") for line in said)
 
 
-@pytest.mark.parametrize("signal", ["USR1", "TERM"])
+@pytest.mark.parametrize("signal", ["USR1", "TERM", "INT"])
 def test_a_signal_after_the_step_does_not_end_the_batch_script(signal):
     """It has a job to requeue yet."""
     script = f"set -eu; . slurm/lib.sh; run_with_signals true; kill -{signal} $$; echo requeued"
@@ -52,6 +52,21 @@ def test_a_signal_after_the_step_does_not_end_the_batch_script(signal):
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.stdout.endswith("requeued\n"), done.stderr
+
+
+def test_ctrl_c_in_an_allocation_asks_the_ranks_to_stop():
+    """They run in the background, where bash keeps the keyboard's signal from them."""
+    waiting = "exec >/dev/null 2>&1 sleep 30"
+    ranks = (
+        f"trap 'echo asked to stop; exit 75' TERM; sleep 0.5; kill -INT $PPID; ({waiting}) & wait"
+    )
+    script = f"set -eu; . slurm/lib.sh; run_with_signals bash -c {shlex.quote(ranks)}"
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=ROOT, env=os.environ | {"home": str(ROOT), "SLURM_JOB_ID": "1"},
+        capture_output=True, text=True, check=False, timeout=20,
+    )  # fmt: skip
+    assert done.stdout == "asked to stop\n", done.stderr
+    assert done.returncode == 75
 
 
 def test_short_options_of_sbatch_take_their_values_along():
@@ -77,10 +92,12 @@ def test_on_frontier_every_job_asks_for_the_disk_that_a_packed_environment_needs
     assert lines.index("#SBATCH --constraint=nvme") > lines.index("# Frontier:")
 
 
-@pytest.mark.parametrize("cluster", ["frontier", "generic"])
-def test_a_job_without_the_callers_environment_knows_what_it_is_to_use(cluster):
-    """sbatch --export=NONE takes it away, and with it the cluster's name and the packed one."""
-    words = ("slurm/train.sbatch", "--nodes=2", "--export=NONE", CONFIG)
+@pytest.mark.parametrize(
+    ("cluster", "export"), [("frontier", "NONE"), ("generic", "nil"), ("generic", "HF_TOKEN,A=1")]
+)
+def test_a_job_without_the_callers_environment_knows_what_it_is_to_use(cluster, export):
+    """sbatch --export takes it away, and with it the cluster's name and the packed one."""
+    words = ("slurm/train.sbatch", "--nodes=2", f"--export={export}", CONFIG)
     said = dry_run(*words, cluster=cluster, MEGAFRONTIER_ENV_TAR="/shared/env.tar.gz")[0]
     (wrapped,) = (word for word in shlex.split(said) if word.startswith("exec env "))
     given = {f"MEGAFRONTIER_CLUSTER={cluster}", "MEGAFRONTIER_ENV_TAR=/shared/env.tar.gz"}
@@ -88,6 +105,11 @@ def test_a_job_without_the_callers_environment_knows_what_it_is_to_use(cluster):
     assert shlex.split(wrapped)[-2:] == [str(ROOT / "slurm" / "train.sbatch"), CONFIG]
     assert "--signal=B:USR1@300" in said
     assert ("--account=ABC123" in said) == (cluster == "frontier")
+
+
+def test_a_job_with_the_callers_environment_is_submitted_as_it_stands():
+    words = ("slurm/train.sbatch", "--nodes=2", "--export=ALL,A=1", CONFIG)
+    assert "--wrap" not in dry_run(*words)[0]
 
 
 def test_frontiers_own_lines_reach_no_other_cluster():
@@ -180,6 +202,35 @@ def test_one_part_of_a_corpus_is_not_made_again_as_all_of_it(tmp_path, tasks, sa
     assert said.format(out=out) in done.stderr
 
 
+def test_parts_that_no_array_has_made_are_not_joined(tmp_path):
+    """--array forgotten with plain sbatch; a dry run in a job does nothing either."""
+    job = {"SLURM_JOB_ID": "1", "SLURMD_NODENAME": "n1", "MEGAFRONTIER_CLUSTER": "generic"}
+
+    def prepare(**variables):
+        return subprocess.run(
+            ["bash", "slurm/prepare.sbatch", "texts", "--tokenizer", "bytes", "--out",
+             str(tmp_path / "corpus")], cwd=ROOT, check=False, capture_output=True, text=True,
+            env=os.environ | job | {"MEGAFRONTIER_PREFIX": sys.prefix} | variables,
+        )  # fmt: skip
+
+    done = prepare()
+    assert done.returncode == 2
+    assert done.stderr.endswith("corpus has no parts, need --array=0-15 or the like to make them\n")
+    for kind in ("idx", "bin"):
+        (tmp_path / f"corpus.part-00001-of-00001.{kind}").touch()
+    assert "megafrontier merge" in prepare(DRY_RUN="1").stdout
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_batch_file_in_an_allocation_is_of_its_own_repository(tmp_path):
+    """Where salloc was called says nothing; there may be another clone."""
+    done = subprocess.run(
+        [ROOT / "slurm" / "train.sbatch"], capture_output=True, text=True, check=False,
+        env=os.environ | {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert "CONFIG: not given" in done.stderr
+
+
 def test_what_a_job_would_lack_is_warned_of_before_it_waits(tmp_path):
     """A corpus, say, which may be on the nodes' own disks."""
     command = [sys.executable, "slurm/describe.py", "--nodes=4", "configs/gpt-125m.yaml"]
@@ -192,10 +243,11 @@ def test_what_a_job_would_lack_is_warned_of_before_it_waits(tmp_path):
         return [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
 
     assert warnings() == []
-    (line,) = warnings(f"data.train=[{{path: {tmp_path}/corpus}}]")
-    assert line == (
+    corpus, torch = warnings(f"data.train=[{{path: {tmp_path}/corpus}}]")
+    assert corpus == (
         f"warning: here {tmp_path}/corpus.idx: cannot read the corpus: No such file or directory"
     )
+    assert torch.startswith("warning: here torch is one for CPUs alone, need one for MI250X GCD; ")
     (line,) = warnings("machine=laptop")
     assert line.startswith("warning: machine: states no device.ranks_per_host, so nothing is ")
 

@@ -78,6 +78,20 @@ def test_an_attempt_that_ends_in_order_starts_the_count_anew(config, tmp_path, c
     assert all(attempt(config, tmp_path, 7, end) for end in ends)
 
 
+def test_a_run_that_is_always_stopped_before_its_first_step_is_given_up(config, tmp_path):
+    """The signal before a time limit that start-up and one step do not fit in."""
+    for _ in range(LIMIT):
+        attempt(config, tmp_path, 7, STOPPED, resumed=7)
+    with pytest.raises(RunFailed, match="step 8: the last 3 attempts"):
+        attempt(config, tmp_path, 7, STOPPED, resumed=7)
+
+
+def test_a_run_that_does_a_step_between_two_stops_goes_on(config, tmp_path):
+    assert all(
+        attempt(config, tmp_path, step + 1, STOPPED, resumed=step) for step in range(2 * LIMIT)
+    )
+
+
 @pytest.mark.parametrize("resumed", [[100, 150, 200, 250, 300], [400, 100, 100, 90, 80]])
 def test_a_run_that_has_saved_more_or_was_sent_back_gets_on(config, tmp_path, resumed):
     """Though it gets nowhere near the step that an attempt before had reached."""

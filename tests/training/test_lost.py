@@ -141,6 +141,18 @@ def test_a_launchers_ranks_name_the_one_that_was_killed(folder, victim):
         assert f'"ended": {LOST}' in attempts(folder, name)
 
 
+def test_a_killed_rank_is_noticed_though_no_connection_to_it_breaks(folder):
+    """As on a device, whose collectives wait for it for ever."""
+    act = f"{KILL} if trainer.hierarchy.rank else {SLEEP}"
+    script = AT_STEP.replace(" and trainer.hierarchy.rank == {rank}", "").format(step=3, act=act)
+    begin = time.monotonic()
+    code, told = launched(folder, "beside", script)[0]
+    assert time.monotonic() - begin < 100, "train.hang_seconds is 600"
+    assert code == LOST
+    lost = "megafrontier: rank 1 on frontier00001: lost, no answer; rank 1 has ended, stacks in "
+    assert told.startswith(lost)
+
+
 def test_ranks_that_evaluate_do_not_wait_for_one_that_failed(folder):
     runs.run(folder / "config.yaml", 2, f"run.directory={folder}/evaluated", *MACHINE)
     ended = launched(folder, "evaluated", EVALUATE)

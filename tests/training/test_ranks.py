@@ -50,6 +50,6 @@ def test_several_communicators_at_once_are_warned_of_where_they_have_hung(tmp_pa
         config = runs.load(path, "machine=frontier", f"partition.overlap={overlap}")
         told = [line for line in foresee(config, 16) if line.startswith("warning: ")]
         assert len(told) == warnings
-    assert told[0].startswith("warning: partition.overlap: full, but on MI250X ")
+    assert told[0].startswith("warning: partition.overlap: full, but RCCL ")
     config = runs.load(path, "machine=nvlink8", "partition.overlap=full")
     assert not [line for line in foresee(config, 8) if line.startswith("warning: ")]

@@ -1,7 +1,9 @@
 """Which checkpoint a run goes on from, and what it does with the others."""
 
 import pytest
+import torch
 
+from megafrontier.checkpoint.read import open_checkpoint
 from megafrontier.errors import StorageFailed, UserError
 from megafrontier.training import resuming
 from tests.training import runs
@@ -104,6 +106,34 @@ def test_a_run_begins_at_a_named_checkpoint_and_goes_on_from_its_own(
     assert not list(tmp_path.glob("run/checkpoints/*.superseded"))
 
 
+def test_a_run_may_begin_at_step_0_with_the_weights_of_another(config_file, tmp_path, imported):
+    """To fine-tune: optimizer, schedule and data are new; and the job in the queue goes on."""
+    other = open_checkpoint(tmp_path / "other" / "checkpoints" / "step-00000002")
+    new = (*runs.ONE, imported, "checkpoint.weights_only=true")
+    still = ("optimizer.lr=0", f"run.directory={tmp_path}/still", "train.steps=1", "run.seed=9")
+    (line,) = runs.run(config_file, 1, *new, *still, "schedule.warmup_steps=0")
+    assert line["step"] == 1
+    begun = open_checkpoint(tmp_path / "still" / "checkpoints" / "step-00000001")
+    for name in other.shapes:
+        assert torch.equal(begun.tensor("weight", name), other.tensor("weight", name))
+        assert not torch.equal(begun.tensor("exp_avg", name), other.tensor("exp_avg", name))
+    assert begun.manifest.extra["optimizer_steps"] == 1
+    assert begun.manifest.extra["data"] == [1, 16]
+    assert "weights of " in runs.log(tmp_path / "still")
+    assert "warning" not in runs.log(tmp_path / "still"), "of another order of the data"
+    for stop in (2, 4):
+        lines = runs.run(config_file, 4, *new[len(runs.ONE) :], f"train.stop_at={stop}")
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("resume", ["auto", "never", "{run}/checkpoints/step-00000002"])
+def test_the_weights_alone_are_another_runs(config_file, tmp_path, resume):
+    wanted = f"checkpoint.resume={resume.format(run=tmp_path / 'run')}"
+    config = runs.load(config_file, *runs.ONE, wanted, "checkpoint.weights_only=true")
+    with pytest.raises(UserError, match="weights_only is true; need the path of another run's"):
+        runs.train(config, 1)
+
+
 def test_a_requeued_job_goes_back_to_a_checkpoint_of_its_own_once(
     config_file, tmp_path, monkeypatch
 ):
@@ -203,7 +233,9 @@ def test_a_requeued_job_that_was_to_begin_new_goes_on(config_file, tmp_path, mon
 
 def test_a_run_cannot_begin_where_it_is_to_end(config_file, tmp_path, imported, capfd):
     assert runs.train(runs.load(config_file, *runs.ONE, imported, "train.steps=2"), 1) == 2
-    assert "train.steps: 2, need more than 2, the step of " in capfd.readouterr().err
+    error = capfd.readouterr().err
+    assert "train.steps: 2, need more than 2, the step of " in error
+    assert ", or checkpoint.weights_only=true\n" in error
     runs.run(config_file, 1, *runs.ONE, imported)
     runs.run(config_file, 1, *runs.ONE, imported)
     assert runs.log(tmp_path / "run").count("train.steps: 8: reached, nothing left to do") == 1
