@@ -289,6 +289,40 @@ def test_generated_tokens_are_the_tokenizers(life, capfd, monkeypatch):
     assert found["vocab_size"] == 300
 
 
+@pytest.mark.parametrize("command", ["generate", "evaluate", "export"])
+def test_a_damaged_tokenizer_in_a_checkpoint_is_not_used(life, tmp_path, capfd, command):
+    """It may still load, and give wrong text."""
+    copy = tmp_path / "step-00000030"
+    shutil.copytree(life / "run" / "checkpoints" / copy.name, copy)
+    model = next(path for path in sorted((copy / "tokenizer").iterdir()) if path.is_file())
+    model.write_bytes(model.read_bytes()[:-1] + b"?")
+    words = {"generate": ["--prompt", "x"], "export": ["--out", str(tmp_path / "out")]}
+    assert main([command, str(copy), *words.get(command, [])]) == 2
+    assert f"{model}: checksum does not match" in capfd.readouterr().err
+
+
+def test_what_is_exported_is_read_in_few_passes(life, tmp_path, monkeypatch):
+    """Each may open every file: one parameter lies in as many as its share of the unit."""
+    whole = tmp_path / "whole"
+    standalone.export_command(life / "run", whole, "fp32")
+    reads = []
+    tensors = standalone.Checkpoint.tensors
+
+    def counted(checkpoint, state, names):
+        reads.append(len(names))
+        return tensors(checkpoint, state, names)
+
+    monkeypatch.setattr(standalone.Checkpoint, "tensors", counted)
+    for size, most in ((2**40, 1), (20_000, 12), (1, 1000)):
+        monkeypatch.setattr(standalone, "READ_BYTES", size)
+        reads.clear()
+        standalone.export_command(life / "run", tmp_path / str(size), "fp32")
+        assert 1 <= len(reads) <= most
+        name = "model.safetensors"
+        assert (tmp_path / str(size) / name).read_bytes() == (whole / name).read_bytes()
+    assert set(reads) == {1}
+
+
 def test_greedy_text_is_the_same_each_time_and_a_seed_repeats_the_rest(life, capfd):
     def text(*more):
         words = ("generate", life / "run", "--prompt", "Der Fl", "--max-new-tokens", 8, *more)

@@ -22,7 +22,8 @@ def list_command(path: Path, as_json: bool) -> int:
     else:
         for row in rows:
             state = "whole" if row["whole"] else row["problem"]
-            print(f"{row['step']:>10}  {row['gib']:>10.3f} GiB  {row['saved_at']:<25}  {state}")
+            step = "?" if row["step"] is None else row["step"]
+            print(f"{step:>10}  {row['gib']:>10.3f} GiB  {row['saved_at']:<25}  {state}")
     broken = sum(not row["whole"] for row in rows)
     if broken:
         print(f"megafrontier: {path}: {broken} of {len(rows)} are not whole", file=sys.stderr)
@@ -44,7 +45,7 @@ def _row(path: Path) -> dict[str, Any]:
 def show_command(path: Path, as_json: bool) -> int:
     """Print what one checkpoint holds (of several, the newest). Returns 0."""
     chosen = newest(path)
-    facts = _facts(chosen, open_checkpoint(chosen).manifest)
+    facts = _facts(chosen, read_manifest(chosen))
     if as_json:
         print(json.dumps(facts, indent=2))
         return 0

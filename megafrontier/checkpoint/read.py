@@ -14,8 +14,9 @@ import torch
 
 from megafrontier.checkpoint.errors import CheckpointCorrupt, not_read
 from megafrontier.checkpoint.folder import is_folder
-from megafrontier.checkpoint.manifest import FILE_NAME, Manifest, piece_file
+from megafrontier.checkpoint.manifest import FILE_NAME, Attached, Manifest, piece_file
 from megafrontier.checkpoint.piece import PieceFile, file_size
+from megafrontier.checkpoint.seal import crc32_hex
 from megafrontier.errors import UserError
 from megafrontier.partition.layout import Layout
 
@@ -55,6 +56,20 @@ def read_manifest(path: Path) -> Manifest:
     except OSError as error:
         raise not_read(path / FILE_NAME, error) from error
     return Manifest.decode(text, path / FILE_NAME)
+
+
+def attached_problem(path: Path, file: Attached) -> str | None:
+    """What is wrong with a file beside the pieces of the checkpoint at `path`, by all of its bytes;
+    None when it is as it was written."""
+    try:
+        data = (path / file.path).read_bytes()
+    except OSError as error:
+        return f"{path / file.path}: missing: {error.strerror}"
+    if len(data) != file.size:
+        return f"{path / file.path}: {len(data)} bytes, need {file.size}: cut short or grown"
+    if crc32_hex(data) != file.crc32:
+        return f"{path / file.path}: checksum does not match: changed since it was written"
+    return None
 
 
 def _needed_files(manifest: Manifest, rank: int, size: int) -> Iterator[tuple[str, int]]:

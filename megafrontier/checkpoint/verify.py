@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 
 from megafrontier.checkpoint.errors import CheckpointUnreadable
-from megafrontier.checkpoint.manifest import Attached, Manifest, piece_file
+from megafrontier.checkpoint.manifest import Manifest, piece_file
 from megafrontier.checkpoint.piece import PieceFile, Stored
-from megafrontier.checkpoint.read import read_manifest
-from megafrontier.checkpoint.seal import crc32_hex
+from megafrontier.checkpoint.read import attached_problem, read_manifest
 from megafrontier.errors import UserError
 
 UNSOUND = (UserError, CheckpointUnreadable)
@@ -50,7 +49,7 @@ def verify(path: Path) -> VerifyReport:
         manifest = read_manifest(path)
     except UNSOUND as error:
         return VerifyReport(path, (str(error),), 1, 0, time.monotonic() - started)
-    problems = [p for file in manifest.files if (p := _attached_problem(path, file)) is not None]
+    problems = [p for file in manifest.files if (p := attached_problem(path, file)) is not None]
     covered: Covered = []
     # Checksums and reads leave the interpreter lock, and parallel file systems want many readers.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -61,18 +60,6 @@ def verify(path: Path) -> VerifyReport:
     read = sum((stop - start) * manifest.states[key[0]].itemsize for key, start, stop in covered)
     files = 1 + len(manifest.files) + manifest.pieces
     return VerifyReport(path, tuple(problems), files, read, time.monotonic() - started)
-
-
-def _attached_problem(path: Path, file: Attached) -> str | None:
-    try:
-        data = (path / file.path).read_bytes()
-    except OSError as error:
-        return f"{path / file.path}: missing: {error.strerror}"
-    if len(data) != file.size:
-        return f"{path / file.path}: {len(data)} bytes, need {file.size}: cut short or grown"
-    if crc32_hex(data) != file.crc32:
-        return f"{path / file.path}: checksum does not match: changed since it was written"
-    return None
 
 
 def _check_piece(path: Path, manifest: Manifest, piece: int) -> tuple[list[str], Covered]:

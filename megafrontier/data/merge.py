@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megafrontier.data.indexed import IndexedDataset, bin_path
+from megafrontier.data.indexed import IndexedDataset, bin_path, idx_path
 from megafrontier.data.writer import Corpus, IndexSpool
 from megafrontier.errors import UserError
 
@@ -37,7 +37,9 @@ def merge(prefixes: Sequence[str], out: str | Path, workers: int | None = None) 
     workers = workers if workers is not None else 2 * len(os.sched_getaffinity(0))
     if workers < 1:
         raise UserError(f"--workers: {workers}, need at least 1")
-    parts = [IndexedDataset(prefix) for prefix in prefixes]
+    parts = [IndexedDataset(prefix) for prefix in prefixes if not _is_empty(prefix)]
+    if not parts:
+        raise UserError(f"{', '.join(prefixes)}: no text in them, need a corpus with some")
     _check(parts, out)
     with Corpus(out, parts[0].dtype) as corpus:
         corpus.data.truncate(sum(part.tokens.nbytes for part in parts))
@@ -46,6 +48,12 @@ def merge(prefixes: Sequence[str], out: str | Path, workers: int | None = None) 
             _copy_index(part, corpus.index)
         corpus.publish()
         return corpus.index.documents
+
+
+def _is_empty(prefix: str) -> bool:
+    """Whether it is what `prepare` makes of a share without text."""
+    tokens = bin_path(prefix)
+    return idx_path(prefix).is_file() and tokens.is_file() and tokens.stat().st_size == 0
 
 
 def _check(parts: Sequence[IndexedDataset], out: str | Path) -> None:

@@ -107,7 +107,7 @@ def prepare(
     the text, `split` the split of a `datasets` dataset. `part` (number from 1, of how many) takes
     one share of the inputs' files; merged in order, the shares are what one process would write.
     Empty texts are left out. Raises UserError for inputs that cannot be read, bad text, and when no
-    text is left.
+    text is left; a share without any becomes a corpus of nothing, for `merge` alone.
     """
     workers = workers if workers is not None else len(os.sched_getaffinity(0))
     if workers < 1:
@@ -117,7 +117,7 @@ def prepare(
     total = sum(source.file_bytes for source in reader.sources)
     with _Workers(job, workers) as pool, Corpus(out, _dtype(job)) as corpus, Progress(total) as bar:
         summary = _write(pool.encode(reader.batches()), corpus, bar, reader)
-        if summary.tokens == 0:
+        if summary.tokens == 0 and part[1] == 1:
             raise UserError(f"{', '.join(inputs)}: no text in it, need a corpus with some")
         corpus.publish()
     return summary

@@ -293,7 +293,7 @@ def _cut_rows(rows: Rows) -> Iterator[Rows]:
 def _payload_bytes(payload: bytes | Rows) -> int:
     if isinstance(payload, bytes):
         return len(payload)
-    return sum(len(row) for row in payload if isinstance(row, str))
+    return sum(len(row) for row in payload if isinstance(row, str | bytes))
 
 
 def _read_lines(name: str, stream: Stream) -> Iterator[Piece]:
@@ -325,15 +325,41 @@ def _parquet_rows(source: Source, key: str) -> Iterator[Rows]:
         with pyarrow.parquet.ParquetFile(source.name) as file:
             _check_column(source, key, file.schema_arrow.names)
             for rows in file.iter_batches(_ROWS, columns=[key]):
-                yield rows.column(0).to_pylist()
+                yield _values(rows.column(0))
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{source.name}: cannot read the parquet file: {error}") from error
 
 
 def _dataset_rows(source: Source, key: str) -> Iterator[Rows]:
+    import pyarrow
+
     _check_column(source, key, source.table.column_names)
-    for rows in source.table.select_columns([key]).iter(_ROWS):
-        yield rows[key]
+    table = source.table.select_columns([key]).with_format("arrow")
+    try:
+        for rows in table.iter(_ROWS):
+            yield _values(rows.column(0))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{source.name}: cannot read the dataset: {error}") from error
+
+
+def _values(column: Any) -> Rows:
+    """A column's values. Where some of its strings are no UTF-8, which not every writer looks at,
+    those come as bytes."""
+    import pyarrow
+
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        is_large = pyarrow.types.is_large_string(column.type)
+        raw = column.cast(pyarrow.large_binary() if is_large else pyarrow.binary())
+        return [_decoded(value) for value in raw.to_pylist()]
+
+
+def _decoded(value: bytes | None) -> str | bytes | None:
+    try:
+        return value if value is None else value.decode()
+    except UnicodeDecodeError:
+        return value
 
 
 def _check_column(source: Source, key: str, columns: list[str]) -> None:

@@ -296,7 +296,10 @@ def _read_marker(folder: Path) -> str | None:
 
 def _marker(folder: Path) -> dict[str, Any]:
     marker = folder / MARKER
-    return json.loads(marker.read_text()) if marker.is_file() else {}
+    try:
+        return json.loads(marker.read_text()) if marker.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"{marker}: cut short or changed, need the folder written anew") from error
 
 
 def _is_rewritten(folder: Path) -> bool:

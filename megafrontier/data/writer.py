@@ -91,6 +91,7 @@ class Corpus:
             raise UserError(f"{prefix}: cannot write there: {error.strerror}") from error
         self.data.truncate(0)
         self.index = IndexSpool(self.bin.parent)
+        self._has_names = False
 
     def __enter__(self) -> Self:
         return self
@@ -104,6 +105,7 @@ class Corpus:
         self.idx.unlink(missing_ok=True)
         self.partial_bin.rename(self.bin)
         partial_path(self.idx).rename(self.idx)
+        self._has_names = True  # what is called partial from here on is another writer's
         folder = os.open(self.bin.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
@@ -114,7 +116,7 @@ class Corpus:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for path in (self.bin, self.idx):
+        for path in () if self._has_names else (self.bin, self.idx):
             partial_path(path).unlink(missing_ok=True)
         # A full disk refuses the last buffers again; `error` has already said so.
         with suppress(OSError):

@@ -250,7 +250,7 @@ def _load(translation: Translation, files: _TensorFiles) -> Tensor:
     tensors = [files.get(name) for name in translation.theirs]
     try:
         return translation.load(tensors).contiguous()
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, IndexError) as error:
         names = ", ".join(translation.theirs)
         raise UserError(
             f"{files.folder}: tensor {names}: not as config.json says: {error}"

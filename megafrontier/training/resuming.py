@@ -24,7 +24,7 @@ from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.config import Config, ModelConfig
 from megafrontier.errors import StorageFailed, UserError, of_os_error
 from megafrontier.partition import Engine
-from megafrontier.training.attempts import has_begun, note_begun
+from megafrontier.training.attempts import has_begun, note_begun, reached_step
 from megafrontier.training.likeness import changes, check_model, old_position
 from megafrontier.training.logbook import Logbook
 from megafrontier.training.saving import checkpoint_root, shards
@@ -115,6 +115,7 @@ def resume(trainer: Trainer, logbook: Logbook) -> None:
         trainer.hierarchy.together(partial(_refuse_old_checkpoints, trainer, root))
         trainer.hierarchy.together(partial(_note_begun, trainer))
         return
+    trainer.hierarchy.together(partial(_refuse_loose_link, trainer, root))
     found = None if is_back else open_newest(root, load, trainer.hierarchy, logbook.remark)
     if found is not None and path is not None and not leads_back(config):
         logbook.remark(f"checkpoint.resume: {path}: not used, the run has checkpoints of its own")
@@ -124,6 +125,7 @@ def resume(trainer: Trainer, logbook: Logbook) -> None:
         load = partial(load, is_start=is_start)
         found = load_checkpoint(Path(one), load, trainer.hierarchy)
     if found is None:
+        _say_lost(trainer, root, logbook)
         return
     _go_on_from(found, trainer, is_start, logbook)
     if is_back:
@@ -167,6 +169,23 @@ def _by_rank_0(hierarchy: Hierarchy, look: Callable[[], str]) -> str:
 
     hierarchy.together(act)
     return from_rank_0(hierarchy, seen)
+
+
+def _refuse_loose_link(trainer: Trainer, root: Path) -> None:
+    """Without the storage that it leads to, the run would begin anew and could not save."""
+    if trainer.is_first and root.is_symlink() and not root.exists():
+        raise StorageFailed(f"{root}: leads to {root.readlink()}, which is not there")
+
+
+def _say_lost(trainer: Trainer, root: Path, logbook: Logbook) -> None:
+    """That a run which has been further begins at step 0: perhaps its checkpoints are away."""
+    if trainer.is_first:
+        reached = reached_step(Path(trainer.config.run.directory) / "metrics.jsonl")
+        if reached:
+            logbook.remark(
+                f"warning: {root}: no checkpoints, though metrics.jsonl has step {reached}; "
+                "beginning at step 0"
+            )
 
 
 def _say_done(trainer: Trainer, path: Path, is_start: bool, logbook: Logbook) -> None:

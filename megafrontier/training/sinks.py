@@ -63,8 +63,9 @@ class JsonLines:
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
         """Open `path` to append; lines of steps after `resume_step` are dropped first.
 
-        They stem from steps that ran after the last checkpoint and will run again. None keeps
-        them all. A last line that a kill cut short is dropped in either case.
+        They stem from steps that ran after the last checkpoint and will run again, and are kept in
+        metrics.superseded.jsonl beside it: some are of a line of training that was given up. None
+        keeps them all. A last line that a kill cut short is dropped in either case.
         Raises UserError when the file cannot be written, StorageFailed where the storage fails.
         """
         try:
@@ -197,6 +198,10 @@ def _keep_lines(path: Path, resume_step: int | None) -> None:
     kept = [line for line in lines if line.endswith("\n") and _is_due(line, resume_step)]
     if kept == lines:
         return
+    dropped = [line for line in lines if line.endswith("\n") and not _is_due(line, resume_step)]
+    if dropped:
+        with path.with_name(f"{path.stem}.superseded.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(dropped)
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.writelines(kept)

@@ -12,9 +12,15 @@ from typing import Any
 import torch
 
 from megafrontier.checkpoint.crowd import Alone, from_rank_0
+from megafrontier.checkpoint.errors import CheckpointCorrupt
 from megafrontier.checkpoint.folder import candidates, newest, step_folder, step_of
 from megafrontier.checkpoint.manifest import Manifest
-from megafrontier.checkpoint.read import Checkpoint, open_checkpoint, read_manifest
+from megafrontier.checkpoint.read import (
+    Checkpoint,
+    attached_problem,
+    open_checkpoint,
+    read_manifest,
+)
 from megafrontier.checkpoint.resume import load_checkpoint
 from megafrontier.checkpoint.write import save
 from megafrontier.cluster.hierarchy import Hierarchy
@@ -53,9 +59,13 @@ def saved_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The config a checkpoint was trained with, and its own copy of the tokenizer, unless
     `overrides` name another.
 
-    Raises UserError for overrides that do not fit it.
+    Raises UserError for overrides that do not fit it, CheckpointCorrupt for a damaged tokenizer.
     """
-    config = config_from_dict(dict(read_manifest(path).config), str(path), overrides)
+    manifest = read_manifest(path)
+    for file in manifest.files:
+        if (problem := attached_problem(path, file)) is not None:
+            raise CheckpointCorrupt(problem)
+    config = config_from_dict(dict(manifest.config), str(path), overrides)
     if (path / "tokenizer").is_dir() and not any(o.startswith("tokenizer=") for o in overrides):
         config.tokenizer = str(path / "tokenizer")
     return config

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megafrontier.checkpoint.manifest import piece_file
+from megafrontier.checkpoint.manifest import FILE_NAME, piece_file
 from megafrontier.cli import main
 from megafrontier.errors import LOST
 from tests.checkpoint.helpers import SHAPES, flip, save_all
@@ -36,6 +36,14 @@ def test_list_names_what_is_not_whole(run, capsys):
     first, second = json.loads(capsys.readouterr().out)
     assert (first["whole"], second["whole"]) == (False, True)
     assert "00000001.safetensors: missing" in first["problem"]
+
+
+def test_list_tells_of_a_damaged_one_under_another_name(run, capsys):
+    path = run / "checkpoints" / "step-00000200"
+    (path / FILE_NAME).write_text("{}")
+    path.rename(aside := path.with_name("best"))
+    assert main(["checkpoint", "list", str(aside)]) == 2
+    assert capsys.readouterr().out.split()[0] == "?"
 
 
 def test_show_tells_tensors_states_and_config_of_the_newest(run, capsys):

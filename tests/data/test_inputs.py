@@ -88,6 +88,28 @@ def test_a_packed_text_is_a_text(tmp_path: Path) -> None:
     assert prepared(tmp_path, tmp_path / "x.txt.gz") == ["some text"]
 
 
+@pytest.mark.parametrize("kind", ["parquet", "dataset"])
+def test_a_row_that_is_no_utf8_is_named_and_may_be_left_out(tmp_path: Path, kind: str) -> None:
+    """Not every writer looks at what it calls a string."""
+    import pyarrow
+    import pyarrow.parquet
+
+    raw = pyarrow.array([b"good", b"b\xffd", None, b"gut"], pyarrow.binary())
+    texts = pyarrow.Array.from_buffers(pyarrow.string(), 4, raw.buffers())
+    table = pyarrow.table({"text": texts})
+    if kind == "parquet":
+        source = tmp_path / "x.parquet"
+        pyarrow.parquet.write_table(table, source)
+    else:
+        import datasets
+
+        source = tmp_path / "x"
+        datasets.Dataset(datasets.table.InMemoryTable(table)).save_to_disk(source)
+    with pytest.raises(UserError, match=r"row 1: column 'text': byte 1: invalid UTF-8 \(0xff"):
+        prepared(tmp_path, source)
+    assert prepared(tmp_path, source, skip_bad=True) == ["good", "gut"]
+
+
 def test_parquet_is_read(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet

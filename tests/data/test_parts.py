@@ -46,6 +46,24 @@ def test_parts_merged_in_order_are_what_one_process_writes(tmp_path: Path) -> No
     assert read_corpus(tmp_path / "cut") == read_corpus(tmp_path / "whole")
 
 
+def test_a_part_without_text_is_joined_as_nothing(tmp_path: Path, capsys) -> None:
+    """Or the array job that it is a task of would never end well."""
+    for number, text in enumerate(["a", "", "\n", "b"]):
+        (tmp_path / f"{number}.jsonl").write_text(
+            f'{{"text": "{text}"}}\n' if text.strip() else text
+        )
+    common = [str(tmp_path), "--tokenizer", "bytes", "--append-eod", "--workers", "1"]
+    assert main(["prepare", *common, "--out", str(tmp_path / "whole")]) == 0
+    prefixes = [str(tmp_path / f"cut.part-{part:05d}-of-00004") for part in (1, 2, 3, 4)]
+    for part in (1, 2, 3, 4):
+        assert main(["prepare", *common, "--out", f"{tmp_path}/cut", "--part", f"{part}/4"]) == 0
+    assert main(["merge", *prefixes, "--out", str(tmp_path / "cut")]) == 0
+    assert read_corpus(tmp_path / "cut") == read_corpus(tmp_path / "whole")
+    capsys.readouterr()
+    assert main(["merge", *prefixes[1:3], "--out", str(tmp_path / "none")]) == 2
+    assert "no text in them" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("part", "said"),
     [

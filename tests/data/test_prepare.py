@@ -299,6 +299,20 @@ def test_two_writers_of_one_corpus_do_not_meet(tmp_path: Path) -> None:
         prepare([write_lines(tmp_path / "x.jsonl", ["x"])], "bytes", tmp_path / "c", 1)
 
 
+def test_a_writer_that_has_published_leaves_the_next_ones_files_alone(tmp_path: Path) -> None:
+    """Which may have begun while the first waited for a slow folder."""
+    from megafrontier.data.writer import Corpus
+
+    dtype = np.dtype(np.uint16)
+    first = Corpus(tmp_path / "c", dtype)
+    first.data.write(b"\1\0")
+    first.index.add(np.array([1], np.int32), np.array([1]))
+    first.publish()
+    with Corpus(tmp_path / "c", dtype) as second:
+        first.__exit__(None, None, None)
+        assert second.partial_bin.exists()
+
+
 def test_merging_equals_preparing_everything_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

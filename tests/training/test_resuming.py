@@ -1,5 +1,7 @@
 """Which checkpoint a run goes on from, and what it does with the others."""
 
+import json
+
 import pytest
 import torch
 
@@ -132,6 +134,24 @@ def test_the_weights_alone_are_another_runs(config_file, tmp_path, resume):
     config = runs.load(config_file, *runs.ONE, wanted, "checkpoint.weights_only=true")
     with pytest.raises(UserError, match="weights_only is true; need the path of another run's"):
         runs.train(config, 1)
+
+
+def test_a_run_whose_checkpoints_are_away_says_so_and_loses_no_history(config_file, tmp_path):
+    """Lying elsewhere, on a scratch file system say, which is not there, or empty."""
+    root, scratch = tmp_path / "run" / "checkpoints", tmp_path / "scratch"
+    scratch.mkdir()
+    root.parent.mkdir()
+    root.symlink_to(scratch)
+    runs.run(config_file, 1, *runs.ONE, "train.stop_at=3")
+    scratch.rename(tmp_path / "away")
+    assert runs.train(runs.load(config_file, *runs.ONE), 1) == StorageFailed.code
+    scratch.mkdir()
+    runs.run(config_file, 1, *runs.ONE, "train.stop_at=1")
+    assert f"warning: {root}: no checkpoints, though metrics.jsonl has step 3" in runs.log(
+        tmp_path / "run"
+    )
+    kept = (tmp_path / "run" / "metrics.superseded.jsonl").read_text()
+    assert [json.loads(line)["step"] for line in kept.splitlines()] == [1, 2, 3]
 
 
 def test_a_requeued_job_goes_back_to_a_checkpoint_of_its_own_once(

@@ -65,7 +65,9 @@ def test_a_resumed_run_drops_the_steps_after_its_checkpoint(tmp_path):
     write_steps(second, 7, 8)
     second.close()
     assert [line["step"] for line in lines(path)] == [1, 2, 3, 4, 5, 6, 6, 7, 8]
-    assert list(tmp_path.iterdir()) == [path]
+    superseded = tmp_path / "metrics.superseded.jsonl"
+    assert [line["step"] for line in lines(superseded)] == [7, 8, 9]
+    assert sorted(tmp_path.iterdir()) == [path, superseded]
 
 
 def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path):
@@ -75,6 +77,7 @@ def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path):
     write_steps(sink, 2, 2)
     sink.close()
     assert [line["step"] for line in lines(path)] == [1, 2]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):

@@ -66,6 +66,8 @@ class NeoX:
         rope = settings.rope("rotary_emb_base", "rotary_pct", 0.25)
         hidden = settings.integer("hidden_size", 6144)
         heads = settings.integer("num_attention_heads", 64)
+        if heads > hidden:
+            raise settings.error("num_attention_heads", heads, f"need at most {hidden}")
         return ModelConfig(
             layers=settings.integer("num_hidden_layers", 44),
             hidden=hidden,
