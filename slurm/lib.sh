@@ -281,10 +281,10 @@ run_with_signals() {
     # Not local: the traps outlive this function, and an unset name would end the script in one.
     child=$!
     # Never CONT: Slurm sends it together with USR1, and bash would lose one of the two.
-    trap 'kill -USR1 "$child" 2>/dev/null || true' USR1
-    # INT is for this script alone, from the keyboard of an allocation: what runs in the background
-    # does not hear of it.
-    trap 'kill -TERM "$child" 2>/dev/null || true; before_kill' TERM INT
+    # INT comes from the keyboard of an allocation, and what runs in the background does not hear of
+    # it. USR1 is what srun hands on to the ranks: at TERM it kills them.
+    trap 'kill -USR1 "$child" 2>/dev/null || true' USR1 INT
+    trap 'kill -TERM "$child" 2>/dev/null || true; before_kill' TERM
     [ -z "$is_asked_to_stop" ] || kill -USR1 "$child"
     # In the background, because bash delays traps while it waits for a child in the foreground;
     # `wait` ends at each signal.

@@ -51,14 +51,14 @@ def groups_of(
     collective: the groups would not inherit the world's, and NCCL's own is 10 minutes. With
     `has_small_messages` a communicator on a device is made for these alone.
     """
-    options = _one_channel(timeout) if has_small_messages and device.type == "cuda" else None
+    has_one_channel = has_small_messages and device.type == "cuda"
     # Each rank creates only its own groups: creating everybody's would be O(world) work a rank.
     return tuple(
         dist.new_group(
             levels.peers(rank, level),
             timeout=timeout,
             backend=None if device.type == "cuda" else _gloo(),
-            pg_options=options,
+            pg_options=_one_channel(timeout) if has_one_channel else None,  # torch keeps each
             use_local_synchronization=True,
         )
         if size > 1

@@ -24,21 +24,26 @@ class Neighbours:
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
         self._own = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # Without a socket of its own, on a system other than Linux say, a rank is not watched.
+        # Without a socket of its own, on a system other than Linux say, a rank takes no part.
+        self._takes_part = False
         with suppress(OSError):
             self._own.bind(self._name(identity.rank))
             self._own.listen(2)
+            self._takes_part = True
 
     def _name(self, rank: int) -> str:
         """Of no file (Linux's abstract names), and of this run's present start alone."""
         who = self._identity
-        place = who.rendezvous if who.source == "slurm" else os.environ.get("MASTER_PORT", "")
+        place = who.rendezvous
+        if who.source == "torchrun":  # whose rendezvous says "the environment"
+            names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+            place = " ".join(os.environ.get(name, "") for name in names)
         return f"\0megafrontier {place} {who.restarts} {rank}"
 
     def watch(self, lost: Callable[[int], None]) -> None:
         """Call `lost`, on a thread, with the number of a neighbour that ends without `leave`."""
         for rank in (self._identity.rank - 1, self._identity.rank + 1):
-            connection = self._connect(rank) if rank > 0 else None
+            connection = self._connect(rank) if self._takes_part and rank > 0 else None
             if connection is not None:
                 waiting = (rank, connection, lost)
                 threading.Thread(target=_await, args=waiting, name="beside", daemon=True).start()
@@ -46,11 +51,13 @@ class Neighbours:
     def _connect(self, rank: int) -> socket.socket | None:
         """None where that rank is on another host."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.setblocking(False)  # where the queue there is full, it is not for this rank
         try:
             connection.connect(self._name(rank))
         except OSError:
             connection.close()
             return None
+        connection.setblocking(True)
         return connection
 
     def leave(self) -> None:
@@ -59,7 +66,7 @@ class Neighbours:
         with suppress(OSError):  # of nobody who has yet to be told
             while True:
                 connection, _ = self._own.accept()
-                with connection:
+                with connection, suppress(OSError):  # of one that has left before
                     connection.sendall(_FAREWELL)
         self._own.close()
 

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from megafrontier.data.indexed import IndexedDataset, bin_path, idx_path
+from megafrontier.data.indexed import (
+    HEADER,
+    MAGIC,
+    VERSION,
+    IndexedDataset,
+    bin_path,
+    idx_path,
+)
 from megafrontier.data.writer import Corpus, IndexSpool
 from megafrontier.errors import UserError
 
@@ -51,9 +58,16 @@ def merge(prefixes: Sequence[str], out: str | Path, workers: int | None = None) 
 
 
 def _is_empty(prefix: str) -> bool:
-    """Whether it is what `prepare` makes of a share without text."""
-    tokens = bin_path(prefix)
-    return idx_path(prefix).is_file() and tokens.is_file() and tokens.stat().st_size == 0
+    """Whether it is what `prepare` makes of a share without text: by its index, for the .bin alone
+    may have been cut off."""
+    index, tokens = idx_path(prefix), bin_path(prefix)
+    if not (index.is_file() and tokens.is_file() and tokens.stat().st_size == 0):
+        return False
+    text = index.read_bytes() if index.stat().st_size == HEADER.size + 8 else b""
+    if len(text) != HEADER.size + 8:
+        return False
+    magic, version, _, sequences, entries = HEADER.unpack_from(text)
+    return (magic, version, sequences, entries) == (MAGIC, VERSION, 0, 1)
 
 
 def _check(parts: Sequence[IndexedDataset], out: str | Path) -> None:

@@ -62,11 +62,11 @@ def saved_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Raises UserError for overrides that do not fit it, CheckpointCorrupt for a damaged tokenizer.
     """
     manifest = read_manifest(path)
-    for file in manifest.files:
-        if (problem := attached_problem(path, file)) is not None:
-            raise CheckpointCorrupt(problem)
     config = config_from_dict(dict(manifest.config), str(path), overrides)
     if (path / "tokenizer").is_dir() and not any(o.startswith("tokenizer=") for o in overrides):
+        for file in manifest.files:
+            if (problem := attached_problem(path, file)) is not None:
+                raise CheckpointCorrupt(problem)
         config.tokenizer = str(path / "tokenizer")
     return config
 
@@ -85,6 +85,8 @@ class Weights(Mapping[str, torch.Tensor]):
         self._read: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._checkpoint.shapes:
+            raise KeyError(name)
         if name not in self._read:
             self._read = {}  # before the next are read
             self._read = self._checkpoint.tensors("weight", self._together_with(name))

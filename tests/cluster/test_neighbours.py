@@ -15,20 +15,29 @@ def identity(rank, port):
     return Identity(rank, 8, rank, "slurm", f"tcp://frontier00001:{port}", "frontier00001")
 
 
+def be_a_neighbour(who, writer):
+    """What a child does until it is killed, or asked to leave in order."""
+    try:
+        beside = Neighbours(who)
+        signal.signal(signal.SIGTERM, lambda *_: (beside.leave(), os._exit(0)))
+        os.write(writer, b".")
+        time.sleep(60)
+    finally:
+        os._exit(1)
+
+
 @pytest.fixture
 def others():
-    """Processes of ranks 1 to 3 beside one another; number and process of each."""
+    """Processes of ranks 1 and 3, by their numbers."""
     children = {}
-    for rank in (1, 2, 3):
+    for rank in (1, 3):
         reader, writer = os.pipe()
         children[rank] = os.fork()
         if children[rank] == 0:
-            beside = Neighbours(identity(rank, os.getppid()))
-            signal.signal(signal.SIGTERM, lambda *_, beside=beside: (beside.leave(), os._exit(0)))
-            os.write(writer, b".")
-            time.sleep(60)
-            os._exit(1)
-        os.read(reader, 1)
+            be_a_neighbour(identity(rank, os.getppid()), writer)
+        os.close(writer)
+        assert os.read(reader, 1) == b"."
+        os.close(reader)
     yield children
     for child in children.values():
         os.kill(child, signal.SIGKILL)
@@ -58,6 +67,32 @@ def test_a_neighbour_that_is_killed_is_noticed_at_once(others, rank, victim, how
         pass
     me.leave()
     assert found == noticed
+
+
+def test_who_leaves_tells_all_though_one_of_them_has_gone_before():
+    heard = queue.Queue()
+    first, middle, last = (Neighbours(identity(rank, os.getpid())) for rank in (4, 5, 6))
+    first._connect(5).close()
+    last.watch(heard.put)
+    middle.leave()
+    with pytest.raises(queue.Empty):
+        heard.get(timeout=0.3)
+    first.leave()
+    last.leave()
+
+
+def test_torchruns_of_one_port_and_two_addresses_are_two_runs(monkeypatch):
+    heard = queue.Queue()
+    monkeypatch.setenv("MASTER_PORT", f"{os.getpid()}")
+    pairs = []
+    for address in ("frontier00001", "frontier00002"):
+        monkeypatch.setenv("MASTER_ADDR", address)
+        pairs.append([Neighbours(Identity(r, 8, r, "torchrun", "env://", "")) for r in (1, 2)])
+        pairs[-1][0].watch(heard.put)
+    pairs[0][1]._own.close()  # as the kernel does
+    assert heard.get(timeout=5) == 2
+    with pytest.raises(queue.Empty):
+        heard.get(timeout=0.3)
 
 
 def test_a_run_beside_another_one_does_not_hear_of_it(others):

@@ -62,6 +62,9 @@ def test_a_part_without_text_is_joined_as_nothing(tmp_path: Path, capsys) -> Non
     capsys.readouterr()
     assert main(["merge", *prefixes[1:3], "--out", str(tmp_path / "none")]) == 2
     assert "no text in them" in capsys.readouterr().err
+    Path(f"{prefixes[0]}.bin").write_bytes(b"")  # cut off: its index has tokens
+    assert main(["merge", *prefixes, "--out", str(tmp_path / "none")]) == 2
+    assert f"{prefixes[0]}.bin" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
