@@ -58,9 +58,14 @@ def read_manifest(path: Path) -> Manifest:
     return Manifest.decode(text, path / FILE_NAME)
 
 
-def attached_problem(path: Path, file: Attached) -> str | None:
-    """What is wrong with a file beside the pieces of the checkpoint at `path`, by all of its bytes;
-    None when it is as it was written."""
+def attached_problems(path: Path, manifest: Manifest) -> Iterator[str]:
+    """What is wrong with the files beside the pieces of the checkpoint at `path`, by all of their
+    bytes: a line for each that is not as it was written."""
+    found = (_attached_problem(path, file) for file in manifest.files)
+    return (problem for problem in found if problem is not None)
+
+
+def _attached_problem(path: Path, file: Attached) -> str | None:
     try:
         data = (path / file.path).read_bytes()
     except OSError as error:

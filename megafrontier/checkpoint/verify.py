@@ -13,7 +13,7 @@ import torch
 from megafrontier.checkpoint.errors import CheckpointUnreadable
 from megafrontier.checkpoint.manifest import Manifest, piece_file
 from megafrontier.checkpoint.piece import PieceFile, Stored
-from megafrontier.checkpoint.read import attached_problem, read_manifest
+from megafrontier.checkpoint.read import attached_problems, read_manifest
 from megafrontier.errors import UserError
 
 UNSOUND = (UserError, CheckpointUnreadable)
@@ -49,7 +49,7 @@ def verify(path: Path) -> VerifyReport:
         manifest = read_manifest(path)
     except UNSOUND as error:
         return VerifyReport(path, (str(error),), 1, 0, time.monotonic() - started)
-    problems = [p for file in manifest.files if (p := attached_problem(path, file)) is not None]
+    problems = list(attached_problems(path, manifest))
     covered: Covered = []
     # Checksums and reads leave the interpreter lock, and parallel file systems want many readers.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:

@@ -30,6 +30,11 @@ class Identity:
     """How often torchrun has started all ranks anew, in one store."""
 
     @property
+    def has_launcher(self) -> bool:
+        """Whether Slurm or torchrun started it, each rank by itself, not a parent or a person."""
+        return self.source in ("slurm", "torchrun")
+
+    @property
     def host_number(self) -> int:
         """48 bits that stand for the host's name: a float64 carries them to the other ranks."""
         return int.from_bytes(hashlib.sha256(self.host.encode()).digest()[:6], "big")

@@ -223,7 +223,7 @@ def _check_hosts(hierarchy: Hierarchy, identity: Identity) -> None:
 def misplaced(identity: Identity, expected: int | None) -> str | None:
     """What is wrong with the ranks that a launcher put on this rank's host, where the machine file
     has `expected` of them. Local ranks are an arrangement made on purpose and are not checked."""
-    if expected is None or identity.source in ("local", "alone"):
+    if expected is None or not identity.has_launcher:
         return None
     if identity.local_rank < expected and identity.rank % expected == identity.local_rank:
         return None

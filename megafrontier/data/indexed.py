@@ -65,6 +65,7 @@ class IndexedDataset:
         self.prefix = str(prefix)
         idx = _map(idx_path(prefix))
         self.dtype, sequences, entries = _read_header(idx_path(prefix), idx)
+        _check_length(idx_path(prefix), len(idx), sequences, entries)
         at = HEADER.size
         self.sizes: NDArray[np.int32] = np.frombuffer(idx, "<i4", sequences, at)
         at += 4 * sequences
@@ -123,6 +124,17 @@ class IndexedDataset:
         raise UserError(f"{path}: {length} bytes, its .idx knows {need}; it is another corpus'")
 
 
+def is_empty(prefix: str | Path) -> bool:
+    """Whether it is the corpus of nothing that `prepare` makes of a share without text: by its
+    index, for a .bin without tokens may have been cut off. Raises UserError for an index that
+    cannot be read or is foreign."""
+    if not bin_path(prefix).is_file() or bin_path(prefix).stat().st_size > 0:
+        return False
+    idx = _map(idx_path(prefix))
+    _, sequences, entries = _read_header(idx_path(prefix), idx)
+    return (sequences, entries, len(idx)) == (0, 1, HEADER.size + 8)
+
+
 def _map(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as file:
@@ -145,7 +157,7 @@ def _allow_files() -> bool:
 
 
 def _read_header(path: Path, idx: mmap.mmap) -> tuple[np.dtype, int, int]:
-    """(token type, sequences, entries of the document index), checked against the file's size."""
+    """(token type, sequences, entries of the document index)."""
     if len(idx) < HEADER.size:
         raise UserError(f"{path}: truncated at byte {len(idx)}, need a header of {HEADER.size}")
     magic, version, code, sequences, entries = HEADER.unpack_from(idx)
@@ -158,7 +170,6 @@ def _read_header(path: Path, idx: mmap.mmap) -> tuple[np.dtype, int, int]:
         raise UserError(f"{path}: byte 9: index version {version}, need {VERSION}")
     if code not in DTYPES:
         raise UserError(f"{path}: byte 17: dtype code {code}, need an integer type {set(DTYPES)}")
-    _check_length(path, len(idx), sequences, entries)
     return DTYPES[code], sequences, entries
 
 

@@ -8,14 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megafrontier.data.indexed import (
-    HEADER,
-    MAGIC,
-    VERSION,
-    IndexedDataset,
-    bin_path,
-    idx_path,
-)
+from megafrontier.data.indexed import IndexedDataset, bin_path, is_empty
 from megafrontier.data.writer import Corpus, IndexSpool
 from megafrontier.errors import UserError
 
@@ -44,7 +37,7 @@ def merge(prefixes: Sequence[str], out: str | Path, workers: int | None = None) 
     workers = workers if workers is not None else 2 * len(os.sched_getaffinity(0))
     if workers < 1:
         raise UserError(f"--workers: {workers}, need at least 1")
-    parts = [IndexedDataset(prefix) for prefix in prefixes if not _is_empty(prefix)]
+    parts = [IndexedDataset(prefix) for prefix in prefixes if not is_empty(prefix)]
     if not parts:
         raise UserError(f"{', '.join(prefixes)}: no text in them, need a corpus with some")
     _check(parts, out)
@@ -55,19 +48,6 @@ def merge(prefixes: Sequence[str], out: str | Path, workers: int | None = None) 
             _copy_index(part, corpus.index)
         corpus.publish()
         return corpus.index.documents
-
-
-def _is_empty(prefix: str) -> bool:
-    """Whether it is what `prepare` makes of a share without text: by its index, for the .bin alone
-    may have been cut off."""
-    index, tokens = idx_path(prefix), bin_path(prefix)
-    if not (index.is_file() and tokens.is_file() and tokens.stat().st_size == 0):
-        return False
-    text = index.read_bytes() if index.stat().st_size == HEADER.size + 8 else b""
-    if len(text) != HEADER.size + 8:
-        return False
-    magic, version, _, sequences, entries = HEADER.unpack_from(text)
-    return (magic, version, sequences, entries) == (MAGIC, VERSION, 0, 1)
 
 
 def _check(parts: Sequence[IndexedDataset], out: str | Path) -> None:

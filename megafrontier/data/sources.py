@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from megafrontier.data.streams import BLOCK_BYTES, Stream, cut_characters
+from megafrontier.data.tables import Rows, dataset_rows, parquet_rows
 from megafrontier.errors import UserError
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
@@ -27,10 +28,7 @@ _KINDS: dict[str, Literal["text", "lines", "parquet"]] = {
     ".parquet": "parquet",
 }
 _PACKED_SUFFIXES = (".gz", ".zst")
-_ROWS = 512  # rows of a table read and shipped at a time
 _DATASET_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
-
-Rows = list[Any]
 
 
 @dataclass(frozen=True)
@@ -256,9 +254,12 @@ class Reader:
             self.done_bytes = before + source.file_bytes
 
     def _read(self, source: Source, before: int) -> Iterator[Piece]:
-        if source.kind in ("parquet", "dataset"):
-            rows = _parquet_rows if source.kind == "parquet" else _dataset_rows
-            yield from self._read_rows(source, before, rows(source, self.key))
+        if source.kind == "parquet":
+            yield from self._read_rows(source, before, parquet_rows(source.name, self.key))
+            return
+        if source.kind == "dataset":
+            rows = dataset_rows(source.name, source.table, self.key)
+            yield from self._read_rows(source, before, rows)
             return
         stream = Stream(Path(source.name))
         read = _read_text if source.kind == "text" else _read_lines
@@ -315,54 +316,3 @@ def _read_text(name: str, stream: Stream) -> Iterator[Piece]:
         held += chunk
     if held:
         yield Piece(name, "text", at, held)
-
-
-def _parquet_rows(source: Source, key: str) -> Iterator[Rows]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(source.name) as file:
-            _check_column(source, key, file.schema_arrow.names)
-            for rows in file.iter_batches(_ROWS, columns=[key]):
-                yield _values(rows.column(0))
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{source.name}: cannot read the parquet file: {error}") from error
-
-
-def _dataset_rows(source: Source, key: str) -> Iterator[Rows]:
-    import pyarrow
-
-    _check_column(source, key, source.table.column_names)
-    table = source.table.select_columns([key]).with_format("arrow")
-    try:
-        for rows in table.iter(_ROWS):
-            yield _values(rows.column(0))
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{source.name}: cannot read the dataset: {error}") from error
-
-
-def _values(column: Any) -> Rows:
-    """A column's values. Where some of its strings are no UTF-8, which not every writer looks at,
-    those come as bytes."""
-    import pyarrow
-
-    try:
-        return list(column.to_pylist())
-    except UnicodeDecodeError:
-        is_large = pyarrow.types.is_large_string(column.type)
-        raw = column.cast(pyarrow.large_binary() if is_large else pyarrow.binary())
-        return [_decoded(value) for value in raw.to_pylist()]
-
-
-def _decoded(value: bytes | None) -> str | bytes | None:
-    try:
-        return value if value is None else value.decode()
-    except UnicodeDecodeError:
-        return value
-
-
-def _check_column(source: Source, key: str, columns: list[str]) -> None:
-    if key not in columns:
-        known = ", ".join(columns)
-        raise UserError(f"{source.name}: no column {key!r}; give --json-key, one of: {known}")

@@ -135,7 +135,7 @@ def prepared(make: Callable[[], Made], nproc: int | None) -> Made:
 def _leave_launcher(identity: Identity, code: int) -> None:
     """End one of a launcher's ranks as it stands: a thread may wait in torch's store
     (training/watch.py), and aborts a process that the interpreter ends once that is gone."""
-    if identity.source in ("slurm", "torchrun"):
+    if identity.has_launcher:
         flush_output()
         os._exit(code)
 

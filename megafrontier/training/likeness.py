@@ -82,26 +82,29 @@ def _saved(manifest: Manifest, name: str, kind: type[Section]) -> Section | None
 
 def changes(trainer: Trainer, manifest: Manifest) -> list[str]:
     """What may be another on purpose, such as rotary frequencies for longer sequences."""
-    lines: list[str] = []
-    model = trainer.config.model
-    saved = _saved(manifest, "model", ModelConfig)
-    if saved is not None and model.position == "rotary":
-        now, before = asdict(model), asdict(saved)
-        lines += [
-            f"warning: model.{key}: {now[key]}, was {before[key]}"
-            for key in ROTARY_KEYS
-            if now[key] != before[key]
-        ]
+    lines = _rotary_changes(trainer.config.model, manifest)
     lines += _data_changes(trainer.config, manifest) or _window_changes(trainer, manifest)
     if "error" in manifest.states and not any(
         unit.feedback.errors for unit in trainer.engine.units
     ):
         lines.append("error feedback: none on these levels; the errors kept so far are dropped")
-    old, new = _global_batch(manifest), trainer.config.train.global_batch
-    if manifest.step and old != new:
+    before, now = _global_batch(manifest), trainer.config.train.global_batch
+    if manifest.step and before != now:
         _, sample = trainer.loader.position(trainer.step)
-        lines.append(f"train.global_batch: {new}, was {old}; the data go on at sample {sample}")
+        lines.append(f"train.global_batch: {now}, was {before}; the data go on at sample {sample}")
     return lines + _rate_changes(trainer.config, manifest)
+
+
+def _rotary_changes(model: ModelConfig, manifest: Manifest) -> list[str]:
+    saved = _saved(manifest, "model", ModelConfig)
+    if saved is None or model.position != "rotary":
+        return []
+    now, before = asdict(model), asdict(saved)
+    return [
+        f"warning: model.{key}: {now[key]}, was {before[key]}"
+        for key in ROTARY_KEYS
+        if now[key] != before[key]
+    ]
 
 
 def _rate_changes(config: Config, manifest: Manifest) -> list[str]:

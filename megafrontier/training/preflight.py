@@ -91,7 +91,7 @@ def preflight(
     problem: Problem | None = None
     with hierarchy.standing.at("its device"):
         # A launcher's have tried their accelerators before they met.
-        if hierarchy.device.type != "cuda" or identity.source in ("local", "alone"):
+        if hierarchy.device.type != "cuda" or not identity.has_launcher:
             lacking = check_device(arrangement.machine.device, hierarchy.device)
             problem = UserError(lacking) if lacking else None
     with hierarchy.standing.at(STORAGE):
@@ -322,7 +322,7 @@ def check_present(device: DeviceConfig, identity: Identity, tries_memory: bool) 
     """Raises UserError where a launcher's rank finds no accelerator and the machine file has one,
     or fewer than the host has ranks, or with `tries_memory` one whose memory another process has:
     of a few ranks it is their nodes' matter, of most the environment's."""
-    if identity.source not in ("slurm", "torchrun") or device.name == "cpu":
+    if not identity.has_launcher or device.name == "cpu":
         return
     count = torch.cuda.device_count()
     if 1 < count <= identity.local_rank:  # a launcher that binds them shows each rank one

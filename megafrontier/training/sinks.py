@@ -195,10 +195,13 @@ class TensorboardSink:
 def _keep_lines(path: Path, resume_step: int | None) -> None:
     """Rewrite `path` by rename, so that a kill leaves the old lines or the new ones."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and _is_due(line, resume_step)]
+    kept: list[str] = []
+    dropped: list[str] = []
+    for line in lines:
+        if line.endswith("\n"):
+            (kept if _is_due(line, resume_step) else dropped).append(line)
     if kept == lines:
         return
-    dropped = [line for line in lines if line.endswith("\n") and not _is_due(line, resume_step)]
     if dropped:
         with path.with_name(f"{path.stem}.superseded.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(dropped)

@@ -17,7 +17,7 @@ from megafrontier.checkpoint.folder import candidates, newest, step_folder, step
 from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.checkpoint.read import (
     Checkpoint,
-    attached_problem,
+    attached_problems,
     open_checkpoint,
     read_manifest,
 )
@@ -64,14 +64,15 @@ def saved_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     manifest = read_manifest(path)
     config = config_from_dict(dict(manifest.config), str(path), overrides)
     if (path / "tokenizer").is_dir() and not any(o.startswith("tokenizer=") for o in overrides):
-        for file in manifest.files:
-            if (problem := attached_problem(path, file)) is not None:
-                raise CheckpointCorrupt(problem)
+        problem = next(attached_problems(path, manifest), None)
+        if problem is not None:
+            raise CheckpointCorrupt(problem)
         config.tokenizer = str(path / "tokenizer")
     return config
 
 
 READ_BYTES = 4 * 2**30
+"""What `export` holds of the weights at a time, in fp32; or one larger parameter."""
 
 
 class Weights(Mapping[str, torch.Tensor]):
@@ -81,11 +82,12 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def __init__(self, checkpoint: Checkpoint, order: Sequence[str]) -> None:
         self._checkpoint = checkpoint
-        self._order = [name for name in order if name in checkpoint.shapes]
+        shapes = checkpoint.shapes
+        self._bytes = {name: 4 * math.prod(shapes[name]) for name in order if name in shapes}
         self._read: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._checkpoint.shapes:
+        if name not in self._bytes:
             raise KeyError(name)
         if name not in self._read:
             self._read = {}  # before the next are read
@@ -93,20 +95,20 @@ class Weights(Mapping[str, torch.Tensor]):
         return self._read[name]
 
     def _together_with(self, name: str) -> list[str]:
-        names, total = [name], 0
-        shapes = self._checkpoint.shapes
-        for after in self._order[self._order.index(name) + 1 :]:
-            total += 4 * math.prod(shapes[after])
+        order = list(self._bytes)
+        names, total = [name], self._bytes[name]
+        for after in order[order.index(name) + 1 :]:
+            total += self._bytes[after]
             if total > READ_BYTES:
                 break
             names.append(after)
         return names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._order)
+        return iter(self._bytes)
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._bytes)
 
 
 def load_model(path: Path, config: Config, device: torch.device) -> GPT:

@@ -85,9 +85,7 @@ class Watch:
         self._trial_seconds = TRIAL_SECONDS + identity.world_size / TRIAL_RANKS
         self._tries_nodes = self._has_failed = False
         self._step, self._last = 0, time.monotonic()
-        self._neighbours: Neighbours | None = None
-        if identity.source in ("slurm", "torchrun"):
-            self._neighbours = Neighbours(identity)
+        self._neighbours = Neighbours(identity) if identity.has_launcher else None
         self._closed = threading.Event()
         self._ending = threading.Lock()
 

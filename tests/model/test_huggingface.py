@@ -24,6 +24,14 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 ROTARY = {"rope_type": "default", "rope_theta": 5000.0}
+SMALL_LLAMA = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 88,
+    "max_position_embeddings": 24,
+    "vocab_size": 50,
+}
 FOREIGN = {
     "gpt2": transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=24, vocab_size=50),
     "gpt2 untied, exact gelu": transformers.GPT2Config(
@@ -60,24 +68,14 @@ FOREIGN = {
         rope_parameters={**ROTARY, "partial_rotary_factor": 1.0},
     ),
     "llama": transformers.LlamaConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=88,
-        max_position_embeddings=24,
-        vocab_size=50,
+        **SMALL_LLAMA,
         rms_norm_eps=0.1,
         rope_parameters=ROTARY,
     ),
     "llama grouped, tied, biases, wide heads": transformers.LlamaConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **SMALL_LLAMA,
         num_key_value_heads=2,
         head_dim=16,
-        intermediate_size=88,
-        max_position_embeddings=24,
-        vocab_size=50,
         attention_bias=True,
         mlp_bias=True,
         tie_word_embeddings=True,
@@ -85,12 +83,7 @@ FOREIGN = {
     ),
     "llama 3.1: high frequencies stay, low ones turn a fifth as far, one lies between": (
         transformers.LlamaConfig(
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=88,
-            max_position_embeddings=24,
-            vocab_size=50,
+            **SMALL_LLAMA,
             rope_parameters={
                 **LLAMA3,
                 "factor": 5.0,

@@ -1,0 +1,190 @@
+"""What the batch files of slurm/ submit, and what they refuse or warn of before a job waits."""
+
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.slurm.cluster import ROOT
+from tests.slurm.test_batch_files import CONFIG, SINFO
+from tests.tools import with_tools
+
+
+def dry_run(*words: str, cluster: str = "frontier", **variables: str) -> list[str]:
+    """The lines a batch file says, outside of a job and without any Slurm."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")} | variables
+    environment |= {"DRY_RUN": "1", "MEGAFRONTIER_CLUSTER": cluster}
+    environment["MEGAFRONTIER_PREFIX"] = os.path.dirname(os.path.dirname(sys.executable))
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_dry_run_shows_what_would_be_submitted_and_run():
+    said = dry_run("slurm/train.sbatch", "--nodes=48", CONFIG, "train.steps=100000")
+    submitted, *_, step = [line.split() for line in said]
+    assert submitted[0] == "sbatch"
+    assert {"--nodes=48", "--job-name=gpt-20b"} <= set(submitted)
+    assert submitted[-3].endswith("slurm/train.sbatch")
+    assert submitted[-2:] == [CONFIG, "train.steps=100000"]
+    assert {"srun", "--gpus-per-task=1", "--gpu-bind=closest"} <= set(step)
+    assert step[-5:] == ["-m", "megafrontier", "train", CONFIG, "train.steps=100000"]
+    assert 'export NCCL_SOCKET_IFNAME="hsn0,hsn1,hsn2,hsn3"' in said
+    assert any(line.startswith("module load") for line in said)
+
+
+def test_short_options_of_sbatch_take_their_values_along():
+    said = dry_run("slurm/train.sbatch", "-N", "2", "-W", "-qdebug", "-t", "1:00:00", CONFIG)[0]
+    assert "-N 2 -W -qdebug -t 1:00:00" in said
+    assert said.split()[-1] == CONFIG
+
+
+def test_long_options_of_sbatch_may_have_a_blank_before_their_values():
+    words = ("slurm/train.sbatch", "--nodes", "2", "--exclusive", "--gres", "gpu:8", CONFIG)
+    assert "--nodes=2 --exclusive --gres=gpu:8" in dry_run(*words)[0]
+
+
+@pytest.mark.parametrize("array", [("-a", "0-3"), ("-a0-3",), ("--array", "0-3")])
+def test_an_array_may_be_asked_for_as_sbatch_takes_it(array):
+    said = dry_run("slurm/prepare.sbatch", *array, "texts", "--tokenizer", "bytes", "--out", "x")
+    assert "--array=0-3" in said[0]
+
+
+@pytest.mark.parametrize("file", ["train", "evaluate", "prepare"])
+def test_on_frontier_every_job_asks_for_the_disk_that_a_packed_environment_needs(file):
+    lines = (ROOT / "slurm" / f"{file}.sbatch").read_text().splitlines()
+    assert lines.index("#SBATCH --constraint=nvme") > lines.index("# Frontier:")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "export"), [("frontier", "NONE"), ("generic", "nil"), ("generic", "HF_TOKEN,A=1")]
+)
+def test_a_job_without_the_callers_environment_knows_what_it_is_to_use(cluster, export):
+    """sbatch --export takes it away, and with it the cluster's name and the packed one."""
+    words = ("slurm/train.sbatch", "--nodes=2", f"--export={export}", CONFIG)
+    said = dry_run(*words, cluster=cluster, MEGAFRONTIER_ENV_TAR="/shared/env.tar.gz")[0]
+    (wrapped,) = (word for word in shlex.split(said) if word.startswith("exec env "))
+    given = {f"MEGAFRONTIER_CLUSTER={cluster}", "MEGAFRONTIER_ENV_TAR=/shared/env.tar.gz"}
+    assert given | {f"MEGAFRONTIER_HOME={ROOT}"} <= set(shlex.split(wrapped))
+    assert shlex.split(wrapped)[-2:] == [str(ROOT / "slurm" / "train.sbatch"), CONFIG]
+    assert "--signal=B:USR1@300" in said
+    assert ("--account=ABC123" in said) == (cluster == "frontier")
+
+
+def test_a_job_with_the_callers_environment_is_submitted_as_it_stands():
+    words = ("slurm/train.sbatch", "--nodes=2", "--export=ALL,A=1", CONFIG)
+    assert "--wrap" not in dry_run(*words)[0]
+
+
+def test_frontiers_own_lines_reach_no_other_cluster():
+    for cluster in ("lumi", "generic"):
+        said = dry_run("slurm/train.sbatch", "--nodes=2", CONFIG, cluster=cluster)[0]
+        assert "--signal=B:USR1@300" in said
+        assert "--requeue" in said
+        assert "ABC123" not in said
+        assert "--network" not in said
+
+
+def test_a_machine_that_is_not_there_is_refused_before_the_job_waits_in_the_queue():
+    done = subprocess.run(
+        [sys.executable, "slurm/describe.py", CONFIG, "machine=frontier-larg"],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("megafrontier: machine: frontier-larg, need the path of a ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("nodes", [["--nodes=3"], ["-N", "3"], ["-N3"]])
+def test_nodes_that_do_not_divide_the_batch_are_refused_before_the_job_waits(nodes):
+    """gpt-125m's 256 sequences on 24 ranks; on 4 nodes it is told what runs there."""
+    command = ["slurm/train.sbatch", "--dry-run"]
+    config = "configs/gpt-125m.yaml"
+    python = {"MEGAFRONTIER_PREFIX": sys.prefix}
+
+    def submit(options):
+        return subprocess.run(
+            [*command, *options, config], cwd=ROOT, env=os.environ | python, check=False,
+            capture_output=True, text=True,
+        )  # fmt: skip
+
+    done = submit(nodes)
+    assert done.returncode == 2
+    assert done.stderr.startswith("megafrontier: train.global_batch: 256, need a multiple of ")
+    assert done.stderr.count("\n") == 1
+    first, wires = submit(["--nodes=4"]).stderr.splitlines()
+    assert wires.startswith("wires: weights ")
+    assert first.startswith("pair 2 x node 4 x world 4 = 32 ranks; weights pair, gradients node, ")
+
+
+def test_a_level_of_very_many_peers_is_warned_of_before_the_job_waits():
+    done = subprocess.run(
+        ["slurm/train.sbatch", "--dry-run", "--nodes=1024", CONFIG, "train.global_batch=8192",
+         "train.micro_batch=1"],
+        cwd=ROOT, env=os.environ | {"MEGAFRONTIER_PREFIX": sys.prefix}, check=True,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert "warning: machine.levels.world: 1024 peers" in done.stderr
+    assert "frontier-large" in done.stderr
+
+
+def test_an_unknown_cluster_is_refused_in_one_line():
+    done = subprocess.run(
+        ["slurm/train.sbatch", CONFIG], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"MEGAFRONTIER_CLUSTER": "summit"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == (
+        "megafrontier: MEGAFRONTIER_CLUSTER: summit, need the name of a file in slurm/env\n"
+    )
+
+
+def test_what_a_job_would_lack_is_warned_of_before_it_waits(tmp_path):
+    """A corpus, say, which may be on the nodes' own disks."""
+    command = [sys.executable, "slurm/describe.py", "--nodes=4", "configs/gpt-125m.yaml"]
+
+    def warnings(*chosen):
+        done = subprocess.run(
+            [*command, *chosen], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
+
+    assert warnings() == []
+    corpus, *of_torch = warnings(f"data.train=[{{path: {tmp_path}/corpus}}]")
+    assert corpus == (
+        f"warning: here {tmp_path}/corpus.idx: cannot read the corpus: No such file or directory"
+    )
+    is_for_cpus = torch.version.cuda is None and torch.version.hip is None
+    assert len(of_torch) == is_for_cpus
+    said = "warning: here torch is one for CPUs alone, need one for MI250X GCD; "
+    assert all(line.startswith(said) for line in of_torch)
+    (line,) = warnings("machine=laptop")
+    assert line.startswith("warning: machine: states no device.ranks_per_host, so nothing is ")
+
+
+def test_a_submission_excludes_the_runs_bad_nodes_and_those_that_the_user_names(tmp_path):
+    (tmp_path / "bad-nodes.txt").write_text("frontier00002\nfrontier00001\nunknown\n")
+    run, path = f"run.directory={tmp_path}", with_tools(tmp_path, sinfo=SINFO)
+    for own in (["--exclude=frontier0000[7-9]"], ["-x", "frontier0000[7-9]"], ["-N", "2"]):
+        words = shlex.split(dry_run("slurm/train.sbatch", *own, CONFIG, run, PATH=path)[0])
+        excluded = [word for word in words if word.startswith("--exclude=")][-1]
+        mine = "" if own[0] == "-N" else ",frontier0000[7-9]"
+        assert excluded == f"--exclude=frontier00001,frontier00002{mine}"
+        assert words.index(excluded) > words.index(own[-1]), "sbatch takes the last"
+
+
+@pytest.mark.parametrize("file", ["train", "evaluate", "prepare"])
+def test_batch_files_without_arguments_say_what_they_need(file):
+    done = subprocess.run(
+        [ROOT / "slurm" / f"{file}.sbatch"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "not given, need" in line
