@@ -21,23 +21,30 @@ if [ $# -gt 0 ]; then
     exec "${pytest[@]}" "$@"
 fi
 # Whole runs wait much of their time, and those on Slurm most of it: side by side with the others.
-beside=(tests/training tests/slurm/test_life.py tests/slurm/test_losses.py)
+# A line here is one pytest session, which goes on to other tests when those on Slurm are through.
+beside=(
+    "tests/training"
+    "tests/slurm/test_life.py tests/checkpoint tests/data"
+    "tests/slurm/test_losses.py tests/model"
+)
 logs=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; wait; rm -r "$logs"' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
-sessions=()
+sessions=() ignored=()
 for tests in "${beside[@]}"; do
-    "${pytest[@]}" "$tests" >"$logs/$(basename "$tests")" 2>&1 &
+    read -ra paths <<<"$tests"
+    ignored+=("${paths[@]/#/--ignore=}")
+    "${pytest[@]}" "${paths[@]}" >"$logs/${#sessions[@]}" 2>&1 &
     sessions+=($!)
 done
 # In the background too, for bash delays its traps while it waits for a child in the foreground.
 # At Ctrl-C it ends as the others do, without a summary.
-"${pytest[@]}" "${beside[@]/#/--ignore=}" &
+"${pytest[@]}" "${ignored[@]}" &
 code=0
 wait $! || code=$?
 for i in "${!beside[@]}"; do
     wait "${sessions[i]}" || code=$?
-    cat "$logs/$(basename "${beside[i]}")"
+    cat "$logs/$i"
 done
 exit "$code"
