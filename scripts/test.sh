@@ -21,11 +21,11 @@ if [ $# -gt 0 ]; then
     exec "${pytest[@]}" "$@"
 fi
 # Whole runs wait much of their time, and those on Slurm most of it: side by side with the others.
-# A line here is one pytest session, which goes on to other tests when those on Slurm are through.
+# A line here is one pytest session, in the order of its files; all of them take about as long.
 beside=(
-    "tests/training"
-    "tests/slurm/test_life.py tests/checkpoint tests/data"
-    "tests/slurm/test_losses.py tests/model"
+    "tests/training/test_[!l]*.py tests/cluster"
+    "tests/slurm/test_life.py tests/training/test_l*.py"
+    "tests/slurm/test_losses.py tests/model tests/checkpoint tests/data"
 )
 logs=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; wait; rm -r "$logs"' EXIT
@@ -33,7 +33,7 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 sessions=() ignored=()
 for tests in "${beside[@]}"; do
-    read -ra paths <<<"$tests"
+    paths=($tests)
     ignored+=("${paths[@]/#/--ignore=}")
     "${pytest[@]}" "${paths[@]}" >"$logs/${#sessions[@]}" 2>&1 &
     sessions+=($!)

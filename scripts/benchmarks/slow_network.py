@@ -1,6 +1,6 @@
 """Train on 1, 2 and 4 nodes of one machine that a slow network joins, strategy beside strategy.
 
-    sudo python scripts/benchmarks/slow_network.py OUT [--quick] [--nodes 1 2 4] [--slower 1 4 16]
+    sudo .venv/bin/python scripts/benchmarks/slow_network.py OUT [--quick] [--nodes 1 2 4] [--slower 1 4 16]
         [--accumulation 1 4] [--strategies NAME …] [--overlap none full] [--packages DIR]
         [key=value …]
 
