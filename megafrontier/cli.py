@@ -263,7 +263,7 @@ def _add_generate(commands: Any) -> None:
         "--device",
         choices=("any", "cpu"),
         default="any",
-        help="default: any, a GPU if there is one",
+        help="default: any, a GPU if there is one and the run was not for the CPU",
     )
     parser.set_defaults(command=_generate)
 

@@ -12,6 +12,9 @@ Any other code is a bug's or a signal's.
 """
 
 import errno
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 BAD_INPUT = 2
@@ -32,6 +35,16 @@ class Ending(Exception):
 
     code: int
     is_one_ranks = False
+
+
+@contextmanager
+def endings_told(program: str) -> Iterator[None]:
+    """An `Ending` within prints its line, after the program's name, and exits with its code."""
+    try:
+        yield
+    except Ending as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        sys.exit(error.code)
 
 
 def is_alike(error: BaseException) -> bool:

@@ -11,7 +11,7 @@ it starts a thousand ranks.
 import sys
 
 from megafrontier.config import Config, load_config, load_machine
-from megafrontier.errors import Ending
+from megafrontier.errors import Ending, UserError, endings_told
 
 
 def describe(config: Config, nodes: int | None) -> list[str]:
@@ -57,10 +57,18 @@ def missing(config: Config, ranks: int) -> list[str]:
     return found
 
 
-words = sys.argv[1:]
-given = int(words.pop(0).partition("=")[2]) if words[0].startswith("--nodes=") else None
-try:
-    print("\n".join(describe(load_config(words[0], words[1:]), given)))
-except Ending as error:
-    print(f"megafrontier: {error}", file=sys.stderr)
-    sys.exit(error.code)
+def number_of_nodes(option: str) -> int:
+    """That of `--nodes=N`. Raises UserError where N is none."""
+    said = option.partition("=")[2]
+    if not said.isdecimal() or int(said) == 0:
+        raise UserError(f"--nodes: {said!r}, need a whole number above 0")
+    return int(said)
+
+
+with endings_told("megafrontier"):
+    words = sys.argv[1:]
+    option = words.pop(0) if words and words[0].startswith("--nodes=") else None
+    if not words:
+        raise UserError("CONFIG: not given, need the path of a config")
+    nodes = None if option is None else number_of_nodes(option)
+    print("\n".join(describe(load_config(words[0], words[1:]), nodes)))

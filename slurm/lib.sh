@@ -41,6 +41,12 @@ package=$home # the folder that ranks import megafrontier from
 dry_run=${DRY_RUN:-}
 is_asked_to_stop=
 
+# Where the job will be, the config's paths are looked up, and its output's folder is made.
+go_to() {
+    [ -n "$1" ] && CDPATH='' cd -- "$1" 2>/dev/null || fail "--chdir: $1, need a folder"
+    options+=("--chdir=$PWD")
+}
+
 # Takes leading options off the arguments: sbatch's, and --dry-run. The rest is in `arguments`.
 split_options() {
     options=()
@@ -53,12 +59,18 @@ split_options() {
                 options+=("--array=${2:-}")
                 shift
                 ;;
+            --chdir=*) go_to "${1#*=}" ;;
+            -D?*) go_to "${1#-D}" ;;
+            --chdir | -D)
+                go_to "${2:-}"
+                shift
+                ;;
             # The other short ones have a value, and of the long ones those that are common.
             -? | --nodes | --ntasks | --ntasks-per-node | --cpus-per-task | --time | --account | \
                 --partition | --qos | --job-name | --output | --error | --array | --dependency | \
                 --nodelist | --exclude | --constraint | --reservation | --begin | --mem | \
                 --signal | --gres | --gpus | --gpus-per-node | --gpus-per-task | --mail-user | \
-                --mail-type | --comment | --export | --licenses | --network | --chdir | \
+                --mail-type | --comment | --export | --licenses | --network | \
                 --mem-per-cpu | --mem-per-gpu | --deadline | --switches | --wckey | --clusters)
                 if [[ $1 == --* ]]; then options+=("$1=${2:-}"); else options+=("$1" "${2:-}"); fi
                 shift

@@ -1,7 +1,9 @@
-"""What every test stands on: one thread in the parent, so that it may fork ranks at any time."""
+"""What every test stands on: one thread in the parent, so that it may fork ranks at any time, and
+in all that it starts: a second one that has to wait for a core stalls the first."""
 
 import os
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")

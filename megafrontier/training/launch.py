@@ -191,9 +191,10 @@ def uses_accelerator(name: str) -> bool:
 
 def choose_device(identity: Identity, name: str) -> torch.device:
     """This rank's GPU where there is one, unless `name` (`machine.device.name`) is `cpu`; a
-    launcher that binds one GPU to each rank shows it as number 0. Local ranks share the cores.
-    Raises UserError for more local ranks than devices."""
-    if identity.source == "local":
+    launcher that binds one GPU to each rank shows it as number 0. Local ranks share the cores,
+    unless OMP_NUM_THREADS says how many threads each has. Raises UserError for more local ranks
+    than devices."""
+    if identity.source == "local" and "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // identity.world_size))
     if uses_accelerator(name):

@@ -9,14 +9,13 @@ seconds, and their quartiles: the machine's speed drifts, but little within a pa
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 from megafrontier.config import Config, load_config
-from megafrontier.errors import UserError
+from megafrontier.errors import endings_told
 from megafrontier.model.gpt import GPT
 from megafrontier.model.initialise import initialise, parameter_kind
 from megafrontier.optim.schedule import learning_rate
@@ -117,27 +116,23 @@ def report(ours: Sequence[float], plain: Sequence[float]) -> str:
     )
 
 
-def main() -> int:
+def main() -> None:
     """Compare, and print the line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--pairs", type=int, default=30)
     arguments = parser.parse_intermixed_args()
-    try:
+    with endings_told("one_rank"):
         config = load_config(arguments.config, [*arguments.overrides, "machine=laptop"])
         check_training(config, 1)
-    except UserError as error:
-        print(f"one_rank: {error}", file=sys.stderr)
-        return 2
     with joined(config) as (arrangement, hierarchy):
         trainer = build_trainer(config, arrangement, hierarchy)
         try:
             print(report(*compare(trainer, arguments.pairs)))
         finally:
             trainer.close()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

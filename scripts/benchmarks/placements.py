@@ -22,6 +22,7 @@ from measuring import tensor_bytes
 
 from megafrontier.cluster.local import fork_ranks
 from megafrontier.config import Config, load_config
+from megafrontier.errors import endings_told
 from megafrontier.partition import STRATEGIES, Engine
 from megafrontier.partition.placement import state_bytes
 from megafrontier.training.arrangement import Arrangement, check_training
@@ -131,8 +132,9 @@ def main() -> None:
     rows = []
     for strategy in STRATEGIES:
         overrides = [*arguments.overrides, f"partition.strategy={strategy}"]
-        config = load_config(arguments.config, overrides)
-        check_training(config, arguments.nproc)
+        with endings_told("placements"):
+            config = load_config(arguments.config, overrides)
+            check_training(config, arguments.nproc)
         rows.append(run_strategy(config, arguments.nproc, arguments.steps))
         print(f"{strategy} done", flush=True)
     print(table(rows))

@@ -1,8 +1,8 @@
 """Train on 1, 2 and 4 nodes of one machine that a slow network joins, strategy beside strategy.
 
-    sudo .venv/bin/python scripts/benchmarks/slow_network.py OUT [--quick] [--nodes 1 2 4] [--slower 1 4 16]
-        [--accumulation 1 4] [--strategies NAME …] [--overlap none full] [--packages DIR]
-        [key=value …]
+    sudo .venv/bin/python scripts/benchmarks/slow_network.py OUT [--quick] [--nodes 1 2 4]
+        [--slower 1 4 16] [--accumulation 1 4] [--strategies NAME …] [--overlap none full]
+        [--packages DIR] [key=value …]
 
 A node is a network namespace with 4 ranks (levels pair 2, node 2, world) and one shaped NIC. All
 ranks share the machine's cores, so the rate of the links is chosen for each number of nodes from

@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 
 from megafrontier.config import load_config
-from megafrontier.errors import UserError
+from megafrontier.errors import UserError, endings_told
 from megafrontier.report import write_report
 from megafrontier.training.launch import train
 
@@ -71,8 +71,23 @@ def table(losses: dict[str, tuple[int, float]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def compare(names: list[str], config: str, overrides: list[str], out: Path, nproc: int) -> None:
     """Run the variants and write the table."""
+    unknown = set(names) - set(VARIANTS)
+    if unknown or "exact" not in names:
+        said = ",".join(names)
+        raise UserError(f"--variants: {said}, need exact, and others of {', '.join(VARIANTS)}")
+    runs = {name: run_variant(name, config, overrides, out, nproc) for name in names}
+    losses = {name: found for name, run in runs.items() if (found := final_loss(run)) is not None}
+    text = table(losses)
+    print(text)
+    (out / "quality.md").write_text(text + "\n")
+    (out / "quality.json").write_text(json.dumps(losses, indent=1))
+    write_report(list(runs.values()), out)
+
+
+def main() -> None:
+    """Read the command and make the comparison."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*")
@@ -80,22 +95,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/wire-quality"))
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated")
     arguments = parser.parse_intermixed_args()
-    names = arguments.variants.split(",")
-    unknown = set(names) - set(VARIANTS)
-    if unknown or "exact" not in names:
-        raise SystemExit(f"--variants: need exact, and others of {', '.join(VARIANTS)}")
-    runs = {
-        name: run_variant(
-            name, arguments.config, arguments.overrides, arguments.out, arguments.nproc
-        )
-        for name in names
-    }
-    losses = {name: found for name, run in runs.items() if (found := final_loss(run)) is not None}
-    text = table(losses)
-    print(text)
-    (arguments.out / "quality.md").write_text(text + "\n")
-    (arguments.out / "quality.json").write_text(json.dumps(losses, indent=1))
-    write_report(list(runs.values()), arguments.out)
+    with endings_told("wire_quality"):
+        compare(
+            arguments.variants.split(","),
+            arguments.config, arguments.overrides, arguments.out, arguments.nproc,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

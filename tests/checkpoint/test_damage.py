@@ -36,13 +36,12 @@ def save_small(root):
 
 
 @pytest.mark.parametrize("name", [FILE_NAME, piece_file(0)])
-@pytest.mark.parametrize("mask", [0x01, 0x20, 0xFF])
-def test_every_flipped_byte_of_every_file_is_found_and_its_file_named(small, name, mask):
+def test_every_flipped_byte_of_every_file_is_found_and_its_file_named(small, name):
     path = small / name
     sound = path.read_bytes()
     assert verify(small).whole
     for at in range(len(sound)):
-        flip(path, at, mask)
+        flip(path, at, (0x01, 0x20, 0xFF)[at % 3])
         report = verify(small)
         assert not report.whole, f"byte {at}"
         assert report.problems[0].startswith(f"{path}: "), f"byte {at}"

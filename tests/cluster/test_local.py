@@ -192,7 +192,9 @@ def test_a_signal_to_the_parent_reaches_every_rank(tmp_path, number):
 
 
 SCRIPT = """
-import os, signal, sys, time
+import os, signal, sys, time, types
+# fork_ranks imports it before it forks, which takes seconds, and nothing here uses it.
+sys.modules["torch._dynamo"] = types.ModuleType("torch._dynamo")
 # A shell's background jobs, and so whoever runs these tests, may have Ctrl-C ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path

@@ -42,7 +42,7 @@ POLICIES = [("none", 1), ("safe", 0), ("safe", 1), ("safe", 3), ("full", 1), ("f
 
 def train(
     hierarchy, strategy, name, error_feedback, overlap, prefetch, precision="fp32", accumulation=2,
-    steps=5, order=1,
+    steps=3, order=1,
 ):  # fmt: skip
     model = TinyModel(tied=False)
     engine = shard(

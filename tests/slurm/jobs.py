@@ -52,17 +52,17 @@ class Job:
 
     def ended(self) -> str:
         """Its last state, when it has come to that."""
-        self.wait_until(lambda: self.state in ENDED, "its end")
+        self.wait_until(lambda: self.state in ENDED, "its end", 0.5)
         return self.state
 
-    def wait_until(self, ready, what: str) -> None:
+    def wait_until(self, ready, what: str, interval: float = 0.1) -> None:
         try:
-            wait_until(ready, PATIENCE_SECONDS, f"job {self.number}: {what}")
+            wait_until(ready, PATIENCE_SECONDS, f"job {self.number}: {what}", interval)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.fields}\n{self.output}") from None
 
     def wait_for_restart(self, count: int) -> None:
-        self.wait_until(lambda: self.restarts >= count, f"restart {count}")
+        self.wait_until(lambda: self.restarts >= count, f"restart {count}", 0.5)
 
     def set_time_limit(self, minutes: int) -> None:
         self.cluster.run("scontrol", "update", f"JobId={self.number}", f"TimeLimit={minutes}")

@@ -13,13 +13,13 @@ from tests.slurm.test_batch_files import CONFIG, SINFO
 from tests.tools import with_tools
 
 
-def dry_run(*words: str, cluster: str = "frontier", **variables: str) -> list[str]:
+def dry_run(*words: str, cluster: str = "frontier", folder=ROOT, **variables: str) -> list[str]:
     """The lines a batch file says, outside of a job and without any Slurm."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")} | variables
     environment |= {"DRY_RUN": "1", "MEGAFRONTIER_CLUSTER": cluster}
     environment["MEGAFRONTIER_PREFIX"] = os.path.dirname(os.path.dirname(sys.executable))
     done = subprocess.run(
-        words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        words, cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -49,6 +49,17 @@ def test_long_options_of_sbatch_may_have_a_blank_before_their_values():
     assert "--nodes=2 --exclusive --gres=gpu:8" in dry_run(*words)[0]
 
 
+@pytest.mark.parametrize("option", [("-D", "there"), ("-Dthere",), ("--chdir", "there")])
+def test_a_job_for_another_folder_is_described_and_gets_its_outputs_folder_there(tmp_path, option):
+    """A config's path is looked up where the job will be, and so is that of Slurm's output."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "own.yaml").write_text((ROOT / CONFIG).read_text())
+    train = str(ROOT / "slurm" / "train.sbatch")
+    said = dry_run(train, *option, "own.yaml", folder=tmp_path)[0]
+    assert f"--chdir={tmp_path}/there" in said
+    assert said.split()[-1] == "own.yaml"
+
+
 @pytest.mark.parametrize("array", [("-a", "0-3"), ("-a0-3",), ("--array", "0-3")])
 def test_an_array_may_be_asked_for_as_sbatch_takes_it(array):
     said = dry_run("slurm/prepare.sbatch", *array, "texts", "--tokenizer", "bytes", "--out", "x")
@@ -66,7 +77,7 @@ def test_on_frontier_every_job_asks_for_the_disk_that_a_packed_environment_needs
 )
 def test_a_job_without_the_callers_environment_knows_what_it_is_to_use(cluster, export):
     """sbatch --export takes it away, and with it the cluster's name and the packed one."""
-    words = ("slurm/train.sbatch", "--nodes=2", f"--export={export}", CONFIG)
+    words = ("slurm/train.sbatch", f"--export={export}", CONFIG)
     said = dry_run(*words, cluster=cluster, MEGAFRONTIER_ENV_TAR="/shared/env.tar.gz")[0]
     (wrapped,) = (word for word in shlex.split(said) if word.startswith("exec env "))
     given = {f"MEGAFRONTIER_CLUSTER={cluster}", "MEGAFRONTIER_ENV_TAR=/shared/env.tar.gz"}
@@ -77,48 +88,58 @@ def test_a_job_without_the_callers_environment_knows_what_it_is_to_use(cluster, 
 
 
 def test_a_job_with_the_callers_environment_is_submitted_as_it_stands():
-    words = ("slurm/train.sbatch", "--nodes=2", "--export=ALL,A=1", CONFIG)
+    words = ("slurm/train.sbatch", "--export=ALL,A=1", CONFIG)
     assert "--wrap" not in dry_run(*words)[0]
 
 
 def test_frontiers_own_lines_reach_no_other_cluster():
     for cluster in ("lumi", "generic"):
-        said = dry_run("slurm/train.sbatch", "--nodes=2", CONFIG, cluster=cluster)[0]
+        said = dry_run("slurm/train.sbatch", CONFIG, cluster=cluster)[0]
         assert "--signal=B:USR1@300" in said
         assert "--requeue" in said
         assert "ABC123" not in said
         assert "--network" not in said
 
 
-def test_a_machine_that_is_not_there_is_refused_before_the_job_waits_in_the_queue():
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([CONFIG, "machine=frontier-larg"], "machine: frontier-larg, need the path of a "),
+        (["--nodes=4-8", CONFIG], "--nodes: '4-8', need a whole number above 0"),
+        (["--nodes=4"], "CONFIG: not given, need the path of a config"),
+    ],
+)
+def test_what_cannot_be_described_is_refused_before_the_job_waits_in_the_queue(words, said):
     done = subprocess.run(
-        [sys.executable, "slurm/describe.py", CONFIG, "machine=frontier-larg"],
+        [sys.executable, "slurm/describe.py", *words],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr.startswith("megafrontier: machine: frontier-larg, need the path of a ")
+    assert done.stderr.startswith(f"megafrontier: {said}")
     assert done.stderr.count("\n") == 1
+
+
+def submit(*options):
+    """What slurm/train.sbatch says of gpt-125m with these options."""
+    return subprocess.run(
+        ["slurm/train.sbatch", "--dry-run", *options, "configs/gpt-125m.yaml"],
+        cwd=ROOT, env=os.environ | {"MEGAFRONTIER_PREFIX": sys.prefix}, check=False,
+        capture_output=True, text=True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("nodes", [["--nodes=3"], ["-N", "3"], ["-N3"]])
 def test_nodes_that_do_not_divide_the_batch_are_refused_before_the_job_waits(nodes):
-    """gpt-125m's 256 sequences on 24 ranks; on 4 nodes it is told what runs there."""
-    command = ["slurm/train.sbatch", "--dry-run"]
-    config = "configs/gpt-125m.yaml"
-    python = {"MEGAFRONTIER_PREFIX": sys.prefix}
-
-    def submit(options):
-        return subprocess.run(
-            [*command, *options, config], cwd=ROOT, env=os.environ | python, check=False,
-            capture_output=True, text=True,
-        )  # fmt: skip
-
-    done = submit(nodes)
+    """gpt-125m's 256 sequences on 24 ranks."""
+    done = submit(*nodes)
     assert done.returncode == 2
     assert done.stderr.startswith("megafrontier: train.global_batch: 256, need a multiple of ")
     assert done.stderr.count("\n") == 1
-    first, wires = submit(["--nodes=4"]).stderr.splitlines()
+
+
+def test_what_runs_on_the_nodes_is_told_before_the_job_waits():
+    first, wires = submit("--nodes=4").stderr.splitlines()
     assert wires.startswith("wires: weights ")
     assert first.startswith("pair 2 x node 4 x world 4 = 32 ranks; weights pair, gradients node, ")
 

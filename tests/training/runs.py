@@ -1,14 +1,11 @@
 """Small real runs: a learnable corpus, a config file, and what a run left in its directory."""
 
 import json
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from megafrontier.config import Config, load_config
 from megafrontier.training.launch import train
@@ -74,11 +71,3 @@ def losses(lines: Sequence[dict[str, Any]]) -> list[float]:
 
 def valid_losses(lines: Sequence[dict[str, Any]]) -> list[float]:
     return [line["valid_loss"] for line in lines if "valid_loss" in line]
-
-
-@contextmanager
-def one_core() -> Iterator[None]:
-    """One thread a rank: a second one that has to wait for a core stalls the first."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "sched_getaffinity", lambda _pid: {0})
-        yield

@@ -15,8 +15,7 @@ def train(tmp_path):
 
     def run(name: str, *overrides: str) -> tuple[list[float], list[str]]:
         directory = f"run.directory={tmp_path}/{name}"
-        with runs.one_core():
-            lines = runs.run(path, 4, directory, "train.steps=3", "train.micro_batch=4", *overrides)
+        lines = runs.run(path, 4, directory, "train.steps=3", "train.micro_batch=4", *overrides)
         log = runs.log(tmp_path / name).splitlines()
         return runs.losses(lines), [line for line in log if "blocks" in line]
 

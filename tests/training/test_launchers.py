@@ -69,11 +69,10 @@ def start(program, folder, name, identity, *overrides, ranks=RANKS):
     started = []
     for rank in range(ranks):
         own = {key: str(value) for key, value in (meeting | identity(rank)).items()}
-        environment = os.environ | own | {"OMP_NUM_THREADS": "1"}
         started.append(
             subprocess.Popen(
                 command,
-                env=environment,
+                env=os.environ | own,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

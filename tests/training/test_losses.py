@@ -36,12 +36,6 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_core():
-    with runs.one_core():
-        yield
-
-
 @pytest.fixture(scope="module")
 def train(folder):
     """Train in a directory of its own; the metrics."""

@@ -29,9 +29,19 @@ def test_more_local_ranks_than_devices_are_refused(monkeypatch):
 def test_a_machine_of_processors_leaves_accelerators_alone(monkeypatch):
     """README's quickstart, on a workstation with two of them and eight local ranks."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     name = load_machine(load_config("configs/quickstart.yaml").machine).device.name
     assert launch.choose_device(Identity(1, 8, 1, "local"), name) == torch.device("cpu")
+
+
+def test_local_ranks_share_the_cores_unless_they_are_told_their_threads(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
+    for told, ranks in ((True, 2), (False, 2), (False, 16)):
+        if not told:
+            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        launch.choose_device(Identity(0, ranks, 0, "local"), "cpu")
+    assert chosen == [4, 1]
 
 
 def make_tokenizer(folder):
