@@ -276,16 +276,13 @@ class Unit:
         return self.gradient.copy_(reduced) if is_first else self.gradient.add_(reduced)
 
     def finish_reducing(self) -> None:
-        """Return when the gradient shard holds every micro-batch so far, and what has begun to be
-        made of it beyond is there."""
-        if self._lent is None and self._finished is None:
+        """Return when the gradient shard holds every micro-batch so far, and the full gradient's
+        memory serves the next unit. Levels beyond may still be crossed: that is not waited for."""
+        if self._lent is None:
             return
         self._reducing.wait()
-        if self._finished is not None:
-            self._finished.wait()
-        if self._lent is not None:
-            self._pool.give_gradient(self._lent)
-            self._lent = None
+        self._pool.give_gradient(self._lent)
+        self._lent = None
 
     def start_finishing(self) -> None:
         """Begin to reduce the gradient shard to the optimizer level, and over replicas."""

@@ -144,6 +144,29 @@ def test_a_reduction_does_not_hold_up_the_backward_of_the_unit_before(policy):
     assert run_ranks((2, 2, 2), body) == [[True, True]] * 8  # over pair and over node
 
 
+def test_the_optimizer_level_does_not_hold_up_a_backward():
+    """Crossing it for the first unit takes here until the fourth one's backward has begun."""
+
+    def body(hierarchy):
+        model = TinyModel(tied=False)
+        engine = shard(
+            model, model.units(), Placement.named("topo", LEVELS), hierarchy, overlap="full"
+        )
+        has_begun, in_time = threading.Event(), []
+        when_backward_begins(model.blocks[0], has_begun.set)
+
+        def hold(level, label):
+            if (level, label) == ("world", "finish head"):
+                in_time.append(has_begun.wait(10))
+
+        watch_crossings(engine, hold)
+        engine.backward(model(batch(0)[:2]), is_last=True)
+        engine.finish_gradients()
+        return in_time
+
+    assert run_ranks((2, 2, 2), body) == [[True]] * 8
+
+
 @pytest.mark.parametrize("is_last", [True, False])
 def test_in_the_last_micro_batch_a_unit_goes_on_to_the_optimizer_level_at_once(is_last):
     def body(hierarchy):
