@@ -14,6 +14,7 @@ and some lane can always go on.
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
@@ -76,6 +77,9 @@ class _ThreadTicket:
             raise self._error
 
 
+_Tasks = queue.SimpleQueue[tuple[Task, Ticket, _ThreadTicket] | None]
+
+
 class ThreadLane:
     """A thread that runs the tasks; collectives on a CPU block without holding Python's lock.
 
@@ -85,31 +89,36 @@ class ThreadLane:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._tasks: queue.SimpleQueue[tuple[Task, Ticket, _ThreadTicket]] = queue.SimpleQueue()
+        self._tasks: _Tasks = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def run(self, task: Task, after: Ticket) -> Ticket:
         """Queue the task."""
         if self._thread is None:
             # A daemon: a rank whose peer is gone must be able to end while a collective hangs.
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread = threading.Thread(
+                target=_work, args=(self._tasks,), name=self._name, daemon=True
+            )
             self._thread.start()
+            weakref.finalize(self, self._tasks.put, None)  # which ends it
         ticket = _ThreadTicket()
         self._tasks.put((task, after, ticket))
         return ticket
 
-    def _work(self) -> None:
-        error: BaseException | None = None
-        while True:
-            task, after, ticket = self._tasks.get()
-            if error is None:
-                try:
-                    after.wait()
-                    task()
-                except BaseException as raised:
-                    error = raised
-            ticket.settle(error)
-            del task, after, ticket  # or the tensors in them would live until the next task
+
+def _work(tasks: _Tasks) -> None:
+    """Run tasks until None comes. It knows the queue only: a lane that nobody has any more ends."""
+    error: BaseException | None = None
+    while (given := tasks.get()) is not None:
+        task, after, ticket = given
+        if error is None:
+            try:
+                after.wait()
+                task()
+            except BaseException as raised:
+                error = raised
+        ticket.settle(error)
+        del given, task, after, ticket  # or the tensors in them would live until the next task
 
 
 class _StreamTicket:

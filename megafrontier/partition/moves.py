@@ -169,11 +169,15 @@ class Moves:
 
     def reduce_exactly(self, full: torch.Tensor, start: int, stop: int, label: str) -> Slot:
         """Sum `full`, which is used up, over levels start … stop - 1, and over all replicas, in
-        fp32."""
-        plain = Wires.plain(len(self._wires.reduce), torch.float32)
+        fp32. Over level `start` it goes as it is: nothing would be gained by more bits."""
+        as_it_is, plain = (
+            Wires.plain(len(self._wires.reduce), dtype).reduce
+            for dtype in (full.dtype, torch.float32)
+        )
+        wires = as_it_is[: start + 1] + plain[start + 1 :]
         slot = Slot(full, label)
-        self._reduce(plain.reduce, slot, start, stop, NO_ERRORS)
-        self._sum_replicas(plain.reduce, slot, stop)
+        self._reduce(wires, slot, start, stop, NO_ERRORS)
+        self._sum_replicas(wires, slot, stop)
         return slot
 
     def then(self, slot: Slot, level: int, work: Work) -> None:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 import torch
 from torch import nn
@@ -194,21 +194,29 @@ class Schedule:
         return self._missing[index]
 
     def _on_gradient(self, index: int, parameter: int) -> Callable[[torch.Tensor], None]:
-        unit = self.units[index]
-        is_root = unit.name == ROOT
+        # The collector does not see what a parameter's hooks hold: they would hold the engine, and
+        # with it the parameter, for ever. Those of the modules hold it while there is a model.
+        take = WeakMethod(self._take_gradient)
 
         def ready(_parameter: torch.Tensor) -> None:
-            is_whole = unit.is_persistent or unit.phase is Phase.BACKWARD
-            if not self._leads or not is_whole or unit.is_finishing:
-                name = unit.layout.entries[parameter].name
-                raise RuntimeError(f"parameter {name}: {_untimely(unit, self._leads)}")
-            unit.take_gradient(parameter)
-            missing = self._missing_of(index)
-            missing.discard(parameter)
-            if not (missing or is_root):  # which comes last, whichever gradients it has got
-                self._finish_backward(index)
+            take_gradient = take()
+            if take_gradient is None:
+                raise RuntimeError("backward through a model that is gone with its engine")
+            take_gradient(index, parameter)
 
         return ready
+
+    def _take_gradient(self, index: int, parameter: int) -> None:
+        unit = self.units[index]
+        is_whole = unit.is_persistent or unit.phase is Phase.BACKWARD
+        if not self._leads or not is_whole or unit.is_finishing:
+            name = unit.layout.entries[parameter].name
+            raise RuntimeError(f"parameter {name}: {_untimely(unit, self._leads)}")
+        unit.take_gradient(parameter)
+        missing = self._missing_of(index)
+        missing.discard(parameter)
+        if not missing and unit.name != ROOT:  # which comes last, whichever gradients it has got
+            self._finish_backward(index)
 
     def _let_go(self, unit: Unit) -> None:
         """Its backward is over: release it, but for those that run first in the next forward."""

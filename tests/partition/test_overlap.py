@@ -1,7 +1,9 @@
 """Overlap is a policy: it changes when collectives run, never what comes out."""
 
+import gc
 import json
 import threading
+import weakref
 
 import pytest
 import torch
@@ -404,6 +406,31 @@ def test_after_an_error_a_lane_issues_nothing_more(policy):
         with pytest.raises(ZeroDivisionError):
             ticket.wait()
     assert seen == []
+
+
+def test_an_engine_that_is_dropped_with_its_model_is_freed_and_its_threads_end():
+    """A notebook or a sweep builds one after another in one process."""
+
+    def body(hierarchy):
+        def build_and_drop():
+            model = TinyModel(tied=False)
+            placement = Placement.named("topo", LEVELS)
+            engine = shard(model, model.units(), placement, hierarchy, overlap="full")
+            engine.backward(model(batch(0)[:2]))
+            engine.finish_gradients()
+            return weakref.ref(engine), weakref.ref(model)
+
+        known = set(threading.enumerate())
+        dropped = build_and_drop()
+        lanes = set(threading.enumerate()) - known
+        build_and_drop()  # whoever used the groups last is known until the next comes
+        gc.collect()
+        for thread in lanes:
+            thread.join(10)
+        left = [reference() for reference in dropped]
+        return len(lanes), any(thread.is_alive() for thread in lanes), left
+
+    assert run_ranks((2, 2, 2), body) == [(3, False, [None, None])] * 8
 
 
 def test_safe_has_one_lane_and_full_one_a_level():
