@@ -44,7 +44,7 @@ def _multiply(values: torch.Tensor, scale: float) -> torch.Tensor:
 @cache
 def _sylvester(scale: float, device: torch.device) -> torch.Tensor:
     """Sylvester's matrix of ±`scale`, symmetric; its square is 128 · scale² times the identity."""
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float32)  # whatever the caller's default is
     while matrix.shape[0] < ROTATION:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return (matrix * scale).to(device)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megafrontier import partition
-from megafrontier.partition import codec
+from megafrontier.partition import codec, rotation
 from megafrontier.partition.codec import INT4, INT8, MESSAGE_ALIGNMENT
 from megafrontier.partition.rotation import BACK, rotate, rotate_back
 from tests.partition.codecs import read, turn, write
@@ -287,6 +287,17 @@ def test_one_message_is_rotated_back_alike_on_every_device(codec, count):
     messages = write(codec, random(3, count))
     by_hand = turn(read(replace(codec, rotates=False), messages, count), BACK)
     assert torch.equal(read(codec, messages, count), by_hand)
+
+
+def test_rotations_are_in_fp32_whatever_type_torch_makes_by_default():
+    values = random(3, 256)
+    expected = rotate(values)
+    rotation._sylvester.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(rotate(values), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_rotations_are_in_fp32_though_the_caller_computes_in_less():

@@ -16,7 +16,10 @@ import torch
 
 from megafrontier.partition.codec import INT4, INT8, SMALLEST_SCALE
 from megafrontier.partition.rotation import BACK, THERE
+from megafrontier.partition.wires import DTYPES as DTYPES_BY_NAME
 from tests.partition.codecs import read, turn, write
+from tests.partition.tiny import build, engine_step, preset
+from tests.ranks import make_levels, run_ranks
 
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed (pip install triton)", allow_module_level=True)
@@ -217,6 +220,87 @@ def test_a_run_that_compares_them_first_finds_no_difference(codec):
     assert _difference(kernels, codec, DEVICE) is None
 
 
+class Launches:
+    """Stands for a kernel: computes nothing, and notes for which patterns of arguments Triton would
+    compile it."""
+
+    def __init__(self, kernel):
+        self._kernel, self.patterns = kernel, set()
+
+    def __getitem__(self, _grid):
+        def launch(*arguments, **constants):
+            found = [
+                self._pattern(parameter, argument)
+                for parameter, argument in zip(self._kernel.params, arguments, strict=False)
+            ]
+            self.patterns.add((*found, *sorted(constants.items())))
+
+        return launch
+
+    def _pattern(self, parameter, argument):
+        if isinstance(argument, torch.Tensor):
+            return argument.dtype, argument.data_ptr() % 16 == 0
+        if parameter.do_not_specialize:
+            return "any"
+        if argument == 1:
+            return "1"
+        is_aligned = argument % 16 == 0 and not parameter.do_not_specialize_on_alignment
+        return "aligned" if is_aligned else "any"
+
+
+@pytest.mark.skipif(RUNS_KERNELS, reason="nothing is launched here")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("strategy", "name", "sizes"),
+    [
+        ("topo", "low", (2, 2, 2)),
+        ("hpz", "zero++", (2, 2, 2)),
+        ("zero3", "low", (2, 3)),
+        ("mics", "low", (2, 2, 2)),
+    ],
+)
+def test_all_that_training_launches_has_been_compared_at_its_start(
+    strategy, name, sizes, precision, monkeypatch
+):
+    """With lengths that no shard has, other kernels would be compiled, and compared in vain."""
+    from megafrontier.partition import codec as module
+    from megafrontier.partition import codec_triton as kernels
+
+    levels = make_levels(sizes)
+    wires = preset(name, strategy, levels, precision)
+    launches = {k: Launches(getattr(kernels, k)) for k in ("_encode", "_decode_sum")}
+    for kernel, launched in launches.items():
+        monkeypatch.setattr(kernels, kernel, launched)
+
+    def patterns():
+        found = {kernel: launched.patterns for kernel, launched in launches.items()}
+        for launched in launches.values():
+            launched.patterns = set()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "allclose", lambda *_, **__: True)
+        for codec in {w.codec for w in (*wires.gather, *wires.reduce) if w.is_low_bit}:
+            assert module._difference(kernels, codec, "cpu") is None
+    compared = patterns()
+    monkeypatch.setattr(module, "_kernels", lambda *_: kernels)
+
+    def body(hierarchy):
+        feeds_back = name == "low"
+        model, engine, optimizer = build(
+            hierarchy, wires, strategy, feeds_back, dtype=DTYPES_BY_NAME[precision]
+        )
+        for step in range(2):
+            engine_step(engine, model, optimizer, step, 2)
+        engine.finish_publishing()
+        return patterns()
+
+    for launched in run_ranks(sizes, body):
+        for kernel, found in launched.items():
+            assert found
+            assert found <= compared[kernel]
+
+
 @needs_kernels
 def test_sums_and_values_refuse_memory_that_they_would_not_fill_right():
     from megafrontier.partition import codec_triton as kernels
@@ -257,8 +341,8 @@ def test_a_gpu_chooses_the_kernels_and_its_plain_torch_agrees_with_them(codec, m
 def test_rows_whose_bits_cannot_be_counted_in_32_bits(codec, count):
     """As of an embedding of 128k tokens over two ranks."""
     values = torch.zeros(1, count, device="cuda")
-    values[0, ::1001] = 1.0
-    values[0, -3:] = -1.0
+    values[0, ::1001] = codec.largest  # so that the scale is 1, and exact
+    values[0, -3:] = -codec.largest
     assert torch.equal(read(codec, write(codec, values), count), values)
 
 
