@@ -109,8 +109,8 @@ class Engine:
         self._policy: Policy = overlap if hierarchy.size > 1 else "none"
         self._prefetch = 0 if self._policy == "none" else prefetch
         levels = len(hierarchy.levels.sizes)
-        lanes = Lanes(self._policy, levels, hierarchy.device, hierarchy.turn)
-        self._moves = Moves(hierarchy, wires, self.ledger, lanes, check_order)
+        self._lanes = Lanes(self._policy, levels, hierarchy.device, hierarchy.turn)
+        self._moves = Moves(hierarchy, wires, self.ledger, self._lanes, check_order)
 
     def take_over(
         self,
@@ -141,6 +141,7 @@ class Engine:
         self._schedule = Schedule(
             self.units, modules, self._moves, self.ledger, self._policy, prefetch
         )
+        self._lanes.outlive(self._schedule)  # which has the units, and is there while the model is
         self._place(from_masters=True)
 
     @property
@@ -188,6 +189,10 @@ class Engine:
         self._schedule.reducing.clear()  # each unit waits for its own
         with self.ledger.waiting("finish gradients"):
             self.finish_publishing()
+            # All that `is_last` has not begun, before the first is waited for: levels side by side.
+            for unit in self.units:
+                if not unit.is_finishing:
+                    unit.start_finishing()
             return [unit.finish_gradient() for unit in self.units]
 
     def clear_gradients(self) -> None:
@@ -210,7 +215,8 @@ class Engine:
 
     def finish_publishing(self) -> None:
         """Return when every copy of the weights is up to date."""
-        for unit in self.units:
+        for index, unit in enumerate(self.units):
+            self._schedule.start_publishing(index - 1)
             unit.finish_publishing()
 
     def restore(self, has_published: bool) -> None:

@@ -169,6 +169,12 @@ class Lanes:
         self._newest[number] = ticket = self._lanes[number].run(task, after)
         return ticket
 
+    def outlive(self, owner: object) -> None:
+        """Let the computation wait for all that was given when `owner` goes: torch would hand out
+        its memory again while a stream still works on it. Threads hold what they work on."""
+        if any(isinstance(lane, StreamLane) for lane in self._lanes):
+            weakref.finalize(owner, self.drain).atexit = False
+
     def drain(self) -> None:
         """Return when all that was given is done. Raises what a task raised, the first time."""
         newest, self._newest = self._newest, {}

@@ -303,15 +303,11 @@ class Unit:
         self._moves.sum_replicas(self._finished, place.optimizer)
 
     def finish_gradient(self) -> torch.Tensor:
-        """The sum over all ranks and micro-batches of this rank's optimizer shard, fp32. Raises
-        RuntimeError the second time: replicas would be added to replicas."""
+        """What `start_finishing` has begun: the sum over all ranks and micro-batches of this rank's
+        optimizer shard, fp32. Raises RuntimeError the second time: replicas would be added to
+        replicas."""
         if self._finished is None:
-            if self.is_finishing:
-                raise RuntimeError(
-                    "gradients finished twice; need engine.clear_gradients() between"
-                )
-            self.start_finishing()
-        assert self._finished is not None
+            raise RuntimeError("gradients finished twice; need engine.clear_gradients() between")
         gradient = self._finished.wait()
         self._finished = None
         self.finish_reducing()  # it came before

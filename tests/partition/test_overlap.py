@@ -11,7 +11,8 @@ import torch
 from megafrontier.cluster.hierarchy import Turn
 from megafrontier.partition import Placement, shard
 from megafrontier.partition import engine as engine_module
-from megafrontier.partition.lanes import DONE, Lanes
+from megafrontier.partition import lanes as lanes_module
+from megafrontier.partition.lanes import DONE, Lanes, StreamLane
 from megafrontier.partition.trace import Trace
 from megafrontier.partition.wires import DTYPES
 from tests.partition.streams import Streams
@@ -123,6 +124,59 @@ def when_backward_begins(module, act):
 
 
 @pytest.mark.parametrize("policy", ["safe", "full"])
+@pytest.mark.parametrize(
+    ("held", "crossings"), [("gather blocks.1", 1), ("publish blocks.1", 2)], ids=str
+)
+def test_bringing_the_next_unit_does_not_hold_up_this_ones_forward(policy, held, crossings):
+    """Here it takes until that forward has begun."""
+
+    def body(hierarchy):
+        model = TinyModel(tied=False)
+        engine = shard(
+            model, model.units(), Placement.named("topo", LEVELS), hierarchy, overlap=policy
+        )
+        has_begun, in_time = threading.Event(), []
+        model.blocks[0].register_forward_pre_hook(lambda *_: has_begun.set())
+
+        def hold(_level, label):
+            if label == held:
+                in_time.append(has_begun.wait(10))
+
+        watch_crossings(engine, hold)
+        engine.publish()
+        with torch.no_grad():
+            model(batch(0)[:2])
+        return in_time
+
+    assert run_ranks((2, 2, 2), body) == [[True] * crossings] * 8
+
+
+@pytest.mark.parametrize("policy", ["safe", "full"])
+def test_gathering_a_unit_again_does_not_hold_up_the_backward_of_the_one_after_it(policy):
+    """Here it takes until that backward has begun."""
+
+    def body(hierarchy):
+        model = TinyModel(tied=False)
+        engine = shard(
+            model, model.units(), Placement.named("topo", LEVELS), hierarchy, overlap=policy
+        )
+        has_begun, in_time = threading.Event(), []
+        when_backward_begins(model.blocks[1], has_begun.set)
+        loss = model(batch(0)[:2])
+
+        def hold(_level, label):
+            if label == "gather blocks.0":
+                in_time.append(has_begun.wait(10))
+
+        watch_crossings(engine, hold)
+        engine.backward(loss)
+        engine.finish_gradients()
+        return in_time
+
+    assert run_ranks((2, 2, 2), body) == [[True]] * 8
+
+
+@pytest.mark.parametrize("policy", ["safe", "full"])
 def test_a_reduction_does_not_hold_up_the_backward_of_the_unit_before(policy):
     """Here it takes until that backward has begun."""
 
@@ -164,6 +218,37 @@ def test_the_optimizer_level_does_not_hold_up_a_backward():
         watch_crossings(engine, hold)
         engine.backward(model(batch(0)[:2]), is_last=True)
         engine.finish_gradients()
+        return in_time
+
+    assert run_ranks((2, 2, 2), body) == [[True]] * 8
+
+
+@pytest.mark.parametrize(
+    ("held", "until", "finish"),
+    [
+        (("node", "publish blocks.2"), ("world", "publish head"), "finish_publishing"),
+        (("node", "finish embedding"), ("pair", "finish blocks.0"), "finish_gradients"),
+    ],
+)
+def test_what_is_finished_at_once_runs_side_by_side_on_the_levels(held, until, finish):
+    """One unit's crossing takes here until another level has come to the next unit."""
+
+    def body(hierarchy):
+        model = TinyModel(tied=False)
+        engine = shard(
+            model, model.units(), Placement.named("zero1", LEVELS), hierarchy, overlap="full"
+        )
+        has_begun, in_time = threading.Event(), []
+
+        def hold(level, label):
+            if (level, label) == until:
+                has_begun.set()
+            if (level, label) == held:
+                in_time.append(has_begun.wait(10))
+
+        watch_crossings(engine, hold)
+        engine.publish()
+        getattr(engine, finish)()
         return in_time
 
     assert run_ranks((2, 2, 2), body) == [[True]] * 8
@@ -431,6 +516,47 @@ def test_an_engine_that_is_dropped_with_its_model_is_freed_and_its_threads_end()
         return len(lanes), any(thread.is_alive() for thread in lanes), left
 
     assert run_ranks((2, 2, 2), body) == [(3, False, [None, None])] * 8
+
+
+def test_a_device_is_done_with_an_engines_memory_before_that_goes(monkeypatch):
+    """Of an engine that is dropped with its model while its publication is on its way."""
+    seen = []
+
+    class Stream(StreamLane):
+        def __init__(self, name, _device):
+            self._name = name
+
+        def run(self, task, after):
+            task()
+            return self
+
+        def wait(self):
+            seen.append(self._name)
+
+    class Memory:
+        """Goes with the unit that it is part of."""
+
+        def __del__(self):
+            seen.append("memory")
+
+    monkeypatch.setattr(lanes_module, "_make_lane", Stream)
+
+    def body(hierarchy):
+        model = TinyModel(tied=False)
+        engine = shard(
+            model, model.units(), Placement.named("topo", LEVELS), hierarchy, overlap="full"
+        )
+        engine.units[0].memory = Memory()
+        engine.publish()
+        seen.clear()
+        del engine, model
+        gc.collect()
+        return seen
+
+    # The lane of the pair has nothing to publish.
+    for waited in run_ranks((2, 2, 2), body):
+        assert sorted(waited[:2]) == ["level-1", "level-2"]
+        assert waited[2:] == ["memory"]
 
 
 def test_safe_has_one_lane_and_full_one_a_level():
