@@ -2,7 +2,7 @@
 
     sudo .venv/bin/python scripts/benchmarks/slow_network.py OUT [--quick] [--nodes 1 2 4]
         [--slower 1 4 16] [--accumulation 1 4] [--strategies NAME …] [--overlap none full]
-        [--packages DIR] [key=value …]
+        [--packages DIR] [--block-seconds S] [key=value …]
 
 A node is a network namespace with 4 ranks (levels pair 2, node 2, world) and one shaped NIC. All
 ranks share the machine's cores, so the rate of the links is chosen for each number of nodes from
@@ -11,6 +11,11 @@ compute, as for 20B on Frontier; `--slower` divides that rate. Strategies take t
 processes, because the machine's speed drifts. OUT gets results.json, table.md and picture.png after
 every group of rows that are compared; groups that are there already and not measured again stay, so
 a long comparison may be made in several sittings.
+
+On two cores 16 ranks compute slowly, and what sends takes the cores from what computes. With
+`--block-seconds 0.1 model.layers=8 model.sequence_length=64 train.micro_batch=1` a block waits as
+if a device computed 0.1 seconds for its forward and twice that for its backward
+(slow_network_device.py), and the cores are there for the engine alone.
 
 DeepSpeed is looked for in DIR, made without another torch by
 
@@ -164,6 +169,7 @@ class Bench:
             address="",
             port=0,
             folder="",
+            block_seconds=self._settings.block_seconds,
             options=strategy.options | self._trace(strategy, nodes, accumulation),
         )
         return self._cluster.run(job, nodes, TIMEOUT_SECONDS)
@@ -280,6 +286,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="measured steps in each turn")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them")
     parser.add_argument("--trace", action="store_true", help="a timeline of each row in OUT")
+    parser.add_argument(
+        "--block-seconds",
+        type=float,
+        default=0.0,
+        help="what a block's forward takes on a device that computes beside the cores",
+    )
     parser.add_argument("--packages", type=Path, help="a folder of `pip install --target`")
     parser.add_argument("--tries", type=int, default=3, help="for a turn that others disturb")
     found = parser.parse_intermixed_args()
@@ -289,6 +301,8 @@ def parse() -> argparse.Namespace:
     for name, value in defaults.items():
         if getattr(found, name) is None:
             setattr(found, name, value)
+    device = [f"--block-seconds={found.block_seconds:g}"] if found.block_seconds else []
+    found.setting = [*device, *found.config]
     return found
 
 
@@ -300,7 +314,7 @@ def main() -> int:
     strategies = chosen(settings.strategies, settings.overlap)
     settings.out.mkdir(parents=True, exist_ok=True)
     try:
-        results = Results(settings.out, settings.config)
+        results = Results(settings.out, settings.setting)
         with (
             interrupted_by_signals(),
             tempfile.TemporaryDirectory(prefix="slow-network-") as folder,

@@ -17,6 +17,8 @@ class Job:
     port: int
     folder: str
     """Where rank r writes its answer, `r.json`."""
+    block_seconds: float = 0.0
+    """What a block's forward takes beside its computing; see `slow_network_device.py`."""
     options: dict[str, str] = field(default_factory=dict)
 
 

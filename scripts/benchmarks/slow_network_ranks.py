@@ -12,6 +12,7 @@ import deepspeed_zero
 import torch
 from fsdp2 import Fsdp2
 from measuring import resident_bytes
+from slow_network_device import occupy
 from slow_network_job import Answer, Job
 from slow_network_links import machine_cpu_seconds, sent
 
@@ -135,6 +136,7 @@ def _comm(results: Sequence[StepResult]) -> tuple[int | None, dict[str, float]]:
 def ours(job: Job, config: Config, arrangement: Arrangement, hierarchy: Hierarchy) -> Stepper:
     """The engine, as `megafrontier train` runs it."""
     trainer = build_trainer(config, arrangement, hierarchy)
+    occupy(trainer.model, job.block_seconds)
     results: list[StepResult] = []
 
     def step() -> float:
@@ -179,7 +181,7 @@ def _gloo_bytes(trainer: Trainer, arrangement: Arrangement) -> int:
 
 def alone(job: Job, config: Config, _: Arrangement, hierarchy: Hierarchy) -> Stepper:
     """Computing without communication: plain PyTorch, and this rank's share of the update."""
-    model = whole_model(config).to(DTYPES[config.train.precision])
+    model = whole_model(job, config).to(DTYPES[config.train.precision])
     _, batches = feed(job, config, hierarchy)
     parameters = sum(p.numel() for p in model.parameters())
     share = torch.zeros(parameters // hierarchy.size)
@@ -204,7 +206,7 @@ def fsdp2(job: Job, config: Config, _: Arrangement, hierarchy: Hierarchy) -> Ste
     """torch's own sharding, `mode` full or hybrid; see fsdp2.py."""
     loader, batches = feed(job, config, hierarchy)
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-    model = whole_model(config)
+    model = whole_model(job, config)
     parameters = sum(p.numel() for p in model.parameters())
     trained = Fsdp2(model, config, job.options["mode"], hierarchy.size, per_node)
     return Stepper(
@@ -217,7 +219,7 @@ def fsdp2(job: Job, config: Config, _: Arrangement, hierarchy: Hierarchy) -> Ste
 def deepspeed(job: Job, config: Config, _: Arrangement, hierarchy: Hierarchy) -> Stepper:
     """DeepSpeed's sharding, `mode` zero3 or hpz; see deepspeed_zero.py."""
     loader, batches = feed(job, config, hierarchy)
-    model = whole_model(config)
+    model = whole_model(job, config)
     parameters = sum(p.numel() for p in model.parameters())
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     mode, per_step = job.options["mode"], loader.micro_batches
@@ -242,10 +244,11 @@ def feed(
     return loader, map(loader.step, range(job.warmup + job.steps))
 
 
-def whole_model(config: Config) -> GPT:
+def whole_model(job: Job, config: Config) -> GPT:
     """The configured GPT with the first values our engine gives it, fp32."""
     model = GPT(config.model, loss_chunk_tokens=config.train.loss_chunk_tokens)
     initialise(model, config.model, config.run.seed)
+    occupy(model, job.block_seconds)
     return model
 
 
