@@ -202,11 +202,12 @@ class WiresConfig:
     `wires: {preset: low}`."""
     # str and not WireFormat: OmegaConf refuses every value of a dict of literals; `check` looks.
     gather: dict[str, str] = field(default_factory=dict)
-    """Format of weights on the wire of each level, over the preset's, `{LEVEL: FORMAT}`: fp32,
-    bf16, fp16, int8, int4, and where weights are published delta8, delta4 (their quantised
-    change)."""
+    """Format of weights on the wire of each level, over the preset's, `{LEVEL: FORMAT}`: bf16,
+    int8, int4, with train.precision fp32 or fp16 this one too, and where weights are published
+    delta8, delta4 (their quantised change)."""
     reduce: dict[str, str] = field(default_factory=dict)
-    """Format of gradients on the wire of each level, over the preset's. Sums are fp32."""
+    """Format of gradients on the wire of each level, over the preset's: fp32, bf16, int8, int4, and
+    fp16 with train.precision fp16. Sums are fp32."""
     rotation: bool | None = None
     """Rotate gradients (block Hadamard) before a low-bit wire. Default: in `low`."""
 

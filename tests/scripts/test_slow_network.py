@@ -1,11 +1,20 @@
 """What the benchmark on a slow network makes of its measurements."""
 
 import pytest
+import slow_network
 import slow_network_links
 from slow_network import Results
 from slow_network_bars import Bar, all_bars
 from slow_network_job import Answer
 from slow_network_report import ALONE, Figures, Row, load, row_of, table
+
+
+def why_no_links():
+    try:
+        with slow_network_links.links(1):
+            return None
+    except slow_network_links.Unable as reason:
+        return str(reason)
 
 
 def make_answer(begins, ends, **others):
@@ -28,8 +37,8 @@ def make_answer(begins, ends, **others):
 
 
 def make_row(strategy, nodes, seconds, slower=1.0, accumulation=1, **others):
-    values = {"tokens": 100, "bytes_per_second": 10.0, "formula_bytes": 1.0} | others
-    return Row(strategy, nodes, accumulation, slower, seconds=[seconds], **values)
+    values = {"tokens": 100, "bytes_per_second": 10.0, "formula_bytes": 1.0, "parameters": 10}
+    return Row(strategy, nodes, accumulation, slower, seconds=[seconds], **(values | others))
 
 
 def make_figures():
@@ -104,6 +113,33 @@ def test_speed_is_asked_only_where_the_rivals_communication_dominates():
     assert limit(rivals_bytes=41.0) == 1.71
 
 
+def test_the_bars_are_those_that_were_set():
+    """On links at which what the rivals send takes longer than computing."""
+    rows = []
+    for nodes, slower, accumulation in ((1, 1.0, 1), (4, 1.0, 1), (4, 16.0, 1), (4, 16.0, 4)):
+        seconds = {ALONE: 1.0, "topo low": 1.0, "topo exact": 2.0, "FSDP2 hybrid": 3.0}
+        if accumulation == 4:
+            seconds |= {"hpz + zero++": 4.0, "zero3": 5.0}
+        for name, took in seconds.items():
+            whole = name if name == ALONE or "FSDP2" in name else f"{name}, full overlap"
+            sent = {"nic_bytes": 30.0, "ledger_bytes": 1.0}
+            rows.append(make_row(whole, nodes, took, slower, accumulation, **sent))
+    limits = {}
+    for bar in all_bars(Figures(rows)):
+        limits.setdefault(bar.what.split(":")[0].split(",")[0].split(" (")[0], set()).add(bar.limit)
+    assert limits == {
+        "topo low over hpz + zero++": {1.71},
+        "topo low over zero3": {2.40},
+        "topo low over FSDP2 hybrid": {1.5, None},  # not asked at accumulation 4
+        "topo low step over computing alone": {1.15},
+        "topo exact over FSDP2 hybrid": {1.0},
+        "scaling efficiency of topo exact": {0.94},
+        "scaling efficiency of topo low": {0.94},
+        "NIC bytes without protocol off the formula": {0.03},
+        "step over its bound": {1.15},
+    }
+
+
 def test_a_later_sitting_keeps_the_groups_that_it_does_not_measure_again(tmp_path):
     def sitting(*rows):
         Results(tmp_path, []).replace(list(rows))
@@ -134,3 +170,33 @@ def test_without_root_or_its_tools_it_refuses_in_one_line(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda tool: None)
     with pytest.raises(slow_network_links.Unable, match="apt-get install iproute2"):
         slow_network_links.links(1).__enter__()
+
+
+def test_two_nodes_send_what_the_formula_says_over_a_link_that_fits_their_computing(
+    tmp_path, monkeypatch
+):
+    """The whole way: namespaces, a rate that follows from computing, real ranks, the report."""
+    if reason := why_no_links():
+        pytest.skip(f"no slow network here: {reason}")
+    settings = (
+        "--nodes 2 --slower 2 --accumulation 1 --rounds 1 --steps 1 --tries 1 --overlap full "
+        "--block-seconds 0.1 model.layers=2 model.sequence_length=64 train.micro_batch=1"
+    )
+    names = "topo low", "topo exact", "FSDP2 hybrid"
+    command = ["slow_network.py", str(tmp_path), *settings.split(), "--strategies", *names]
+    monkeypatch.setattr("sys.argv", command)
+    assert slow_network.main() == 0
+    _, figures = load(tmp_path)
+    alone, hybrid, exact, low = figures.rows
+    assert 0.6 < alone.median_seconds < 0.8, "two blocks, once forward and twice backward"
+    # A pass of all weights in bf16 is to take 0.12 of computing, and twice that here.
+    rate = 2 * alone.parameters / (0.12 * alone.median_seconds) / 2
+    assert alone.bytes_per_second == pytest.approx(rate, rel=0.1)
+    for row, bytes_per_parameter in ((exact, 2.0), (low, 0.55), (hybrid, 2.0)):
+        assert abs(row.excess) < 0.03, row.strategy
+        assert row.formula_bytes == pytest.approx(bytes_per_parameter * row.parameters, rel=0.1)
+        assert row.median_seconds > alone.median_seconds
+        assert row.loss == pytest.approx(exact.loss, rel=0.01)
+    assert (exact.ledger_bytes, low.ledger_bytes) == (exact.formula_bytes, low.formula_bytes)
+    assert "topo low, full overlap" in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
