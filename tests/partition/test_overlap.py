@@ -1,18 +1,13 @@
 """Overlap is a policy: it changes when collectives run, never what comes out."""
 
-import gc
 import json
 import threading
-import weakref
 
 import pytest
 import torch
 
-from megafrontier.cluster.hierarchy import Turn
 from megafrontier.partition import Placement, shard
 from megafrontier.partition import engine as engine_module
-from megafrontier.partition import lanes as lanes_module
-from megafrontier.partition.lanes import DONE, Lanes, StreamLane
 from megafrontier.partition.trace import Trace
 from megafrontier.partition.wires import DTYPES
 from tests.partition.streams import Streams
@@ -22,12 +17,12 @@ from tests.partition.tiny import (
     LEVELS,
     TinyModel,
     batch,
+    place,
     preset,
     watch_crossings,
 )
 from tests.ranks import run_ranks
 
-CPU = torch.device("cpu")
 CASES = [
     ("topo", "low", True, "fp32", 2),
     ("topo", "low", True, "bf16", 4),
@@ -123,6 +118,19 @@ def when_backward_begins(module, act):
     module.register_forward_hook(after)
 
 
+def hold(engine, label, begun, level=None):
+    """Let crossings of that label, over all levels or one, take until the event; a list that gets a
+    word for each of them whether it came in time."""
+    in_time = []
+
+    def watch(crossed, named):
+        if named == label and level in (crossed, None):
+            in_time.append(begun.wait(10))
+
+    watch_crossings(engine, watch)
+    return in_time
+
+
 @pytest.mark.parametrize("policy", ["safe", "full"])
 @pytest.mark.parametrize(
     ("held", "crossings"), [("gather blocks.1", 1), ("publish blocks.1", 2)], ids=str
@@ -131,18 +139,10 @@ def test_bringing_the_next_unit_does_not_hold_up_this_ones_forward(policy, held,
     """Here it takes until that forward has begun."""
 
     def body(hierarchy):
-        model = TinyModel(tied=False)
-        engine = shard(
-            model, model.units(), Placement.named("topo", LEVELS), hierarchy, overlap=policy
-        )
-        has_begun, in_time = threading.Event(), []
+        model, engine = place(hierarchy, "topo", overlap=policy)
+        has_begun = threading.Event()
         model.blocks[0].register_forward_pre_hook(lambda *_: has_begun.set())
-
-        def hold(_level, label):
-            if label == held:
-                in_time.append(has_begun.wait(10))
-
-        watch_crossings(engine, hold)
+        in_time = hold(engine, held, has_begun)
         engine.publish()
         with torch.no_grad():
             model(batch(0)[:2])
@@ -156,19 +156,11 @@ def test_gathering_a_unit_again_does_not_hold_up_the_backward_of_the_one_after_i
     """Here it takes until that backward has begun."""
 
     def body(hierarchy):
-        model = TinyModel(tied=False)
-        engine = shard(
-            model, model.units(), Placement.named("topo", LEVELS), hierarchy, overlap=policy
-        )
-        has_begun, in_time = threading.Event(), []
+        model, engine = place(hierarchy, "topo", overlap=policy)
+        has_begun = threading.Event()
         when_backward_begins(model.blocks[1], has_begun.set)
         loss = model(batch(0)[:2])
-
-        def hold(_level, label):
-            if label == "gather blocks.0":
-                in_time.append(has_begun.wait(10))
-
-        watch_crossings(engine, hold)
+        in_time = hold(engine, "gather blocks.0", has_begun)
         engine.backward(loss)
         engine.finish_gradients()
         return in_time
@@ -181,18 +173,10 @@ def test_a_reduction_does_not_hold_up_the_backward_of_the_unit_before(policy):
     """Here it takes until that backward has begun."""
 
     def body(hierarchy):
-        model = TinyModel(tied=False)
-        engine = shard(
-            model, model.units(), Placement.named("topo", LEVELS), hierarchy, overlap=policy
-        )
-        has_begun, in_time = threading.Event(), []
+        model, engine = place(hierarchy, "topo", overlap=policy)
+        has_begun = threading.Event()
         when_backward_begins(model.blocks[1], has_begun.set)
-
-        def hold(_level, label):
-            if label == "reduce blocks.2":
-                in_time.append(has_begun.wait(10))
-
-        watch_crossings(engine, hold)
+        in_time = hold(engine, "reduce blocks.2", has_begun)
         engine.backward(model(batch(0)[:2]))
         engine.finish_gradients()
         return in_time
@@ -204,18 +188,10 @@ def test_the_optimizer_level_does_not_hold_up_a_backward():
     """Crossing it for the first unit takes here until the fourth one's backward has begun."""
 
     def body(hierarchy):
-        model = TinyModel(tied=False)
-        engine = shard(
-            model, model.units(), Placement.named("topo", LEVELS), hierarchy, overlap="full"
-        )
-        has_begun, in_time = threading.Event(), []
+        model, engine = place(hierarchy, "topo", overlap="full")
+        has_begun = threading.Event()
         when_backward_begins(model.blocks[0], has_begun.set)
-
-        def hold(level, label):
-            if (level, label) == ("world", "finish head"):
-                in_time.append(has_begun.wait(10))
-
-        watch_crossings(engine, hold)
+        in_time = hold(engine, "finish head", has_begun, level="world")
         engine.backward(model(batch(0)[:2]), is_last=True)
         engine.finish_gradients()
         return in_time
@@ -234,19 +210,11 @@ def test_what_is_finished_at_once_runs_side_by_side_on_the_levels(held, until, f
     """One unit's crossing takes here until another level has come to the next unit."""
 
     def body(hierarchy):
-        model = TinyModel(tied=False)
-        engine = shard(
-            model, model.units(), Placement.named("zero1", LEVELS), hierarchy, overlap="full"
-        )
-        has_begun, in_time = threading.Event(), []
-
-        def hold(level, label):
-            if (level, label) == until:
-                has_begun.set()
-            if (level, label) == held:
-                in_time.append(has_begun.wait(10))
-
-        watch_crossings(engine, hold)
+        _, engine = place(hierarchy, "zero1", overlap="full")
+        has_begun = threading.Event()
+        watch_crossings(engine, lambda *crossed: crossed == until and has_begun.set())
+        level, label = held
+        in_time = hold(engine, label, has_begun, level)
         engine.publish()
         getattr(engine, finish)()
         return in_time
@@ -432,146 +400,3 @@ def test_a_trace_has_a_row_a_level_and_names_moves_and_units(tmp_path):
     assert ("world", "publish blocks.1") in bars
     assert not any(label.startswith("place") for _, label in bars)
     assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
-
-
-def test_a_lane_runs_tasks_in_order_and_after_what_they_wait_for():
-    lanes = Lanes("full", 2, CPU, Turn())
-    gate, seen = threading.Event(), []
-    first = lanes.run(0, lambda: (gate.wait(), seen.append("gate")), DONE)
-    second = lanes.run(1, lambda: seen.append("after the gate"), first)
-    third = lanes.run(0, lambda: seen.append("same lane"), DONE)
-    last = lanes.run(1, lambda: seen.append("last"), DONE)
-    assert seen == []
-    gate.set()
-    second.wait()
-    last.wait()
-    third.wait()
-    assert seen[0] == "gate"
-    assert seen.index("after the gate") < seen.index("last")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("policy", ["safe", "full"])
-def test_a_streams_task_comes_after_the_computation_before_it_and_before_that_after_it(policy):
-    device = torch.device("cuda", 0)
-    lanes = Lanes(policy, 2, device, Turn())
-    slow, x, y = (torch.zeros(4096, 4096, device=device) for _ in range(3))
-    for value in (1.0, 2.0):
-        for _ in range(20):
-            torch.mm(slow, slow, out=y)
-        x.fill_(value)
-        first = lanes.run(lanes.number(0), lambda: y.copy_(x), DONE)
-        second = lanes.run(lanes.number(1), lambda: y.add_(x), first)
-        second.wait()
-        x.zero_()
-        assert y.sum().item() == 2 * value * y.numel()
-
-
-@pytest.mark.parametrize("policy", ["none", "safe", "full"])
-def test_two_engines_do_not_mix_their_collectives(policy):
-    """They use the same process groups; a teacher and a student, say."""
-    turn = Turn()
-    one, other = Lanes("full", 2, CPU, turn), Lanes(policy, 2, CPU, turn)
-    gate, seen = threading.Event(), []
-    for number in (0, 1):
-        one.run(number, lambda: (gate.wait(10), seen.append("one")), DONE)
-    threading.Timer(0.05, gate.set).start()
-    other.run(0, lambda: seen.append("other"), DONE)
-    other.drain()
-    assert seen == ["one", "one", "other"]
-
-
-@pytest.mark.parametrize("policy", ["safe", "full"])
-def test_after_an_error_a_lane_issues_nothing_more(policy):
-    lanes = Lanes(policy, 1, CPU, Turn())
-    seen = []
-    broken = lanes.run(0, lambda: 1 / 0, DONE)
-    later = lanes.run(0, lambda: seen.append("issued"), DONE)
-    for ticket in (broken, later):
-        with pytest.raises(ZeroDivisionError):
-            ticket.wait()
-    assert seen == []
-
-
-def test_an_engine_that_is_dropped_with_its_model_is_freed_and_its_threads_end():
-    """A notebook or a sweep builds one after another in one process."""
-
-    def body(hierarchy):
-        def build_and_drop():
-            model = TinyModel(tied=False)
-            placement = Placement.named("topo", LEVELS)
-            engine = shard(model, model.units(), placement, hierarchy, overlap="full")
-            engine.backward(model(batch(0)[:2]))
-            engine.finish_gradients()
-            return weakref.ref(engine), weakref.ref(model)
-
-        known = set(threading.enumerate())
-        dropped = build_and_drop()
-        lanes = set(threading.enumerate()) - known
-        build_and_drop()  # whoever used the groups last is known until the next comes
-        gc.collect()
-        for thread in lanes:
-            thread.join(10)
-        left = [reference() for reference in dropped]
-        return len(lanes), any(thread.is_alive() for thread in lanes), left
-
-    assert run_ranks((2, 2, 2), body) == [(3, False, [None, None])] * 8
-
-
-def test_a_device_is_done_with_an_engines_memory_before_that_goes(monkeypatch):
-    """Of an engine that is dropped with its model while its publication is on its way."""
-    seen = []
-
-    class Stream(StreamLane):
-        def __init__(self, name, _device):
-            self._name = name
-
-        def run(self, task, after):
-            task()
-            return self
-
-        def wait(self):
-            seen.append(self._name)
-
-    class Memory:
-        """Goes with the unit that it is part of."""
-
-        def __del__(self):
-            seen.append("memory")
-
-    monkeypatch.setattr(lanes_module, "_make_lane", Stream)
-
-    def body(hierarchy):
-        model = TinyModel(tied=False)
-        engine = shard(
-            model, model.units(), Placement.named("topo", LEVELS), hierarchy, overlap="full"
-        )
-        engine.units[0].memory = Memory()
-        engine.publish()
-        seen.clear()
-        del engine, model
-        gc.collect()
-        return seen
-
-    # The lane of the pair has nothing to publish.
-    for waited in run_ranks((2, 2, 2), body):
-        assert sorted(waited[:2]) == ["level-1", "level-2"]
-        assert waited[2:] == ["memory"]
-
-
-def test_safe_has_one_lane_and_full_one_a_level():
-    def lane_count(policy):
-        lanes = Lanes(policy, 3, CPU, Turn())
-        names = set()
-
-        def note():
-            names.add(threading.current_thread().name)
-
-        tickets = [lanes.run(lanes.number(level), note, DONE) for level in range(3)]
-        for ticket in tickets:
-            ticket.wait()
-        return len(names), threading.current_thread().name in names
-
-    assert lane_count("none") == (1, True)
-    assert lane_count("safe") == (1, False)
-    assert lane_count("full") == (3, False)
