@@ -301,6 +301,8 @@ def parse() -> argparse.Namespace:
     for name, value in defaults.items():
         if getattr(found, name) is None:
             setattr(found, name, value)
+    if found.block_seconds < 0:
+        parser.error(f"--block-seconds: {found.block_seconds:g}, need 0 or more")
     device = [f"--block-seconds={found.block_seconds:g}"] if found.block_seconds else []
     found.setting = [*device, *found.config]
     return found
