@@ -193,6 +193,7 @@ class Engine:
             for unit in self.units:
                 if not unit.is_finishing:
                     unit.start_finishing()
+            self._moves.end_sums()
             return [unit.finish_gradient() for unit in self.units]
 
     def clear_gradients(self) -> None:

@@ -5,7 +5,7 @@ shallower ones, no step copies or permutes. Each move is a chain of crossings, o
 runs on the levels' lanes; the caller gets a ticket for its end.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from math import prod
@@ -46,6 +46,7 @@ class Moves:
         self._lanes = lanes
         self._check_order = check_order
         self._held: list[Step] | None = None
+        self._way_back: list[Step] = []
         count = len(hierarchy.levels.sizes)
         self._scratch = {lanes.number(level): Scratch(hierarchy.device) for level in range(count)}
         self._shelf = Shelf(hierarchy.device)
@@ -163,9 +164,22 @@ class Moves:
         """Go on to sum an fp32 slice at `depth` in place over all levels beyond it.
 
         One owner adds up each piece and hands it back, so that all replicas hold the same bits;
-        slow levels carry only a piece of the slice.
+        slow levels carry only a piece of the slice. What comes back over the inner levels waits for
+        `end_sums` or for the next sum, which crosses them first: it would hold them up until the
+        slow level has been crossed.
         """
-        self._sum_replicas(self._wires.reduce, slot, depth)
+        with self._collected() as steps:
+            self._sum_replicas(self._wires.reduce, slot, depth)
+        inner = len(self.hierarchy.levels.sizes) - depth - 1
+        at_once = len(steps) - inner if steps else 0
+        self._issue_all(steps[:at_once])
+        self.end_sums()
+        self._way_back = steps[at_once:]
+
+    def end_sums(self) -> None:
+        """Give the lanes what is left of all sums over replicas."""
+        steps, self._way_back = self._way_back, []
+        self._issue_all(steps)
 
     def reduce_exactly(self, full: torch.Tensor, start: int, stop: int, label: str) -> Slot:
         """Sum `full`, which is used up, over levels start … stop - 1, and over all replicas, in
@@ -190,13 +204,22 @@ class Moves:
     @contextmanager
     def woven(self) -> Iterator[None]:
         """Give the lanes a gather and a reduce, begun inside in this order, in that of `weave`."""
-        held: list[Step] = []
-        self._held = held
-        try:
+        with self._collected() as steps:
             yield
+        self._issue_all(weave(steps))
+
+    @contextmanager
+    def _collected(self) -> Iterator[list[Step]]:
+        """Steps that are begun inside, in place of giving them to the lanes."""
+        steps: list[Step] = []
+        self._held = steps
+        try:
+            yield steps
         finally:
             self._held = None
-        for slot, level, work in weave(held):
+
+    def _issue_all(self, steps: Iterable[Step]) -> None:
+        for slot, level, work in steps:
             self._issue(slot, level, work)
 
     def _issue(self, slot: Slot, level: int, work: Work) -> None:

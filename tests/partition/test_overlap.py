@@ -34,6 +34,8 @@ CASES = [
     ("zero1", "low", True, "fp32", 2),
     ("mics", "exact", False, "fp32", 2),
     ("mics", "low", False, "bf16", 2),
+    ("ddp", "exact", False, "fp32", 2),
+    ("ddp", "low", False, "bf16", 1),
 ]
 POLICIES = [("none", 1), ("safe", 0), ("safe", 1), ("safe", 3), ("full", 1), ("full", 2)]
 
@@ -197,6 +199,22 @@ def test_the_optimizer_level_does_not_hold_up_a_backward():
         return in_time
 
     assert run_ranks((2, 2, 2), body) == [[True]] * 8
+
+
+def test_a_sum_over_replicas_lets_the_next_unit_cross_the_inner_levels():
+    """Crossing the outermost one takes here until the next unit has come to the one before it."""
+    until = "node", "finish blocks.2"
+
+    def body(hierarchy):
+        model, engine = place(hierarchy, "ddp", overlap="full")
+        has_come = threading.Event()
+        watch_crossings(engine, lambda *crossed: crossed == until and has_come.set())
+        in_time = hold(engine, "finish head", has_come, level="world")
+        engine.backward(model(batch(0)[:2]), is_last=True)
+        engine.finish_gradients()
+        return in_time
+
+    assert run_ranks((2, 2, 2), body) == [[True, True]] * 8  # there and back
 
 
 @pytest.mark.parametrize(
