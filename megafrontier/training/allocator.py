@@ -6,11 +6,9 @@ import platform
 
 import torch
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-"""glibc's names for mallopt(3)."""
-_NEVER = -1
-_LARGEST_FROM_HEAP = 32 << 20
-"""Bytes; the most that glibc takes for M_MMAP_THRESHOLD."""
+_HEAP = {"TRIM_THRESHOLD": (-1, -1), "MMAP_THRESHOLD": (-3, 32 << 20), "ARENA_MAX": (-8, 1)}
+"""By glibc's name, the number that mallopt(3) has for a setting, and its value here: never give
+memory back; take blocks of up to so many bytes (the most it accepts) from the heap; have one."""
 
 
 def prepare_allocator(device: torch.device) -> None:
@@ -41,9 +39,15 @@ def _keep_heap() -> None:
 
     And it gives each thread a heap of its own, of which the lanes would keep a hundred megabytes:
     they take turns in one instead."""
-    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
-        return
     libc = ctypes.CDLL(None)
-    libc.mallopt(_TRIM_THRESHOLD, _NEVER)
-    libc.mallopt(_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)
-    libc.mallopt(_ARENA_MAX, 1)
+    for name, (number, value) in _HEAP.items():
+        if not _is_told(name):
+            libc.mallopt(number, value)
+
+
+def _is_told(name: str) -> bool:
+    """Whether the environment has a value for one of glibc's settings already."""
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    return f"glibc.malloc.{name.lower()}=" in tunables or bool(
+        {f"MALLOC_{name}", f"MALLOC_{name}_"} & os.environ.keys()
+    )

@@ -49,6 +49,9 @@ def test_the_pages_of_a_step_are_kept_for_the_next_unless_the_environment_says_o
     assert faults(trimming) > 5_000
     assert faults(f"{trimming}; {prepared}") < 500
     assert faults(prepared, MALLOC_TRIM_THRESHOLD_="100000") > 5_000
+    assert faults(prepared, GLIBC_TUNABLES="glibc.malloc.trim_threshold=100000") > 5_000
+    # One that says nothing of it takes nothing away.
+    assert faults(f"{trimming}; {prepared}", GLIBC_TUNABLES="glibc.malloc.tcache_count=0") < 500
 
 
 RESIDENT = """
