@@ -1,0 +1,69 @@
+"""The comparison of wires: each variant is trained once, and stands beside the exact one."""
+
+import json
+from pathlib import Path
+
+import pytest
+import wire_quality
+
+from megafrontier.errors import UserError
+from tests.training import runs
+
+Losses = dict[str, tuple[int, float]]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return runs.make_config_file(tmp_path)
+
+
+def compared(config: Path, *overrides: str, names: str = "exact,low") -> tuple[Losses, list[str]]:
+    """What the comparison wrote: the losses, and the rows of the table."""
+    out = config.parent / "out"
+    settings = ["train.steps=3", *overrides]
+    wire_quality.compare(names.split(","), str(config), settings, out, 8)
+    losses = json.loads((out / "quality.json").read_text())
+    return losses, (out / "quality.md").read_text().splitlines()[2:]
+
+
+def test_each_variant_stands_beside_the_exact_one(config: Path) -> None:
+    losses, rows = compared(config)
+    (steps, exact), (_, low) = losses["exact"], losses["low"]
+    assert steps == 3
+    assert low != exact, "the variant must have had wires of its own"
+    assert rows == [
+        f"| exact | 3 | {exact:.4f} | +0.00% |",
+        f"| low | 3 | {low:.4f} | {100 * (low / exact - 1):+.2f}% |",
+    ]
+    assert (config.parent / "out" / "loss.png").is_file()
+
+
+def test_only_what_is_not_done_is_trained(config: Path) -> None:
+    out = config.parent / "out"
+    first, _ = compared(config, names="exact")
+    written = (out / "exact" / "metrics.jsonl").read_bytes()
+    both, _ = compared(config, names="exact,low")
+    assert both["exact"] == first["exact"]
+    assert (out / "exact" / "metrics.jsonl").read_bytes() == written
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names", "said"),
+    [
+        ((), "low", "--variants: low, need exact, and others of exact, "),
+        ((), "exact,lower", "--variants: exact,lower, need exact"),
+        (("evaluate.batches=0",), "exact", "evaluate.batches: 0, need at least 1"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    config: Path, overrides: tuple[str, ...], names: str, said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        compared(config, *overrides, names=names)
+    assert not (config.parent / "out").exists()
+
+
+def test_a_training_with_other_settings_is_not_taken_for_this_one(config: Path) -> None:
+    compared(config, names="exact")
+    with pytest.raises(UserError, match="other settings; need another --out"):
+        compared(config, "optimizer.lr=1.0e-3", names="exact")
