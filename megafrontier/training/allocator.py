@@ -38,11 +38,15 @@ def _keep_heap() -> None:
     all begin at multiples of 2 MB share the same sets of the cache.)
 
     And it gives each thread a heap of its own, of which the lanes would keep a hundred megabytes:
-    they take turns in one instead."""
+    they take turns in one instead.
+
+    Whoever has set one of these wants another heap, and none of them is touched: one alone means
+    little (blocks in the heap are not trimmed while something lies above them)."""
+    if any(map(_is_told, _HEAP)):
+        return
     libc = ctypes.CDLL(None)
-    for name, (number, value) in _HEAP.items():
-        if not _is_told(name):
-            libc.mallopt(number, value)
+    for number, value in _HEAP.values():
+        libc.mallopt(number, value)
 
 
 def _is_told(name: str) -> bool:
