@@ -168,13 +168,9 @@ class Moves:
         `end_sums` or for the next sum, which crosses them first: it would hold them up until the
         slow level has been crossed.
         """
-        with self._collected() as steps:
-            self._sum_replicas(self._wires.reduce, slot, depth)
-        inner = len(self.hierarchy.levels.sizes) - depth - 1
-        at_once = len(steps) - inner if steps else 0
-        self._issue_all(steps[:at_once])
+        way_back = self._sum_replicas(self._wires.reduce, slot, depth)
         self.end_sums()
-        self._way_back = steps[at_once:]
+        self._way_back = way_back
 
     def end_sums(self) -> None:
         """Give the lanes what is left of all sums over replicas."""
@@ -191,7 +187,7 @@ class Moves:
         wires = as_it_is[: start + 1] + plain[start + 1 :]
         slot = Slot(full, label)
         self._reduce(wires, slot, start, stop, NO_ERRORS)
-        self._sum_replicas(wires, slot, stop)
+        self._issue_all(self._sum_replicas(wires, slot, stop))
         return slot
 
     def then(self, slot: Slot, level: int, work: Work) -> None:
@@ -302,14 +298,18 @@ class Moves:
                     f"{label!r}, rank {peer} to {bytes(row).decode(errors='replace').rstrip()!r}"
                 )
 
-    def _sum_replicas(self, wires: tuple[Wire, ...], slot: Slot, depth: int) -> None:
+    def _sum_replicas(self, wires: tuple[Wire, ...], slot: Slot, depth: int) -> list[Step]:
+        """Returns what is still to be given to the lanes: the way back over the inner levels."""
         last = len(self.hierarchy.levels.sizes)
         if all(group is None for group in self.hierarchy.groups[depth:]):  # there is but one
-            return
+            return []
         whole = Slot(slot.value, slot.label)
         self.then(slot, depth, partial(_remember, whole))
         self._reduce(wires, slot, depth, last, NO_ERRORS)
-        self._gather(wires, slot, whole, last, depth)
+        with self._collected() as way_back:
+            self._gather(wires, slot, whole, last, depth)
+        self._issue_all(way_back[:1])
+        return way_back[1:]
 
 
 def _go_on(slot: Slot, work: Work) -> None:
