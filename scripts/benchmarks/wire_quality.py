@@ -3,19 +3,23 @@
     python scripts/benchmarks/wire_quality.py CONFIG [--nproc 8] [--out DIR] [key=value …]
 
 Trains CONFIG (same seed, same batches) once for each variant into DIR/VARIANT, writes the table of
-final validation losses to DIR/quality.md and quality.json, and draws all curves into DIR with
-`megafrontier report`. A variant whose run is complete is not run again, one that was stopped goes
-on; so a long comparison may be made in several sittings. `exact-reordered` computes what `exact`
-does with its sums in another order: what these two differ by is chance.
+losses to DIR/quality.md and quality.json, and draws what each loss differs by from the exact one to
+DIR/differences.png, and all curves into DIR with `megafrontier report`. A variant whose run is
+complete is not run again, one that was stopped goes on; so a long comparison may be made in several
+sittings. `exact-reordered` computes what `exact` does with its sums in another order: what these
+two differ by is chance.
 """
 
 import argparse
 import json
 from pathlib import Path
 
+from wire_quality_report import BASE, draw, figures, table
+
 from megafrontier.config import load_config
 from megafrontier.errors import UserError, endings_told
 from megafrontier.report import write_report
+from megafrontier.report.read import read_runs
 from megafrontier.training.launch import train
 
 VARIANTS = {
@@ -35,14 +39,13 @@ VARIANTS = {
 }
 
 
-def final_loss(run: Path) -> tuple[int, float] | None:
-    """(step, validation loss) of the run's last evaluation, if it has one."""
-    path = run / "metrics.jsonl"
-    if not path.is_file():
-        return None
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    found = [(line["step"], line["valid_loss"]) for line in lines if "valid_loss" in line]
-    return found[-1] if found else None
+def is_complete(directory: Path, steps: int) -> bool:
+    """Whether the run in `directory` has been evaluated after its last step."""
+    path = directory / "metrics.jsonl"
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    (run,) = read_runs([directory])
+    return any(step >= steps for step, _ in run.evaluations)
 
 
 def run_variant(name: str, config_path: str, overrides: list[str], out: Path, nproc: int) -> Path:
@@ -54,36 +57,28 @@ def run_variant(name: str, config_path: str, overrides: list[str], out: Path, np
         raise UserError("evaluate.batches: 0, need at least 1 to compare validation losses")
     if (directory / "config.yaml").is_file() and load_config(directory / "config.yaml") != config:
         raise UserError(f"{directory}: has a training with other settings; need another --out")
-    done = final_loss(directory)
-    if done is None or done[0] < config.train.steps:
+    if not is_complete(directory, config.train.steps):
         code = train(config, nproc)
         if code:
             raise SystemExit(code)
     return directory
 
 
-def table(losses: dict[str, tuple[int, float]]) -> str:
-    """Markdown, each loss beside its distance from the exact one."""
-    lines = ["| wires | steps | validation loss | against exact |", "|---|---|---|---|"]
-    exact = losses["exact"][1]
-    for name, (step, loss) in losses.items():
-        lines.append(f"| {name} | {step} | {loss:.4f} | {loss / exact - 1:+.2%} |")
-    return "\n".join(lines)
-
-
 def compare(names: list[str], config: str, overrides: list[str], out: Path, nproc: int) -> None:
-    """Run the variants and write the table."""
+    """Run the variants; write the table, the figures and the pictures."""
     unknown = set(names) - set(VARIANTS)
-    if unknown or "exact" not in names:
+    if unknown or BASE not in names:
         said = ",".join(names)
-        raise UserError(f"--variants: {said}, need exact, and others of {', '.join(VARIANTS)}")
-    runs = {name: run_variant(name, config, overrides, out, nproc) for name in names}
-    losses = {name: found for name, run in runs.items() if (found := final_loss(run)) is not None}
-    text = table(losses)
+        raise UserError(f"--variants: {said}, need {BASE}, and others of {', '.join(VARIANTS)}")
+    directories = [run_variant(name, config, overrides, out, nproc) for name in names]
+    runs = dict(zip(names, read_runs(directories), strict=True))
+    text = table(runs)
     print(text)
     (out / "quality.md").write_text(text + "\n")
-    (out / "quality.json").write_text(json.dumps(losses, indent=1))
-    write_report(list(runs.values()), out)
+    (out / "quality.json").write_text(json.dumps(figures(runs), indent=1))
+    if len(runs) > 1:
+        draw(runs, out / "differences.png")
+    write_report(directories, out)
 
 
 def main() -> None:

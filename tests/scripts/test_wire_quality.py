@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import wire_quality
@@ -9,7 +10,7 @@ import wire_quality
 from megafrontier.errors import UserError
 from tests.training import runs
 
-Losses = dict[str, tuple[int, float]]
+Figures = dict[str, dict[str, Any]]
 
 
 @pytest.fixture
@@ -17,25 +18,26 @@ def config(tmp_path: Path) -> Path:
     return runs.make_config_file(tmp_path)
 
 
-def compared(config: Path, *overrides: str, names: str = "exact,low") -> tuple[Losses, list[str]]:
-    """What the comparison wrote: the losses, and the rows of the table."""
+def compared(config: Path, *overrides: str, names: str = "exact,low") -> tuple[Figures, list[str]]:
+    """What the comparison wrote: the figures, and the rows of the table."""
     out = config.parent / "out"
     settings = ["train.steps=3", *overrides]
     wire_quality.compare(names.split(","), str(config), settings, out, 8)
-    losses = json.loads((out / "quality.json").read_text())
-    return losses, (out / "quality.md").read_text().splitlines()[2:]
+    figures = json.loads((out / "quality.json").read_text())
+    return figures, (out / "quality.md").read_text().splitlines()[2:]
 
 
 def test_each_variant_stands_beside_the_exact_one(config: Path) -> None:
-    losses, rows = compared(config)
-    (steps, exact), (_, low) = losses["exact"], losses["low"]
-    assert steps == 3
+    figures, rows = compared(config)
+    exact, low = (figures[name]["validation"] for name in ("exact", "low"))
+    assert list(exact) == list(low) == ["3"]
     assert low != exact, "the variant must have had wires of its own"
-    assert rows == [
-        f"| exact | 3 | {exact:.4f} | +0.00% |",
-        f"| low | 3 | {low:.4f} | {100 * (low / exact - 1):+.2f}% |",
+    assert [row.split(" | ")[:3] for row in rows] == [
+        ["| exact", f"{exact['3']:.4f}", "+0.00%"],
+        ["| low", f"{low['3']:.4f}", f"{100 * (low['3'] / exact['3'] - 1):+.2f}%"],
     ]
-    assert (config.parent / "out" / "loss.png").is_file()
+    for picture in ("differences.png", "loss.png"):
+        assert (config.parent / "out" / picture).is_file()
 
 
 def test_only_what_is_not_done_is_trained(config: Path) -> None:
