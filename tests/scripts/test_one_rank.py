@@ -1,0 +1,49 @@
+"""The engine's cost is measured beside a plain loop that learns the same."""
+
+from pathlib import Path
+
+import one_rank
+import pytest
+
+from megafrontier.training.launch import joined
+from megafrontier.training.loop import train_step
+from megafrontier.training.trainer import build_trainer
+from tests.training import runs
+
+
+@pytest.fixture
+def trainer(tmp_path: Path):
+    config = runs.load(runs.make_config_file(tmp_path), *runs.ONE, "train.micro_batch=8")
+    with joined(config) as (arrangement, hierarchy):
+        trainer = build_trainer(config, arrangement, hierarchy)
+        yield trainer
+        trainer.close()
+
+
+def test_the_plain_loop_learns_what_the_engine_does(trainer) -> None:
+    plain = one_rank.Plain(trainer)
+    losses = [(train_step(trainer).loss, plain.step()) for _ in range(6)]
+    plain.close()
+    assert losses[-1][0] < losses[0][0] - 0.1, "it must have learned something"
+    for ours, theirs in losses:
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_both_are_timed_pair_by_pair(trainer) -> None:
+    ours, plain = one_rank.compare(trainer, pairs=2)
+    assert len(ours) == len(plain) == 2
+    assert min(ours + plain) > 0
+
+
+def test_a_loop_that_learns_something_else_is_not_compared(trainer, monkeypatch) -> None:
+    monkeypatch.setattr(one_rank.Plain, "step", lambda self: 1.0)
+    with pytest.raises(RuntimeError, match=r"step 0: losses 5\.\d+ and 1\.0000"):
+        one_rank.compare(trainer, pairs=2)
+
+
+def test_the_ratio_is_that_within_pairs() -> None:
+    said = one_rank.report([1.0, 2.2, 4.0, 8.8], [1.0, 2.0, 4.0, 8.0])
+    assert said == (
+        "engine 3100.0 ms a step, plain PyTorch 3000.0 ms; "
+        "ratio 1.050 (quartiles 1.000 – 1.100, 4 pairs)"
+    )
