@@ -21,11 +21,11 @@ PRECISION = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 def train(hierarchy, strategy, dtype=torch.bfloat16, **options):
-    """An engine after two steps of two micro-batches."""
+    """An engine after a step of two micro-batches and one of one, in which it has published."""
     model, engine = place(hierarchy, strategy, dtype, **options)
     optimizer = make_optimizer(engine)
-    for step in range(2):
-        engine_step(engine, model, optimizer, step, 2)
+    for step, accumulation in enumerate((2, 1)):
+        engine_step(engine, model, optimizer, step, accumulation)
     return engine
 
 
