@@ -66,8 +66,8 @@ def shard(
         optimizer level to the next step's; where these are one level, that of messages on the way.
     overlap: `none`; `safe`, one collective in flight; `full`, one on each level (`lanes.py`).
     prefetch: units gathered ahead of the one that runs; none with `overlap="none"`.
-    check_order: ranks compare what they are about to do before each collective (slow, for finding
-        a hang).
+    check_order: ranks compare what they are about to do before each collective, and cross one
+        level at a time for that (slow, for finding a hang).
     initial: (name, shape, start, stop) → elements [start, stop) of a parameter's first value, 1-D
         fp32, for a model on the meta device; without it the model's own values are taken, which
         must be the same on every rank: seed it before.
@@ -109,7 +109,8 @@ class Engine:
         self._policy: Policy = overlap if hierarchy.size > 1 else "none"
         self._prefetch = 0 if self._policy == "none" else prefetch
         levels = len(hierarchy.levels.sizes)
-        self._lanes = Lanes(self._policy, levels, hierarchy.device, hierarchy.turn)
+        in_lanes = "safe" if check_order and self._policy == "full" else self._policy
+        self._lanes = Lanes(in_lanes, levels, hierarchy.device, hierarchy.turn)
         self._moves = Moves(hierarchy, wires, self.ledger, self._lanes, check_order)
 
     def take_over(

@@ -24,7 +24,7 @@ from megafrontier.partition.scratch import Scratch, Shelf
 from megafrontier.partition.slot import Slot, Step, Work, weave
 from megafrontier.partition.wires import Wire, Wires, pass_on
 
-LABEL_BYTES = 96
+LABEL_BYTES = 128
 NO_ERRORS: Mapping[int, torch.Tensor] = MappingProxyType({})
 
 
@@ -39,7 +39,8 @@ class Moves:
         lanes: Lanes,
         check_order: bool = False,
     ) -> None:
-        """With `check_order` the ranks compare labels before each crossing."""
+        """With `check_order` the ranks compare labels before each crossing; for that the levels
+        must share one lane."""
         self.hierarchy = hierarchy
         self.ledger = ledger
         self._wires = wires
@@ -134,7 +135,7 @@ class Moves:
         """Into `out` what goes on to another level; at the last one, without, into the weights."""
         group, scratch = self.hierarchy.groups[level], self._scratch_for(self._wires.gather, level)
         assert group is not None
-        with self._crossing(level, group, label) as sent:
+        with self._crossing(level, label) as sent:
             messages = change.messages(value, scratch)
             shape = messages.shape[0] * dist.get_world_size(group), messages.shape[1]
             received = scratch.take("received", shape, messages.dtype) if out is None else out
@@ -234,7 +235,7 @@ class Moves:
         target = self.inside(out.value, stop, level)
         group = self.hierarchy.groups[level]
         if group is not None:
-            with self._crossing(level, group, out.label) as sent:
+            with self._crossing(level, out.label) as sent:
                 scratch = self._scratch_for(wires, level)
                 sent.append(wires[level].gather(shard, target, group, scratch))
         elif shard.data_ptr() != target.data_ptr():
@@ -264,7 +265,7 @@ class Moves:
         group = self.hierarchy.groups[level]
         if group is None:
             return full
-        with self._crossing(level, group, label) as sent:
+        with self._crossing(level, label) as sent:
             scratch = self._scratch_for(wires, level)
             out, count = wires[level].reduce(full, group, scratch, error)
             sent.append(count)
@@ -276,27 +277,34 @@ class Moves:
             return self._scratch[self._lanes.number(level)]
         return Scratch(self.hierarchy.device)
 
-    def _crossing(
-        self, level: int, group: dist.ProcessGroup, label: str
-    ) -> AbstractContextManager[list[int]]:
+    def _crossing(self, level: int, label: str) -> AbstractContextManager[list[int]]:
         if self._check_order:
-            self._compare(level, group, label)
+            self._compare(f"{label!r} over {self.hierarchy.levels.names[level]!r}")
         return self.ledger.crossing(level, label)
 
-    def _compare(self, level: int, group: dist.ProcessGroup, label: str) -> None:
-        """Raise RuntimeError when a peer is about to make another crossing than this one."""
-        raw = label.encode()[:LABEL_BYTES].ljust(LABEL_BYTES)
-        mine = torch.tensor(list(raw), dtype=torch.uint8, device=self.hierarchy.device)
-        peers = self.hierarchy.levels.peers(self.hierarchy.rank, level)
-        theirs = torch.empty(len(peers) * LABEL_BYTES, dtype=torch.uint8, device=mine.device)
-        all_gather(theirs, mine, group)
-        for peer, row in zip(peers, theirs.view(len(peers), -1).tolist(), strict=True):
-            if bytes(row) != raw:
-                raise RuntimeError(
-                    f"collectives in another order: over level "
-                    f"{self.hierarchy.levels.names[level]!r} rank {self.hierarchy.rank} comes to "
-                    f"{label!r}, rank {peer} to {bytes(row).decode(errors='replace').rstrip()!r}"
-                )
+    def _compare(self, mine: str) -> None:
+        """Raise RuntimeError when a peer is about to make another crossing than this one.
+
+        Each rank compares over all of its levels, whichever it is about to cross: ranks that come
+        to different ones would wait for each other in a circle. And it does so to the end before
+        it raises, or those that it agrees with would lack it further out.
+        """
+        rank, found = self.hierarchy.rank, []
+        raw = mine.encode()[:LABEL_BYTES].ljust(LABEL_BYTES)
+        sent = torch.tensor(list(raw), dtype=torch.uint8, device=self.hierarchy.device)
+        for level, group in enumerate(self.hierarchy.groups):
+            if group is None:
+                continue
+            peers = self.hierarchy.levels.peers(rank, level)
+            rows = torch.empty(len(peers), LABEL_BYTES, dtype=torch.uint8, device=sent.device)
+            all_gather(rows.view(-1), sent, group)
+            theirs = zip(peers, map(bytes, rows.tolist()), strict=True)
+            found += [(peer, row) for peer, row in theirs if row != raw]
+        for peer, row in found[:1]:
+            other = row.decode(errors="replace").rstrip()
+            raise RuntimeError(
+                f"collectives in another order: rank {rank} comes to {mine}, rank {peer} to {other}"
+            )
 
     def _sum_replicas(self, wires: tuple[Wire, ...], slot: Slot, depth: int) -> list[Step]:
         """Returns what is still to be given to the lanes: the way back over the inner levels."""

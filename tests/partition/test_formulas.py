@@ -136,6 +136,7 @@ def test_in_flight_are_the_running_unit_those_ahead_and_those_that_stay(overlap,
         return gathered, after_forward, held()
 
     for gathered, after_forward, after in run_ranks((2, 2, 2), body):
+        assert gathered[0] == most  # the first unit's forward begins with those ahead of it
         assert max(gathered) == most
         assert after_forward == {*NAMES[-most:]}
         assert after == {*NAMES[:most]}

@@ -2,6 +2,8 @@
 
 import json
 import threading
+from contextlib import suppress
+from itertools import pairwise
 
 import pytest
 import torch
@@ -184,6 +186,23 @@ def test_a_reduction_does_not_hold_up_the_backward_of_the_unit_before(policy):
         return in_time
 
     assert run_ranks((2, 2, 2), body) == [[True, True]] * 8  # over pair and over node
+
+
+@pytest.mark.parametrize("policy", ["none", "safe", "full"])
+def test_masters_may_be_written_again_when_gradients_are_finished(policy):
+    """What has been published before is on every rank by then, though no unit has run since."""
+
+    def body(hierarchy):
+        _, engine = place(hierarchy, "topo", overlap=policy)
+        for unit in engine.units:
+            unit.master.fill_(3)
+        engine.publish()
+        engine.finish_gradients()
+        for unit in engine.units:
+            unit.master.fill_(7)
+        return all((unit.weights == 3).all() for unit in engine.units)
+
+    assert all(run_ranks((2, 2, 2), body))
 
 
 def test_the_optimizer_level_does_not_hold_up_a_backward():
@@ -374,9 +393,65 @@ def test_ranks_that_disagree_on_the_order_are_named_with_their_units(policy):
         return str(error.value)
 
     _, second, _, fourth = run_ranks((2, 2), caught)
-    over = "collectives in another order: over level 'world' "
-    assert f"{over}rank 1 comes to 'gather blocks.0', rank 3 to 'gather blocks.1'" in second
-    assert f"{over}rank 3 comes to 'gather blocks.1', rank 1 to 'gather blocks.0'" in fourth
+    said = "collectives in another order: "
+    first, other = "'gather blocks.0' over 'world'", "'gather blocks.1' over 'world'"
+    assert f"{said}rank 1 comes to {first}, rank 3 to {other}" in second
+    assert f"{said}rank 3 comes to {other}, rank 1 to {first}" in fourth
+
+
+@pytest.mark.parametrize("policy", ["none", "safe", "full"])
+def test_ranks_that_come_to_different_levels_are_named_and_do_not_wait_in_a_circle(policy):
+    """Two come to the pair's reduction while their peers in it come to the world's gathering."""
+
+    def caught(hierarchy):
+        model = TinyModel(tied=False)
+        engine = shard(
+            model, model.units(), Placement(2, 2, 2, 2), hierarchy, check_order=True, overlap=policy
+        )
+        unit = engine.units[1]
+        moves = [unit.start_reducing, unit.gather]
+
+        def make_moves():
+            for move in moves if hierarchy.rank in (0, 3) else reversed(moves):
+                move()
+
+        with pytest.raises(RuntimeError) as error:
+            make_moves()
+        with suppress(RuntimeError):  # which a lane says again at its end
+            hierarchy.turn.end()
+        return str(error.value)
+
+    moves = {True: "'reduce blocks.0' over 'pair'", False: "'gather blocks.0' over 'world'"}
+    for rank, said in enumerate(run_ranks((2, 2), caught)):
+        mine, theirs = moves[rank in (0, 3)], moves[rank not in (0, 3)]
+        assert f"order: rank {rank} comes to {mine}, rank {rank ^ 1} to {theirs}" in said
+
+
+@pytest.mark.parametrize(
+    ("move", "over"),
+    [("gather", "pair"), ("reduce", "pair"), ("finish", "world"), ("publish", "world")],
+)
+def test_every_move_is_compared(move, over):
+    def caught(hierarchy):
+        model = TinyModel(tied=False)
+        engine = shard(
+            model, model.units(), Placement(1, 1, 1, 2), hierarchy, check_order=True, overlap="none"
+        )
+        unit = engine.units[2 if hierarchy.rank in (2, 3) else 1]
+        begin = {
+            "gather": unit.start_gathering,
+            "reduce": unit.start_reducing,
+            "finish": unit.start_finishing,
+            "publish": unit.start_publishing,
+        }
+        with pytest.raises(RuntimeError) as error:
+            begin[move]()
+        return str(error.value)
+
+    found = run_ranks((2, 2), caught)
+    for rank, peer in ((1, 3), (2, 0)):
+        mine, theirs = (f"'{move} blocks.{int(r > 1)}' over '{over}'" for r in (rank, peer))
+        assert f"order: rank {rank} comes to {mine}, rank {peer} to {theirs}" in found[rank]
 
 
 @pytest.mark.parametrize("odd", [0, 2])
@@ -393,7 +468,8 @@ def test_the_one_rank_of_four_that_does_something_else_is_named(odd):
     for rank, said in enumerate(run_ranks((4,), caught)):
         other = odd if rank != odd else int(odd == 0)
         mine, theirs = ("blocks.1", "blocks.0") if rank == odd else ("blocks.0", "blocks.1")
-        assert f"rank {rank} comes to 'gather {mine}', rank {other} to 'gather {theirs}'" in said
+        mine, theirs = f"'gather {mine}' over 'world'", f"'gather {theirs}' over 'world'"
+        assert f"rank {rank} comes to {mine}, rank {other} to {theirs}" in said
 
 
 def test_a_trace_has_a_row_a_level_and_names_moves_and_units(tmp_path):
@@ -417,4 +493,9 @@ def test_a_trace_has_a_row_a_level_and_names_moves_and_units(tmp_path):
     assert ("world", "finish blocks.1") in bars
     assert ("world", "publish blocks.1") in bars
     assert not any(label.startswith("place") for _, label in bars)
-    assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
+    timed = [e for e in events if e["ph"] == "X"]
+    assert any(rows[e["tid"]] == "waiting" and e["dur"] > 0 for e in timed)
+    crossings = sorted((e["ts"], e["ts"] + e["dur"]) for e in timed if rows[e["tid"]] != "waiting")
+    assert all(begin < end for begin, end in crossings)
+    # One at a time, but for the rounding of a float of microseconds.
+    assert all(end <= begin + 1 for (_, end), (begin, _) in pairwise(crossings))
