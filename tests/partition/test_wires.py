@@ -44,6 +44,32 @@ def test_every_preset_trains_with_every_strategy_near_the_exact_losses(name):
         assert losses == pytest.approx(exact, rel=0.1), strategy
 
 
+@pytest.mark.parametrize(
+    ("strategy", "chosen"),
+    [
+        ("topo", {"reduce": {"pair": "fp32", "node": "fp32", "world": "fp32"}}),
+        ("topo", {"reduce": {"pair": "int4", "node": "fp32", "world": "int8"}}),
+        ("zero3", {"gather": {"pair": "int8", "node": "int4", "world": "int4"}}),
+        ("zero1", {"gather": {"pair": "bf16", "node": "int4", "world": "int8"}}),
+    ],
+    ids=str,
+)
+def test_formats_that_no_preset_has_train_as_promised(strategy, chosen):
+    def body(hierarchy):
+        wires = preset("exact", strategy, LEVELS, "bf16", **chosen)
+        model, engine, optimizer = build(hierarchy, wires, strategy, dtype=torch.bfloat16)
+        losses = [engine_step(engine, model, optimizer, step, 2) for step in range(5)]
+        engine.finish_publishing()
+        sent, _ = engine.ledger.take()
+        steps = [5 * count for count in engine.step_bytes(2)]
+        return losses, sent, steps
+
+    found = run_ranks((2, 2, 2), body)
+    assert all(losses == found[0][0] for losses, _, _ in found)
+    assert found[0][0] == pytest.approx(train_alone(False, 5), rel=0.02)
+    assert all(sent == steps for _, sent, steps in found)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_two_runs_are_bit_identical(name):
     def body(hierarchy):
