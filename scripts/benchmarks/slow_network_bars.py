@@ -55,6 +55,7 @@ def all_bars(figures: Figures) -> Iterator[Bar]:
     for group in sorted({r.group for r in multi if r.nodes == nodes}, key=lambda g: (-g[2], g[1])):
         yield from _speed(figures, *group)
     yield from _against_hybrid(figures, multi)
+    yield from _memory(figures)
     yield from _efficiency(figures, nodes)
     yield from _bytes(multi)
     yield from _overlap(figures, multi)
@@ -108,6 +109,20 @@ def _against_hybrid(figures: Figures, rows: Iterable[Row]) -> Iterator[Bar]:
             if times is not None:
                 where = f"{row.nodes} nodes, {row.slower:g} ×, accumulation {row.accumulation}"
                 yield Bar(f"topo exact over FSDP2 hybrid: {where}", times, 1.0)
+
+
+def _memory(figures: Figures) -> Iterator[Bar]:
+    found = []
+    for hybrid in figures.rows:
+        key = (hybrid.nodes, hybrid.slower, hybrid.accumulation)
+        exact = best(figures, "topo exact", *key)
+        if hybrid.strategy == "FSDP2 hybrid" and exact is not None and hybrid.memory_bytes:
+            found.append((exact.memory_bytes / hybrid.memory_bytes, key))
+    if found:
+        value, (nodes, slower, accumulation) = max(found)
+        where = f"{nodes} nodes, {slower:g} ×, accumulation {accumulation}"
+        what = f"peak memory of topo exact over FSDP2 hybrid's, worst ({where})"
+        yield Bar(what, value, 1.0, least=False)
 
 
 def _efficiency(figures: Figures, nodes: int) -> Iterator[Bar]:

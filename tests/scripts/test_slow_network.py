@@ -113,6 +113,17 @@ def test_speed_is_asked_only_where_the_rivals_communication_dominates():
     assert limit(rivals_bytes=41.0) == 1.71
 
 
+def test_the_bar_of_memory_is_that_of_the_group_that_is_worst():
+    rows = [
+        make_row(name, nodes, 1.0, memory_bytes=held)
+        for nodes, held_by in ((1, (80, 100)), (4, (90, 80)))
+        for name, held in zip(("topo exact, full overlap", "FSDP2 hybrid"), held_by, strict=True)
+    ]
+    (bar,) = (bar for bar in all_bars(Figures(rows)) if bar.what.startswith("peak memory"))
+    assert "4 nodes, 1 ×, accumulation 1" in bar.what
+    assert (bar.value, bar.reached) == (90 / 80, False)
+
+
 def test_the_bars_are_those_that_were_set():
     """On links at which what the rivals send takes longer than computing."""
     rows = []
@@ -122,7 +133,7 @@ def test_the_bars_are_those_that_were_set():
             seconds |= {"hpz + zero++": 4.0, "zero3": 5.0}
         for name, took in seconds.items():
             whole = name if name == ALONE or "FSDP2" in name else f"{name}, full overlap"
-            sent = {"nic_bytes": 30.0, "ledger_bytes": 1.0}
+            sent = {"nic_bytes": 30.0, "ledger_bytes": 1.0, "memory_bytes": 1}
             rows.append(make_row(whole, nodes, took, slower, accumulation, **sent))
     limits = {}
     for bar in all_bars(Figures(rows)):
@@ -133,6 +144,7 @@ def test_the_bars_are_those_that_were_set():
         "topo low over FSDP2 hybrid": {1.5, None},  # not asked at accumulation 4
         "topo low step over computing alone": {1.15},
         "topo exact over FSDP2 hybrid": {1.0},
+        "peak memory of topo exact over FSDP2 hybrid's": {1.0},
         "scaling efficiency of topo exact": {0.94},
         "scaling efficiency of topo low": {0.94},
         "NIC bytes without protocol off the formula": {0.03},
