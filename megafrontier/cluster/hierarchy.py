@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from megafrontier.cluster.collectives import all_gather
+from megafrontier.cluster.collectives import all_of
 from megafrontier.cluster.levels import Levels
 from megafrontier.cluster.standing import Standing
 from megafrontier.errors import LOST, StorageFailed, UserError, of_any_os_error
@@ -99,7 +99,7 @@ class Hierarchy:
         """
         for group in self.control[:depth]:
             if group is not None:
-                values = _all_of(values, group).sum(0)
+                values = all_of(values, group).sum(0)
         return values
 
     def sum_and_maximum(
@@ -110,7 +110,7 @@ class Hierarchy:
         count = len(sums)
         for group in self.control:
             if group is not None:
-                found = _all_of(torch.cat([sums, maxima]), group)
+                found = all_of(torch.cat([sums, maxima]), group)
                 sums, maxima = found[:, :count].sum(0), found[:, count:].amax(0)
         return sums, maxima
 
@@ -119,7 +119,7 @@ class Hierarchy:
         found = values.view(1, -1)
         for group in self.control:
             if group is not None:
-                found = _all_of(found, group).flatten(0, 1)
+                found = all_of(found, group).flatten(0, 1)
         return found
 
     def all_true(self, ok: bool) -> bool:
@@ -172,10 +172,3 @@ class Hierarchy:
         data = torch.zeros(length, dtype=torch.uint8, device=self.device)
         data[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8, device=self.device)
         return bytes(self.maximum(data).tolist()).decode()
-
-
-def _all_of(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Every peer's tensor [...] as [peers, ...], in one buffer: there may be thousands of them."""
-    out = values.new_empty(dist.get_world_size(group), *values.shape)
-    all_gather(out.view(-1), values.contiguous().view(-1), group)
-    return out

@@ -14,7 +14,7 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
-from megafrontier.cluster.collectives import all_gather
+from megafrontier.cluster.collectives import all_of
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.partition.changes import Change, levels_of_changes
 from megafrontier.partition.lanes import DONE, Lanes, Ticket
@@ -296,11 +296,10 @@ class Moves:
             if group is None:
                 continue
             peers = self.hierarchy.levels.peers(rank, level)
-            rows = torch.empty(len(peers), LABEL_BYTES, dtype=torch.uint8, device=sent.device)
-            all_gather(rows.view(-1), sent, group)
-            theirs = zip(peers, map(bytes, rows.tolist()), strict=True)
+            theirs = zip(peers, map(bytes, all_of(sent, group).tolist()), strict=True)
             found += [(peer, row) for peer, row in theirs if row != raw]
-        for peer, row in found[:1]:
+        if found:
+            peer, row = found[0]
             other = row.decode(errors="replace").rstrip()
             raise RuntimeError(
                 f"collectives in another order: rank {rank} comes to {mine}, rank {peer} to {other}"
