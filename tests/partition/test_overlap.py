@@ -1,16 +1,12 @@
 """Overlap is a policy: it changes when collectives run, never what comes out."""
 
-import json
 import threading
-from contextlib import suppress
-from itertools import pairwise
 
 import pytest
 import torch
 
 from megafrontier.partition import Placement, shard
 from megafrontier.partition import engine as engine_module
-from megafrontier.partition.trace import Trace
 from megafrontier.partition.wires import DTYPES
 from tests.partition.streams import Streams
 from tests.partition.tiny import (
@@ -366,136 +362,3 @@ def test_a_slow_level_gathers_while_the_levels_inside_it_reduce():
     for crossed in run_ranks((2, 2, 2), body):
         start = crossed.index(expected[1]) - 1
         assert crossed[start : start + len(expected)] == expected
-
-
-@pytest.mark.parametrize("policy", ["none", "safe", "full"])
-def test_ranks_that_disagree_on_the_order_are_named_with_their_units(policy):
-    """By their numbers in the world, not in the level's group."""
-
-    def body(hierarchy):
-        model = TinyModel(tied=False)
-        engine = shard(
-            model, model.units(), Placement(2, 2, 2, 2), hierarchy, check_order=True, overlap=policy
-        )
-        engine.backward(model(batch(0)[:2]))
-        engine.finish_gradients()
-        for unit in engine.units:
-            unit.release()
-        deviates = hierarchy.rank in (2, 3)
-        engine.units[2 if deviates else 1].gather()
-
-    def caught(hierarchy):
-        with pytest.raises(RuntimeError) as error:
-            body(hierarchy)
-        if policy != "none":  # what a lane has raised does not get lost with it either
-            with pytest.raises(RuntimeError, match="in another order"):
-                hierarchy.turn.end()
-        return str(error.value)
-
-    _, second, _, fourth = run_ranks((2, 2), caught)
-    said = "collectives in another order: "
-    first, other = "'gather blocks.0' over 'world'", "'gather blocks.1' over 'world'"
-    assert f"{said}rank 1 comes to {first}, rank 3 to {other}" in second
-    assert f"{said}rank 3 comes to {other}, rank 1 to {first}" in fourth
-
-
-@pytest.mark.parametrize("policy", ["none", "safe", "full"])
-def test_ranks_that_come_to_different_levels_are_named_and_do_not_wait_in_a_circle(policy):
-    """Two come to the pair's reduction while their peers in it come to the world's gathering."""
-
-    def caught(hierarchy):
-        model = TinyModel(tied=False)
-        engine = shard(
-            model, model.units(), Placement(2, 2, 2, 2), hierarchy, check_order=True, overlap=policy
-        )
-        unit = engine.units[1]
-        moves = [unit.start_reducing, unit.gather]
-
-        def make_moves():
-            for move in moves if hierarchy.rank in (0, 3) else reversed(moves):
-                move()
-
-        with pytest.raises(RuntimeError) as error:
-            make_moves()
-        with suppress(RuntimeError):  # which a lane says again at its end
-            hierarchy.turn.end()
-        return str(error.value)
-
-    moves = {True: "'reduce blocks.0' over 'pair'", False: "'gather blocks.0' over 'world'"}
-    for rank, said in enumerate(run_ranks((2, 2), caught)):
-        mine, theirs = moves[rank in (0, 3)], moves[rank not in (0, 3)]
-        assert f"order: rank {rank} comes to {mine}, rank {rank ^ 1} to {theirs}" in said
-
-
-@pytest.mark.parametrize(
-    ("move", "over"),
-    [("gather", "pair"), ("reduce", "pair"), ("finish", "world"), ("publish", "world")],
-)
-def test_every_move_is_compared(move, over):
-    def caught(hierarchy):
-        model = TinyModel(tied=False)
-        engine = shard(
-            model, model.units(), Placement(1, 1, 1, 2), hierarchy, check_order=True, overlap="none"
-        )
-        unit = engine.units[2 if hierarchy.rank in (2, 3) else 1]
-        begin = {
-            "gather": unit.start_gathering,
-            "reduce": unit.start_reducing,
-            "finish": unit.start_finishing,
-            "publish": unit.start_publishing,
-        }
-        with pytest.raises(RuntimeError) as error:
-            begin[move]()
-        return str(error.value)
-
-    found = run_ranks((2, 2), caught)
-    for rank, peer in ((1, 3), (2, 0)):
-        mine, theirs = (f"'{move} blocks.{int(r > 1)}' over '{over}'" for r in (rank, peer))
-        assert f"order: rank {rank} comes to {mine}, rank {peer} to {theirs}" in found[rank]
-
-
-@pytest.mark.parametrize("odd", [0, 2])
-def test_the_one_rank_of_four_that_does_something_else_is_named(odd):
-    def caught(hierarchy):
-        model = TinyModel(tied=False)
-        engine = shard(
-            model, model.units(), Placement(1, 1, 1, 1), hierarchy, check_order=True, overlap="none"
-        )
-        with pytest.raises(RuntimeError) as error:
-            engine.units[2 if hierarchy.rank == odd else 1].gather()
-        return str(error.value)
-
-    for rank, said in enumerate(run_ranks((4,), caught)):
-        other = odd if rank != odd else int(odd == 0)
-        mine, theirs = ("blocks.1", "blocks.0") if rank == odd else ("blocks.0", "blocks.1")
-        mine, theirs = f"'gather {mine}' over 'world'", f"'gather {theirs}' over 'world'"
-        assert f"rank {rank} comes to {mine}, rank {other} to {theirs}" in said
-
-
-def test_a_trace_has_a_row_a_level_and_names_moves_and_units(tmp_path):
-    def body(hierarchy):
-        model = TinyModel(tied=False)
-        engine = shard(model, model.units(), Placement.named("topo", LEVELS), hierarchy)
-        engine.ledger.trace = Trace(engine.ledger.names)
-        engine.backward(model(batch(0)[:2]), is_last=True)
-        engine.finish_gradients()
-        engine.publish()
-        engine.finish_publishing()
-        engine.ledger.trace.write(tmp_path / f"{hierarchy.rank}.json")
-
-    run_ranks((2, 2, 2), body)
-    events = json.loads((tmp_path / "3.json").read_text())["traceEvents"]
-    rows = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
-    bars = {(rows[e["tid"]], e["name"]) for e in events if e["ph"] == "X"}
-    assert list(rows.values()) == ["waiting", "pair", "node", "world"]
-    assert ("pair", "gather blocks.1") in bars
-    assert ("node", "reduce blocks.1") in bars
-    assert ("world", "finish blocks.1") in bars
-    assert ("world", "publish blocks.1") in bars
-    assert not any(label.startswith("place") for _, label in bars)
-    timed = [e for e in events if e["ph"] == "X"]
-    assert any(rows[e["tid"]] == "waiting" and e["dur"] > 0 for e in timed)
-    crossings = sorted((e["ts"], e["ts"] + e["dur"]) for e in timed if rows[e["tid"]] != "waiting")
-    assert all(begin < end for begin, end in crossings)
-    # One at a time, but for the rounding of a float of microseconds.
-    assert all(end <= begin + 1 for (_, end), (begin, _) in pairwise(crossings))
