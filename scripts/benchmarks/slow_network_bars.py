@@ -101,28 +101,34 @@ def _communication_dominates(figures: Figures, rival: Row) -> bool:
     return compute is not None and figures.link_seconds(rival) > compute
 
 
-def _against_hybrid(figures: Figures, rows: Iterable[Row]) -> Iterator[Bar]:
+def _beside_hybrid(figures: Figures, rows: Iterable[Row]) -> Iterator[tuple[Row, Row]]:
+    """(topo exact, FSDP2 hybrid) of each group that has both."""
     for row in rows:
-        if row.strategy == "FSDP2 hybrid":
-            key = (row.nodes, row.slower, row.accumulation)
-            times = _times(best(figures, "topo exact", *key), row)
-            if times is not None:
-                where = f"{row.nodes} nodes, {row.slower:g} ×, accumulation {row.accumulation}"
-                yield Bar(f"topo exact over FSDP2 hybrid: {where}", times, 1.0)
+        exact = best(figures, "topo exact", *row.group)
+        if row.strategy == "FSDP2 hybrid" and exact is not None:
+            yield exact, row
+
+
+def _against_hybrid(figures: Figures, rows: Iterable[Row]) -> Iterator[Bar]:
+    for exact, hybrid in _beside_hybrid(figures, rows):
+        times = hybrid.median_seconds / exact.median_seconds
+        yield Bar(f"topo exact over FSDP2 hybrid: {_where(hybrid)}", times, 1.0)
 
 
 def _memory(figures: Figures) -> Iterator[Bar]:
-    found = []
-    for hybrid in figures.rows:
-        key = (hybrid.nodes, hybrid.slower, hybrid.accumulation)
-        exact = best(figures, "topo exact", *key)
-        if hybrid.strategy == "FSDP2 hybrid" and exact is not None and hybrid.memory_bytes:
-            found.append((exact.memory_bytes / hybrid.memory_bytes, key))
+    found = [
+        (exact.memory_bytes / hybrid.memory_bytes, hybrid)
+        for exact, hybrid in _beside_hybrid(figures, figures.rows)
+        if hybrid.memory_bytes
+    ]
     if found:
-        value, (nodes, slower, accumulation) = max(found)
-        where = f"{nodes} nodes, {slower:g} ×, accumulation {accumulation}"
-        what = f"peak memory of topo exact over FSDP2 hybrid's, worst ({where})"
+        value, row = max(found, key=lambda pair: pair[0])
+        what = f"peak memory of topo exact over FSDP2 hybrid's, worst ({_where(row)})"
         yield Bar(what, value, 1.0, least=False)
+
+
+def _where(row: Row) -> str:
+    return f"{row.nodes} nodes, {row.slower:g} ×, accumulation {row.accumulation}"
 
 
 def _efficiency(figures: Figures, nodes: int) -> Iterator[Bar]:
@@ -149,6 +155,5 @@ def _overlap(figures: Figures, rows: Iterable[Row]) -> Iterator[Bar]:
     known = [(value, row) for value, row in full if value is not None]
     if known:
         value, row = max(known, key=lambda pair: pair[0])
-        where = f"{row.nodes} nodes, {row.slower:g} ×, accumulation {row.accumulation}"
-        what = f"step over its bound, worst with full overlap ({row.strategy}, {where})"
+        what = f"step over its bound, worst with full overlap ({row.strategy}, {_where(row)})"
         yield Bar(what, value, 1.15, least=False)

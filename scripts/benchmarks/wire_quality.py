@@ -72,10 +72,11 @@ def compare(names: list[str], config: str, overrides: list[str], out: Path, npro
         raise UserError(f"--variants: {said}, need {BASE}, and others of {', '.join(VARIANTS)}")
     directories = [run_variant(name, config, overrides, out, nproc) for name in names]
     runs = dict(zip(names, read_runs(directories), strict=True))
-    text = table(runs)
+    found = figures(runs)
+    text = table(found)
     print(text)
     (out / "quality.md").write_text(text + "\n")
-    (out / "quality.json").write_text(json.dumps(figures(runs), indent=1))
+    (out / "quality.json").write_text(json.dumps(found, indent=1))
     if len(runs) > 1:
         draw(runs, out / "differences.png")
     write_report(directories, out)

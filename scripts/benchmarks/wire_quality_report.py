@@ -14,9 +14,10 @@ TARGET = 0.003
 STRETCHES = 20
 """Points of a training's curve: the mean of so many steps each that this many cover all of it."""
 Runs = Mapping[str, Run]
+Figures = dict[str, dict[str, Any]]
 
 
-def figures(runs: Runs) -> dict[str, dict[str, Any]]:
+def figures(runs: Runs) -> Figures:
     """Of each variant the validation losses by step, and the training loss of the last quarter."""
     return {
         name: {"validation": dict(run.evaluations), "training": _last_quarter(run)}
@@ -24,12 +25,11 @@ def figures(runs: Runs) -> dict[str, dict[str, Any]]:
     }
 
 
-def table(runs: Runs) -> str:
+def table(found: Figures) -> str:
     """Markdown: a row for each variant, its losses beside their distances from the exact ones.
 
     A loss that was not finite is a dash.
     """
-    found = figures(runs)
     base = found[BASE]
     steps = sorted({step for of in found.values() for step in of["validation"]})
     titles = ["wires", *(f"{step:,} steps" for step in steps), "against exact", "training", ""]
