@@ -11,31 +11,39 @@ class FlatGradient:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
+        self._whole: torch.Tensor | None = None
+        self._places: list[torch.Tensor] = []
         self._missing: set[int] = set()
         # By address: the buffers are few, always the same, and views cost as much as small copies.
-        self._places: dict[int, list[torch.Tensor]] = {}
-        self.start()
+        self._views: dict[int, list[torch.Tensor]] = {}
 
-    def start(self) -> None:
-        """What the buffer holds counts no more."""
+    @property
+    def has_started(self) -> bool:
+        """Whether there is a buffer to write into."""
+        return self._whole is not None
+
+    def start(self, whole: torch.Tensor) -> None:
+        """Write into `whole` [numel] from here on; what it holds does not count."""
+        address = whole.data_ptr()
+        if address not in self._views:
+            padding = whole[self._layout.padding_within(0, self._layout.numel)]
+            self._views[address] = [*self._layout.views(whole), padding]
+        self._whole, self._places = whole, self._views[address]
         self._missing = set(range(len(self._layout.entries)))
 
-    def put(self, whole: torch.Tensor, index: int, gradient: torch.Tensor) -> None:
-        """Write the gradient of the `index`-th parameter into `whole` [numel]."""
-        places = self._places.get(whole.data_ptr())
-        if places is None:
-            places = self._places[whole.data_ptr()] = self._layout.views(whole)
+    def put(self, index: int, gradient: torch.Tensor) -> None:
+        """Write the gradient of the `index`-th parameter."""
         if index in self._missing:
             self._missing.remove(index)
-            places[index].copy_(gradient)
+            self._places[index].copy_(gradient)
         else:
-            places[index].add_(gradient)
+            self._places[index].add_(gradient)
 
-    def complete(self, whole: torch.Tensor) -> None:
-        """Zeros for the padding, and for parameters that got no gradient."""
-        for index in self._missing:
-            entry = self._layout.entries[index]
-            whole[entry.offset : entry.offset + entry.numel] = 0
-        last = self._layout.entries[-1]
-        whole[last.offset + last.numel :] = 0
-        self._missing.clear()
+    def complete(self) -> torch.Tensor:
+        """The buffer, with zeros for the padding and for parameters that got no gradient. The next
+        one needs a start."""
+        whole, self._whole = self._whole, None
+        assert whole is not None
+        for index in (*self._missing, -1):
+            self._places[index].zero_()
+        return whole

@@ -51,8 +51,10 @@ class Parameters:
         more.
         """
         self._publications += 1
-        self.hide()
-        if full is not None:
+        if full is None:
+            self.hide()
+        else:
+            self._are_shown = False
             self.show(full)
 
     def _point(self, tensors: Sequence[torch.Tensor], version: int) -> None:

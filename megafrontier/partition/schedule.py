@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
-from weakref import WeakMethod, WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -193,28 +193,28 @@ class Schedule:
             self._missing[index] = set(range(len(self.units[index].parameters)))
         return self._missing[index]
 
-    def _on_gradient(self, index: int, parameter: int) -> Callable[[torch.Tensor], None]:
+    def _on_gradient(self, index: int, number: int) -> Callable[[nn.Parameter], None]:
         # The collector does not see what a parameter's hooks hold: they would hold the engine, and
         # with it the parameter, for ever. Those of the modules hold it while there is a model.
-        take = WeakMethod(self._take_gradient)
+        owner = ref(self)
 
-        def ready(_parameter: torch.Tensor) -> None:
-            take_gradient = take()
-            if take_gradient is None:
+        def ready(parameter: nn.Parameter) -> None:
+            schedule = owner()
+            if schedule is None:
                 raise RuntimeError("backward through a model that is gone with its engine")
-            take_gradient(index, parameter)
+            schedule._take_gradient(index, number, parameter)
 
         return ready
 
-    def _take_gradient(self, index: int, parameter: int) -> None:
+    def _take_gradient(self, index: int, number: int, parameter: nn.Parameter) -> None:
         unit = self.units[index]
         is_whole = unit.is_persistent or unit.phase is Phase.BACKWARD
         if not self._leads or not is_whole or unit.is_finishing:
-            name = unit.layout.entries[parameter].name
+            name = unit.layout.entries[number].name
             raise RuntimeError(f"parameter {name}: {_untimely(unit, self._leads)}")
-        unit.take_gradient(parameter)
+        unit.take_gradient(number, parameter)
         missing = self._missing_of(index)
-        missing.discard(parameter)
+        missing.discard(number)
         if not missing and unit.name != ROOT:  # which comes last, whichever gradients it has got
             self._finish_backward(index)
 

@@ -66,7 +66,6 @@ class Unit:
         self._decay_numel = sum(parameter.numel() for _, parameter in decayed)
         self.phase = Phase.RELEASED
         self.is_stale = False
-        self._gradient_full: torch.Tensor | None = None
         self._lent: torch.Tensor | None = None
         self._finished: Slot | None = None
         self.is_finishing = False
@@ -77,7 +76,7 @@ class Unit:
         self._gathering = Slot(self.weights, f"gather {name}")
         self._reducing = Slot(self.gradient, f"reduce {name}")
         self._flat = FlatGradient(self.layout)
-        self._is_fresh = True
+        self.clear_gradient()
         self._parameters = Parameters(self.layout, pool.dtype, pool.device)
         self._parameters.hide()
 
@@ -239,36 +238,32 @@ class Unit:
         """Start from zero: what comes next is written over what is there, not added to it."""
         self._is_fresh = True
         self.is_finishing = False
-        self._flat.start()
+        if self.placement.gradients == 0:
+            self._flat.start(self.gradient)
 
-    def take_gradient(self, index: int) -> None:
-        """Move one parameter's fresh gradient into the flat one."""
-        parameter = self._parameters.all[index]
-        fresh = parameter.grad
+    def take_gradient(self, index: int, parameter: nn.Parameter) -> None:
+        """Move the fresh gradient of the `index`-th parameter into the flat one."""
+        fresh, parameter.grad = parameter.grad, None
         assert fresh is not None
-        parameter.grad = None
-        if self.placement.gradients and self._gradient_full is None:
-            self._gradient_full = self._pool.take_gradient(self.layout.numel)
-            self._flat.start()
-        whole = self.gradient if self._gradient_full is None else self._gradient_full
-        self._flat.put(whole, index, fresh)
+        if not self._flat.has_started:
+            self._start_gradient()
+        self._flat.put(index, fresh)
+
+    def _start_gradient(self) -> None:
+        self._flat.start(self._pool.take_gradient(self.layout.numel))
 
     def start_reducing(self) -> None:
         """Begin to add this micro-batch's gradient, reduced to the gradient level, to its shard;
         zeros where none has come to this rank, for others may have one."""
-        if self.placement.gradients == 0:
-            return
-        if self._gradient_full is None:
-            self._gradient_full = self._pool.take_gradient(self.layout.numel)
-            self._flat.start()
-        self.finish_reducing()  # done long since, but for a unit that is reduced twice
-        self._flat.complete(self._gradient_full)
         depth = self.placement.gradients
-        slot = self._moves.reduce(
-            self._gradient_full, 0, depth, self._reducing.label, self.feedback.errors
-        )
+        if depth == 0:
+            return
+        if not self._flat.has_started:
+            self._start_gradient()
+        self.finish_reducing()  # done long since, but for a unit that is reduced twice
+        self._lent = self._flat.complete()
+        slot = self._moves.reduce(self._lent, 0, depth, self._reducing.label, self.feedback.errors)
         self._moves.then(slot, depth - 1, partial(self._accumulate, self._is_fresh))
-        self._lent, self._gradient_full = self._gradient_full, None
         self._is_fresh = False
         self._reducing = slot
 
@@ -289,7 +284,7 @@ class Unit:
         self.is_finishing = True
         place = self.placement
         if place.gradients == 0:
-            self._flat.complete(self.gradient)
+            self._flat.complete()
         elif self._is_fresh:
             self.gradient.zero_()
         self._finished = self._moves.reduce(
