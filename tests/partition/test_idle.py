@@ -1,5 +1,7 @@
 """Parameters that have no gradient on some ranks: what the ranks do together stays in one order."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import nn
@@ -124,3 +126,63 @@ def test_parameters_idle_on_some_ranks_change_no_order_of_collectives(strategy, 
     """As experts are that get no token of one rank's."""
 
     compare(Mixture, lambda model: [model.embedding, model.head], strategy, overlap)
+
+
+RATE = 0.01
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.head = nn.Linear(8, 1)
+        self.blocks = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, rank: int, without: Sequence[int]) -> torch.Tensor:
+        torch.manual_seed(rank)
+        x = torch.randn(2, 8)
+        for i, block in enumerate(self.blocks):
+            if i not in without:
+                x = block(x, dropped=False)
+        return self.head(x).square().sum()
+
+
+def losses_alone(without: Sequence[int]) -> list[list[float]]:
+    """Of two micro-batches in each of three steps, the losses of four ranks."""
+    model, losses = Stack(), []
+    for _ in range(3):
+        for left_out in (without, ()):
+            parts = [model(rank, left_out) for rank in range(4)]
+            sum(parts).backward()
+            losses.append([part.item() for part in parts])
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=RATE)
+                parameter.grad = None
+    return losses
+
+
+@pytest.mark.parametrize("overlap", ["none", "safe", "full"])
+@pytest.mark.parametrize("without", [[0], [0, 1, 2], [1, 2], [2, 3]], ids=str)
+def test_blocks_that_one_micro_batch_leaves_out_have_todays_weights_in_the_next(without, overlap):
+    """All ranks leave them out. Gathered ahead in that backward, they might hold the last step's."""
+
+    def body(hierarchy):
+        model = Stack()
+        blocks = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
+        placement = Placement.named("topo", hierarchy.levels)
+        engine = shard(model, blocks, placement, hierarchy, overlap=overlap, check_order=True)
+        losses = []
+        for _ in range(3):
+            for left_out in (without, ()):
+                loss = model(hierarchy.rank, left_out)
+                engine.backward(loss, is_last=not left_out)
+                losses.append(loss.item())
+            for unit, gradient in zip(engine.units, engine.finish_gradients(), strict=True):
+                unit.master.sub_(gradient, alpha=RATE)
+            engine.publish()
+            engine.clear_gradients()
+        return losses
+
+    found = run_ranks((2, 2), body)
+    torch.testing.assert_close(torch.tensor(found).T, torch.tensor(losses_alone(without)))
