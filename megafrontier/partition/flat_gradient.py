@@ -11,16 +11,12 @@ class FlatGradient:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._whole: torch.Tensor | None = None
+        self.whole: torch.Tensor | None = None
+        """What is written into, from `start` to `complete`."""
         self._places: list[torch.Tensor] = []
         self._missing: set[int] = set()
         # By address: the buffers are few, always the same, and views cost as much as small copies.
         self._views: dict[int, list[torch.Tensor]] = {}
-
-    @property
-    def has_started(self) -> bool:
-        """Whether there is a buffer to write into."""
-        return self._whole is not None
 
     def start(self, whole: torch.Tensor) -> None:
         """Write into `whole` [numel] from here on; what it holds does not count."""
@@ -28,7 +24,7 @@ class FlatGradient:
         if address not in self._views:
             padding = whole[self._layout.padding_within(0, self._layout.numel)]
             self._views[address] = [*self._layout.views(whole), padding]
-        self._whole, self._places = whole, self._views[address]
+        self.whole, self._places = whole, self._views[address]
         self._missing = set(range(len(self._layout.entries)))
 
     def put(self, index: int, gradient: torch.Tensor) -> None:
@@ -42,7 +38,7 @@ class FlatGradient:
     def complete(self) -> torch.Tensor:
         """The buffer, with zeros for the padding and for parameters that got no gradient. The next
         one needs a start."""
-        whole, self._whole = self._whole, None
+        whole, self.whole = self.whole, None
         assert whole is not None
         for index in (*self._missing, -1):
             self._places[index].zero_()

@@ -245,7 +245,7 @@ class Unit:
         """Move the fresh gradient of the `index`-th parameter into the flat one."""
         fresh, parameter.grad = parameter.grad, None
         assert fresh is not None
-        if not self._flat.has_started:
+        if self._flat.whole is None:
             self._start_gradient()
         self._flat.put(index, fresh)
 
@@ -258,7 +258,7 @@ class Unit:
         depth = self.placement.gradients
         if depth == 0:
             return
-        if not self._flat.has_started:
+        if self._flat.whole is None:
             self._start_gradient()
         self.finish_reducing()  # done long since, but for a unit that is reduced twice
         self._lent = self._flat.complete()
