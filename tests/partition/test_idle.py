@@ -165,7 +165,7 @@ def losses_alone(without: Sequence[int]) -> list[list[float]]:
 @pytest.mark.parametrize("overlap", ["none", "safe", "full"])
 @pytest.mark.parametrize("without", [[0], [0, 1, 2], [1, 2], [2, 3]], ids=str)
 def test_blocks_that_one_micro_batch_leaves_out_have_todays_weights_in_the_next(without, overlap):
-    """All ranks leave them out. Gathered ahead in that backward, they might hold the last step's."""
+    """All ranks leave them out. Gathered ahead in that backward, some would hold old ones."""
 
     def body(hierarchy):
         model = Stack()
