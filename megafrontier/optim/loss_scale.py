@@ -21,6 +21,10 @@ class LossScale:
         self.scale = torch.tensor(first if self.enabled else 1.0, device=device)
         self._good_steps = torch.tensor(0.0, device=device)
 
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss that backward is to begin with."""
+        return loss * self.scale if self.enabled else loss
+
     def update(self, is_bad: torch.Tensor) -> None:
         """Learn whether the step's gradients were not finite: 1 or 0, []."""
         if not self.enabled:

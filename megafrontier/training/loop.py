@@ -97,7 +97,7 @@ def start_step(trainer: Trainer, beat: Beat = _nothing) -> Pending:
         seed_dropout(config.run.seed, batch)
         loss = trainer.model(batch.tokens, batch.targets, batch.documents)
         is_last = number == len(micro_batches)
-        engine.backward(loss * trainer.loss_scale.scale, is_last)
+        engine.backward(trainer.loss_scale.scaled(loss), is_last)
         beat(None)
         totals += torch.stack([loss.detach().double(), (batch.targets >= 0).sum().double()])
 

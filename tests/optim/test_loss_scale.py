@@ -17,6 +17,7 @@ def test_an_overflow_halves_and_a_good_step_keeps():
     assert scale.scale == 2.0**15
     scale.update(GOOD)
     assert scale.scale == 2.0**15
+    assert scale.scaled(torch.tensor(3.0)) == 3 * 2.0**15
 
 
 def test_it_doubles_after_exactly_so_many_good_steps_in_a_row():
@@ -45,6 +46,7 @@ def test_other_precisions_are_not_scaled():
         scale = make(precision, 2.0**16)
         scale.update(BAD)
         assert scale.scale == 1.0
+        assert scale.scaled(torch.tensor(3.0)) == 3
 
 
 def test_a_checkpoint_brings_back_scale_and_count_even_at_one():
