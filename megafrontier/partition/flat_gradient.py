@@ -23,7 +23,7 @@ class FlatGradient:
         address = whole.data_ptr()
         if address not in self._views:
             padding = whole[self._layout.padding_within(0, self._layout.numel)]
-            self._views[address] = [*self._layout.views(whole), padding]
+            self._views[address] = [*self._layout.views(whole), padding]  # which is at -1, then
         self.whole, self._places = whole, self._views[address]
         self._missing = set(range(len(self._layout.entries)))
 
