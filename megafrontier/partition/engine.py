@@ -58,7 +58,9 @@ def shard(
 
     `blocks` are (name, module) in the order in which they run; each becomes a unit that is
     gathered only while it runs. What lies outside them is one more unit, gathered for the whole
-    pass. A parameter must be used inside the block that holds it; buffers are each rank's own.
+    pass, and so are parameters that a block shares with it or with another block. A parameter must
+    be used inside the block that holds it, and no block run inside of another; buffers are each
+    rank's own.
 
     dtype: type of weights and gradients in computation; masters are fp32.
     wires: format on each level; default: `dtype`.

@@ -40,14 +40,30 @@ def assign(
             raise UserError(f"parameter {name}: complex, need its torch.view_as_real")
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise UserError(f"parameter {name}: has a hook, need it registered after `shard`")
-    # A parameter that several blocks share must be whole while any of them runs.
-    root = [(n, p) for n, p in names.items() if len(owners.get(n, ())) != 1]
+    for identity in _held_outside(model, [module for _, module in blocks]):
+        owners.setdefault(by_identity[identity], set()).add(ROOT)
+    # What several blocks share, or a block with the rest, must be whole while any of them runs.
+    root = [(n, p) for n, p in names.items() if ROOT in owners[n] or len(owners[n]) > 1]
     if root:
         yield ROOT, model, root
     for block, module in blocks:
-        own = [(n, p) for n, p in names.items() if owners.get(n) == {block}]
+        own = [(n, p) for n, p in names.items() if owners[n] == {block}]
         if own:  # else it runs as it is
             yield block, module, own
+
+
+def _held_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
+    """The parameters, by identity, of modules that can be reached without passing a block."""
+    seen = {id(block) for block in blocks}
+    found: set[int] = set()
+    rest = [model]
+    while rest:
+        module = rest.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            found.update(id(p) for p in module._parameters.values() if p is not None)
+            rest += module.children()
+    return found
 
 
 def _refuse_tangled(blocks: Sequence[tuple[str, nn.Module]]) -> None:
@@ -66,16 +82,17 @@ def _refuse_tangled(blocks: Sequence[tuple[str, nn.Module]]) -> None:
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raises UserError for a model that has been sharded, or is a copy of one: it holds no values,
-    and the hooks of the first engine."""
-    if getattr(model, _MARK, False):
+    """Raises UserError for a model that has been sharded, or is a part or a copy of one: it holds
+    no values, and the hooks of the first engine."""
+    if any(getattr(module, _MARK, False) for module in model.modules()):
         raise UserError("model: sharded already, need one that is built anew")
 
 
 def mark_sharded(model: nn.Module, modules: Iterable[nn.Module], is_whole: bool) -> None:
     """Let `refuse_sharded` know it, and unless `is_whole`, every rank's parameters are the masters,
     refuse state dicts of these modules: what parameters hold is shown, not kept."""
-    setattr(model, _MARK, True)
+    for module in model.modules():
+        setattr(module, _MARK, True)
     for module in () if is_whole else modules:
         module.register_state_dict_pre_hook(_refuse_state_dict)
         module.register_load_state_dict_pre_hook(_refuse_state_dict)
@@ -122,6 +139,9 @@ def refuse_different(model: nn.Module, hierarchy: Hierarchy) -> None:
 def _byte_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Sum of its bytes: exact, and the same in any order. In parts, for torch makes int64 of all
     that it is given to sum."""
+    if tensor.layout is not torch.strided:
+        sparse = tensor.to_sparse_coo().coalesce()
+        return _byte_sum(sparse.indices()) + _byte_sum(sparse.values())
     parts = tensor.contiguous().view(-1).view(torch.uint8).split(SUMMED_BYTES)
     return torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum()
 
@@ -197,9 +217,17 @@ def refuse_views(tensors: Iterable[torch.Tensor], unit: Unit) -> None:
 
 class Run:
     """One run of a block in forward, as the hook on what it has made: it lives as long as the graph
-    that it is part of. When the first of the gradients comes its backward begins."""
+    that it is part of. When the first of the gradients comes its backward begins.
 
-    def __init__(self, begin: "Callable[[Run], None]") -> None:
+    `index` is its unit's, `number` says how many runs of blocks had begun by its end. `idle` are
+    runs since the one before it that have made nothing on this rank: they live as long as this one,
+    and their backward begins after its.
+    """
+
+    def __init__(self, index: int, number: int, begin: "Callable[[Run], None]") -> None:
+        self.index = index
+        self.number = number
+        self.idle: list[Run] = []
         self._begin = begin
 
     def __call__(self, _gradient: torch.Tensor) -> None:

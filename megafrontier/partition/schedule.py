@@ -7,7 +7,6 @@ of a block have a gradient.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal
 from weakref import WeakSet, ref
 
@@ -47,7 +46,12 @@ class Schedule:
         self._runs: list[WeakSet[Run]] = [WeakSet() for _ in units]
         self._missing: dict[int, set[int]] = {}
         self._done: set[int] = set()
-        self._unmade: set[int] = set()  # of this forward, those whose output has no gradient here
+        self._entered = 0  # runs of blocks in forward, so far
+        self._newest = 0  # whose the last of them is
+        # Runs that have made nothing here, in their order: those that no later run holds yet, and
+        # those whose turn in this backward is to come.
+        self._idle: list[Run] = []
+        self._due: list[Run] = []
         self._is_last = False
         self._leads = False  # a backward; another's, for its own ends, leaves no gradients here
         # Where the pass turns round those that have just run are the next to run, and nobody else
@@ -68,18 +72,16 @@ class Schedule:
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         """See `Engine.backward`."""
         self._is_last, self._leads = is_last, True
+        self._due, self._idle = self._idle, []
         loss.backward()
+        self._begin_due(0)
         for index, unit in reversed(list(enumerate(self.units))):
-            has_begun = index in self._missing or index in self._done
-            if index in self._unmade and not has_begun:
-                self._begin_backward(index)
             if index in self._missing:  # the root, or some parameter took no part
                 self._finish_backward(index)
             else:
                 self._let_go(unit)  # if it was gathered ahead, but its turn never came
         self._leads = False
         self._done.clear()
-        self._unmade.clear()
 
     def start_publishing(self, index: int) -> None:
         """Where levels run side by side, begin with those that come after unit `index` and after
@@ -93,8 +95,10 @@ class Schedule:
     def _attach(self, module: nn.Module, index: int) -> None:
         unit = self.units[index]
         given: dict[int, object] = {}
+        entered = 0
 
         def before(_module: nn.Module, *arguments: Any) -> None:
+            nonlocal entered
             given.clear()  # of a forward that ended early, as a recomputation does
             given.update((id(t), t.grad_fn) for t in tensors_in(arguments))
             if in_backward():  # recomputed: the units after it have had their turn
@@ -104,6 +108,7 @@ class Schedule:
             else:
                 self._gather(index, ahead=1)
                 unit.phase = Phase.FORWARD
+                entered = self._enter(index)
 
         def after(_module: nn.Module, _arguments: Any, output: Any) -> Any:
             # What a block passes on as it came has its gradient in the backward of another block.
@@ -112,7 +117,11 @@ class Schedule:
             made = [t for t in made if t.requires_grad]
             made += bases_of(made, given.values())
             given.clear()
-            if not made and torch.is_grad_enabled() and not in_backward():
+            if in_backward():  # the unit stays as it is: its own backward still needs it
+                _watch(made, Run(index, self._entered, self._before_backward))
+                return output
+            self._refuse_inner(index, entered)
+            if not made and torch.is_grad_enabled():
                 output, made = self._pass_on(index, output)
             self._after_forward(index, made)
             return output
@@ -149,27 +158,55 @@ class Schedule:
                 f"block {self.units[index].name!r} returns only what it was given; need a tensor "
                 "of its own among it (x.clone())"
             )
-        self._unmade.add(index)  # the first block's in forward: it comes last
         return output, []
+
+    def _enter(self, index: int) -> int:
+        """The number of a block's run that begins; of the root's, around theirs, none."""
+        if self.units[index].name != ROOT:
+            self._entered += 1
+            self._newest = index
+        return self._entered
+
+    def _refuse_inner(self, index: int, entered: int) -> None:
+        """Raises UserError for a run in which another block ran: it may have taken the outer one's
+        place, and nobody could tell when the outer one's backward is over."""
+        if self.units[index].name != ROOT and entered != self._entered:
+            raise UserError(
+                f"block {self.units[self._newest].name!r}: runs inside of block "
+                f"{self.units[index].name!r}, need one of them left out of the blocks"
+            )
 
     def _after_forward(self, index: int, made: list[torch.Tensor]) -> None:
         unit = self.units[index]
-        run = Run(partial(self._before_backward, index))
-        for tensor in made:
-            tensor.register_hook(run)
-        # Recomputed within its own backward it still needs the weights.
-        if not in_backward():
-            if made:
-                self._runs[index].add(run)
-            has_backward = made or index in self._unmade
-            if not (has_backward and unit in self._last):
-                unit.release()
+        run = Run(index, self._entered, self._before_backward)
+        if made:
+            run.idle, self._idle = self._idle, []
+            _watch(made, run)
+            self._runs[index].add(run)
+        elif torch.is_grad_enabled():
+            self._idle.append(run)
+            self._runs[index].add(run)
+        if not (unit in self._last and (made or torch.is_grad_enabled())):
+            unit.release()
 
-    def _before_backward(self, index: int, run: Run) -> None:
-        self._runs[index].discard(run)
-        if index in self._done:
-            return  # what is left of its backward has no parameters
-        self._begin_backward(index)
+    def _before_backward(self, run: Run) -> None:
+        if self._leads:
+            self._begin_due(run.number)
+            if run.idle:
+                self._due = sorted([*self._due, *run.idle], key=lambda idle: idle.number)
+                run.idle = []
+        self._begin_run(run)
+
+    def _begin_due(self, number: int) -> None:
+        """Begin the backward of those runs later than that `number` that have made nothing here, in
+        the order of the ranks on which they have."""
+        while self._due and self._due[-1].number > number:
+            self._begin_run(self._due.pop())
+
+    def _begin_run(self, run: Run) -> None:
+        self._runs[run.index].discard(run)
+        if run.index not in self._done:  # else what is left of its backward has no parameters
+            self._begin_backward(run.index)
 
     def _begin_backward(self, index: int) -> None:
         if self._leads:
@@ -248,6 +285,11 @@ class Schedule:
             self.reducing.append(unit)
         if self._is_last:
             unit.start_finishing()
+
+
+def _watch(made: Sequence[torch.Tensor], run: Run) -> None:
+    for tensor in made:
+        tensor.register_hook(run)
 
 
 def _untimely(unit: Unit, is_led: bool) -> str:

@@ -245,6 +245,8 @@ class Unit:
         """Move the fresh gradient of the `index`-th parameter into the flat one."""
         fresh, parameter.grad = parameter.grad, None
         assert fresh is not None
+        if fresh.layout is not torch.strided:  # an embedding's, if it is asked for
+            fresh = fresh.to_dense()
         if self._flat.whole is None:
             self._start_gradient()
         self._flat.put(index, fresh)

@@ -35,7 +35,7 @@ ALL = pytest.mark.parametrize(
     ids=["int8", "int4", "int8 rotating", "int4 rotating"],
 )
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-LENGTHS = [1, 2, 3, 127, 128, 129, 255, 256, 257, 1000, 4095, 4096, 4097, 12345]
+LENGTHS = [1, 2, 127, 128, 129, 257, 1000, 4096, 4097, 12345]
 needs_kernels = pytest.mark.skipif(
     not RUNS_KERNELS, reason="run by test_all_of_this_file_under_the_interpreter in its process"
 )
@@ -115,7 +115,7 @@ def assert_same_errors(codec, values):
 @pytest.mark.parametrize(
     ("dtype", "count"),
     [(torch.float32, n) for n in LENGTHS]
-    + [(d, n) for d in (torch.bfloat16, torch.float16) for n in (1, 129, 4097, 12345)],
+    + [(d, n) for d in (torch.bfloat16, torch.float16) for n in (1, 129, 12345)],
 )
 def test_messages_values_and_sums_equal_the_reference(codec, dtype, count):
     assert_same_as_reference(codec, random(3, count, dtype))
@@ -123,7 +123,7 @@ def test_messages_values_and_sums_equal_the_reference(codec, dtype, count):
 
 @needs_kernels
 @ALL
-@pytest.mark.parametrize("rows", [1, 2, 16, 33])
+@pytest.mark.parametrize("rows", [1, 2, 33])
 def test_any_number_of_rows(codec, rows):
     assert_same_as_reference(codec, random(rows, 700, seed=rows))
 

@@ -268,8 +268,8 @@ def test_what_cannot_be_a_unit_is_refused_by_name():
 
 
 @PLACEMENTS
-def test_a_model_that_is_sharded_already_and_a_copy_of_it_are_refused(placement):
-    """The copy has the first engine's hooks, and where weights are away no values."""
+def test_a_model_that_is_sharded_already_its_parts_and_copies_are_refused(placement):
+    """They have the first engine's hooks, and where weights are away no values."""
 
     def body(hierarchy):
         model = Net()
@@ -277,6 +277,9 @@ def test_a_model_that_is_sharded_already_and_a_copy_of_it_are_refused(placement)
         for again in (model, copy.deepcopy(model)):
             with pytest.raises(UserError, match="model: sharded already"):
                 shard(again, again.units(), placement, hierarchy)
+        part = copy.deepcopy(model.blocks[0])
+        with pytest.raises(UserError, match="model: sharded already"):
+            shard(nn.Sequential(part), [("0", part)], placement, hierarchy)
         return True
 
     assert all(run_ranks((2, 2), body))

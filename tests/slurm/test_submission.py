@@ -129,7 +129,7 @@ def submit(*options):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("nodes", [["--nodes=3"], ["-N", "3"], ["-N3"]])
+@pytest.mark.parametrize("nodes", [["--nodes=3"], ["-N3"]])
 def test_nodes_that_do_not_divide_the_batch_are_refused_before_the_job_waits(nodes):
     """gpt-125m's 256 sequences on 24 ranks."""
     done = submit(*nodes)

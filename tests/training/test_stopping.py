@@ -70,8 +70,9 @@ def resume(folder, name, *overrides):
     )
 
 
-@pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1"])
-@pytest.mark.parametrize("whom", ["getpid", "getppid"])
+@pytest.mark.parametrize(
+    ("number", "whom"), [("SIGTERM", "getpid"), ("SIGTERM", "getppid"), ("SIGUSR1", "getpid")]
+)
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_to_the_same_bits(
     folder, unbroken, number, whom
 ):
