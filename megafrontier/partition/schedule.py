@@ -94,6 +94,9 @@ class Schedule:
 
     def _attach(self, module: nn.Module, index: int) -> None:
         unit = self.units[index]
+        # One rank, whose weights are never away, has no need to know when a backward begins, nor an
+        # order to keep.
+        is_watched = self._moves.hierarchy.size > 1 or not unit.is_persistent
         given: dict[int, object] = {}
         entered = 0
 
@@ -118,12 +121,16 @@ class Schedule:
             made += bases_of(made, given.values())
             given.clear()
             if in_backward():  # the unit stays as it is: its own backward still needs it
-                _watch(made, Run(index, self._entered, self._before_backward))
+                if is_watched:
+                    _watch(made, Run(index, self._entered, self._before_backward))
                 return output
             self._refuse_inner(index, entered)
             if not made and torch.is_grad_enabled():
                 output, made = self._pass_on(index, output)
-            self._after_forward(index, made)
+            if is_watched:
+                self._watch_run(index, made)
+            if not (unit in self._last and (made or torch.is_grad_enabled())):
+                unit.release()
             return output
 
         # Before hooks that compute a weight of others, as weight_norm's does.
@@ -176,8 +183,9 @@ class Schedule:
                 f"{self.units[index].name!r}, need one of them left out of the blocks"
             )
 
-    def _after_forward(self, index: int, made: list[torch.Tensor]) -> None:
-        unit = self.units[index]
+    def _watch_run(self, index: int, made: list[torch.Tensor]) -> None:
+        """Let the backward of a run that ends now begin when the first gradient of what it has made
+        comes or, where it has made nothing, after that of the next one."""
         run = Run(index, self._entered, self._before_backward)
         if made:
             run.idle, self._idle = self._idle, []
@@ -186,8 +194,6 @@ class Schedule:
         elif torch.is_grad_enabled():
             self._idle.append(run)
             self._runs[index].add(run)
-        if not (unit in self._last and (made or torch.is_grad_enabled())):
-            unit.release()
 
     def _before_backward(self, run: Run) -> None:
         if self._leads:
