@@ -2,20 +2,24 @@
 and with the number of nodes, where the machine file has their ranks, what runs there, and what the
 job will lack if it is not there for it either.
 
-    python slurm/describe.py [--nodes=N] CONFIG [key=value …]
+    python slurm/describe.py [--nodes=N] [--submitting] CONFIG [key=value …]
 
-Exit code 2 and one line when they are wrong, 70 where the storage fails: a batch file asks before
-it starts a thousand ranks.
+Exit code 2 and one line when they are wrong, with --submitting also for want of training
+data, which nobody needs who looks at the sizes of a ready-made config; 70 where the storage
+fails. A batch file asks before it starts a thousand ranks.
 """
 
 import sys
 
 from megafrontier.config import Config, load_config, load_machine
+from megafrontier.data.samples import refuse_no_corpus
 from megafrontier.errors import Ending, UserError, endings_told
 
 
-def describe(config: Config, nodes: int | None) -> list[str]:
+def describe(config: Config, nodes: int | None, is_submitting: bool) -> list[str]:
     """The lines. Raises UserError where that many nodes cannot train it."""
+    if is_submitting:
+        refuse_no_corpus(config.data)
     per_host = load_machine(config.machine).device.ranks_per_host
     lines = [config.run.name, config.run.directory, str(config.train.attempts)]
     if nodes is None:
@@ -38,16 +42,18 @@ def missing(config: Config, ranks: int) -> list[str]:
     import torch
 
     from megafrontier.training.arrangement import check_training
-    from megafrontier.training.resuming import check_resume
+    from megafrontier.training.resuming import check_own, check_resume
 
     if not config.data.train:  # to look at the sizes of a ready-made config
         return []
     found = []
-    try:
-        check_training(config, ranks)
-        check_resume(config)
-    except (Ending, OSError) as error:
-        found.append(f"warning: here {error}")
+    checks = [lambda: check_training(config, ranks), lambda: check_resume(config)]
+    checks.append(lambda: check_own(config))
+    for check in checks:
+        try:
+            check()
+        except (Ending, OSError) as error:
+            found.append(f"warning: here {error}")
     device = load_machine(config.machine).device
     if device.is_accelerator and torch.version.cuda is None and torch.version.hip is None:
         found.append(
@@ -67,8 +73,9 @@ def number_of_nodes(option: str) -> int:
 
 with endings_told("megafrontier"):
     words = sys.argv[1:]
-    option = words.pop(0) if words and words[0].startswith("--nodes=") else None
-    if not words:
+    nodes = number_of_nodes(words.pop(0)) if words and words[0].startswith("--nodes=") else None
+    is_submitting = bool(words) and words[0] == "--submitting"
+    if not words[is_submitting:]:
         raise UserError("CONFIG: not given, need the path of a config")
-    nodes = None if option is None else number_of_nodes(option)
-    print("\n".join(describe(load_config(words[0], words[1:]), nodes)))
+    file, *overrides = words[is_submitting:]
+    print("\n".join(describe(load_config(file, overrides), nodes, is_submitting)))

@@ -85,7 +85,7 @@ split_options() {
             "for, or to submit another job from here: env -u SLURM_JOB_ID $0 …"
 }
 
-# The number of nodes among sbatch's options; nothing where they leave it open.
+# --nodes=N, where sbatch's options say how many.
 asked_nodes() {
     local option open='' found=''
     for option; do
@@ -96,7 +96,11 @@ asked_nodes() {
             -N*) found=${option#-N} ;;
         esac
     done
-    [[ ! $found =~ ^[0-9]+$ ]] || echo "$found"
+    if [[ $found =~ ^[0-9]+$ ]]; then
+        echo "--nodes=$found"
+    else
+        echo "warning: --nodes: ${found:-not given}, so nothing is checked for them; need a number" >&2
+    fi
 }
 
 # Whether a job with these options of sbatch gets all of the caller's variables.

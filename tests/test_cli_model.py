@@ -11,6 +11,7 @@ import torch
 
 from megafrontier.cli import main
 from megafrontier.data.prepare import prepare
+from megafrontier.data.tokenizer import ByteTokenizer
 from megafrontier.errors import FAILED
 from megafrontier.training import standalone
 from tests.data.corpora import write_corpus
@@ -253,12 +254,48 @@ def test_a_device_without_memory_for_a_finished_model_is_one_line(
     assert line.endswith(f": CUDA out of memory. Tried 2 GiB. Need {need}")
 
 
-def test_an_import_without_a_tokenizer_is_refused_before_its_weights_are_read(
+def test_an_import_that_cannot_be_is_refused_before_its_weights_are_read(
     capfd, monkeypatch, tmp_path
 ):
+    """Neither is the tokenizer blamed for a folder that is not there."""
     monkeypatch.setattr(standalone, "import_model", lambda _: pytest.fail("weights are read"))
-    assert main(["import", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
-    assert capfd.readouterr().err.startswith(f"megafrontier: tokenizer '{tmp_path}': no ")
+    monkeypatch.setattr(standalone, "kept_tokenizer", lambda _: pytest.fail("tokenizer is read"))
+
+    def refused(out):
+        assert main(["import", str(tmp_path), "--out", str(out)]) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        return line
+
+    assert refused(tmp_path / "out").startswith(f"megafrontier: {tmp_path}/config.json: ")
+    monkeypatch.undo()
+    monkeypatch.setattr(standalone, "import_model", lambda _: pytest.fail("weights are read"))
+    monkeypatch.setattr(standalone, "described_model", lambda _: None)
+    assert refused(tmp_path / "out").startswith(f"megafrontier: tokenizer '{tmp_path}': no ")
+    monkeypatch.setattr(standalone, "kept_tokenizer", lambda _: None)
+    (tmp_path / "file").touch()
+    assert refused(tmp_path / "file" / "out") == (
+        f"megafrontier: --out {tmp_path}/file/out: {tmp_path}/file cannot be written into, need "
+        "another folder"
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "problem"),
+    [
+        ("--temperature", "-1", "--temperature: -1.0, need 0 or more"),
+        ("--max-new-tokens", "-1", "--max-new-tokens: -1, need 0 or more"),
+        ("--prompt", "D" * 999, "--prompt: 999 tokens, at most "),
+    ],
+)
+def test_a_request_that_cannot_be_is_refused_before_the_model_is_loaded(
+    life, capfd, monkeypatch, option, value, problem
+):
+    monkeypatch.setattr(standalone, "load_model", lambda *_: pytest.fail("weights are read"))
+    monkeypatch.setattr(standalone, "load_tokenizer", lambda _: ByteTokenizer())
+    assert main(["generate", str(life / "run"), "--prompt", "D", option, value]) == 2
+    said = capfd.readouterr()
+    assert said.err.startswith(f"megafrontier: {problem}")
+    assert said.out == ""
 
 
 def test_a_trace_has_a_row_a_level_and_costs_no_run_its_end(life, capfd, tmp_path):

@@ -107,7 +107,7 @@ class Checkpoint:
     """An open checkpoint: its folder, its manifest, and its tensors by name."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        """Use `open_checkpoint`, which checks first."""
+        """Use `open_checkpoint`, which checks first; this to look at the manifest alone."""
         self.path = path
         self.manifest = manifest
         self._files: OrderedDict[int, PieceFile] = OrderedDict()
@@ -157,7 +157,7 @@ class Checkpoint:
         it is. Raises UserError when the model's tensors are not the checkpoint's,
         CheckpointCorrupt for a file that is not as it was written.
         """
-        self._check_model(layouts)
+        self.check_shapes({entry.name: entry.shape for unit in layouts for entry in unit.entries})
         for state in states:
             self._check_state(state)
         self._copy(
@@ -186,8 +186,8 @@ class Checkpoint:
         if state not in self.manifest.states:
             raise UserError(f"{self.path}: no state {state!r}, it has {list(self.manifest.states)}")
 
-    def _check_model(self, layouts: Sequence[Layout]) -> None:
-        model = {entry.name: entry.shape for unit in layouts for entry in unit.entries}
+    def check_shapes(self, model: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises UserError for the first tensor of which a model and this have not the same."""
         saved = self.shapes
         for name in (*model, *saved):
             if model.get(name) != saved.get(name):

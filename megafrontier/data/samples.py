@@ -178,9 +178,9 @@ def open_samples(
     cannot be read or is too short for one window.
     """
     corpora = data.valid if part == "valid" and data.valid else data.train
+    if part == "train":
+        refuse_no_corpus(data)
     if not corpora:
-        if part == "train":
-            raise UserError("data.train: empty, need at least one corpus, as {path: PREFIX}")
         return None
     split = [Fraction(1), Fraction(0)] if data.valid else [Fraction(str(x)) for x in data.split]
     parts = [_open_part(c, sequence_length, split, part, bool(data.valid)) for c in corpora]
@@ -191,6 +191,12 @@ def open_samples(
     order = seed if part == "train" else None
     opened = [p for p, _ in kept]
     return Samples(opened, weights, sequence_length, vocab_size, order, data.document_mask)
+
+
+def refuse_no_corpus(data: DataConfig) -> None:
+    """Raises UserError where there is nothing to train on."""
+    if not data.train:
+        raise UserError("data.train: empty, need at least one corpus, as {path: PREFIX}")
 
 
 def _open_part(

@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from megafrontier.data.hub import hub_quieted
 from megafrontier.data.streams import BLOCK_BYTES, Stream, cut_characters
 from megafrontier.data.tables import Rows, dataset_rows, parquet_rows
 from megafrontier.errors import UserError
@@ -213,10 +214,13 @@ def _dataset_source(name: str, loader: str, split: str, *arguments: str | None) 
     import datasets
 
     try:
-        table = getattr(datasets, loader)(*arguments)
+        with hub_quieted():
+            table = getattr(datasets, loader)(*arguments)
     except Exception as error:  # whatever a library that reads a dozen formats may raise
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(f"input {name!r}: no file, and no dataset either: {reason}") from error
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"input {name!r}: no file or folder of that name here, and no dataset either: {reason}"
+        ) from error
     if isinstance(table, dict):
         if split not in table:
             raise UserError(f"input {name!r}: no split {split!r}; it has {', '.join(table)}")

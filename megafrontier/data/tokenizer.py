@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
+from megafrontier.data.hub import hub_quieted
 from megafrontier.errors import UserError, of_os_error
 
 MARKER = "megafrontier_tokenizer.json"
@@ -168,13 +169,16 @@ class HuggingFaceTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            with hub_quieted():
+                self._tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except Exception as error:  # the library raises a dozen kinds for a folder it cannot read
-            reason = str(error).strip().split("\n")[0]
-            raise UserError(
-                f"tokenizer {name!r}: no SentencePiece file, and not a Hugging Face tokenizer "
-                f"either: {reason}"
-            ) from error
+            what = (
+                "no SentencePiece file, and not a Hugging Face tokenizer either"
+                if Path(name).is_dir()
+                else "no file or folder of that name here, and none to be had from the hub"
+            )
+            reason = " ".join(str(error).split())
+            raise UserError(f"tokenizer {name!r}: {what}: {reason}") from error
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())  # there may be holes
         self.eod = self._find_eod(name)
         bos = self._tokenizer.bos_token_id

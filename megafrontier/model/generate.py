@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from megafrontier.config import ModelConfig
 from megafrontier.errors import UserError
 from megafrontier.model.cache import KVCache
 from megafrontier.model.gpt import GPT
 
-__all__ = ["KVCache", "generate", "next_token_probabilities", "stream_text"]
+__all__ = ["KVCache", "check_request", "generate", "next_token_probabilities", "stream_text"]
 
 
 def generate(
@@ -34,14 +35,10 @@ def generate(
     Raises UserError at once for a prompt that is empty, too long or of unknown tokens, and for
     values out of range.
     """
-    _check_prompt(model, prompt)
-    _need(max_new_tokens >= 0, "max_new_tokens", max_new_tokens, "need 0 or more")
-    _need(temperature >= 0, "temperature", temperature, "need 0 or more")
-    _need(top_k >= 0, "top_k", top_k, "need 0 (all tokens) or more")
-    _need(0 < top_p <= 1, "top_p", top_p, "need more than 0, at most 1")
-    fits = seed is None or -(2**63) <= seed < 2**64
-    _need(fits, "seed", seed, "need -2**63 to 2**64 - 1")
-
+    check_request(
+        model.config, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
+        top_p=top_p, seed=seed,
+    )  # fmt: skip
     generator = torch.Generator()
     if seed is None:
         generator.seed()
@@ -109,12 +106,28 @@ def _need(condition: bool, name: str, value: object, fits: str) -> None:
         raise UserError(f"{name}: {value}, {fits}")
 
 
-def _check_prompt(model: GPT, prompt: list[int]) -> None:
-    limit, vocab_size = model.config.sequence_length - 1, model.config.vocab_size
+def check_request(
+    model: ModelConfig,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int | None,
+) -> None:
+    """Raises UserError as `generate` does, which a model of 80 GB need not be loaded for."""
+    limit, vocab_size = model.sequence_length - 1, model.vocab_size
     _need(len(prompt) > 0, "prompt", "no tokens", "need at least one")
     _need(len(prompt) <= limit, "prompt", f"{len(prompt)} tokens", f"at most {limit}")
     unknown = next((t for t in prompt if not 0 <= t < vocab_size), None)
     _need(unknown is None, "prompt", f"token {unknown}", f"need 0 to {vocab_size - 1}")
+    _need(max_new_tokens >= 0, "max_new_tokens", max_new_tokens, "need 0 or more")
+    _need(temperature >= 0, "temperature", temperature, "need 0 or more")
+    _need(top_k >= 0, "top_k", top_k, "need 0 (all tokens) or more")
+    _need(0 < top_p <= 1, "top_p", top_p, "need more than 0, at most 1")
+    fits = seed is None or -(2**63) <= seed < 2**64
+    _need(fits, "seed", seed, "need -2**63 to 2**64 - 1")
 
 
 def _continue(

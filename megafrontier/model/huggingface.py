@@ -85,14 +85,7 @@ def import_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     Tensors come in the type they are stored in; rows of padded token ids are zero. Raises
     UserError for anything missing, damaged, or beyond what GPT does.
     """
-    path = folder / "config.json"
-    settings = Settings(path, _read_json(path))
-    family = family_of(settings)
-    config = family.read_config(settings)
-    try:
-        check(Config(model=config))
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
+    family, config = described_model(folder)
     files = _TensorFiles(folder, family)
     weights = {}
     for translation in family.tensors(config):
@@ -103,6 +96,19 @@ def import_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
         if tuple(tensor.shape) != shapes[name]:
             raise UserError(f"{folder}: {name}: shape {list(tensor.shape)}, need {shapes[name]}")
     return config, {name: weights[name] for name in shapes}
+
+
+def described_model(folder: Path) -> tuple[Family, ModelConfig]:
+    """What a Hugging Face folder's config.json says. Raises UserError as `import_model`."""
+    path = folder / "config.json"
+    settings = Settings(path, _read_json(path))
+    family = family_of(settings)
+    config = family.read_config(settings)
+    try:
+        check(Config(model=config))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    return family, config
 
 
 def _config_json(

@@ -166,7 +166,13 @@ def _claim(folder: Path, number: int, me: Holder) -> Lease | None:
         file = os.open(_path(folder, number), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
     except FileExistsError:
         return None
-    lease = Lease(folder, number, file, me)
+    try:
+        lease = Lease(folder, number, file, me)
+    except OSError:  # a full disk: or the next start would wait for a holder without a name
+        os.close(file)
+        with suppress(OSError):
+            _path(folder, number).unlink()
+        raise
     for path in folder.glob("[0-9]*"):
         if int(path.name) < number:
             path.unlink(missing_ok=True)

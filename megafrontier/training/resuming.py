@@ -23,6 +23,7 @@ from megafrontier.checkpoint.resume import load_checkpoint, open_newest
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.config import Config, ModelConfig
 from megafrontier.errors import StorageFailed, UserError, of_os_error
+from megafrontier.model.gpt import parameter_shapes
 from megafrontier.partition import Engine
 from megafrontier.training.attempts import has_begun, note_begun, reached_step
 from megafrontier.training.likeness import changes, check_model, old_position
@@ -56,6 +57,25 @@ def check_resume(config: Config) -> None:
         raise UserError(
             f"checkpoint.resume: {error}; need auto, never or the path of a checkpoint"
         ) from error
+
+
+def check_own(config: Config) -> None:
+    """Raises UserError where the run cannot go on from what it would: a checkpoint is of another
+    model, or `checkpoint.resume` is `never` and some are there. The ranks find out themselves; this
+    looks at the newest one's manifest, before a job waits for them."""
+    root = checkpoint_root(config)
+    if config.checkpoint.resume == "never":
+        if not is_begun(config):
+            _refuse_old_checkpoints(root)
+        return
+    path = named_checkpoint(config)
+    is_back = leads_back(config) and not is_begun(config)
+    own = [] if is_back else list_checkpoints(root)
+    if own or path is not None:
+        one = own[-1] if own else newest(path or root)
+        checkpoint = Checkpoint(one, read_manifest(one))
+        checkpoint.check_shapes(parameter_shapes(config.model))
+        check_model(config.model, checkpoint)
 
 
 def named_checkpoint(config: Config) -> Path | None:
@@ -112,7 +132,10 @@ def resume(trainer: Trainer, logbook: Logbook) -> None:
     is_begun_now = _by_rank_0(trainer.hierarchy, lambda: str(is_begun(config))) == "True"
     is_back = leads_back(config) and not is_begun_now
     if config.checkpoint.resume == "never" and not is_begun_now:
-        trainer.hierarchy.together(partial(_refuse_old_checkpoints, trainer, root))
+        if trainer.is_first:
+            trainer.hierarchy.together(partial(_refuse_old_checkpoints, root))
+        else:
+            trainer.hierarchy.together(lambda: None)
         trainer.hierarchy.together(partial(_note_begun, trainer))
         return
     trainer.hierarchy.together(partial(_refuse_loose_link, trainer, root))
@@ -205,9 +228,7 @@ def _note_begun(trainer: Trainer) -> None:
         note_begun(Path(trainer.config.run.directory), trainer.config.checkpoint.resume)
 
 
-def _refuse_old_checkpoints(trainer: Trainer, root: Path) -> None:
-    if not trainer.is_first:
-        return
+def _refuse_old_checkpoints(root: Path) -> None:
     try:
         old = next(candidates(root), None)
     except OSError as error:

@@ -36,9 +36,14 @@ from megafrontier.config import (
 from megafrontier.data.samples import Batch
 from megafrontier.data.tokenizer import Tokenizer, kept_tokenizer, load_tokenizer
 from megafrontier.errors import UserError
-from megafrontier.model.generate import generate, stream_text
+from megafrontier.model.generate import check_request, generate, stream_text
 from megafrontier.model.gpt import GPT, parameter_shapes
-from megafrontier.model.huggingface import export_model, export_order, import_model
+from megafrontier.model.huggingface import (
+    described_model,
+    export_model,
+    export_order,
+    import_model,
+)
 from megafrontier.partition.layout import Layout
 from megafrontier.partition.wires import DTYPES
 from megafrontier.training.arrangement import Arrangement, check_training
@@ -156,6 +161,11 @@ def generate_command(
             "need some text"
         )
     tokens = tokens or [tokenizer.eod]  # an empty prompt starts where a document starts
+    try:
+        check_request(config.model, tokens, **sampling)
+    except UserError as error:  # of generate's arguments, which are options here
+        name, _, problem = str(error).partition(":")
+        raise UserError(f"--{name.replace('_', '-')}:{problem}") from error
     sampling |= {"stop": tokenizer.eod, "vocab_size": tokenizer.vocab_size}
     name = _device_name(config) if device == "any" else device
     where = torch.device("cuda" if uses_accelerator(name) else "cpu")
@@ -180,14 +190,18 @@ def import_command(folder: Path, out: Path) -> Path:
     """Make a checkpoint, at step 0 and of weights alone, of a Hugging Face model folder.
 
     `out` is the checkpoints folder to write it into, or in one the checkpoint, step-00000000.
-    Raises UserError for what GPT does not do, and when that folder holds checkpoints already.
+    Raises UserError for what GPT does not do, and when that folder holds checkpoints already or
+    cannot be written.
     """
     if step_of(out):
         raise UserError(f"--out {out}: another step's name; need {step_folder(out.parent, 0)}")
     out = out if step_of(out) is None else out.parent
     if any(candidates(out)):
         raise UserError(f"{out}: holds checkpoints; need another --out")
-    kept_tokenizer(str(folder))  # first: the rest may take an hour
+    # First what may be wrong: the rest may take an hour.
+    described_model(folder)
+    kept_tokenizer(str(folder))
+    _check_writable(out)
     model, tensors = import_model(folder)
     config = Config(model=model, tokenizer=str(folder))
     layout = Layout.build("imported", parameter_shapes(model).items(), 1)
@@ -201,6 +215,12 @@ def import_command(folder: Path, out: Path) -> Path:
     return save(
         out, manifest, {"weight": [flat]}, 0, True, Alone(), partial(attach_tokenizer, str(folder))
     )
+
+
+def _check_writable(out: Path) -> None:
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"--out {out}: {there} cannot be written into, need another folder")
 
 
 @dataclass(frozen=True)

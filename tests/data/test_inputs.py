@@ -232,7 +232,7 @@ def test_a_script_free_dataset_folder_is_read_as_its_card_says(
 
 
 def test_a_dataset_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="input 'no-such/dataset': no file, and no dataset either"):
+    with pytest.raises(UserError, match="input 'no-such/dataset': no file or folder of that"):
         prepared(tmp_path, "no-such/dataset")
 
 

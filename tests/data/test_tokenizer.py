@@ -365,6 +365,26 @@ def test_no_such_tokenizer_is_refused(spec: str) -> None:
         load_tokenizer(spec)
 
 
+def test_a_name_that_is_nowhere_is_one_line_without_each_attempt_to_reach_the_hub(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+    from huggingface_hub.utils import logging
+
+    def fetch(*_: Any, **__: Any) -> None:
+        logging.get_logger("huggingface_hub.utils").warning("Retrying in 1s [Retry 1/5].")
+        raise OSError("We couldn't connect\nto the hub")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", staticmethod(fetch))
+    with pytest.raises(UserError) as error:
+        load_tokenizer("my-tokenizr")
+    assert str(error.value) == (
+        "tokenizer 'my-tokenizr': no file or folder of that name here, and none to be had from the "
+        "hub: We couldn't connect to the hub"
+    )
+    assert capfd.readouterr().err == ""
+
+
 def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.model").write_bytes(b"nothing of the sort")
     with pytest.raises(UserError, match=r"x\.model': no SentencePiece model"):

@@ -281,6 +281,27 @@ def test_slurm_may_be_silent_for_a_while_at_the_end_of_a_job(tmp_path):
     assert "scontrol requeue 7\n" in said
 
 
+def test_a_job_waits_for_a_storage_that_fails_at_its_start_and_is_requeued(tmp_path):
+    """As it would be if the storage failed a moment later."""
+    python = tmp_path / "prefix" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\necho asked >>{tmp_path}/asked\nexit 70\n")
+    python.chmod(0o755)
+    said = run_job_on_frontier00001_and_2(
+        tmp_path, ranks="", code=70, tools={"sleep": "#!/bin/sh\n"},
+        MEGAFRONTIER_PREFIX=str(tmp_path / "prefix"),
+    )  # fmt: skip
+    assert (tmp_path / "asked").read_text() == "asked\n" * 24
+    assert "exit code 70, requeued\n" in said
+    assert "scontrol requeue 7\n" in said
+
+
+@pytest.mark.parametrize(("name", "is_renamed"), [("megafrontier", True), ("mine", False)])
+def test_a_job_is_named_after_its_run_unless_the_user_has_named_it(tmp_path, name, is_renamed):
+    said = run_job_on_frontier00001_and_2(tmp_path, ranks="", code=0, SLURM_JOB_NAME=name)
+    assert ("scontrol update JobId=7 JobName=gpt-20b\n" in said) == is_renamed
+
+
 def test_what_salloc_runs_is_not_said_to_be_requeued(tmp_path):
     scontrol = SCONTROL.replace("JobState=RUNNING ", "JobState=RUNNING BatchFlag=0 ")
     said = run_job_on_frontier00001_and_2(tmp_path, ranks="exit 75", code=75, scontrol=scontrol)

@@ -138,6 +138,27 @@ def test_nodes_that_do_not_divide_the_batch_are_refused_before_the_job_waits(nod
     assert done.stderr.count("\n") == 1
 
 
+def test_without_a_number_of_nodes_it_is_said_that_nothing_is_checked_for_them():
+    """--nodes=1 might be refused, and sbatch takes 1."""
+    checked = "so nothing is checked for them; need a number\n"
+    assert submit().stderr == f"warning: --nodes: not given, {checked}"
+    assert submit("-N2-4").stderr == f"warning: --nodes: 2-4, {checked}"
+
+
+def test_a_job_without_training_data_is_not_submitted(tmp_path):
+    path = with_tools(tmp_path, sbatch=f"#!/bin/sh\ntouch {tmp_path}/submitted\n")
+    done = subprocess.run(
+        ["slurm/train.sbatch", "--nodes=4", "configs/gpt-125m.yaml", f"run.directory={tmp_path}"],
+        cwd=ROOT, env=os.environ | {"MEGAFRONTIER_PREFIX": sys.prefix, "PATH": path}, check=False,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == (
+        "megafrontier: data.train: empty, need at least one corpus, as {path: PREFIX}\n"
+    )
+    assert not (tmp_path / "submitted").exists()
+
+
 def test_what_runs_on_the_nodes_is_told_before_the_job_waits():
     first, wires = submit("--nodes=4").stderr.splitlines()
     assert wires.startswith("wires: weights ")

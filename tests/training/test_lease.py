@@ -1,5 +1,6 @@
 """One job at a time on a run directory; a dead one keeps nobody away."""
 
+import errno
 import os
 import signal
 import time
@@ -219,6 +220,18 @@ def test_a_run_directory_in_use_is_refused_with_code_2_in_one_line_on_all_ranks(
     held.release()
     assert not (directory / "metrics.jsonl").exists()
     assert main(command) == 0
+
+
+def test_a_lease_that_a_full_disk_has_no_room_for_keeps_nobody_waiting(tmp_path, monkeypatch, said):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(UserError, match="No space left on device"):
+            acquire(tmp_path, HERE, said.append)
+    acquire(tmp_path, elsewhere(), said.append).release()
+    assert said == []
 
 
 def test_a_directory_that_cannot_be_written_is_one_line(tmp_path):

@@ -73,7 +73,27 @@ def test_resume_never_refuses_a_directory_that_holds_another_runs_checkpoints(
     config = runs.load(config_file, "machine=laptop", "checkpoint.resume=never")
     assert runs.train(config, 1) == 2
     assert "checkpoint.resume: never, but" in capfd.readouterr().err
+    with pytest.raises(UserError, match=r"checkpoint\.resume: never, but"):
+        resuming.check_own(config)
     assert checkpoint_root_exists(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("model.layers=3", r"step-00000002: blocks\.2\..*: missing in the checkpoint"),
+        ("model.heads=1", r"model\.heads: 1, but .*step-00000002 was trained with "),
+        ("train.steps=9", None),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_noticed_before_a_job_waits(config_file, change, problem):
+    runs.run(config_file, 1, "machine=laptop", "train.steps=2")
+    config = runs.load(config_file, "machine=laptop", change)
+    if problem is None:
+        resuming.check_own(config)
+    else:
+        with pytest.raises(UserError, match=problem):
+            resuming.check_own(config)
 
 
 def test_what_was_set_aside_is_no_runs_checkpoint(config_file, tmp_path):
