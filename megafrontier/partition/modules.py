@@ -1,6 +1,6 @@
 """A model as the engine sees it: which unit owns which parameter, and how to replace them."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -213,26 +213,6 @@ def refuse_views(tensors: Iterable[torch.Tensor], unit: Unit) -> None:
             raise UserError(
                 f"block {unit.name!r} returns a view of its own parameter, need a copy (.clone())"
             )
-
-
-class Run:
-    """One run of a block in forward, as the hook on what it has made: it lives as long as the graph
-    that it is part of. When the first of the gradients comes its backward begins.
-
-    `index` is its unit's, `number` says how many runs of blocks had begun by its end. `idle` are
-    runs since the one before it that have made nothing on this rank: they live as long as this one,
-    and their backward begins after its.
-    """
-
-    def __init__(self, index: int, number: int, begin: "Callable[[Run], None]") -> None:
-        self.index = index
-        self.number = number
-        self.idle: list[Run] = []
-        self._begin = begin
-
-    def __call__(self, _gradient: torch.Tensor) -> None:
-        """The hook."""
-        self._begin(self)
 
 
 def in_backward() -> bool:

@@ -8,7 +8,7 @@ of a block have a gradient.
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 from torch import nn
@@ -16,8 +16,9 @@ from torch import nn
 from megafrontier.errors import UserError
 from megafrontier.partition.lanes import Policy
 from megafrontier.partition.ledger import Ledger
-from megafrontier.partition.modules import Run, bases_of, in_backward, refuse_views, tensors_in
+from megafrontier.partition.modules import bases_of, in_backward, refuse_views, tensors_in
 from megafrontier.partition.moves import Moves
+from megafrontier.partition.runs import Run, Runs
 from megafrontier.partition.unit import ROOT, Phase, Unit
 
 
@@ -41,17 +42,11 @@ class Schedule:
         self._ledger = ledger
         self._policy = policy
         self._prefetch = prefetch
-        # By number of unit: its runs whose backward has not begun; of the units whose backward has
-        # begun and is not done, the parameters that have no gradient yet; those that are done.
-        self._runs: list[WeakSet[Run]] = [WeakSet() for _ in units]
+        self._runs = Runs()
+        # By number of unit: of those whose backward has begun and is not done, the parameters that
+        # have no gradient yet; those that are done.
         self._missing: dict[int, set[int]] = {}
         self._done: set[int] = set()
-        self._entered = 0  # runs of blocks in forward, so far
-        self._newest = 0  # whose the last of them is
-        # Runs that have made nothing here, in their order: those that no later run holds yet, and
-        # those whose turn in this backward is to come.
-        self._idle: list[Run] = []
-        self._due: list[Run] = []
         self._is_last = False
         self._leads = False  # a backward; another's, for its own ends, leaves no gradients here
         # Where the pass turns round those that have just run are the next to run, and nobody else
@@ -72,9 +67,10 @@ class Schedule:
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         """See `Engine.backward`."""
         self._is_last, self._leads = is_last, True
-        self._due, self._idle = self._idle, []
+        self._runs.begin_backward()
         loss.backward()
-        self._begin_due(0)
+        for run in self._runs.due_at_last():
+            self._begin_run(run)
         for index, unit in reversed(list(enumerate(self.units))):
             if index in self._missing:  # the root, or some parameter took no part
                 self._finish_backward(index)
@@ -98,10 +94,10 @@ class Schedule:
         # order to keep.
         is_watched = self._moves.hierarchy.size > 1 or not unit.is_persistent
         given: dict[int, object] = {}
-        entered = 0
+        number = 0
 
         def before(_module: nn.Module, *arguments: Any) -> None:
-            nonlocal entered
+            nonlocal number
             given.clear()  # of a forward that ended early, as a recomputation does
             given.update((id(t), t.grad_fn) for t in tensors_in(arguments))
             if in_backward():  # recomputed: the units after it have had their turn
@@ -111,7 +107,8 @@ class Schedule:
             else:
                 self._gather(index, ahead=1)
                 unit.phase = Phase.FORWARD
-                entered = self._enter(index)
+                if unit.name != ROOT:  # around all of them
+                    number = self._runs.enter(index)
 
         def after(_module: nn.Module, _arguments: Any, output: Any) -> Any:
             # What a block passes on as it came has its gradient in the backward of another block.
@@ -122,14 +119,16 @@ class Schedule:
             given.clear()
             if in_backward():  # the unit stays as it is: its own backward still needs it
                 if is_watched:
-                    _watch(made, Run(index, self._entered, self._before_backward))
+                    self._runs.recompute(index, made, self._before_backward)
                 return output
-            self._refuse_inner(index, entered)
+            if unit.name != ROOT and not self._runs.is_newest(number):
+                self._refuse_inner(index)
             if not made and torch.is_grad_enabled():
                 output, made = self._pass_on(index, output)
-            if is_watched:
-                self._watch_run(index, made)
-            if not (unit in self._last and (made or torch.is_grad_enabled())):
+            has_backward = made or torch.is_grad_enabled()
+            if has_backward and is_watched:
+                self._runs.end(index, made, self._before_backward)
+            if not (has_backward and unit in self._last):
                 unit.release()
             return output
 
@@ -167,50 +166,22 @@ class Schedule:
             )
         return output, []
 
-    def _enter(self, index: int) -> int:
-        """The number of a block's run that begins; of the root's, around theirs, none."""
-        if self.units[index].name != ROOT:
-            self._entered += 1
-            self._newest = index
-        return self._entered
-
-    def _refuse_inner(self, index: int, entered: int) -> None:
+    def _refuse_inner(self, index: int) -> None:
         """Raises UserError for a run in which another block ran: it may have taken the outer one's
         place, and nobody could tell when the outer one's backward is over."""
-        if self.units[index].name != ROOT and entered != self._entered:
-            raise UserError(
-                f"block {self.units[self._newest].name!r}: runs inside of block "
-                f"{self.units[index].name!r}, need one of them left out of the blocks"
-            )
-
-    def _watch_run(self, index: int, made: list[torch.Tensor]) -> None:
-        """Let the backward of a run that ends now begin when the first gradient of what it has made
-        comes or, where it has made nothing, after that of the next one."""
-        run = Run(index, self._entered, self._before_backward)
-        if made:
-            run.idle, self._idle = self._idle, []
-            _watch(made, run)
-            self._runs[index].add(run)
-        elif torch.is_grad_enabled():
-            self._idle.append(run)
-            self._runs[index].add(run)
+        raise UserError(
+            f"block {self.units[self._runs.newest].name!r}: runs inside of block "
+            f"{self.units[index].name!r}, need one of them left out of the blocks"
+        )
 
     def _before_backward(self, run: Run) -> None:
         if self._leads:
-            self._begin_due(run.number)
-            if run.idle:
-                self._due = sorted([*self._due, *run.idle], key=lambda idle: idle.number)
-                run.idle = []
+            for idle in self._runs.due_before(run):
+                self._begin_run(idle)
         self._begin_run(run)
 
-    def _begin_due(self, number: int) -> None:
-        """Begin the backward of those runs later than that `number` that have made nothing here, in
-        the order of the ranks on which they have."""
-        while self._due and self._due[-1].number > number:
-            self._begin_run(self._due.pop())
-
     def _begin_run(self, run: Run) -> None:
-        self._runs[run.index].discard(run)
+        self._runs.begin(run)
         if run.index not in self._done:  # else what is left of its backward has no parameters
             self._begin_backward(run.index)
 
@@ -228,7 +199,11 @@ class Schedule:
         Autograd runs the nodes of one run of a block before those of any run before it.
         """
         for other in list(self._missing):
-            if other != index and not self._runs[other] and self.units[other].name != ROOT:
+            if (
+                other != index
+                and not self._runs.is_waiting(other)
+                and self.units[other].name != ROOT
+            ):
                 self._finish_backward(other)
 
     def _missing_of(self, index: int) -> set[int]:
@@ -291,11 +266,6 @@ class Schedule:
             self.reducing.append(unit)
         if self._is_last:
             unit.start_finishing()
-
-
-def _watch(made: Sequence[torch.Tensor], run: Run) -> None:
-    for tensor in made:
-        tensor.register_hook(run)
 
 
 def _untimely(unit: Unit, is_led: bool) -> str:
