@@ -32,7 +32,7 @@ class Run:
 
 
 Begin = Callable[[Run], None]
-"""What is called at each gradient of what a run has made; held by graphs alone, for it may hold us."""
+"""What is called at each gradient of what a run has made. Only graphs hold it: it may hold us."""
 
 
 class Runs:
