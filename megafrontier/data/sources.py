@@ -3,6 +3,7 @@
 Only bytes are moved here; decoding and parsing them is the workers' part (`texts.py`).
 """
 
+import codecs
 import glob
 import json
 import os
@@ -195,13 +196,18 @@ def _suffix(path: Path) -> str:
 
 def _is_json_lines(path: Path) -> bool:
     """Whether the first line alone is an object."""
-    line = b""
+    parts: list[bytes] = []
     for chunk in Stream(path).chunks():
-        line = (line + chunk).lstrip()
-        if not line.startswith(b"{") or b"\n" in line:
+        # A byte order mark may come first, and in an object that is never ended a gigabyte.
+        part = chunk if parts else chunk.removeprefix(codecs.BOM_UTF8).lstrip()
+        if not parts and part and not part.startswith(b"{"):
+            return False
+        if part:
+            parts.append(part)
+        if parts and b"\n" in part:
             break
     try:
-        return isinstance(json.loads(line.split(b"\n", 1)[0]), dict)
+        return isinstance(json.loads(b"".join(parts).split(b"\n", 1)[0]), dict)
     except (ValueError, RecursionError):
         return False
 

@@ -1,5 +1,6 @@
 """Pieces become texts: UTF-8, JSON lines and rows, with what is wrong named by file and place."""
 
+import codecs
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +21,10 @@ def read_texts(piece: Piece, key: str) -> Iterator[str | BadText]:
     elif piece.kind == "text":
         yield _decode(piece.payload, f"{piece.name}: byte", piece.position)
     else:
-        for number, line in enumerate(piece.payload.split(b"\n"), piece.position):
+        lines = piece.payload
+        if piece.position == 1:
+            lines = lines.removeprefix(codecs.BOM_UTF8)
+        for number, line in enumerate(lines.split(b"\n"), piece.position):
             if line.strip():
                 yield _parse_line(line, key, f"{piece.name}:{number}")
 

@@ -17,6 +17,9 @@ MARKER = "megafrontier_tokenizer.json"
 """File that tells a folder written by `save` which kind of tokenizer it holds."""
 
 MODEL_FILE = "tokenizer.model"
+SAVED_FILES = (MARKER, MODEL_FILE, "tokenizer.json", "tokenizer_config.json")
+"""What `save` writes of a SentencePiece model, and of bytes."""
+
 _SPACE = "\u2581"  # what SentencePiece writes for a space, and so cannot tell from one
 
 

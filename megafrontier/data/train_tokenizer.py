@@ -11,7 +11,7 @@ from typing import BinaryIO, Literal
 
 from megafrontier.data.sources import Reader, find_sources
 from megafrontier.data.texts import BadText, read_texts
-from megafrontier.data.tokenizer import MARKER, SentencePieceTokenizer
+from megafrontier.data.tokenizer import MARKER, SAVED_FILES, SentencePieceTokenizer
 from megafrontier.errors import UserError
 
 EOD_PIECE = "<|endoftext|>"
@@ -163,6 +163,7 @@ def _run_trainer(lines: Iterator[str], vocab_size: int, kind: str, file: BinaryI
         split_digits=True,
         max_sentence_length=4 * _LONGEST_LINE,
         character_coverage=0.9998,
+        required_chars="▁",  # a space, however rare: its three bytes would be read as that
         train_extremely_large_corpus=True,
         unk_id=0,
         eos_id=1,
@@ -183,5 +184,8 @@ def _replace(whole: Path, out: Path) -> None:
 
 def _check_replaceable(out: Path) -> None:
     free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
-    if not free and not (out / MARKER).is_file():
+    # A model's folder has the same files, and others.
+    if not free and not (
+        (out / MARKER).is_file() and all(path.name in SAVED_FILES for path in out.iterdir())
+    ):
         raise UserError(f"--out {out}: exists and is no tokenizer folder; give another name")

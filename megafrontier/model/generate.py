@@ -65,10 +65,10 @@ def next_token_probabilities(
     and of these only the smallest set of likeliest ones whose probability reaches `top_p`
     (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751).
     """
-    logits = logits.float()
+    logits = logits.double()
     # The largest is taken off first, so that a tiny temperature gives 0 and not infinity.
     scaled = (logits - logits.max()) / temperature
-    probabilities, tokens = scaled.softmax(-1).sort(descending=True, stable=True)
+    probabilities, tokens = scaled.softmax(-1).float().sort(descending=True, stable=True)
     if top_k > 0:
         probabilities[top_k:] = 0
         probabilities /= probabilities.sum()

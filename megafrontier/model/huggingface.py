@@ -90,7 +90,9 @@ def import_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     weights = {}
     for translation in family.tensors(config):
         weights[translation.ours] = _load(translation, files)
-    files.refuse_unread(config)
+    if config.tie_embeddings:
+        files.refuse_other_head(weights["embedding.tokens.weight"])
+    files.refuse_unread()
     shapes = parameter_shapes(config)
     for name, tensor in weights.items():
         if tuple(tensor.shape) != shapes[name]:
@@ -234,10 +236,22 @@ class _TensorFiles:
             raise UserError(f"{found}, need floating point")
         return tensor
 
-    def refuse_unread(self, config: ModelConfig) -> None:
+    def refuse_other_head(self, embedding: Tensor) -> None:
+        """Raise UserError for an output matrix that is not the embedding which config.json takes it
+        for: transformers would leave the two untied."""
+        if HEAD not in self._files:
+            return
+        head = self.get(HEAD)
+        if not torch.equal(head, embedding[: len(head)]):
+            raise UserError(
+                f"{self._files[HEAD]}: tensor {self._names[HEAD]}: not the embedding's values, "
+                "though config.json has tie_word_embeddings; need that false"
+            )
+
+    def refuse_unread(self) -> None:
         """Raise UserError if a tensor was left over: then this is not the model it says it is."""
         for name in sorted(self._files.keys() - self._read):
-            if name.endswith(_DERIVED) or (name == HEAD and config.tie_embeddings):
+            if name.endswith(_DERIVED):
                 continue
             found = f"{self._files[name]}: tensor {self._names[name]}"
             raise UserError(f"{found}: not part of a {self._family.architecture}")
@@ -290,7 +304,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError(f"{path}: cannot read: {error.strerror}") from error
     except ValueError as error:

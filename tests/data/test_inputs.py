@@ -1,14 +1,17 @@
 """What prepare reads: every kind of input, and a line that names file and place for bad ones."""
 
+import codecs
 import errno
 import gzip
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megafrontier.cli import main
+from megafrontier.data import sources
 from megafrontier.data.indexed import IndexedDataset
 from megafrontier.data.prepare import Summary, prepare
 from megafrontier.data.sources import Reader, find_sources
@@ -66,6 +69,30 @@ def test_json_that_is_no_json_lines_is_refused(tmp_path: Path, text: str) -> Non
     for name in ("x.json", "*.json"):
         with pytest.raises(UserError, match=r"x\.json': no JSON lines, need one object a line"):
             prepared(tmp_path, tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
+def test_a_byte_order_mark_is_no_part_of_the_first_json_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(codecs.BOM_UTF8 + LINES)
+    assert prepared(tmp_path, tmp_path / name) == TEXTS
+
+
+def test_a_line_of_json_that_never_ends_is_looked_at_once(tmp_path: Path, monkeypatch) -> None:
+    """Joined anew with each chunk a gigabyte would take half an hour."""
+    looked = []
+
+    class Chunks:
+        def __init__(self, _path: Path) -> None:
+            pass
+
+        def chunks(self) -> Iterator[bytes]:
+            for part in (b" \n", b"{", *[b'"x": 1, '] * 3, b'"y": 2}', b"\n{}"):
+                looked.append(part)
+                yield part
+
+    monkeypatch.setattr(sources, "Stream", Chunks)
+    assert sources._is_json_lines(tmp_path)
+    assert looked[-1] == b"\n{}"
 
 
 def test_json_is_left_out_of_a_folder_but_read_when_it_is_named(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, Literal
 
 import pytest
 
@@ -60,6 +61,18 @@ def test_a_trained_tokenizer_gives_every_text_back(trained: Path) -> None:
     assert tokenizer.vocab_size == 600
     check_round_trip(tokenizer)
     check_round_trip(load_tokenizer(str(trained / "tokenizer.model")))
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_tokenizer_trained_on_texts_without_spaces_gives_them_back(
+    tmp_path: Path, kind: Literal["bpe", "unigram"]
+) -> None:
+    """As of Chinese or of DNA, where a space is among the characters too rare for a piece."""
+    draw = Random(3)
+    (tmp_path / "dna.txt").write_text("".join(draw.choice("ACGT\n") for _ in range(40_000)))
+    train_tokenizer([str(tmp_path / "dna.txt")], 320, tmp_path / "dna", kind)
+    check_round_trip(load_tokenizer(str(tmp_path / "dna")))
+    assert (tmp_path / "dna" / "tokenizer.json").is_file()
 
 
 def test_the_ready_made_tokenizer_gives_every_text_back() -> None:
@@ -327,6 +340,10 @@ def test_the_command_trains_and_replaces_an_older_tokenizer(
     assert "500 ids" in capsys.readouterr().out
     assert load_tokenizer(out).vocab_size == 500
     assert os.listdir(tmp_path) == ["tok"]
+    (tmp_path / "tok" / "model.safetensors").touch()  # an exported model's folder
+    assert main(["tokenizer", *SOURCES, "--vocab-size", "400", "--out", out]) == 2
+    assert "exists and is no tokenizer folder" in capsys.readouterr().err
+    assert load_tokenizer(out).vocab_size == 500
 
 
 @pytest.mark.parametrize(

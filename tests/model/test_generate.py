@@ -127,6 +127,12 @@ def test_tiny_temperatures_do_not_overflow():
     assert probabilities.tolist() == [0, 1, 0]
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 5e-324])
+def test_the_smallest_temperatures_are_greedy(temperature):
+    found = next_token_probabilities(torch.tensor([1.0, 3.0, 2.0]), temperature)
+    assert found.tolist() == [0, 1, 0]
+
+
 def test_sampled_tokens_follow_the_probabilities(make_config, make_model):
     """4000 first tokens against their exact distribution: chi-square below its 99.9 % point."""
     model = make_model(make_config(vocab_size=6, vocab_multiple=1))

@@ -311,6 +311,7 @@ def test_an_occupied_folder_is_not_overwritten(exported, make_config):
     [
         ({"model_type": "bert"}, "model_type: 'bert', need 'gpt2' or 'gpt_neox' or 'llama'"),
         ({"n_embd": "wide"}, "n_embd: 'wide', need a number"),
+        ({"layer_norm_epsilon": float("inf")}, "layer_norm_epsilon: inf, need a finite number"),
         ({"n_head": 5}, "model.heads: 5"),
         ({"n_layer": 3}, "transformer.h.2.ln_1.weight: missing"),
         ({"n_layer": 1}, "transformer.h.1.* not part of a GPT2LMHeadModel"),
@@ -377,6 +378,22 @@ def test_frequencies_for_longer_texts_are_read_as_both_releases_write_them(
     path.write_text(json.dumps(values))
     found = import_model(tmp_path / "out")[0]
     assert (found.rotary_scaling, found.rotary_base) == (scaling, 500000.0)
+
+
+def test_a_head_that_is_not_the_embedding_it_is_said_to_be_is_refused(
+    make_config, make_model, tmp_path
+):
+    """As after a training that untied the two; transformers keeps them apart, too."""
+    config = make_config(tie_embeddings=True)
+    export_model(config, make_model(config).state_dict(), tmp_path / "out")
+    path = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(path)
+    head = tensors["transformer.wte.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head}, path, {"format": "pt"})
+    import_model(tmp_path / "out")
+    save_file({**tensors, "lm_head.weight": head + 1}, path, {"format": "pt"})
+    with pytest.raises(UserError, match=r"lm_head.weight: not the embedding's values, though"):
+        import_model(tmp_path / "out")
 
 
 def test_damaged_folders_are_refused_by_file(exported, tmp_path):

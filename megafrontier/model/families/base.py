@@ -1,5 +1,6 @@
 """What a family is: its config.json, its tensor names, and how its tensors lie."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,8 @@ class Settings:
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(key, value, "need a number")
+        if not abs(value) <= sys.float_info.max:
+            raise self.error(key, value, "need a finite number")
         return value
 
     def integer(self, key: str, default: int | None = None) -> int:
