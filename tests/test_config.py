@@ -151,6 +151,7 @@ REFUSED = [
         ["train.global_batch=8", "train.micro_batch=3"],
         "train.global_batch: 8, must be a multiple of train.micro_batch (3)",
     ),
+    (["run.name=\\${x}"], "run.name: ${x}, need it without ${"),
     (["optimizer.betas=[0.9, 1]"], "optimizer.betas: [0.9, 1.0], need two numbers, each 0 or more"),
     (
         ["train.steps=5", "schedule.warmup_steps=6"],
@@ -247,8 +248,11 @@ def test_overrides_apply_in_order_and_keep_their_neighbours(base):
             "optimizer={lr: 1e-4, betas: [0.8, 0.9]}",
             "partition.wires.gather.pair=bf16",
             "run.name=2024",
+            "data.split[1]=0.1",  # of the default
+            "data.split[0]=0.9",
         ],
     )
+    assert config.data.split == [0.9, 0.1]
     assert (config.model.layers, config.model.hidden) == (4, 64)
     assert [(corpus.path, corpus.weight) for corpus in config.data.train] == [("a", 1), ("b", 2)]
     assert (config.optimizer.lr, config.optimizer.betas) == (1e-4, (0.8, 0.9))

@@ -153,6 +153,9 @@ def refuse(identity: Identity, error: Ending, meeting_seconds: float, is_hosts: 
 def _roll(identity: Identity, seconds: float) -> RollCall:
     _allow_sockets(SOCKETS * identity.world_size, identity.rank == 0)
     # Told the number of ranks, torch's store would wait for so many, and could not say for whom.
+    file = identity.rendezvous.removeprefix("file://")
+    if file != identity.rendezvous:  # any name, of which an address would take # and ? for its own
+        return RollCall(dist.FileStore(file, -1), identity)  # type: ignore[attr-defined]
     place = f"{identity.rendezvous}?rank={identity.rank}&world_size=-1"
     store, _, _ = next(rendezvous(place, timeout=timedelta(seconds=seconds)))
     if identity.restarts:  # torchrun keeps its store, with all that was said before

@@ -78,8 +78,10 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Write the resolved config as YAML."""
-    OmegaConf.save(OmegaConf.create(config_to_dict(config)), path)
+    """Write the resolved config as YAML, by rename: a kill leaves the old file or the new one."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    OmegaConf.save(OmegaConf.create(config_to_dict(config)), temporary)
+    temporary.replace(path)
 
 
 def load_machine(machine: Any) -> MachineConfig:
@@ -173,7 +175,8 @@ def _reorder_levels(values: DictConfig, given: Any) -> None:
 
 
 def _apply_override(values: DictConfig, override: str) -> None:
-    """Set one `key=value` in place; lists are reached by index, as in data.train[0].weight=2."""
+    """Set one `key=value` in place; lists, defaults too, are reached by index, as in
+    data.train[0].weight=2."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(f"override {override!r}: expected key=value, as in train.steps=100")
@@ -185,6 +188,7 @@ def _apply_override(values: DictConfig, override: str) -> None:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
         assert isinstance(parsed, dict)
         value = as_spelled(kind_at(Config, key), parsed["value"], text)
+        _have_list(values, key)
         # A machine given whole replaces the file's, as a name does; its parts are merged.
         OmegaConf.update(values, key, value, merge=key != "machine")
         if key == "machine.levels":
@@ -194,6 +198,14 @@ def _apply_override(values: DictConfig, override: str) -> None:
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         reason = str(error).split("\n")[0]
         raise UserError(f"override {override!r}: no such place in the config: {reason}") from error
+
+
+def _have_list(values: DictConfig, key: str) -> None:
+    """Write the default of a list that a key reaches into, for the values to have what it names."""
+    name = key.partition("[")[0]
+    default = OmegaConf.select(OmegaConf.structured(Config), name) if name != key else None
+    if isinstance(default, ListConfig) and _select(values, name) is None:
+        OmegaConf.update(values, name, default)
 
 
 def _structure(schema: type, values: Any, origin: str) -> Any:

@@ -199,7 +199,7 @@ class WiresConfig:
     over the node. low: exact inside the first level; beyond it 4-bit changes of weights (int8 where
     a placement gathers them in every micro-batch), and gradients rotated, int8 in the node and int4
     between nodes; the last level counts as between nodes. `wires: low` is short for
-    `wires: {preset: low}`."""
+    `wires: {preset: low}`, but leaves nothing of what is said of single wires before."""
     # str and not WireFormat: OmegaConf refuses every value of a dict of literals; `check` looks.
     gather: dict[str, str] = field(default_factory=dict)
     """Format of weights on the wire of each level, over the preset's, `{LEVEL: FORMAT}`: bf16,

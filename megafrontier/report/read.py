@@ -15,6 +15,7 @@ from megafrontier.config import Config, config_from_dict, load_machine
 from megafrontier.errors import UserError
 
 Metrics = dict[str, Any]
+_SECTIONS = {"run", "model", "train", "partition", "machine"}
 
 
 @dataclass
@@ -148,8 +149,10 @@ def _parse_lines(path: Path, text: str) -> list[Metrics]:
 def _read_config(path: Path) -> Config | None:
     try:
         values = OmegaConf.to_container(OmegaConf.load(path))
+        if not isinstance(values, dict) or not values.keys() >= _SECTIONS:
+            return None  # defaults in their place would be taken for the run's
         return config_from_dict(cast(Metrics, values), str(path))
-    except (OSError, YAMLError, OmegaConfBaseException, UserError):
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException, UserError):
         return None
 
 

@@ -12,6 +12,7 @@ RUN_DASHES = ("-", "--", "-.", ":")
 LEVEL_COLOURS = ("#A8DB34", "#4AC16D", "#1F988B", "#365C8D", "#46085C")
 
 _RC = {
+    "text.parse_math": False,  # a run's name may have any character
     "figure.facecolor": "white",
     "axes.facecolor": "white",
     "axes.edgecolor": "#888888",

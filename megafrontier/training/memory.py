@@ -86,8 +86,8 @@ def _remedies(config: Config, arrangement: Arrangement, memory_gib: float) -> st
         return replace(arrangement, placement=Placement(*depths))
 
     ways = {
-        f"partition={_over_the_node(levels)}": (config, placed(node, node, node, world)),
-        "partition.strategy=zero3": (config, placed(world, world, world, world)),
+        f"partition={_over_the_node(config, levels)}": (config, placed(node, node, node, world)),
+        _over_everything(config): (config, placed(world, world, world, world)),
         "train.activation_checkpointing=offload": (replace(config, train=offloading), arrangement),
     }
     if list(arrangement.machine.levels.values())[-1].size is None:
@@ -96,10 +96,22 @@ def _remedies(config: Config, arrangement: Arrangement, memory_gib: float) -> st
     return ", or ".join(found) or "a smaller model or train.micro_batch"
 
 
-def _over_the_node(levels: Levels) -> str:
+def _over_the_node(config: Config, levels: Levels) -> str:
     """As an override of `partition`: weights and gradients over the node, state over everything."""
     node = levels.names[node_depth(levels) - 1]
-    return f"{{strategy: null, weights: {node}, gradients: {node}, optimizer: {levels.names[-1]}}}"
+    second = "" if config.partition.backward_weights is None else "backward_weights: null, "
+    return (
+        f"{{strategy: null, weights: {node}, {second}gradients: {node}, "
+        f"optimizer: {levels.names[-1]}}}"
+    )
+
+
+def _over_everything(config: Config) -> str:
+    """As an override, which replaces a placement that the config spells out."""
+    if config.partition.weights is None:
+        return "partition.strategy=zero3"
+    places = ("weights", "backward_weights", "gradients", "optimizer")
+    return f"partition={{strategy: zero3, {', '.join(f'{place}: null' for place in places)}}}"
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from megafrontier.cluster.identity import identify
 from megafrontier.cluster.local import fork_ranks
 from megafrontier.errors import STOPPED, RankError, RunFailed, UserError
 from megafrontier.signals import stops_remembered
+from tests.ranks import run_ranks
 
 FOREVER = 120
 
@@ -72,6 +73,12 @@ def test_success_of_all_is_0_and_each_knows_its_place(tmp_path):
     assert fork_ranks(4, body) == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "2", "3"]
     assert {p.read_text() for p in tmp_path.iterdir()} == {"local 4"}
+
+
+def test_ranks_meet_whatever_their_temporary_folder_is_called(tmp_path, monkeypatch):
+    (tmp_path / "a#b?c=%20 d").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "a#b?c=%20 d"))
+    assert run_ranks((2,), lambda hierarchy: hierarchy.size) == [2, 2]
 
 
 def test_bad_input_that_all_meet_is_said_once_and_is_code_2(capfd):

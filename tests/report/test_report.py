@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from megafrontier.cli import main
-from megafrontier.config import Config, save_config
+from megafrontier.config import Config, config_from_dict, save_config
 from megafrontier.errors import UserError
 from megafrontier.report import write_report
 from megafrontier.report.draw import last_smooth, smooth
@@ -139,6 +139,20 @@ def test_a_config_from_another_version_does_not_stop_the_report(make_run):
     directory = make_run("old", steps(2))
     (directory / "config.yaml").write_text("unknown: 1\n")
     assert read_runs([directory])[0].config is None
+
+
+@pytest.mark.parametrize("content", [b"", b"run: {name: cut}\n", b"- a\n", b"\xff\xfe"])
+def test_a_config_that_is_not_whole_is_not_made_up_of_defaults(make_run, content):
+    directory = make_run("cut", steps(2))
+    (directory / "config.yaml").write_bytes(content)
+    assert read_runs([directory])[0].config is None
+
+
+def test_a_name_is_no_formula(make_run):
+    directory = make_run("odd", steps(3))
+    save_config(config_from_dict({"run": {"name": "a$\\foo$b"}}, ""), directory / "config.yaml")
+    write_report([directory])
+    assert not (directory / "config.yaml.tmp").exists()
 
 
 @pytest.mark.parametrize(
