@@ -1,6 +1,5 @@
 """Values that are right one by one but do not fit each other, or lie out of range."""
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, get_args
 
@@ -24,25 +23,11 @@ def check(config: Config) -> None:
     _need(directory != "", "run.directory", "empty", "need a folder")
     # No shell opens it behind a `run.directory=`, and a folder of that name is a trap.
     _need(not directory.startswith("~"), "run.directory", directory, "need it without ~, as $HOME")
-    for key, text in _texts("", asdict(config)):
-        # Resolved values are kept, and would be taken for references when they are read again.
-        _need("${" not in text, key, text, "need it without ${")
     _check_ranges(config)
     _check_model(config.model)
     _check_data(config)
     _check_steps(config)
     _check_wires(config.partition.wires)
-
-
-def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """All texts in a value, each with its key."""
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, dict | list):
-        parts = value.items() if isinstance(value, dict) else enumerate(value)
-        for name, part in parts:
-            inner = f"{key}[{name}]" if isinstance(value, list) else f"{key}.{name}".lstrip(".")
-            yield from _texts(inner, part)
 
 
 def check_machine(machine: MachineConfig, origin: str) -> None:

@@ -1,7 +1,7 @@
 """Reading and writing: YAML with inheritance, `key=value` overrides, machine files."""
 
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
@@ -49,8 +49,22 @@ def _resolve(values: DictConfig, overrides: Sequence[str], origin: str) -> Confi
         _apply_override(values, override)
         _spell_out(values)
     config: Config = _structure(Config, values, origin)
+    for key, text in _texts("", asdict(config)):
+        if "${" in text:  # saved as it is, and taken for a reference when it is read again
+            raise UserError(f"{key}: {text}, need it without ${{")
     check(config)
     return config
+
+
+def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    """All texts in a value, each with its key."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict | list):
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, part in parts:
+            inner = f"{key}[{name}]" if isinstance(value, list) else f"{key}.{name}".lstrip(".")
+            yield from _texts(inner, part)
 
 
 def _spell_out(values: DictConfig) -> None:

@@ -242,7 +242,7 @@ class _TensorFiles:
         if HEAD not in self._files:
             return
         head = self.get(HEAD)
-        if not torch.equal(head, embedding[: len(head)]):
+        if not torch.equal(head.to(embedding.dtype), embedding[: len(head)]):
             raise UserError(
                 f"{self._files[HEAD]}: tensor {self._names[HEAD]}: not the embedding's values, "
                 "though config.json has tie_word_embeddings; need that false"
