@@ -12,13 +12,14 @@ fails. A batch file asks before it starts a thousand ranks.
 import sys
 
 from megafrontier.config import Config, load_config, load_machine
-from megafrontier.data.samples import refuse_no_corpus
 from megafrontier.errors import Ending, UserError, endings_told
 
 
 def describe(config: Config, nodes: int | None, is_submitting: bool) -> list[str]:
     """The lines. Raises UserError where that many nodes cannot train it."""
     if is_submitting:
+        from megafrontier.data.samples import refuse_no_corpus  # torch takes seconds to import
+
         refuse_no_corpus(config.data)
     per_host = load_machine(config.machine).device.ranks_per_host
     lines = [config.run.name, config.run.directory, str(config.train.attempts)]

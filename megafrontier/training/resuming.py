@@ -132,10 +132,8 @@ def resume(trainer: Trainer, logbook: Logbook) -> None:
     is_begun_now = _by_rank_0(trainer.hierarchy, lambda: str(is_begun(config))) == "True"
     is_back = leads_back(config) and not is_begun_now
     if config.checkpoint.resume == "never" and not is_begun_now:
-        if trainer.is_first:
-            trainer.hierarchy.together(partial(_refuse_old_checkpoints, root))
-        else:
-            trainer.hierarchy.together(lambda: None)
+        refuse = partial(_refuse_old_checkpoints, root)
+        trainer.hierarchy.together(refuse if trainer.is_first else lambda: None)
         trainer.hierarchy.together(partial(_note_begun, trainer))
         return
     trainer.hierarchy.together(partial(_refuse_loose_link, trainer, root))
