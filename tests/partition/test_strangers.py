@@ -288,9 +288,15 @@ def test_activation_checkpointing_inside_or_around_a_block_changes_nothing(outsi
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("overlap", ["none", "safe", "full"])
 @pytest.mark.parametrize(
-    ("strategy", "preset"), [("topo", "low"), ("mics", "exact"), ("ddp", "exact")]
+    ("strategy", "preset", "overlap"),
+    [
+        ("topo", "low", "none"),
+        ("topo", "low", "safe"),
+        ("topo", "low", "full"),
+        ("mics", "exact", "full"),
+        ("ddp", "exact", "safe"),
+    ],
 )
 def test_units_gathered_in_vain_are_not_reduced_for_it(strategy, preset, overlap):
     """Blocks named in another order than they run, and a root that is done before the others."""

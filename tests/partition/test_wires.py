@@ -90,8 +90,7 @@ def test_two_runs_are_bit_identical(name):
         assert first == second
 
 
-@pytest.mark.parametrize("sizes", SHAPES)
-@pytest.mark.parametrize("name", PRESETS)
+@ON_SHAPES
 def test_bytes_on_the_wire_equal_the_formula(name, sizes):
     def body(hierarchy):
         found = []
