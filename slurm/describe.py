@@ -10,6 +10,7 @@ fails. A batch file asks before it starts a thousand ranks.
 """
 
 import sys
+from functools import partial
 
 from megafrontier.config import Config, load_config, load_machine
 from megafrontier.errors import Ending, UserError, endings_told
@@ -43,14 +44,12 @@ def missing(config: Config, ranks: int) -> list[str]:
     import torch
 
     from megafrontier.training.arrangement import check_training
-    from megafrontier.training.resuming import check_own, check_resume
+    from megafrontier.training.resuming import check_own
 
     if not config.data.train:  # to look at the sizes of a ready-made config
         return []
     found = []
-    checks = [lambda: check_training(config, ranks), lambda: check_resume(config)]
-    checks.append(lambda: check_own(config))
-    for check in checks:
+    for check in partial(check_training, config, ranks), partial(check_own, config):
         try:
             check()
         except (Ending, OSError) as error:

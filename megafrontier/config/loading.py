@@ -16,6 +16,7 @@ from megafrontier.config.fitting import check_fit
 from megafrontier.config.schema import Config, MachineConfig
 from megafrontier.config.spelling import as_spelled, kind_at
 from megafrontier.errors import UserError, of_os_error
+from megafrontier.files import write_whole
 
 _MACHINES = (
     Path("configs/machines"),
@@ -49,7 +50,7 @@ def _resolve(values: DictConfig, overrides: Sequence[str], origin: str) -> Confi
         _apply_override(values, override)
         _spell_out(values)
     config: Config = _structure(Config, values, origin)
-    for key, text in _texts("", asdict(config)):
+    for key, text in _texts("", config_to_dict(config)):
         if "${" in text:  # saved as it is, and taken for a reference when it is read again
             raise UserError(f"{key}: {text}, need it without ${{")
     check(config)
@@ -92,10 +93,8 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Write the resolved config as YAML, by rename: a kill leaves the old file or the new one."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    OmegaConf.save(OmegaConf.create(config_to_dict(config)), temporary)
-    temporary.replace(path)
+    """Write the resolved config as YAML. Raises OSError."""
+    write_whole(path, OmegaConf.to_yaml(OmegaConf.create(config_to_dict(config))))
 
 
 def load_machine(machine: Any) -> MachineConfig:

@@ -223,9 +223,8 @@ def _dataset_source(name: str, loader: str, split: str, *arguments: str | None) 
         with hub_quieted():
             table = getattr(datasets, loader)(*arguments)
     except Exception as error:  # whatever a library that reads a dozen formats may raise
-        reason = " ".join(str(error).split())
         raise UserError(
-            f"input {name!r}: no file or folder of that name here, and no dataset either: {reason}"
+            f"input {name!r}: no file or folder of that name here, and no dataset either: {error}"
         ) from error
     if isinstance(table, dict):
         if split not in table:

@@ -180,8 +180,7 @@ class HuggingFaceTokenizer:
                 if Path(name).is_dir()
                 else "no file or folder of that name here, and none to be had from the hub"
             )
-            reason = " ".join(str(error).split())
-            raise UserError(f"tokenizer {name!r}: {what}: {reason}") from error
+            raise UserError(f"tokenizer {name!r}: {what}: {error}") from error
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())  # there may be holes
         self.eod = self._find_eod(name)
         bos = self._tokenizer.bos_token_id

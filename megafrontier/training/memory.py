@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -86,7 +86,7 @@ def _remedies(config: Config, arrangement: Arrangement, memory_gib: float) -> st
         return replace(arrangement, placement=Placement(*depths))
 
     ways = {
-        f"partition={_over_the_node(config, levels)}": (config, placed(node, node, node, world)),
+        _over_the_node(config, levels): (config, placed(node, node, node, world)),
         _over_everything(config): (config, placed(world, world, world, world)),
         "train.activation_checkpointing=offload": (replace(config, train=offloading), arrangement),
     }
@@ -97,21 +97,21 @@ def _remedies(config: Config, arrangement: Arrangement, memory_gib: float) -> st
 
 
 def _over_the_node(config: Config, levels: Levels) -> str:
-    """As an override of `partition`: weights and gradients over the node, state over everything."""
+    """An override: weights and gradients over the node, optimizer state over everything."""
     node = levels.names[node_depth(levels) - 1]
     second = "" if config.partition.backward_weights is None else "backward_weights: null, "
     return (
-        f"{{strategy: null, weights: {node}, {second}gradients: {node}, "
+        f"partition={{strategy: null, weights: {node}, {second}gradients: {node}, "
         f"optimizer: {levels.names[-1]}}}"
     )
 
 
 def _over_everything(config: Config) -> str:
-    """As an override, which replaces a placement that the config spells out."""
+    """An override: all of it. A placement that the config spells out has to go."""
     if config.partition.weights is None:
         return "partition.strategy=zero3"
-    places = ("weights", "backward_weights", "gradients", "optimizer")
-    return f"partition={{strategy: zero3, {', '.join(f'{place}: null' for place in places)}}}"
+    nulls = ", ".join(f"{place.name}: null" for place in fields(Placement))
+    return f"partition={{strategy: zero3, {nulls}}}"
 
 
 @contextmanager

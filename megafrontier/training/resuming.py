@@ -48,8 +48,7 @@ def check_resume(config: Config) -> None:
             f"checkpoint.resume: {path}: another name among the run's own checkpoints; need its "
             "name, as step-00000100, which checkpoint.keep_every may keep for good"
         )
-    own = list_checkpoints(checkpoint_root(config))
-    if own and (not leads_back(config) or is_begun(config)):
+    if _own_newest(config) is not None:
         return
     try:
         read_manifest(newest(path))
@@ -60,22 +59,27 @@ def check_resume(config: Config) -> None:
 
 
 def check_own(config: Config) -> None:
-    """Raises UserError where the run cannot go on from what it would: a checkpoint is of another
-    model, or `checkpoint.resume` is `never` and some are there. The ranks find out themselves; this
-    looks at the newest one's manifest, before a job waits for them."""
-    root = checkpoint_root(config)
+    """Raises UserError as `check_resume`, and where the run cannot go on from what it would: a
+    checkpoint is of another model, or `checkpoint.resume` is `never` and some are there. The ranks
+    find out themselves; this looks at one manifest, before a job waits for them."""
+    check_resume(config)
     if config.checkpoint.resume == "never":
         if not is_begun(config):
-            _refuse_old_checkpoints(root)
+            _refuse_old_checkpoints(checkpoint_root(config))
         return
-    path = named_checkpoint(config)
-    is_back = leads_back(config) and not is_begun(config)
-    own = [] if is_back else list_checkpoints(root)
-    if own or path is not None:
-        one = own[-1] if own else newest(path or root)
+    path, one = named_checkpoint(config), _own_newest(config)
+    if one is None and path is not None:
+        one = newest(path)
+    if one is not None:
         checkpoint = Checkpoint(one, read_manifest(one))
         checkpoint.check_shapes(parameter_shapes(config.model))
         check_model(config.model, checkpoint)
+
+
+def _own_newest(config: Config) -> Path | None:
+    """The run's own newest checkpoint, where it goes on from that."""
+    own = list_checkpoints(checkpoint_root(config))
+    return own[-1] if own and (not leads_back(config) or is_begun(config)) else None
 
 
 def named_checkpoint(config: Config) -> Path | None:

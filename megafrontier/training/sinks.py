@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 from megafrontier.config import Config, config_to_dict
 from megafrontier.errors import UserError, of_os_error
+from megafrontier.files import write_whole
 from megafrontier.signals import stops_held_back
 
 FINISH_SECONDS = 120.0
@@ -193,7 +194,7 @@ class TensorboardSink:
 
 
 def _keep_lines(path: Path, resume_step: int | None) -> None:
-    """Rewrite `path` by rename, so that a kill leaves the old lines or the new ones."""
+    """Take the lines after the step that a run goes on from out of `path`."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     kept: list[str] = []
     dropped: list[str] = []
@@ -205,12 +206,7 @@ def _keep_lines(path: Path, resume_step: int | None) -> None:
     if dropped:
         with path.with_name(f"{path.stem}.superseded.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(dropped)
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_whole(path, "".join(kept))
 
 
 def _is_due(line: str, resume_step: int | None) -> bool:

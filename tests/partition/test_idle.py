@@ -51,8 +51,11 @@ class Dropped(nn.Module):
         torch.manual_seed(rank)
         x = torch.randn(2, 8)  # without a gradient, and so is the first layer's then
         for i, block in enumerate(self.blocks):
-            x = block(x, dropped=(rank + i) % 3 == 0)
+            x = block(x, self.passes_by(rank, i))
         return self.head(x).sum()
+
+    def passes_by(self, rank: int, i: int) -> bool:
+        return (rank + i) % 3 == 0
 
 
 class Layer(nn.Module):
@@ -67,12 +70,8 @@ class Layer(nn.Module):
 class Leading(Dropped):
     """Rank 3 passes by the first three layers, rank 2 by two, and rank 0 by none."""
 
-    def forward(self, rank: int) -> torch.Tensor:
-        torch.manual_seed(rank)
-        x = torch.randn(2, 8)
-        for i, block in enumerate(self.blocks):
-            x = block(x, dropped=i < rank)
-        return self.head(x).sum()
+    def passes_by(self, rank: int, i: int) -> bool:
+        return i < rank
 
 
 class Forked(Dropped):
@@ -82,9 +81,11 @@ class Forked(Dropped):
         torch.manual_seed(rank)
         towers = [torch.randn(2, 8) for _ in range(2)]
         for i, block in enumerate(self.blocks):
-            dropped = (i == 2 and rank % 2 == 0) or (i == 3 and rank == 0)
-            towers[i // 2] = block(towers[i // 2], dropped)
+            towers[i // 2] = block(towers[i // 2], self.passes_by(rank, i))
         return self.head(towers[0] * towers[1]).sum()
+
+    def passes_by(self, rank: int, i: int) -> bool:
+        return (i == 2 and rank % 2 == 0) or (i == 3 and rank == 0)
 
 
 def compare(make, outside, strategy, overlap, order=1):
