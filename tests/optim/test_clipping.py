@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megafrontier.optim.clipping import clip_factor, global_norm
+from megafrontier.optim.clipping import clip_factor, global_norm, square_sum
 from tests.ranks import run_ranks
 
 SHAPES = [64, 8, 400]
@@ -29,6 +29,12 @@ def test_the_norm_of_shards_is_torchs_norm_of_the_whole_with_the_same_bits_on_al
     assert norms[0] == pytest.approx(expected, rel=1e-6)
     for parameter, gradient in zip(parameters, gradients(), strict=True):
         assert torch.allclose(gradient * clip_factor(torch.tensor(norms[0]), 2.5), parameter.grad)
+
+
+def test_the_norm_of_a_long_shard_is_as_exact_as_that_of_its_parts():
+    gradient = torch.randn(20_000_001, generator=torch.Generator().manual_seed(0))
+    exact = sum(part.double().square().sum().item() for part in gradient.split(1 << 20))
+    assert square_sum([gradient]).item() == pytest.approx(exact, rel=1e-6)
 
 
 def test_one_non_finite_element_on_one_rank_shows_on_all():
