@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from megafrontier.errors import STOPPED, Ending
+from megafrontier.errors import STOPPED, Ending, UserError
 from megafrontier.signals import STOPPING, handled
 
 GRACE_SECONDS = 0.5
@@ -49,9 +49,25 @@ def fork_ranks(count: int, body: Callable[[], int]) -> int:
         # A signal that comes while we fork waits until every rank can be told of it; Ctrl-C would
         # be lost in what Python itself does at a fork, where exceptions are ignored.
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
-        children = {_fork_one(rank, count, Path(folder), body): rank for rank in range(count)}
-        gc.unfreeze()
+        try:
+            children = _fork_all(count, Path(folder), body)
+        finally:
+            gc.unfreeze()
         return _wait_for(children)
+
+
+def _fork_all(count: int, folder: Path, body: Callable[[], int]) -> dict[int, int]:
+    """Ranks by process number: all, or none where the system has no room for them."""
+    children: dict[int, int] = {}
+    try:
+        for rank in range(count):
+            children[_fork_one(rank, count, folder, body)] = rank
+    except OSError as error:
+        _end(children)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+        why = f"cannot start rank {len(children)}: {error.strerror}"
+        raise UserError(f"--nproc: {count}: {why}, need as many processes") from error
+    return children
 
 
 def _fork_one(rank: int, count: int, folder: Path, body: Callable[[], int]) -> int:
@@ -119,9 +135,13 @@ def _wait_for(living: dict[int, int]) -> int:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
             return _watch_over(living, passed_on)
         finally:
-            _send(living, signal.SIGKILL)
-            for child in living:
-                os.waitpid(child, 0)
+            _end(living)
+
+
+def _end(living: Iterable[int]) -> None:
+    _send(living, signal.SIGKILL)
+    for child in living:
+        os.waitpid(child, 0)
 
 
 def _watch_over(living: dict[int, int], passed_on: set[int]) -> int:

@@ -88,15 +88,21 @@ def stream_text(
     character may be spread over several byte tokens; until it is whole, `decode` ends in U+FFFD,
     which is held back. What is still broken at the end is yielded as it is.
     """
-    seen = list(prompt)
-    text, shown = "", len(decode(seen))
+    context, fresh = list(prompt), list[int]()
+    text = decode(context)
+    shown = len(text)
     for token in tokens:
-        seen.append(token)
-        text = decode(seen)
+        fresh.append(token)
+        text = decode(context + fresh)
         whole = len(text.rstrip("\ufffd"))
         if whole > shown:
             yield text[shown:whole]
             shown = whole
+            if whole == len(text):
+                # Context enough for what follows: to decode all of it for each token takes long.
+                context, fresh = fresh, []
+                text = decode(context)
+                shown = len(text)
     if len(text) > shown:
         yield text[shown:]
 

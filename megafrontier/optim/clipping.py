@@ -7,8 +7,9 @@ import torch
 from megafrontier.cluster.hierarchy import Hierarchy
 
 ROW = 1 << 16
-"""Elements that are summed in fp32. On a CPU torch adds one square after another, so a long sum stops
-growing: the norm of 20M elements comes out 0.1 % too small, and by how much depends on the shards."""
+"""Elements that are summed in fp32. On a CPU torch adds one square after another, and to a long sum
+the next one adds nothing: the norm of 20M elements comes out 0.1 % too small, that of fewer by
+less."""
 
 
 def global_norm(

@@ -4,9 +4,11 @@ The buffer is cut by the fastest level first and each piece by the next, so that
 every state is one contiguous slice, and the deeper shard lies inside the shallower one.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import attrgetter
 
 import torch
 
@@ -71,7 +73,10 @@ class Layout:
         where they begin, counted from `start`.
         """
         parts = []
-        for entry in self.entries:
+        # A checkpoint asks this of each of its pieces: not of every parameter for each.
+        begin = bisect_right(self.entries, start, key=attrgetter("offset")) - 1
+        end = bisect_left(self.entries, stop, key=attrgetter("offset"))
+        for entry in self.entries[begin:end]:
             first = max(start, entry.offset)
             last = min(stop, entry.offset + entry.numel)
             if first < last:

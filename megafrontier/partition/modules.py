@@ -44,12 +44,16 @@ def assign(
         owners.setdefault(by_identity[identity], set()).add(ROOT)
     # What several blocks share, or a block with the rest, must be whole while any of them runs.
     root = [(n, p) for n, p in names.items() if ROOT in owners[n] or len(owners[n]) > 1]
-    if root:
+    if _has_elements(root):
         yield ROOT, model, root
     for block, module in blocks:
         own = [(n, p) for n, p in names.items() if owners[n] == {block}]
-        if own:  # else it runs as it is
+        if _has_elements(own):  # else it runs as it is
             yield block, module, own
+
+
+def _has_elements(parameters: Sequence[tuple[str, nn.Parameter]]) -> bool:
+    return any(parameter.numel() > 0 for _, parameter in parameters)
 
 
 def _held_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
@@ -167,7 +171,8 @@ def replace_parameters(model: nn.Module, units: Iterable[Unit]) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[name] = new[id(parameter)]
+                # One without elements may have no unit: it stays.
+                module._parameters[name] = new.get(id(parameter), parameter)
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:

@@ -116,6 +116,8 @@ class Log(Callback):
         self._logbook = logbook
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        if not trainer.is_first:
+            return
         shown = {}
         if trainer.hierarchy.size > 1:
             shown["waiting"] = min(1.0, result.waiting_seconds / result.seconds)

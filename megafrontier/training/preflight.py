@@ -223,11 +223,12 @@ def _check_room(config: Config, arrangement: Arrangement, hierarchy: Hierarchy) 
     root = checkpoint_root(config)
     with hierarchy.standing.at(STORAGE):
         count = max(1, config.checkpoint.keep + 1 - len(list_checkpoints(root)))
-        free = _free_gib(Path(config.run.directory))
+        where = root if root.exists() else Path(config.run.directory)  # it may be a link elsewhere
+        free = _free_gib(where)
     need = count * checkpoint_bytes(config, arrangement) / GIB
     if free < need:
         raise UserError(
-            f"run.directory: {config.run.directory}: {free:.1f} GiB free, need {need:.1f} for "
+            f"run.directory: {where}: {free:.1f} GiB free, need {need:.1f} for "
             f"{count} checkpoints (checkpoint.keep {config.checkpoint.keep})"
         )
 

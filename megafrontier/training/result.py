@@ -29,6 +29,7 @@ class StepResult:
     spiked: bool
     """Whether it was skipped though finite, as a spike."""
     loss_scale: float
+    """Of the next step."""
     memory_gib: float
     """The most that any rank has used."""
     waiting_seconds: float

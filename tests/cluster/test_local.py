@@ -1,5 +1,6 @@
 """Local ranks: their exit codes, who speaks, and that none outlives the others."""
 
+import errno
 import os
 import signal
 import socket
@@ -73,6 +74,24 @@ def test_success_of_all_is_0_and_each_knows_its_place(tmp_path):
     assert fork_ranks(4, body) == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "2", "3"]
     assert {p.read_text() for p in tmp_path.iterdir()} == {"local 4"}
+
+
+def test_ranks_that_the_system_has_no_room_for_are_refused_and_the_others_ended(monkeypatch):
+    fork, blocked = os.fork, signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    forked = []
+
+    def run_short():
+        if len(forked) == 2:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        child = fork()
+        forked.append(child)
+        return child
+
+    monkeypatch.setattr(os, "fork", run_short)
+    with pytest.raises(UserError, match="--nproc: 4: cannot start rank 2: Resource temporarily un"):
+        fork_ranks(4, lambda: time.sleep(FOREVER) or 0)
+    assert len(forked) == 2
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == blocked
 
 
 def test_ranks_meet_whatever_their_temporary_folder_is_called(tmp_path, monkeypatch):

@@ -182,8 +182,21 @@ def test_streamed_text_keeps_its_space_behind_the_prompt_and_no_half_character()
     def decode(tokens):
         return bytes(tokens).decode(errors="replace").removeprefix(" ")
 
-    assert "".join(stream_text(iter(b" c"), decode, b" a b")) == " c"
+    assert "".join(stream_text(iter(b" c  d"), decode, b" a b")) == " c  d"
     assert list(stream_text(iter("é".encode()), decode, b" a b")) == ["é"]
+
+
+def test_streaming_decodes_a_few_tokens_at_a_time_however_long_the_text():
+    longest = 0
+
+    def decode(tokens):
+        nonlocal longest
+        longest = max(longest, len(tokens))
+        return bytes(tokens).decode(errors="replace")
+
+    text = "long 日本 " * 50
+    assert "".join(stream_text(iter(text.encode()), decode)) == text
+    assert longest <= 6
 
 
 def test_bytes_that_never_become_a_character_are_shown():

@@ -198,10 +198,19 @@ def test_a_block_that_runs_inside_of_another_is_refused():
     assert run_ranks((2,), body) == [(message, 2)] * 2
 
 
-def test_a_block_without_parameters_runs_as_it_is():
+class Nothing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.empty.sum()
+
+
+def test_a_block_without_parameters_or_elements_runs_as_it_is():
     def body(hierarchy):
         torch.manual_seed(4)
-        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1), Nothing())
         x = torch.randn(3, 4)
         model(x).sum().backward()
         expected = 2 * model[0].weight.grad.flatten()

@@ -256,6 +256,20 @@ def test_storage_without_room_is_refused_with_what_is_needed(config_file, monkey
     assert train(config_file, 4, "checkpoint.keep=0") == 0
 
 
+def test_room_is_looked_for_where_a_linked_folder_of_checkpoints_leads(
+    config_file, tmp_path, monkeypatch, capfd
+):
+    root = Path(runs.load(config_file).run.directory) / "checkpoints"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    root.parent.mkdir(parents=True)
+    root.symlink_to(elsewhere)
+    is_there = lambda path: path.resolve() == elsewhere  # noqa: E731
+    monkeypatch.setattr(preflight, "_free_gib", lambda path: 0 if is_there(path) else 1000)
+    assert train(config_file, 4) == BAD_INPUT
+    assert f"run.directory: {root}: 0.0 GiB free" in capfd.readouterr().err
+
+
 def test_the_room_of_a_save_that_was_killed_is_room(config_file, monkeypatch):
     config = runs.load(config_file)
     size = checkpoint_bytes(config, arrange(config, 4))
