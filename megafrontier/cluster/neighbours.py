@@ -7,6 +7,7 @@ which the ranks before and after it on its host hold a connection, and nothing i
 leaves in order. Rank 0, with whom the store ends, is noticed anyway.
 """
 
+import hashlib
 import os
 import socket
 import threading
@@ -38,7 +39,10 @@ class Neighbours:
         if who.source == "torchrun":  # whose rendezvous says "the environment"
             names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
             place = " ".join(os.environ.get(name, "") for name in names)
-        return f"\0megafrontier {place} {who.restarts} {rank}"
+        named = hashlib.sha256(f"{place} {who.restarts} {rank}".encode()).hexdigest()
+        return (
+            f"\0megafrontier {named}"  # 107 bytes at most, where a path may be as long as it likes
+        )
 
     def watch(self, lost: Callable[[int], None]) -> None:
         """Call `lost`, on a thread, with the number of a neighbour that ends without `leave`."""

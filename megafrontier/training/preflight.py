@@ -158,7 +158,7 @@ def check_device(device: DeviceConfig, found: torch.device) -> str | None:
 
 def _check_storage(directory: Path, identity: Identity) -> Problem | None:
     """Whether this host can write to the run directory; one rank a host tries."""
-    if identity.local_rank != 0 and identity.source != "alone":
+    if identity.local_rank != 0:
         return None
     trial = directory / f".preflight-{identity.rank}"
     try:

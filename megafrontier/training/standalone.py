@@ -250,13 +250,19 @@ def evaluate_command(
     placement, and the machine that a checkpoint was trained on need not be at hand. Of it only
     `device.name: cpu` is kept.
     """
-    target = prepared(lambda: find_target(path, overrides), nproc)
-    config = target.config
-    if config.evaluate.batches == 0:
-        raise UserError("evaluate.batches: 0, need at least 1")
-    config.train.compile = False  # a few batches would not repay it
     is_local = nproc is not None or identify(os.environ).world_size == 1
-    _refuse_unused(overrides, ("train.compile", *(("machine", "partition") if is_local else ())))
+    unused = ("train.compile", *(("machine", "partition") if is_local else ()))
+
+    def read() -> Target:
+        _refuse_unused(overrides, unused)
+        target = find_target(path, overrides)
+        if target.config.evaluate.batches == 0:
+            raise UserError("evaluate.batches: 0, need at least 1")
+        return target
+
+    target = prepared(read, nproc)
+    config = target.config
+    config.train.compile = False  # a few batches would not repay it
     if is_local:
         config.machine = {"levels": {"world": {}}, "device": {"name": _device_name(config)}}
         config.partition = PartitionConfig(strategy="zero3")
