@@ -150,8 +150,8 @@ def of_os_error(error: OSError, line: str) -> UserError | StorageFailed:
 
 
 def of_any_os_error(error: OSError) -> UserError | StorageFailed:
-    """The same for one that nobody has put into words. Raises `error` itself where it is a bug's:
-    about no path, and not the storage's own."""
+    """`of_os_error` for one that nobody has worded. Raises `error` itself where it names no path
+    and is no fault of the storage: that is a bug."""
     if error.filename is None and error.errno not in STORAGE_FAULTS:
         raise error
     return of_os_error(error, f"{error.filename or 'storage'}: {error.strerror}")

@@ -8,9 +8,9 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from megafrontier.cluster.activity import Activity
 from megafrontier.cluster.collectives import all_of
 from megafrontier.cluster.levels import Levels
-from megafrontier.cluster.standing import Standing
 from megafrontier.errors import LOST, StorageFailed, UserError, of_any_os_error
 
 T = TypeVar("T")
@@ -25,8 +25,8 @@ class Waiting(Protocol):
 
 
 class Turn:
-    """Whose collectives are under way on the groups: of several engines one's at a time, or the
-    rows of both would mix differently on every rank."""
+    """Lets one engine at a time have collectives under way on the shared groups; those of two could
+    be in another order on every rank."""
 
     def __init__(self) -> None:
         self._holder: Waiting | None = None
@@ -57,7 +57,7 @@ class Hierarchy:
     groups: tuple[dist.ProcessGroup | None, ...]
     device: torch.device
     control: tuple[dist.ProcessGroup | None, ...] = ()
-    standing: Standing = field(default_factory=Standing)
+    activity: Activity = field(default_factory=Activity)
     turn: Turn = field(default_factory=Turn)
     coordinates: tuple[int, ...] = field(init=False)
 

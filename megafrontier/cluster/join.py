@@ -106,7 +106,7 @@ def _let_gloo_end() -> None:
 def _connect(roll: RollCall, levels: Levels, device: torch.device, timeout: timedelta) -> Hierarchy:
     """Reach all that this rank is going to talk to."""
     rank = roll.identity.rank
-    with reaching(f"rank {rank}: {ALL_PEERS}"), roll.standing.at(ALL_PEERS):
+    with reaching(f"rank {rank}: {ALL_PEERS}"), roll.activity.at(ALL_PEERS):
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore("world", roll.store),
@@ -117,7 +117,7 @@ def _connect(roll: RollCall, levels: Levels, device: torch.device, timeout: time
     with reaching(f"rank {rank}: groups of the levels"):
         groups = groups_of(levels, rank, device, timeout)
         control = groups_of(levels, rank, device, timeout, has_small_messages=True)
-    hierarchy = Hierarchy(levels, rank, groups, device, control, roll.standing)
+    hierarchy = Hierarchy(levels, rank, groups, device, control, roll.activity)
     # Neighbours at each level before other collectives: where these waited for a link that is dead,
     # nobody could say which it is.
     for level in range(len(levels.sizes)):

@@ -68,7 +68,7 @@ def measure(hierarchy: Hierarchy, level: int, size_bytes: int) -> float:
     for peer in (peers[index] for index in met if index is not None):
         name = f"link {hierarchy.levels.names[level]}"
         whom = f"rank {hierarchy.rank}: {name} to rank {peer}"
-        with reaching(whom), hierarchy.standing.at(name, peer):
+        with reaching(whom), hierarchy.activity.at(name, peer):
             seconds += [_exchange(peer, out, into, group) for _ in range(REPEATS)]
     return size_bytes / min(seconds) / 1e9
 

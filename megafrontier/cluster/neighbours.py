@@ -20,7 +20,8 @@ _FAREWELL = b"."
 
 
 class Neighbours:
-    """One rank's. Made before the ranks meet, so that all are to be found once they have."""
+    """One rank's socket, and its connections to the ranks beside it. To be made before the ranks
+    meet: afterwards every neighbour's socket is there."""
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity

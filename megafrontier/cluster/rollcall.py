@@ -23,8 +23,8 @@ from typing import TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
+from megafrontier.cluster.activity import Activity, culprits, decode
 from megafrontier.cluster.identity import Identity
-from megafrontier.cluster.standing import Standing, culprits, decode
 from megafrontier.errors import Ending, RanksRefused, Refusal
 
 ANSWER_SECONDS = 3.0
@@ -83,7 +83,7 @@ class RollCall:
         self.identity = identity
         self.store = store
         self.first_host = identity.host
-        self.standing = Standing()
+        self.activity = Activity()
 
     def meet(
         self, seconds: float, refusal: Ending | None = None, is_hosts: bool = False
@@ -148,7 +148,7 @@ class RollCall:
         """The same over another connection."""
         store = self.store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
         other = RollCall(store, self.identity)
-        other.first_host, other.standing = self.first_host, self.standing
+        other.first_host, other.activity = self.first_host, self.activity
         return other
 
     def raise_alarm(self, alarm: Alarm) -> Alarm:
@@ -175,7 +175,7 @@ class RollCall:
         Raises RuntimeError without word from rank 0, or blocks where the network swallows
         everything (see `within`)."""
         rank = self.identity.rank
-        self.store.set(f"here/{rank}", self.standing.encode())
+        self.store.set(f"here/{rank}", self.activity.encode())
         self.store.add(f"answers/{rank // _BLOCK}", 1)
         if rank == 0:
             missing = self._count()

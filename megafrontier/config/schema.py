@@ -22,8 +22,9 @@ class RunConfig:
 
 @dataclass
 class RotaryScalingConfig:
-    """Of wavelengths in tokens: those below original_length / high_frequency stay, those above
-    original_length / low_frequency become `factor` times as long, what lies between in part."""
+    """Llama 3's scaling of rotary positions, by wavelength in tokens: those below original_length /
+    high_frequency stay, those above original_length / low_frequency become `factor` times as long,
+    and between the two it is interpolated."""
 
     factor: float = 8.0
     """How many times longer texts are than those that the model was first trained on."""

@@ -94,9 +94,9 @@ class Loader:
         return self._samples.read_again(steps * self._global_batch)
 
     def go_on(self, step: int, position: tuple[int, int]) -> None:
-        """Count from the `position` on that optimizer step `step` has. A loader of another
-        `global_batch`, or one that left out other steps, may have come to it: no sample is left out
-        or read twice for that."""
+        """From optimizer step `step` on, continue the data at `position`, to which a loader of
+        another `global_batch`, or one that left out other steps, may have come: no sample is left
+        out or read twice."""
         self._origin = step, *position
 
     @property

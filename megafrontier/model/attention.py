@@ -46,13 +46,13 @@ class Attention(nn.Module):
             query, key = rotate(query, rotary), rotate(key, rotary)
         if documents is not None:
             query, key, value = (heads.flatten(0, 1) for heads in (query, key, value))
-            mixed = document_attention(query, key, value, documents, hidden.shape[1])
-            return self.out(mixed.reshape(*hidden.shape[:2], -1))
+            attended = document_attention(query, key, value, documents, hidden.shape[1])
+            return self.out(attended.reshape(*hidden.shape[:2], -1))
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
         if cache is not None:
             key, value = cache.extend(key, value)
-        mixed = self._attend(query, key, value, mask)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        attended = self._attend(query, key, value, mask)
+        return self.out(attended.transpose(1, 2).flatten(2))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         grouped = self.kv_heads != self.heads

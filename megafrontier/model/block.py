@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from megafrontier.config import ModelConfig
 from megafrontier.model.attention import Attention
 from megafrontier.model.cache import LayerCache
-from megafrontier.model.checkpointing import Mode, remembering
-from megafrontier.model.offload import Parking
+from megafrontier.model.checkpointing import Mode, run_checkpointed
+from megafrontier.model.offload import Offload
 from megafrontier.model.positions import Rotary
 from megafrontier.model.sizes import ffn_hidden
 
@@ -63,16 +63,16 @@ class Block(nn.Module):
         config: ModelConfig,
         *,
         checkpointing: Mode = "none",
-        parking: Parking | None = None,
+        offload: Offload | None = None,
         run: Callable[..., Tensor] | None = None,
     ) -> None:
-        """`parking`: where the input waits for backward with `checkpointing` offload. `run`: what
+        """`offload`: where the input waits for backward with `checkpointing` offload. `run`: what
         to call in place of `Block.remember`, for instance that, compiled."""
         super().__init__()
         self.parallel = config.parallel_residual
         self.dropout = config.dropout
         self.checkpointing = checkpointing
-        self.parking = parking
+        self.offload = offload
         self._run = run or Block.remember
         self.norm1 = make_norm(config)
         self.attention = Attention(config)
@@ -90,7 +90,7 @@ class Block(nn.Module):
         """hidden [b, s, hidden] → [b, s, hidden]; the others as Attention takes them."""
         if cache is not None:
             return self._compute(hidden, rotary, mask, documents, cache)
-        with nullcontext() if self.parking is None else self.parking.parks(hidden):
+        with nullcontext() if self.offload is None else self.offload.applied_to(hidden):
             return self._run(self, hidden, rotary, mask, documents)
 
     def remember(
@@ -101,7 +101,7 @@ class Block(nn.Module):
         documents: Tensor | None,
     ) -> Tensor:
         """`forward` without a cache, keeping for backward what the checkpointing mode says."""
-        return remembering(
+        return run_checkpointed(
             self.checkpointing,
             self._compute,
             hidden,

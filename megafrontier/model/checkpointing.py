@@ -44,7 +44,7 @@ _keep_most = _keeping([*_PRODUCTS, *_ATTENTION])
 _keep_products = _keeping(_PRODUCTS)
 
 
-def remembering(
+def run_checkpointed(
     mode: Mode, function: Callable[..., Tensor], *inputs: Any, draws_random_numbers: bool
 ) -> Tensor:
     """`function(*inputs)`, keeping of it what `mode` says where a backward may come."""

@@ -58,8 +58,8 @@ def document_attention(
     key, value [t, kv_heads, d], kv_heads dividing heads; `documents` int32 [n + 1]: where each
     begins in the t tokens, and t at the end; `longest`: no document has more tokens.
     """
-    mixed: Tensor = _attend(query, key, value, documents, longest)[0]
-    return mixed
+    attended: Tensor = _attend(query, key, value, documents, longest)[0]
+    return attended
 
 
 @torch.library.custom_op("megafrontier::document_attention", mutates_args=())
@@ -69,15 +69,15 @@ def _attend(
     """The result, and the fp32 logarithms [heads, t] of the softmax's sums, for backward."""
     if query.is_cuda:
         lengths = documents, documents, longest, longest
-        mixed, sums, *_ = _gpu_forward(query, key, value, *lengths, 0.0, True, False)
-        return mixed, sums
-    mixed = torch.empty_like(query)
+        attended, sums, *_ = _gpu_forward(query, key, value, *lengths, 0.0, True, False)
+        return attended, sums
+    attended = torch.empty_like(query)
     sums = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
     for document in _slices(documents):
         found, found_sums = _cpu_forward(*_rows(document, query, key, value), is_causal=True)
-        mixed[document] = found[0].transpose(0, 1)
+        attended[document] = found[0].transpose(0, 1)
         sums[:, document] = found_sums[0]
-    return mixed, sums
+    return attended, sums
 
 
 @torch.library.custom_op("megafrontier::document_attention_backward", mutates_args=())
@@ -86,13 +86,13 @@ def _attend_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mixed: Tensor,
+    attended: Tensor,
     sums: Tensor,
     documents: Tensor,
     longest: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
-    tensors = upstream, query, key, value, mixed
+    tensors = upstream, query, key, value, attended
     if query.is_cuda:
         lengths = documents, documents, longest, longest
         # Without dropout the random state is not read.

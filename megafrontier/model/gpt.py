@@ -20,7 +20,7 @@ from megafrontier.model.cache import KVCache
 from megafrontier.model.checkpointing import Mode
 from megafrontier.model.compile import compiled, let_length_vary
 from megafrontier.model.loss import Losses, chunk_losses, linear_cross_entropy
-from megafrontier.model.offload import Parking
+from megafrontier.model.offload import Offload
 from megafrontier.model.positions import (
     Rotary,
     cached_mask,
@@ -102,10 +102,10 @@ class GPT(nn.Module):
         self.config = config
         self.is_compiled = compile_blocks
         self.embedding = Embedding(config)
-        parking = Parking() if checkpointing == "offload" else None
+        offload = Offload() if checkpointing == "offload" else None
         run = compiled(Block.remember) if compile_blocks else None
         self.blocks = nn.ModuleList(
-            Block(config, checkpointing=checkpointing, parking=parking, run=run)
+            Block(config, checkpointing=checkpointing, offload=offload, run=run)
             for _ in range(config.layers)
         )
         losses = compiled(chunk_losses) if compile_blocks else chunk_losses
@@ -146,7 +146,7 @@ class GPT(nn.Module):
         positions = self._positions(tokens, past, documents)
         rotary = self._rotary(positions)
         hidden = self.embedding(tokens, positions)
-        mask, documents = self._sight(hidden, past, documents)
+        mask, documents = self._mask_or_documents(hidden, past, documents)
         for i, block in enumerate(self.blocks):
             layer = cache.layers[i] if cache is not None else None
             hidden = block(hidden, rotary, mask, documents, layer)
@@ -156,12 +156,12 @@ class GPT(nn.Module):
         return self.head(hidden[:, -1:] if last_only else hidden, targets, tied)
 
     def _rotary(self, positions: Tensor) -> Rotary | None:
-        config, turning = self.config, rotary_size(self.config)
-        if not turning:
+        config, rotary_dims = self.config, rotary_size(self.config)
+        if not rotary_dims:
             return None
-        return rotary_tables(positions, turning, config.rotary_base, config.rotary_scaling)
+        return rotary_tables(positions, rotary_dims, config.rotary_base, config.rotary_scaling)
 
-    def _sight(
+    def _mask_or_documents(
         self, hidden: Tensor, past: int, documents: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """Mask and documents for the blocks; at most one of them, as Attention takes them."""

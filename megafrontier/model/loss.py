@@ -27,25 +27,25 @@ def chunk_losses(
 ) -> tuple[Tensor, Tensor | None]:
     """Of one chunk: the sum of its losses, and scale · (softmax - one-hot) in the logits' type.
 
-    logits [c, rows], of which those from `vocab_size` on are padding; targets [c]. The gradient is
-    wrong for ignored tokens: leaving them out of a thinner factor costs less.
+    logits [c, rows], of which those from `vocab_size` on are padding; targets [c]. The gradient's
+    rows of ignored tokens are not zero: the caller leaves these out of a smaller factor.
     """
-    counted = (targets != IGNORED)[:, None]
-    wanted = targets.clamp(min=0)[:, None]
-    known = logits.float()
+    has_loss = (targets != IGNORED)[:, None]
+    target_ids = targets.clamp(min=0)[:, None]
+    fp32_logits = logits.float()
     if logits.shape[1] > vocab_size:
-        known[:, vocab_size:] = -torch.inf  # never likely
-    log_probabilities = known.log_softmax(dim=-1)
-    loss = -torch.where(counted, log_probabilities.gather(1, wanted), 0.0).sum()
+        fp32_logits[:, vocab_size:] = -torch.inf  # never likely
+    log_probabilities = fp32_logits.log_softmax(dim=-1)
+    loss = -torch.where(has_loss, log_probabilities.gather(1, target_ids), 0.0).sum()
     if not with_gradient:
         return loss, None
     gradient = log_probabilities.exp_()
     if torch.compiler.is_compiling():
         # One pass with what stands around it; a scatter would be one of its own, in fp32.
         columns = torch.arange(logits.shape[1], device=logits.device)
-        gradient = gradient - (columns == wanted).float()
+        gradient = gradient - (columns == target_ids).float()
     else:
-        gradient.scatter_add_(1, wanted, gradient.new_full(wanted.shape, -1.0))
+        gradient.scatter_add_(1, target_ids, gradient.new_full(target_ids.shape, -1.0))
     return loss, (gradient if scale == 1 else gradient.mul_(scale)).to(logits.dtype)
 
 

@@ -14,37 +14,37 @@ import torch
 from torch import Tensor
 
 
-class Parking:
+class Offload:
     """Where the blocks of one model leave their inputs."""
 
     def __init__(self) -> None:
         self._copies: Copies | None = None
-        self._last: ref[Parked] | None = None
+        self._last: ref[Offloaded] | None = None
 
     @contextmanager
-    def parks(self, hidden: Tensor) -> Iterator[None]:
+    def applied_to(self, hidden: Tensor) -> Iterator[None]:
         """What autograd saves of `hidden` [b, s, hidden] inside waits on the host."""
         if not (is_elsewhere(hidden) and torch.is_grad_enabled()):
             yield
             return
         place, size = hidden.data_ptr(), hidden.numel()
 
-        def pack(saved: Tensor) -> "Tensor | Parked":
+        def pack(saved: Tensor) -> "Tensor | Offloaded":
             is_input = saved.data_ptr() == place and saved.numel() == size
-            return self._park(saved) if is_input else saved
+            return self._offload(saved) if is_input else saved
 
-        def unpack(kept: "Tensor | Parked") -> Tensor:
+        def unpack(kept: "Tensor | Offloaded") -> Tensor:
             return kept if isinstance(kept, Tensor) else kept.fetch()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
-    def _park(self, tensor: Tensor) -> "Parked":
+    def _offload(self, tensor: Tensor) -> "Offloaded":
         if self._copies is None:
             self._copies = Copies(tensor.device)
-        parked = Parked(tensor, self._copies, self._last)
-        self._last = ref(parked)
-        return parked
+        offloaded = Offloaded(tensor, self._copies, self._last)
+        self._last = ref(offloaded)
+        return offloaded
 
 
 def is_elsewhere(tensor: Tensor) -> bool:
@@ -52,17 +52,17 @@ def is_elsewhere(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-class Parked:
+class Offloaded:
     """One tensor's copy on the host."""
 
-    def __init__(self, tensor: Tensor, copies: "Copies", before: "ref[Parked] | None") -> None:
-        """`before`: what was parked last, and so will be fetched next."""
+    def __init__(self, tensor: Tensor, copies: "Copies", before: "ref[Offloaded] | None") -> None:
+        """`before`: what was offloaded last, and so will be fetched next."""
         self._copies, self._before = copies, before
         self._coming: Tensor | None = None
         self._host = copies.to_host(tensor)
 
     def fetch(self) -> Tensor:
-        """The tensor on its device again; the one that was parked before it follows."""
+        """The tensor on its device again; the one that was offloaded before it follows."""
         tensor = self._start()
         self._coming = None
         self._copies.arrive(tensor)

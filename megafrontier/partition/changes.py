@@ -24,11 +24,11 @@ def levels_of_changes(wires: Wires, sizes: Sequence[int], start: int, stop: int)
 
 @dataclass(frozen=True)
 class Change:
-    """What has become of a unit's weights since they were last published, on its way over a level.
+    """The change of a unit's weights since they were last published, as it is sent over one level.
 
-    `master`: the fp32 shard that this rank owns [n]. `reached`: the weights that every rank has a
-    copy of within the last level crossed [owners · n], in the order of the owners, whose messages
-    follow on each other in it. `came_by`: the wire of the level before, None at the first one.
+    `master`: the fp32 shard that this rank owns [n]. `reached`: this rank's copy of the weights
+    that the levels crossed so far cover [owners · n], in the owners' order, as their messages are.
+    `came_by`: the wire of the level before, None at the first one.
     """
 
     master: torch.Tensor

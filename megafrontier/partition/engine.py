@@ -23,11 +23,11 @@ from megafrontier.partition.ledger import Ledger
 from megafrontier.partition.modules import (
     assign,
     mark_sharded,
+    move_buffers,
     own_values,
     refuse_different,
     refuse_sharded,
     replace_parameters,
-    settle_buffers,
 )
 from megafrontier.partition.moves import Moves
 from megafrontier.partition.placement import Placement, error_levels, traffic_bytes
@@ -125,17 +125,19 @@ class Engine:
         decay: Decay,
     ) -> None:
         """Make units of a model's parameters and hang hooks on its modules."""
-        settle_buffers(model, self.hierarchy.device)
+        move_buffers(model, self.hierarchy.device)
         owned = list(assign(model, blocks))
         # So that neighbours have different buffers, and a unit's reduction has been waited for when
         # that of the next micro-batch begins.
         prefetch = min(self._prefetch, len(owned) - 1)
         self.pool = Pool(prefetch + 1, dtype, self.hierarchy.device)
         levels = self.hierarchy.levels
-        fed_back = error_levels(self.placement, levels, self.wires) if error_feedback else []
+        feedback_levels = error_levels(self.placement, levels, self.wires) if error_feedback else []
         for name, _, parameters in owned:
             decayed = [named for named in parameters if decay(named[0])]
-            unit = Unit(name, parameters, decayed, self.placement, self._moves, self.pool, fed_back)
+            unit = Unit(
+                name, parameters, decayed, self.placement, self._moves, self.pool, feedback_levels
+            )
             unit.initialise(initial)
             self.units.append(unit)
         replace_parameters(model, self.units)
@@ -212,7 +214,7 @@ class Engine:
         again after `finish_publishing` or `finish_gradients`.
         """
         for unit in self.units:
-            unit.outdate()
+            unit.mark_stale()
         if self._policy == "none":
             self.finish_publishing()
         self._schedule.start_publishing(-1)
@@ -237,7 +239,7 @@ class Engine:
         """Bring each rank's `published`, with `from_masters` copied from them, to every rank
         exactly."""
         for unit in self.units:
-            unit.outdate()
+            unit.mark_stale()
             if from_masters:
                 unit.published.copy_(unit.master)
             unit.place()

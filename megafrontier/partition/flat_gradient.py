@@ -6,8 +6,8 @@ from megafrontier.partition.layout import Layout
 
 
 class FlatGradient:
-    """Knows which parameters have been written since `start`: the first time a gradient is copied
-    over what is there, later it is added; so nothing has to be filled with zeros before."""
+    """A parameter's first gradient since `start` overwrites what is there and later ones are added,
+    so the buffer needs no filling with zeros."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout

@@ -170,8 +170,8 @@ class Lanes:
         return ticket
 
     def outlive(self, owner: object) -> None:
-        """Let the computation wait for all that was given when `owner` goes: torch would hand out
-        its memory again while a stream still works on it. Threads hold what they work on."""
+        """When `owner` is garbage-collected, have the computation wait for all lanes: torch would
+        hand out memory again that a stream still uses. (Threads hold references to theirs.)"""
         if any(isinstance(lane, StreamLane) for lane in self._lanes):
             weakref.finalize(owner, self.drain).atexit = False
 

@@ -150,7 +150,7 @@ def _byte_sum(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum()
 
 
-def settle_buffers(model: nn.Module, device: torch.device) -> None:
+def move_buffers(model: nn.Module, device: torch.device) -> None:
     """Bring a model's buffers to the device. Raises UserError for one without values."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -193,9 +193,9 @@ def tensors_in(output: Any) -> list[torch.Tensor]:
 
 
 def bases_of(tensors: Iterable[torch.Tensor], given: Iterable[object]) -> list[torch.Tensor]:
-    """What those of a block's outputs are views of that are views of its own results, not of inputs
-    with the `given` autograd nodes. An in-place operation on such a view takes it out of the graph,
-    in which its base stays."""
+    """The bases of those outputs of a block that are views of the block's own results, not of its
+    inputs, whose autograd nodes are `given`. An in-place operation on such a view takes the view
+    out of the graph but not its base, so the hook belongs on the base."""
     inputs = [None, *given]
     return [
         tensor._base

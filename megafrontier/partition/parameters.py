@@ -43,8 +43,8 @@ class Parameters:
         self._are_shown = False
 
     def renew(self, full: torch.Tensor | None) -> None:
-        """Have other values from here on, which are in `full` already, or hide. Graphs that are
-        older are not to be led backward.
+        """Point the parameters at new values, which are in `full` already, or hide them. A backward
+        through a graph from before this call is refused by autograd.
 
         Once a step each parameter is pointed at its place anew: a conversion of the model
         (`.half()`), or cuDNN for its recurrent layers, may have moved it, which would train it no

@@ -83,9 +83,9 @@ class Placement:
         return cls(**depths)
 
     @property
-    def fed_back(self) -> range:
-        """The levels with error feedback, if any is asked for: those that gradients cross once a
-        step, or, where they cross none so, all that they cross in each micro-batch."""
+    def error_feedback_levels(self) -> range:
+        """Levels whose gradient messages may carry error feedback: those crossed once a step, or,
+        if there are none, all that are crossed in every micro-batch."""
         first = self.gradients if self.gradients < self.optimizer else 0
         return range(first, self.optimizer)
 
@@ -125,11 +125,11 @@ def _check_nesting(given: dict[str, str], depths: dict[str, int]) -> None:
 
 
 def error_levels(placement: Placement, levels: Levels, wires: Wires) -> list[int]:
-    """The levels of `fed_back` that gradients do cross, and in low bits: with error feedback each
+    """The levels of `error_feedback_levels` that gradients do cross, and in low bits: each
     rank keeps the errors of its messages over them."""
     return [
         level
-        for level in placement.on(levels).fed_back
+        for level in placement.on(levels).error_feedback_levels
         if levels.sizes[level] > 1 and wires.reduce[level].is_low_bit
     ]
 
@@ -139,14 +139,14 @@ def state_bytes(
     placement: Placement,
     levels: Levels,
     itemsize: int,
-    fed_back: Wires | None = None,
+    feedback_wires: Wires | None = None,
 ) -> dict[str, int]:
     """Bytes one rank holds for a unit of `numel` padded elements, by state.
 
     The copy of the weights that gathers read from in the computing type of `itemsize` bytes,
     gradients in fp32, optimizer state as fp32 master and two moments. Whole masters of fp32 weights
-    are that copy. With error feedback `fed_back` are its wires: the errors of gradients that cross
-    a level in low bits, in bf16.
+    are that copy. With error feedback, over `feedback_wires`, the errors of gradients that cross a
+    level in low bits, in bf16.
     """
     are_masters = itemsize == 4 and placement.on(levels).optimizer == 0
 
@@ -159,7 +159,7 @@ def state_bytes(
         "optimizer": shard(placement.optimizer) * 12,
         "errors": sum(
             shard(level) * 2
-            for level in (error_levels(placement, levels, fed_back) if fed_back else ())
+            for level in (error_levels(placement, levels, feedback_wires) if feedback_wires else ())
         ),
     }
 

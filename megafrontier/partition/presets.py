@@ -41,7 +41,7 @@ def has_error_feedback(
     any."""
 
     def has_errors(placement: Placement) -> bool:
-        return any(wires.reduce[level].is_low_bit for level in placement.fed_back)
+        return any(wires.reduce[level].is_low_bit for level in placement.error_feedback_levels)
 
     if config.error_feedback and not has_errors(placement):
         raise UserError(

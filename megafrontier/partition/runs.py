@@ -13,11 +13,12 @@ import torch
 
 
 class Run:
-    """One run, as the hook on what it has made: it lives as long as the graph that it is part of.
+    """One run of a block in forward, and the gradient hook on its outputs: it lives as long as the
+    graph that it is part of.
 
-    `index` is its unit's, `number` says how many runs of blocks had begun by its end. `idle` are
-    runs since the one before it that have made nothing on this rank: they live as long as this one,
-    and their backward begins after its.
+    `index` is its unit's, `number` counts the runs that had begun by its end. `idle` are the runs
+    before it, since the last one with outputs, that have made nothing on this rank: they live as
+    long as this one, and their backward begins after its.
     """
 
     def __init__(self, index: int, number: int, begin: "Begin") -> None:

@@ -153,9 +153,9 @@ class Schedule:
             self.units[index].gather()
 
     def _pass_on(self, index: int, output: Any) -> tuple[Any, list[torch.Tensor]]:
-        """A block has made nothing, perhaps on this rank alone (an expert without tokens, a layer
-        that is dropped): its turn in backward comes all the same. Returns the output, and what of
-        it has a gradient of its own then."""
+        """The block has computed nothing on this rank (an expert without tokens, a dropped layer).
+        Its turn in backward must come all the same, for the order of collectives: so a tensor is
+        cloned. Returns the output, and what of it has a gradient of its own then."""
         if isinstance(output, torch.Tensor) and output.requires_grad:
             own = output.clone()  # and no view, which an in-place operation would take out of it
             return own, [own]

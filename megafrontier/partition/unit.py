@@ -48,10 +48,10 @@ class Unit:
         placement: Placement,
         moves: Moves,
         pool: Pool,
-        fed_back: Sequence[int],
+        feedback_levels: Sequence[int],
     ) -> None:
         """`decayed` are those of `parameters` with weight decay; they lie first in the buffer.
-        `fed_back` are the levels with error feedback."""
+        `feedback_levels` are the levels with error feedback."""
         first = {parameter for parameter, _ in decayed}
         ordered = [*decayed, *(named for named in parameters if named[0] not in first)]
         hierarchy = moves.hierarchy
@@ -71,7 +71,7 @@ class Unit:
         self.is_finishing = False
         """Whether the step's gradient has begun to be reduced to the optimizer level: what came
         after it would be added to a sum over all ranks."""
-        self._allocate(fed_back)
+        self._allocate(feedback_levels)
         self._publishing = Slot(self.weights, f"publish {name}")
         self._gathering = Slot(self.weights, f"gather {name}")
         self._reducing = Slot(self.gradient, f"reduce {name}")
@@ -85,7 +85,7 @@ class Unit:
             return UnitBuffer(self._pool.dtype, self._pool.device)
         return self._pool.own_buffer() if self.name == ROOT else self._pool.next_buffer()
 
-    def _allocate(self, fed_back: Sequence[int]) -> None:
+    def _allocate(self, feedback_levels: Sequence[int]) -> None:
         place = self.placement
         self.weights = (
             self.full
@@ -98,7 +98,7 @@ class Unit:
         self.master = (
             self.full if self.computes_with_masters else self._empty(place.optimizer, torch.float32)
         ).zero_()
-        errors = {level: self._empty(level, torch.bfloat16).zero_() for level in fed_back}
+        errors = {level: self._empty(level, torch.bfloat16).zero_() for level in feedback_levels}
         self.feedback = Feedback(self.layout, self._moves, place.optimizer, errors)
 
     def _empty(self, depth: int, dtype: torch.dtype) -> torch.Tensor:
@@ -140,10 +140,10 @@ class Unit:
         place = self.placement
         return self._moves.inside(self.weights, place.backward_weights, place.optimizer)
 
-    def outdate(self) -> None:
-        """Take the masters' values for other ones than the copies' from here on; what reads these
-        before they are published, without the hooks, is to see so."""
-        self.settle()
+    def mark_stale(self) -> None:
+        """The masters have changed, so the copies are out of date: until the next publication a
+        parameter that is read outside of the hooks is NaN."""
+        self.wait_published()
         self.release()
         self._parameters.renew(self.full if self.computes_with_masters else None)
         self.is_stale = True
@@ -162,7 +162,7 @@ class Unit:
             self._publishing.label,
         )
 
-    def settle(self) -> None:
+    def wait_published(self) -> None:
         """Return when a publication that has begun is over."""
         self._publishing.wait()
 
@@ -179,7 +179,8 @@ class Unit:
             self._parameters.show(self.full)
 
     def place(self) -> None:
-        """Bring `published` to every copy, exactly: the start of a run, or its resumption."""
+        """Copy each owner's `published` shard to all ranks as it is, not quantised: at the start of
+        a run, or its resumption."""
         self.is_stale = False
         depth = self.placement.backward_weights
         placed = self._moves.place(

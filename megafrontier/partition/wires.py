@@ -172,8 +172,8 @@ class Wire:
         return out, messages.nbytes
 
     def encode(self, values: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-        """One message a row of `values` [rows, n], to be sent; themselves where they have the type
-        already."""
+        """One message for each row of `values` [rows, n]; `values` itself where it has the wire's
+        type already."""
         if values.dtype == self.codec.dtype:
             return values
         length = self.codec.message_bytes(values.shape[1]) // self.codec.dtype.itemsize

@@ -31,9 +31,9 @@ def add(directory: Path, hosts: Iterable[str]) -> None:
 def list_hosts(
     directory: Path, ranks: Missing, identity: Identity, by: Collection[int] = (0,)
 ) -> str | None:
-    """On the ranks `by`: list the hosts of these ranks, or its own where they are most of all.
-    Returns what to say of it, None where the list cannot be written; nothing on the other ranks,
-    which are silent."""
+    """On the ranks in `by`: append the hosts of `ranks` to the list, or this rank's own host where
+    `ranks` are most of all. Returns the text to report, None where the list cannot be written, ""
+    on the other ranks."""
     if identity.rank not in by:
         return ""
     hosts = {host for _, host in ranks}

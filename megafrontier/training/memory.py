@@ -26,11 +26,11 @@ class OutOfMemory(RunFailed):
 
 def state_gib(config: Config, arrangement: Arrangement) -> float:
     """GiB that each rank holds from step to step, by the formulas: weights, gradients, optimizer
-    state, errors. What comes on top are `buffer_gib`, activations and torch's own."""
+    state, errors. Buffers (`buffer_gib`), activations and the allocator's overhead come on top."""
     numel = parameter_count(config.model)
     itemsize = DTYPES[config.train.precision].itemsize
-    fed_back = arrangement.wires if arrangement.error_feedback else None
-    found = state_bytes(numel, arrangement.placement, arrangement.levels, itemsize, fed_back)
+    feedback_wires = arrangement.wires if arrangement.error_feedback else None
+    found = state_bytes(numel, arrangement.placement, arrangement.levels, itemsize, feedback_wires)
     return sum(found.values()) / GIB
 
 

@@ -89,12 +89,12 @@ def preflight(
         again = _tell(arrangement, identity, hierarchy)
         table = replace(table, rates=torch.maximum(table.rates, again.rates))
     problem: Problem | None = None
-    with hierarchy.standing.at("its device"):
+    with hierarchy.activity.at("its device"):
         # A launcher's have tried their accelerators before they met.
         if hierarchy.device.type != "cuda" or not identity.has_launcher:
             lacking = check_device(arrangement.machine.device, hierarchy.device)
             problem = UserError(lacking) if lacking else None
-    with hierarchy.standing.at(STORAGE):
+    with hierarchy.activity.at(STORAGE):
         problem = problem or _check_storage(directory, identity)
     if table.hosts > 1:
         problem = _check_shared(directory, identity, hierarchy) or problem
@@ -176,14 +176,14 @@ def _check_shared(directory: Path, identity: Identity, hierarchy: Hierarchy) -> 
     """Whether this host sees what rank 0 writes into the run directory; one rank a host looks."""
     name = ""
     # The exchanges stay outside: who waits in one is not at the storage, but waits for who is.
-    with hierarchy.standing.at(STORAGE):
+    with hierarchy.activity.at(STORAGE):
         if hierarchy.rank == 0:
             with suppress(OSError):  # which has been told already
                 fd, path = mkstemp(prefix=".preflight-", dir=directory)  # that no host looked for
                 os.close(fd)
                 name = Path(path).name
     name = from_rank_0(hierarchy, name)
-    with hierarchy.standing.at(STORAGE):
+    with hierarchy.activity.at(STORAGE):
         looks = identity.local_rank == 0 and name != ""
         problem = _look_for(directory / name) if looks else None
     hierarchy.all_true(True)  # all have looked
@@ -221,7 +221,7 @@ def _check_room(config: Config, arrangement: Arrangement, hierarchy: Hierarchy) 
     if hierarchy.rank:
         return
     root = checkpoint_root(config)
-    with hierarchy.standing.at(STORAGE):
+    with hierarchy.activity.at(STORAGE):
         count = max(1, config.checkpoint.keep + 1 - len(list_checkpoints(root)))
         where = root if root.exists() else Path(config.run.directory)  # it may be a link elsewhere
         free = _free_gib(where)

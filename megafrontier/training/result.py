@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megafrontier.training.late import Late
+from megafrontier.training.deferred import DeferredRead
 from megafrontier.training.trainer import Trainer
 from megafrontier.training.verdict import Verdict
 
@@ -56,13 +56,13 @@ class Pending:
             found.loss, found.norm, found.tokens, found.stops, found.skip, found.is_spike,
             trainer.loss_scale.scale.double(), found.memory,
         ]  # fmt: skip
-        self._late = Late(torch.cat([torch.stack(numbers), found.costs]))
+        self._deferred = DeferredRead(torch.cat([torch.stack(numbers), found.costs]))
         self._waited = found.waited
 
     def read(self) -> StepResult:
         """What the step did; to be called once, in the order of the steps."""
         trainer = self._trainer
-        loss, norm, tokens, stops, skip, spike, scale, memory, *costs = self._late.read()
+        loss, norm, tokens, stops, skip, spike, scale, memory, *costs = self._deferred.read()
         now = time.perf_counter()
         # Where steps overlap, one takes as long as from the end of that before.
         seconds = now - max(self._begin, trainer.read_at)

@@ -26,7 +26,7 @@ from megafrontier.errors import StorageFailed, UserError, of_os_error
 from megafrontier.model.gpt import parameter_shapes
 from megafrontier.partition import Engine
 from megafrontier.training.attempts import has_begun, note_begun, reached_step
-from megafrontier.training.likeness import changes, check_model, old_position
+from megafrontier.training.compatibility import changes, check_model, old_position
 from megafrontier.training.logbook import Logbook
 from megafrontier.training.saving import checkpoint_root, shards
 from megafrontier.training.trainer import Trainer

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megafrontier.config import TrainConfig
-from megafrontier.training.late import on_device
+from megafrontier.training.deferred import on_device
 
 NAMES = ("losses", "norms")
 

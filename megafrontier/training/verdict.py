@@ -1,5 +1,5 @@
-"""What becomes of a step: the mean loss, the gradient norm, and whether any weight may change;
-and with the same message what the step cost.
+"""The outcome of a step: the mean loss, the gradient norm, whether the update is applied, and what
+the step cost; all of it exchanged in one message.
 
 All of it stays on the device, so that the optimizer can follow without the host having looked.
 """
@@ -12,7 +12,7 @@ import torch
 
 from megafrontier.optim.clipping import clip_factor, square_sum
 from megafrontier.signals import stop_requested
-from megafrontier.training.late import on_device
+from megafrontier.training.deferred import on_device
 from megafrontier.training.memory import GIB
 from megafrontier.training.trainer import Trainer
 

@@ -105,7 +105,7 @@ class Watch:
             ear = self._roll.clone()
             threading.Thread(target=self._listen, args=(ear,), name="listen", daemon=True).start()
             if self._neighbours is not None:
-                self._neighbours.watch(self._bereft)
+                self._neighbours.watch(self._on_neighbour_lost)
 
     def connected(self) -> None:
         """What may not move from here on is more than the nodes."""
@@ -187,7 +187,7 @@ class Watch:
         if alarm.rank != self._identity.rank:  # else the thread that raised it sees to it
             self._end(alarm)
 
-    def _bereft(self, rank: int) -> None:
+    def _on_neighbour_lost(self, rank: int) -> None:
         """A neighbour has ended, perhaps for a reason that it is about to tell all ranks."""
         if not self._closed.wait(self._answer_seconds):
             reason = f"rank {rank} has ended"

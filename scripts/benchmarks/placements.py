@@ -74,9 +74,13 @@ def expected_state(engine: Engine) -> int:
     """Bytes of state of one rank by the formula."""
     levels, placement = engine.hierarchy.levels, engine.placement
     units = engine.units
-    fed_back = engine.wires if any(unit.feedback.errors for unit in units) else None
+    feedback_wires = engine.wires if any(unit.feedback.errors for unit in units) else None
     return sum(
-        sum(state_bytes(u.layout.numel, placement, levels, u.weights.itemsize, fed_back).values())
+        sum(
+            state_bytes(
+                u.layout.numel, placement, levels, u.weights.itemsize, feedback_wires
+            ).values()
+        )
         for u in units
     )
 

@@ -89,7 +89,7 @@ def test_where_nothing_moves_those_for_whom_the_others_wait_are_named_on_every_r
     def ask(roll):
         peer = {70: 71, 71: 70, 69: 70}.get(roll.identity.rank)
         at = "link world" if peer else "run.directory" if roll.identity.rank == 9 else ""
-        with roll.standing.at(at, peer):
+        with roll.activity.at(at, peer):
             return roll.answer(hang=True)
 
     expected = [(9, "frontier00001", "run.directory")]

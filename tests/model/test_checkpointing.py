@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megafrontier.model.checkpointing import remembering
+from megafrontier.model.checkpointing import run_checkpointed
 
 
 class Counting(TorchDispatchMode):
@@ -33,7 +33,7 @@ def test_attention_is_kept_unless_it_may_draw_random_numbers(draws):
     weight = torch.randn(16, 16, requires_grad=True)
     x = torch.randn(1, 2, 8, 16, requires_grad=True)
     with Counting() as counting:
-        remembering("selective", block, x, draws_random_numbers=draws).sum().backward()
+        run_checkpointed("selective", block, x, draws_random_numbers=draws).sum().backward()
     forwards = counting.calls["_scaled_dot_product_flash_attention_for_cpu"]
     assert forwards == (2 if draws else 1)
     assert counting.calls["_scaled_dot_product_flash_attention_for_cpu_backward"] == 1

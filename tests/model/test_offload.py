@@ -77,8 +77,8 @@ def test_without_a_backward_nothing_is_parked(is_compiled, make_config, make_mod
 def test_a_copy_on_its_way_is_waited_for_where_nobody_wants_it_any_more():
     """Its memory would be another's while it is written."""
     copies = Clones(torch.device("cpu"))
-    first = offload.Parked(torch.full((2,), 1.0), copies, None)
-    second = offload.Parked(torch.full((2,), 2.0), copies, ref(first))
+    first = offload.Offloaded(torch.full((2,), 1.0), copies, None)
+    second = offload.Offloaded(torch.full((2,), 2.0), copies, ref(first))
     second.fetch()
     assert Clones.asked[-1] == ("back", 0)
     del first

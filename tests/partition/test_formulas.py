@@ -87,7 +87,7 @@ def test_state_held_between_steps_equals_the_formula_within_two_percent(strategy
     placement = Placement.named(strategy, LEVELS)
     chosen = choose_wires(WiresConfig(preset=wires), placement, LEVELS, "bf16")
     low = {} if wires == "exact" else {"wires": chosen, "error_feedback": True}
-    fed_back = chosen if low else None
+    feedback_wires = chosen if low else None
 
     def body(hierarchy):
         rotate_back(rotate(torch.zeros(1, 128)))  # whose matrices stay for all engines
@@ -101,7 +101,7 @@ def test_state_held_between_steps_equals_the_formula_within_two_percent(strategy
         assert engine.pool.held_bytes == pool_formula(engine, 1)
         held = tensor_bytes() - before - engine.buffer_bytes
         parts = [
-            state_bytes(u.layout.numel, placement, LEVELS, dtype.itemsize, fed_back).values()
+            state_bytes(u.layout.numel, placement, LEVELS, dtype.itemsize, feedback_wires).values()
             for u in engine.units
         ]
         return held, sum(map(sum, parts))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megafrontier.cluster.standing import Place, Standing, culprits, decode
+from megafrontier.cluster.activity import Activity, Place, culprits, decode
 
 LINK, STORAGE = "link world", "run.directory"
 
@@ -24,11 +24,11 @@ def test_who_is_stuck_alone_or_with_a_peer_that_is_too_is_one_of_them(places, fo
 
 
 def test_a_place_is_left_but_by_who_fails_there():
-    standing = Standing()
+    activity = Activity()
     told = []
-    with standing.at(LINK, 3):
-        told.append(decode(standing.encode().encode()))
-    told.append(decode(standing.encode().encode()))
-    with pytest.raises(RuntimeError, match="reset by peer"), standing.at(LINK, 3):
+    with activity.at(LINK, 3):
+        told.append(decode(activity.encode().encode()))
+    told.append(decode(activity.encode().encode()))
+    with pytest.raises(RuntimeError, match="reset by peer"), activity.at(LINK, 3):
         raise RuntimeError("reset by peer")
-    assert [*told, decode(standing.encode().encode())] == [Place(LINK, 3), Place(), Place(LINK, 3)]
+    assert [*told, decode(activity.encode().encode())] == [Place(LINK, 3), Place(), Place(LINK, 3)]

@@ -11,7 +11,7 @@ def on_device(values: Sequence[float], device: torch.device) -> torch.Tensor:
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 
-class Late:
+class DeferredRead:
     """float64 [n] that the host reads later. On a GPU they are copied to it behind the work that
     makes them, so that only `read` waits, and only if that work is not over."""
 

@@ -1,4 +1,4 @@
-"""What a rank does while others may have to wait for it; looked at only where nothing moves."""
+"""What a rank is doing now, which others are told once nothing moves any more."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank is at, alone or with one peer (a rank); nothing while it works with many."""
+    """What a rank is doing alone, or with one peer (a rank); empty during work of a whole group."""
 
     what: str = ""
     peer: int | None = None
 
 
-class Standing:
-    """One rank's place, written by the thread that works and read by those that watch it."""
+class Activity:
+    """One rank's `Place`, written by the thread that works and read by those that watch it."""
 
     def __init__(self) -> None:
         self._place = Place()
@@ -28,10 +28,12 @@ class Standing:
         self._place = Place()
 
     def encode(self) -> str:
+        """The place as JSON, for `decode` on another rank."""
         return json.dumps([self._place.what, self._place.peer])
 
 
 def decode(text: bytes) -> Place:
+    """The place that `Activity.encode` has written."""
     return Place(*json.loads(text))
 
 
