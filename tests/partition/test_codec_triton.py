@@ -172,9 +172,9 @@ def test_zeros_of_either_sign(codec):
 def test_magnitudes_down_to_the_subnormal_and_up_to_the_largest(codec, dtype):
     """Rows from 2^-149 to 2^127, each block of its own magnitude; products overflow at the top."""
     exponents = torch.arange(-149, 128).double()
-    values = random(4, exponents.numel() * codec.block, seed=5).double()
-    values = values.view(4, -1, codec.block) * exponents.exp2()[:, None]
-    assert_same_as_reference(codec, values.view(4, -1).to(dtype))
+    values = random(2, exponents.numel() * codec.block, seed=5).double()
+    values = values.view(2, -1, codec.block) * exponents.exp2()[:, None]
+    assert_same_as_reference(codec, values.view(2, -1).to(dtype))
     assert_same_as_reference(codec, torch.full((2, 300), torch.finfo(dtype).max, dtype=dtype))
 
 
