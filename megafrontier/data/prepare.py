@@ -53,6 +53,9 @@ class Summary:
     """Bad lines, rows and texts left out."""
 
 
+_WORD = "a"
+
+
 @dataclass(frozen=True)
 class Job:
     """What a worker has to know."""
@@ -68,8 +71,8 @@ class Job:
         messages = [str(text) for text, _ in texts if isinstance(text, BadText)]
         if messages and not self.skip_bad:
             raise UserError(f"{messages[0]}; --skip-bad leaves such texts out")
-        good = [text for text, _ in texts if isinstance(text, str)]
-        runs = iter(self.tokenizer.encode_batch(good))
+        good = [(text, piece.is_rest) for text, piece in texts if isinstance(text, str)]
+        runs = iter(self._runs(good))
         ids: list[int] = []
         sizes = []
         for text, piece in texts:
@@ -85,8 +88,23 @@ class Job:
             np.array([piece.last for _, piece in texts], bool),
             np.array([isinstance(text, BadText) for text, _ in texts], bool),
             messages,
-            sum(len(text.encode()) for text in good),
+            sum(len(text.encode()) for text, _ in good),
         )
+
+    def _runs(self, texts: Sequence[tuple[str, bool]]) -> list[list[int]]:
+        """Ids of each text; one may be the rest of a document that was cut between two words.
+
+        A rest is encoded behind a word, whose ids are then taken away: by itself it would begin as
+        a text does, for some tokenizers with one more space.
+        """
+        runs = self.tokenizer.encode_batch([_WORD * is_rest + text for text, is_rest in texts])
+        word = self.tokenizer.encode(_WORD)
+        for index, (text, is_rest) in enumerate(texts):
+            if is_rest:
+                run = runs[index]
+                is_apart = run[: len(word)] == word
+                runs[index] = run[len(word) :] if is_apart else self.tokenizer.encode(text)
+        return runs
 
 
 def prepare(

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any, Literal, NoReturn
 
 from megafrontier.data.hub import hub_quieted
@@ -30,6 +31,8 @@ _KINDS: dict[str, Literal["text", "lines", "parquet"]] = {
     ".parquet": "parquet",
 }
 _PACKED_SUFFIXES = (".gz", ".zst")
+_NO_TEXT = (".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".xls", ".xlsx", ".pdf")
+_NO_PACKING = (".bz2", ".xz", ".zip", ".tar", ".tgz", ".7z", ".lz4", ".br")
 _DATASET_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 
 
@@ -119,7 +122,18 @@ def _find(name: str, split: str) -> list[Source]:
     if not _DATASET_NAME.fullmatch(name) or _suffix(path) in _KINDS:
         raise UserError(f"input {name!r}: no such file or folder")
     dataset, _, config = name.partition(":")
+    if dataset in _formats():
+        raise UserError(
+            f"input {name!r}: no such file or folder, and a format's name, no dataset's"
+        )
     return [_dataset_source(name, "load_dataset", split, dataset, config or None)]
+
+
+def _formats() -> set[str]:
+    """Names by which `load_dataset` would read whatever the current folder has of a format."""
+    import datasets.packaged_modules as formats
+
+    return {module.name for module in iter_modules(formats.__path__)}
 
 
 def _find_match(match: str) -> list[Source]:
@@ -130,6 +144,11 @@ def _find_match(match: str) -> list[Source]:
 def _find_file(path: Path) -> Source:
     if not path.is_file():
         raise UserError(f"input {str(path)!r}: a pipe or device, need a file: it is read twice")
+    if path.suffix.lower() in _NO_PACKING:
+        raise UserError(f"input {str(path)!r}: need it unpacked, or packed as .gz or .zst")
+    if _suffix(path).lower() in _NO_TEXT:
+        need = "need one text a line in .jsonl, one a row in .parquet, or plain text"
+        raise UserError(f"input {str(path)!r}: {_suffix(path)}, {need}")
     if _suffix(path) == ".json" and not _is_json_lines(path):
         raise UserError(f"input {str(path)!r}: no JSON lines, need one object a line")
     if _suffix(path) not in _KINDS and _is_json_lines(path):

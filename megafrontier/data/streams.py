@@ -1,5 +1,6 @@
 """Files as streams of bytes: unpacked as they are read, cut at lines, in flat memory."""
 
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ BLOCK_BYTES = 1 << 20
 """Text read, shipped and tokenised at a time; a longer line or document row is taken whole."""
 
 _READ_BYTES = 1 << 18
+_NEAR_END = 1 << 14
+_BETWEEN_WORDS = re.compile(rb"[0-9A-Za-z\x80-\xff] (?=[A-Za-z\x80-\xff])")
 
 
 class Stream:
@@ -88,8 +91,12 @@ class Stream:
 
 
 def cut_characters(block: bytes) -> int:
-    """Where to cut a block of a long text: behind its last line, before its last space, or else
+    """Where to cut a block of a long text: before its last space between two words, which no
+    tokenizer's token goes across; without one behind its last line, before its last space, or else
     before its last UTF-8 character, so that no character is cut in two."""
+    between = list(_BETWEEN_WORDS.finditer(block, max(0, len(block) - _NEAR_END)))
+    if between:
+        return between[-1].start() + 1
     line, space = block.rfind(b"\n") + 1, block.rfind(b" ")
     if line or space > 0:
         return line or space

@@ -19,7 +19,10 @@ def read_texts(piece: Piece, key: str) -> Iterator[str | BadText]:
         for number, row in enumerate(piece.payload, piece.position):
             yield _checked(row, f"{piece.name}: row {number}: column {key!r}")
     elif piece.kind == "text":
-        yield _decode(piece.payload, f"{piece.name}: byte", piece.position)
+        text = _decode(piece.payload, f"{piece.name}: byte", piece.position)
+        if isinstance(text, str) and piece.position == 0:
+            text = text.removeprefix("\ufeff")
+        yield text
     else:
         lines = piece.payload
         if piece.position == 1:

@@ -314,6 +314,39 @@ def test_missing_input_is_refused(tmp_path: Path, name: str) -> None:
         prepared(tmp_path, name)
 
 
+@pytest.mark.parametrize("name", ["text", "json", "csv:default"])
+def test_a_slip_is_not_taken_for_all_that_the_current_folder_has_of_a_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("two lines\nof one document")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"input '{name}': no such file or folder"):
+        find_sources([name])
+
+
+@pytest.mark.parametrize(
+    ("name", "need"),
+    [
+        ("x.csv", r"\.csv, need one text a line in \.jsonl"),
+        ("x.TSV.gz", r"\.TSV, need"),
+        ("x.arrow", r"\.arrow, need"),
+        ("x.txt.xz", r"need it unpacked, or packed as \.gz or \.zst"),
+    ],
+)
+def test_a_table_or_packing_that_is_not_read_is_not_taken_for_a_text(
+    tmp_path: Path, name: str, need: str
+) -> None:
+    (tmp_path / name).write_text("a,b\n1,2\n")
+    with pytest.raises(UserError, match=f"{name}': {need}"):
+        find_sources([str(tmp_path / name)])
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes(codecs.BOM_UTF8 + b"text")
+    assert prepared(tmp_path, tmp_path / "x.txt") == ["text"]
+
+
 def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "image.png").write_bytes(b"")
     with pytest.raises(UserError, match=r"no \.txt, \.md, \.rst, \.py, \.jsonl"):

@@ -100,6 +100,41 @@ def test_a_long_text_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert corpus.document(0).tolist() == [*text.encode(), 256]
 
 
+def save_tokenizer(folder: Path, begins_with_space: bool) -> str:
+    """GPT-2's kind, or as Llama's begins each text with a space that is not there."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    fast = Tokenizer(models.BPE())
+    if begins_with_space:
+        fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        fast.decoder = decoders.Metaspace(prepend_scheme="first")
+    else:
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        fast.decoder = decoders.ByteLevel()
+    fast.train_from_iterator(
+        [Path(os.__file__).read_text()],
+        trainers.BpeTrainer(vocab_size=500, special_tokens=["<eos>"], show_progress=False),
+    )
+    PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<eos>").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", ["ours", "as GPT-2", "as Llama"])
+def test_a_long_text_has_the_tokens_that_it_has_in_one_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    for module in ("sources", "streams"):
+        monkeypatch.setattr(f"megafrontier.data.{module}.BLOCK_BYTES", 3000)
+    spec = GENERAL if kind == "ours" else save_tokenizer(tmp_path / "tok", kind == "as Llama")
+    text = Path(os.__file__).read_text().replace("\n\n", "\n\n\n")
+    (tmp_path / "long.txt").write_text(text)
+    prepare([str(tmp_path / "long.txt")], spec, tmp_path / "made", 1)
+    assert len(text) > 30_000
+    made = IndexedDataset(tmp_path / "made").document(0).tolist()
+    assert made == load_tokenizer(spec).encode(text)
+
+
 def test_a_long_text_that_ends_in_nothing_to_say_ends_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

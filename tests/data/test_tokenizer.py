@@ -1,6 +1,7 @@
 """Tokenizers: every text comes back, whatever the kind, and what is saved loads again."""
 
 import gzip
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -268,7 +269,7 @@ def test_a_model_with_pieces_across_lines_gives_the_ids_of_sentencepiece(
     assert load_tokenizer(str(tmp_path / "other.model")).encode(text) == theirs.encode(text)
 
 
-def save_fast_bpe(folder: Path, **baked: Any) -> None:
+def save_fast_bpe(folder: Path, eos: str = "<eos>", **baked: Any) -> None:
     """A byte-level BPE tokenizer of Hugging Face's; `baked`: a truncation its file asks for."""
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -279,10 +280,10 @@ def save_fast_bpe(folder: Path, **baked: Any) -> None:
     fast.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=400, special_tokens=[eos], initial_alphabet=alphabet, show_progress=False
     )
     fast.train(SOURCES, trainer)
-    PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<eos>").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=eos).save_pretrained(folder)
     if baked:
         fast.enable_truncation(**baked)
         fast.save(str(folder / "tokenizer.json"))
@@ -296,6 +297,23 @@ def test_a_hugging_face_folder_is_a_tokenizer(tmp_path: Path) -> None:
         assert tokenizer.decode(ids) == text
     tokenizer.save(tmp_path / "again")
     assert load_tokenizer(str(tmp_path / "again")).encode(TEXTS[3]) == tokenizer.encode(TEXTS[3])
+
+
+def test_the_files_of_gpt_neox_and_megatron_lm_are_tokenizers(tmp_path: Path) -> None:
+    """Neither says what ends a document; both vocabularies have it."""
+    save_fast_bpe(tmp_path / "saved", eos="<|endoftext|>")
+    theirs = load_tokenizer(str(tmp_path / "saved"))
+    (tmp_path / "gpt2").mkdir()
+    lone = tmp_path / "20B_tokenizer.json"
+    shutil.copy(tmp_path / "saved" / "tokenizer.json", lone)
+    model = json.loads(lone.read_text())["model"]
+    (tmp_path / "gpt2" / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = "\n".join(" ".join(pair) for pair in model["merges"])
+    (tmp_path / "gpt2" / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+    for spec in (lone, tmp_path / "gpt2"):
+        found = load_tokenizer(str(spec))
+        assert (found.vocab_size, found.eod) == (400, theirs.eod)
+        assert found.encode_batch(TEXTS[:7]) == theirs.encode_batch(TEXTS[:7])
 
 
 @pytest.mark.parametrize("baked", [{}, {"max_length": 3}])
