@@ -100,9 +100,13 @@ def test_a_long_text_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert corpus.document(0).tolist() == [*text.encode(), 256]
 
 
+def spread_lines() -> str:
+    return Path(os.__file__).read_text().replace("\n", "\n\n\n")
+
+
 def save_tokenizer(folder: Path, begins_with_space: bool) -> str:
     """GPT-2's kind, or as Llama's begins each text with a space that is not there."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     fast = Tokenizer(models.BPE())
@@ -113,9 +117,13 @@ def save_tokenizer(folder: Path, begins_with_space: bool) -> str:
         fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         fast.decoder = decoders.ByteLevel()
     fast.train_from_iterator(
-        [Path(os.__file__).read_text()],
+        [spread_lines()],
         trainers.BpeTrainer(vocab_size=500, special_tokens=["<eos>"], show_progress=False),
     )
+    if begins_with_space:
+        fast.pre_tokenizer = None
+        replace = normalizers.Replace(" ", "\u2581")
+        fast.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), replace])
     PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<eos>").save_pretrained(folder)
     return str(folder)
 
@@ -126,8 +134,9 @@ def test_a_long_text_has_the_tokens_that_it_has_in_one_piece(
 ) -> None:
     for module in ("sources", "streams"):
         monkeypatch.setattr(f"megafrontier.data.{module}.BLOCK_BYTES", 3000)
+    monkeypatch.setattr("megafrontier.data.streams._READ_BYTES", 1000)
     spec = GENERAL if kind == "ours" else save_tokenizer(tmp_path / "tok", kind == "as Llama")
-    text = Path(os.__file__).read_text().replace("\n\n", "\n\n\n")
+    text = spread_lines()
     (tmp_path / "long.txt").write_text(text)
     prepare([str(tmp_path / "long.txt")], spec, tmp_path / "made", 1)
     assert len(text) > 30_000
