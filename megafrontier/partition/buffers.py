@@ -24,7 +24,9 @@ def unit_buffer_bytes(
 
     `numels` are the elements of the units that take turns, in the order in which they run, `root`
     those of the unit that does not (0: none); `prefetch` units are gathered ahead, None without
-    overlap: whole weights of one more are there, and gradients of two more.
+    overlap: whole weights of one more are there, and gradients of two more. The root's gradient is
+    taken to come in the whole of a backward; where it comes last, and is as long as a block's, it
+    has the buffer of one.
     """
     ahead = min(prefetch or 0, max(len(numels) + bool(root) - 1, 0))
     weights = gradients = 0
@@ -33,10 +35,8 @@ def unit_buffer_bytes(
         weights = root + sum(max(numels[first :: ahead + 1]) for first in turns)
     if placement.gradients:
         waiting = 1 if prefetch is None else ahead + 2
-        sizes = Counter(numel for numel in (*numels, root) if numel)
-        # So many may wait that a unit's next gradient is made while its last one does.
-        again = waiting > sum(sizes.values()) > 1
-        gradients = sum(numel * min(count + again, waiting) for numel, count in sizes.items())
+        sizes = Counter(numels)
+        gradients = root + sum(numel * min(count, waiting) for numel, count in sizes.items())
     return (weights + gradients) * itemsize
 
 

@@ -253,6 +253,7 @@ class Unit:
         self._flat.put(index, fresh)
 
     def _start_gradient(self) -> None:
+        self.finish_reducing()  # a unit has one buffer at a time
         self._flat.start(self._pool.take_gradient(self.layout.numel))
 
     def start_reducing(self) -> None:
@@ -263,7 +264,6 @@ class Unit:
             return
         if self._flat.whole is None:
             self._start_gradient()
-        self.finish_reducing()  # done long since, but for a unit that is reduced twice
         self._lent = self._flat.complete()
         slot = self._moves.reduce(self._lent, 0, depth, self._reducing.label, self.feedback.errors)
         self._moves.then(slot, depth - 1, partial(self._accumulate, self._is_fresh))

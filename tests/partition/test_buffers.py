@@ -7,6 +7,7 @@ from megafrontier.partition import STRATEGIES
 from megafrontier.partition import wires as wires_module
 from megafrontier.partition.buffers import MessageBuffers
 from megafrontier.partition.pool import Pool
+from megafrontier.partition.wires import Wire
 from tests.partition.tiny import (
     LEVELS,
     engine_step,
@@ -29,14 +30,18 @@ def train(hierarchy, strategy, dtype=torch.bfloat16, **options):
     return engine
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["no root", "tied", "rest_is_root"])
 @pytest.mark.parametrize("strategy", ["topo", "zero2"])
 @pytest.mark.parametrize(
     ("overlap", "prefetch"), [("none", 1), ("safe", 0), ("safe", 1), ("full", 2), ("full", 9)]
 )
-def test_buffers_of_units_are_those_of_the_formula(strategy, tied, overlap, prefetch):
+def test_buffers_of_units_are_those_of_the_formula(strategy, kind, overlap, prefetch):
+    """The gradients of a root of all but the blocks, as long as one of them, come from the first to
+    the last."""
+    chosen = {} if kind == "no root" else {kind: True}
+
     def body(hierarchy):
-        engine = train(hierarchy, strategy, tied=tied, overlap=overlap, prefetch=prefetch)
+        engine = train(hierarchy, strategy, overlap=overlap, prefetch=prefetch, **chosen)
         ahead = None if overlap == "none" else prefetch
         return engine.pool.held_bytes, pool_formula(engine, ahead)
 
@@ -108,7 +113,7 @@ def test_so_they_are_on_other_machines(sizes):
 
 
 @pytest.mark.parametrize("overlap", ["none", "safe", "full"])
-@pytest.mark.parametrize("name", ["exact", "zero++", "low"])
+@pytest.mark.parametrize("name", ["exact", "zero++", "low", "int4 in the pair"])
 def test_messages_lie_in_the_same_memory_step_after_step(name, overlap, monkeypatch):
     """What the second step sent and received, and sums, the first one had made. All that it used is
     held on to, so that nothing new can lie where it lay."""
@@ -129,12 +134,20 @@ def test_messages_lie_in_the_same_memory_step_after_step(name, overlap, monkeypa
             note(out, parts)
             exchange(out, parts, group, sizes)
 
+        def reduce(wire, *given):
+            found = add(wire, *given)
+            note(found[0])
+            return found
+
         gather, exchange = wires_module.all_gather, wires_module.all_to_all
         monkeypatch.setattr(wires_module, "all_gather", all_gather)
         monkeypatch.setattr(wires_module, "all_to_all", all_to_all)
+        add = Wire.reduce
+        monkeypatch.setattr(Wire, "reduce", reduce)
+        inside = {"reduce": {"pair": "int4"}} if name == "int4 in the pair" else {}
         found = []
         for strategy in ("zero1", "zero3", "mics", "topo"):
-            wires = preset(name, strategy, LEVELS, "bf16")
+            wires = preset("low" if inside else name, strategy, LEVELS, "bf16", **inside)
             chosen = {"wires": wires, "overlap": overlap, "error_feedback": True}
             model, engine = place(hierarchy, strategy, torch.bfloat16, **chosen)
             optimizer = make_optimizer(engine)

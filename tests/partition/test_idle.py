@@ -215,6 +215,27 @@ def losses_alone(without: Sequence[int]) -> list[list[float]]:
     return losses
 
 
+@pytest.mark.parametrize("strategy", ["topo", "zero3", "ddp"])
+def test_blocks_that_a_step_leaves_out_have_no_gradient_of_the_step_before(strategy):
+    def body(hierarchy):
+        model = Shortened()
+        blocks = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
+        placement = Placement.named(strategy, hierarchy.levels)
+        engine = shard(model, blocks, placement, hierarchy)
+        idle = [unit.name in ("blocks.1", "blocks.2") for unit in engine.units]
+        sizes = []
+        for without in ((), (1, 2)):
+            engine.backward(model(hierarchy.rank, without), is_last=True)
+            norms = [gradient.norm() for gradient in engine.finish_gradients()]
+            sizes.append(hierarchy.sum(torch.stack(norms).double())[idle].tolist())
+            engine.clear_gradients()
+        return sizes
+
+    for first, second in run_ranks((2, 2), body):
+        assert all(size > 0 for size in first)
+        assert second == [0, 0]
+
+
 @pytest.mark.parametrize("overlap", ["none", "safe", "full"])
 @pytest.mark.parametrize("without", [[0], [0, 1, 2], [1, 2], [2, 3]], ids=str)
 def test_blocks_that_one_micro_batch_leaves_out_have_todays_weights_in_the_next(without, overlap):

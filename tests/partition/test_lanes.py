@@ -139,15 +139,15 @@ def test_a_device_is_done_with_an_engines_memory_before_that_goes(monkeypatch):
 def test_safe_has_one_lane_and_full_one_a_level():
     def lane_count(policy):
         lanes = Lanes(policy, 3, CPU, Turn())
-        names = set()
+        threads = set()
 
         def note():
-            names.add(threading.current_thread().name)
+            threads.add(threading.get_ident())
 
         tickets = [lanes.run(lanes.number(level), note, DONE) for level in range(3)]
         for ticket in tickets:
             ticket.wait()
-        return len(names), threading.current_thread().name in names
+        return len(threads), threading.get_ident() in threads
 
     assert lane_count("none") == (1, True)
     assert lane_count("safe") == (1, False)

@@ -152,12 +152,15 @@ def place(
     strategy: str,
     dtype: torch.dtype = torch.float32,
     tied: bool = False,
+    rest_is_root: bool = False,
     **options: Any,
 ) -> tuple[TinyModel, Engine]:
-    """A model and its engine, whose ledger is empty; `options` are those of `shard`."""
+    """A model and its engine, whose ledger is empty; `options` are those of `shard`. With
+    `rest_is_root` embedding and head have no units of their own."""
     model = TinyModel(tied)
     placement = Placement.named(strategy, hierarchy.levels)
-    engine = shard(model, model.units(), placement, hierarchy, dtype=dtype, **options)
+    units = [u for u in model.units() if not rest_is_root or u[0].startswith("blocks")]
+    engine = shard(model, units, placement, hierarchy, dtype=dtype, **options)
     engine.ledger.take()
     return model, engine
 

@@ -83,13 +83,16 @@ def test_a_finite_loss_is_told_though_its_gradient_is_not(config_file):
     assert all(0 < line["loss"] < 10 for line in skipped)
 
 
-def test_a_skipped_step_leaves_nothing_unsaid_for_the_next(config_file):
-    """A spike's rounding error, fed back, would be larger than the next gradient."""
+@pytest.mark.parametrize("strategy", ["topo", "zero1"])
+def test_a_skipped_step_leaves_nothing_unsaid_for_the_next(config_file, strategy):
+    """A spike's rounding error, fed back, would be larger than the next gradient. With zero1 there
+    are errors of two levels."""
 
     def body(hierarchy):
         # So wide that no rank sends padding alone, of which nothing is left unsaid.
         wide = "model.ffn_hidden=48"
-        config = runs.load(config_file, wide, "partition.wires=low", "evaluate.batches=0")
+        chosen = (f"partition.strategy={strategy}", "partition.wires=low")
+        config = runs.load(config_file, wide, *chosen, "evaluate.batches=0")
         trainer = build_trainer(config, arrange(config, hierarchy.size), hierarchy)
         judged, sizes = trainer.spikes.judge, []
         for is_spike in (0.0, 1.0):
