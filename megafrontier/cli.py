@@ -276,8 +276,10 @@ def _generate(arguments: argparse.Namespace) -> None:
 
     keys = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "device")
     chosen = {key: getattr(arguments, key) for key in keys}
-    generate_command(arguments.checkpoint, arguments.prompt, show, **chosen)
+    note = generate_command(arguments.checkpoint, arguments.prompt, show, **chosen)
     print()
+    if note:
+        print(f"megafrontier: {note}", file=sys.stderr)
 
 
 def _add_export(commands: Any) -> None:

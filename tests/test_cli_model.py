@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megafrontier.cli import main
+from megafrontier.config import load_config
 from megafrontier.data.prepare import prepare
 from megafrontier.data.tokenizer import ByteTokenizer
 from megafrontier.errors import FAILED
@@ -112,6 +113,7 @@ def test_evaluate_takes_overrides_and_a_config(life, capfd):
     ("override", "said"),
     [
         ("tokenizer=/nowhere", "tokenizer '/nowhere'"),
+        ("data.train=[]", "data.valid: empty, need a corpus to evaluate on"),
         ("machine=frontier", "machine: not used by evaluate"),
         ("machine.device.memory_gib=1", "machine.device.memory_gib: not used by evaluate"),
         ("partition.strategy=topo", "partition.strategy: not used by evaluate"),
@@ -187,6 +189,15 @@ def test_generated_text_keeps_its_space_behind_the_prompt(life, capfd, monkeypat
     monkeypatch.setattr(standalone, "generate", lambda *_, **__: iter(tokens))
     text = run_command(capfd, "generate", life / "run", "--prompt", "Der Fluß")
     assert text.rstrip("\n") == "Der Fluß ist breit"
+
+
+def test_a_text_that_ends_because_the_context_is_full_says_so(life, capfd):
+    words = ["generate", str(life / "run"), "--prompt", "Der Fluß", "--temperature", "0"]
+    length = load_config(life / "config.yaml").model.sequence_length
+    full = f"megafrontier: ended at the {length} tokens of model.sequence_length\n"
+    for count, told in ((3, ""), (length, full)):
+        assert main([*words, "--max-new-tokens", str(count)]) == 0
+        assert capfd.readouterr().err == told
 
 
 def test_a_prompt_that_is_no_text_is_refused_in_one_line(life, capfd):

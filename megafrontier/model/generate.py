@@ -124,8 +124,9 @@ def check_request(
 ) -> None:
     """Raises UserError as `generate` does, which a model of 80 GB need not be loaded for."""
     limit, vocab_size = model.sequence_length - 1, model.vocab_size
+    key = "model.sequence_length - 1"
     _need(len(prompt) > 0, "prompt", "no tokens", "need at least one")
-    _need(len(prompt) <= limit, "prompt", f"{len(prompt)} tokens", f"at most {limit}")
+    _need(len(prompt) <= limit, "prompt", f"{len(prompt)} tokens", f"at most {limit} ({key})")
     unknown = next((t for t in prompt if not 0 <= t < vocab_size), None)
     _need(unknown is None, "prompt", f"token {unknown}", f"need 0 to {vocab_size - 1}")
     _need(max_new_tokens >= 0, "max_new_tokens", max_new_tokens, "need 0 or more")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -94,9 +94,11 @@ def refuse_sharded(model: nn.Module) -> None:
 
 def mark_sharded(model: nn.Module, modules: Iterable[nn.Module], is_whole: bool) -> None:
     """Let `refuse_sharded` know it, and unless `is_whole`, every rank's parameters are the masters,
-    refuse state dicts of these modules: what parameters hold is shown, not kept."""
+    refuse copies, and state dicts of these modules: what parameters hold is shown, not kept."""
     for module in model.modules():
         setattr(module, _MARK, True)
+        if not is_whole:
+            module.__deepcopy__ = _refuse_copy  # type: ignore[assignment]
     for module in () if is_whole else modules:
         module.register_state_dict_pre_hook(_refuse_state_dict)
         module.register_load_state_dict_pre_hook(_refuse_state_dict)
@@ -107,6 +109,13 @@ def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
         f"state dict of a sharded {type(module).__name__}: its parameters are views of what the "
         "engine gathers; the values are the shards in engine.units, `published` and `master`; "
         'open_checkpoint(path).tensor("weight", name) has each whole'
+    )
+
+
+def _refuse_copy(_memo: Any) -> NoReturn:
+    raise RuntimeError(
+        "deepcopy of a sharded model: its parameters are views of what the engine gathers, and a "
+        "copy's would stay as they are; take averages of the masters in engine.units"
     )
 
 

@@ -75,23 +75,29 @@ def draw_traffic(runs: Sequence[Run], path: Path) -> None:
     _save(figure, path)
 
 
-def smooth(values: Sequence[float]) -> list[float]:
+def smooth(values: Sequence[float], longest: int = 0) -> list[float]:
     """Mean of the middle half of the 7 to 101 points around each one: no single spike moves it.
 
-    Few values come back as they are.
+    `longest`: of the lines beside which these values are drawn the longest one's points, for all of
+    them are to be smoothed alike. Few values come back as they are.
     """
     if len(values) < _FEW:
         return list(values)
-    return [_middle_around(values, i) for i in range(len(values))]
+    reach = _reach(max(longest, len(values)))
+    return [_middle_around(values, i, reach) for i in range(len(values))]
 
 
 def last_smooth(values: Sequence[float]) -> float:
     """The last of `smooth(values)`, without the others."""
-    return values[-1] if len(values) < _FEW else _middle_around(values, len(values) - 1)
+    few = len(values) < _FEW
+    return values[-1] if few else _middle_around(values, len(values) - 1, _reach(len(values)))
 
 
-def _middle_around(values: Sequence[float], i: int) -> float:
-    reach = min(max(len(values) // 80, 3), 50)  # at most 50: long runs stay quick to draw
+def _reach(points: int) -> int:
+    return min(max(points // 80, 3), 50)  # at most 50: long runs stay quick to draw
+
+
+def _middle_around(values: Sequence[float], i: int, reach: int) -> float:
     # At the start the window shrinks to stay centred, for the loss falls fast there; never to
     # one point, for the first step is a slow one.
     back, ahead = min(reach, i), min(reach, max(i, 3))
@@ -134,6 +140,7 @@ def _loss_label(run: Run) -> str:
 
 def _lines(axis: Any, runs: Sequence[Run], key: str, smoothed: bool = True) -> None:
     """One line a run; with `smoothed` the values themselves stand faint behind it."""
+    longest = max((len(run.series(key)[1]) for run in runs), default=0)
     for index, run in enumerate(runs):
         look = run_look(index)
         for steps, values in _stretches(*run.series(key)):
@@ -141,7 +148,7 @@ def _lines(axis: Any, runs: Sequence[Run], key: str, smoothed: bool = True) -> N
                 axis.plot(steps, values, **look, linewidth=1.4, marker="o", ms=4)
             elif smoothed:
                 axis.plot(steps, values, color=look["color"], alpha=0.25, linewidth=0.8)
-                axis.plot(steps, smooth(values), **look, linewidth=1.8)
+                axis.plot(steps, smooth(values, longest), **look, linewidth=1.8)
             else:
                 axis.plot(steps, values, **look, linewidth=1.2)
 

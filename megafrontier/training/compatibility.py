@@ -67,6 +67,7 @@ def _function(model: ModelConfig) -> dict[str, Any]:
         "position": model.position,
         "rotary_fraction": rotary_size(model) / head_size(model),
         "parallel_residual": model.parallel_residual,
+        "sequence_length": model.sequence_length if model.position == "learned" else None,
     }
 
 

@@ -22,8 +22,9 @@ class Guard(Callback):
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         """Count and tell of a skipped step. Raises RunFailed at one too many."""
         is_finite = result.spiked or not result.skipped
-        if is_finite or not _looks_for_scale(trainer, result):
-            self._in_a_row = 0 if is_finite else self._in_a_row + 1
+        if not is_finite and _looks_for_scale(trainer, result):
+            return  # the progress line says so, and its samples are as good as any
+        self._in_a_row = 0 if is_finite else self._in_a_row + 1
         if result.skipped:
             self._logbook.remark(_how_to_leave_out(result, trainer.loader))
         limit = trainer.config.train.nonfinite_limit

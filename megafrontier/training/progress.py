@@ -1,7 +1,7 @@
 """What a person sees of a running training: one live line, or plain lines in a log."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from statistics import median
 from types import TracebackType
@@ -10,6 +10,8 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
+
+from megafrontier.optim.loss_scale import LEAST
 
 
 class Progress:
@@ -107,12 +109,20 @@ def format_line(values: dict[str, Any], steps: int, eta_seconds: float | None) -
     """
     parts = [f"step {values['step']}/{steps}"]
     if values.get("skipped"):
-        why = "spike in loss or gradient" if values.get("spike") else "loss or gradient not finite"
-        parts.append(f"skipped: {why}")
+        parts.append(f"skipped: {_why_skipped(values)}")
     parts += [show(values[key]) for key, show in _PARTS.items() if values.get(key) is not None]
     if eta_seconds is not None:
         parts.append(f"ETA {format_duration(eta_seconds)}")
     return "  ".join(parts)
+
+
+def _why_skipped(values: Mapping[str, Any]) -> str:
+    if values.get("spike"):
+        return "spike in loss or gradient"
+    scale = values.get("loss_scale", 0)
+    if scale > LEAST and values.get("loss") is not None:
+        return f"gradient too large for fp16, loss scale lowered to {scale:g}"
+    return "loss or gradient not finite"
 
 
 def format_count(number: float) -> str:

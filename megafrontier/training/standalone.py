@@ -140,8 +140,9 @@ def generate_command(
     show: Callable[[str], Any],
     device: str = "any",
     **sampling: Any,
-) -> None:
+) -> str | None:
     """Continue `prompt` with the model of a checkpoint, handing each piece of text to `show`.
+    Returns what else is to be told: that the context was full before `max_new_tokens` had come.
 
     `device`: `cpu`, or `any` for a GPU where there is one and the model was not trained on the CPU.
     `sampling` as in `model.generate.generate`. Raises UserError for a bad checkpoint or value, and
@@ -172,8 +173,20 @@ def generate_command(
     with out_of_memory_told(str(where), "--device cpu, or a shorter text"):
         model = load_model(checkpoint, config, where)
         show(prompt)
-        for text in stream_text(generate(model, tokens, **sampling), tokenizer.decode, tokens):
+        new: list[int] = []
+        made = _noted(generate(model, tokens, **sampling), new)
+        for text in stream_text(made, tokenizer.decode, tokens):
             show(text)
+    length = config.model.sequence_length
+    if len(new) < sampling["max_new_tokens"] and len(tokens) + len(new) == length:
+        return f"ended at the {length} tokens of model.sequence_length"
+    return None
+
+
+def _noted(tokens: Iterator[int], seen: list[int]) -> Iterator[int]:
+    for token in tokens:
+        seen.append(token)
+        yield token
 
 
 def export_command(path: Path, out: Path, precision: str) -> str:
@@ -258,6 +271,10 @@ def evaluate_command(
         target = find_target(path, overrides)
         if target.config.evaluate.batches == 0:
             raise UserError("evaluate.batches: 0, need at least 1")
+        data = target.config.data
+        if not (data.valid or data.train):
+            need = "need a corpus to evaluate on: 'data.valid=[{path: …}]'"
+            raise UserError(f"data.valid: empty, {need}")
         return target
 
     target = prepared(read, nproc)

@@ -274,12 +274,14 @@ def test_a_model_that_is_sharded_already_its_parts_and_copies_are_refused(placem
     def body(hierarchy):
         model = Net()
         shard(model, model.units(), placement, hierarchy)
-        for again in (model, copy.deepcopy(model)):
-            with pytest.raises(UserError, match="model: sharded already"):
-                shard(again, again.units(), placement, hierarchy)
-        part = copy.deepcopy(model.blocks[0])
+        with pytest.raises(UserError, match="model: sharded already"):
+            shard(model, model.units(), placement, hierarchy)
+        part = model.blocks[0]
         with pytest.raises(UserError, match="model: sharded already"):
             shard(nn.Sequential(part), [("0", part)], placement, hierarchy)
+        for whole in (model, part):
+            with pytest.raises(RuntimeError, match="deepcopy of a sharded model"):
+                copy.deepcopy(whole)
         return True
 
     assert all(run_ranks((2, 2), body))
@@ -303,11 +305,13 @@ def test_a_state_dict_is_refused_where_it_would_be_of_other_weights(placement, d
         shard(model, model.units(), placement, hierarchy, dtype=dtype)
         if is_right:
             model.load_state_dict({name: value + 1 for name, value in values.items()})
-            found = model.state_dict()
+            found = copy.deepcopy(model).state_dict()
             return all(torch.equal(found[name], value + 1) for name, value in values.items())
         for act in (model.state_dict, lambda: model.load_state_dict(values)):
             with pytest.raises(RuntimeError, match="state dict of a sharded Net"):
                 act()
+        with pytest.raises(RuntimeError, match="deepcopy of a sharded model"):
+            copy.deepcopy(model)
         with pytest.raises(RuntimeError, match="state dict of a sharded Linear"):
             model.blocks[1].state_dict()
         return True

@@ -204,6 +204,12 @@ def test_smoothing_follows_a_fall_and_ignores_a_spike():
     assert last_smooth(falling) == smooth(falling)[-1]
 
 
+def test_runs_of_different_length_are_smoothed_alike():
+    rising = [float(step) ** 0.5 for step in range(3000)]
+    short = smooth(rising[:1000], longest=3000)
+    assert short[:900] == smooth(rising)[:900] != smooth(rising[:1000])[:900]
+
+
 def test_a_free_placement_is_spelt_out(tmp_path):
     config = Config()
     assert strategy_of(config) == "topo"

@@ -81,6 +81,9 @@ def test_a_finite_loss_is_told_though_its_gradient_is_not(config_file):
     skipped = [line for line in lines if line.get("skipped")]
     assert skipped
     assert all(0 < line["loss"] < 10 for line in skipped)
+    log = (config_file.parent / "run" / "log.txt").read_text()
+    assert log.count("gradient too large for fp16, loss scale lowered to") == len(skipped)
+    assert "data.skip" not in log  # the samples are not to blame
 
 
 @pytest.mark.parametrize("strategy", ["topo", "zero1"])

@@ -59,6 +59,10 @@ def test_an_evaluation_shows_the_validation_loss_alone():
 def test_a_skipped_step_says_why():
     line = format_line(STEP | {"loss": None, "grad_norm": None, "skipped": True}, 2000, 1)
     assert "skipped: loss or gradient not finite" in line
+    overflow = STEP | {"grad_norm": float("inf"), "skipped": True, "loss_scale": 512.0}
+    assert "skipped: gradient too large for fp16, loss scale lowered to 512" in format_line(
+        overflow, 2000, 1
+    )
     assert "grad 0" not in line
 
 
