@@ -118,6 +118,8 @@ def test_evaluate_takes_overrides_and_a_config(life, capfd):
         ("machine.device.memory_gib=1", "machine.device.memory_gib: not used by evaluate"),
         ("partition.strategy=topo", "partition.strategy: not used by evaluate"),
         ("train.compile=true", "train.compile: not used by evaluate"),
+        ("optimizer.lr=7", "optimizer.lr: not used by evaluate"),
+        ("run.name=other", "run.name: not used by evaluate"),
     ],
 )
 def test_evaluate_ignores_no_override(life, capfd, override, said):
@@ -152,9 +154,11 @@ def test_evaluate_says_when_it_reads_what_is_held_out_more_than_once(life, capfd
     assert re.search(r"evaluate.batches: 50, 800 samples of \S+/text, but \d+ are held out", often)
 
 
-def test_evaluate_needs_no_optimizer(life, capfd):
+def test_evaluate_needs_no_optimizer(life, capfd, tmp_path):
     """apex is where the run was trained."""
-    assert numbers(run_command(capfd, "evaluate", life / "run", "optimizer.fused=apex"))[0] > 0
+    config = tmp_path / "apex.yaml"
+    config.write_text(f"defaults: {life}/run/config.yaml\noptimizer: {{fused: apex}}\n")
+    assert numbers(run_command(capfd, "evaluate", config))[0] > 0
 
 
 def test_evaluate_does_not_read_the_training_data(life, capfd):

@@ -44,7 +44,8 @@ def identify(environment: Mapping[str, str]) -> Identity:
     """Read the identity from environment variables.
 
     A local parent wins over Slurm (`--nproc` inside an allocation), and torchrun over Slurm
-    (torchrun started by srun). Raises UserError when what is set does not fit together.
+    (torchrun started by srun). Other launchers set what torchrun does. Raises UserError when what
+    is set does not fit together.
     """
     if "MEGAFRONTIER_LOCAL" in environment:
         found = _from_local(environment)
@@ -52,6 +53,8 @@ def identify(environment: Mapping[str, str]) -> Identity:
         found = _from_torchrun(environment)
     elif "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
         found = _from_slurm(environment)
+    elif "RANK" in environment and "WORLD_SIZE" in environment:  # of another launcher, torch's way
+        found = _from_torchrun(environment)
     else:
         found = Identity(0, 1, 0, "alone", host=socket.gethostname())
     if not 0 <= found.rank < found.world_size:

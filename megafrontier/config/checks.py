@@ -59,6 +59,10 @@ def _check_level(key: str, level: LevelConfig, outermost: bool) -> None:
     _need_positive({f"{key}.gigabytes_per_second": level.gigabytes_per_second})
 
 
+TOO_MANY = 2**31
+"""Of anything: what torch and others of integers of 32 bits take is below."""
+
+
 def _need(condition: bool, key: str, value: Any, fits: str) -> None:
     if not condition:
         raise UserError(f"{key}: {value}, {fits}")
@@ -91,6 +95,7 @@ def _check_ranges(config: Config) -> None:
     }
     for key, count in at_least_one.items():
         _need(count is None or count >= 1, key, count, "need at least 1")
+        _need(count is None or count < TOO_MANY, key, count, f"need less than {TOO_MANY}")
     not_negative: dict[str, float] = {
         "run.seed": config.run.seed,
         "train.clip_grad_norm": train.clip_grad_norm,

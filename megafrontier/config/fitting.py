@@ -57,7 +57,7 @@ def _check_fields(kind: Any, value: Any, key: str) -> None:
             near = get_close_matches(str(name), kinds, n=1)
             meant = f"did you mean {near[0]}? " if near else ""
             raise UserError(
-                f"{_joined(key, name)}: {_shown(part)}, no such key; "
+                f"{_joined(key, _shown(name))}: {_shown(part)}, no such key; "
                 f"{meant}known keys: {', '.join(kinds)}"
             )
         check_fit(kinds[name], part, _joined(key, name))
@@ -85,6 +85,8 @@ def _leaf_fits(kind: Any, value: Any) -> bool:
         return kind is bool and isinstance(value, bool)
     if kind is float:
         return isinstance(value, int | float) and math.isfinite(value)
+    if kind is int:
+        return isinstance(value, int) and abs(value) < 2**63
     return isinstance(value, int | float | str) if kind is str else isinstance(value, kind)
 
 

@@ -2,6 +2,7 @@
 
 import sysconfig
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
@@ -46,10 +47,17 @@ def config_from_dict(values: dict[str, Any], origin: str, overrides: Sequence[st
 
 def _resolve(values: DictConfig, overrides: Sequence[str], origin: str) -> Config:
     _spell_out(values)
+    as_saved = deepcopy(values)
     for override in overrides:
         _apply_override(values, override)
         _spell_out(values)
-    config: Config = _structure(Config, values, origin)
+    try:
+        config: Config = _structure(Config, values, origin)
+    except UserError:
+        if overrides:  # the file is to blame only if it is wrong by itself
+            _structure(Config, as_saved, origin)
+            _structure(Config, values, "")
+        raise
     for key, text in _texts("", config_to_dict(config)):
         if "${" in text:  # saved as it is, and taken for a reference when it is read again
             raise UserError(f"{key}: {text}, need it without ${{")
@@ -222,12 +230,14 @@ def _have_list(values: DictConfig, key: str) -> None:
 
 
 def _structure(schema: type, values: Any, origin: str) -> Any:
+    """`values` as `schema`; `origin` begins what is said of bad ones."""
+    place = f"{origin}: " if origin else ""
     try:
         check_fit(schema, OmegaConf.to_container(values, resolve=False))
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
     except UserError as error:
-        raise UserError(f"{origin}: {error}") from error
+        raise UserError(f"{place}{error}") from error
     except OmegaConfBaseException as error:  # what is left are interpolations
         key = getattr(error, "full_key", None)
         reason = str(error).split("\n")[0]
-        raise UserError(f"{origin}: {f'{key}: ' if key else ''}{reason}") from error
+        raise UserError(f"{place}{f'{key}: ' if key else ''}{reason}") from error

@@ -183,12 +183,12 @@ class OptimizerConfig:
 @dataclass
 class ScheduleConfig:
     name: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    """Course of the learning rate after the warm-up: to `min_lr` at `train.steps`; constant stays
-    at `optimizer.lr`."""
+    """Course of the learning rate after the warm-up: to `min_lr`, which the step after the last one
+    would have; constant stays at `optimizer.lr`."""
     warmup_steps: int = 0
     """Steps of linear warm-up."""
     min_lr: float = 0.0
-    """Learning rate at the end."""
+    """Learning rate that the course leads to."""
     decay_fraction: float = 0.2
     """wsd: the last part of the steps, in which the rate falls linearly."""
 
@@ -302,8 +302,9 @@ class DeviceConfig:
     """any: an accelerator where there is one. cpu: the CPU, whatever else there is. Or an
     accelerator's name: then a launcher's ranks must find one."""
     memory_gib: float | None = None
-    """Memory of one device. In the pre-flight a host fails where less than 90 % of it is free; a
-    run whose state, buffers and blocks' inputs on a rank are more than all of it is refused."""
+    """Memory of one device. In the pre-flight a host fails where less than 90 % of it is free
+    (on a CPU: installed); a run whose state, buffers and blocks' inputs on a rank are more than all
+    of it is refused."""
     peak_tflops: float | None = None
     """Dense peak of one device for MFU; unknown: no MFU. Of an accelerator that in 16 bits: no MFU
     either where it trains in fp32, or a CPU stands in for it."""
@@ -335,7 +336,7 @@ class PreflightConfig:
     are named, and written to bad-nodes.txt in the run directory."""
     slow_link: float = 0.25
     """A link is slow below this part of the machine file's rate; where that states none, of the
-    median over all ranks."""
+    median over all ranks. (Not looked at where it states none of one host.)"""
     if_slow: Literal["warn", "fail"] = "warn"
     """What a slow link does to the run."""
 

@@ -143,6 +143,8 @@ def _map(path: Path) -> mmap.mmap:
         if error.errno == errno.EMFILE and _allow_files():
             return _map(path)
         line = f"{path}: cannot read the corpus: {error.strerror}"
+        if error.errno == errno.ENOENT:
+            line += "; need the PREFIX of a PREFIX.bin and .idx, as `prepare` writes them"
         raise of_os_error(error, line) from error
     except ValueError as error:  # mmap refuses to map nothing
         raise UserError(f"{path}: empty at byte 0, need a corpus with tokens") from error

@@ -128,8 +128,11 @@ def prepare(
     text is left; a share without any becomes a corpus of nothing, for `merge` alone.
     """
     workers = workers if workers is not None else len(os.sched_getaffinity(0))
-    if workers < 1:
-        raise UserError(f"--workers: {workers}, need at least 1")
+    most = 8 * len(os.sched_getaffinity(0))
+    if not 1 <= workers <= most:
+        raise UserError(f"--workers: {workers}, need 1 to {most}, 8 for each core")
+    if str(out).endswith("/"):
+        raise UserError(f"--out: {out}, need a prefix, as {out}corpus")
     job = Job(load_tokenizer(tokenizer), key, append_eod, skip_bad)
     reader = Reader(share(find_sources(inputs, split), *part), key)
     total = sum(source.file_bytes for source in reader.sources)

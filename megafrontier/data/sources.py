@@ -83,7 +83,8 @@ def share(sources: Sequence[Source], part: int, parts: int) -> Sequence[Source]:
     Raises UserError when there are fewer sources than parts.
     """
     if not 1 <= part <= parts:
-        raise UserError(f"--part {part}/{parts}: need 1/{parts} to {parts}/{parts}")
+        fits = f"1/{max(parts, 1)} to {max(parts, 1)}/{max(parts, 1)}"
+        raise UserError(f"--part {part}/{parts}: need {fits}")
     if len(sources) < parts:
         raise UserError(
             f"--part {part}/{parts}: the inputs hold {len(sources)} files, none of which is cut; "

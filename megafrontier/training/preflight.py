@@ -6,17 +6,18 @@ gather; so all come to the same verdict, and rank 0 names the hosts.
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 from tempfile import mkstemp
 
 import torch
 
 from megafrontier.checkpoint.crowd import from_rank_0
-from megafrontier.checkpoint.folder import clean_partials, list_checkpoints
+from megafrontier.checkpoint.folder import clean_partials, list_checkpoints, step_of
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.links import measure
@@ -217,12 +218,13 @@ def checkpoint_bytes(config: Config, arrangement: Arrangement) -> int:
 
 def _check_room(config: Config, arrangement: Arrangement, hierarchy: Hierarchy) -> None:
     """Raises UserError without room for the checkpoints to keep that are not there yet, and for the
-    next one beside them until the oldest goes."""
+    next one beside them until the oldest goes; of as many as are saved."""
     if hierarchy.rank:
         return
     root = checkpoint_root(config)
     with hierarchy.activity.at(STORAGE):
-        count = max(1, config.checkpoint.keep + 1 - len(list_checkpoints(root)))
+        own = list_checkpoints(root)
+        count = max(1, min(config.checkpoint.keep + 1 - len(own), _saves_to_come(config, own)))
         where = root if root.exists() else Path(config.run.directory)  # it may be a link elsewhere
         free = _free_gib(where)
     need = count * checkpoint_bytes(config, arrangement) / GIB
@@ -231,6 +233,13 @@ def _check_room(config: Config, arrangement: Arrangement, hierarchy: Hierarchy) 
             f"run.directory: {where}: {free:.1f} GiB free, need {need:.1f} for "
             f"{count} checkpoints (checkpoint.keep {config.checkpoint.keep})"
         )
+
+
+def _saves_to_come(config: Config, own: Sequence[Path]) -> int:
+    """At most: where the run goes on from another of its checkpoints there are more."""
+    done = (step_of(own[-1]) or 0) if own else 0
+    steps = max(1, (config.train.stop_at or config.train.steps) - done)
+    return ceil(steps / (config.checkpoint.every or steps))
 
 
 def _free_gib(directory: Path) -> float:
@@ -297,7 +306,8 @@ def _refuse(problem: Problem | None, place: Place, directory: Path) -> None:
     count, of_storage = (len(place.table.host[flag].unique()) for flag in told.unbind(1))
     if not count:
         return
-    is_general = hosts > 1 and 2 * count > hosts
+    # A job of one node may go to another; of local ranks this host is all there is.
+    is_general = 2 * count > hosts and (hosts > 1 or not place.identity.has_launcher)
     named = _name_hosts(problem, place, min(count, NAMED) if is_general else count)
     line = "; ".join(list(named.values())[:NAMED])
     line += f"; and {count - NAMED} more hosts" * (count > NAMED)

@@ -5,8 +5,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from megafrontier.cluster.levels import Levels
-from megafrontier.config import Config
+from megafrontier.config import Config, ModelConfig
 from megafrontier.data.loader import micro_batches
+from megafrontier.errors import UserError
+from megafrontier.model.families import family_for
 from megafrontier.partition.placement import error_levels
 from megafrontier.partition.wires import Wire
 from megafrontier.training.arrangement import Arrangement, arrange
@@ -76,6 +78,14 @@ def crowded(levels: Levels) -> Iterator[str]:
             )
 
 
+def unexportable(model: ModelConfig) -> Iterator[str]:
+    """A warning of a model that no Hugging Face family can express."""
+    try:
+        family_for(model)
+    except UserError as error:
+        yield f"warning: {error}"
+
+
 def foresee(config: Config, ranks: int) -> list[str]:
     """What will be said of so many ranks. Raises UserError where they cannot train this."""
     arrangement = arrange(config, ranks)
@@ -84,6 +94,7 @@ def foresee(config: Config, ranks: int) -> list[str]:
         summarize(config, arrangement),
         describe_wires(config, arrangement),
         *crowded(arrangement.levels),
+        *unexportable(config.model),
         *risky(config, arrangement.machine.device.name),
     ]
 
@@ -98,6 +109,7 @@ def describe_ranks(config: Config, arrangement: Arrangement, found: torch.device
             "computing on the CPU"
         )
     yield from crowded(arrangement.levels)
+    yield from unexportable(config.model)
     name = "CPU" if found.type == "cpu" else torch.cuda.get_device_name(found)
     if found.type != "cpu":
         yield from risky(config, f"{device.name} {name}")

@@ -264,7 +264,9 @@ def evaluate_command(
     `device.name: cpu` is kept.
     """
     is_local = nproc is not None or identify(os.environ).world_size == 1
-    unused = ("train.compile", *(("machine", "partition") if is_local else ()))
+    unused = ["train.compile", "optimizer", "schedule", "checkpoint"]
+    unused += ["machine", "partition"] if is_local else []
+    unused += [] if path.is_file() else ["run.name", "run.directory"]
 
     def read() -> Target:
         _refuse_unused(overrides, unused)

@@ -58,6 +58,15 @@ def test_torchrun_says_rank_size_and_local_rank():
     assert identify(TORCHRUN) == Identity(5, 8, 1, "torchrun", "env://", HERE)
 
 
+def test_so_does_a_launcher_that_sets_what_torch_reads():
+    """None of its ranks may take itself for the only one."""
+    found = identify(without(TORCHRUN, "LOCAL_WORLD_SIZE"))
+    assert (found.rank, found.world_size) == (5, 8)
+    with pytest.raises(UserError, match="MASTER_ADDR: not set"):
+        identify({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
+    assert identify({"WORLD_SIZE": "2"}).source == "alone"
+
+
 def test_torchrun_says_how_often_it_has_started_the_ranks_anew():
     assert identify(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}).restarts == 2
 

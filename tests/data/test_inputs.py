@@ -353,9 +353,10 @@ def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
         prepared(tmp_path, tmp_path)
 
 
-def test_no_worker_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--workers: 0, need at least 1"):
-        prepare(["x.txt"], "bytes", tmp_path / "made", 0)
+def test_no_worker_and_a_million_are_refused(tmp_path: Path) -> None:
+    for workers in (0, 10**6):
+        with pytest.raises(UserError, match=f"--workers: {workers}, need 1 to "):
+            prepare(["x.txt"], "bytes", tmp_path / "made", workers)
 
 
 def test_bad_texts_are_skipped_counted_and_told_when_asked(

@@ -247,13 +247,21 @@ def test_storage_without_room_is_refused_with_what_is_needed(config_file, monkey
     config = runs.load(config_file)
     size = checkpoint_bytes(config, arrange(config, 4))
     monkeypatch.setattr(preflight, "_free_gib", lambda _: 2.5 * size / 2**30)
-    assert train(config_file, 4) == BAD_INPUT
+    assert train(config_file, 4, "train.steps=8", "checkpoint.every=3") == BAD_INPUT
     error = capfd.readouterr().err
     assert (
         f"run.directory: {config.run.directory}: 0.0 GiB free, need 0.0 for 3 checkpoints" in error
     )
-    assert train(config_file, 4, "checkpoint.keep=1") == 0
-    assert train(config_file, 4, "checkpoint.keep=0") == 0
+    assert train(config_file, 4, "train.steps=8", "checkpoint.every=3", "checkpoint.keep=1") == 0
+    assert train(config_file, 4, "train.steps=8", "checkpoint.every=3", "checkpoint.keep=0") == 0
+    assert train(config_file, 4, "run.name=at-the-end") == 0
+
+
+def test_a_host_that_is_all_there_is_is_not_listed(config_file, capfd):
+    folder = Path(runs.load(config_file).run.directory)
+    assert train(config_file, 4, "machine.device.memory_gib=100000") == FAILED
+    assert "preflight: 1 of 1 hosts fail: " in capfd.readouterr().err
+    assert not (folder / "bad-nodes.txt").exists()
 
 
 def test_room_is_looked_for_where_a_linked_folder_of_checkpoints_leads(
