@@ -15,7 +15,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, Literal, NoReturn
 
-from megafrontier.data.hub import hub_quieted
+from megafrontier.data.hub import looked_up
 from megafrontier.data.streams import BLOCK_BYTES, Stream, cut_characters
 from megafrontier.data.tables import Rows, dataset_rows, parquet_rows
 from megafrontier.errors import UserError
@@ -240,7 +240,7 @@ def _dataset_source(name: str, loader: str, split: str, *arguments: str | None) 
     import datasets
 
     try:
-        with hub_quieted():
+        with looked_up(name):
             table = getattr(datasets, loader)(*arguments)
     except Exception as error:  # whatever a library that reads a dozen formats may raise
         raise UserError(

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-from megafrontier.data.hub import hub_quieted
+from megafrontier.data.hub import looked_up
 from megafrontier.errors import UserError, of_os_error
 
 MARKER = "megafrontier_tokenizer.json"
@@ -179,7 +179,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, name: str) -> None:
         try:
-            with hub_quieted():
+            with looked_up(name):
                 self._tokenizer: Any = _from_files(name) or _from_pretrained(name)
         except Exception as error:  # the library raises a dozen kinds for a folder it cannot read
             what = (

@@ -3,9 +3,9 @@
 A message of n elements is, in one buffer: the codes, a bf16 scale for each block, then zeros up to
 a multiple of 16 bytes; so codes lie as a GPU loads them, 16 bytes at a time. They run from -q to q
 (q = 127 or 7), value = code × scale, and the scale is the block's largest magnitude over q, rounded
-to bf16. That moves the largest value by a quarter of a step at most, so its code is q all the same:
-nothing is clipped, nothing is biased, and no element errs by more than half a step (and fp32's own
-rounding).
+to bf16. That moves the largest value by less than half a step (q / 256), so its code is q all the
+same: nothing is clipped, nothing is biased, and no element errs by more than half a step (and
+fp32's own rounding).
 
 Two ends of the range are set apart. A block with a non-finite value gets a NaN scale and decodes to
 NaN everywhere: the gradient norm then tells, and the step is skipped. A block whose scale would be

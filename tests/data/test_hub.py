@@ -1,0 +1,44 @@
+"""Names are looked up on the hub where it answers, and at once given up where it does not."""
+
+import socket
+
+import pytest
+from huggingface_hub import constants, is_offline_mode
+
+from megafrontier.data.hub import looked_up
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> socket.socket:
+    """A server in the hub's place, which need not say anything."""
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    server = socket.create_server(("127.0.0.1", 0))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+    return server
+
+
+def test_where_the_hub_does_not_answer_what_is_at_hand_alone_is_looked_through(hub) -> None:
+    datasets = pytest.importorskip("datasets")
+    kept = datasets.config.HF_HUB_OFFLINE
+    hub.close()
+    with looked_up("owner/name"):
+        assert is_offline_mode()
+        assert datasets.config.HF_HUB_OFFLINE
+    assert not is_offline_mode()
+    assert kept == datasets.config.HF_HUB_OFFLINE
+
+
+def test_where_it_answers_or_a_proxy_may_know_it_is_asked(hub, monkeypatch) -> None:
+    with hub, looked_up("owner/name"):
+        assert not is_offline_mode()
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")
+    with looked_up("owner/name"):
+        assert not is_offline_mode()
+
+
+def test_a_folder_needs_no_hub(hub, tmp_path) -> None:
+    hub.close()
+    with looked_up(str(tmp_path)):
+        assert not is_offline_mode()
