@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 . scripts/venv.sh report
 megafrontier=.venv/bin/megafrontier
 steps=${STEPS:-300}
-half=$((steps / 2))
+half=$(((steps + 1) / 2))
 data=runs/quickstart-data
 run=runs/quickstart
 started=$SECONDS

@@ -4,7 +4,8 @@
 make_venv() {
     local extras made versions python
     extras=$(IFS=,; echo "$*")
-    versions=$(cat pyproject.toml constraints.txt | sha256sum)
+    # And the folder: what pip installs has its name written in it.
+    versions=$({ pwd && cat pyproject.toml constraints.txt; } | sha256sum)
     if [ -e .venv ] && [ ! -e .venv/.made ]; then
         echo ".venv: not made by this script, which would install other versions into it;" \
             "move it away, or use another folder for it" >&2

@@ -2,7 +2,7 @@
 and with the number of nodes, where the machine file has their ranks, what runs there, and what the
 job will lack if it is not there for it either.
 
-    python slurm/describe.py [--nodes=N] [--submitting] CONFIG [key=value …]
+    python slurm/describe.py [--nodes=N] [--tasks-per-node=N] [--submitting] CONFIG [key=value …]
 
 Exit code 2 and one line when they are wrong, with --submitting also for want of training
 data, which nobody needs who looks at the sizes of a ready-made config; 70 where the storage
@@ -16,13 +16,19 @@ from megafrontier.config import Config, load_config, load_machine
 from megafrontier.errors import Ending, UserError, endings_told
 
 
-def describe(config: Config, nodes: int | None, is_submitting: bool) -> list[str]:
-    """The lines. Raises UserError where that many nodes cannot train it."""
+def describe(
+    config: Config, nodes: int | None, tasks: int | None, is_submitting: bool
+) -> list[str]:
+    """The lines. Raises UserError where that many nodes, or tasks on each, cannot train it."""
     if is_submitting:
         from megafrontier.data.samples import refuse_no_corpus  # torch takes seconds to import
 
         refuse_no_corpus(config.data)
     per_host = load_machine(config.machine).device.ranks_per_host
+    if None not in (tasks, per_host) and tasks != per_host:
+        raise UserError(
+            f"--ntasks-per-node: {tasks}, need {per_host}, as machine.device.ranks_per_host says"
+        )
     lines = [config.run.name, config.run.directory, str(config.train.attempts)]
     if nodes is None:
         return lines
@@ -63,19 +69,22 @@ def missing(config: Config, ranks: int) -> list[str]:
     return found
 
 
-def number_of_nodes(option: str) -> int:
-    """That of `--nodes=N`. Raises UserError where N is none."""
-    said = option.partition("=")[2]
+def taken(words: list[str], option: str) -> int | None:
+    """N of `OPTION=N`, where the words begin so, which is taken off them. Raises UserError where it
+    is no number."""
+    if not words or not words[0].startswith(f"{option}="):
+        return None
+    said = words.pop(0).partition("=")[2]
     if not said.isdecimal() or int(said) == 0:
-        raise UserError(f"--nodes: {said!r}, need a whole number above 0")
+        raise UserError(f"{option}: {said!r}, need a whole number above 0")
     return int(said)
 
 
 with endings_told("megafrontier"):
     words = sys.argv[1:]
-    nodes = number_of_nodes(words.pop(0)) if words and words[0].startswith("--nodes=") else None
+    nodes, tasks = taken(words, "--nodes"), taken(words, "--tasks-per-node")
     is_submitting = bool(words) and words[0] == "--submitting"
     if not words[is_submitting:]:
         raise UserError("CONFIG: not given, need the path of a config")
     file, *overrides = words[is_submitting:]
-    print("\n".join(describe(load_config(file, overrides), nodes, is_submitting)))
+    print("\n".join(describe(load_config(file, overrides), nodes, tasks, is_submitting)))

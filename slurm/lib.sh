@@ -22,6 +22,18 @@ patiently() {
     return 1
 }
 
+# Each argument for any POSIX shell: bash's own %q may write $'…', which dash does not know.
+quoted() {
+    local word
+    for word; do
+        if [[ $word =~ ^[[:alnum:]_./:=,@+-]+$ ]]; then
+            printf '%s ' "$word"
+        else
+            printf "'%s' " "${word//\'/\'\\\'\'}"
+        fi
+    done
+}
+
 show() {
     printf '%q ' "$@"
     echo
@@ -53,6 +65,7 @@ split_options() {
     while [[ ${1:-} == -* ]]; do
         case $1 in
             --dry-run) dry_run=1 ;;
+            --test-only) fail "--test-only: makes what a job needs and no job, need --dry-run" ;;
             -[HIOQVWhksuv]) options+=("$1") ;;
             -a?*) options+=("--array=${1#-a}") ;;
             -a)
@@ -71,6 +84,8 @@ split_options() {
                 --nodelist | --exclude | --constraint | --reservation | --begin | --mem | \
                 --signal | --gres | --gpus | --gpus-per-node | --gpus-per-task | --mail-user | \
                 --mail-type | --comment | --export | --licenses | --network | \
+                --time-min | --tmp | --hint | --distribution | --prefer | --export-file | \
+                --gpu-bind | --cpus-per-gpu | --mincpus | --priority | --core-spec | \
                 --mem-per-cpu | --mem-per-gpu | --deadline | --switches | --wckey | --clusters)
                 if [[ $1 == --* ]]; then options+=("$1=${2:-}"); else options+=("$1" "${2:-}"); fi
                 shift
@@ -103,6 +118,18 @@ asked_nodes() {
     fi
 }
 
+# --tasks-per-node=N, where the batch file, the cluster or sbatch's options say how many.
+asked_tasks() {
+    local option found=''
+    if [ ${#sbatch_options[@]} = 0 ]; then
+        found=$(sed -n 's/^#SBATCH --ntasks-per-node=//p' "$home/slurm/train.sbatch")
+    fi
+    for option in "${sbatch_options[@]}" "$@"; do
+        [[ $option != --ntasks-per-node=* ]] || found=${option#*=}
+    done
+    [[ ! $found =~ ^[0-9]+$ ]] || echo "--tasks-per-node=$found"
+}
+
 # Whether a job with these options of sbatch gets all of the caller's variables.
 gets_all_variables() {
     local option list=${SBATCH_EXPORT:-ALL}
@@ -112,7 +139,7 @@ gets_all_variables() {
 
 # submit FILE OPTION… -- ARGUMENT…: hand a batch file to Slurm. Leaves the job's number in `job`.
 submit() {
-    local file=$1 own=() kept=() lines name until='' command
+    local file=$1 own=() kept=() lines name until='' command code=0
     shift
     while [ "$1" != -- ]; do
         own+=("$1")
@@ -132,16 +159,17 @@ submit() {
         [ ${#sbatch_options[@]} = 0 ] || until='/^# Frontier/q;'
         mapfile -t lines < <(sed -n "$until s/^#SBATCH //p" "$file")
         command+=("${lines[@]}" "${sbatch_options[@]}" "${own[@]}")
-        command+=(--wrap "exec $(show env "${kept[@]}" bash "$file" "$@")")
+        command+=(--wrap "exec $(quoted env "${kept[@]}" bash "$file" "$@")")
     fi
     job=JOB
     if [ -n "$dry_run" ]; then
         show "${command[@]}"
     else
-        job=$("${command[@]}")
+        job=$("${command[@]}") || code=$? # with --wait the job's own
         job=${job%%;*} # JOB;CLUSTER where there are several
-        echo "Submitted batch job $job"
+        [ -z "$job" ] || echo "Submitted batch job $job"
     fi
+    return "$code"
 }
 
 # The environment of a job on all its nodes.

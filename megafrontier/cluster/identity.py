@@ -56,12 +56,23 @@ def identify(environment: Mapping[str, str]) -> Identity:
     elif "RANK" in environment and "WORLD_SIZE" in environment:  # of another launcher, torch's way
         found = _from_torchrun(environment)
     else:
+        _refuse_mpi(environment)
         found = Identity(0, 1, 0, "alone", host=socket.gethostname())
     if not 0 <= found.rank < found.world_size:
         raise UserError(
             f"{found.source}: rank {found.rank} of {found.world_size}, need one below that"
         )
     return found
+
+
+def _refuse_mpi(environment: Mapping[str, str]) -> None:
+    """Raises UserError for one of several processes of mpirun: each would train by itself."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        size = environment.get(name, "1")
+        if size != "1":
+            raise UserError(
+                f"{name}: {size}, of mpirun; need the ranks started by srun or torchrun"
+            )
 
 
 def _from_local(environment: Mapping[str, str]) -> Identity:

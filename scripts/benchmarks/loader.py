@@ -46,7 +46,7 @@ def write_corpus(prefix: Path, megabytes: float) -> None:
             tokens += int(sizes.sum())
             yield random.integers(0, PRESETS["10M"].vocab_size, int(sizes.sum())), sizes
 
-    write_documents(prefix, VOCAB_SIZE, documents())
+    write_documents(prefix, PRESETS["10M"].vocab_size, documents())
 
 
 def reading(corpus: str, length: int, mask: bool, seconds: float) -> dict[str, float]:

@@ -26,7 +26,10 @@ def code_version() -> str:
     try:
         commit, changes = (
             subprocess.run([*git, *words], capture_output=True, text=True, check=True).stdout
-            for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain"])
+            for words in (
+                ["rev-parse", "--short", "HEAD"],
+                ["status", "--porcelain", "--untracked-files=no"],
+            )
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -82,7 +82,12 @@ def our_config(setting: Setting, compiled: bool, checkpointing: Mode = "none") -
     schedule = ScheduleConfig(name="constant")
     data = DataConfig(train=[CorpusConfig(path=setting.corpus)], split=[1.0, 0.0])
     config = Config(
-        model=setting.model, data=data, train=train, optimizer=optimizer, schedule=schedule
+        model=setting.model,
+        tokenizer=setting.tokenizer,
+        data=data,
+        train=train,
+        optimizer=optimizer,
+        schedule=schedule,
     )
     check(config)
     return config

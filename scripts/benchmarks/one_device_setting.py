@@ -77,6 +77,11 @@ class Setting:
         return self.batch * self.sequence_length
 
     @property
+    def tokenizer(self) -> str:
+        """Of the corpus."""
+        return tokenizer_of(self.corpus)
+
+    @property
     def mixed(self) -> bool:
         """Whether computation has another type than the masters."""
         return self.precision != "fp32"
@@ -96,8 +101,9 @@ def write_corpus(prefix: Path, vocab_size: int) -> None:
 def write_documents(
     prefix: Path, vocab_size: int, parts: Iterable[tuple[NDArray, NDArray]]
 ) -> None:
-    """A corpus of whole documents; nothing if it is there already. Of each part the ids of its
-    documents, one after the other, and their sizes."""
+    """A corpus of whole documents, if it is not there already, and a tokenizer that has its ids. Of
+    each part the ids of its documents, one after the other, and their sizes."""
+    write_tokenizer(tokenizer_of(str(prefix)), vocab_size)
     if prefix.with_name(f"{prefix.name}.idx").is_file():
         return
     dtype = token_dtype(vocab_size)
@@ -107,6 +113,20 @@ def write_documents(
             yes = np.ones(len(sizes), bool)
             writer.write_runs(ids.astype(dtype), sizes.astype(np.int32), yes, ~yes)
         corpus.publish()
+
+
+def tokenizer_of(corpus: str) -> str:
+    """The file of the tokenizer beside a corpus."""
+    return f"{corpus}-tokenizer.json"
+
+
+def write_tokenizer(path: str, vocab_size: int) -> None:
+    """One of so many words, numbers, without which no ids are taken for a corpus'."""
+    from tokenizers import Tokenizer, models
+
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    words = {"<|endoftext|>": 0} | {str(number): number for number in range(1, vocab_size)}
+    Tokenizer(models.WordLevel(words, unk_token="<|endoftext|>")).save(path)
 
 
 class Rows(torch.utils.data.Dataset):

@@ -123,6 +123,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--pairs", type=int, default=30)
     arguments = parser.parse_intermixed_args()
+    if arguments.pairs < 2:  # which have no quartiles
+        parser.error(f"--pairs {arguments.pairs}: need at least 2")
     with endings_told("one_rank"):
         config = load_config(arguments.config, [*arguments.overrides, "machine=laptop"])
         check_training(config, 1)

@@ -133,6 +133,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_intermixed_args()
+    if arguments.steps < 2:  # the first one publishes nothing
+        parser.error(f"--steps {arguments.steps}: need at least 2")
     rows = []
     for strategy in STRATEGIES:
         overrides = [*arguments.overrides, f"partition.strategy={strategy}"]

@@ -25,6 +25,7 @@ from measuring import PACKAGES, code_version, cpu_name
 
 CHILD = Path(__file__).with_name("rounds_child.py")
 TIMEOUT_SECONDS = 1800.0
+FAILED = "failed: "
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class Results:
             (turn.group, turn.variant, turn.round) == (task.group, task.variant, number)
             and (turn.arguments, turn.version) == (task.arguments, self.version)
             and not turn.skipped
-            and not self.version.endswith("+")  # which says not how the code differs
+            # These do not say how the code differs.
+            and not self.version.endswith(("+", "unknown"))
             for turn in self.turns
         )
 
@@ -177,8 +179,8 @@ def measure(
     that gives no figures is asked for once only.
     """
     results = Results(arguments.out, [task.variant for task in tasks])
-    deadline = time.monotonic() + 60 * (arguments.minutes or 1e9)
-    hopeless = set()
+    deadline = time.monotonic() + 60 * (1e9 if arguments.minutes is None else arguments.minutes)
+    hopeless: set[tuple[str, str]] = set()
     for task, number in _in_rounds(chosen(tasks, arguments), arguments.rounds):
         row = task.group, task.variant
         if results.has(task, number) or row in hopeless:
@@ -193,6 +195,9 @@ def measure(
         if turn.skipped:
             hopeless.add(row)
     print(_write_table(results, arguments.out, table))
+    broken = [name for row, name in hopeless if results.skipped(row, name).startswith(FAILED)]
+    if broken:
+        raise SystemExit(f"{', '.join(broken)}: failed, as said above")
 
 
 def _in_rounds(tasks: Sequence[Task], rounds: int) -> Iterator[tuple[Task, int]]:
@@ -235,7 +240,7 @@ def _turn(task: Task, number: int, packages: Path | None) -> Turn:
         if answer.is_file():
             turn.values, turn.skipped = json.loads(answer.read_text())
         elif not turn.skipped:
-            turn.skipped = f"failed: {_last_line(log)}"
+            turn.skipped = f"{FAILED}{_last_line(log)}"
             sys.stderr.write(log.read_text(errors="replace")[-4000:])
     return turn
 

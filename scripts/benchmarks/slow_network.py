@@ -248,9 +248,13 @@ class Results:
         self._rows: list[Row] = []
         path = out / "results.json"
         if path.is_file():
-            there = json.loads(path.read_text()).get("setting", [])
-            if there != setting:
-                raise UserError(f"{path}: of {' '.join(there) or 'no overrides'}; need another OUT")
+            there = json.loads(path.read_text())
+            if there["setting"] != setting:
+                of = " ".join(there["setting"]) or "no overrides"
+                raise UserError(f"{path}: of {of}; need another OUT")
+            if there["machine"] != machine():
+                of = ", ".join(f"{key} {value}" for key, value in there["machine"].items())
+                raise UserError(f"{path}: of another machine, {of}; need another OUT")
             self._rows = list(load(out)[1].rows)
 
     def replace(self, group: list[Row]) -> None:

@@ -13,13 +13,13 @@ COLUMNS = 3
 def draw(figures: Figures, path: Path) -> None:
     """A panel for each accumulation and rate at the most nodes: speed relative to computing alone,
     and the bytes that a node sent."""
-    rows = [r for r in figures.rows if r.nodes > 1 and not r.skipped]
+    rows = [r for r in figures.rows if r.nodes > 1 and not r.skipped and r.strategy != ALONE]
     if not rows:
         return
     nodes = max(r.nodes for r in rows)
     panels: dict[tuple[int, float], list[Row]] = {}
     for row in rows:
-        if row.nodes == nodes and row.strategy != ALONE:
+        if row.nodes == nodes:
             panels.setdefault((row.accumulation, row.slower), []).append(row)
     keys = sorted(panels)
     lines = [keys[first : first + COLUMNS] for first in range(0, len(keys), COLUMNS)]

@@ -65,6 +65,8 @@ def test_so_does_a_launcher_that_sets_what_torch_reads():
     with pytest.raises(UserError, match="MASTER_ADDR: not set"):
         identify({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
     assert identify({"WORLD_SIZE": "2"}).source == "alone"
+    with pytest.raises(UserError, match="OMPI_COMM_WORLD_SIZE: 2, of mpirun"):
+        identify({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"})
 
 
 def test_torchrun_says_how_often_it_has_started_the_ranks_anew():

@@ -66,6 +66,23 @@ def test_an_array_may_be_asked_for_as_sbatch_takes_it(array):
     assert "--array=0-3" in said[0]
 
 
+def test_tasks_of_an_array_are_not_let_train_one_run_together():
+    words = ["slurm/train.sbatch", "--dry-run", "-a", "0-3", CONFIG]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+    for found in ({}, {"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0-3"}):
+        given = words if not found else ["slurm/train.sbatch", CONFIG]
+        done = subprocess.run(
+            given, cwd=ROOT, env=environment | found, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2
+        assert done.stderr.startswith("megafrontier: --array: 0-3, need a job for each run")
+
+
+def test_what_slurm_would_replace_in_the_name_of_a_folder_is_told_from_its_own():
+    said = dry_run("slurm/train.sbatch", CONFIG, "run.directory=/x/p%j")[0]
+    assert "--output=/x/p%%j/slurm-%j.out" in said
+
+
 @pytest.mark.parametrize("file", ["train", "evaluate", "prepare"])
 def test_on_frontier_every_job_asks_for_the_disk_that_a_packed_environment_needs(file):
     lines = (ROOT / "slurm" / f"{file}.sbatch").read_text().splitlines()
@@ -77,12 +94,13 @@ def test_on_frontier_every_job_asks_for_the_disk_that_a_packed_environment_needs
 )
 def test_a_job_without_the_callers_environment_knows_what_it_is_to_use(cluster, export):
     """sbatch --export takes it away, and with it the cluster's name and the packed one."""
-    words = ("slurm/train.sbatch", f"--export={export}", CONFIG)
+    config = (CONFIG, f"machine.device.ranks_per_host={8 if cluster == 'frontier' else 4}")
+    words = ("slurm/train.sbatch", f"--export={export}", *config)
     said = dry_run(*words, cluster=cluster, MEGAFRONTIER_ENV_TAR="/shared/env.tar.gz")[0]
     (wrapped,) = (word for word in shlex.split(said) if word.startswith("exec env "))
     given = {f"MEGAFRONTIER_CLUSTER={cluster}", "MEGAFRONTIER_ENV_TAR=/shared/env.tar.gz"}
     assert given | {f"MEGAFRONTIER_HOME={ROOT}"} <= set(shlex.split(wrapped))
-    assert shlex.split(wrapped)[-2:] == [str(ROOT / "slurm" / "train.sbatch"), CONFIG]
+    assert shlex.split(wrapped)[-3:] == [str(ROOT / "slurm" / "train.sbatch"), *config]
     assert "--signal=B:USR1@300" in said
     assert ("--account=ABC123" in said) == (cluster == "frontier")
 
@@ -93,8 +111,9 @@ def test_a_job_with_the_callers_environment_is_submitted_as_it_stands():
 
 
 def test_frontiers_own_lines_reach_no_other_cluster():
-    for cluster in ("lumi", "generic"):
-        said = dry_run("slurm/train.sbatch", CONFIG, cluster=cluster)[0]
+    for cluster, ranks in (("lumi", 8), ("generic", 4)):
+        fits = f"machine.device.ranks_per_host={ranks}"
+        said = dry_run("slurm/train.sbatch", CONFIG, fits, cluster=cluster)[0]
         assert "--signal=B:USR1@300" in said
         assert "--requeue" in said
         assert "ABC123" not in said
@@ -107,6 +126,10 @@ def test_frontiers_own_lines_reach_no_other_cluster():
         ([CONFIG, "machine=frontier-larg"], "machine: frontier-larg, need the path of a "),
         (["--nodes=4-8", CONFIG], "--nodes: '4-8', need a whole number above 0"),
         (["--nodes=4"], "CONFIG: not given, need the path of a config"),
+        (
+            ["--nodes=4", "--tasks-per-node=4", CONFIG],
+            "--ntasks-per-node: 4, need 8, as machine.device.ranks_per_host says",
+        ),
     ],
 )
 def test_what_cannot_be_described_is_refused_before_the_job_waits_in_the_queue(words, said):
@@ -200,7 +223,7 @@ def test_what_a_job_would_lack_is_warned_of_before_it_waits(tmp_path):
 
     assert warnings() == []
     corpus, *of_torch = warnings(f"data.train=[{{path: {tmp_path}/corpus}}]")
-    assert corpus == (
+    assert corpus.startswith(
         f"warning: here {tmp_path}/corpus.idx: cannot read the corpus: No such file or directory"
     )
     is_for_cpus = torch.version.cuda is None and torch.version.hip is None
@@ -212,7 +235,7 @@ def test_what_a_job_would_lack_is_warned_of_before_it_waits(tmp_path):
 
 
 def test_a_submission_excludes_the_runs_bad_nodes_and_those_that_the_user_names(tmp_path):
-    (tmp_path / "bad-nodes.txt").write_text("frontier00002\nfrontier00001\nunknown\n")
+    (tmp_path / "bad-nodes.txt").write_text("frontier00002 \r\nfrontier00001\nunknown\n\n")
     run, path = f"run.directory={tmp_path}", with_tools(tmp_path, sinfo=SINFO)
     for own in (["--exclude=frontier0000[7-9]"], ["-x", "frontier0000[7-9]"], ["-N", "2"]):
         words = shlex.split(dry_run("slurm/train.sbatch", *own, CONFIG, run, PATH=path)[0])
