@@ -23,7 +23,7 @@ patiently() {
 }
 
 # Each argument for any POSIX shell: bash's own %q may write $'…', which dash does not know.
-quoted() {
+show() {
     local word
     for word; do
         if [[ $word =~ ^[[:alnum:]_./:=,@+-]+$ ]]; then
@@ -32,10 +32,6 @@ quoted() {
             printf "'%s' " "${word//\'/\'\\\'\'}"
         fi
     done
-}
-
-show() {
-    printf '%q ' "$@"
     echo
 }
 
@@ -159,7 +155,7 @@ submit() {
         [ ${#sbatch_options[@]} = 0 ] || until='/^# Frontier/q;'
         mapfile -t lines < <(sed -n "$until s/^#SBATCH //p" "$file")
         command+=("${lines[@]}" "${sbatch_options[@]}" "${own[@]}")
-        command+=(--wrap "exec $(quoted env "${kept[@]}" bash "$file" "$@")")
+        command+=(--wrap "exec $(show env "${kept[@]}" bash "$file" "$@")")
     fi
     job=JOB
     if [ -n "$dry_run" ]; then

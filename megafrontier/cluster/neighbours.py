@@ -40,10 +40,9 @@ class Neighbours:
         if who.source == "torchrun":  # whose rendezvous says "the environment"
             names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
             place = " ".join(os.environ.get(name, "") for name in names)
-        named = hashlib.sha256(f"{place} {who.restarts} {rank}".encode()).hexdigest()
-        return (
-            f"\0megafrontier {named}"  # 107 bytes at most, where a path may be as long as it likes
-        )
+        # A name has 107 bytes at most, and a path that is the place may have more.
+        digest = hashlib.sha256(f"{place} {who.restarts} {rank}".encode()).hexdigest()
+        return f"\0megafrontier {digest}"
 
     def watch(self, lost: Callable[[int], None]) -> None:
         """Call `lost`, on a thread, with the number of a neighbour that ends without `leave`."""

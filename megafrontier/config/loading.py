@@ -47,17 +47,16 @@ def config_from_dict(values: dict[str, Any], origin: str, overrides: Sequence[st
 
 def _resolve(values: DictConfig, overrides: Sequence[str], origin: str) -> Config:
     _spell_out(values)
-    as_saved = deepcopy(values)
+    as_saved = deepcopy(values) if overrides else values
     for override in overrides:
         _apply_override(values, override)
         _spell_out(values)
     try:
-        config: Config = _structure(Config, values, origin)
-    except UserError:
-        if overrides:  # the file is to blame only if it is wrong by itself
-            _structure(Config, as_saved, origin)
-            _structure(Config, values, "")
-        raise
+        config: Config = _structure(Config, values)
+    except UserError as error:
+        # The file is to blame for what is wrong without the overrides, too.
+        is_files = _problem(as_saved) == str(error)
+        raise UserError(f"{origin}: {error}" if is_files else str(error)) from error
     for key, text in _texts("", config_to_dict(config)):
         if "${" in text:  # saved as it is, and taken for a reference when it is read again
             raise UserError(f"{key}: {text}, need it without ${{")
@@ -115,7 +114,10 @@ def load_machine(machine: Any) -> MachineConfig:
     else:
         path = _machine_file(str(machine))
         values, origin = _read_yaml(path, MachineConfig), str(path)
-    structured: MachineConfig = _structure(MachineConfig, values, origin)
+    try:
+        structured: MachineConfig = _structure(MachineConfig, values)
+    except UserError as error:
+        raise UserError(f"{origin}: {error}") from error
     check_machine(structured, origin)
     return structured
 
@@ -229,15 +231,21 @@ def _have_list(values: DictConfig, key: str) -> None:
         OmegaConf.update(values, name, default)
 
 
-def _structure(schema: type, values: Any, origin: str) -> Any:
-    """`values` as `schema`; `origin` begins what is said of bad ones."""
-    place = f"{origin}: " if origin else ""
+def _problem(values: DictConfig) -> str | None:
+    """What is wrong with the values of a config, if anything."""
+    try:
+        _structure(Config, values)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _structure(schema: type, values: Any) -> Any:
+    """`values` as `schema`. Raises UserError where they are not."""
     try:
         check_fit(schema, OmegaConf.to_container(values, resolve=False))
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
-    except UserError as error:
-        raise UserError(f"{place}{error}") from error
     except OmegaConfBaseException as error:  # what is left are interpolations
         key = getattr(error, "full_key", None)
         reason = str(error).split("\n")[0]
-        raise UserError(f"{place}{f'{key}: ' if key else ''}{reason}") from error
+        raise UserError(f"{f'{key}: ' if key else ''}{reason}") from error

@@ -3,7 +3,7 @@
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,9 +25,7 @@ def looked_up(name: str) -> Iterator[None]:
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        with ExitStack() as stack:
-            if not Path(name).exists() and not _answers():
-                stack.enter_context(_offline())
+        with nullcontext() if Path(name).exists() or _answers() else _offline():
             yield
     finally:
         logging.set_verbosity(before)

@@ -98,10 +98,9 @@ class Job:
         a text does, for some tokenizers with one more space.
         """
         runs = self.tokenizer.encode_batch([_WORD * is_rest + text for text, is_rest in texts])
-        word = self.tokenizer.encode(_WORD)
         for index, (text, is_rest) in enumerate(texts):
             if is_rest:
-                run = runs[index]
+                run, word = runs[index], self.tokenizer.encode(_WORD)
                 is_apart = run[: len(word)] == word
                 runs[index] = run[len(word) :] if is_apart else self.tokenizer.encode(text)
         return runs
@@ -127,10 +126,10 @@ def prepare(
     Empty texts are left out. Raises UserError for inputs that cannot be read, bad text, and when no
     text is left; a share without any becomes a corpus of nothing, for `merge` alone.
     """
-    workers = workers if workers is not None else len(os.sched_getaffinity(0))
-    most = 8 * len(os.sched_getaffinity(0))
-    if not 1 <= workers <= most:
-        raise UserError(f"--workers: {workers}, need 1 to {most}, 8 for each core")
+    cores = len(os.sched_getaffinity(0))
+    workers = cores if workers is None else workers
+    if not 1 <= workers <= 8 * cores:
+        raise UserError(f"--workers: {workers}, need 1 to {8 * cores}, 8 for each core")
     if str(out).endswith("/"):
         raise UserError(f"--out: {out}, need a prefix, as {out}corpus")
     job = Job(load_tokenizer(tokenizer), key, append_eod, skip_bad)

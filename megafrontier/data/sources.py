@@ -83,8 +83,8 @@ def share(sources: Sequence[Source], part: int, parts: int) -> Sequence[Source]:
     Raises UserError when there are fewer sources than parts.
     """
     if not 1 <= part <= parts:
-        fits = f"1/{max(parts, 1)} to {max(parts, 1)}/{max(parts, 1)}"
-        raise UserError(f"--part {part}/{parts}: need {fits}")
+        last = max(parts, 1)
+        raise UserError(f"--part {part}/{parts}: need 1/{last} to {last}/{last}")
     if len(sources) < parts:
         raise UserError(
             f"--part {part}/{parts}: the inputs hold {len(sources)} files, none of which is cut; "

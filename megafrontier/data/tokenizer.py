@@ -242,20 +242,16 @@ def _from_pretrained(name: str) -> Any:
 
 
 def _from_files(name: str) -> Any:
-    """The tokenizer of a lone tokenizer.json, as GPT-NeoX has one, or of a folder with nothing but
-    Megatron-LM's vocab.json and merges.txt, those of GPT-2; None for what transformers saved."""
+    """The tokenizer of a lone tokenizer.json, as GPT-NeoX has one, or of a folder whose only JSON
+    is Megatron-LM's vocab.json of GPT-2, with its merges.txt; None for what transformers tells."""
     from transformers import GPT2TokenizerFast, PreTrainedTokenizerFast
 
     path = Path(name)
     if path.is_file():
         return PreTrainedTokenizerFast(tokenizer_file=name)
-    if (path / "config.json").is_file() or not path.is_dir():
-        return None
-    names = {file.name for file in path.glob("*.json")}
-    if names == {"tokenizer.json"}:
-        return PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
-    if names == {"vocab.json"} and (path / "merges.txt").is_file():
-        return GPT2TokenizerFast(str(path / "vocab.json"), str(path / "merges.txt"))
+    vocabulary, merges = path / "vocab.json", path / "merges.txt"
+    if list(path.glob("*.json")) == [vocabulary] and merges.is_file():
+        return GPT2TokenizerFast(str(vocabulary), str(merges))
     return None
 
 

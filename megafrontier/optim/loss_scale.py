@@ -1,5 +1,6 @@
 """Dynamic loss scaling for fp16 (Micikevicius et al. 2018)."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -7,6 +8,13 @@ import torch
 GROWTH_INTERVAL = 1000
 LEAST = 2.0**-24
 """Far below 1, for gradients are sums over tokens."""
+
+
+def asks_for_less(loss_scale: float, loss: float | None) -> bool:
+    """Whether a lower scale is all that a step with non-finite gradients asks for, as many in a row
+    do at the start of a run in fp16. `loss_scale` is that of the next step, 0 without one; `loss`
+    None where it was not finite."""
+    return loss_scale > LEAST and loss is not None and math.isfinite(loss)
 
 
 class LossScale:

@@ -127,8 +127,8 @@ class Engine:
         """Make units of a model's parameters and hang hooks on its modules."""
         move_buffers(model, self.hierarchy.device)
         owned = list(assign(model, blocks))
-        # So that neighbours have different buffers, and a unit's reduction has been waited for when
-        # that of the next micro-batch begins.
+        # So that neighbours have different buffers, and the oldest unit that is being reduced is
+        # done when it is its turn again.
         prefetch = min(self._prefetch, len(owned) - 1)
         self.pool = Pool(prefetch + 1, dtype, self.hierarchy.device)
         levels = self.hierarchy.levels

@@ -250,8 +250,6 @@ class Schedule:
         self._missing.pop(index)
         self._done.add(index)
         self._let_go(unit)
-        if unit in self.reducing:  # its gradient before: waited for when this one began
-            self.reducing.remove(unit)
         # As many full gradients wait for their reduction as units are gathered ahead: bounded.
         while len(self.reducing) > self._prefetch:
             with self._ledger.waiting(f"reduce {self.reducing[0].name}"):

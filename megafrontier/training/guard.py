@@ -1,10 +1,8 @@
 """Tell of skipped steps, and stop a run that has ceased to learn: too many non-finite in a row."""
 
-import math
-
 from megafrontier.data.loader import Loader
 from megafrontier.errors import RunFailed
-from megafrontier.optim.loss_scale import LEAST
+from megafrontier.optim.loss_scale import asks_for_less
 from megafrontier.training.callback import Callback
 from megafrontier.training.logbook import Logbook
 from megafrontier.training.result import StepResult
@@ -22,7 +20,8 @@ class Guard(Callback):
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         """Count and tell of a skipped step. Raises RunFailed at one too many."""
         is_finite = result.spiked or not result.skipped
-        if not is_finite and _looks_for_scale(trainer, result):
+        scale = result.loss_scale if trainer.loss_scale.enabled else 0
+        if not is_finite and asks_for_less(scale, result.loss):
             return  # the progress line says so, and its samples are as good as any
         self._in_a_row = 0 if is_finite else self._in_a_row + 1
         if result.skipped:
@@ -34,13 +33,6 @@ class Guard(Callback):
                 f"step {result.step}: the last {limit} steps had a non-finite loss or gradient "
                 f"(train.nonfinite_limit), the newest with samples {first} to {last - 1}"
             )
-
-
-def _looks_for_scale(trainer: Trainer, result: StepResult) -> bool:
-    """Whether a lower loss scale is all that a non-finite step asks for: at the start of a run in
-    fp16 many in a row do."""
-    may_fall = trainer.loss_scale.enabled and result.loss_scale > LEAST
-    return may_fall and math.isfinite(result.loss)
 
 
 def _how_to_leave_out(result: StepResult, loader: Loader) -> str:

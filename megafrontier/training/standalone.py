@@ -244,14 +244,24 @@ class Target:
     config: Config
 
 
-def find_target(path: Path, overrides: Sequence[str]) -> Target:
+def find_target(path: Path, overrides: Sequence[str], unused: Sequence[str]) -> Target:
     """A YAML config stands for its run's newest checkpoint, evaluated as the file says; a
-    checkpoint (or a run) is evaluated as it was trained. Raises UserError when there is none."""
+    checkpoint (or a run) is evaluated as it was trained. Raises UserError when there is none, for
+    nothing to evaluate on, and for overrides of `unused` keys and sections."""
+    _refuse_unused(overrides, unused)
     if path.is_file():
         config = load_config(path, overrides)
-        return Target(newest(Path(config.run.directory)), config)
-    checkpoint = newest(path)
-    return Target(checkpoint, saved_config(checkpoint, overrides))
+        target = Target(newest(Path(config.run.directory)), config)
+    else:
+        checkpoint = newest(path)
+        target = Target(checkpoint, saved_config(checkpoint, overrides))
+    if target.config.evaluate.batches == 0:
+        raise UserError("evaluate.batches: 0, need at least 1")
+    data = target.config.data
+    if not (data.valid or data.train):
+        need = "need a corpus to evaluate on: 'data.valid=[{path: …}]'"
+        raise UserError(f"data.valid: empty, {need}")
+    return target
 
 
 def evaluate_command(
@@ -267,19 +277,7 @@ def evaluate_command(
     unused = ["train.compile", "optimizer", "schedule", "checkpoint"]
     unused += ["machine", "partition"] if is_local else []
     unused += [] if path.is_file() else ["run.name", "run.directory"]
-
-    def read() -> Target:
-        _refuse_unused(overrides, unused)
-        target = find_target(path, overrides)
-        if target.config.evaluate.batches == 0:
-            raise UserError("evaluate.batches: 0, need at least 1")
-        data = target.config.data
-        if not (data.valid or data.train):
-            need = "need a corpus to evaluate on: 'data.valid=[{path: …}]'"
-            raise UserError(f"data.valid: empty, {need}")
-        return target
-
-    target = prepared(read, nproc)
+    target = prepared(lambda: find_target(path, overrides, unused), nproc)
     config = target.config
     config.train.compile = False  # a few batches would not repay it
     if is_local:

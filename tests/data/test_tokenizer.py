@@ -310,7 +310,9 @@ def test_the_files_of_gpt_neox_and_megatron_lm_are_tokenizers(tmp_path: Path) ->
     (tmp_path / "gpt2" / "vocab.json").write_text(json.dumps(model["vocab"]))
     merges = "\n".join(" ".join(pair) for pair in model["merges"])
     (tmp_path / "gpt2" / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
-    for spec in (lone, tmp_path / "gpt2"):
+    (tmp_path / "only").mkdir()
+    shutil.copy(lone, tmp_path / "only" / "tokenizer.json")
+    for spec in (lone, tmp_path / "only", tmp_path / "gpt2"):
         found = load_tokenizer(str(spec))
         assert (found.vocab_size, found.eod) == (400, theirs.eod)
         assert found.encode_batch(TEXTS[:7]) == theirs.encode_batch(TEXTS[:7])
