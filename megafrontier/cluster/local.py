@@ -34,6 +34,12 @@ HELD_BACK = (*STOPPING, signal.SIGINT)
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
+def import_early() -> None:
+    """Import what torch imports at the first use of its optimizers and of the meta device, seconds
+    of computing: before ranks fork or meet, for then the others wait."""
+    importlib.import_module("torch._dynamo")
+
+
 def fork_ranks(count: int, body: Callable[[], int]) -> int:
     """Run `body` in `count` forked processes that find themselves as ranks 0 … count - 1.
 
@@ -41,8 +47,7 @@ def fork_ranks(count: int, body: Callable[[], int]) -> int:
     others are killed after a grace period. They are not asked: SIGTERM asks for a checkpoint, and
     without their peer they can neither write one nor go on.
     """
-    # torch's optimizers import this at their first use: once here, not once in every rank.
-    importlib.import_module("torch._dynamo")
+    import_early()  # once here, not once in every rank
     gc.freeze()  # the ranks' collectors leave our objects alone, so their pages stay shared
     with tempfile.TemporaryDirectory(prefix="megafrontier-") as folder:
         flush_output()

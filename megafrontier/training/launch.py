@@ -12,7 +12,7 @@ import torch
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import Identity, identify
 from megafrontier.cluster.join import check_ranks_per_host, join, refuse
-from megafrontier.cluster.local import exit_code, flush_output, fork_ranks
+from megafrontier.cluster.local import exit_code, flush_output, fork_ranks, import_early
 from megafrontier.cluster.rollcall import RollCall
 from megafrontier.config import Config, TrainConfig, load_machine, save_config
 from megafrontier.errors import (
@@ -103,6 +103,7 @@ def launch(
         def checked() -> int:
             try:
                 _check_among_others(config, identity, check, check_host)
+                import_early()
                 return body()
             except RanksRefused as error:
                 raise of_refused(error, identity=identity) from error
