@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megafrontier.errors import BAD_INPUT, BAD_NODE, LOST
+from tests.processes import COMMAND, Forked
 from tests.training import runs
 
 RANKS = 2
@@ -43,9 +44,20 @@ def slurm(rank):
     }
 
 
-def launch(folder, name, identity, *overrides):
+def interpreter(script, arguments, environment):
+    """What a launcher starts."""
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def launch(folder, name, identity, *overrides, make=Forked):
     """Start the ranks as a launcher does; (exit code, stdout, stderr) of each."""
-    started = start(["-m", "megafrontier"], folder, name, identity, *overrides)
+    started = start(COMMAND, folder, name, identity, *overrides, make=make)
     ended = wait_for(started)
     return [(p.returncode, *texts) for p, texts in zip(started, ended, strict=True)]
 
@@ -59,25 +71,17 @@ def wait_for(started):
             process.kill()
 
 
-def start(program, folder, name, identity, *overrides, ranks=RANKS):
-    """The ranks' processes, each running `program`."""
+def start(script, folder, name, identity, *overrides, ranks=RANKS, make=Forked):
+    """The ranks' processes, each running `script` as `train`."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    command = [
-        sys.executable, *program, "train", str(folder / "config.yaml"),
-        f"run.directory={folder}/{name}", *MACHINE, *overrides,
+    arguments = [
+        "train", str(folder / "config.yaml"), f"run.directory={folder}/{name}", *MACHINE,
+        *overrides,
     ]  # fmt: skip
     started = []
     for rank in range(ranks):
         own = {key: str(value) for key, value in (meeting | identity(rank)).items()}
-        started.append(
-            subprocess.Popen(
-                command,
-                env=os.environ | own,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+        started.append(make(script, arguments, os.environ | own))
     return started
 
 
@@ -88,13 +92,31 @@ def local(folder):
 
 @pytest.mark.parametrize("identity", [torchrun, slurm])
 def test_a_launchers_ranks_give_the_losses_of_local_ones(folder, local, identity):
-    ended = launch(folder, identity.__name__, identity)
+    ended = launch(folder, identity.__name__, identity, make=interpreter)
     assert [code for code, _, _ in ended] == [0] * RANKS, ended
     found = runs.metrics(folder / identity.__name__)
     assert runs.losses(found) == runs.losses(local)
     assert runs.valid_losses(found) == runs.valid_losses(local)
     assert "step 8/8" in ended[0][1]
     assert ended[1][1] == "", "only the first rank speaks"
+
+
+# Ends where ranks would meet, and says whether what takes long to import is there by then.
+UNMET = """
+import sys
+from megafrontier import cli
+from megafrontier.cluster import join
+def meet(identity, seconds):
+    sys.exit("ready" if "torch._dynamo" in sys.modules else "not ready")
+join._meet = meet
+cli.main(sys.argv[1:])
+"""
+
+
+def test_no_rank_is_waited_for_because_it_imports(folder):
+    """The first to count parameters would, in the pre-flight, for seconds."""
+    (rank,) = start(UNMET, folder, "ready", slurm, ranks=1, make=interpreter)
+    assert rank.communicate(timeout=120)[1] == "ready\n"
 
 
 def test_ranks_that_torchrun_starts_anew_do_not_hear_the_start_before(folder):
@@ -157,8 +179,8 @@ def test_what_one_rank_a_host_finds_on_all_hosts_blames_no_node(folder, hosts):
 
     chosen = ("checkpoint.resume=/nowhere", f"train.global_batch={6 * hosts}")
     fits = ("machine.device.ranks_per_host=3",)
-    program, name = ["-m", "megafrontier"], f"slip-{hosts}"
-    started = start(program, folder, name, spread, *chosen, *fits, ranks=3 * hosts)
+    name = f"slip-{hosts}"
+    started = start(COMMAND, folder, name, spread, *chosen, *fits, ranks=3 * hosts)
     ended = wait_for(started)
     assert [process.returncode for process in started] == [BAD_INPUT] * len(started), ended
     assert "checkpoint.resume: /nowhere" in ended[0][1]
@@ -181,7 +203,7 @@ sys.exit(cli.main(sys.argv[1:]))
 def test_a_storage_that_fails_every_host_ends_all_ranks_for_another_start(folder):
     error = "StorageFailed('run.directory: Input/output error')"
     script = FAILING.format(where="True", error=error, name="check_directory")
-    started = start(["-c", script], folder, "away", slurm)
+    started = start(script, folder, "away", slurm)
     ended = wait_for(started)
     assert [process.returncode for process in started] == [LOST] * RANKS, ended
     assert "run.directory: Input/output error" in ended[0][1]
@@ -197,7 +219,7 @@ def test_a_first_ranks_own_fault_is_not_taken_for_its_hosts(folder):
 
     where = "os.environ['SLURM_PROCID'] == '2'"
     script = FAILING.format(where=where, error="UserError('device 0: full')", name="check_present")
-    started = start(["-c", script], folder, "full", spread, ranks=4)
+    started = start(script, folder, "full", spread, ranks=4)
     ended = wait_for(started)
     assert [process.returncode for process in started] == [BAD_NODE] * 4, ended
     assert (folder / "full" / "bad-nodes.txt").read_text() == "frontier00001\n"
@@ -251,7 +273,7 @@ def test_a_node_that_cannot_start_while_most_can_is_named_listed_and_left_out(fo
 
     corpus = "data.train=[{path: '${oc.env:NODE_DISK}/corpus'}]"
     chosen = (corpus, "train.global_batch=3", "machine.device.ranks_per_host=1")
-    started = start(["-m", "megafrontier"], folder, "gone", on_three_nodes, *chosen, ranks=3)
+    started = start(COMMAND, folder, "gone", on_three_nodes, *chosen, ranks=3)
     ended = wait_for(started)
     assert [process.returncode for process in started] == [BAD_NODE] * 3, ended
     listed = folder / "gone" / "bad-nodes.txt"

@@ -4,8 +4,6 @@ import os
 import queue
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -19,6 +17,7 @@ from megafrontier.cluster.rollcall import Alarm, Answers, RollCall
 from megafrontier.errors import BAD_NODE, FAILED, LOST, RanksAbsent, RunFailed
 from megafrontier.training import bad_nodes, watch
 from megafrontier.training.watch import Watch
+from tests import processes
 from tests.tools import with_tools
 from tests.training import runs
 from tests.training.test_launchers import MACHINE, slurm, start
@@ -27,7 +26,6 @@ HOST = socket.gethostname()
 # Freezes or kills a rank in a step's midst: the others wait for it in a collective.
 AT_STEP = """
 import os, signal, sys
-os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command does, before torch is imported
 from megafrontier import cli
 from megafrontier.training import loop
 start_step = loop.start_step
@@ -41,7 +39,6 @@ sys.exit(cli.main(sys.argv[1:]))
 # One rank meets a bug while the others are at what all do together.
 EVALUATE = """
 import os, sys
-os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 from megafrontier import cli
 from megafrontier.training import standalone
 evaluate = standalone.evaluate
@@ -54,7 +51,6 @@ sys.exit(cli.main(["evaluate", *words]))
 # All ranks come to the same verdict; the first is the last to leave.
 UNFIT = """
 import os, sys, time
-os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 from megafrontier import cli
 from megafrontier.errors import NodesUnfit
 from megafrontier.training import launch
@@ -67,7 +63,6 @@ sys.exit(cli.main(sys.argv[1:]))
 # Before the first step, where only nodes and links are tried.
 WHILE_TRIED = """
 import os, signal, sys
-os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 from megafrontier import cli
 from megafrontier.cluster import join, links
 from megafrontier.training import preflight
@@ -95,7 +90,7 @@ def folder(tmp_path_factory):
 
 def launched(folder, name, script, *overrides, identity=slurm, count=2):
     """Ranks that no parent watches over; (exit code, stderr) of those that end."""
-    ranks = start(["-c", script], folder, name, identity, *ENDLESS, *overrides, ranks=count)
+    ranks = start(script, folder, name, identity, *ENDLESS, *overrides, ranks=count)
     ended = {}
     deadline = time.monotonic() + 120
     while len(ended) < count and time.monotonic() < deadline:
@@ -110,11 +105,11 @@ def launched(folder, name, script, *overrides, identity=slurm, count=2):
 
 
 def local(folder, name, ranks, script, *overrides):
-    command = [
-        sys.executable, "-c", script, "train", str(folder / "config.yaml"), "--nproc", str(ranks),
+    arguments = [
+        "train", str(folder / "config.yaml"), "--nproc", str(ranks),
         "machine=laptop", f"run.directory={folder}/{name}", *ENDLESS, *overrides,
     ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return processes.run(script, arguments)
 
 
 def attempts(folder, name):
@@ -232,7 +227,7 @@ def test_a_host_on_which_all_wait_before_the_first_step_is_named_and_listed(
     script = WHILE_TRIED.format(module=module, name=name, where=where, act=SLEEP)
     chosen = ("train.hang_seconds=3", "machine.device.ranks_per_host=1")
     ended = launched(folder, name, script, *chosen, identity=on_four_hosts, count=4)
-    assert [code for code, _ in ended.values()] == [BAD_NODE] * 4
+    assert [code for code, _ in ended.values()] == [BAD_NODE] * 4, ended
     hosts = [f"frontier{rank + 1:05d}" for rank in who]
     ranks = "; ".join(f"rank {rank} on {host}" for rank, host in zip(who, hosts, strict=True))
     told = "".join(errors for _, errors in ended.values())
@@ -249,7 +244,7 @@ def test_ranks_that_fail_to_reach_each_other_are_named_and_listed(folder):
     script = WHILE_TRIED.format(module="links", name="_exchange", where=where, act=error)
     chosen = ("train.hang_seconds=60", "machine.device.ranks_per_host=1")
     ended = launched(folder, "reset", script, *chosen, identity=on_four_hosts, count=4)
-    assert [code for code, _ in ended.values()] == [BAD_NODE] * 4
+    assert [code for code, _ in ended.values()] == [BAD_NODE] * 4, ended
     (told,) = "".join(errors for _, errors in ended.values()).splitlines()
     assert "rank 1 on frontier00002; rank 2 on frontier00003: stuck at link world, " in told
     assert ": link world to rank " in told
@@ -263,7 +258,7 @@ def test_a_rank_that_fails_before_all_are_connected_ends_all_at_once(folder):
         module="join", name="_check_hosts", where="RANK == 1", act="raise OverflowError('a bug')"
     )
     ended = launched(folder, "early", script, "train.hang_seconds=600", identity=on_two_hosts)
-    assert [code for code, _ in ended.values()] == [1, 1]
+    assert [code for code, _ in ended.values()] == [1, 1], ended
     assert "OverflowError: a bug" in ended[1][1]
     assert "Traceback" not in ended[0][1]
     assert not (folder / "early" / "bad-nodes.txt").exists()

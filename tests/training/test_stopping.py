@@ -10,6 +10,7 @@ import time
 import pytest
 
 from megafrontier.errors import STOPPED
+from tests import processes
 from tests.training import runs
 from tests.training.test_launchers import slurm, start
 
@@ -45,13 +46,16 @@ def unbroken(folder):
     return runs.run(folder / "config.yaml", RANKS, *SMALL, f"run.directory={folder}/unbroken")
 
 
-def train(folder, name, script, *overrides):
-    """Run `train` by a script that plants a signal; the ended process."""
-    command = [
-        sys.executable, "-c", script, "train", str(folder / "config.yaml"), "--nproc", str(RANKS),
+def arguments(folder, name, *overrides):
+    return [
+        "train", str(folder / "config.yaml"), "--nproc", str(RANKS),
         f"run.directory={folder}/{name}", *SMALL, *overrides,
     ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def train(folder, name, script, *overrides):
+    """Run `train` by a script that plants a signal; the ended process."""
+    return processes.run(script, arguments(folder, name, *overrides))
 
 
 def at_step(step, act):
@@ -170,7 +174,8 @@ sys.exit(cli.main(sys.argv[1:]))
 @pytest.mark.parametrize("module", ["omegaconf", "torch._dynamo"])
 def test_a_run_that_is_asked_while_it_starts_makes_no_step_and_loses_nothing(folder, module):
     name = f"starting-{module}"
-    ended = train(folder, name, STARTING.format(module=module))
+    command = [sys.executable, "-c", STARTING.format(module=module), *arguments(folder, name)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == STOPPED, ended.stderr
     assert "stopped on request at step 0" in ended.stdout
     assert runs.metrics(folder / name) == []
@@ -179,10 +184,8 @@ def test_a_run_that_is_asked_while_it_starts_makes_no_step_and_loses_nothing(fol
 
 def test_every_process_of_a_group_may_be_told_as_slurm_does(folder, unbroken):
     """TERM to parent, ranks and whatever they have started, at any moment, then again."""
-    command = [
-        sys.executable, "-m", "megafrontier", "train", str(folder / "config.yaml"), "--nproc",
-        str(RANKS), f"run.directory={folder}/group", *SMALL, "train.steps=100000",
-    ]  # fmt: skip
+    chosen = arguments(folder, "group", "train.steps=100000")
+    command = [sys.executable, "-m", "megafrontier", *chosen]
     process = subprocess.Popen(
         command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -204,7 +207,7 @@ def test_every_process_of_a_group_may_be_told_as_slurm_does(folder, unbroken):
 def test_a_launchers_rank_that_is_asked_stops_them_all(folder):
     """One rank of a group that no parent of ours watches over."""
     script = at_step(3, KILL.format(whom="getpid", signal="SIGUSR1"))
-    started = start(["-c", script], folder, "slurm", slurm, "train.steps=12")
+    started = start(script, folder, "slurm", slurm, "train.steps=12")
     errors = [process.communicate(timeout=120)[1] for process in started]
     assert [process.returncode for process in started] == [STOPPED] * 2, errors
     assert checkpoints(folder, "slurm") == ["step-00000003"]
