@@ -114,7 +114,7 @@ def _tokenizer(arguments: argparse.Namespace) -> None:
 def _add_prepare(commands: Any) -> None:
     parser = commands.add_parser("prepare", help="tokenise text into PREFIX.bin and PREFIX.idx")
     _add_inputs(parser)
-    parser.add_argument("--split", default="train", help="of a datasets dataset; default: train")
+    parser.add_argument("--split", help="of a datasets dataset; default: train")
     parser.add_argument(
         "--tokenizer",
         required=True,

@@ -114,17 +114,18 @@ def prepare(
     append_eod: bool = False,
     skip_bad: bool = False,
     key: str = "text",
-    split: str = "train",
+    split: str | None = None,
     part: tuple[int, int] = (1, 1),
 ) -> Summary:
     """Tokenise every text of the inputs, in order, into OUT.bin and OUT.idx.
 
     `workers` processes (default: one a core), `append_eod` ends each document with the tokenizer's
     eod, `skip_bad` leaves out and counts what is no text, `key` is the field or column that holds
-    the text, `split` the split of a `datasets` dataset. `part` (number from 1, of how many) takes
-    one share of the inputs' files; merged in order, the shares are what one process would write.
-    Empty texts are left out. Raises UserError for inputs that cannot be read, bad text, and when no
-    text is left; a share without any becomes a corpus of nothing, for `merge` alone.
+    the text, `split` the split of a `datasets` dataset (default: train). `part` (number from 1, of
+    how many) takes one share of the inputs' files; merged in order, the shares are what one process
+    would write. Empty texts are left out. Raises UserError for inputs that cannot be read, bad
+    text, and when no text is left; a share without any becomes a corpus of nothing, for `merge`
+    alone.
     """
     cores = len(os.sched_getaffinity(0))
     workers = cores if workers is None else workers

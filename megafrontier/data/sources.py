@@ -66,14 +66,18 @@ class Piece:
         return self.kind == "text" and self.position > 0
 
 
-def find_sources(inputs: Sequence[str], split: str = "train") -> list[Source]:
+def find_sources(inputs: Sequence[str], split: str | None = None) -> list[Source]:
     """Every file and table that the inputs name, each input's in the order of their names.
 
     An input is a file, a folder, a glob, a folder written by `datasets`' save_to_disk or holding a
-    script-free dataset, or a dataset's name, NAME or NAME:CONFIG, of which `split` is taken.
-    Raises UserError when an input is nothing of the sort or holds no text.
+    script-free dataset, or a dataset's name, NAME or NAME:CONFIG, of which `split` is taken, train
+    unless it is given. Raises UserError when an input is nothing of the sort or holds no text, and
+    for a split of nothing.
     """
-    return [source for name in inputs for source in _find(name, split)]
+    found = [source for name in inputs for source in _find(name, split)]
+    if split is not None and all(source.kind != "dataset" for source in found):
+        raise UserError(f"--split: {split}, need a dataset that has it among the inputs")
+    return found
 
 
 def share(sources: Sequence[Source], part: int, parts: int) -> Sequence[Source]:
@@ -103,7 +107,7 @@ def share(sources: Sequence[Source], part: int, parts: int) -> Sequence[Source]:
     return sources[start : len(sources) if part == parts else stop]
 
 
-def _find(name: str, split: str) -> list[Source]:
+def _find(name: str, split: str | None) -> list[Source]:
     path = Path(name)
     if not name:  # Path("") is the current folder
         raise UserError("input '': empty, need a file, a folder or a pattern")
@@ -160,7 +164,7 @@ def _find_file(path: Path) -> Source:
     return _file_source(path)
 
 
-def _find_folder(folder: Path, split: str) -> list[Source]:
+def _find_folder(folder: Path, split: str | None) -> list[Source]:
     name = str(folder)
     if _holds_saved_dataset(folder):
         return [_dataset_source(name, "load_from_disk", split, name)]
@@ -236,7 +240,7 @@ def _file_source(path: Path) -> Source:
     return Source(str(path), _KINDS.get(_suffix(path), "text"), path.stat().st_size)
 
 
-def _dataset_source(name: str, loader: str, split: str, *arguments: str | None) -> Source:
+def _dataset_source(name: str, loader: str, split: str | None, *arguments: str | None) -> Source:
     import datasets
 
     try:
@@ -247,9 +251,12 @@ def _dataset_source(name: str, loader: str, split: str, *arguments: str | None) 
             f"input {name!r}: no file or folder of that name here, and no dataset either: {error}"
         ) from error
     if isinstance(table, dict):
+        split = split or "train"
         if split not in table:
             raise UserError(f"input {name!r}: no split {split!r}; it has {', '.join(table)}")
         table = table[split]
+    elif split not in (None, str(table.split)):
+        raise UserError(f"input {name!r}: no split {split!r}; it is one table, need no --split")
     return Source(name, "dataset", int(table.data.nbytes), table)
 
 

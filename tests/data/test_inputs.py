@@ -225,6 +225,15 @@ def test_a_dataset_saved_to_disk_is_read(tmp_path: Path) -> None:
     assert prepared(tmp_path, tmp_path / "two", split="test") == TEXTS[:1]
     with pytest.raises(UserError, match=r"no split 'dev'; it has train, test"):
         prepared(tmp_path, tmp_path / "two", split="dev")
+    with pytest.raises(UserError, match=r"no split 'train'; it is one table"):
+        prepared(tmp_path, tmp_path / "one", split="train")
+
+
+def test_a_split_of_files_is_refused(tmp_path: Path) -> None:
+    """They would be taken whole, validation with training."""
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    with pytest.raises(UserError, match=r"^--split: test, need a dataset"):
+        prepared(tmp_path, tmp_path / "a.jsonl", split="test")
 
 
 def test_texts_beside_somebodys_state_are_a_folder_of_texts(tmp_path: Path) -> None:
