@@ -158,6 +158,8 @@ def start(setting: dict[str, Any], compiled: bool, cached: bool = False) -> dict
             before = get_context("spawn").Process(target=ours, args=(setting, compiled))
             before.start()
             before.join()
+            if before.exitcode:
+                raise RuntimeError(f"the process that fills the cache failed: {before.exitcode}")
         figures = ours(setting, compiled)
     return figures | {"step_seconds": figures["warm_up_seconds"]}
 

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -179,6 +180,7 @@ def measure(
     that gives no figures is asked for once only.
     """
     results = Results(arguments.out, [task.variant for task in tasks])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with the turn's process
     deadline = time.monotonic() + 60 * (1e9 if arguments.minutes is None else arguments.minutes)
     hopeless: set[tuple[str, str]] = set()
     for task, number in _in_rounds(chosen(tasks, arguments), arguments.rounds):
