@@ -29,6 +29,8 @@ SPEAKER_SECONDS = 150.0
 that does, which may have metrics to hand over (W&B has 120 s) before."""
 PEER_SECONDS = 1.0
 """Longer than that: a rank with an exception of its own waits whether it is to be ended."""
+MEETING_BYTES = 2**20
+"""More than the file grows to in which ranks meet: some two KiB for each."""
 HELD_BACK = (*STOPPING, signal.SIGINT)
 """Signals that wait while ranks are forked."""
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -45,11 +47,12 @@ def fork_ranks(count: int, body: Callable[[], int]) -> int:
 
     Returns 0 or STOPPED when all do, else the first failing rank's exit code; when one fails, the
     others are killed after a grace period. They are not asked: SIGTERM asks for a checkpoint, and
-    without their peer they can neither write one nor go on.
+    without their peer they can neither write one nor go on. Raises UserError where they have no
+    room to meet.
     """
     import_early()  # once here, not once in every rank
     gc.freeze()  # the ranks' collectors leave our objects alone, so their pages stay shared
-    with tempfile.TemporaryDirectory(prefix="megafrontier-") as folder:
+    with _meeting_folder() as folder:
         flush_output()
         # A signal that comes while we fork waits until every rank can be told of it; Ctrl-C would
         # be lost in what Python itself does at a fork, where exceptions are ignored.
@@ -59,6 +62,26 @@ def fork_ranks(count: int, body: Callable[[], int]) -> int:
         finally:
             gc.unfreeze()
         return _wait_for(children)
+
+
+def _meeting_folder() -> tempfile.TemporaryDirectory[str]:
+    """Where the ranks meet in a file. In one that cannot grow they would wait for each other in
+    vain."""
+    where = "TMPDIR"
+    try:
+        where = f"TMPDIR: {tempfile.gettempdir()}"
+        folder = tempfile.TemporaryDirectory(prefix="megafrontier-")
+        try:
+            trial = Path(folder.name, "trial")
+            trial.write_bytes(bytes(MEETING_BYTES))
+            trial.unlink()
+        except OSError:
+            folder.cleanup()
+            raise
+    except OSError as error:
+        need = f"need a folder with {MEETING_BYTES >> 20} MiB of room, where the ranks meet"
+        raise UserError(f"{where}: {error.strerror}, {need}") from error
+    return folder
 
 
 def _fork_all(count: int, folder: Path, body: Callable[[], int]) -> dict[int, int]:

@@ -2,10 +2,12 @@
 
 import errno
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -197,6 +199,19 @@ def test_the_first_failure_decides_the_exit_code(tmp_path):
         return 9
 
     assert fork_ranks(2, body) == 5
+
+
+def test_ranks_that_have_no_room_to_meet_are_not_started(tmp_path, monkeypatch):
+    """As with a /tmp that is full: they would wait for each other until the watch ends them."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, hard))
+    try:
+        with pytest.raises(UserError, match=f"^TMPDIR: {tmp_path}: File too large, need a folder"):
+            fork_ranks(2, lambda: 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
