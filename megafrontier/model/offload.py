@@ -1,11 +1,11 @@
 """Block inputs in host memory between forward and backward.
 
 Copies run on a stream of their own beside the computation: out while later blocks run forward, and
-back while the block that ran after runs backward. Nothing waits on the host; freed memory, on the
-device and pinned, goes to others only when the copies from it are done. On a CPU host memory is
-where the inputs are anyway, and nothing is copied.
+back while the block that ran after runs backward. Nothing waits on the host. On a CPU host memory
+is where the inputs are anyway, and nothing is copied.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from weakref import ref
@@ -59,6 +59,7 @@ class Offloaded:
         """`before`: what was offloaded last, and so will be fetched next."""
         self._copies, self._before = copies, before
         self._coming: Tensor | None = None
+        self._host: Tensor | None = None  # should there be no room for it
         self._host = copies.to_host(tensor)
 
     def fetch(self) -> Tensor:
@@ -76,11 +77,38 @@ class Offloaded:
         """A graph that is dropped leaves a copy on its way into memory that is another's then."""
         if self._coming is not None:
             self._copies.arrive(self._coming)
+        if self._host is not None:
+            self._copies.give_back(self._host)
 
     def _start(self) -> Tensor:
         if self._coming is None:
+            assert self._host is not None
             self._coming = self._copies.start_back(self._host)
         return self._coming
+
+
+class HostBuffers:
+    """Host memory that inputs take in turns, as much as is out at a time.
+
+    torch's own pool hands pinned memory on only when the device has come so far: for each
+    micro-batch that the host is ahead it would take as much again. Here all copies are in the order
+    of one stream: what is copied into memory that was given back comes after what was copied out.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._free: defaultdict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
+
+    def take(self, like: Tensor) -> Tensor:
+        """A host tensor of that shape and type with anything in it."""
+        free = self._free[like.shape, like.dtype]
+        if free:
+            return free.pop()
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=self._pinned)
+
+    def give_back(self, host: Tensor) -> None:
+        """All copies out of it have been asked for."""
+        self._free[host.shape, host.dtype].append(host)
 
 
 class Copies:
@@ -89,6 +117,8 @@ class Copies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        self._buffers = HostBuffers(pinned=True)
+        self.give_back = self._buffers.give_back
         self._going: tuple[Tensor, torch.cuda.Event] | None = None
 
     def to_host(self, tensor: Tensor) -> Tensor:
@@ -99,7 +129,7 @@ class Copies:
         which runs ahead, would take new memory for each block.
         """
         self._let_go()
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = self._buffers.take(tensor)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)

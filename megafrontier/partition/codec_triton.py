@@ -103,7 +103,7 @@ def _encode(  # type: ignore[no-untyped-def]
 ):
     """BLOCKS blocks of one row: absmax, scale, codes, packed; the row's last program pads. If it
     FEEDS_BACK, what the row's `errors`, int16 bits of bf16, add, and what then is left unsaid."""
-    tiles = tl.cdiv(count, BLOCK * BLOCKS)
+    tiles = (count - 1) // (BLOCK * BLOCKS) + 1  # what cdiv adds may be too much for 32 bits
     row = (tl.program_id(0) // tiles).to(tl.int64)
     tile = (tl.program_id(0) % tiles).to(tl.int64)
     message = messages + row * message_bytes
@@ -174,7 +174,7 @@ def _decode_sum(  # type: ignore[no-untyped-def]
 ):
     """BLOCKS blocks of one output row: the sum, in order, of `rows` messages that follow on; if it
     ADDS, onto what is there."""
-    tiles = tl.cdiv(count, BLOCK * BLOCKS)
+    tiles = (count - 1) // (BLOCK * BLOCKS) + 1  # what cdiv adds may be too much for 32 bits
     output = (tl.program_id(0) // tiles).to(tl.int64)
     tile = (tl.program_id(0) % tiles).to(tl.int64)
     blocks = tile * BLOCKS + tl.arange(0, BLOCKS)

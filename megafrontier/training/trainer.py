@@ -66,6 +66,8 @@ def build_trainer(config: Config, arrangement: Arrangement, hierarchy: Hierarchy
         # cuBLAS's own condition, without which torch refuses every matrix product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        # Or all new memory is filled, pinned memory by the CPU. None is read before it is written.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     model, engine = build_model(config, arrangement, hierarchy)
     masters = [unit.master for unit in engine.units]
     optimizer = ShardedAdamW(masters, [u.decay_stop for u in engine.units], config.optimizer)

@@ -15,10 +15,13 @@ class Clones:
     """Stands in for `offload.Copies`; `asked` has (what, its number) in order."""
 
     asked: list[tuple[str, int]] = []
+    given: list[int] = []
 
     def __init__(self, device):
         self.asked.clear()
+        self.given.clear()
         self.numbers = {}
+        self.buffers = offload.HostBuffers(pinned=False)
 
     def note(self, what, tensor):
         number = self.numbers.setdefault(tensor.sum().item(), len(self.numbers))
@@ -26,7 +29,7 @@ class Clones:
 
     def to_host(self, tensor):
         self.note("out", tensor)
-        return tensor.clone()
+        return self.buffers.take(tensor).copy_(tensor)
 
     def start_back(self, host):
         self.note("back", host)
@@ -34,6 +37,10 @@ class Clones:
 
     def arrive(self, tensor):
         self.note("use", tensor)
+
+    def give_back(self, host):
+        self.given.append(host.data_ptr())
+        self.buffers.give_back(host)
 
 
 @pytest.fixture(params=[False, True], ids=["eager", "compiled"])
@@ -72,6 +79,17 @@ def test_without_a_backward_nothing_is_parked(is_compiled, make_config, make_mod
     with torch.no_grad():
         model(tokens, tokens)
     assert Clones.asked == []
+
+
+def test_each_micro_batch_takes_the_host_memory_of_the_one_before(
+    is_compiled, make_config, make_model, tokens
+):
+    """A host that is micro-batches ahead would fill it."""
+    model = make_model(make_config(layers=3), checkpointing="offload", compile_blocks=is_compiled)
+    for _ in range(3):
+        model(tokens, tokens).backward()
+    assert len(Clones.given) == 9
+    assert len(set(Clones.given)) == 3
 
 
 def test_a_copy_on_its_way_is_waited_for_where_nobody_wants_it_any_more():
