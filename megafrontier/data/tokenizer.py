@@ -7,7 +7,6 @@ from functools import cache
 from hashlib import sha256
 from itertools import chain, islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from megafrontier.data.hub import looked_up
@@ -297,19 +296,18 @@ def kept_tokenizer(spec: str) -> Tokenizer:
     return load_tokenizer(spec)
 
 
-@cache
-def _kept_files(spec: str) -> dict[Path, bytes]:
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        kept_tokenizer(spec).save(folder)
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        return {path.relative_to(folder): path.read_bytes() for path in files}
+_KEPT_FILES: dict[str, dict[Path, bytes]] = {}
 
 
 def save_kept(spec: str, folder: Path) -> None:
-    """Write the files of the tokenizer that `spec` names, made once in a process: each checkpoint
-    has them, and some take seconds to convert."""
-    for path, content in _kept_files(spec).items():
+    """Write the files of the tokenizer that `spec` names into a new folder. They are made once in a
+    process: each checkpoint has them, and some take seconds to convert."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if spec not in _KEPT_FILES:
+        kept_tokenizer(spec).save(folder)
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        _KEPT_FILES[spec] = {path.relative_to(folder): path.read_bytes() for path in files}
+    for path, content in _KEPT_FILES[spec].items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(content)
 

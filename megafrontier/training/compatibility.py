@@ -1,6 +1,6 @@
 """Whether a checkpoint is of the model that is to go on, and what else differs from then."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from math import isclose
 from typing import Any, TypeVar
@@ -38,6 +38,16 @@ ORDER_KEYS = (
     "data.document_mask",
 )
 """On what it depends which tokens a sample's number stands for."""
+
+TOLD_KEYS = (
+    "train.precision",
+    "train.clip_grad_norm",
+    "model.dropout",
+    "optimizer.betas",
+    "optimizer.eps",
+    "optimizer.weight_decay",
+)
+"""What also makes another training of it, unseen."""
 
 
 def check_model(model: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -93,6 +103,10 @@ def changes(trainer: Trainer, manifest: Manifest) -> list[str]:
     if manifest.step and before != now:
         _, sample = trainer.loader.position(trainer.step)
         lines.append(f"train.global_batch: {now}, was {before}; the data go on at sample {sample}")
+    lines += [
+        f"{key}: {now}, was {before}"
+        for key, now, before in _changed(trainer.config, manifest, TOLD_KEYS)
+    ]
     return lines + _rate_changes(trainer.config, manifest)
 
 
@@ -128,17 +142,23 @@ def _rate_changes(config: Config, manifest: Manifest) -> list[str]:
 
 def _data_changes(config: Config, manifest: Manifest) -> list[str]:
     """What gives the numbers of the samples another meaning: some are then read twice."""
-    if not manifest.step:
-        return []
-    now, before = (
-        {key: _value(values, key) for key in ORDER_KEYS}
-        for values in (config_to_dict(config), manifest.config)
-    )
     return [
-        f"warning: {key}: {now[key]}, was {before[key]}; samples are others from here on"
-        for key in ORDER_KEYS
-        if before[key] is not None and before[key] != now[key]
+        f"warning: {key}: {now}, was {before}; samples are others from here on"
+        for key, now, before in _changed(config, manifest, ORDER_KEYS)
     ]
+
+
+def _changed(
+    config: Config, manifest: Manifest, keys: Sequence[str]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Those of the keys that a checkpoint in the midst of training was made with another value of:
+    key, value now, value before."""
+    ours = config_to_dict(config)
+    for key in keys if manifest.step else ():
+        now, before = _value(ours, key), _value(manifest.config, key)
+        now = list(now) if isinstance(now, tuple) else now  # as JSON has it
+        if before is not None and before != now:
+            yield key, now, before
 
 
 def _window_changes(trainer: Trainer, manifest: Manifest) -> list[str]:

@@ -159,9 +159,12 @@ def check_device(device: DeviceConfig, found: torch.device) -> str | None:
 
 def _check_storage(directory: Path, identity: Identity) -> Problem | None:
     """Whether this host can write to the run directory; one rank a host tries."""
-    if identity.local_rank != 0:
-        return None
-    trial = directory / f".preflight-{identity.rank}"
+    return _write_trial(directory, identity.rank) if identity.local_rank == 0 else None
+
+
+def _write_trial(directory: Path, rank: int) -> Problem | None:
+    """Why nothing can be written into a folder, if so."""
+    trial = directory / f".preflight-{rank}"
     try:
         with trial.open("wb") as file:
             file.write(b"trial")
@@ -218,7 +221,8 @@ def checkpoint_bytes(config: Config, arrangement: Arrangement) -> int:
 
 def _check_room(config: Config, arrangement: Arrangement, hierarchy: Hierarchy) -> None:
     """Raises UserError without room for the checkpoints to keep that are not there yet, and for the
-    next one beside them until the oldest goes; of as many as are saved."""
+    next one beside them until the oldest goes; of as many as are saved. Raises it or StorageFailed
+    where their folder is there and cannot be written: it may be another's, or a link."""
     if hierarchy.rank:
         return
     root = checkpoint_root(config)
@@ -230,9 +234,13 @@ def _check_room(config: Config, arrangement: Arrangement, hierarchy: Hierarchy) 
     need = count * checkpoint_bytes(config, arrangement) / GIB
     if free < need:
         raise UserError(
-            f"run.directory: {where}: {free:.1f} GiB free, need {need:.1f} for "
+            f"run.directory: {where}: {free:.3g} GiB free, need {need:.3g} for "
             f"{count} checkpoints (checkpoint.keep {config.checkpoint.keep})"
         )
+    with hierarchy.activity.at(STORAGE):
+        problem = _write_trial(root, 0) if where == root else None
+    if problem is not None:
+        raise problem
 
 
 def _saves_to_come(config: Config, own: Sequence[Path]) -> int:

@@ -169,6 +169,7 @@ def _go_on_from(found: Checkpoint, trainer: Trainer, is_start: bool, logbook: Lo
     logbook.remark(f"resumed from {of}{found.path} at step {trainer.step}")
     if trainer.step >= trainer.last_step:
         _say_done(trainer, found.path, is_start, logbook)
+        return
     for line in changes(trainer, manifest):
         logbook.remark(line)
 

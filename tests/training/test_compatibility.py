@@ -56,6 +56,21 @@ def test_other_data_under_the_same_numbers_are_told(config_file, tmp_path, impor
     assert warning in runs.log(tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ("train.clip_grad_norm=0.5", "train.clip_grad_norm: 0.5, was 1.0"),
+        ("optimizer.betas=[0.5, 0.6]", "optimizer.betas: [0.5, 0.6], was [0.9, 0.95]"),
+        ("model.dropout=0.5", "model.dropout: 0.5, was 0.0"),
+        ("log.every=1", None),
+    ],
+)
+def test_what_trains_otherwise_unseen_is_told(config_file, tmp_path, imported, changed, said):
+    runs.run(config_file, 1, *runs.ONE, imported, changed, "train.stop_at=3")
+    told = [line for line in runs.log(tmp_path / "run").splitlines() if ", was " in line]
+    assert [said in line for line in told] == [True] * (said is not None)
+
+
 def test_a_corpus_of_another_size_is_told(config_file, tmp_path, imported):
     """All of it is for training once validation has a corpus of its own; or it was made anew."""
     valid = f"data.valid=[{{path: {tmp_path}/corpus}}]"

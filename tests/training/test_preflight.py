@@ -249,9 +249,8 @@ def test_storage_without_room_is_refused_with_what_is_needed(config_file, monkey
     monkeypatch.setattr(preflight, "_free_gib", lambda _: 2.5 * size / 2**30)
     assert train(config_file, 4, "train.steps=8", "checkpoint.every=3") == BAD_INPUT
     error = capfd.readouterr().err
-    assert (
-        f"run.directory: {config.run.directory}: 0.0 GiB free, need 0.0 for 3 checkpoints" in error
-    )
+    free, need = f"{2.5 * size / 2**30:.3g} GiB free", f"need {3 * size / 2**30:.3g} for"
+    assert f"run.directory: {config.run.directory}: {free}, {need} 3 checkpoints" in error
     assert train(config_file, 4, "train.steps=8", "checkpoint.every=3", "checkpoint.keep=1") == 0
     assert train(config_file, 4, "train.steps=8", "checkpoint.every=3", "checkpoint.keep=0") == 0
     assert train(config_file, 4, "run.name=at-the-end") == 0
@@ -275,7 +274,21 @@ def test_room_is_looked_for_where_a_linked_folder_of_checkpoints_leads(
     is_there = lambda path: path.resolve() == elsewhere  # noqa: E731
     monkeypatch.setattr(preflight, "_free_gib", lambda path: 0 if is_there(path) else 1000)
     assert train(config_file, 4) == BAD_INPUT
-    assert f"run.directory: {root}: 0.0 GiB free" in capfd.readouterr().err
+    assert f"run.directory: {root}: 0 GiB free" in capfd.readouterr().err
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_written_is_told_before_the_first_step(
+    config_file, monkeypatch, capfd
+):
+    """As a link to another's, or to a storage that is only read: nothing could be saved."""
+    root = Path(runs.load(config_file).run.directory) / "checkpoints"
+    root.parent.mkdir(parents=True)
+    root.symlink_to("/proc/self")  # where root may not write either
+    monkeypatch.setattr(preflight, "_free_gib", lambda _: 1000)
+    assert train(config_file, 4) == BAD_INPUT
+    line = capfd.readouterr().err
+    assert line.startswith(f"megafrontier: run.directory: {root}: ")
+    assert line.endswith(", need a folder to write\n")
 
 
 def test_the_room_of_a_save_that_was_killed_is_room(config_file, monkeypatch):
