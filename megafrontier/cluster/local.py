@@ -50,9 +50,10 @@ def fork_ranks(count: int, body: Callable[[], int]) -> int:
     without their peer they can neither write one nor go on. Raises UserError where they have no
     room to meet.
     """
+    _check_room_to_meet()
     import_early()  # once here, not once in every rank
     gc.freeze()  # the ranks' collectors leave our objects alone, so their pages stay shared
-    with _meeting_folder() as folder:
+    with tempfile.TemporaryDirectory(prefix="megafrontier-") as folder:
         flush_output()
         # A signal that comes while we fork waits until every rank can be told of it; Ctrl-C would
         # be lost in what Python itself does at a fork, where exceptions are ignored.
@@ -64,24 +65,16 @@ def fork_ranks(count: int, body: Callable[[], int]) -> int:
         return _wait_for(children)
 
 
-def _meeting_folder() -> tempfile.TemporaryDirectory[str]:
-    """Where the ranks meet in a file. In one that cannot grow they would wait for each other in
-    vain."""
+def _check_room_to_meet() -> None:
+    """Raises UserError: in a file that cannot grow ranks would wait for each other in vain."""
     where = "TMPDIR"
     try:
         where = f"TMPDIR: {tempfile.gettempdir()}"
-        folder = tempfile.TemporaryDirectory(prefix="megafrontier-")
-        try:
-            trial = Path(folder.name, "trial")
-            trial.write_bytes(bytes(MEETING_BYTES))
-            trial.unlink()
-        except OSError:
-            folder.cleanup()
-            raise
+        with tempfile.TemporaryFile() as trial:
+            trial.write(bytes(MEETING_BYTES))
     except OSError as error:
         need = f"need a folder with {MEETING_BYTES >> 20} MiB of room, where the ranks meet"
         raise UserError(f"{where}: {error.strerror}, {need}") from error
-    return folder
 
 
 def _fork_all(count: int, folder: Path, body: Callable[[], int]) -> dict[int, int]:

@@ -302,11 +302,12 @@ _KEPT_FILES: dict[str, dict[Path, bytes]] = {}
 def save_kept(spec: str, folder: Path) -> None:
     """Write the files of the tokenizer that `spec` names into a new folder. They are made once in a
     process: each checkpoint has them, and some take seconds to convert."""
-    folder.mkdir(parents=True, exist_ok=True)
     if spec not in _KEPT_FILES:
+        folder.mkdir(parents=True, exist_ok=True)
         kept_tokenizer(spec).save(folder)
         files = [path for path in folder.rglob("*") if path.is_file()]
         _KEPT_FILES[spec] = {path.relative_to(folder): path.read_bytes() for path in files}
+        return
     for path, content in _KEPT_FILES[spec].items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(content)

@@ -5,13 +5,14 @@ back while the block that ran after runs backward. Nothing waits on the host. On
 is where the inputs are anyway, and nothing is copied.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from weakref import ref
 
 import torch
 from torch import Tensor
+
+from megafrontier.shelf import Shelf
 
 
 class Offload:
@@ -42,7 +43,7 @@ class Offload:
     def _offload(self, tensor: Tensor) -> "Offloaded":
         if self._copies is None:
             self._copies = Copies(tensor.device)
-        offloaded = Offloaded(tensor, self._copies, self._last)
+        offloaded = Offloaded(self._copies.to_host(tensor), self._copies, self._last)
         self._last = ref(offloaded)
         return offloaded
 
@@ -55,12 +56,11 @@ def is_elsewhere(tensor: Tensor) -> bool:
 class Offloaded:
     """One tensor's copy on the host."""
 
-    def __init__(self, tensor: Tensor, copies: "Copies", before: "ref[Offloaded] | None") -> None:
-        """`before`: what was offloaded last, and so will be fetched next."""
-        self._copies, self._before = copies, before
+    def __init__(self, host: Tensor, copies: "Copies", before: "ref[Offloaded] | None") -> None:
+        """`host` is what `copies.to_host` gave, `before` what was offloaded last, and so will be
+        fetched next."""
+        self._host, self._copies, self._before = host, copies, before
         self._coming: Tensor | None = None
-        self._host: Tensor | None = None  # should there be no room for it
-        self._host = copies.to_host(tensor)
 
     def fetch(self) -> Tensor:
         """The tensor on its device again; the one that was offloaded before it follows."""
@@ -77,48 +77,26 @@ class Offloaded:
         """A graph that is dropped leaves a copy on its way into memory that is another's then."""
         if self._coming is not None:
             self._copies.arrive(self._coming)
-        if self._host is not None:
-            self._copies.give_back(self._host)
+        self._copies.give_back(self._host)
 
     def _start(self) -> Tensor:
         if self._coming is None:
-            assert self._host is not None
             self._coming = self._copies.start_back(self._host)
         return self._coming
 
 
-class HostBuffers:
-    """Host memory that inputs take in turns, as much as is out at a time.
+class Copies:
+    """Copies between one GPU and pinned host memory, on a stream of their own.
 
     torch's own pool hands pinned memory on only when the device has come so far: for each
-    micro-batch that the host is ahead it would take as much again. Here all copies are in the order
-    of one stream: what is copied into memory that was given back comes after what was copied out.
+    micro-batch that the host is ahead it would take as much again. Here the one stream keeps the
+    order: what is copied into memory that was given back comes after what was copied out of it.
     """
-
-    def __init__(self, pinned: bool) -> None:
-        self._pinned = pinned
-        self._free: defaultdict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
-
-    def take(self, like: Tensor) -> Tensor:
-        """A host tensor of that shape and type with anything in it."""
-        free = self._free[like.shape, like.dtype]
-        if free:
-            return free.pop()
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=self._pinned)
-
-    def give_back(self, host: Tensor) -> None:
-        """All copies out of it have been asked for."""
-        self._free[host.shape, host.dtype].append(host)
-
-
-class Copies:
-    """Copies between one GPU and pinned host memory, on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._buffers = HostBuffers(pinned=True)
-        self.give_back = self._buffers.give_back
+        self._shelf = Shelf(torch.device("cpu"), pinned=True)
         self._going: tuple[Tensor, torch.cuda.Event] | None = None
 
     def to_host(self, tensor: Tensor) -> Tensor:
@@ -129,7 +107,7 @@ class Copies:
         which runs ahead, would take new memory for each block.
         """
         self._let_go()
-        host = self._buffers.take(tensor)
+        host = self._shelf.take(tensor.numel(), tensor.dtype).view(tensor.shape)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
@@ -150,6 +128,10 @@ class Copies:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             return tensor.copy_(host, non_blocking=True)
+
+    def give_back(self, host: Tensor) -> None:
+        """All copies into and out of it have begun."""
+        self._shelf.give(host.view(-1))
 
     def arrive(self, tensor: Tensor) -> None:
         """Let the computation wait for what has begun to come back, and use it."""

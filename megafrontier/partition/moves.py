@@ -20,9 +20,10 @@ from megafrontier.partition.changes import Change, levels_of_changes
 from megafrontier.partition.lanes import DONE, Lanes, Ticket
 from megafrontier.partition.layout import shard_range
 from megafrontier.partition.ledger import Ledger
-from megafrontier.partition.scratch import Scratch, Shelf
+from megafrontier.partition.scratch import Scratch
 from megafrontier.partition.slot import Slot, Step, Work, weave
 from megafrontier.partition.wires import Wire, Wires, pass_on
+from megafrontier.shelf import Shelf
 
 LABEL_BYTES = 128
 NO_ERRORS: Mapping[int, torch.Tensor] = MappingProxyType({})

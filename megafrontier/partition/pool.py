@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from megafrontier.partition.scratch import Shelf, empty
+from megafrontier.shelf import Shelf, empty
 
 
 class Owner(Protocol):

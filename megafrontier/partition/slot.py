@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megafrontier.partition.lanes import DONE, Ticket
-from megafrontier.partition.scratch import Shelf
+from megafrontier.shelf import Shelf
 
 Work = Callable[[torch.Tensor], torch.Tensor]
 """A crossing, or work beside one: what it makes of the tensor on its way."""

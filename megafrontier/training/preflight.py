@@ -84,7 +84,7 @@ def preflight(
     where the storage lacks room.
     """
     directory = Path(config.run.directory)
-    hierarchy.together(partial(_check_room, config, arrangement, hierarchy))
+    hierarchy.together(partial(_check_checkpoints, config, arrangement, hierarchy))
     table = _tell(arrangement, identity, hierarchy)
     if slow_links(config, arrangement, table, hierarchy):  # perhaps only disturbed for a moment
         again = _tell(arrangement, identity, hierarchy)
@@ -219,26 +219,26 @@ def checkpoint_bytes(config: Config, arrangement: Arrangement) -> int:
     return parameter_count(config.model) * (12 + deltas + (2 if arrangement.error_feedback else 0))
 
 
-def _check_room(config: Config, arrangement: Arrangement, hierarchy: Hierarchy) -> None:
+def _check_checkpoints(config: Config, arrangement: Arrangement, hierarchy: Hierarchy) -> None:
     """Raises UserError without room for the checkpoints to keep that are not there yet, and for the
     next one beside them until the oldest goes; of as many as are saved. Raises it or StorageFailed
-    where their folder is there and cannot be written: it may be another's, or a link."""
+    where their folder is there and cannot be written."""
     if hierarchy.rank:
         return
     root = checkpoint_root(config)
     with hierarchy.activity.at(STORAGE):
         own = list_checkpoints(root)
         count = max(1, min(config.checkpoint.keep + 1 - len(own), _saves_to_come(config, own)))
-        where = root if root.exists() else Path(config.run.directory)  # it may be a link elsewhere
+        is_there = root.exists()  # it may be another's, or a link elsewhere
+        where = root if is_there else Path(config.run.directory)
         free = _free_gib(where)
+        problem = _write_trial(root, hierarchy.rank) if is_there else None
     need = count * checkpoint_bytes(config, arrangement) / GIB
     if free < need:
         raise UserError(
             f"run.directory: {where}: {free:.3g} GiB free, need {need:.3g} for "
             f"{count} checkpoints (checkpoint.keep {config.checkpoint.keep})"
         )
-    with hierarchy.activity.at(STORAGE):
-        problem = _write_trial(root, 0) if where == root else None
     if problem is not None:
         raise problem
 

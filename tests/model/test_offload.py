@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megafrontier.model import compile, offload
+from megafrontier.shelf import Shelf
 
 
 class Clones:
@@ -21,7 +22,7 @@ class Clones:
         self.asked.clear()
         self.given.clear()
         self.numbers = {}
-        self.buffers = offload.HostBuffers(pinned=False)
+        self.shelf = Shelf(device)
 
     def note(self, what, tensor):
         number = self.numbers.setdefault(tensor.sum().item(), len(self.numbers))
@@ -29,7 +30,7 @@ class Clones:
 
     def to_host(self, tensor):
         self.note("out", tensor)
-        return self.buffers.take(tensor).copy_(tensor)
+        return self.shelf.take(tensor.numel(), tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def start_back(self, host):
         self.note("back", host)
@@ -40,7 +41,7 @@ class Clones:
 
     def give_back(self, host):
         self.given.append(host.data_ptr())
-        self.buffers.give_back(host)
+        self.shelf.give(host.view(-1))
 
 
 @pytest.fixture(params=[False, True], ids=["eager", "compiled"])
@@ -95,8 +96,8 @@ def test_each_micro_batch_takes_the_host_memory_of_the_one_before(
 def test_a_copy_on_its_way_is_waited_for_where_nobody_wants_it_any_more():
     """Its memory would be another's while it is written."""
     copies = Clones(torch.device("cpu"))
-    first = offload.Offloaded(torch.full((2,), 1.0), copies, None)
-    second = offload.Offloaded(torch.full((2,), 2.0), copies, ref(first))
+    first = offload.Offloaded(copies.to_host(torch.full((2,), 1.0)), copies, None)
+    second = offload.Offloaded(copies.to_host(torch.full((2,), 2.0)), copies, ref(first))
     second.fetch()
     assert Clones.asked[-1] == ("back", 0)
     del first

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from megafrontier.partition.lanes import DONE
 from megafrontier.partition.pool import UnitBuffer
-from megafrontier.partition.scratch import Scratch, Shelf
+from megafrontier.partition.scratch import Scratch
+from megafrontier.shelf import Shelf
 
 COMPUTATION = -1
 """The number, among the lanes', of where the model runs."""

@@ -2,8 +2,8 @@
 
 import torch
 
-from megafrontier.partition.scratch import Shelf
 from megafrontier.partition.slot import Slot
+from megafrontier.shelf import Shelf
 
 
 def test_what_was_borrowed_goes_back_once_however_often_its_end_is_waited_for():

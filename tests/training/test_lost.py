@@ -38,7 +38,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 # One rank meets a bug while the others are at what all do together.
 EVALUATE = """
-import os, sys
+import sys
 from megafrontier import cli
 from megafrontier.training import standalone
 evaluate = standalone.evaluate
@@ -50,7 +50,7 @@ sys.exit(cli.main(["evaluate", *words]))
 """
 # All ranks come to the same verdict; the first is the last to leave.
 UNFIT = """
-import os, sys, time
+import sys, time
 from megafrontier import cli
 from megafrontier.errors import NodesUnfit
 from megafrontier.training import launch
