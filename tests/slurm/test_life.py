@@ -29,10 +29,14 @@ def test_a_submitted_run_finishes(training):
 def test_a_run_longer_than_its_jobs_time_limit_goes_on_in_the_next(training):
     """The first job's ranks stop when the limit is near, the second's do not stop before it."""
     training.slow_down(seconds=2)
-    # Slurm looks every 30 s, and signals up to 30 s early: here 10 to 40 s after the start.
-    job = training.submit(options=("--nodes=2", "--time=1", "--signal=B:USR1@20"))
+    job = training.submit(options=("--nodes=2", "--signal=B:USR1@30"))
+    training.wait_for_step(job, 2)
+    job.let_time_run_out()
     job.wait_for_restart(1)
-    job.wait_until(lambda: len(job.ranks()) == 4, "ranks")
+    job.set_time_limit(minutes=20)
+    training.wait_for_a_step_more(job)
+    job.freeze_ranks()
+    job.let_time_run_out()
     # Again and again: Slurm wakes them to let them end.
     job.wait_until(lambda: job.freeze_ranks() or job.restarts == 2, "restart 2")
     job.set_time_limit(minutes=20)
