@@ -60,12 +60,12 @@ def save(
     manifest.encode()  # What JSON cannot hold is to be found before anything is written.
     partial = folder.partial_folder(root, manifest.step)
     try:
-        _together(crowd, crowd.rank == 0, lambda: _start(root, partial))
+        _together(root, crowd, crowd.rank == 0, lambda: _start(root, partial))
         manifest = replace(manifest, id=from_rank_0(crowd, secrets.token_hex(8)))
-        _together(crowd, writer, lambda: _write_own(partial, manifest, piece, shards))
-        _together(crowd, crowd.rank == 0, lambda: _finish(partial, manifest, attach))
+        _together(root, crowd, writer, lambda: _write_own(partial, manifest, piece, shards))
+        _together(root, crowd, crowd.rank == 0, lambda: _finish(partial, manifest, attach))
         final = folder.step_folder(root, manifest.step)
-        _together(crowd, crowd.rank == 0, lambda: _publish(partial, final))
+        _together(root, crowd, crowd.rank == 0, lambda: _publish(partial, final))
     except CheckpointWriteError:
         if crowd.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -88,8 +88,8 @@ def _check_shards(manifest: Manifest, shards: Shards, piece: int) -> None:
                 raise ValueError(f"{state} of unit {unit.name}: shard {found}, need {need}")
 
 
-def _together(crowd: Crowd, mine: bool, act: Callable[[], None]) -> None:
-    """Let the ranks that have this part do it, and all fail where one did.
+def _together(root: Path, crowd: Crowd, mine: bool, act: Callable[[], None]) -> None:
+    """Let the ranks that have this part of writing into `root` do it, and all fail where one did.
 
     Every exception counts, not only OSError: a rank that left here with its own would leave the
     others waiting for it.
@@ -101,16 +101,16 @@ def _together(crowd: Crowd, mine: bool, act: Callable[[], None]) -> None:
         except Exception as error:
             failure = error
     is_storages = isinstance(failure, OSError) and failure.errno in STORAGE_FAULTS
-    message = f"{is_storages:d} rank {crowd.rank}: {_reason(failure)}" if failure else None
+    message = f"{is_storages:d} rank {crowd.rank}: {_reason(failure, root)}" if failure else None
     agreed = crowd.first_error(message)
     if agreed is not None:
         line = f"checkpoint not saved: {agreed[2:]}"
         raise CheckpointWriteError(line, agreed.startswith("1")) from failure
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, root: Path) -> str:
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or 'write'}: {error.strerror}"
+        return f"{error.filename or root}: {error.strerror}"  # a full disk names no file
     return f"{type(error).__name__}: {error}"
 
 

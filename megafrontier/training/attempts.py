@@ -13,7 +13,7 @@ Starts that end before all ranks have met are noted ("unmet") and counted by slu
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,14 +39,19 @@ _TAIL_BYTES = 65536
 class Attempt:
     """The present one. On all ranks but the first it keeps nothing."""
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    def __init__(self, path: Path | None, remark: Callable[[str], None]) -> None:
+        self._path, self._remark = path, remark
 
     def note(self, **values: Any) -> None:
-        """Add a line; what cannot be written is left out."""
-        if self._path is not None:
-            with suppress(OSError):
-                _append(self._path, values)
+        """Add a line; the first that cannot be written is told, and no more are."""
+        if self._path is None:
+            return
+        try:
+            _append(self._path, values)
+        except OSError as error:
+            why = f"{self._path.name} is not written: {error.strerror}"
+            self._remark(f"warning: {why}; what fails is not counted (train.attempts)")
+            self._path = None
 
     def ended(self, code: int, reason: str = "") -> None:
         """The exit code, and the line that says why."""
@@ -54,7 +59,7 @@ class Attempt:
 
 
 def _append(path: Path, values: dict[str, Any]) -> None:
-    line = json.dumps({"at": datetime.now(UTC).isoformat(timespec="seconds"), **values})
+    line = json.dumps({"at": _stamp(datetime.now(UTC)), **values})
     with path.open("ab+") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
@@ -64,13 +69,19 @@ def _append(path: Path, values: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
+def _stamp(moment: datetime) -> str:
+    return moment.isoformat(timespec="seconds")
+
+
 @contextmanager
-def attempted(config: Config, identity: Identity, hierarchy: Hierarchy) -> Iterator[Attempt]:
+def attempted(
+    config: Config, identity: Identity, hierarchy: Hierarchy, remark: Callable[[str], None]
+) -> Iterator[Attempt]:
     """Note this attempt's start, and the end where the body raises it. Raises RunFailed, on every
     rank alike, after as many failures at one step as `train.attempts` says."""
     directory = Path(config.run.directory)
     first = hierarchy.rank == 0
-    attempt = Attempt(directory / "attempts.jsonl" if first else None)
+    attempt = Attempt(directory / "attempts.jsonl" if first else None, remark)
     reached = reached_step(directory / "metrics.jsonl") if first else 0
     listed = len(bad_nodes.listed(directory)) if first else 0
     refusal = _refusal(directory, reached, listed, config.train.attempts) if first else None
@@ -87,9 +98,14 @@ def attempted(config: Config, identity: Identity, hierarchy: Hierarchy) -> Itera
         raise
 
 
-def note_interrupted(directory: Path) -> None:
-    """Note that a person has ended the attempt, from the keyboard."""
-    Attempt(directory / "attempts.jsonl").ended(INTERRUPTED)
+def note_interrupted(directory: Path, since: datetime) -> None:
+    """Note that a person has ended, from the keyboard, the attempt that was noted after `since`
+    (UTC). Where none was, this start still waited for another, which goes on."""
+    path = directory / "attempts.jsonl"
+    begun = [entry.get("at", "") for entry in _entries(path) if "reached" in entry]
+    if begun and begun[-1] >= _stamp(since):
+        with suppress(OSError):
+            _append(path, {"ended": INTERRUPTED})
 
 
 def note_begun(directory: Path, wanted: str) -> None:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -56,7 +57,7 @@ def train(config: Config, nproc: int | None) -> int:
 
     Raises UserError for bad input, before any process group starts.
     """
-    directory = Path(config.run.directory)
+    directory, begun = Path(config.run.directory), datetime.now(UTC)
     identity = identify(os.environ) if nproc is None else None
     try:
         return launch(
@@ -69,7 +70,7 @@ def train(config: Config, nproc: int | None) -> int:
         )
     except KeyboardInterrupt:  # as a parent, or with ranks that hear of it themselves
         if identity is None or identity.rank == 0:
-            note_interrupted(directory)
+            note_interrupted(directory, begun)
         raise
 
 
@@ -225,7 +226,7 @@ def _train_watched(config: Config, identity: Identity, directory: Path) -> int:
         open_logbook(config, hierarchy.rank == 0) as logbook,
         watched(watch),
         hold(directory, identity, hierarchy, logbook.remark, config.train.hang_seconds),
-        attempted(config, identity, hierarchy) as attempt,
+        attempted(config, identity, hierarchy, logbook.remark) as attempt,
     ):
         watch.last_words = attempt.ended
         if config.preflight.enabled:

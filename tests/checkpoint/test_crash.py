@@ -62,7 +62,8 @@ def test_a_disk_full_on_one_rank_stops_all_alike_and_harms_nothing(tmp_path, mon
         real_write_piece(path, manifest, number, shards)
 
     monkeypatch.setattr(write, "write_piece", full_disk)
-    _assert_all_refused(_save_on_ranks(tmp_path, 200), "rank 2: write: No space left on device")
+    said = f"rank 2: {tmp_path}: No space left on device"
+    _assert_all_refused(_save_on_ranks(tmp_path, 200), said)
     assert contents(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000100"]
     monkeypatch.undo()

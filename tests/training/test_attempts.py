@@ -1,6 +1,7 @@
 """A run that fails at the same step again and again is given up; any other goes on."""
 
 import json
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -20,6 +21,7 @@ from megafrontier.training.attempts import (
 
 ALONE = Identity(0, 1, 0, "alone", host="frontier00001")
 LIMIT = 3
+START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class Killed(Exception):
@@ -38,11 +40,11 @@ def hierarchy():
     return Hierarchy(Levels(("world",), (1,)), 0, (None,), "cpu")
 
 
-def attempt(config, tmp_path, reached, code=None, bad_node=None, resumed=None):
+def attempt(config, tmp_path, reached, code=None, bad_node=None, resumed=None, remark=print):
     """One start of the run, which gets as far as `reached` and ends with a code, or for a bad node,
     or is killed. True: it was let start; else RunFailed is raised."""
     try:
-        with attempted(config, ALONE, hierarchy()) as this:
+        with attempted(config, ALONE, hierarchy(), remark) as this:
             if resumed is not None:
                 this.note(resumed=resumed)
             metrics = "".join(f'{{"step": {step}, "loss": 1}}\n' for step in range(1, reached + 1))
@@ -110,7 +112,22 @@ def test_failures_after_the_same_checkpoint_count(config, tmp_path):
 def test_what_a_person_interrupts_has_not_failed(config, tmp_path):
     for _ in range(4):
         assert attempt(config, tmp_path, 7)
-        note_interrupted(tmp_path)
+        note_interrupted(tmp_path, START)
+
+
+def test_who_interrupts_a_start_that_waits_for_another_says_nothing_of_that_one(config, tmp_path):
+    attempt(config, tmp_path, 7)
+    before = (tmp_path / "attempts.jsonl").read_text()
+    note_interrupted(tmp_path, datetime.now(UTC) + timedelta(seconds=2))
+    assert (tmp_path / "attempts.jsonl").read_text() == before
+
+
+def test_attempts_that_cannot_be_noted_are_told_once_and_go_on(config, tmp_path):
+    (tmp_path / "attempts.jsonl").mkdir()
+    said = []
+    assert attempt(config, tmp_path, 7, code=0, resumed=0, remark=said.append)
+    (line,) = said
+    assert line.startswith("warning: attempts.jsonl is not written: Is a directory; ")
 
 
 def test_a_note_after_a_line_that_a_kill_cut_short_is_a_line_of_its_own(tmp_path, monkeypatch):

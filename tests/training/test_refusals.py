@@ -271,7 +271,7 @@ def test_a_storage_that_fails_at_the_start_is_no_bad_input(
 
     monkeypatch.setattr(Path, "open", fail)
     assert main(["train", str(config_file), "--nproc", "4"]) == code
-    assert capfd.readouterr().err.endswith(f"/run: {said}, need a folder to write\n")
+    assert capfd.readouterr().err.endswith(f"/run/log.txt: {said}, need a folder to write\n")
 
 
 def test_a_config_that_cannot_be_kept_is_one_line(config_file, tmp_path, capfd):
