@@ -49,14 +49,17 @@ def test_buffers_of_units_are_those_of_the_formula(strategy, kind, overlap, pref
         assert held == formula
 
 
-@pytest.mark.parametrize(("overlap", "prefetch"), [("none", 0), ("safe", 1), ("full", 1)])
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "dtype", "overlap", "prefetch"),
     [
-        ("exact", torch.bfloat16),
-        ("zero++", torch.bfloat16),
-        ("low", torch.bfloat16),
-        ("low", torch.float32),
+        ("exact", torch.bfloat16, "none", 0),
+        ("exact", torch.bfloat16, "full", 1),
+        ("zero++", torch.bfloat16, "safe", 1),
+        ("zero++", torch.bfloat16, "full", 1),
+        ("low", torch.bfloat16, "none", 0),
+        ("low", torch.bfloat16, "safe", 1),
+        ("low", torch.bfloat16, "full", 1),
+        ("low", torch.float32, "full", 1),
     ],
 )
 def test_buffers_of_messages_are_those_of_the_formula(name, dtype, overlap, prefetch):

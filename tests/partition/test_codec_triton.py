@@ -4,6 +4,7 @@ On a machine with a GPU the kernels run on it. Elsewhere Triton's interpreter ru
 which it does only if asked before its import: hence a pytest of this file in a process of its own.
 """
 
+import itertools
 import os
 import re
 import subprocess
@@ -150,10 +151,13 @@ def test_halves_round_to_even(codec, dtype):
 @needs_kernels
 @ALL
 @DTYPES
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_non_finite_values(codec, dtype, bad):
+def test_non_finite_values(codec, dtype):
+    """Each in a block of its own, and two whose sum is none."""
     values = random(2, 5 * codec.block + 7, dtype)
-    values[0, 3] = values[1, codec.block + 5] = values[1, -1] = bad
+    values[0, 3], values[1, codec.block + 5], values[1, -1] = (
+        float(bad) for bad in ("nan", "inf", "-inf")
+    )
+    values[:, 2 * codec.block + 1] = torch.tensor([float("inf"), float("-inf")])
     assert_same_as_reference(codec, values)
 
 
@@ -359,9 +363,14 @@ def test_blocks_too_small_for_a_normal_scale_are_sent_as_zeros(codec):
     os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels do not compile"
 )
 @ALL
-@pytest.mark.parametrize("target", ["sm_90", "gfx90a", "gfx942", "gfx1100"])
-@pytest.mark.parametrize("alignment", ["any", "as launched"])
-@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(
+    ("target", "alignment", "adds"),
+    [
+        *itertools.product(("sm_90", "gfx90a"), ("any", "as launched"), (False, True)),
+        ("gfx942", "as launched", True),
+        ("gfx1100", "as launched", True),
+    ],
+)
 def test_kernels_compile_for_both_makers_with_exact_divisions_and_no_fusion(
     codec, target, alignment, adds
 ):
