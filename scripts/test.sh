@@ -24,7 +24,7 @@ fi
 # A line here is one pytest session, in the order of its files; all of them take about as long.
 beside=(
     "tests/training/test_[!l]*.py tests/cluster"
-    "tests/slurm/test_life.py tests/partition/test_[abde]*.py"
+    "tests/slurm/test_life.py tests/partition/test_[abdef]*.py"
     "tests/training/test_l*.py tests/scripts tests/partition/test_c*.py"
     "tests/slurm/test_losses.py tests/model tests/checkpoint tests/data"
 )
