@@ -102,7 +102,7 @@ def note_interrupted(directory: Path, since: datetime) -> None:
     """Note that a person has ended, from the keyboard, the attempt that was noted after `since`
     (UTC). Where none was, this start still waited for another, which goes on."""
     path = directory / "attempts.jsonl"
-    begun = [entry.get("at", "") for entry in _entries(path) if "reached" in entry]
+    begun = [str(entry.get("at")) for entry in _entries(path) if "reached" in entry]
     if begun and begun[-1] >= _stamp(since):
         with suppress(OSError):
             _append(path, {"ended": INTERRUPTED})
