@@ -28,7 +28,8 @@ def test_a_submitted_run_finishes(training):
 
 def test_a_run_longer_than_its_jobs_time_limit_goes_on_in_the_next(training):
     """The first job's ranks stop when the limit is near, the second's do not stop before it."""
-    training.slow_down(seconds=2)
+    # The signal comes up to 70 s after the limit is set: the run must not be done before.
+    training.slow_down(seconds=6)
     job = training.submit(options=("--nodes=2", "--signal=B:USR1@30"))
     training.wait_for_step(job, 2)
     job.let_time_run_out()
