@@ -100,8 +100,8 @@ def _open_log(config: Config) -> Iterator[TextIO]:
         folder.mkdir(parents=True, exist_ok=True)
         log = (folder / "log.txt").open("a", encoding="utf-8")
     except OSError as error:
-        where = error.filename or folder  # the log of another user, say
-        line = f"run.directory: {where}: {error.strerror}, need a folder to write"
+        # Perhaps not of the folder: of another user's log in it.
+        line = f"run.directory: {error.filename}: {error.strerror}, need a folder to write"
         raise of_os_error(error, line) from error
     try:
         yield log

@@ -115,8 +115,10 @@ def test_any_arrangement_trains_alike_with_every_schedule_after_a_stop_and_as_on
     drawn = draw(rng, config_file)
     print(drawn)  # shown when the test fails
     stop = rng.randint(1, STEPS - 1)
-    # Saving folds what error feedback keeps: both runs save at the stop.
-    always = (*drawn.run, f"train.steps={STEPS}", f"run.seed={seed}", f"checkpoint.every={stop}")
+    always = (
+        *drawn.run, f"train.steps={STEPS}", f"run.seed={seed}", "evaluate.batches=0",
+        f"checkpoint.every={stop}",  # of both runs: saving folds what error feedback keeps
+    )  # fmt: skip
 
     def train(name, ranks, *overrides):
         lines = runs.run(
