@@ -7,8 +7,9 @@ to bf16. That moves the largest value by less than half a step (q / 256), so its
 same: nothing is clipped, nothing is biased, and no element errs by more than half a step (and
 fp32's own rounding).
 
-Two ends of the range are set apart. A block with a non-finite value gets a NaN scale and decodes to
-NaN everywhere: the gradient norm then tells, and the step is skipped. A block whose scale would be
+Two ends of the range are set apart. A block with a value that is not finite, or of magnitude 2^127
+or more, gets a NaN scale and decodes to NaN everywhere: the gradient norm then tells, and the step
+is skipped. So a code times its scale is always exact in fp32. A block whose scale would be
 subnormal (largest magnitude below q · 2^-126, about 1e-36) is sent as zeros: a subnormal bf16 has
 so few bits that the largest code would not fit any more.
 
@@ -35,6 +36,9 @@ MESSAGE_ALIGNMENT = 16
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal number of bf16 and fp32."""
+
+TOO_LARGE = 2.0**127
+"""From this magnitude on a rounded scale could carry the largest code beyond fp32."""
 
 Pass = Callable[..., None]
 """`encode`, `decode` or `decode_sum`."""
@@ -171,9 +175,9 @@ class BlockCodec:
         scales = largest / torch.full_like(largest, self.largest)
         scales.masked_fill_(scales < SMALLEST_SCALE, 0.0)
         rounded = scales.to(torch.bfloat16)
-        # What is not finite becomes NaN, which 0 × code cannot hide; the NaN of these bits, because
-        # torch writes 0x7FC0 or 0xFFFF by whether the element fell into a vector.
-        rounded.view(torch.int16).masked_fill_(~(scales < math.inf), 0x7FC0)
+        # NaN, which 0 × code cannot hide; the NaN of these bits, because torch writes 0x7FC0 or
+        # 0xFFFF by whether the element fell into a vector.
+        rounded.view(torch.int16).masked_fill_(~(largest < TOO_LARGE), 0x7FC0)
         return rounded
 
     def _restore(

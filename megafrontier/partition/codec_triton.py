@@ -17,8 +17,9 @@ torch of `codec.py` to the last bit, on wavefronts of 32 and 64 alike. What that
 - A rotation is seven rounds of sums and differences of pairs without a pass over memory, where a
   matrix product would have to write all values in fp32 before. Here alone is the last bit of a sum
   not the reference's, whose order is its library's; what one message says is, for it is exact.
-- `enable_fp_fusion=False`: a product of a code and a scale is exact in fp32 (15 bits), so a fused
-  multiply-add would differ only where the product overflows; it must not differ there either.
+- `enable_fp_fusion=False`, so that a compiler fuses none but what is written as `fma` here: the
+  product of a code and a scale is exact in fp32 (15 bits, and see `codec.TOO_LARGE`), so that with
+  a sum it is rounded once in either case.
 - Triton compiles a kernel anew for arguments that are 1 or multiples of 16. Shards are multiples of
   128 elements, so all lengths in training are such multiples alike; by `scale_stop`, and by `rows`
   but for 1, nothing is gained, and they are not looked at. So what a run compares before its first
@@ -38,8 +39,12 @@ from megafrontier.partition import rotation
 if TYPE_CHECKING:
     from megafrontier.partition.codec import BlockCodec
 
-TILE = 4096
+ENCODED = 4096
 """Elements of a program: whole blocks, and per thread 16 bytes or more of fp32 at a time."""
+
+DECODED = {"cuda": 2048, "hip": 4096}
+"""The same where rows are summed, by back end: 16 for each thread. With 32 fewer programs share a
+processor, and too few bytes are on their way to it."""
 
 ROTATION = tl.constexpr(rotation.ROTATION)
 THERE, BACK = tl.constexpr(rotation.THERE), tl.constexpr(rotation.BACK)
@@ -64,9 +69,9 @@ def _widened(bits):  # type: ignore[no-untyped-def]
 def _scales_as_bits(largest, Q: tl.constexpr):  # type: ignore[no-untyped-def]
     """bf16 bits int32 [B] of blocks by the fp32 bits of their largest magnitudes, int32 [B]."""
     bits = tl.div_rn(largest.to(tl.float32, bitcast=True), Q * 1.0).to(tl.int32, bitcast=True)
-    # 0x00800000 is the smallest normal number, 0x7F800000 infinity, 0x7FC0 a NaN of bf16.
+    # 0x00800000 is the smallest normal number, 0x7F000000 2^127, 0x7FC0 a NaN of bf16.
     rounded = tl.where(bits < 0x00800000, 0, _round_to_bf16(bits))
-    return tl.where(largest >= 0x7F800000, 0x7FC0, rounded)
+    return tl.where(largest >= 0x7F000000, 0x7FC0, rounded)
 
 
 @triton.jit
@@ -130,7 +135,7 @@ def _encode(  # type: ignore[no-untyped-def]
     inverse = tl.div_rn(1.0, steps)
     shifted = x * inverse[:, None] + 12582912.0  # 1.5 · 2^23, whose bits are 0x4B400000
     codes = shifted.to(tl.int32, bitcast=True) - 0x4B400000
-    codes = tl.where((largest >= 0x7F800000)[:, None], 0, codes)
+    codes = tl.where((largest >= 0x7F000000)[:, None], 0, codes)
 
     if FEEDS_BACK:
         said = codes.to(tl.float32) * _widened(scales)[:, None]
@@ -155,6 +160,24 @@ def _encode(  # type: ignore[no-untyped-def]
     rest = tl.arange(0, 16).to(tl.int64) + scale_stop
     end = tl.where(is_last, message_bytes, 0)
     tl.store(message + rest, tl.zeros([16], tl.uint8), mask=rest < end)
+
+
+@triton.jit
+def _added(total, total_high, codes, scales, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Both sums fp32 [B, width] with what a message adds by its codes uint8 [B, width] and scales
+    int16 [B], bits of bf16: to the first 8-bit codes, or a byte's first 4-bit code, and its second
+    to the other."""
+    # With its sign bit turned round a code stands in the last bits of 2^23, from where a
+    # subtraction takes it: on a GPU of NVIDIA a conversion takes twice as long.
+    scales = _widened(scales)[:, None]
+    if BITS == 8:
+        bits = codes.to(tl.int32) ^ 0x4B000080
+        code = bits.to(tl.float32, bitcast=True) - 8388736.0  # 2^23 + 128
+        return tl.fma(code, scales, total), total_high
+    bits = codes.to(tl.int32) ^ 0x4B000088
+    low = (bits & 0x7FFFFF0F).to(tl.float32, bitcast=True) - 8388616.0  # 2^23 + 8
+    high = (bits & 0x7FFFFFF0).to(tl.float32, bitcast=True) - 8388736.0  # 16 times the code
+    return tl.fma(low, scales, total), tl.fma(high, scales * 0.0625, total_high)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])
@@ -190,16 +213,10 @@ def _decode_sum(  # type: ignore[no-untyped-def]
     # Of four messages at a time what is to be added is loaded first: at thousands of nodes a piece
     # is so small that few programs share the device, and each would wait for one message's bytes.
     for _ in tl.range(rows, loop_unroll_factor=4):
-        scale_pointers = (message + scale_start).to(tl.pointer_type(tl.int16)) + blocks
-        bits = tl.load(scale_pointers, mask=blocks * BLOCK < count, other=0).to(tl.int32)
-        scales = _widened(bits)[:, None]
         codes = tl.load(message + code_at, mask=code_mask, other=0)
-        codes = codes.to(tl.int8, bitcast=True).to(tl.int32)
-        if BITS == 8:
-            total += codes.to(tl.float32) * scales
-        else:
-            total += ((codes << 28) >> 28).to(tl.float32) * scales
-            total_high += (codes >> 4).to(tl.float32) * scales
+        scale_pointers = (message + scale_start).to(tl.pointer_type(tl.int16)) + blocks
+        scales = tl.load(scale_pointers, mask=blocks * BLOCK < count, other=0)
+        total, total_high = _added(total, total_high, codes, scales, BITS)
         message += message_bytes
     if BITS == 4:
         total = tl.reshape(tl.join(total, total_high), [BLOCKS, BLOCK])
@@ -238,7 +255,7 @@ def encode(
         _check_contiguous("errors", errors)
     feeds_back = errors is not None
     errors = messages if errors is None else errors.view(torch.int16)
-    if programs := _programs(rows, count):
+    if programs := _programs(rows, count, ENCODED):
         with torch.cuda.device_of(values):
             _encode[(programs,)](
                 values,
@@ -250,7 +267,7 @@ def encode(
                 codec.code_bytes(count),
                 codec.scale_start(count),
                 codec.scale_stop(count),
-                **_constants(codec),
+                **_constants(codec, ENCODED),
                 FEEDS_BACK=feeds_back,
                 **LAUNCH,
             )
@@ -293,7 +310,8 @@ def _launch_decode(
     """Each row of `out` [m, count] from `rows` of the messages uint8 [m · rows, bytes]."""
     count = out.shape[1]
     messages = messages.contiguous()
-    if programs := _programs(out.shape[0], count):
+    tile = DECODED["hip" if torch.version.hip else "cuda"]
+    if programs := _programs(out.shape[0], count, tile):
         with torch.cuda.device_of(messages):
             _decode_sum[(programs,)](
                 messages,
@@ -303,18 +321,18 @@ def _launch_decode(
                 codec.code_bytes(count),
                 codec.scale_start(count),
                 rows,
-                **_constants(codec),
+                **_constants(codec, tile),
                 ADDS=adds,
                 **LAUNCH,
             )
 
 
-def _programs(rows: int, count: int) -> int:
+def _programs(rows: int, count: int, tile: int) -> int:
     """Rows and tiles in one grid axis: the others stop at 65,535."""
-    return rows * -(-count // TILE)
+    return rows * -(-count // tile)
 
 
-def _constants(codec: BlockCodec) -> dict[str, int]:
+def _constants(codec: BlockCodec, tile: int) -> dict[str, int]:
     """What a kernel is compiled for."""
-    blocks = TILE // codec.block
+    blocks = tile // codec.block
     return {"BITS": codec.bits, "BLOCK": codec.block, "BLOCKS": blocks, "ROTATES": codec.rotates}

@@ -156,7 +156,8 @@ def accelerator(monkeypatch):
         del sys.modules[name]
 
 
-def test_apex_without_an_accelerator_is_refused():
+def test_apex_without_an_accelerator_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=r"optimizer\.fused: apex, but no accelerator is here"):
         make([0, 96], config(fused="apex"))
 

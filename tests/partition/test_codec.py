@@ -8,7 +8,7 @@ import torch
 
 from megafrontier import partition
 from megafrontier.partition import codec, rotation
-from megafrontier.partition.codec import INT4, INT8, MESSAGE_ALIGNMENT
+from megafrontier.partition.codec import INT4, INT8, MESSAGE_ALIGNMENT, TOO_LARGE
 from megafrontier.partition.rotation import BACK, rotate, rotate_back
 from tests.partition.codecs import read, turn, write
 
@@ -148,7 +148,7 @@ def test_zeros_stay_zeros_and_small_blocks_do_not_suffer_from_large_neighbours(c
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), -TOO_LARGE])
 def test_a_non_finite_value_shows_in_its_block_and_nowhere_else(codec, bad):
     values = random(2, 3 * codec.block)
     values[1, codec.block + 5] = bad
@@ -156,6 +156,21 @@ def test_a_non_finite_value_shows_in_its_block_and_nowhere_else(codec, bad):
     hit = decoded.isnan()
     assert hit[1, codec.block : 2 * codec.block].all()
     assert hit.sum() == codec.block
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_code_times_its_scale_is_exact_up_to_the_largest_block(codec):
+    """So may a device fuse it with a sum."""
+    largest = torch.nextafter(torch.tensor(TOO_LARGE), torch.tensor(0.0)).item()
+    values = random(1, 4 * codec.block).clamp_(-1, 1) * largest
+    values[0, :: codec.block] = largest
+    decoded = read(codec, write(codec, values), values.shape[1])
+    assert decoded.isfinite().all()
+    blocks = decoded.double().view(-1, codec.block)
+    steps = (blocks[:, :1] / codec.largest).bfloat16().double()
+    codes = blocks / steps
+    assert torch.equal(codes, codes.round())
+    assert (codes[:, 0] == codec.largest).all()
 
 
 @pytest.mark.parametrize("codec", CODECS)
