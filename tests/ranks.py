@@ -23,14 +23,29 @@ def make_levels(sizes: Sequence[int]) -> Levels:
     return Levels((*NAMES[: len(sizes) - 1], "world"), tuple(sizes))
 
 
-def run_ranks(sizes: Sequence[int], body: Callable[[Hierarchy], Any]) -> list[Any]:
-    """What `body` returns on each rank of a gloo hierarchy of these sizes, in rank order."""
+def share_devices(rank: int, ranks: int) -> dict[str, str]:
+    """What a rank's environment needs where there are fewer devices than ranks: two of one host on
+    one device NCCL and RCCL refuse, and take these for ranks of different hosts."""
+    if ranks <= torch.cuda.device_count():
+        return {}
+    return {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def run_ranks(
+    sizes: Sequence[int], body: Callable[[Hierarchy], Any], on_gpu: bool = False
+) -> list[Any]:
+    """What `body` returns on each rank of a hierarchy of these sizes, in rank order: with gloo, or
+    `on_gpu`, of which nothing in this process may have used one."""
     levels = make_levels(sizes)
     with tempfile.TemporaryDirectory() as folder:
 
         def rank_body() -> int:
             identity = identify(os.environ)
-            with join(identity, levels, torch.device("cpu"), timeout_seconds=300) as hierarchy:
+            device = torch.device("cpu")
+            if on_gpu:
+                os.environ.update(share_devices(identity.rank, levels.ranks))
+                device = torch.device("cuda", identity.rank % torch.cuda.device_count())
+            with join(identity, levels, device, timeout_seconds=300) as hierarchy:
                 result = body(hierarchy)
             Path(folder, str(identity.rank)).write_bytes(pickle.dumps(result))
             return 0

@@ -38,7 +38,8 @@ def train(
     hierarchy, strategy, name, error_feedback, overlap, prefetch, precision="fp32", accumulation=2,
     steps=2, order=1,
 ):  # fmt: skip
-    model = TinyModel(tied=False)
+    device = hierarchy.device
+    model = TinyModel(tied=False).to(device)
     engine = shard(
         model, model.units()[::order], Placement.named(strategy, LEVELS), hierarchy,
         dtype=DTYPES[precision], wires=preset(name, strategy, LEVELS, precision),
@@ -47,7 +48,7 @@ def train(
     optimizer = torch.optim.AdamW([unit.master for unit in engine.units], lr=0.02)
     losses = []
     for step in range(steps):
-        parts = batch(step).chunk(8)[hierarchy.rank].chunk(accumulation)
+        parts = batch(step).to(device).chunk(8)[hierarchy.rank].chunk(accumulation)
         for i, tokens in enumerate(parts, start=1):
             loss = model(tokens)
             engine.backward(loss, is_last=i == accumulation)

@@ -1,0 +1,38 @@
+"""On GPUs, with NCCL or RCCL: the engine gives what it gives on CPUs, whenever collectives run.
+
+Where there are fewer GPUs than ranks, ranks share them. In a pytest of its own, for ranks are
+forked from this process, which must not have used a GPU before.
+"""
+
+import pytest
+import torch
+
+from tests.partition.test_overlap import CASES, POLICIES, train
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+@pytest.mark.parametrize(("strategy", "name", "error_feedback", "precision", "accumulation"), CASES)
+def test_all_policies_give_the_same_losses_and_masters_to_the_bit_and_those_of_cpus(
+    strategy, name, error_feedback, precision, accumulation
+):
+    if torch.cuda.is_initialized():
+        pytest.skip("a GPU was used in this process: run this file by itself")
+    chosen = strategy, name, error_feedback
+
+    def body(hierarchy):
+        found = []
+        for overlap, prefetch in POLICIES if hierarchy.device.type == "cuda" else POLICIES[:1]:
+            losses, masters = train(hierarchy, *chosen, overlap, prefetch, precision, accumulation)
+            found.append((losses, [master.cpu() for master in masters]))
+        return found
+
+    on_gpu = run_ranks((2, 2, 2), body, on_gpu=True)
+    for found, on_cpu in zip(on_gpu, run_ranks((2, 2, 2), body), strict=True):
+        (losses, masters), *others = found
+        for other_losses, other_masters in others:
+            assert losses == other_losses
+            assert all(torch.equal(a, b) for a, b in zip(masters, other_masters, strict=True))
+        # Sums in another order; the codes of few bits round where they decide.
+        assert losses == pytest.approx(on_cpu[0][0], rel=2e-2 if precision == "bf16" else 1e-3)

@@ -1,0 +1,144 @@
+"""Whole runs on GPUs, with NCCL or RCCL, by the command itself.
+
+Where there are fewer GPUs than ranks, ranks share them. In a pytest of its own, for ranks are
+forked from this process, which must not have used a GPU before.
+"""
+
+import os
+import time
+
+import pytest
+import torch
+
+from megafrontier.errors import LOST
+from tests.processes import COMMAND, Forked
+from tests.ranks import share_devices
+from tests.training import runs
+from tests.training.test_launchers import free_port
+from tests.training.test_lost import AT_STEP, FREEZE, KILL
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+# Large enough that a kernel takes longer than its launch: what is used too early is seen.
+LARGER = (
+    "model.layers=4", "model.hidden=1024", "model.heads=8", "model.ffn_hidden=2048",
+    "model.sequence_length=64", "train.precision=bf16", "optimizer.lr=1.0e-3",
+)  # fmt: skip
+ENDLESS = ("train.steps=100000",)
+
+
+@pytest.fixture(autouse=True)
+def untouched():
+    if torch.cuda.is_initialized():
+        pytest.skip("a GPU was used in this process: run this file by itself")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gpu")
+    runs.make_config_file(path)
+    return path
+
+
+def start(folder, name, ranks, *overrides, script=COMMAND):
+    """Ranks as torchrun starts them, pairs of them at the lowest level."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "LOCAL_WORLD_SIZE": ranks}
+    levels = "machine={levels: {pair: {size: 2}, world: {}}}" if ranks > 1 else "machine=laptop"
+    arguments = ["train", str(folder / "config.yaml"), f"run.directory={folder}/{name}", levels]
+    started = []
+    for rank in range(ranks):
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, **meeting}
+        own |= share_devices(rank, ranks)
+        environment = os.environ | {key: str(value) for key, value in own.items()}
+        started.append(Forked(script, [*arguments, *LARGER, *overrides], environment))
+    return started
+
+
+def train(folder, name, ranks, *overrides):
+    """The metrics of a run that ends well."""
+    started = start(folder, name, ranks, *overrides)
+    try:
+        ended = [process.communicate(timeout=150) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0] * ranks, ended
+    return runs.metrics(folder / name)
+
+
+def lose(folder, name, rank, act, *overrides):
+    """Of four ranks one is struck at step 3: (exit codes, what rank 0 says, seconds)."""
+    script = AT_STEP.format(step=3, rank=rank, act=act)
+    begin = time.monotonic()
+    started = start(folder, name, 4, *ENDLESS, *overrides, script=script)
+    others = [process for number, process in enumerate(started) if number != rank]
+    try:
+        said = others[0].communicate(timeout=150)[1]
+        for process in others:
+            process.communicate(timeout=60)
+        return [process.returncode for process in others], said, time.monotonic() - begin
+    finally:
+        for process in started:
+            process.kill()
+
+
+@pytest.mark.parametrize("wires", ["low", "exact"])
+def test_all_policies_give_the_same_losses_to_the_bit(folder, wires):
+    chosen = (f"partition.wires={wires}", "train.deterministic=true")
+    none, safe, full = (
+        runs.losses(train(folder, f"{wires}-{o}", 4, *chosen, f"partition.overlap={o}"))
+        for o in ("none", "safe", "full")
+    )
+    assert len(none) == 8
+    assert none[-1] < 0.9 * none[0], "it learns"
+    assert none == safe
+    assert none == full
+    log = runs.log(folder / f"{wires}-full")
+    assert "encoded by plain torch" not in log
+
+
+def test_a_run_goes_on_from_its_checkpoint_to_the_bit(folder):
+    # A save folds what error feedback carries on: the whole run has one, too.
+    chosen = (
+        "partition.wires=low", "train.deterministic=true", "partition.overlap=full",
+        "checkpoint.every=4",
+    )  # fmt: skip
+    whole = runs.losses(train(folder, "whole", 4, *chosen))
+    train(folder, "halves", 4, *chosen, "train.stop_at=4")
+    assert runs.losses(train(folder, "halves", 4, *chosen)) == whole
+    train(folder, "fewer", 4, *chosen, "train.stop_at=4")
+    assert runs.losses(train(folder, "fewer", 2, *chosen)) == pytest.approx(whole, rel=2e-2)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_rank_ends_the_others_soon_and_is_named(folder, rank):
+    codes, said, seconds = lose(folder, f"killed-{rank}", rank, KILL, "train.hang_seconds=60")
+    assert codes == [LOST] * 3, said
+    assert f"rank {rank}" in said
+    assert "Traceback" not in said
+    assert seconds < 60
+
+
+def test_a_rank_that_stands_still_is_named(folder):
+    codes, said, _ = lose(folder, "frozen", 2, FREEZE, "train.hang_seconds=10")
+    assert codes == [LOST] * 3, said
+    assert "rank 2" in said
+    assert "Traceback" not in said
+
+
+def test_every_checkpointing_gives_the_same_losses_compiled_or_not(folder):
+    modes = ("none", "selective", "block", "offload")
+    for compiled in ("false", "true"):
+        expected, *others = (
+            runs.losses(
+                train(
+                    folder, f"{mode}-{compiled}", 1, f"train.activation_checkpointing={mode}",
+                    f"train.compile={compiled}", "data.document_mask=true",
+                )
+            )
+            for mode in modes
+        )  # fmt: skip
+        for losses in others:
+            assert losses == pytest.approx(expected, rel=1e-3)
+        log = runs.log(folder / f"offload-{compiled}")
+        assert "attention: varlen flash" in log
