@@ -11,6 +11,16 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command sets it
 # What asks whether there is a GPU may not use it: ranks that are forked later could not.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def unused_gpus():
+    """For ranks that are forked from this process, which must not have used a GPU before."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    if torch.cuda.is_initialized():
+        pytest.skip("a GPU was used in this process: give this file a pytest of its own")

@@ -1,7 +1,6 @@
 """On GPUs, with NCCL or RCCL: the engine gives what it gives on CPUs, whenever collectives run.
 
-Where there are fewer GPUs than ranks, ranks share them. In a pytest of its own, for ranks are
-forked from this process, which must not have used a GPU before.
+Where there are fewer GPUs than ranks, ranks share them.
 """
 
 import pytest
@@ -10,15 +9,13 @@ import torch
 from tests.partition.test_overlap import CASES, POLICIES, train
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = pytest.mark.usefixtures("unused_gpus")
 
 
 @pytest.mark.parametrize(("strategy", "name", "error_feedback", "precision", "accumulation"), CASES)
 def test_all_policies_give_the_same_losses_and_masters_to_the_bit_and_those_of_cpus(
     strategy, name, error_feedback, precision, accumulation
 ):
-    if torch.cuda.is_initialized():
-        pytest.skip("a GPU was used in this process: run this file by itself")
     chosen = strategy, name, error_feedback
 
     def body(hierarchy):

@@ -1,14 +1,12 @@
 """Whole runs on GPUs, with NCCL or RCCL, by the command itself.
 
-Where there are fewer GPUs than ranks, ranks share them. In a pytest of its own, for ranks are
-forked from this process, which must not have used a GPU before.
+Where there are fewer GPUs than ranks, ranks share them.
 """
 
 import os
 import time
 
 import pytest
-import torch
 
 from megafrontier.errors import LOST
 from tests.processes import COMMAND, Forked
@@ -17,7 +15,7 @@ from tests.training import runs
 from tests.training.test_launchers import free_port
 from tests.training.test_lost import AT_STEP, FREEZE, KILL
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = pytest.mark.usefixtures("unused_gpus")
 
 # Large enough that a kernel takes longer than its launch: what is used too early is seen.
 LARGER = (
@@ -25,12 +23,6 @@ LARGER = (
     "model.sequence_length=64", "train.precision=bf16", "optimizer.lr=1.0e-3",
 )  # fmt: skip
 ENDLESS = ("train.steps=100000",)
-
-
-@pytest.fixture(autouse=True)
-def untouched():
-    if torch.cuda.is_initialized():
-        pytest.skip("a GPU was used in this process: run this file by itself")
 
 
 @pytest.fixture(scope="module")
