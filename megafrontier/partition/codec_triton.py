@@ -75,17 +75,25 @@ def _scales_as_bits(largest, Q: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _round(x):  # type: ignore[no-untyped-def]
+    """Sums and differences of the pairs along the last axis of x [rows, 2, 2, 2, 2, 2, 2, 2]."""
+    one, other = tl.split(x)
+    return tl.join(one + other, one - other)
+
+
+@triton.jit
 def _turn(x, at, whole, SCALE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 x [BLOCKS, BLOCK], the elements of a row at `at`, by Sylvester's matrix of ±SCALE; from
-    element `whole` on as they are."""
-    ROWS: tl.constexpr = BLOCKS * BLOCK // ROTATION
-    turned = tl.reshape(x, [ROWS, ROTATION])
-    for _ in tl.static_range(7):  # 2^7 = ROTATION
-        # Neighbours meet, and their bit of the index becomes its highest one: after seven rounds
-        # each has had its turn and stands where it was.
-        even, odd = tl.split(tl.reshape(turned, [ROWS, ROTATION // 2, 2]))
-        turned = tl.permute(tl.join(even + odd, even - odd), [0, 2, 1])
-        turned = tl.reshape(turned, [ROWS, ROTATION])
+    """fp32 x [BLOCKS, BLOCK], the elements of a row at `at`, by the rotation's matrix of ±SCALE;
+    from element `whole` on as they are."""
+    # Seven rounds in which neighbours meet, by each bit of the index in turn, from the lowest on;
+    # it stays behind, so that the bits end reversed. Values move between threads once.
+    turned = _round(tl.reshape(x, [BLOCKS * BLOCK // ROTATION, 2, 2, 2, 2, 2, 2, 2]))
+    turned = _round(tl.permute(turned, [0, 1, 2, 3, 4, 5, 7, 6]))
+    turned = _round(tl.permute(turned, [0, 1, 2, 3, 4, 6, 7, 5]))
+    turned = _round(tl.permute(turned, [0, 1, 2, 3, 5, 6, 7, 4]))
+    turned = _round(tl.permute(turned, [0, 1, 2, 4, 5, 6, 7, 3]))
+    turned = _round(tl.permute(turned, [0, 1, 3, 4, 5, 6, 7, 2]))
+    turned = _round(tl.permute(turned, [0, 2, 3, 4, 5, 6, 7, 1]))
     return tl.where(at < whole, tl.reshape(turned, [BLOCKS, BLOCK]) * SCALE, x)
 
 

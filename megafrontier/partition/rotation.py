@@ -1,8 +1,9 @@
 """The block Hadamard rotation: spreads an outlier over its block before it is quantised.
 
 So the others of its block keep their bits (as SDP4Bit does, arXiv:2410.15526). The matrix is
-Sylvester's, of 128 × 128 elements ±1, and its own inverse but for a factor. A tail shorter than a
-block stays as it is.
+Sylvester's, of 128 × 128 elements ±1, its rows in the order of their reversed bits: it is its own
+inverse but for a factor either way, and kernels need not bring rows back into order, which would
+move every value between threads twice more. A tail shorter than a block stays as it is.
 """
 
 from functools import cache
@@ -43,8 +44,10 @@ def _multiply(values: torch.Tensor, scale: float) -> torch.Tensor:
 
 @cache
 def _sylvester(scale: float, device: torch.device) -> torch.Tensor:
-    """Sylvester's matrix of ±`scale`, symmetric; its square is 128 · scale² times the identity."""
+    """±`scale`: in row r and column c − where r with its bits reversed and c have an odd number of
+    bits in common. Symmetric; its square is 128 · scale² times the identity."""
     matrix = torch.ones(1, 1, dtype=torch.float32)  # whatever the caller's default is
     while matrix.shape[0] < ROTATION:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+        rows = torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)
+        matrix = torch.stack(rows, 1).flatten(0, 1)
     return (matrix * scale).to(device)

@@ -4,7 +4,7 @@ import torch
 
 
 def turn(values, scale):
-    """fp32 [rows, n], each whole block of 128 by Sylvester's matrix of ±`scale`: by sums and
+    """fp32 [rows, n], each whole block of 128 by the rotation's matrix of ±`scale`: by sums and
     differences of pairs, an order of additions that no library chooses."""
     whole = values.shape[1] // 128 * 128
     turned = values[:, :whole].clone()
@@ -14,6 +14,8 @@ def turn(values, scale):
         first, second = pairs[:, :, 0].clone(), pairs[:, :, 1].clone()
         pairs[:, :, 0], pairs[:, :, 1] = first + second, first - second
         half *= 2
+    reversed_bits = turned.view(-1, *[2] * 7).permute(0, 7, 6, 5, 4, 3, 2, 1)
+    turned = reversed_bits.reshape(turned.shape)
     return torch.cat([turned * scale, values[:, whole:]], 1)
 
 
