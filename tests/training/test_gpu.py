@@ -9,6 +9,7 @@ import time
 import pytest
 
 from megafrontier.errors import LOST
+from tests import processes
 from tests.processes import COMMAND, Forked
 from tests.ranks import share_devices
 from tests.training import runs
@@ -72,6 +73,18 @@ def lose(folder, name, rank, act, *overrides):
     finally:
         for process in started:
             process.kill()
+
+
+def test_a_local_rank_computes_on_a_gpu_as_a_launchers_does(folder):
+    arguments = [
+        "train", str(folder / "config.yaml"), "--nproc", "1", "machine=laptop",
+        f"run.directory={folder}/local", *LARGER, "train.deterministic=true",
+    ]  # fmt: skip
+    ended = processes.run(COMMAND, arguments)
+    assert ended.returncode == 0, ended.stderr
+    assert "; on CPU" not in runs.log(folder / "local")
+    launched = train(folder, "launched", 1, "train.deterministic=true")
+    assert runs.losses(runs.metrics(folder / "local")) == runs.losses(launched)
 
 
 @pytest.mark.parametrize("wires", ["low", "exact"])
