@@ -20,7 +20,6 @@ _OF_A_PATH = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
     *(errno.ENOTDIR, errno.EISDIR),
 )
-_OVERRIDE = re.compile(r"[^-/=][^/=]*=")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,11 +54,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     an option."""
     words = list(sys.argv[1:] if argv is None else argv)
     takes_overrides = bool(words) and words[0] in ("train", "evaluate")
-    overrides = [word for word in words if takes_overrides and _OVERRIDE.match(word)]
+    overrides = [word for word in words if takes_overrides and is_override(word)]
     arguments = _parser().parse_args([word for word in words if word not in overrides])
     if overrides:  # after what argparse took for one, which the config will refuse
         arguments.overrides = [*arguments.overrides, *overrides]
     return arguments
+
+
+def is_override(word: str) -> bool:
+    """Whether a word of a command line is `key=value`, not an option or a path."""
+    return re.match(r"[^-/=][^/=]*=", word) is not None
 
 
 def _parser() -> argparse.ArgumentParser:

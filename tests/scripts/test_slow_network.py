@@ -174,6 +174,14 @@ def test_a_skipped_row_stays_in_the_table_with_its_reason():
     assert "skipped: partition.wires: low, need exact" in text
 
 
+def test_overrides_may_stand_behind_an_options_values(monkeypatch):
+    words = "OUT a=1 --strategies mics b.c=2 --nodes 2 d={e:f} --trace"
+    monkeypatch.setattr("sys.argv", ["slow_network.py", *words.split()])
+    found = slow_network.parse()
+    assert found.config == ["a=1", "b.c=2", "d={e:f}"]
+    assert (found.strategies, found.nodes, found.trace) == (["mics"], [2], True)
+
+
 def test_without_root_or_its_tools_it_refuses_in_one_line(monkeypatch):
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     with pytest.raises(slow_network_links.Unable, match="needs root"):
