@@ -54,16 +54,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     an option."""
     words = list(sys.argv[1:] if argv is None else argv)
     takes_overrides = bool(words) and words[0] in ("train", "evaluate")
-    overrides = [word for word in words if takes_overrides and is_override(word)]
-    arguments = _parser().parse_args([word for word in words if word not in overrides])
+    overrides, others = split_overrides(words) if takes_overrides else ([], words)
+    arguments = _parser().parse_args(others)
     if overrides:  # after what argparse took for one, which the config will refuse
         arguments.overrides = [*arguments.overrides, *overrides]
     return arguments
 
 
-def is_override(word: str) -> bool:
-    """Whether a word of a command line is `key=value`, not an option or a path."""
-    return re.match(r"[^-/=][^/=]*=", word) is not None
+def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a command line that are `key=value`, not options or paths, and the others."""
+    overrides = [word for word in words if re.match(r"[^-/=][^/=]*=", word)]
+    return overrides, [word for word in words if word not in overrides]
 
 
 def _parser() -> argparse.ArgumentParser:

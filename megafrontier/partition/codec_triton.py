@@ -43,14 +43,17 @@ ENCODED = 4096
 """Elements of a program: whole blocks, and per thread 16 bytes or more of fp32 at a time."""
 
 DECODED = {"cuda": 2048, "hip": 4096}
-"""The same where rows are summed, by back end: 16 for each thread. With 32 fewer programs share a
-processor, and too few bytes are on their way to it."""
+"""The same where rows are summed, by back end, whose wavefronts mostly are of 32 and of 64: 16 for
+each thread. With 32 fewer programs share a processor, and too few bytes are on their way to it."""
+
+TOO_LARGE = tl.constexpr(0x7F000000)
+"""The bits of `codec.TOO_LARGE`."""
 
 ROTATION = tl.constexpr(rotation.ROTATION)
 THERE, BACK = tl.constexpr(rotation.THERE), tl.constexpr(rotation.BACK)
 
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
-"""Four warps: 32 elements a thread on a wavefront of 32, 16 on one of 64."""
+"""Four warps: of `ENCODED` elements 32 a thread on a wavefront of 32, 16 on one of 64."""
 
 
 @triton.jit
@@ -69,9 +72,9 @@ def _widened(bits):  # type: ignore[no-untyped-def]
 def _scales_as_bits(largest, Q: tl.constexpr):  # type: ignore[no-untyped-def]
     """bf16 bits int32 [B] of blocks by the fp32 bits of their largest magnitudes, int32 [B]."""
     bits = tl.div_rn(largest.to(tl.float32, bitcast=True), Q * 1.0).to(tl.int32, bitcast=True)
-    # 0x00800000 is the smallest normal number, 0x7F000000 2^127, 0x7FC0 a NaN of bf16.
+    # 0x00800000 is the smallest normal number, 0x7FC0 a NaN of bf16.
     rounded = tl.where(bits < 0x00800000, 0, _round_to_bf16(bits))
-    return tl.where(largest >= 0x7F000000, 0x7FC0, rounded)
+    return tl.where(largest >= TOO_LARGE, 0x7FC0, rounded)
 
 
 @triton.jit
@@ -143,7 +146,7 @@ def _encode(  # type: ignore[no-untyped-def]
     inverse = tl.div_rn(1.0, steps)
     shifted = x * inverse[:, None] + 12582912.0  # 1.5 · 2^23, whose bits are 0x4B400000
     codes = shifted.to(tl.int32, bitcast=True) - 0x4B400000
-    codes = tl.where((largest >= 0x7F000000)[:, None], 0, codes)
+    codes = tl.where((largest >= TOO_LARGE)[:, None], 0, codes)
 
     if FEEDS_BACK:
         said = codes.to(tl.float32) * _widened(scales)[:, None]

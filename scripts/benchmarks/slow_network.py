@@ -44,7 +44,7 @@ from slow_network_job import Answer, Job
 from slow_network_links import Unable, links
 from slow_network_report import ALONE, Row, load, row_of, write_report
 
-from megafrontier.cli import is_override
+from megafrontier.cli import split_overrides
 from megafrontier.config import PartitionConfig, load_config
 from megafrontier.data.writer import Corpus
 from megafrontier.errors import UserError
@@ -299,9 +299,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--packages", type=Path, help="a folder of `pip install --target`")
     parser.add_argument("--tries", type=int, default=3, help="for a turn that others disturb")
-    words = sys.argv[1:]
-    overrides = [word for word in words if is_override(word)]  # also after an option's values
-    found = parser.parse_intermixed_args([word for word in words if word not in overrides])
+    overrides, others = split_overrides(sys.argv[1:])  # also after an option's values
+    found = parser.parse_intermixed_args(others)
+    found.config += overrides
     quick = {"nodes": [1, 4], "slower": [1, 16], "accumulation": [1], "rounds": 1, "steps": 5}
     whole = {"nodes": [1, 2, 4], "slower": [1, 4, 16], "accumulation": [1, 4]}
     defaults = quick if found.quick else whole | {"rounds": 3, "steps": 3}
@@ -311,7 +311,6 @@ def parse() -> argparse.Namespace:
     if found.block_seconds < 0:
         parser.error(f"--block-seconds: {found.block_seconds:g}, need 0 or more")
     device = [f"--block-seconds={found.block_seconds:g}"] if found.block_seconds else []
-    found.config = [*found.config, *overrides]
     found.setting = [*device, *found.config]
     return found
 

@@ -10,6 +10,14 @@ def config_file(tmp_path):
     return runs.make_config_file(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with such a config, for all runs of a module."""
+    path = tmp_path_factory.mktemp("runs")
+    runs.make_config_file(path)
+    return path
+
+
 @pytest.fixture
 def imported(config_file, tmp_path):
     """A checkpoint of another run, from which this one is to begin."""

@@ -3,18 +3,17 @@
 Where there are fewer GPUs than ranks, ranks share them.
 """
 
-import os
 import time
 
 import pytest
 
 from megafrontier.errors import LOST
 from tests import processes
-from tests.processes import COMMAND, Forked
+from tests.processes import COMMAND
 from tests.ranks import share_devices
 from tests.training import runs
-from tests.training.test_launchers import free_port
-from tests.training.test_lost import AT_STEP, FREEZE, KILL
+from tests.training.test_launchers import start, torchrun, wait_for
+from tests.training.test_lost import AT_STEP, FREEZE, KILL, launched
 
 pytestmark = pytest.mark.usefixtures("unused_gpus")
 
@@ -23,56 +22,37 @@ LARGER = (
     "model.layers=4", "model.hidden=1024", "model.heads=8", "model.ffn_hidden=2048",
     "model.sequence_length=64", "train.precision=bf16", "optimizer.lr=1.0e-3",
 )  # fmt: skip
-ENDLESS = ("train.steps=100000",)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("gpu")
-    runs.make_config_file(path)
-    return path
+def on_gpus(ranks):
+    """Who a rank is, as torchrun tells it."""
+    return lambda rank: torchrun(rank, ranks) | share_devices(rank, ranks)
 
 
-def start(folder, name, ranks, *overrides, script=COMMAND):
-    """Ranks as torchrun starts them, pairs of them at the lowest level."""
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "LOCAL_WORLD_SIZE": ranks}
-    levels = "machine={levels: {pair: {size: 2}, world: {}}}" if ranks > 1 else "machine=laptop"
-    arguments = ["train", str(folder / "config.yaml"), f"run.directory={folder}/{name}", levels]
-    started = []
-    for rank in range(ranks):
-        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, **meeting}
-        own |= share_devices(rank, ranks)
-        environment = os.environ | {key: str(value) for key, value in own.items()}
-        started.append(Forked(script, [*arguments, *LARGER, *overrides], environment))
-    return started
+def machine(ranks):
+    """Pairs at the lowest level."""
+    levels = "pair: {size: 2}, world: {}" if ranks > 1 else "world: {}"
+    return f"machine={{levels: {{{levels}}}}}"
 
 
 def train(folder, name, ranks, *overrides):
     """The metrics of a run that ends well."""
-    started = start(folder, name, ranks, *overrides)
-    try:
-        ended = [process.communicate(timeout=150) for process in started]
-    finally:
-        for process in started:
-            process.kill()
+    chosen = machine(ranks), *LARGER, *overrides
+    started = start(COMMAND, folder, name, on_gpus(ranks), *chosen, ranks=ranks)
+    ended = wait_for(started)
     assert [process.returncode for process in started] == [0] * ranks, ended
     return runs.metrics(folder / name)
 
 
 def lose(folder, name, rank, act, *overrides):
-    """Of four ranks one is struck at step 3: (exit codes, what rank 0 says, seconds)."""
+    """Of four ranks one is struck at step 3: (exit codes of the others, what the first of them
+    says, seconds)."""
     script = AT_STEP.format(step=3, rank=rank, act=act)
     begin = time.monotonic()
-    started = start(folder, name, 4, *ENDLESS, *overrides, script=script)
-    others = [process for number, process in enumerate(started) if number != rank]
-    try:
-        said = others[0].communicate(timeout=150)[1]
-        for process in others:
-            process.communicate(timeout=60)
-        return [process.returncode for process in others], said, time.monotonic() - begin
-    finally:
-        for process in started:
-            process.kill()
+    chosen = machine(4), *LARGER, *overrides
+    ended = launched(folder, name, script, *chosen, identity=on_gpus(4), count=4)
+    others = [ended[number] for number in sorted(ended) if number != rank]
+    return [code for code, _ in others], others[0][1], time.monotonic() - begin
 
 
 def test_a_local_rank_computes_on_a_gpu_as_a_launchers_does(folder):
@@ -83,8 +63,8 @@ def test_a_local_rank_computes_on_a_gpu_as_a_launchers_does(folder):
     ended = processes.run(COMMAND, arguments)
     assert ended.returncode == 0, ended.stderr
     assert "; on CPU" not in runs.log(folder / "local")
-    launched = train(folder, "launched", 1, "train.deterministic=true")
-    assert runs.losses(runs.metrics(folder / "local")) == runs.losses(launched)
+    others = train(folder, "launched", 1, "train.deterministic=true")
+    assert runs.losses(runs.metrics(folder / "local")) == runs.losses(others)
 
 
 @pytest.mark.parametrize("wires", ["low", "exact"])

@@ -17,21 +17,14 @@ RANKS = 2
 MACHINE = ("machine=laptop", "machine.device.ranks_per_host=2")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("launchers")
-    runs.make_config_file(path)
-    return path
-
-
 def free_port():
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return server.getsockname()[1]
 
 
-def torchrun(rank):
-    return {"RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": RANKS}
+def torchrun(rank, ranks=RANKS):
+    return {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
 
 
 def slurm(rank):

@@ -30,13 +30,6 @@ ALONE = ("machine=laptop",)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("losses")
-    runs.make_config_file(path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def train(folder):
     """Train in a directory of its own; the metrics."""
 

@@ -81,13 +81,6 @@ SLEEP = "__import__('time').sleep(1000)"
 ENDLESS = ("train.steps=100000",)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("lost")
-    runs.make_config_file(path)
-    return path
-
-
 def launched(folder, name, script, *overrides, identity=slurm, count=2):
     """Ranks that no parent watches over; (exit code, stderr) of those that end."""
     ranks = start(script, folder, name, identity, *ENDLESS, *overrides, ranks=count)
@@ -95,7 +88,7 @@ def launched(folder, name, script, *overrides, identity=slurm, count=2):
     deadline = time.monotonic() + 120
     while len(ended) < count and time.monotonic() < deadline:
         ended = {i: rank.poll() for i, rank in enumerate(ranks) if rank.poll() is not None}
-        if FREEZE in script and len(ended) == 1:
+        if FREEZE in script and len(ended) == count - 1:
             break
         time.sleep(0.1)
     for rank in ranks:

@@ -35,13 +35,6 @@ KILL = "os.kill(os.{whom}(), signal.{signal})"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("stopping")
-    runs.make_config_file(path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def unbroken(folder):
     return runs.run(folder / "config.yaml", RANKS, *SMALL, f"run.directory={folder}/unbroken")
 
