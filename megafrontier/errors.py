@@ -149,6 +149,11 @@ def of_os_error(error: OSError, line: str) -> UserError | StorageFailed:
     return StorageFailed(line) if error.errno in STORAGE_FAULTS else UserError(line)
 
 
+def of_run_directory(error: OSError, path: object) -> UserError | StorageFailed:
+    """`of_os_error` for `path`, the run directory or what lies in it, which cannot be written."""
+    return of_os_error(error, f"run.directory: {path}: {error.strerror}, need a folder to write")
+
+
 def of_any_os_error(error: OSError) -> UserError | StorageFailed:
     """`of_os_error` for one that nobody has worded. Raises `error` itself where it names no path
     and is no fault of the storage: that is a bug."""

@@ -23,7 +23,9 @@ def _gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     # torch would make a device for each group. A device is a thread that wakes 100 times a second,
     # and a rank has two groups a level: of 16 ranks on 2 cores theirs took a twentieth of both.
     world: Any = dist.group.WORLD
-    first = world._get_backend(torch.device("cpu")).options
+    gloo = world._get_backend(torch.device("cpu"))
+    # In torch 2.10 what watches it (`TORCH_DISTRIBUTED_DEBUG=DETAIL`) has no options of its own.
+    first = getattr(gloo, "wrapped_pg", gloo).options
     options = type(first)()  # torch has no public name for it
     options._devices, options._threads, options._timeout = first._devices, first._threads, timeout
     return dist.ProcessGroupGloo(store, rank, size, options)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import Identity
-from megafrontier.errors import StorageFailed, UserError, of_os_error
+from megafrontier.errors import StorageFailed, UserError, of_run_directory
 
 BEAT_SECONDS = 5.0
 EXPIRY_SECONDS = 120.0
@@ -146,7 +146,7 @@ def acquire(
     no sign of life.
 
     `tell` gets one line before such a wait. Raises UserError when the holder is alive, and as
-    `of_os_error` says when the folder cannot be written.
+    `of_run_directory` says when the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -157,8 +157,7 @@ def acquire(
             if lease is not None:
                 return lease
     except OSError as error:
-        line = f"run.directory: {folder}: {error.strerror}, need a folder to write"
-        raise of_os_error(error, line) from error
+        raise of_run_directory(error, folder) from error
 
 
 def _claim(folder: Path, number: int, me: Holder) -> Lease | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megafrontier.config import Config
-from megafrontier.errors import of_os_error
+from megafrontier.errors import of_run_directory
 from megafrontier.training.callback import Callback
 from megafrontier.training.metrics import step_metrics
 from megafrontier.training.progress import Progress
@@ -101,8 +101,7 @@ def _open_log(config: Config) -> Iterator[TextIO]:
         log = (folder / "log.txt").open("a", encoding="utf-8")
     except OSError as error:
         # Perhaps not of the folder: of another user's log in it.
-        line = f"run.directory: {error.filename}: {error.strerror}, need a folder to write"
-        raise of_os_error(error, line) from error
+        raise of_run_directory(error, error.filename) from error
     try:
         yield log
     finally:

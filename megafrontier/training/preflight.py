@@ -22,7 +22,14 @@ from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.links import measure
 from megafrontier.config import Config, DeviceConfig
-from megafrontier.errors import NodesUnfit, RunFailed, StorageFailed, UserError, of_os_error
+from megafrontier.errors import (
+    NodesUnfit,
+    RunFailed,
+    StorageFailed,
+    UserError,
+    of_os_error,
+    of_run_directory,
+)
 from megafrontier.model.flops import parameter_count
 from megafrontier.partition.wires import DTYPES
 from megafrontier.training import bad_nodes
@@ -171,8 +178,7 @@ def _write_trial(directory: Path, rank: int) -> Problem | None:
             os.fsync(file.fileno())
         trial.unlink()
     except OSError as error:
-        line = f"run.directory: {directory}: {error.strerror}, need a folder to write"
-        return of_os_error(error, line)
+        return of_run_directory(error, directory)
     return None
 
 
