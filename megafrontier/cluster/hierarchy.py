@@ -122,6 +122,11 @@ class Hierarchy:
                 found = all_of(found, group).flatten(0, 1)
         return found
 
+    def settle(self) -> None:
+        """Return when no rank has any collective under way."""
+        self.turn.end()
+        self.all_true(True)
+
     def all_true(self, ok: bool) -> bool:
         """Whether `ok` holds on every rank. Also a barrier."""
         failures = torch.tensor([0.0 if ok else 1.0], dtype=torch.float64, device=self.device)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megafrontier.data.samples import Batch
+from megafrontier.errors import is_alike
 from megafrontier.optim.schedule import learning_rate
 from megafrontier.signals import stop_requested
 from megafrontier.training.batches import read_step
@@ -66,12 +67,21 @@ def reads_late(trainer: Trainer) -> bool:
 
 
 def _tell(trainer: Trainer, callbacks: Sequence[Callback], step: Pending, beat: Beat) -> bool:
-    """Wait for a step and tell the callbacks; whether any rank has been asked to stop."""
+    """Wait for a step and tell the callbacks; whether any rank has been asked to stop.
+
+    What all ranks raise alike leaves nothing under way: another step has begun perhaps, and ranks
+    that gave up their groups first would end the others with an error of these.
+    """
     result = step.read()
     beat(result.step)  # not before: a device may be far behind the host
-    for callback in callbacks:
-        callback.after_step(trainer, result)
-        beat(result.step)
+    try:
+        for callback in callbacks:
+            callback.after_step(trainer, result)
+            beat(result.step)
+    except Exception as error:
+        if is_alike(error):
+            trainer.hierarchy.settle()
+        raise
     return result.stop
 
 

@@ -4,7 +4,7 @@ Four things set it off: an exception of this rank, another rank's alarm, the end
 on its host, or a step that does not end. Each leads to the same roll call (see
 `cluster/rollcall.py`), and after it every rank leaves: rank 0 with the line that says who was lost
 or that the run hung, the others without a word. The main thread may be stuck in a collective for
-good, so the threads here end the process themselves.
+good, so the threads here end the process themselves; and where these cannot run, the backstop does.
 
 Before the first step only the nodes and their links are tried, which takes seconds. Where that does
 not end, the hosts that do not answer the roll call are listed in bad-nodes.txt; where all answer,
@@ -39,6 +39,7 @@ from megafrontier.cluster.rollcall import (
 from megafrontier.errors import BAD_NODE, LOST, Ending, Unconnected, is_alike
 from megafrontier.partition.ledger import Ledger
 from megafrontier.training import bad_nodes
+from megafrontier.training.backstop import Backstop
 from megafrontier.training.stacks import hang_folder, write_stacks
 
 START_FACTOR = 3
@@ -51,6 +52,8 @@ ranks for a second more: all of them open connections to the same store (torch's
 96,000 is 100 s), and do so twice."""
 STORAGE_SECONDS = 20.0
 """The most that each last word on the storage may take."""
+LOCKED_SECONDS = 60.0
+"""How much longer than a step that hangs the threads here may not have run at all."""
 LEAST_SECONDS, NO_LIMIT_SECONDS = 1800.0, 7 * 86400.0
 """How long a collective may take at least, and where hangs are not looked for: torch wants a
 number."""
@@ -88,6 +91,7 @@ class Watch:
         self._neighbours = Neighbours(identity) if identity.has_launcher else None
         self._closed = threading.Event()
         self._ending = threading.Lock()
+        self._backstop = Backstop()
 
     @property
     def _is_local(self) -> bool:
@@ -138,6 +142,7 @@ class Watch:
         if self._neighbours is not None and not self._closed.is_set():
             self._neighbours.leave()
         self._closed.set()
+        self._backstop.disarm()
 
     def fail(self, error: Exception) -> None:
         """Ask all ranks whether this rank's exception comes of a lost one; then this does not
@@ -160,6 +165,8 @@ class Watch:
     def _look(self) -> None:
         roll = self._roll if self._is_local else None
         while not self._closed.wait(min(1.0, self._hang_seconds / 4)):
+            if not self._ending.locked():
+                self._backstop.arm(self._limit_seconds + LOCKED_SECONDS)
             heard = None if roll is None else roll.alarm()
             if heard is not None:
                 self._end(heard)
@@ -207,6 +214,9 @@ class Watch:
         if not self._ending.acquire(blocking=False):
             time.sleep(5 * STORAGE_SECONDS)  # another thread is at it and ends the process
             return
+        self._backstop.arm(
+            self._verdict_seconds + 2 * self._answer_seconds + 3 * STORAGE_SECONDS + LOCKED_SECONDS
+        )
         report = threading.Thread(target=self._report, daemon=True)
         if alarm.hang:
             report.start()
@@ -222,6 +232,7 @@ class Watch:
             self._leave(*self._hung(alarm, answers))
         if alarm.rank != self._identity.rank:
             self._leave(alarm.code)
+        self._backstop.disarm()
 
     def _answers(self, hang: bool) -> Answers:
         roll = self._roll
@@ -279,6 +290,7 @@ class Watch:
             within(STORAGE_SECONDS, lambda: self.last_words(code, line))
         with suppress(OSError):
             sys.stdout.flush()
+        self._backstop.disarm()
         os._exit(code)
 
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megafrontier.errors import LOST
+from megafrontier.errors import FAILED, LOST
 from tests import processes
 from tests.processes import COMMAND
 from tests.ranks import share_devices
@@ -109,6 +109,15 @@ def test_a_rank_that_stands_still_is_named(folder):
     assert codes == [LOST] * 3, said
     assert "rank 2" in said
     assert "Traceback" not in said
+
+
+def test_what_all_ranks_fail_of_ends_each_with_its_own_code(folder):
+    """And not with an error of communicators that others have given up by then: the next step has
+    begun."""
+    chosen = machine(4), *LARGER, "optimizer.lr=1.0e+30", "train.nonfinite_limit=2"
+    started = start(COMMAND, folder, "diverged", on_gpus(4), *chosen, ranks=4)
+    ended = wait_for(started)
+    assert [process.returncode for process in started] == [FAILED] * 4, ended
 
 
 def test_every_checkpointing_gives_the_same_losses_compiled_or_not(folder):

@@ -12,6 +12,7 @@ import torch
 from measuring import tensor_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megafrontier.errors import RunFailed
 from megafrontier.optim import loss_scale
 from megafrontier.training import loop, saving, verdict
 from megafrontier.training import trainer as trainer_module
@@ -299,6 +300,36 @@ def test_metrics_are_on_the_disk_before_a_checkpoint_that_goes_on_after_them(
     chosen = ("train.steps=2", "checkpoint.every=1")
     runs.run(config_file, None, *runs.ONE, *chosen)
     assert order == ["sync", "save"] * 2
+
+
+class GiveUp(Callback):
+    """Raises on all ranks what all leave with; one rank is late. `at`: when."""
+
+    def after_step(self, trainer, result):
+        if trainer.hierarchy.rank == 1:
+            time.sleep(0.5)
+        self.at = time.monotonic()
+        raise RunFailed("enough")
+
+
+@pytest.mark.parametrize("policy", ["safe", "full"])
+def test_what_all_ranks_raise_leaves_nothing_of_the_next_step_under_way(config_file, policy):
+    """A rank that gives up its groups first would end the others with an error of theirs."""
+    config = runs.load(config_file, f"partition.overlap={policy}")
+
+    def body(hierarchy):
+        trainer = build_trainer(config, arrange(config, hierarchy.size), hierarchy)
+        give_up = GiveUp()
+        with pytest.raises(RunFailed, match="enough"):
+            loop.run(trainer, [give_up], read_late=True)
+        left_at = time.monotonic()
+        trainer.close()
+        return trainer.step, len(trainer.engine._lanes._newest), give_up.at, left_at
+
+    steps, under_way, raised_at, left_at = zip(*run_ranks((2, 2, 1), body), strict=True)
+    assert steps == (2,) * 4, "the next step had begun"
+    assert under_way == (0,) * 4
+    assert min(left_at) >= max(raised_at), "nobody leaves before the last one"
 
 
 @pytest.mark.parametrize(

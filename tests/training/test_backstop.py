@@ -1,0 +1,92 @@
+"""A rank ends also where no thread of Python can run any more."""
+
+import ctypes
+import os
+import time
+
+import pytest
+
+from megafrontier.cluster.identity import Identity
+from megafrontier.cluster.rollcall import Alarm
+from megafrontier.training import watch
+from megafrontier.training.watch import Watch
+
+HANG_SECONDS = 0.4
+LONG = 60
+
+
+def hold_lock(seconds):
+    """As a launch does that waits for its device without letting go of Python's lock."""
+    ctypes.PyDLL(None).sleep(seconds)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(watch, "LOCKED_SECONDS", 0.2)
+    monkeypatch.setattr(watch, "STORAGE_SECONDS", 0.1)
+    monkeypatch.setattr(watch, "answer_seconds", lambda _: 0.2)
+    monkeypatch.setattr(watch, "verdict_seconds", lambda _: 0.2)
+
+
+def exit_code(body):
+    """Of a forked process that does it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            body()
+            os._exit(0)
+        finally:
+            os._exit(99)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def started(folder):
+    one = Watch(Identity(0, 1, 0, "alone"), folder, HANG_SECONDS)
+    one.start(None)
+    one.connected()
+    time.sleep(HANG_SECONDS / 2)  # it has looked once
+    return one
+
+
+def test_a_rank_whose_lock_is_held_for_good_ends_and_shows_where(tmp_path, capfd):
+    def body():
+        started(tmp_path)
+        hold_lock(LONG)
+
+    begin = time.monotonic()
+    assert exit_code(body) == 1
+    assert time.monotonic() - begin < LONG / 2
+    assert "in hold_lock" in capfd.readouterr().err
+
+
+def test_a_rank_ends_also_where_its_report_holds_the_lock(tmp_path, monkeypatch, capfd):
+    """A device that does not answer is asked for the last collectives."""
+    monkeypatch.setattr(watch, "write_stacks", lambda *_: hold_lock(LONG))
+
+    def body():
+        started(tmp_path)
+        time.sleep(LONG)
+
+    begin = time.monotonic()
+    assert exit_code(body) == 1
+    assert time.monotonic() - begin < LONG / 2
+    assert "in hold_lock" in capfd.readouterr().err
+
+
+def test_a_rank_that_has_left_in_order_may_hold_the_lock(tmp_path):
+    def body():
+        started(tmp_path).close()
+        hold_lock(3)
+
+    assert exit_code(body) == 0
+
+
+def test_a_rank_that_goes_on_with_its_own_failure_is_not_ended(tmp_path):
+    """To leave its groups and close its log may take minutes."""
+
+    def body():
+        started(tmp_path)._end(Alarm(0, "", 1))
+        hold_lock(3)
+
+    assert exit_code(body) == 0
