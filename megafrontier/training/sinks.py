@@ -125,7 +125,7 @@ class WandbSink:
             x_disable_stats=True,
             x_disable_meta=True,
             x_disable_machine_info=True,
-            **_limits(wandb.Settings),
+            finish_timeout=FINISH_SECONDS,
         )
 
         def start(mode: Literal["offline", "online"]) -> Any:
@@ -135,7 +135,7 @@ class WandbSink:
                     name=config.run.name,
                     id=_wandb_id(directory / "wandb" / "id", resume_step),
                     resume="allow" if mode == "online" else None,
-                    dir=directory,
+                    dir=str(directory),
                     mode=mode,
                     config=config_to_dict(config),
                     settings=settings,
@@ -233,12 +233,6 @@ def _flat_numbers(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
         elif isinstance(value, int | float) and f"{prefix}{key}" != "step":
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def _limits(settings: Any) -> dict[str, float]:
-    """Those of W&B's settings, if its version knows it, that let a run end without a network."""
-    known = "finish_timeout" in settings.model_fields
-    return {"finish_timeout": FINISH_SECONDS} if known else {}
 
 
 def _wandb_id(path: Path, resume_step: int) -> str:
