@@ -329,6 +329,17 @@ def test_values_that_cannot_be_merged_are_refused_with_both_files(write):
     assert "top.yaml: over base.yaml: " in message
 
 
+def test_a_missing_value_is_refused_and_does_not_leave_the_parents(write):
+    write("base.yaml", "train: {steps: 7}")
+    path = write("top.yaml", "defaults: base.yaml\ntrain: {steps: '???'}")
+    assert refusal(load_config, path) == f"{path}: train.steps: ???, need a value"
+
+
+def test_a_number_in_quotes_is_shown_with_them(write):
+    path = write("top.yaml", "train: {steps: '2'}\noptimizer: {lr: 1.0e-3}")
+    assert refusal(load_config, path) == f"{path}: train.steps: '2', need an integer"
+
+
 def test_a_circle_of_inheritance_is_refused(write):
     write("a.yaml", "defaults: b.yaml")
     path = write("b.yaml", "defaults: a.yaml")

@@ -12,6 +12,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from megafrontier.errors import UserError
 
+MISSING = "???"
+"""OmegaConf's mark of a missing value."""
+
 
 def check_fit(kind: Any, value: Any, key: str = "") -> None:
     """Refuse a `value` (plain containers, `${…}` unresolved) that is not of the type `kind`.
@@ -63,6 +66,15 @@ def _check_fields(kind: Any, value: Any, key: str) -> None:
         check_fit(kinds[name], part, _joined(key, name))
 
 
+def missing_key(values: Any, key: str = "") -> str | None:
+    """The first key whose value is OmegaConf's mark of a missing one, which a merge would pass
+    over."""
+    if values == MISSING:
+        return key
+    parts = values.items() if isinstance(values, dict) else ()
+    return next(filter(None, (missing_key(part, _joined(key, name)) for name, part in parts)), None)
+
+
 def _check_container(kind: Any, value: Any, key: str) -> None:
     container, parts = get_origin(kind), get_args(kind)
     fits = isinstance(value, dict if container is dict else list | tuple)
@@ -79,7 +91,7 @@ def _check_container(kind: Any, value: Any, key: str) -> None:
 def _leaf_fits(kind: Any, value: Any) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
-    if value is None or value == "???":  # OmegaConf's mark of a missing value
+    if value is None or value == MISSING:
         return False
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
@@ -104,8 +116,16 @@ def _described(kind: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = "null" if value is None else str(value)
+    text = "null" if value is None else repr(value) if _is_quoted_number(value) else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _is_quoted_number(value: Any) -> bool:
+    """Whether only quotes tell it from one that would fit."""
+    try:
+        return isinstance(value, str) and math.isfinite(float(value))
+    except ValueError:
+        return False
 
 
 def _joined(key: str, name: Any) -> str:

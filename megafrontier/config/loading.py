@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from megafrontier.config.checks import check, check_machine
-from megafrontier.config.fitting import check_fit
+from megafrontier.config.fitting import MISSING, check_fit, missing_key
 from megafrontier.config.schema import Config, MachineConfig
 from megafrontier.config.spelling import as_spelled, kind_at
 from megafrontier.errors import UserError, of_os_error
@@ -164,6 +164,9 @@ def _parse_yaml(path: Path, schema: type, asked: str) -> DictConfig:
         values = ListConfig([])
     if not isinstance(values, DictConfig):
         raise UserError(f"{path}{asked}: a list or a single value, need keys and values at the top")
+    missing = missing_key(plain)
+    if missing is not None:
+        raise UserError(f"{path}{asked}: {missing}: {MISSING}, need a value")
     return values
 
 

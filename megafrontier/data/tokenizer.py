@@ -187,7 +187,12 @@ class HuggingFaceTokenizer:
                 else "no file or folder of that name here, and none to be had from the hub"
             )
             raise UserError(f"tokenizer {name!r}: {what}: {error}") from error
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())  # there may be holes
+        vocabulary = self._tokenizer.get_vocab()
+        if not vocabulary.keys() - set(self._tokenizer.all_special_tokens):
+            # What transformers makes of a model's folder that has no tokenizer in it.
+            need = "tokenizer.json, or vocab.json and merges.txt, or a SentencePiece .model"
+            raise UserError(f"tokenizer {name!r}: no piece of text in its vocabulary, need {need}")
+        self.vocab_size = 1 + max(vocabulary.values())  # there may be holes
         self.eod = self._find_eod(name)
         bos = self._tokenizer.bos_token_id
         self.bos = self.eod if bos is None else int(bos)

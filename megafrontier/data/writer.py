@@ -16,6 +16,11 @@ from numpy.typing import NDArray
 from megafrontier.data.indexed import HEADER, MAGIC, VERSION, bin_path, dtype_code, idx_path
 from megafrontier.errors import UserError
 
+_FULL = {
+    errno.ENOSPC: "no space left on the disk",
+    errno.EDQUOT: "no space left on the disk",
+    errno.EFBIG: os.strerror(errno.EFBIG).lower(),  # by ulimit -f, or the file system
+}
 LONGEST_SEQUENCE = 2**31 - 1
 """Tokens the int32 sizes of the format can tell; a longer document has several sequences."""
 
@@ -122,8 +127,8 @@ class Corpus:
         with suppress(OSError):
             self.index.close()
             self.data.close()
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"{self.bin}: no space left on the disk; nothing written") from error
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise UserError(f"{self.bin}: {_FULL[error.errno]}; nothing written") from error
 
 
 def _lock(path: Path, prefix: str | Path) -> BinaryIO:

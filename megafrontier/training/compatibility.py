@@ -65,8 +65,10 @@ def check_model(model: ModelConfig, checkpoint: Checkpoint) -> None:
 
 
 def _function(model: ModelConfig) -> dict[str, Any]:
-    """What the shapes of the weights do not tell, under the names of the config's keys."""
+    """What the shapes of the weights do not tell, under the names of the config's keys; and what
+    they do tell, before what follows from it."""
     return {
+        "hidden": model.hidden,
         "heads": model.heads,
         "kv_heads": kv_heads(model),
         "head_size": head_size(model),

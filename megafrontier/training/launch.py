@@ -83,8 +83,8 @@ def _check(config: Config, identity: Identity | None, ranks: int) -> None:
 
 def _check_host(config: Config) -> None:
     """What each host's first rank looks for: each locks the folder for it."""
-    check_directory(config)
     check_resume(config)
+    check_directory(config)  # last: it makes what it looks at
 
 
 def launch(

@@ -64,7 +64,7 @@ def check_memory(config: Config, arrangement: Arrangement) -> None:
     """Raises UserError where what a rank is known to need is more than the machine file's device
     holds."""
     device = arrangement.machine.device
-    if not device.is_accelerator or device.memory_gib is None:
+    if device.memory_gib is None:
         return
     state, buffers, inputs = parts = _parts_gib(config, arrangement)
     if sum(parts) > device.memory_gib:

@@ -297,14 +297,22 @@ def test_a_worker_that_is_killed_is_an_error_and_not_a_hang(
     assert os.listdir(tmp_path) == ["x.jsonl"]
 
 
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.ENOSPC, "no space left on the disk"),
+        (errno.EDQUOT, "no space left on the disk"),
+        (errno.EFBIG, "file too large"),
+    ],
+)
 def test_a_full_disk_is_one_line_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, said: str
 ) -> None:
     def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("megafrontier.data.writer.DocumentWriter.write_runs", full)
-    with pytest.raises(UserError, match=r"made\.bin: no space left on the disk"):
+    with pytest.raises(UserError, match=rf"made\.bin: {said}; nothing written"):
         prepare([write_lines(tmp_path / "x.jsonl", ["x"])], "bytes", tmp_path / "made", 1)
     assert os.listdir(tmp_path) == ["x.jsonl"]
 

@@ -299,6 +299,16 @@ def test_a_hugging_face_folder_is_a_tokenizer(tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path / "again")).encode(TEXTS[3]) == tokenizer.encode(TEXTS[3])
 
 
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+def test_the_folder_of_a_model_without_a_tokenizer_is_none(tmp_path: Path, family: str) -> None:
+    """transformers makes one of nothing but special tokens of it."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(
+        UserError, match=r"no piece of text in its vocabulary, need tokenizer\.json"
+    ):
+        load_tokenizer(str(tmp_path))
+
+
 def test_the_files_of_gpt_neox_and_megatron_lm_are_tokenizers(tmp_path: Path) -> None:
     """Neither says what ends a document; both vocabularies have it."""
     save_fast_bpe(tmp_path / "saved", eos="<|endoftext|>")

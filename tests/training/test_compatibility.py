@@ -14,6 +14,7 @@ from tests.training import runs
     ("changed", "said"),
     [
         ("model.heads=4", "model.heads: 4, but "),
+        ("model.hidden=64", "model.hidden: 64, but "),
         ("model.vocab_size=258", "model.vocab_size: 258, but "),
         ("model.norm_eps=1e-3", "model.norm_eps: 0.001, but "),
         ("model.parallel_residual=true", "model.parallel_residual: True, but "),

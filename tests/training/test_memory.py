@@ -72,6 +72,12 @@ def test_remedies_are_those_that_would_help():
     assert full.endswith("; take a smaller model or train.micro_batch")
 
 
+@pytest.mark.parametrize("name", ["any", "cpu"])
+def test_memory_that_is_stated_counts_whatever_the_device_is_called(name):
+    chosen = f"machine.device.name={name}"
+    assert "machine.device.memory_gib: 64, need " in refusal(8, LAYERS, chosen)
+
+
 def test_a_device_whose_memory_is_not_stated_refuses_nothing():
     config = load_config("configs/gpt-20b.yaml", ["machine=laptop", "train.global_batch=8"])
     check_memory(config, arrange(config, 1))

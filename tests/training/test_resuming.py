@@ -154,6 +154,7 @@ def test_the_weights_alone_are_another_runs(config_file, tmp_path, resume):
     config = runs.load(config_file, *runs.ONE, wanted, "checkpoint.weights_only=true")
     with pytest.raises(UserError, match="weights_only is true; need the path of another run's"):
         runs.train(config, 1)
+    assert not (tmp_path / "run").exists(), "nothing is left of a run that is refused"
 
 
 def test_a_run_whose_checkpoints_are_away_says_so_and_loses_no_history(config_file, tmp_path):
