@@ -1,5 +1,5 @@
-"""Commands in processes of their own, forked from this one: torch is there already, an interpreter
-of its own would take seconds to import it."""
+"""Commands and functions in processes of their own, forked from this one: torch is there already,
+an interpreter of its own would take seconds to import it."""
 
 import gc
 import importlib
@@ -8,8 +8,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 COMMAND = "import sys\nfrom megafrontier import cli\nsys.exit(cli.main(sys.argv[1:]))"
@@ -55,6 +56,21 @@ class Forked:
     def _text(self, index: int) -> str:
         self._texts[index].seek(0)
         return self._texts[index].read()
+
+
+def in_child(body: Callable[[], bool]) -> int:
+    """Run `body` in a forked process. Returns 0 where it returns True, 1 where it does not, and
+    minus the signal's number where one killed it."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = 0 if body() else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def run(script: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:

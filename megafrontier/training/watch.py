@@ -290,7 +290,6 @@ class Watch:
             within(STORAGE_SECONDS, lambda: self.last_words(code, line))
         with suppress(OSError):
             sys.stdout.flush()
-        self._backstop.disarm()
         os._exit(code)
 
 

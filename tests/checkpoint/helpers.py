@@ -1,8 +1,6 @@
 """A small model's state, cut as a run would cut it, and ranks that are threads."""
 
-import os
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -169,18 +167,3 @@ def flip(path: Path, at: int, mask: int = 0x10) -> None:
 def contents(root: Path) -> dict[str, bytes]:
     """Every file under a folder, by relative path."""
     return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
-
-
-def in_child(body: Callable[[], bool]) -> int:
-    """Run `body` in a forked process. Returns 0 where it returns True, 1 where it does not, and
-    minus the signal's number where one killed it."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            code = 0 if body() else 1
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

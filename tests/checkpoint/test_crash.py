@@ -22,7 +22,6 @@ from tests.checkpoint.helpers import (
     assert_same,
     contents,
     cut,
-    in_child,
     load_all,
     make_layouts,
     make_manifest,
@@ -30,6 +29,7 @@ from tests.checkpoint.helpers import (
     run_crowd,
     save_all,
 )
+from tests.processes import in_child
 
 
 def _save_on_ranks(root: Path, step: int, pieces: int = 4, attach=None) -> list:

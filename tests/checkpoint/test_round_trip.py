@@ -25,7 +25,6 @@ from tests.checkpoint.helpers import (
     STATES,
     assert_same,
     cut,
-    in_child,
     load_all,
     make_layouts,
     make_manifest,
@@ -33,6 +32,7 @@ from tests.checkpoint.helpers import (
     run_crowd,
     save_all,
 )
+from tests.processes import in_child
 
 
 def test_a_checkpoint_goes_through_8_4_1_and_8_pieces_unchanged(tmp_path):

@@ -1,6 +1,5 @@
 """The loader: the same samples at any number of ranks, any micro-batch, after any resume."""
 
-import os
 import signal
 import threading
 from pathlib import Path
@@ -13,6 +12,7 @@ from megafrontier.data.loader import Loader, data_step
 from megafrontier.data.samples import Batch, Samples, open_samples
 from megafrontier.errors import UserError
 from tests.data.corpora import write_counting
+from tests.processes import in_child
 
 S = 4
 GLOBAL_BATCH = 16
@@ -150,14 +150,11 @@ def test_a_forked_rank_reads_on(samples: Samples) -> None:
     loader = Loader(samples, GLOBAL_BATCH, 4)
     read(loader, 0)
     expected = [samples.batch(step * GLOBAL_BATCH, GLOBAL_BATCH).tokens for step in range(4)]
-    child = os.fork()
-    if child == 0:
+
+    def reads_on() -> bool:
         signal.alarm(20)  # waiting for the parent's thread would last for ever
-        code = 1
-        try:
-            code = 0 if all(torch.equal(read(loader, s), expected[s]) for s in (1, 2, 3)) else 1
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
+        return all(torch.equal(read(loader, s), expected[s]) for s in (1, 2, 3))
+
+    assert in_child(reads_on) == 0
     assert torch.equal(read(loader, 1), expected[1])
     loader.close()

@@ -22,6 +22,7 @@ from megafrontier.data.tokenizer import (
 from megafrontier.data.train_tokenizer import Sample
 from megafrontier.errors import UserError
 from tests.data.training import train_tokenizer
+from tests.processes import in_child
 
 GENERAL = str(Path(__file__).parents[2] / "tokenizers" / "general-16k.model")
 SOURCES = [os.__file__, os.path.join(os.path.dirname(os.__file__), "argparse.py")]
@@ -441,11 +442,4 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
 def test_a_tokenizer_works_in_a_forked_process() -> None:
     tokenizer = load_tokenizer(GENERAL)
     expected = tokenizer.encode(TEXTS[3])
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            code = 0 if tokenizer.encode(TEXTS[3]) == expected else 1
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
+    assert in_child(lambda: tokenizer.encode(TEXTS[3]) == expected) == 0

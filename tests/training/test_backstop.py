@@ -1,7 +1,6 @@
 """A rank ends also where no thread of Python can run any more."""
 
 import ctypes
-import os
 import time
 
 import pytest
@@ -10,6 +9,7 @@ from megafrontier.cluster.identity import Identity
 from megafrontier.cluster.rollcall import Alarm
 from megafrontier.training import watch
 from megafrontier.training.watch import Watch
+from tests.processes import in_child
 
 HANG_SECONDS = 0.4
 LONG = 60
@@ -28,19 +28,6 @@ def soon(monkeypatch):
     monkeypatch.setattr(watch, "verdict_seconds", lambda _: 0.2)
 
 
-def exit_code(body):
-    """Of a forked process that does it."""
-    child = os.fork()
-    if child == 0:
-        try:
-            body()
-            os._exit(0)
-        finally:
-            os._exit(99)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status)
-
-
 def started(folder):
     one = Watch(Identity(0, 1, 0, "alone"), folder, HANG_SECONDS)
     one.start(None)
@@ -55,9 +42,11 @@ def test_a_rank_whose_lock_is_held_for_good_ends_and_shows_where(tmp_path, capfd
         hold_lock(LONG)
 
     begin = time.monotonic()
-    assert exit_code(body) == 1
+    assert in_child(body) == 1
     assert time.monotonic() - begin < LONG / 2
-    assert "in hold_lock" in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert "Timeout (" in told
+    assert "in hold_lock" in told
 
 
 def test_a_rank_ends_also_where_its_report_holds_the_lock(tmp_path, monkeypatch, capfd):
@@ -69,17 +58,20 @@ def test_a_rank_ends_also_where_its_report_holds_the_lock(tmp_path, monkeypatch,
         time.sleep(LONG)
 
     begin = time.monotonic()
-    assert exit_code(body) == 1
+    assert in_child(body) == 1
     assert time.monotonic() - begin < LONG / 2
-    assert "in hold_lock" in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert "Timeout (" in told
+    assert "in hold_lock" in told
 
 
 def test_a_rank_that_has_left_in_order_may_hold_the_lock(tmp_path):
     def body():
         started(tmp_path).close()
         hold_lock(3)
+        return True
 
-    assert exit_code(body) == 0
+    assert in_child(body) == 0
 
 
 def test_a_rank_that_goes_on_with_its_own_failure_is_not_ended(tmp_path):
@@ -88,5 +80,6 @@ def test_a_rank_that_goes_on_with_its_own_failure_is_not_ended(tmp_path):
     def body():
         started(tmp_path)._end(Alarm(0, "", 1))
         hold_lock(3)
+        return True
 
-    assert exit_code(body) == 0
+    assert in_child(body) == 0

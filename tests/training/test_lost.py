@@ -1,5 +1,6 @@
 """Ranks that lose one of them, or hang, end soon, all of them, and one line says why."""
 
+import faulthandler
 import os
 import queue
 import signal
@@ -336,7 +337,8 @@ def codes(monkeypatch):
         threading.Event().wait()
 
     monkeypatch.setattr(os, "_exit", leave)
-    return found
+    yield found
+    faulthandler.cancel_dump_traceback_later()  # the backstop of one that should have ended
 
 
 def stuck_at(place, ranks, ranks_a_host):
