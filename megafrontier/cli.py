@@ -249,7 +249,7 @@ def _add_evaluate(commands: Any) -> None:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     _quiet_torch()
-    from megafrontier.training.standalone import evaluate_command
+    from megafrontier.training.evaluating import evaluate_command
 
     a = arguments
     return evaluate_command(a.target, a.overrides, a.nproc, print)

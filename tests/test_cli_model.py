@@ -5,6 +5,9 @@ import json
 import math
 import re
 import shutil
+from pathlib import Path
+from pkgutil import resolve_name
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +17,12 @@ from megafrontier.config import load_config
 from megafrontier.data.prepare import prepare
 from megafrontier.data.tokenizer import ByteTokenizer
 from megafrontier.errors import FAILED
-from megafrontier.training import standalone
+from megafrontier.training import evaluating, standalone
 from tests.data.corpora import write_corpus
 from tests.training import runs
 
 TEXT = "Der Fluß ist breit, 3 € sind viel; a stitch in time saves nine.\n" * 60
+STANDALONE, EVALUATING = "megafrontier.training.standalone.", "megafrontier.training.evaluating."
 
 
 @pytest.fixture(scope="module")
@@ -253,8 +257,16 @@ def test_generate_keeps_to_the_processors_where_the_machine_says_so(life, capfd,
 @pytest.mark.parametrize(
     ("words", "patched", "need"),
     [
-        (["generate", "--prompt", "D"], "load_model", "--device cpu, or a shorter text"),
-        (["evaluate"], "build_model", "a smaller train.micro_batch (4), or more ranks"),
+        (
+            ["generate", "--prompt", "D"],
+            STANDALONE + "load_model",
+            "--device cpu, or a shorter text",
+        ),
+        (
+            ["evaluate"],
+            EVALUATING + "build_model",
+            "a smaller train.micro_batch (4), or more ranks",
+        ),
     ],
 )
 def test_a_device_without_memory_for_a_finished_model_is_one_line(
@@ -263,7 +275,7 @@ def test_a_device_without_memory_for_a_finished_model_is_one_line(
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB.\nMore.")
 
-    monkeypatch.setattr(standalone, patched, full)
+    monkeypatch.setattr(patched, full)
     assert main([words[0], str(life / "run"), *words[1:]]) == FAILED
     (line,) = capfd.readouterr().err.splitlines()
     assert line.endswith(f": CUDA out of memory. Tried 2 GiB. Need {need}")
@@ -351,6 +363,64 @@ def test_a_damaged_tokenizer_in_a_checkpoint_is_not_used(life, tmp_path, capfd, 
     words = {"generate": ["--prompt", "x"], "export": ["--out", str(tmp_path / "out")]}
     assert main([command, str(copy), *words.get(command, [])]) == 2
     assert f"{model}: checksum does not match" in capfd.readouterr().err
+
+
+@pytest.fixture
+def training(life, tmp_path):
+    """A run as `life`'s, with two checkpoints more, and what a training does when it has saved."""
+    run = tmp_path / "run"
+    shutil.copytree(life / "run", run)
+    kept = run / "checkpoints" / "step-00000030"
+    for step in ("31", "32"):
+        shutil.copytree(kept, kept.with_name(f"step-000000{step}"))
+
+    def prune(path):
+        if path != kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+    return SimpleNamespace(path=run, prune=prune, kept=kept)
+
+
+@pytest.mark.parametrize(
+    ("command", "reader"),
+    [
+        (["checkpoint", "show"], "megafrontier.checkpoint.commands.read_manifest"),
+        (["generate", "--prompt", "x", "--max-new-tokens", "1"], STANDALONE + "saved_config"),
+        (["generate", "--prompt", "x", "--max-new-tokens", "1"], STANDALONE + "open_checkpoint"),
+        (["export"], STANDALONE + "saved_config"),
+        (["export"], STANDALONE + "Checkpoint.tensors"),
+        (["evaluate"], EVALUATING + "saved_config"),
+    ],
+)
+def test_what_the_training_prunes_meanwhile_is_not_needed(
+    training, capfd, monkeypatch, tmp_path, command, reader
+):
+    read = resolve_name(reader)
+
+    def pruned_before(source, *args, **named):
+        training.prune(source if isinstance(source, Path) else source.path)
+        return read(source, *args, **named)
+
+    monkeypatch.setattr(reader, pruned_before)
+    out = ["--out", tmp_path / "out"] if command == ["export"] else []
+    run_command(capfd, *command, training.path, *out)
+    assert [path.name for path in training.kept.parent.iterdir()] == [training.kept.name]
+
+
+def test_all_ranks_of_an_evaluation_take_the_same_next_newest(training, capfd, monkeypatch):
+    load_checkpoint = evaluating.load_checkpoint
+
+    def pruned_before(path, *, load, crowd):
+        if crowd.rank == 1:
+            training.prune(path)
+        crowd.all_true(True)
+        return load_checkpoint(path, load, crowd)
+
+    monkeypatch.setattr(evaluating, "load_checkpoint", pruned_before)
+    line = run_command(capfd, "evaluate", training.path, "--nproc", "2").splitlines()[-1]
+    assert line.startswith(f"{training.kept}: loss ")
+    expected = runs.valid_losses(runs.metrics(training.path))[-1]
+    assert numbers(line)[0] == pytest.approx(expected, abs=1e-4)
 
 
 def test_what_is_exported_is_read_in_few_passes(life, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megafrontier.checkpoint.errors import CheckpointUnreadable
-from megafrontier.checkpoint.folder import find, newest, step_of
+from megafrontier.checkpoint.folder import find, of_newest, step_of
 from megafrontier.checkpoint.manifest import DTYPE_NAMES, Manifest
 from megafrontier.checkpoint.read import open_checkpoint, read_manifest
 from megafrontier.checkpoint.verify import VerifyReport, verify
@@ -44,8 +44,7 @@ def _row(path: Path) -> dict[str, Any]:
 
 def show_command(path: Path, as_json: bool) -> int:
     """Print what one checkpoint holds (of several, the newest). Returns 0."""
-    chosen = newest(path)
-    facts = _facts(chosen, read_manifest(chosen))
+    facts = of_newest(path, lambda chosen: _facts(chosen, read_manifest(chosen)))
     if as_json:
         print(json.dumps(facts, indent=2))
         return 0

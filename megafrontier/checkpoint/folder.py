@@ -12,10 +12,17 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from megafrontier.checkpoint.manifest import FILE_NAME
-from megafrontier.errors import UserError, of_os_error
+from megafrontier.errors import StorageFailed, UserError, of_os_error
+
+Made = TypeVar("Made")
+
+TRIES = 5
+"""Newest checkpoints that are begun with in turn while a training prunes each."""
 
 _NAME = re.compile(r"step-(\d{8,})")
 _SUPERSEDED = re.compile(rf"{_NAME.pattern}\.superseded(-\d+)?")
@@ -84,6 +91,37 @@ def find(path: Path) -> list[Path]:
 def newest(path: Path) -> Path:
     """The one that `find` gives last. Raises UserError when there is none."""
     return find(path)[-1]
+
+
+def of_newest(
+    path: Path,
+    use: Callable[[Path], Made],
+    seen: Callable[[Callable[[], str]], str] = lambda look: look(),
+) -> Made:
+    """What `use` makes of the newest checkpoint that `path` stands for. Where a training has pruned
+    that meanwhile, `use` is called again with the one that is newest now.
+
+    Several ranks call it alike: `use` raises alike on all of them, and `seen` gives all what one of
+    them sees. Raises what `use` raises of a checkpoint that is still there, and UserError where
+    there is none or TRIES are gone.
+    """
+    for _ in range(TRIES):
+        chosen = Path(seen(lambda: str(newest(path))))
+        try:
+            return use(chosen)
+        except (UserError, StorageFailed, OSError):
+            if seen(partial(_state, chosen)) == "there":
+                raise
+    raise UserError(
+        f"{path}: {TRIES} newest checkpoints were pruned while they were read; need the path of "
+        "one that checkpoint.keep_every keeps"
+    )
+
+
+def _state(path: Path) -> str:
+    with suppress(OSError):
+        return "there" if is_folder(path) else "gone"
+    return "there"
 
 
 def prune(root: Path, keep: int, keep_every: int) -> list[Path]:

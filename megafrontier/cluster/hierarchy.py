@@ -161,6 +161,11 @@ class Hierarchy:
             code, _, line = agreed.partition(" ")
             raise StorageFailed(line) if int(code) == LOST else UserError(line)
 
+    def seen_by_rank_0(self, look: Callable[[], str]) -> str:
+        """What `look` returns on rank 0, on every rank: file systems do not show all nodes the same
+        at every moment, and another run may be writing. All raise what it raises, as `together`."""
+        return self._broadcast_text(self.together(lambda: look() if self.rank == 0 else None))
+
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
         """Elementwise largest value of a small tensor [n] over all ranks."""
         found = values.clone()

@@ -1,18 +1,17 @@
 """How a run takes up a checkpoint, and which one."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from megafrontier.checkpoint.crowd import from_rank_0
 from megafrontier.checkpoint.folder import (
     candidates,
     is_set_aside,
     list_checkpoints,
-    newest,
+    of_newest,
     set_later_aside,
     step_of,
     take_back,
@@ -20,7 +19,6 @@ from megafrontier.checkpoint.folder import (
 from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.checkpoint.read import Checkpoint, read_manifest
 from megafrontier.checkpoint.resume import load_checkpoint, open_newest
-from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.config import Config, ModelConfig
 from megafrontier.errors import StorageFailed, UserError, of_os_error
 from megafrontier.model.gpt import parameter_shapes
@@ -51,7 +49,7 @@ def check_resume(config: Config) -> None:
     if _own_newest(config) is not None:
         return
     try:
-        read_manifest(newest(path))
+        of_newest(path, read_manifest)
     except UserError as error:
         raise UserError(
             f"checkpoint.resume: {error}; need auto, never or the path of a checkpoint"
@@ -68,12 +66,16 @@ def check_own(config: Config) -> None:
             _refuse_old_checkpoints(checkpoint_root(config))
         return
     path, one = named_checkpoint(config), _own_newest(config)
-    if one is None and path is not None:
-        one = newest(path)
-    if one is not None:
+
+    def look_at(one: Path) -> None:
         checkpoint = Checkpoint(one, read_manifest(one))
         checkpoint.check_shapes(parameter_shapes(config.model))
         check_model(config.model, checkpoint)
+
+    if one is not None:
+        look_at(one)
+    elif path is not None:
+        of_newest(path, look_at)
 
 
 def _own_newest(config: Config) -> Path | None:
@@ -133,7 +135,7 @@ def resume(trainer: Trainer, logbook: Logbook) -> None:
     config, root = trainer.config, checkpoint_root(trainer.config)
     load = partial(_fill, trainer)
     path = named_checkpoint(config)
-    is_begun_now = _by_rank_0(trainer.hierarchy, lambda: str(is_begun(config))) == "True"
+    is_begun_now = trainer.hierarchy.seen_by_rank_0(lambda: str(is_begun(config))) == "True"
     is_back = leads_back(config) and not is_begun_now
     if config.checkpoint.resume == "never" and not is_begun_now:
         refuse = partial(_refuse_old_checkpoints, root)
@@ -146,9 +148,9 @@ def resume(trainer: Trainer, logbook: Logbook) -> None:
         logbook.remark(f"checkpoint.resume: {path}: not used, the run has checkpoints of its own")
     is_start = found is None and not is_back
     if found is None and path is not None:
-        one = _by_rank_0(trainer.hierarchy, lambda: str(newest(path)))
         load = partial(load, is_start=is_start)
-        found = load_checkpoint(Path(one), load, trainer.hierarchy)
+        load_it = partial(load_checkpoint, load=load, crowd=trainer.hierarchy)
+        found = of_newest(path, load_it, trainer.hierarchy.seen_by_rank_0)
     if found is None:
         _say_lost(trainer, root, logbook)
         return
@@ -181,20 +183,6 @@ def _taken(config: Config, manifest: Manifest, is_start: bool) -> Manifest:
         return manifest
     weights = {"weight": manifest.states["weight"]}
     return replace(manifest, step=0, tokens=0, states=weights, rng={}, extra={"data": (0, 0)})
-
-
-def _by_rank_0(hierarchy: Hierarchy, look: Callable[[], str]) -> str:
-    """What rank 0 sees, on every rank: file systems do not show all nodes the same at every moment,
-    and another run may be writing. All raise what it raises."""
-    seen = ""
-
-    def act() -> None:
-        nonlocal seen
-        if hierarchy.rank == 0:
-            seen = look()
-
-    hierarchy.together(act)
-    return from_rank_0(hierarchy, seen)
 
 
 def _refuse_loose_link(trainer: Trainer, root: Path) -> None:

@@ -1,9 +1,9 @@
-"""What is done with a finished checkpoint: evaluate, generate, export; and import makes one."""
+"""What is done with a finished checkpoint: generate, export; and import makes one."""
 
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from megafrontier.checkpoint.crowd import Alone, from_rank_0
+from megafrontier.checkpoint.crowd import Alone
 from megafrontier.checkpoint.errors import CheckpointCorrupt
-from megafrontier.checkpoint.folder import candidates, newest, step_folder, step_of
+from megafrontier.checkpoint.folder import candidates, of_newest, step_folder, step_of
 from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.checkpoint.read import (
     Checkpoint,
@@ -21,19 +21,13 @@ from megafrontier.checkpoint.read import (
     open_checkpoint,
     read_manifest,
 )
-from megafrontier.checkpoint.resume import load_checkpoint
 from megafrontier.checkpoint.write import save
-from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.cluster.identity import identify
 from megafrontier.config import (
     Config,
-    PartitionConfig,
     config_from_dict,
     config_to_dict,
-    load_config,
     load_machine,
 )
-from megafrontier.data.samples import Batch
 from megafrontier.data.tokenizer import Tokenizer, kept_tokenizer, load_tokenizer
 from megafrontier.errors import UserError
 from megafrontier.model.generate import check_request, generate, stream_text
@@ -46,15 +40,9 @@ from megafrontier.model.huggingface import (
 )
 from megafrontier.partition.layout import Layout
 from megafrontier.partition.wires import DTYPES
-from megafrontier.training.arrangement import Arrangement, check_training
-from megafrontier.training.evaluation import Evaluation, describe_validation, evaluate
-from megafrontier.training.launch import joined, launch, prepared, uses_accelerator
+from megafrontier.training.launch import uses_accelerator
 from megafrontier.training.memory import out_of_memory_told
-from megafrontier.training.preflight import check_present
-from megafrontier.training.resuming import fill_shards, share_shards
 from megafrontier.training.saving import attach_tokenizer
-from megafrontier.training.trainer import build_model, open_loader
-from megafrontier.training.watch import Watch, watched
 
 IMPORTED_SLICE = 2**20
 """Elements; a quarter of other checkpoints', for its readers all want little of one large piece."""
@@ -152,7 +140,33 @@ def generate_command(
         prompt.encode()
     except UnicodeEncodeError as error:  # the shell's bytes, as Python hands them on
         raise UserError("--prompt: not valid UTF-8") from error
-    checkpoint = newest(path)
+    opened = of_newest(path, partial(_opened, prompt=prompt, device=device, sampling=sampling))
+    model, tokenizer, tokens = opened.model, opened.tokenizer, opened.tokens
+    sampling |= {"stop": tokenizer.eod, "vocab_size": tokenizer.vocab_size}
+    new: list[int] = []
+    with _memory_told(opened.where):
+        show(prompt)
+        made = _noted(generate(model, tokens, **sampling), new)
+        for text in stream_text(made, tokenizer.decode, tokens):
+            show(text)
+    length = model.config.sequence_length
+    if len(new) < sampling["max_new_tokens"] and len(tokens) + len(new) == length:
+        return f"ended at the {length} tokens of model.sequence_length"
+    return None
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A model on its device, its tokenizer, and the prompt's tokens."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    tokens: list[int]
+    where: torch.device
+
+
+def _opened(checkpoint: Path, prompt: str, device: str, sampling: Mapping[str, Any]) -> _Opened:
+    """What there is to generate with, after a look at what is asked of it."""
     config = saved_config(checkpoint)
     tokenizer = load_tokenizer(config.tokenizer)
     tokens = tokenizer.encode(prompt)
@@ -167,20 +181,14 @@ def generate_command(
     except UserError as error:  # of generate's arguments, which are options here
         name, _, problem = str(error).partition(":")
         raise UserError(f"--{name.replace('_', '-')}:{problem}") from error
-    sampling |= {"stop": tokenizer.eod, "vocab_size": tokenizer.vocab_size}
-    name = _device_name(config) if device == "any" else device
+    name = device_name(config) if device == "any" else device
     where = torch.device("cuda" if uses_accelerator(name) else "cpu")
-    with out_of_memory_told(str(where), "--device cpu, or a shorter text"):
-        model = load_model(checkpoint, config, where)
-        show(prompt)
-        new: list[int] = []
-        made = _noted(generate(model, tokens, **sampling), new)
-        for text in stream_text(made, tokenizer.decode, tokens):
-            show(text)
-    length = config.model.sequence_length
-    if len(new) < sampling["max_new_tokens"] and len(tokens) + len(new) == length:
-        return f"ended at the {length} tokens of model.sequence_length"
-    return None
+    with _memory_told(where):
+        return _Opened(load_model(checkpoint, config, where), tokenizer, tokens, where)
+
+
+def _memory_told(where: torch.device) -> AbstractContextManager[None]:
+    return out_of_memory_told(str(where), "--device cpu, or a shorter text")
 
 
 def _noted(tokens: Iterator[int], seen: list[int]) -> Iterator[int]:
@@ -191,12 +199,14 @@ def _noted(tokens: Iterator[int], seen: list[int]) -> Iterator[int]:
 
 def export_command(path: Path, out: Path, precision: str) -> str:
     """Write a checkpoint as a Hugging Face model folder; returns the architecture's name."""
-    source = newest(path)
-    config = saved_config(source)
-    weights = Weights(open_checkpoint(source), export_order(config.model))
-    return export_model(
-        config.model, weights, out, load_tokenizer(config.tokenizer), DTYPES[precision]
-    )
+
+    def write(source: Path) -> str:
+        config = saved_config(source)
+        weights = Weights(open_checkpoint(source), export_order(config.model))
+        tokenizer = load_tokenizer(config.tokenizer)
+        return export_model(config.model, weights, out, tokenizer, DTYPES[precision])
+
+    return of_newest(path, write)
 
 
 def import_command(folder: Path, out: Path) -> Path:
@@ -236,149 +246,9 @@ def _check_writable(out: Path) -> None:
         raise UserError(f"--out {out}: {there} cannot be written into, need another folder")
 
 
-@dataclass(frozen=True)
-class Target:
-    """What to evaluate: a checkpoint, with this configuration."""
-
-    checkpoint: Path
-    config: Config
-
-
-def find_target(path: Path, overrides: Sequence[str], unused: Sequence[str]) -> Target:
-    """A YAML config stands for its run's newest checkpoint, evaluated as the file says; a
-    checkpoint (or a run) is evaluated as it was trained. Raises UserError when there is none, for
-    nothing to evaluate on, and for overrides of `unused` keys and sections."""
-    _refuse_unused(overrides, unused)
-    if path.is_file():
-        config = load_config(path, overrides)
-        target = Target(newest(Path(config.run.directory)), config)
-    else:
-        checkpoint = newest(path)
-        target = Target(checkpoint, saved_config(checkpoint, overrides))
-    if target.config.evaluate.batches == 0:
-        raise UserError("evaluate.batches: 0, need at least 1")
-    data = target.config.data
-    if not (data.valid or data.train):
-        need = "need a corpus to evaluate on: 'data.valid=[{path: …}]'"
-        raise UserError(f"data.valid: empty, {need}")
-    return target
-
-
-def evaluate_command(
-    path: Path, overrides: Sequence[str], nproc: int | None, show: Callable[[str], Any]
-) -> int:
-    """Loss, perplexity and bits per byte on the validation data, over one or more ranks.
-
-    Local ranks are one level, all states sharded over it: the result does not depend on the
-    placement, and the machine that a checkpoint was trained on need not be at hand. Of it only
-    `device.name: cpu` is kept.
-    """
-    is_local = nproc is not None or identify(os.environ).world_size == 1
-    unused = ["train.compile", "optimizer", "schedule", "checkpoint"]
-    unused += ["machine", "partition"] if is_local else []
-    unused += [] if path.is_file() else ["run.name", "run.directory"]
-    target = prepared(lambda: find_target(path, overrides, unused), nproc)
-    config = target.config
-    config.train.compile = False  # a few batches would not repay it
-    if is_local:
-        config.machine = {"levels": {"world": {}}, "device": {"name": _device_name(config)}}
-        config.partition = PartitionConfig(strategy="zero3")
-
-    def body() -> int:
-        need = f"a smaller train.micro_batch ({config.train.micro_batch}), or more ranks"
-        folder = target.checkpoint.resolve().parent  # its run's: the config's may have been moved
-        directory = folder.parent if folder.name == "checkpoints" else folder
-        identity, patience = identify(os.environ), config.train.hang_seconds
-        with (
-            closing(Watch(identity, directory, patience)) as watch,
-            joined(config, watch.start, watch.fail) as (arrangement, hierarchy),
-            watched(watch),
-        ):
-            _agree_on(target.checkpoint, hierarchy)
-            with out_of_memory_told(f"rank {hierarchy.rank}", need):
-                found = _evaluate(target, arrangement, hierarchy, show, watch.beat)
-            if hierarchy.rank == 0:
-                show(describe(target.checkpoint, found))
-        return 0
-
-    def check(ranks: int) -> None:
-        if not is_local:
-            check_present(load_machine(config.machine).device, identify(os.environ), False)
-        check_training(config, ranks, parts=("valid",))
-
-    return launch(config, body, nproc, check)
-
-
-def _agree_on(checkpoint: Path, hierarchy: Hierarchy) -> None:
-    """Raises UserError on all ranks where some have found another newest one: a training may be
-    writing."""
-    first = from_rank_0(hierarchy, str(checkpoint))
-    other = hierarchy.first_error(None if str(checkpoint) == first else str(checkpoint))
-    if other is not None:
-        raise UserError(
-            f"{first}: newest for rank 0, but others have found {other}; need the path of one"
-        )
-
-
-def _device_name(config: Config) -> str:
+def device_name(config: Config) -> str:
+    """`machine.device.name`, `any` where the machine's file is not here."""
     try:
         return load_machine(config.machine).device.name
-    except UserError:  # its file is not here
+    except UserError:
         return "any"
-
-
-def _refuse_unused(overrides: Sequence[str], unused: Sequence[str]) -> None:
-    for override in overrides:
-        key = override.partition("=")[0]
-        if key != "machine.device.name" and any(f"{key}.".startswith(f"{n}.") for n in unused):
-            raise UserError(f"{key}: not used by evaluate here, leave it out")
-
-
-def _evaluate(
-    target: Target,
-    arrangement: Arrangement,
-    hierarchy: Hierarchy,
-    show: Callable[[str], Any],
-    beat: Callable[[], None],
-) -> Evaluation:
-    config = target.config
-    model, engine = build_model(config, arrangement, hierarchy)
-    weights = {"weight": [unit.master for unit in engine.units]}
-    load = partial(fill_shards, model=config.model, engine=engine, states=weights)
-    load_checkpoint(target.checkpoint, load, hierarchy)
-    share_shards(engine, weights)
-    engine.restore(has_published=False)
-    loader = hierarchy.together(lambda: open_loader(config, "valid", hierarchy))
-    if loader is None:
-        raise UserError("data.split: keeps nothing for validation; need data.valid or a part")
-    if hierarchy.rank == 0:
-        for line in describe_validation(loader, config.evaluate.batches):
-            show(line)
-    count_bytes = partial(text_bytes, load_tokenizer(config.tokenizer))
-    try:
-        return evaluate(model, loader, hierarchy, config.evaluate.batches, count_bytes, beat)
-    finally:
-        loader.close()
-
-
-def text_bytes(tokenizer: Tokenizer, batch: Batch) -> int:
-    """Bytes of UTF-8 that a batch's targets stand for."""
-    # The end of a document is no text, though some tokenizers decode it to their name for it.
-    kept = (row[(row >= 0) & (row != tokenizer.eod)].tolist() for row in batch.targets.cpu())
-    return sum(_bytes_of(tokenizer.decode(ids)) for ids in kept)
-
-
-def _bytes_of(row: str) -> int:
-    """Of a character that a row's end cuts each side decodes to U+FFFD: three bytes for one or
-    two, which are counted as one."""
-    whole = row.strip("\ufffd")
-    return len(whole.encode()) + len(row) - len(whole)
-
-
-def describe(checkpoint: Path, found: Evaluation) -> str:
-    """One line: nats per token, perplexity, and bits per byte of UTF-8 text."""
-    bits = found.loss_sum / math.log(2) / max(found.utf8_bytes, 1)
-    return (
-        f"{checkpoint}: loss {found.loss:.4f}  perplexity {math.exp(min(found.loss, 700)):.2f}  "
-        f"bits per byte {bits:.4f}  ({found.tokens} tokens, {found.utf8_bytes} bytes)"
-    )

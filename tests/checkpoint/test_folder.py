@@ -10,11 +10,13 @@ from megafrontier.checkpoint.folder import (
     clean_partials,
     delete,
     list_checkpoints,
+    of_newest,
     prune,
     step_folder,
     step_of,
 )
 from megafrontier.checkpoint.manifest import FILE_NAME
+from megafrontier.errors import UserError
 
 
 @pytest.fixture
@@ -79,6 +81,33 @@ def test_a_link_is_unlinked_and_what_it_leads_to_stays(root, tmp_path_factory):
     delete(hidden)
     assert not any(os.path.lexists(path) for path in hidden)
     assert (elsewhere / FILE_NAME).exists()
+
+
+def read_while_pruned(path):
+    """As a training does that saves faster than somebody reads."""
+    if step_of(path) != 100:
+        delete([path])
+    return (path / FILE_NAME).read_bytes(), path
+
+
+def test_of_a_checkpoint_that_is_pruned_while_it_is_read_the_next_newest_is_taken(root):
+    prune(root, 3, 100)
+    delete([step_folder(root, step) for step in (300, 400, 500)])
+    assert of_newest(root, read_while_pruned) == (b"", step_folder(root, 100))
+    with pytest.raises(UserError, match="step-00000200: no such folder"):
+        of_newest(step_folder(root, 200), read_while_pruned)
+
+
+def test_one_that_is_there_and_cannot_be_read_is_no_reason_to_take_another(root):
+    (step_folder(root, 600) / FILE_NAME).mkdir()
+    delete([step_folder(root, 100_000_000)])
+    with pytest.raises(IsADirectoryError):
+        of_newest(root, lambda path: (path / FILE_NAME).read_bytes())
+
+
+def test_a_training_that_always_saves_faster_than_one_reads_is_told_of(root):
+    with pytest.raises(UserError, match=r"5 newest checkpoints were pruned .*keep_every"):
+        of_newest(root, read_while_pruned)
 
 
 def test_a_left_over_that_cannot_be_deleted_is_in_nobodys_way(root, monkeypatch):

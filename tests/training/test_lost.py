@@ -41,11 +41,11 @@ sys.exit(cli.main(sys.argv[1:]))
 EVALUATE = """
 import sys
 from megafrontier import cli
-from megafrontier.training import standalone
-evaluate = standalone.evaluate
+from megafrontier.training import evaluating
+evaluate = evaluating.evaluate
 def strike(model, loader, hierarchy, *rest):
     return 1 / 0 if hierarchy.rank else evaluate(model, loader, hierarchy, *rest)
-standalone.evaluate = strike
+evaluating.evaluate = strike
 words = [word for word in sys.argv[2:] if not word.startswith("train.")]
 sys.exit(cli.main(["evaluate", *words]))
 """

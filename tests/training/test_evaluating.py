@@ -4,7 +4,7 @@ import torch
 
 from megafrontier.data.samples import IGNORED, Batch
 from megafrontier.data.tokenizer import ByteTokenizer
-from megafrontier.training.standalone import text_bytes
+from megafrontier.training.evaluating import text_bytes
 
 
 def test_a_character_that_two_rows_share_counts_its_own_bytes():

@@ -1,0 +1,178 @@
+"""The command `evaluate`: the loss of a finished checkpoint on its validation data."""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megafrontier.checkpoint.folder import find, of_newest
+from megafrontier.checkpoint.resume import load_checkpoint
+from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.cluster.identity import identify
+from megafrontier.config import (
+    Config,
+    PartitionConfig,
+    load_config,
+    load_machine,
+)
+from megafrontier.data.samples import Batch
+from megafrontier.data.tokenizer import Tokenizer, kept_tokenizer
+from megafrontier.errors import UserError
+from megafrontier.training.arrangement import Arrangement, check_training
+from megafrontier.training.evaluation import Evaluation, describe_validation, evaluate
+from megafrontier.training.launch import joined, launch, prepared
+from megafrontier.training.memory import out_of_memory_told
+from megafrontier.training.preflight import check_present
+from megafrontier.training.resuming import fill_shards, share_shards
+from megafrontier.training.standalone import device_name, saved_config
+from megafrontier.training.trainer import build_model, open_loader
+from megafrontier.training.watch import Watch, watched
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to evaluate: the newest checkpoint that `path` stands for, with this configuration, in
+    the folder of its run."""
+
+    path: Path
+    config: Config
+    directory: Path
+
+
+def find_target(path: Path, overrides: Sequence[str], unused: Sequence[str]) -> Target:
+    """A YAML config stands for its run's newest checkpoint, evaluated as the file says; a
+    checkpoint (or a run) is evaluated as it was trained. Raises UserError when there is none, for
+    nothing to evaluate on, and for overrides of `unused` keys and sections."""
+    _refuse_unused(overrides, unused)
+    if path.is_file():
+        config = load_config(path, overrides)
+        path = Path(config.run.directory)
+    else:
+        config = of_newest(path, partial(_kept_config, overrides=overrides))
+    directory = _run_of(path)
+    if config.evaluate.batches == 0:
+        raise UserError("evaluate.batches: 0, need at least 1")
+    data = config.data
+    if not (data.valid or data.train):
+        need = "need a corpus to evaluate on: 'data.valid=[{path: …}]'"
+        raise UserError(f"data.valid: empty, {need}")
+    return Target(path, config, directory)
+
+
+def _kept_config(checkpoint: Path, overrides: Sequence[str]) -> Config:
+    """Its config, with the tokenizer in memory: its files may go before they are needed."""
+    config = saved_config(checkpoint, overrides)
+    kept_tokenizer(config.tokenizer)
+    return config
+
+
+def _run_of(path: Path) -> Path:
+    """A checkpoint's run, wherever that has been moved: the config may name an older place."""
+    folder = find(path)[-1].resolve().parent
+    return folder.parent if folder.name == "checkpoints" else folder
+
+
+def evaluate_command(
+    path: Path, overrides: Sequence[str], nproc: int | None, show: Callable[[str], Any]
+) -> int:
+    """Loss, perplexity and bits per byte on the validation data, over one or more ranks.
+
+    Local ranks are one level, all states sharded over it: the result does not depend on the
+    placement, and the machine that a checkpoint was trained on need not be at hand. Of it only
+    `device.name: cpu` is kept.
+    """
+    is_local = nproc is not None or identify(os.environ).world_size == 1
+    unused = ["train.compile", "optimizer", "schedule", "checkpoint"]
+    unused += ["machine", "partition"] if is_local else []
+    unused += [] if path.is_file() else ["run.name", "run.directory"]
+    target = prepared(lambda: find_target(path, overrides, unused), nproc)
+    config = target.config
+    config.train.compile = False  # a few batches would not repay it
+    if is_local:
+        config.machine = {"levels": {"world": {}}, "device": {"name": device_name(config)}}
+        config.partition = PartitionConfig(strategy="zero3")
+
+    def body() -> int:
+        need = f"a smaller train.micro_batch ({config.train.micro_batch}), or more ranks"
+        identity, patience = identify(os.environ), config.train.hang_seconds
+        with (
+            closing(Watch(identity, target.directory, patience)) as watch,
+            joined(config, watch.start, watch.fail) as (arrangement, hierarchy),
+            watched(watch),
+        ):
+            with out_of_memory_told(f"rank {hierarchy.rank}", need):
+                checkpoint, found = _evaluate(target, arrangement, hierarchy, show, watch.beat)
+            if hierarchy.rank == 0:
+                show(describe(checkpoint, found))
+        return 0
+
+    def check(ranks: int) -> None:
+        if not is_local:
+            check_present(load_machine(config.machine).device, identify(os.environ), False)
+        check_training(config, ranks, parts=("valid",))
+
+    return launch(config, body, nproc, check)
+
+
+def _refuse_unused(overrides: Sequence[str], unused: Sequence[str]) -> None:
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key != "machine.device.name" and any(f"{key}.".startswith(f"{n}.") for n in unused):
+            raise UserError(f"{key}: not used by evaluate here, leave it out")
+
+
+def _evaluate(
+    target: Target,
+    arrangement: Arrangement,
+    hierarchy: Hierarchy,
+    show: Callable[[str], Any],
+    beat: Callable[[], None],
+) -> tuple[Path, Evaluation]:
+    """The checkpoint that is the newest now, and what it comes to."""
+    config = target.config
+    model, engine = build_model(config, arrangement, hierarchy)
+    weights = {"weight": [unit.master for unit in engine.units]}
+    load = partial(fill_shards, model=config.model, engine=engine, states=weights)
+    load_it = partial(load_checkpoint, load=load, crowd=hierarchy)
+    checkpoint = of_newest(target.path, load_it, hierarchy.seen_by_rank_0)
+    share_shards(engine, weights)
+    engine.restore(has_published=False)
+    loader = hierarchy.together(lambda: open_loader(config, "valid", hierarchy))
+    if loader is None:
+        raise UserError("data.split: keeps nothing for validation; need data.valid or a part")
+    if hierarchy.rank == 0:
+        for line in describe_validation(loader, config.evaluate.batches):
+            show(line)
+    count_bytes = partial(text_bytes, kept_tokenizer(config.tokenizer))
+    try:
+        found = evaluate(model, loader, hierarchy, config.evaluate.batches, count_bytes, beat)
+        return checkpoint.path, found
+    finally:
+        loader.close()
+
+
+def text_bytes(tokenizer: Tokenizer, batch: Batch) -> int:
+    """Bytes of UTF-8 that a batch's targets stand for."""
+    # The end of a document is no text, though some tokenizers decode it to their name for it.
+    kept = (row[(row >= 0) & (row != tokenizer.eod)].tolist() for row in batch.targets.cpu())
+    return sum(_bytes_of(tokenizer.decode(ids)) for ids in kept)
+
+
+def _bytes_of(row: str) -> int:
+    """Of a character that a row's end cuts each side decodes to U+FFFD: three bytes for one or
+    two, which are counted as one."""
+    whole = row.strip("\ufffd")
+    return len(whole.encode()) + len(row) - len(whole)
+
+
+def describe(checkpoint: Path, found: Evaluation) -> str:
+    """One line: nats per token, perplexity, and bits per byte of UTF-8 text."""
+    bits = found.loss_sum / math.log(2) / max(found.utf8_bytes, 1)
+    return (
+        f"{checkpoint}: loss {found.loss:.4f}  perplexity {math.exp(min(found.loss, 700)):.2f}  "
+        f"bits per byte {bits:.4f}  ({found.tokens} tokens, {found.utf8_bytes} bytes)"
+    )
