@@ -38,10 +38,11 @@ from megafrontier.training.lease import hold
 from megafrontier.training.logbook import Log, Logbook, check_directory, open_logbook
 from megafrontier.training.loop import run
 from megafrontier.training.memory import check_memory, out_of_memory_told, room_for_training
-from megafrontier.training.preflight import check_present, clear_room, preflight
+from megafrontier.training.preflight import check_present, preflight
 from megafrontier.training.ranks import describe_ranks
 from megafrontier.training.resuming import check_resume, goes_on, resume
 from megafrontier.training.saving import Save
+from megafrontier.training.storage import clear_room
 from megafrontier.training.stragglers import Stragglers
 from megafrontier.training.timeline import Timeline
 from megafrontier.training.trainer import Trainer, build_trainer

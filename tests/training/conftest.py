@@ -2,6 +2,7 @@
 
 import pytest
 
+from megafrontier.training import launch
 from tests.training import runs
 
 
@@ -23,3 +24,9 @@ def imported(config_file, tmp_path):
     """A checkpoint of another run, from which this one is to begin."""
     runs.run(config_file, 1, *runs.ONE, "train.stop_at=2", f"run.directory={tmp_path}/other")
     return f"checkpoint.resume={tmp_path}/other/checkpoints/step-00000002"
+
+
+@pytest.fixture
+def no_training(monkeypatch):
+    """Let a run end after its pre-flight."""
+    monkeypatch.setattr(launch, "_run", lambda *_: 0)

@@ -210,7 +210,7 @@ def on_four_hosts(rank):
     [
         # Neither reaches the other, though both reach the store; their neighbours wait for them.
         ("link world", "links._exchange", "{RANK, first} == {1, 2}", (1, 2)),
-        ("run.directory", "preflight._check_storage", "RANK == 2", (2,)),
+        ("run.directory", "preflight.check_storage", "RANK == 2", (2,)),
         ("its device", "preflight.check_device", "RANK == 2", (2,)),
     ],
 )

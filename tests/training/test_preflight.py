@@ -10,14 +10,11 @@ import pytest
 import torch
 
 from megafrontier.cli import main
-from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.config import DeviceConfig
 from megafrontier.errors import BAD_INPUT, BAD_NODE, FAILED, LOST, UserError
-from megafrontier.training import launch, preflight
+from megafrontier.training import launch, preflight, storage
 from megafrontier.training.arrangement import arrange
-from megafrontier.training.preflight import check_device, check_present, checkpoint_bytes
-from megafrontier.training.saving import save_trainer
-from megafrontier.training.trainer import build_trainer
+from megafrontier.training.preflight import check_device, check_present
 from tests.training import runs
 
 pytestmark = pytest.mark.usefixtures("no_training")
@@ -29,12 +26,6 @@ def config_file(tmp_path):
     path = runs.make_config_file(tmp_path)
     path.write_text(path.read_text().replace("node: {size: 2}, ", ""))
     return path
-
-
-@pytest.fixture
-def no_training(monkeypatch):
-    """Let a run end after its pre-flight."""
-    monkeypatch.setattr(launch, "_run", lambda *_: 0)
 
 
 @pytest.fixture
@@ -243,74 +234,11 @@ def test_who_forks_ranks_does_not_touch_their_devices(config_file, monkeypatch):
     assert main(["train", str(config_file), "--nproc", "2", "machine=laptop", *SHORT]) == 0
 
 
-def test_storage_without_room_is_refused_with_what_is_needed(config_file, monkeypatch, capfd):
-    config = runs.load(config_file)
-    size = checkpoint_bytes(config, arrange(config, 4))
-    monkeypatch.setattr(preflight, "_free_gib", lambda _: 2.5 * size / 2**30)
-    assert train(config_file, 4, "train.steps=8", "checkpoint.every=3") == BAD_INPUT
-    error = capfd.readouterr().err
-    free, need = f"{2.5 * size / 2**30:.3g} GiB free", f"need {3 * size / 2**30:.3g} for"
-    assert f"run.directory: {config.run.directory}: {free}, {need} 3 checkpoints" in error
-    assert train(config_file, 4, "train.steps=8", "checkpoint.every=3", "checkpoint.keep=1") == 0
-    assert train(config_file, 4, "train.steps=8", "checkpoint.every=3", "checkpoint.keep=0") == 0
-    assert train(config_file, 4, "run.name=at-the-end") == 0
-
-
 def test_a_host_that_is_all_there_is_is_not_listed(config_file, capfd):
     folder = Path(runs.load(config_file).run.directory)
     assert train(config_file, 4, "machine.device.memory_gib=100000") == FAILED
     assert "preflight: 1 of 1 hosts fail: " in capfd.readouterr().err
     assert not (folder / "bad-nodes.txt").exists()
-
-
-def test_room_is_looked_for_where_a_linked_folder_of_checkpoints_leads(
-    config_file, tmp_path, monkeypatch, capfd
-):
-    root = Path(runs.load(config_file).run.directory) / "checkpoints"
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    root.parent.mkdir(parents=True)
-    root.symlink_to(elsewhere)
-    is_there = lambda path: path.resolve() == elsewhere  # noqa: E731
-    monkeypatch.setattr(preflight, "_free_gib", lambda path: 0 if is_there(path) else 1000)
-    assert train(config_file, 4) == BAD_INPUT
-    assert f"run.directory: {root}: 0 GiB free" in capfd.readouterr().err
-
-
-def test_a_folder_of_checkpoints_that_cannot_be_written_is_told_before_the_first_step(
-    config_file, monkeypatch, capfd
-):
-    """As a link to another's, or to a storage that is only read: nothing could be saved."""
-    root = Path(runs.load(config_file).run.directory) / "checkpoints"
-    root.parent.mkdir(parents=True)
-    root.symlink_to("/proc/self")  # where root may not write either
-    monkeypatch.setattr(preflight, "_free_gib", lambda _: 1000)
-    assert train(config_file, 4) == BAD_INPUT
-    line = capfd.readouterr().err
-    assert line.startswith(f"megafrontier: run.directory: {root}: ")
-    assert line.endswith(", need a folder to write\n")
-
-
-def test_the_room_of_a_save_that_was_killed_is_room(config_file, monkeypatch):
-    config = runs.load(config_file)
-    size = checkpoint_bytes(config, arrange(config, 4))
-    torn = Path(config.run.directory) / "checkpoints" / ".step-00000003.partial"
-    torn.mkdir(parents=True)
-    free = lambda _: (2.5 if torn.exists() else 3.5) * size / 2**30  # noqa: E731
-    monkeypatch.setattr(preflight, "_free_gib", free)
-    assert train(config_file, 4) == 0
-
-
-def test_a_checkpoint_is_as_large_as_it_is_taken_to_be(config_file):
-    config = runs.load(config_file, "machine=laptop")
-    arrangement = arrange(config, 1)
-    trainer = build_trainer(
-        config, arrangement, Hierarchy(arrangement.levels, 0, (None,), torch.device("cpu"))
-    )
-    folder = save_trainer(trainer)
-    trainer.close()
-    found = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    assert found == pytest.approx(checkpoint_bytes(config, arrangement), rel=0.25)
 
 
 def test_a_host_that_cannot_write_to_the_storage_is_named(config_file, hosts, monkeypatch, capfd):
@@ -413,14 +341,14 @@ def test_a_host_that_sees_another_run_directory_is_named(
 ):
     """A checkpoint would be written in pieces to disks of which none has them all."""
     hosts("aabbcc")
-    check = preflight._check_shared
+    check = preflight.check_shared
 
     def check_shared(directory, *rest):
         is_elsewhere = is_on_rank(2)  # the first of host b
         return check(tmp_path if is_elsewhere else directory, *rest)
 
-    monkeypatch.setattr(preflight, "_check_shared", check_shared)
-    monkeypatch.setattr(preflight, "SEEN_SECONDS", 0.2)
+    monkeypatch.setattr(preflight, "check_shared", check_shared)
+    monkeypatch.setattr(storage, "SEEN_SECONDS", 0.2)
     assert train(config_file, 6, "train.global_batch=12") == BAD_NODE
     assert "preflight: b (ranks 2 to 3): run.directory: " in capfd.readouterr().err
     assert bad_nodes(config_file) == ["b"]
