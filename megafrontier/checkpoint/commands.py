@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megafrontier.checkpoint.errors import CheckpointUnreadable
-from megafrontier.checkpoint.folder import find, of_newest, step_of
+from megafrontier.checkpoint.folder import of_each, of_newest, step_of
 from megafrontier.checkpoint.manifest import DTYPE_NAMES, Manifest
 from megafrontier.checkpoint.read import open_checkpoint, read_manifest
 from megafrontier.checkpoint.verify import VerifyReport, verify
@@ -16,7 +16,7 @@ from megafrontier.errors import UserError
 def list_command(path: Path, as_json: bool) -> int:
     """Print step, size, date and state of every checkpoint. Returns 0, or 2 where one is not
     whole as far as can be told without reading it all."""
-    rows = [_row(found) for found in find(path)]
+    rows = list(of_each(path, _row))
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
@@ -80,7 +80,7 @@ def _facts(path: Path, manifest: Manifest) -> dict[str, Any]:
 def verify_command(path: Path, as_json: bool) -> int:
     """Read every byte of every checkpoint at `path`; print one line per problem on stderr.
     Returns 0, or 2 when anything is wrong."""
-    reports = [verify(found) for found in find(path)]
+    reports = list(of_each(path, verify))
     if as_json:
         print(json.dumps([_report(report) for report in reports], indent=2))
     for report in reports:

@@ -23,6 +23,7 @@ Made = TypeVar("Made")
 
 TRIES = 5
 """Newest checkpoints that are begun with in turn while a training prunes each."""
+GONE = "gone"
 
 _NAME = re.compile(r"step-(\d{8,})")
 _SUPERSEDED = re.compile(rf"{_NAME.pattern}\.superseded(-\d+)?")
@@ -110,7 +111,7 @@ def of_newest(
         try:
             return use(chosen)
         except (UserError, StorageFailed, OSError):
-            if seen(partial(_state, chosen)) == "there":
+            if seen(partial(_state, chosen)) != GONE:
                 raise
     raise UserError(
         f"{path}: {TRIES} newest checkpoints were pruned while they were read; need the path of "
@@ -118,10 +119,24 @@ def of_newest(
     )
 
 
+def of_each(path: Path, look: Callable[[Path], Made]) -> Iterator[Made]:
+    """What `look` makes of each checkpoint that `path` stands for, oldest first, but for those that
+    a training has pruned meanwhile. Raises what `look` raises of the others, and UserError."""
+    for one in find(path):
+        try:
+            found = look(one)
+        except (UserError, StorageFailed, OSError):
+            if one == path or _state(one) != GONE:
+                raise
+            continue
+        if one == path or _state(one) != GONE:
+            yield found
+
+
 def _state(path: Path) -> str:
     with suppress(OSError):
-        return "there" if is_folder(path) else "gone"
-    return "there"
+        return "there" if is_folder(path) else GONE
+    return "not told"
 
 
 def prune(root: Path, keep: int, keep_every: int) -> list[Path]:

@@ -3,7 +3,9 @@
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -36,6 +38,33 @@ def test_list_names_what_is_not_whole(run, capsys):
     first, second = json.loads(capsys.readouterr().out)
     assert (first["whole"], second["whole"]) == (False, True)
     assert "00000001.safetensors: missing" in first["problem"]
+
+
+@pytest.mark.parametrize(
+    ("action", "reader"),
+    [
+        ("list", "commands.read_manifest"),
+        ("list", "commands.open_checkpoint"),
+        ("verify", "verify.read_manifest"),
+        ("verify", "verify._check_piece"),
+    ],
+)
+def test_what_a_training_prunes_meanwhile_is_not_told_of(run, capsys, monkeypatch, action, reader):
+    """Right before it would be read."""
+    reader = f"megafrontier.checkpoint.{reader}"
+    read = resolve_name(reader)
+    old = run / "checkpoints" / "step-00000100"
+
+    def pruned_before(path, *args):
+        if path == old:
+            shutil.rmtree(path, ignore_errors=True)
+        return read(path, *args)
+
+    monkeypatch.setattr(reader, pruned_before)
+    assert main(["checkpoint", action, str(run)]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert len(shown.out.splitlines()) == 1 and "whole" in shown.out
 
 
 def test_list_tells_of_a_damaged_one_under_another_name(run, capsys):
