@@ -64,7 +64,8 @@ def test_what_a_training_prunes_meanwhile_is_not_told_of(run, capsys, monkeypatc
     assert main(["checkpoint", action, str(run)]) == 0
     shown = capsys.readouterr()
     assert shown.err == ""
-    assert len(shown.out.splitlines()) == 1 and "whole" in shown.out
+    assert len(shown.out.splitlines()) == 1
+    assert "whole" in shown.out
 
 
 def test_list_tells_of_a_damaged_one_under_another_name(run, capsys):
