@@ -4,12 +4,18 @@
 #   MEGAFRONTIER_CLUSTER   which file of slurm/env/; default: frontier
 #   MEGAFRONTIER_PREFIX    Python environment (venv or conda); default: .venv of the repository
 #   MEGAFRONTIER_ENV_TAR   what pack_env.sh made of it, to be unpacked onto every node's own disk
+#   MEGAFRONTIER_UNPACK_SECONDS   after which a node that has not done so hangs; default: 1800
 #   DRY_RUN=1              show what would be submitted and run, and do neither
 
 fail() {
     echo "megafrontier: $*" >&2
     exit 2
 }
+
+# What is said of a job may not end it: its output may be on a full disk.
+say() { echo "$(date -u +%FT%TZ) job $SLURM_JOB_ID: $*" || true; }
+
+warn() { echo "megafrontier: $*" >&2 || true; }
 
 # Ask Slurm until it answers, for some 5 minutes: slurmctld may have been started anew. The answer is
 # in `answer`, and the loop in this shell, for a subshell would end at the first TERM.
@@ -47,12 +53,25 @@ fi
 prefix=${MEGAFRONTIER_PREFIX:-$home/.venv}
 package=$home # the folder that ranks import megafrontier from
 dry_run=${DRY_RUN:-}
+[ "$dry_run" != 0 ] || dry_run=
 is_asked_to_stop=
+reminder=
+seconds=${MEGAFRONTIER_UNPACK_SECONDS:-1800}
+[[ $seconds =~ ^[0-9]+$ ]] || fail "MEGAFRONTIER_UNPACK_SECONDS: $seconds, need a number"
+# What is started by this ignores the stop signal, and so does a rank until it has a handler: it may
+# come while they start.
+deaf=(sh -c 'trap "" USR1; exec "$@"' sh)
 
 # Where the job will be, the config's paths are looked up, and its output's folder is made.
 go_to() {
     [ -n "$1" ] && CDPATH='' cd -- "$1" 2>/dev/null || fail "--chdir: $1, need a folder"
     options+=("--chdir=$PWD")
+}
+
+# The lines above those for sbatch in the file itself.
+show_help() {
+    sed -n '2,/^#SBATCH/ { /^#SBATCH/q; s/^# \{0,1\}//; p }' "$0"
+    exit 0
 }
 
 # Takes leading options off the arguments: sbatch's, and --dry-run. The rest is in `arguments`.
@@ -61,8 +80,9 @@ split_options() {
     while [[ ${1:-} == -* ]]; do
         case $1 in
             --dry-run) dry_run=1 ;;
+            --help | -h) show_help ;;
             --test-only) fail "--test-only: makes what a job needs and no job, need --dry-run" ;;
-            -[HIOQVWhksuv]) options+=("$1") ;;
+            -[HIOQVWksuv]) options+=("$1") ;;
             -a?*) options+=("--array=${1#-a}") ;;
             -a)
                 options+=("--array=${2:-}")
@@ -82,7 +102,11 @@ split_options() {
                 --mail-type | --comment | --export | --licenses | --network | \
                 --time-min | --tmp | --hint | --distribution | --prefer | --export-file | \
                 --gpu-bind | --cpus-per-gpu | --mincpus | --priority | --core-spec | \
-                --mem-per-cpu | --mem-per-gpu | --deadline | --switches | --wckey | --clusters)
+                --mem-per-cpu | --mem-per-gpu | --deadline | --switches | --wckey | --clusters | \
+                --open-mode | --ntasks-per-gpu | --ntasks-per-socket | --ntasks-per-core | \
+                --cores-per-socket | --threads-per-core | --sockets-per-node | --mem-bind | \
+                --gpu-freq | --cpu-freq | --profile | --acctg-freq | --input | --container | \
+                --bb | --bbf)
                 if [[ $1 == --* ]]; then options+=("$1=${2:-}"); else options+=("$1" "${2:-}"); fi
                 shift
                 ;;
@@ -136,6 +160,7 @@ gets_all_variables() {
 # submit FILE OPTION… -- ARGUMENT…: hand a batch file to Slurm. Leaves the job's number in `job`.
 submit() {
     local file=$1 own=() kept=() lines name until='' command code=0
+    [ -n "$dry_run" ] || refuse_absent "$(here)" # before it waits in the queue
     shift
     while [ "$1" != -- ]; do
         own+=("$1")
@@ -168,6 +193,24 @@ submit() {
     return "$code"
 }
 
+# What this job is to Slurm: the variables of another one, from which it was submitted, may be here.
+know_job() {
+    local record
+    # Of an array's task there may be the other tasks' records, too.
+    record=$(scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null |
+        grep "^JobId=$SLURM_JOB_ID ") || return 0
+    [[ ! $record =~ \ Restarts=([0-9]+)\  ]] || export SLURM_RESTART_COUNT=${BASH_REMATCH[1]}
+    [[ $record == *" ArrayTaskId="* ]] || unset "${!SLURM_ARRAY_@}"
+}
+
+# Ends where the environment is not there: PREFIX, and the packed one if there is to be one.
+refuse_absent() {
+    [ -z "${MEGAFRONTIER_ENV_TAR:-}" ] || [ -r "$MEGAFRONTIER_ENV_TAR" ] ||
+        fail "MEGAFRONTIER_ENV_TAR: $MEGAFRONTIER_ENV_TAR, need what slurm/pack_env.sh wrote"
+    [ -x "$1/bin/python" ] ||
+        fail "MEGAFRONTIER_PREFIX: $1 has no bin/python, need a Python environment"
+}
+
 # The environment of a job on all its nodes.
 enter_job() {
     # Until a step runs, which then is told. Without this the signal would end the job.
@@ -180,13 +223,11 @@ enter_job() {
         export MASTER_ADDR
     fi
     if [ -n "${MEGAFRONTIER_ENV_TAR:-}" ]; then
-        [ -n "$dry_run" ] || [ -r "$MEGAFRONTIER_ENV_TAR" ] ||
-            fail "MEGAFRONTIER_ENV_TAR: $MEGAFRONTIER_ENV_TAR, need what slurm/pack_env.sh wrote"
         unpack_environment
     fi
-    [ -n "$dry_run" ] || [ -x "$(here)/bin/python" ] ||
-        fail "MEGAFRONTIER_PREFIX: $prefix has no bin/python, need a Python environment"
+    [ -n "$dry_run" ] || refuse_absent "$(here)"
     export PYTHONNOUSERSITE=1 # a torch in ~/.local would come before a conda environment's own
+    export PYTHONSAFEPATH=1   # and the package, or a random.py, of the folder that the job is in
     export PATH=$prefix/bin:$PATH
     export PYTHONPATH=$package${PYTHONPATH:+:$PYTHONPATH}
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
@@ -197,7 +238,9 @@ enter_job() {
 
 unpack_environment() {
     local target=$node_disk/environment source
-    try_each_node mkdir -p "$target"
+    [ -n "$dry_run" ] || [ -r "$MEGAFRONTIER_ENV_TAR" ] || refuse_absent "$prefix"
+    # An earlier start of this job may have left one of another day.
+    try_each_node sh -c 'rm -rf "$0" && mkdir -p "$0"' "$target"
     unpack "$MEGAFRONTIER_ENV_TAR" "$node_disk/environment.tar.gz" "$target"
     # What conda-pack packed has its old place written in many files.
     try_each_node sh -c '[ ! -e "$0"/conda-unpack ] || "$0"/python "$0"/conda-unpack' "$target/bin"
@@ -208,7 +251,6 @@ unpack_environment() {
     unpack "$source" "$target/package.tar.gz" "$target"
     rm "$source"
     package=$target
-    export PYTHONSAFEPATH=1 # or Python would take it from the folder that the job is in
 }
 
 # As what salloc starts may be.
@@ -242,6 +284,7 @@ try_each_node() {
 # The nodes on which a command goes well. Each says a line before: without one srun has failed.
 hear_each_node() {
     local said
+    unset SLURM_LABELIO # it would put something before the names
     said=$(each_node sh -c 'echo -; "$@" >&2 && echo "$SLURMD_NODENAME"' sh "$@") || true
     [ -n "$said" ] && echo "$said"
 }
@@ -250,12 +293,13 @@ hear_each_node() {
 broadcast() {
     local said failing try
     for try in 1 2 3; do
-        if said=$(run sbcast --preserve --force "$@" 2>&1); then
+        if said=$(run timeout --foreground "$seconds" \
+            sbcast --preserve --force "$@" 2>&1); then
             [ -z "$said" ] || echo "$said"
             return
         fi
         echo "$said" >&2
-        mapfile -t failing < <(sed -n 's/.*REQUEST_FILE_BCAST(\([^)]*\)).*/\1/p' <<<"$said")
+        mapfile -t failing < <(echo "$said" | sed -n 's/.*REQUEST_FILE_BCAST(\([^)]*\)).*/\1/p')
         refuse_nodes sbcast "${failing[@]}"
         [ "$try" = 3 ] || sleep 10
     done
@@ -265,11 +309,15 @@ broadcast() {
 # refuse_nodes COMMAND NODE…: end the job, for another to do without these nodes. What most of them
 # fail is no matter of nodes.
 refuse_nodes() {
-    local line="MEGAFRONTIER_ENV_TAR: $1 fails on ${*:2}"
+    local line="MEGAFRONTIER_ENV_TAR: $1 fails on ${*:2:16}"
     shift
     [ $# -gt 0 ] || return 0
-    [ $((2 * $#)) -le "$SLURM_JOB_NUM_NODES" ] || fail "$line, need an archive that fits there"
-    echo "megafrontier: $line" >&2
+    [ $# -le 16 ] || line+=" and $(($# - 16)) more"
+    if [ $((2 * $#)) -gt "$SLURM_JOB_NUM_NODES" ]; then
+        leave_job
+        fail "$line, need a whole archive, and room and leave to write in $node_disk"
+    fi
+    warn "$line"
     leave_out "$@"
 }
 
@@ -281,19 +329,23 @@ leave_out() {
 
 # What becomes of one to which Slurm does not answer.
 start_again() {
-    echo "megafrontier: $*" >&2
+    warn "$*"
+    leave_job
     exit 70
 }
 
 leave_job() {
+    local seconds=180
     if [ -n "${MEGAFRONTIER_ENV_TAR:-}" ]; then
         each_node rm -rf "$node_disk/environment" "$node_disk/environment.tar.gz" || true
     fi
 }
 
+# A command on each node. One that fails does not end the others', nor is one that hangs waited for.
 each_node() {
-    run srun --nodes="${SLURM_JOB_NUM_NODES:-NODES}" --ntasks-per-node=1 \
-        --ntasks="${SLURM_JOB_NUM_NODES:-NODES}" "$@"
+    run timeout --foreground "$seconds" srun --nodes="${SLURM_JOB_NUM_NODES:-NODES}" \
+        --ntasks-per-node=1 --ntasks="${SLURM_JOB_NUM_NODES:-NODES}" \
+        --kill-on-bad-exit=0 --wait="$((seconds / 3))" "${deaf[@]}" "$@"
 }
 
 run() {
@@ -309,27 +361,41 @@ make_step() {
     # Slurm tells the cores that were asked for; without, as by salloc, it is left to the site.
     local cores=${SLURM_CPUS_PER_TASK:-${dry_run:+CORES}}
     step+=(${cores:+--cpus-per-task="$cores"})
-    step+=("${srun_options[@]}" python -m megafrontier "$@")
+    step+=("${srun_options[@]}")
+    [ "$1" != train ] || step+=("${deaf[@]}") # evaluate has no handler, and ends at the signal
+    step+=(python -m megafrontier "$@")
 }
 
 # What a batch file does at TERM, a few seconds (KillWait) before Slurm kills all of its job.
 before_kill() { :; }
 
-# Run a command and tell it the signals that the job gets. Returns its exit code.
+# Run a command and tell it the signals that the job gets. Returns its exit code; 75 where the job was
+# asked to stop before.
 run_with_signals() {
+    [ -z "$is_asked_to_stop" ] || return 75
     "$@" &
     # Not local: the traps outlive this function, and an unset name would end the script in one.
     child=$!
     # Never CONT: Slurm sends it together with USR1, and bash would lose one of the two.
     # INT comes from the keyboard of an allocation, and what runs in the background does not hear of
     # it. USR1 is what srun hands on to the ranks: at TERM it kills them.
-    trap 'kill -USR1 "$child" 2>/dev/null || true' USR1 INT
+    trap ask_to_stop USR1 INT
     trap 'kill -TERM "$child" 2>/dev/null || true; before_kill' TERM
-    [ -z "$is_asked_to_stop" ] || kill -USR1 "$child"
+    [ -z "$is_asked_to_stop" ] || ask_to_stop
     # In the background, because bash delays traps while it waits for a child in the foreground;
     # `wait` ends at each signal.
     while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done
+    [ -z "$reminder" ] || kill "$reminder" 2>/dev/null || true
     wait "$child"
+}
+
+# Again and again, by a signal to this script: srun loses what comes while it starts the ranks.
+ask_to_stop() {
+    kill -USR1 "$child" 2>/dev/null || return 0
+    [ -z "$reminder" ] || kill "$reminder" 2>/dev/null || true
+    { sleep 20 && kill -USR1 $$; } >/dev/null 2>&1 &
+    reminder=$!
+    disown "$reminder" # bash would tell of its end
 }
 
 # What a job would do, for --dry-run: the variables it sets, then its commands.

@@ -4,7 +4,7 @@
 #
 #   slurm/pack_env.sh OUT.tar.gz [PREFIX]     PREFIX: venv or conda environment; default: .venv
 set -euo pipefail
-home=$(cd "$(dirname "$0")/.." && pwd)
+home=$(CDPATH='' cd -- "$(dirname "$0")/.." && pwd)
 out=${1:-}
 prefix=${2:-$home/.venv}
 if [ -z "$out" ]; then

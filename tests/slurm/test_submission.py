@@ -253,3 +253,71 @@ def test_batch_files_without_arguments_say_what_they_need(file):
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "not given, need" in line
+
+
+@pytest.mark.parametrize("file", ["train", "evaluate", "prepare"])
+def test_help_tells_what_stands_above_the_options(file):
+    done = subprocess.run(
+        [ROOT / "slurm" / f"{file}.sbatch", "--help"], capture_output=True, text=True, check=True
+    )
+    assert f"  slurm/{file}.sbatch --" in done.stdout
+    assert "#SBATCH" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [("evaluate", ("run",)), ("prepare", ("--array=0-1", "x", "--tokenizer", "b", "--out", "o"))],
+)
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [("MEGAFRONTIER_ENV_TAR", "need what slurm/pack_env.sh wrote"),
+     ("MEGAFRONTIER_PREFIX", "has no bin/python, need a Python environment")],
+)  # fmt: skip
+def test_an_environment_that_is_not_there_is_told_before_a_job_waits(
+    tmp_path, file, words, variable, said
+):
+    path = with_tools(tmp_path, sbatch=f"#!/bin/sh\ntouch {tmp_path}/submitted\n")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+    environment |= {"MEGAFRONTIER_CLUSTER": "generic", "PATH": path, "DRY_RUN": "0"}
+    environment |= {"MEGAFRONTIER_PREFIX": sys.prefix}
+    command = [ROOT / "slurm" / f"{file}.sbatch", *words]
+    for given, is_submitted in (({variable: "/none"}, False), ({}, True)):
+        done = subprocess.run(
+            command, env=environment | given, cwd=tmp_path, check=False, capture_output=True,
+            text=True,
+        )  # fmt: skip
+        assert (tmp_path / "submitted").exists() == is_submitted
+        assert is_submitted or (done.returncode == 2 and f"{variable}: /none" in done.stderr)
+        assert is_submitted or said in done.stderr
+
+
+def test_options_with_a_blank_before_their_value_are_not_taken_for_the_config():
+    said = dry_run("slurm/train.sbatch", "--open-mode", "append", "--ntasks-per-gpu", "1", CONFIG)[
+        0
+    ]
+    assert "--open-mode=append --ntasks-per-gpu=1" in said
+
+
+def test_the_output_of_a_run_in_this_folder_is_named_whole(tmp_path):
+    folder = tmp_path / "at%j"
+    folder.mkdir()
+    train = str(ROOT / "slurm" / "train.sbatch")
+    said = dry_run(train, str(ROOT / CONFIG), "run.directory=r", folder=folder)[0]
+    assert f"--output={tmp_path}/at%%j/r/slurm-%j.out" in said
+
+
+def test_a_folder_that_CDPATH_leads_to_does_not_become_the_repository(tmp_path):
+    said = dry_run("slurm/train.sbatch", "--nodes=48", CONFIG, CDPATH=".")
+    assert said[0].split()[-2:] == [str(ROOT / "slurm" / "train.sbatch"), CONFIG]
+
+
+def test_nodes_that_a_file_names_are_excluded_beside_the_runs(tmp_path):
+    (tmp_path / "bad-nodes.txt").write_text("frontier00002\n")
+    (tmp_path / "mine").write_text("frontier00007\nfrontier00008\n")
+    run, path = f"run.directory={tmp_path}", with_tools(tmp_path, sinfo=SINFO)
+    words = dry_run("slurm/train.sbatch", f"--exclude={tmp_path}/mine", CONFIG, run, PATH=path)[0]
+    assert "--exclude=frontier00002,frontier00007,frontier00008 " in words
+
+
+def test_ranks_take_the_package_of_the_repository_whatever_folder_they_are_in():
+    assert 'export PYTHONSAFEPATH="1"' in dry_run("slurm/train.sbatch", CONFIG)
