@@ -239,8 +239,8 @@ enter_job() {
 unpack_environment() {
     local target=$node_disk/environment source
     [ -n "$dry_run" ] || [ -r "$MEGAFRONTIER_ENV_TAR" ] || refuse_absent "$prefix"
-    # An earlier start of this job may have left one of another day.
-    try_each_node sh -c 'rm -rf "$0" && mkdir -p "$0"' "$target"
+    try_each_node rm -rf "$target" # that an earlier start may have left, of another day
+    try_each_node mkdir -p "$target"
     unpack "$MEGAFRONTIER_ENV_TAR" "$node_disk/environment.tar.gz" "$target"
     # What conda-pack packed has its old place written in many files.
     try_each_node sh -c '[ ! -e "$0"/conda-unpack ] || "$0"/python "$0"/conda-unpack' "$target/bin"
