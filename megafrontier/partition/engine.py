@@ -179,7 +179,7 @@ class Engine:
 
         Raises RuntimeError for a parameter that gets a gradient when the engine cannot have had its
         weights there, or a second one after its unit was done. After an exception the engine is of
-        no more use.
+        no more use, and refuses the next backward.
         """
         self._schedule.backward(loss, is_last)
 
@@ -202,7 +202,8 @@ class Engine:
             return [unit.finish_gradient() for unit in self.units]
 
     def clear_gradients(self) -> None:
-        """Start the next accumulation from zero."""
+        """Start the next accumulation from zero. Raises RuntimeError for sums that have begun, by
+        `is_last`, and were not finished: they would go on into the next ones."""
         for unit in self.units:
             unit.clear_gradient()
 

@@ -188,17 +188,40 @@ def tensors_in(output: Any) -> list[torch.Tensor]:
     """The tensors in a module's output, however nested in dicts, lists, tuples and dataclasses."""
     found: list[torch.Tensor] = []
     rest = [output]
+    opened: set[int] = set()  # a container may hold itself, or one that holds it
     while rest:
         item = rest.pop()
         if isinstance(item, torch.Tensor):
             found.append(item)
-        elif isinstance(item, dict):
-            rest += item.values()
-        elif isinstance(item, (list, tuple)):
-            rest += item
-        elif is_dataclass(item) and not isinstance(item, type):
-            rest += [getattr(item, field.name, None) for field in fields(item)]
+        elif (parts := _parts_of(item)) and id(item) not in opened:
+            opened.add(id(item))
+            rest += parts
     return found
+
+
+def _parts_of(item: Any) -> list[Any]:
+    if isinstance(item, dict):
+        return list(item.values())
+    if isinstance(item, (list, tuple)):
+        return list(item)
+    if is_dataclass(item) and not isinstance(item, type):
+        return [getattr(item, field.name, None) for field in fields(item)]
+    return []
+
+
+class Copy(torch.autograd.Function):
+    """A copy of a tensor that saves something for its backward, as a block that computes does: so a
+    checkpoint around several blocks runs them again at the same moment on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor.new_empty(0))
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        _ = ctx.saved_tensors  # this is what runs a checkpoint's part again
+        return gradients[0]
 
 
 def bases_of(tensors: Iterable[torch.Tensor], given: Iterable[object]) -> list[torch.Tensor]:
@@ -212,8 +235,18 @@ def bases_of(tensors: Iterable[torch.Tensor], given: Iterable[object]) -> list[t
         if tensor._base is not None
         and tensor.grad_fn is not None
         and not any(tensor._base.grad_fn is node for node in inputs)
-        and any(tensor._base.grad_fn is node for node, _ in tensor.grad_fn.next_functions)
+        and _leads_to(tensor.grad_fn, tensor._base.grad_fn, inputs)
     ]
+
+
+def _leads_to(node: Any, base: Any, inputs: Sequence[object]) -> bool:
+    """Whether a view's autograd node comes to that of its base by nodes of one input each: views of
+    views."""
+    while node is not base:
+        if any(node is one for one in inputs) or len(node.next_functions) != 1:
+            return False
+        node = node.next_functions[0][0]
+    return True
 
 
 def refuse_views(tensors: Iterable[torch.Tensor], unit: Unit) -> None:

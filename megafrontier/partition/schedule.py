@@ -16,7 +16,13 @@ from torch import nn
 from megafrontier.errors import UserError
 from megafrontier.partition.lanes import Policy
 from megafrontier.partition.ledger import Ledger
-from megafrontier.partition.modules import bases_of, in_backward, refuse_views, tensors_in
+from megafrontier.partition.modules import (
+    Copy,
+    bases_of,
+    in_backward,
+    refuse_views,
+    tensors_in,
+)
 from megafrontier.partition.moves import Moves
 from megafrontier.partition.runs import Run, Runs
 from megafrontier.partition.unit import ROOT, Phase, Unit
@@ -66,6 +72,8 @@ class Schedule:
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         """See `Engine.backward`."""
+        if self._leads:
+            raise RuntimeError("a backward of this engine has failed; need it and its model anew")
         self._is_last, self._leads = is_last, True
         self._runs.begin_backward()
         loss.backward()
@@ -114,10 +122,13 @@ class Schedule:
             # What a block passes on as it came has its gradient in the backward of another block.
             made = [t for t in tensors_in(output) if given.get(id(t), self) is not t.grad_fn]
             refuse_views(made, unit)
-            made = [t for t in made if t.requires_grad]
+            # A parameter that it returns as it is would keep each run's hook.
+            made = [t for t in made if t.requires_grad and not t.is_leaf]
             made += bases_of(made, given.values())
             given.clear()
             if in_backward():  # the unit stays as it is: its own backward still needs it
+                if not made and torch.is_grad_enabled():
+                    output, made = self._pass_on(index, output)
                 if is_watched:
                     self._runs.recompute(index, made, self._before_backward)
                 return output
@@ -133,8 +144,10 @@ class Schedule:
             return output
 
         # Before hooks that compute a weight of others, as weight_norm's does.
-        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-        module.register_forward_hook(after)
+        # A compiler that traced them would take what they bring for the same in each step.
+        hidden = torch.compiler.disable
+        module.register_forward_pre_hook(hidden(before), with_kwargs=True, prepend=True)
+        module.register_forward_hook(hidden(after))
         for i, parameter in enumerate(unit.parameters):
             parameter.register_post_accumulate_grad_hook(self._on_gradient(index, i))
 
@@ -155,9 +168,9 @@ class Schedule:
     def _pass_on(self, index: int, output: Any) -> tuple[Any, list[torch.Tensor]]:
         """The block has computed nothing on this rank (an expert without tokens, a dropped layer).
         Its turn in backward must come all the same, for the order of collectives: so a tensor is
-        cloned. Returns the output, and what of it has a gradient of its own then."""
+        copied. Returns the output, and what of it has a gradient of its own then."""
         if isinstance(output, torch.Tensor) and output.requires_grad:
-            own = output.clone()  # and no view, which an in-place operation would take out of it
+            own = Copy.apply(output)  # no view, which an in-place operation would take out of it
             return own, [own]
         if any(tensor.requires_grad for tensor in tensors_in(output)):
             raise UserError(
@@ -193,8 +206,8 @@ class Schedule:
         self.units[index].phase = Phase.BACKWARD
 
     def _finish_those_before(self, index: int) -> None:
-        """Finish the units whose backward is over though a parameter took no part in it, perhaps
-        on this rank alone: others are done with them by now, and the order must be the same.
+        """Finish the units whose backward is over, though a parameter may have taken no part in it,
+        perhaps on this rank alone.
 
         Autograd runs the nodes of one run of a block before those of any run before it.
         """
@@ -233,7 +246,9 @@ class Schedule:
         unit.take_gradient(number, parameter)
         missing = self._missing_of(index)
         missing.discard(number)
-        if not missing and unit.name != ROOT:  # which comes last, whichever gradients it has got
+        # Of one whose weights go away more may be to come that needs them (a use of `w.detach()`):
+        # it is over when another one's backward begins. The root comes last in any case.
+        if not missing and unit.is_persistent and unit.name != ROOT:
             self._finish_backward(index)
 
     def _let_go(self, unit: Unit) -> None:

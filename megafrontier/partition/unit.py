@@ -1,6 +1,6 @@
 """A unit: the parameters of one block in one flat buffer, and this rank's shard of each state."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from functools import cached_property, partial
 
@@ -236,7 +236,10 @@ class Unit:
     # Gradients
 
     def clear_gradient(self) -> None:
-        """Start from zero: what comes next is written over what is there, not added to it."""
+        """Start from zero: what comes next is written over what is there, not added to it. Raises
+        RuntimeError as `Engine.clear_gradients`."""
+        if self._finished is not None:
+            raise RuntimeError("gradients cleared under way; need engine.finish_gradients() before")
         self._is_fresh = True
         self.is_finishing = False
         if self.placement.gradients == 0:
@@ -309,6 +312,14 @@ class Unit:
         gradient = self._finished.wait()
         self._finished = None
         self.finish_reducing()  # it came before
-        # A rotation mixes the last parameter with the padding after it, and messages round.
+        # A rotation mixes parameters with what lies beside them, and messages round.
         gradient[self.layout.padding_within(*self.range)].zero_()
+        frozen = {name for name, parameter in self._named() if not parameter.requires_grad}
+        for entry, first, last, at in self.layout.within(*self.range) if frozen else ():
+            if entry.name in frozen:
+                gradient[at : at + last - first].zero_()
         return gradient
+
+    def _named(self) -> Iterator[Named]:
+        names = (entry.name for entry in self.layout.entries)
+        return zip(names, self.parameters, strict=True)

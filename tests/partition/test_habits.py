@@ -228,6 +228,23 @@ def test_gradients_are_finished_once_until_they_are_cleared(strategy):
     assert all(run_ranks((2,), body))
 
 
+def test_gradients_are_not_cleared_while_their_sums_are_under_way():
+    """What a replica's sum brings back would come into the next step's."""
+
+    def body(hierarchy):
+        model = Net()
+        placement = Placement.named("mics", hierarchy.levels)
+        engine = shard(model, model.units(), placement, hierarchy)
+        engine.backward(model(inputs(hierarchy.rank)), is_last=True)
+        with pytest.raises(RuntimeError, match=r"need engine\.finish_gradients\(\) before"):
+            engine.clear_gradients()
+        engine.finish_gradients()
+        engine.clear_gradients()
+        return True
+
+    assert all(run_ranks(LEVELS, body))
+
+
 def shards_of(*models, placement=SHARDED):
     """What `shard` says to each."""
 
