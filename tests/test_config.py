@@ -146,6 +146,10 @@ REFUSED = [
     (["data.split=[0, 1]"], "data.split: [0.0, 1.0], need two parts, training above 0"),
     (["data.split=[1, -1]"], "data.split: [1.0, -1.0], need two parts"),
     (["data.skip=[[1, 2], [5, 5]]"], "data.skip[1]: [5, 5], need [from, to] with 0 <= from < to"),
+    (
+        ["data.skip=[[0, 9223372036854775807]]"],
+        "data.skip[0]: [0, 9223372036854775807], need [from, to] with 0 <= from < to, which a run",
+    ),
     (["data.skip=[[1]]"], "data.skip[0]: [1], need [from, to]"),
     (
         ["train.global_batch=8", "train.micro_batch=3"],

@@ -187,10 +187,10 @@ def _check_data(config: Config) -> None:
     )
     for i, start_stop in enumerate(data.skip):
         _need(
-            len(start_stop) == 2 and 0 <= start_stop[0] < start_stop[1],
+            len(start_stop) == 2 and 0 <= start_stop[0] < start_stop[1] < 2**48,
             f"data.skip[{i}]",
             start_stop,
-            "need [from, to] with 0 <= from < to",
+            "need [from, to] with 0 <= from < to, which a run may come to",
         )
 
 

@@ -90,19 +90,31 @@ class IndexedDataset:
         sequence = int(self.document_index[number])
         if sequence == len(self.pointers):
             return len(self.tokens)
+        if not 0 <= sequence < len(self.pointers):
+            raise self._damaged(f"document {number} begins with sequence {sequence}")
         return int(self.pointers[sequence]) // self.dtype.itemsize
 
     def document_starts(self, first: int, stop: int) -> NDArray[np.int64]:
         """Tokens in [first, stop) at which a document starts, ascending [starts].
 
-        A binary search on the mapped index: no array of the corpus' length is ever made.
+        A binary search on the mapped index: no array of the corpus' length is ever made. Raises
+        UserError where what it comes across is not in order.
         """
         begin = bisect_right(range(len(self)), first - 1, key=self.document_start)
         end = bisect_right(range(len(self)), stop - 1, lo=begin, key=self.document_start)
         sequences = self.document_index[begin:end]
         # Documents without a sequence at the very end of the corpus point behind the last one.
-        sequences = sequences[sequences < len(self.pointers)]
-        return self.pointers[sequences] // self.dtype.itemsize
+        steps = np.diff(np.concatenate([[0], sequences, [len(self.pointers)]]))
+        if (steps < 0).any():
+            raise self._damaged(f"documents {begin} to {end} do not follow each other")
+        starts = self.pointers[sequences[sequences < len(self.pointers)]] // self.dtype.itemsize
+        ordered = np.concatenate([[first], starts, [max(first, stop - 1)]])
+        if (np.diff(ordered) < 0).any():
+            raise self._damaged(f"documents {begin} to {end} do not follow each other")
+        return starts
+
+    def _damaged(self, what: str) -> UserError:
+        return UserError(f"{idx_path(self.prefix)}: damaged: {what}; copy or prepare again")
 
     def _check_index(self) -> None:
         ends = int(self.document_index[0]), int(self.document_index[-1])

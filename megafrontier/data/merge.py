@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megafrontier.data.indexed import IndexedDataset, bin_path, is_empty
+from megafrontier.data.indexed import IndexedDataset, bin_path, idx_path, is_empty
 from megafrontier.data.writer import Corpus, IndexSpool
 from megafrontier.errors import UserError
 
@@ -32,7 +32,8 @@ def merge(prefixes: Sequence[str], out: str | Path, workers: int | None = None) 
 
     The result is what `prepare` makes of all their inputs at once. `workers` threads copy (default:
     two a core). Raises UserError for a corpus that cannot be read, token types that differ, and
-    an `out` that is one of the inputs.
+    an `out` that is one of the inputs. Whoever deletes the inputs has nothing else of them: so also
+    for an index that is damaged.
     """
     workers = workers if workers is not None else 2 * len(os.sched_getaffinity(0))
     if workers < 1:
@@ -96,7 +97,23 @@ def _copy_range(piece: Range, target: int) -> None:
 def _copy_index(part: IndexedDataset, index: IndexSpool) -> None:
     sequences = index.sequences
     no_sizes, no_documents = np.zeros(0, np.int32), np.zeros(0, np.int64)
+    offset = 0
     for start in range(0, len(part.sizes), _ENTRIES):
-        index.add(part.sizes[start : start + _ENTRIES], no_documents)
+        sizes = part.sizes[start : start + _ENTRIES]
+        ends = offset + np.cumsum(sizes, dtype=np.int64) * part.dtype.itemsize
+        begins = np.concatenate([[offset], ends[:-1]])
+        wrong = np.flatnonzero((sizes < 0) | (part.pointers[start : start + _ENTRIES] != begins))
+        if len(wrong):
+            raise _damaged(part, f"sequence {start + wrong[0]} is not where the one before ends")
+        offset = int(ends[-1])
+        index.add(sizes, no_documents)
     for start in range(1, len(part.document_index), _ENTRIES):
+        steps = np.diff(part.document_index[start - 1 : start + _ENTRIES])
+        if (steps < 0).any():
+            number = start - 1 + int(np.argmax(steps < 0))
+            raise _damaged(part, f"document {number} ends before it begins")
         index.add(no_sizes, part.document_index[start : start + _ENTRIES] + sequences)
+
+
+def _damaged(part: IndexedDataset, what: str) -> UserError:
+    return UserError(f"{idx_path(part.prefix)}: damaged: {what}; copy or prepare again")

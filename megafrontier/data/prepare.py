@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megafrontier.data.indexed import token_dtype
+from megafrontier.data.indexed import bin_path, idx_path, token_dtype
 from megafrontier.data.report import Progress
 from megafrontier.data.sources import Piece, Reader, find_sources, share
 from megafrontier.data.texts import BadText, read_texts
 from megafrontier.data.tokenizer import Tokenizer, load_tokenizer
-from megafrontier.data.writer import Corpus, DocumentWriter
+from megafrontier.data.writer import Corpus, DocumentWriter, partial_path
 from megafrontier.errors import UserError
 
 
@@ -135,6 +135,7 @@ def prepare(
         raise UserError(f"--out: {out}, need a prefix, as {out}corpus")
     job = Job(load_tokenizer(tokenizer), key, append_eod, skip_bad)
     reader = Reader(share(find_sources(inputs, split), *part), key)
+    _refuse_inputs(reader, out)
     total = sum(source.file_bytes for source in reader.sources)
     with _Workers(job, workers) as pool, Corpus(out, _dtype(job)) as corpus, Progress(total) as bar:
         summary = _write(pool.encode(reader.batches()), corpus, bar, reader)
@@ -142,6 +143,14 @@ def prepare(
             raise UserError(f"{', '.join(inputs)}: no text in it, need a corpus with some")
         corpus.publish()
     return summary
+
+
+def _refuse_inputs(reader: Reader, out: str | Path) -> None:
+    made = {path.resolve() for path in (bin_path(out), idx_path(out))}
+    made |= {partial_path(path) for path in made}
+    for source in reader.sources:
+        if source.kind != "dataset" and Path(source.name).resolve() in made:
+            raise UserError(f"--out {out}: {source.name} is one of the inputs; give another prefix")
 
 
 def _dtype(job: Job) -> np.dtype:

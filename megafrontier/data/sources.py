@@ -8,7 +8,9 @@ import glob
 import json
 import os
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -112,15 +114,13 @@ def _find(name: str, split: str | None) -> list[Source]:
     if not name:  # Path("") is the current folder
         raise UserError("input '': empty, need a file, a folder or a pattern")
     if path.is_dir():
-        try:
+        with _listing(name):
             return _find_folder(path, split)
-        except OSError as error:
-            found = f"input {name!r}: {error.filename}: {error.strerror}"
-            raise UserError(f"{found}, need a folder to read") from error
     if path.exists():
         return [_find_file(path)]
     if glob.has_magic(name):
-        matches = [s for m in sorted(glob.glob(name, recursive=True)) for s in _find_match(m)]
+        with _listing(name):
+            matches = [source for match in _matches(name) for source in _find_match(match)]
         if not matches:
             raise UserError(f"input {name!r}: no file matches; need .txt, .jsonl, .parquet, …")
         return matches
@@ -134,11 +134,59 @@ def _find(name: str, split: str | None) -> list[Source]:
     return [_dataset_source(name, "load_dataset", split, dataset, config or None)]
 
 
+@contextmanager
+def _listing(name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        found = f"input {name!r}: {error.filename}: {error.strerror}"
+        raise UserError(f"{found}, need a folder to read") from error
+
+
 def _formats() -> set[str]:
     """Names by which `load_dataset` would read whatever the current folder has of a format."""
     import datasets.packaged_modules as formats
 
     return {module.name for module in iter_modules(formats.__path__)}
+
+
+def _matches(pattern: str) -> list[str]:
+    """The matches of a glob, by name, each folder's once: links to folders may go in circles.
+    Raises OSError for a folder that cannot be listed."""
+    once: dict[tuple[str, str], str] = {}
+    for match in sorted(_expanded(pattern), key=lambda match: (match.count("/"), match)):
+        folder, name = os.path.split(match)
+        once.setdefault((os.path.realpath(folder), name), match)
+    return sorted(once.values())
+
+
+def _expanded(pattern: str) -> Iterator[str]:
+    """As the `glob` module does it, which follows a link in a circle until its name is too long."""
+    if pattern.endswith("**"):
+        pattern += "/*"  # all that is in them
+    head, stars, rest = pattern.partition("**/")
+    if not stars or (head and not head.endswith("/")):
+        yield from glob.glob(pattern)
+        return
+    seen: set[str] = set()
+    for base in sorted(glob.glob(head)) if head else [""]:
+        for folder in _folders(base, seen):
+            yield from _expanded(os.path.join(glob.escape(folder), rest))
+
+
+def _folders(base: str, seen: set[str]) -> Iterator[str]:
+    """A folder and those in it or linked from it, the nearest first, each once."""
+    rest = deque([base])
+    while rest:
+        folder = rest.popleft()
+        real = os.path.realpath(folder or ".")
+        if real in seen or not os.path.isdir(real):
+            continue
+        seen.add(real)
+        yield folder
+        with os.scandir(folder or ".") as entries:
+            names = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+        rest += (os.path.join(folder, name) for name in names)
 
 
 def _find_match(match: str) -> list[Source]:
@@ -151,12 +199,12 @@ def _find_file(path: Path) -> Source:
         raise UserError(f"input {str(path)!r}: a pipe or device, need a file: it is read twice")
     if path.suffix.lower() in _NO_PACKING:
         raise UserError(f"input {str(path)!r}: need it unpacked, or packed as .gz or .zst")
-    if _suffix(path).lower() in _NO_TEXT:
+    if _suffix(path) in _NO_TEXT:
         need = "need one text a line in .jsonl, one a row in .parquet, or plain text"
         raise UserError(f"input {str(path)!r}: {_suffix(path)}, {need}")
     if _suffix(path) == ".json" and not _is_json_lines(path):
         raise UserError(f"input {str(path)!r}: no JSON lines, need one object a line")
-    if _suffix(path) not in _KINDS and _is_json_lines(path):
+    if _KINDS.get(_suffix(path), "text") == "text" and _is_json_lines(path):
         raise UserError(
             f"input {str(path)!r}: JSON lines by the look of it, which would be taken for one "
             "text; need the suffix .jsonl"
@@ -214,8 +262,9 @@ def _fail(error: OSError) -> NoReturn:
 
 
 def _suffix(path: Path) -> str:
-    """The file's own when it is unpacked."""
-    return Path(path.stem if path.suffix in _PACKED_SUFFIXES else path.name).suffix
+    """The file's own when it is unpacked, in small letters."""
+    is_packed = path.suffix.lower() in _PACKED_SUFFIXES
+    return Path(path.stem if is_packed else path.name).suffix.lower()
 
 
 def _is_json_lines(path: Path) -> bool:
@@ -231,7 +280,8 @@ def _is_json_lines(path: Path) -> bool:
         if parts and b"\n" in part:
             break
     try:
-        return isinstance(json.loads(b"".join(parts).split(b"\n", 1)[0]), dict)
+        first = b"".join(parts).split(b"\n", 1)[0]
+        return isinstance(json.loads(first, parse_int=str), dict)  # of any number of digits
     except (ValueError, RecursionError):
         return False
 

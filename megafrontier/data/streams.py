@@ -50,9 +50,11 @@ class Stream:
             yield b"".join(held)
 
     def _unpack(self, file: BinaryIO) -> Iterator[bytes]:
-        if self.path.suffix == ".gz":
-            return self._members(file, lambda: zlib.decompressobj(wbits=31), zlib.error)
-        if self.path.suffix == ".zst":
+        packing = self.path.suffix.lower()
+        if packing == ".gz":
+            # What a tape or a block device adds is no part of it, as for gzip itself.
+            return self._members(file, lambda: zlib.decompressobj(wbits=31), zlib.error, b"\0")
+        if packing == ".zst":
             import zstandard
 
             # Of `zstd --long=31`, too; the library's own limit is a window of 128 MiB.
@@ -66,16 +68,21 @@ class Stream:
             yield chunk
 
     def _members(
-        self, file: BinaryIO, make: Callable[[], Any], corrupt: type[Exception]
+        self,
+        file: BinaryIO,
+        make: Callable[[], Any],
+        corrupt: type[Exception],
+        padding: bytes = b"",
     ) -> Iterator[bytes]:
-        """Unpack the members (gzip) or frames (zstd) that the file is a chain of.
+        """Unpack the members (gzip) or frames (zstd) that the file is a chain of, with any number
+        of `padding` behind each.
 
         By hand because the libraries' own readers take a file cut off between two blocks of a
         zstd frame for a whole one.
         """
-        member, inside = make(), False
+        member, inside, has_ended = make(), False, False
         for chunk in self._read(file):
-            while chunk:
+            while chunk := chunk.lstrip(padding) if has_ended else chunk:
                 try:
                     text = member.decompress(chunk)
                 except corrupt as error:
@@ -83,7 +90,7 @@ class Stream:
                     raise UserError(f"{self.path}: corrupt near byte {at}: {error}") from error
                 if text:
                     yield text
-                chunk, inside = member.unused_data, not member.eof
+                chunk, inside, has_ended = member.unused_data, not member.eof, member.eof
                 if member.eof:
                     member = make()
         if inside:

@@ -35,7 +35,7 @@ def _told(what: str) -> Iterator[None]:
 
     try:
         yield
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{what}: {error}") from error
 
 

@@ -96,9 +96,15 @@ class SentencePieceTokenizer:
         except OSError as error:
             line = f"tokenizer {str(path)!r}: cannot read: {error.strerror}"
             raise of_os_error(error, line) from error
-        except RuntimeError as error:
+        except (RuntimeError, UnicodeDecodeError) as error:
             what = "no SentencePiece model, and no tokenizer.json by its name"
             raise UserError(f"tokenizer {str(path)!r}: {what}: {error}") from error
+        try:
+            self._look_at_pieces()
+        except UnicodeDecodeError as error:
+            raise UserError(f"tokenizer {str(path)!r}: damaged: a piece is not UTF-8") from error
+
+    def _look_at_pieces(self) -> None:
         self.vocab_size: int = self._model.get_piece_size()
         self.eod = self._find_eod()
         self.bos = self._model.bos_id() if self._model.bos_id() >= 0 else self.eod
@@ -340,7 +346,10 @@ def _read_marker(folder: Path) -> str | None:
 def _marker(folder: Path) -> dict[str, Any]:
     marker = folder / MARKER
     try:
-        return json.loads(marker.read_text()) if marker.is_file() else {}
+        found: dict[str, Any] = json.loads(marker.read_text()) if marker.is_file() else {}
+        if not isinstance(found, dict):
+            raise ValueError(found)
+        return found
     except ValueError as error:
         raise UserError(f"{marker}: cut short or changed, need the folder written anew") from error
 

@@ -1,7 +1,7 @@
 """Trains a SentencePiece tokenizer that keeps every character of every text."""
 
 import os
-import tempfile
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -13,6 +13,7 @@ from megafrontier.data.sources import Reader, find_sources
 from megafrontier.data.texts import BadText, read_texts
 from megafrontier.data.tokenizer import MARKER, SAVED_FILES, SentencePieceTokenizer
 from megafrontier.errors import UserError
+from megafrontier.files import in_work
 
 EOD_PIECE = "<|endoftext|>"
 
@@ -100,11 +101,10 @@ def train_tokenizer(
     out = Path(out)
     _check_replaceable(out)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
-            _train(sample.lines(), vocab_size, kind, Path(folder) / "trained.model")
-            SentencePieceTokenizer(Path(folder) / "trained.model").save(Path(folder) / "whole")
-            _replace(Path(folder) / "whole", out)
+        with in_work(out.resolve()) as folder:  # `.` has no name
+            _train(sample.lines(), vocab_size, kind, folder / "trained.model")
+            SentencePieceTokenizer(folder / "trained.model").save(folder / "whole")
+            _replace(folder / "whole", out.resolve())
     except OSError as error:
         raise UserError(f"--out {out}: cannot write there: {error.strerror}") from error
     return sample
@@ -176,10 +176,14 @@ def _run_trainer(lines: Iterator[str], vocab_size: int, kind: str, file: BinaryI
 
 
 def _replace(whole: Path, out: Path) -> None:
-    """Put a finished folder in the place of an older one, which moves out of the way first."""
+    """Put a finished folder in the place of an older one, which moves out of the way first and goes
+    last: a kill leaves one of them."""
+    old = out.with_name(f".{out.name}.old")
     if out.exists():
-        out.rename(whole.with_name("old"))
+        shutil.rmtree(old, ignore_errors=True)
+        out.rename(old)
     whole.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _check_replaceable(out: Path) -> None:

@@ -33,7 +33,7 @@ def generate(
     model has. The model is in eval mode until the iterator is used up.
 
     Raises UserError at once for a prompt that is empty, too long or of unknown tokens, and for
-    values out of range.
+    values out of range; later where the model's output is not finite.
     """
     check_request(
         model.config, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
@@ -47,6 +47,8 @@ def generate(
 
     def choose(logits: Tensor) -> int:
         logits = logits[:vocab_size]
+        if not logits.isfinite().all():
+            raise UserError("model: its next token's values are not finite; need sound weights")
         if temperature == 0:
             return int(logits.argmax())
         probabilities = next_token_probabilities(logits, temperature, top_k, top_p)
@@ -74,7 +76,7 @@ def next_token_probabilities(
         probabilities /= probabilities.sum()
     if top_p < 1:
         likelier = probabilities.cumsum(0) - probabilities
-        probabilities[likelier >= top_p] = 0
+        probabilities[1:][likelier[1:] >= top_p] = 0  # the likeliest stays, however small top_p
         probabilities /= probabilities.sum()
     return torch.zeros_like(probabilities).scatter_(0, tokens, probabilities)
 

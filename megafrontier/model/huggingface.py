@@ -5,8 +5,6 @@ Only config.json and safetensors are read: no code and no pickle. Neither way im
 """
 
 import json
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from megafrontier.config import Config, ModelConfig, check
 from megafrontier.errors import UserError
+from megafrontier.files import in_work
 from megafrontier.model.families import Family, Settings, family_for, family_of
 from megafrontier.model.families.base import HEAD, Translation
 from megafrontier.model.gpt import parameter_shapes
@@ -199,15 +198,12 @@ def _new_folder(out: Path) -> Iterator[Path]:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists and is not an empty folder; choose another --out")
     out = out.resolve()  # `.` has no name
-    folder = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
-        folder.mkdir(parents=True)
-        yield folder
-        folder.rename(out)
+        with in_work(out) as folder:
+            yield folder
+            folder.rename(out)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{out}: cannot write: {error}") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _TensorFiles:
@@ -234,6 +230,9 @@ class _TensorFiles:
         if not tensor.is_floating_point():
             found = f"{self.folder}: tensor {self._names[name]}: type {tensor.dtype}"
             raise UserError(f"{found}, need floating point")
+        values = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no isfinite
+        if not values.isfinite().all():
+            raise UserError(f"{self.folder}: tensor {self._names[name]}: not finite, need numbers")
         return tensor
 
     def refuse_other_head(self, embedding: Tensor) -> None:

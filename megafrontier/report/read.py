@@ -15,6 +15,7 @@ from megafrontier.config import Config, config_from_dict, load_machine
 from megafrontier.errors import UserError
 
 Metrics = dict[str, Any]
+_NOT_A_LINE = (ValueError, KeyError, TypeError, OverflowError, AttributeError, RecursionError)
 _SECTIONS = {"run", "model", "train", "partition", "machine"}
 
 
@@ -138,12 +139,30 @@ def _parse_lines(path: Path, text: str) -> list[Metrics]:
         try:
             values = json.loads(line)
             values["step"] = int(values["step"])
-        except (ValueError, KeyError, TypeError) as error:
+            _check_numbers(values)
+        except _NOT_A_LINE as error:
             if number == len(lines) and not text.endswith("\n"):
                 break  # the run is writing this line, or was killed while it did
-            raise UserError(f"{path}:{number}: {line[:40]!r}, need JSON with a step") from error
+            need = "need JSON with a step, and numbers"
+            raise UserError(f"{path}:{number}: {line[:40]!r}, {need}") from error
         parsed.append(values)
     return parsed
+
+
+def _check_numbers(line: Metrics) -> None:
+    """Raises an error of those above for what no run has written."""
+    for traffic in (line.get("comm") or {}).values():
+        _check_number(traffic["bytes"])
+        _check_number(traffic["seconds"])
+    for key, value in line.items():
+        if key not in ("comm", "samples") and value is not None:
+            _check_number(value)
+
+
+def _check_number(value: object) -> None:
+    if not isinstance(value, int | float):
+        raise ValueError(value)
+    float(value)  # of 400 digits it cannot be one
 
 
 def _read_config(path: Path) -> Config | None:

@@ -150,7 +150,8 @@ def _restart() -> int:
 
 def reached_step(metrics: Path) -> int:
     """The last step in metrics.jsonl, 0 where there is none. A line cut short is left out."""
-    return next((int(line["step"]) for line in last_lines(metrics) if "step" in line), 0)
+    steps = (line.get("step") for line in last_lines(metrics))
+    return next((step for step in steps if isinstance(step, int)), 0)
 
 
 def last_lines(metrics: Path) -> Iterator[dict[str, Any]]:

@@ -12,12 +12,13 @@ start of a Slurm job that was requeued, for Slurm starts a job only when its las
 
 import json
 import os
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,12 +30,14 @@ BEAT_SECONDS = 5.0
 EXPIRY_SECONDS = 120.0
 """Silence after which a holder is taken for dead. Storages fail over in less, mostly."""
 _RELEASED = "released".ljust(20)
+_NAME = re.compile(r"\d{8,}")
 
 
 @dataclass(frozen=True)
 class Holder:
     """Who holds a lease. `machine` tells two boots and two process tables apart, `start` two
-    processes of one number; `job` and `restart` are Slurm's."""
+    processes of one number, `inode` the folder of the lease from a copy; `job` and `restart` are
+    Slurm's."""
 
     host: str = "an unknown host"
     pid: int = 0
@@ -43,6 +46,7 @@ class Holder:
     job: str = ""
     restart: str = ""
     since: str = "?"
+    inode: int = 0
 
     @classmethod
     def present(cls, host: str, environment: Mapping[str, str]) -> "Holder":
@@ -65,7 +69,10 @@ class Holder:
         """Whether it is known to be gone, without waiting for a beat."""
         if self.job and self.job == me.job and self.restart != me.restart:
             return True
-        return self.is_near(me) and start_of(self.pid) != self.start
+        # In a copy of a run's directory its process holds nothing.
+        return self.is_near(me) and (
+            start_of(self.pid) != self.start or self.inode not in (0, me.inode)
+        )
 
     def is_near(self, me: "Holder") -> bool:
         """Whether `me` can see its process."""
@@ -150,6 +157,7 @@ def acquire(
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        me = replace(me, inode=folder.stat().st_ino)
         while True:
             number = _newest(folder)
             _await_end(_path(folder, number), me, tell, min(EXPIRY_SECONDS, patience))
@@ -172,9 +180,9 @@ def _claim(folder: Path, number: int, me: Holder) -> Lease | None:
         with suppress(OSError):
             _path(folder, number).unlink()
         raise
-    for path in folder.glob("[0-9]*"):
-        if int(path.name) < number:
-            path.unlink(missing_ok=True)
+    for earlier in _numbers(folder):
+        if earlier < number:
+            _path(folder, earlier).unlink(missing_ok=True)
     return lease
 
 
@@ -212,11 +220,16 @@ def _watch(path: Path, beat: str, expiry: float) -> Holder | None:
 
 def _newest(folder: Path) -> int:
     """Number of the present lease, 0 where there was none."""
-    number = max((int(path.name) for path in folder.glob("[0-9]*")), default=0)
+    number = max(_numbers(folder), default=0)
     # A file system may show an old listing, but not deny a name that is asked for.
     while _path(folder, number + 1).exists():
         number += 1
     return number
+
+
+def _numbers(folder: Path) -> list[int]:
+    """Of the leases there; what a tool that copies files adds has other names."""
+    return [int(name) for name in os.listdir(folder) if _NAME.fullmatch(name)]
 
 
 def _path(folder: Path, number: int) -> Path:

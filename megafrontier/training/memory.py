@@ -119,8 +119,13 @@ def out_of_memory_told(where: str, need: str) -> Iterator[None]:
     """Raises OutOfMemory, which says where and what can be done, in place of torch's error."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemory(f"{where}: {str(error).splitlines()[0]} Need {need}") from error
+    except (MemoryError, RuntimeError) as error:
+        # A CPU's allocator has no error of its own.
+        is_devices = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not is_devices and "DefaultCPUAllocator" not in str(error):
+            raise
+        said = (str(error).splitlines() or ["out of memory."])[0]
+        raise OutOfMemory(f"{where}: {said} Need {need}") from error
 
 
 def room_for_training(config: Config) -> str:

@@ -57,6 +57,22 @@ def test_empty_documents_of_others_do_no_harm(tmp_path: Path) -> None:
     assert [corpus.document(i).tolist() for i in range(len(corpus))] == [[], [1, 2], [], [3], []]
 
 
+@pytest.mark.parametrize(
+    ("number", "sequence"),
+    [(50, -1), (50, 3), (50, 90), (50, 2**40), (37, -(2**63) + 37), (37, 3), (37, 90), (37, 100)],
+)
+def test_documents_out_of_order_or_range_are_refused_by_file(
+    tmp_path: Path, number: int, sequence: int
+) -> None:
+    """One that the binary search comes across, and one that it does not."""
+    prefix = write_corpus(tmp_path / "c", [[[token]] for token in range(100)])
+    with Path(f"{prefix}.idx").open("r+b") as file:
+        file.seek(-8 * (101 - number), os.SEEK_END)
+        file.write(struct.pack("<q", sequence))
+    with pytest.raises(UserError, match=r"c\.idx: damaged: document"):
+        IndexedDataset(prefix).document_starts(0, 100)
+
+
 def test_vocabularies_below_65500_take_two_bytes_as_in_megatron() -> None:
     assert token_dtype(65499) == np.uint16
     assert token_dtype(65500) == np.int32

@@ -63,6 +63,17 @@ def test_json_lines_are_read_packed_or_not(tmp_path: Path, name: str, pack) -> N
     assert prepared(tmp_path, tmp_path / name) == TEXTS * 2
 
 
+@pytest.mark.parametrize("zeros", [1, 300_000])  # within a read of the file, and over several
+def test_the_zeros_a_tape_pads_a_gzip_file_with_are_no_part_of_it(
+    tmp_path: Path, zeros: int
+) -> None:
+    padded = gzip.compress(LINES) + bytes(zeros)
+    (tmp_path / "x.jsonl.gz").write_bytes(padded)
+    assert prepared(tmp_path, tmp_path / "x.jsonl.gz") == TEXTS
+    (tmp_path / "x.jsonl.gz").write_bytes(padded + padded)
+    assert prepared(tmp_path, tmp_path / "x.jsonl.gz") == TEXTS * 2
+
+
 @pytest.mark.parametrize("text", ["", "[1]", '["text"]\n' * 2, '{\n "text": "x"\n}\n', '{"text"'])
 def test_json_that_is_no_json_lines_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text)
@@ -103,6 +114,38 @@ def test_json_is_left_out_of_a_folder_but_read_when_it_is_named(tmp_path: Path) 
     assert prepared(tmp_path, folder) == ["a text"]
     assert prepared(tmp_path, folder / "lines.json") == TEXTS
     assert prepared(tmp_path, folder / "*.json") == TEXTS
+
+
+def test_suffixes_in_capitals_are_those_in_small_letters(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "BOOK.TXT").write_text("a book")
+    (folder / "X.JSONL").write_bytes(LINES)
+    (folder / "Y.TXT.GZ").write_bytes(gzip.compress(b"packed"))
+    (folder / "x.JSONL.GZ").write_bytes(gzip.compress(LINES))
+    (folder / "x.jsonl.ZST").write_bytes(zstd(LINES))
+    found = ["a book", *TEXTS, "packed", *TEXTS, *TEXTS]
+    assert prepared(tmp_path, folder) == found
+    assert prepared(tmp_path, *sorted(folder.iterdir())) == found
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.md", "x.txt.gz"])
+@pytest.mark.parametrize("asked", ["{name}", "x.*"])
+def test_json_lines_that_are_called_a_text_are_refused_where_they_are_asked_for(
+    tmp_path: Path, name: str, asked: str
+) -> None:
+    (tmp_path / name).write_bytes(gzip.compress(LINES) if name.endswith(".gz") else LINES)
+    with pytest.raises(UserError, match=rf"{name}': JSON lines by .*; need the suffix \.jsonl"):
+        prepared(tmp_path, tmp_path / asked.format(name=name))
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
+def test_a_number_longer_than_python_reads_does_no_harm_beside_a_text(
+    tmp_path: Path, name: str
+) -> None:
+    long = "9" * 5000
+    (tmp_path / name).write_text(f'{{"id": {long}, "text": "a"}}\n{{"text": "b", "id": -{long}}}\n')
+    assert prepared(tmp_path, tmp_path / name) == ["a", "b"]
 
 
 def test_another_key_and_blank_lines(tmp_path: Path) -> None:
@@ -146,6 +189,17 @@ def test_parquet_is_read(tmp_path: Path) -> None:
     assert prepared(tmp_path, tmp_path / "x.parquet") == TEXTS
     with pytest.raises(UserError, match=r"x\.parquet: no column 'body'; .* text, id"):
         prepared(tmp_path, tmp_path / "x.parquet", key="body")
+
+
+def test_a_damaged_name_of_a_column_is_refused_by_file(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "x.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS, "number": [1, 2, 3]}), path)
+    path.write_bytes(path.read_bytes().replace(b"number", b"numb\xffr"))
+    with pytest.raises(UserError, match=r"x\.parquet: cannot read the parquet file: 'utf-8' codec"):
+        prepared(tmp_path, path)
 
 
 def test_long_rows_are_handed_out_a_megabyte_at_a_time(tmp_path: Path) -> None:
@@ -212,6 +266,55 @@ def test_a_glob_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     assert prepared(tmp_path, tmp_path / "in" / "*.txt") == ["1.txt", "2.txt"]
     assert prepared(tmp_path, tmp_path / "in/**/*.txt") == ["1.txt", "2.txt", "deep/0.txt"]
     assert prepared(tmp_path, tmp_path / "in/3.c", tmp_path / "in/*.txt")[0] == "3.c"
+
+
+def names(folder: Path, pattern: str) -> list[str]:
+    """What a glob in the folder finds, from there."""
+    found = find_sources([str(folder / pattern)])
+    return [str(Path(source.name).relative_to(folder)) for source in found]
+
+
+def test_a_glob_takes_each_file_once_though_a_link_goes_in_a_circle(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    for name in ("b/x.txt", "a.txt", "c.txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "b" / "back").symlink_to(tmp_path)
+    assert names(tmp_path, "**/*.txt") == ["a.txt", "b/x.txt", "c.txt"]
+
+
+def test_a_glob_ends_where_several_links_go_in_circles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system follows forty in a row: by two there would be 2**40 ways to each file."""
+    (tmp_path / "v2").mkdir()
+    (tmp_path / "v2" / "x.txt").write_text("text")
+    (tmp_path / "v2" / "back").symlink_to(tmp_path)
+    (tmp_path / "current").symlink_to("v2")
+    looked, scandir = [], os.scandir
+
+    def count(path):
+        looked.append(path)
+        assert len(looked) < 100
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", count)
+    assert names(tmp_path, "**/*.txt") == ["current/x.txt"]
+
+
+def test_a_glob_takes_a_file_by_its_shortest_name(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "x.txt").write_text("text")
+    (tmp_path / "link").symlink_to("a/b")
+    assert names(tmp_path, "**/*.txt") == ["link/x.txt"]
+
+
+def test_a_glob_takes_a_version_and_the_link_to_it_for_one(tmp_path: Path) -> None:
+    for version in ("v1", "v2"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "x.txt").write_text(version)
+    (tmp_path / "current").symlink_to("v2")
+    assert names(tmp_path, "**/*.txt") == ["current/x.txt", "v1/x.txt"]
+    assert prepared(tmp_path, tmp_path / "**" / "*.txt") == ["v2", "v1"]
 
 
 def test_a_dataset_saved_to_disk_is_read(tmp_path: Path) -> None:
@@ -288,9 +391,12 @@ def test_a_dataset_that_is_not_there_is_refused(tmp_path: Path) -> None:
         ("x.jsonl.gz", b"not packed at all", "x.jsonl.gz: corrupt near byte 0"),
         ("x.jsonl.gz", gzip.compress(LINES * 99)[:-20], "cut off at byte "),
         ("x.jsonl.gz", gzip.compress(LINES)[:-6] + b"123456", "x.jsonl.gz: corrupt near byte "),
+        ("x.jsonl.gz", bytes(512), "x.jsonl.gz: corrupt near byte 0"),
+        ("x.jsonl.gz", b"\0" + gzip.compress(LINES), "x.jsonl.gz: corrupt near byte 0"),
         ("x.jsonl.zst", b"not packed at all", "x.jsonl.zst: corrupt near byte 0"),
         ("x.jsonl.zst", zstd(LINES * 99)[:-20], "cut off at byte "),
         ("x.jsonl.zst", zstd(LINES)[:-4] + b"1234", "x.jsonl.zst: corrupt near byte "),
+        ("x.jsonl.zst", zstd(LINES) + bytes(512), "x.jsonl.zst: corrupt near byte "),
         ("part-00000", LINES, "JSON lines by the look of it, which would be taken for one text"),
         ("x.parquet", b"PAR1 but no more", "x.parquet: cannot read the parquet file"),
     ],
@@ -338,7 +444,7 @@ def test_a_slip_is_not_taken_for_all_that_the_current_folder_has_of_a_format(
     ("name", "need"),
     [
         ("x.csv", r"\.csv, need one text a line in \.jsonl"),
-        ("x.TSV.gz", r"\.TSV, need"),
+        ("x.TSV.gz", r"\.tsv, need"),
         ("x.arrow", r"\.arrow, need"),
         ("x.txt.xz", r"need it unpacked, or packed as \.gz or \.zst"),
     ],

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from megafrontier.cli import main
-from megafrontier.data.indexed import IndexedDataset
+from megafrontier.data.indexed import HEADER, IndexedDataset
 from megafrontier.data.merge import merge
 from megafrontier.data.prepare import prepare
 from megafrontier.data.report import Progress
@@ -317,6 +317,24 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     assert os.listdir(tmp_path) == ["x.jsonl"]
 
 
+@pytest.mark.parametrize("name", ["c.bin", "c.idx", "link.txt"])
+def test_a_corpus_that_would_take_the_place_of_an_input_is_refused(
+    tmp_path: Path, name: str
+) -> None:
+    """By whatever name the input is given."""
+    made = tmp_path / (name if name.startswith("c.") else "c.bin")
+    made.write_text("a text")
+    if not name.startswith("c."):
+        (tmp_path / name).symlink_to(made)
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(
+        UserError, match=rf"--out .*/c: .*{name} is one of the inputs; give another"
+    ):
+        prepare([str(tmp_path / name)], "bytes", tmp_path / "c", 1)
+    assert made.read_text() == "a text"
+    assert sorted(os.listdir(tmp_path)) == before
+
+
 def test_progress_is_a_line_now_and_then_without_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -399,6 +417,32 @@ def test_corpora_that_do_not_fit_are_not_merged(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is one of the corpora to merge"):
         merge([narrow, narrow], narrow)
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("byte", "bit"),
+    [
+        (HEADER.size, 0),  # a size
+        (HEADER.size + 4 * 2 + 3, 7),  # its sign
+        (HEADER.size + 4 * 5 + 8 * 3, 1),  # a pointer
+        (HEADER.size + 12 * 5 + 8 * 1, 4),  # the first sequence of a document
+        (HEADER.size + 12 * 5 + 8 * 3, 2),
+        (HEADER.size + 12 * 5 + 8 * 3 + 7, 7),
+    ],
+)
+def test_a_damaged_index_is_not_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, byte: int, bit: int
+) -> None:
+    """The inputs may be deleted afterwards."""
+    monkeypatch.setattr("megafrontier.data.merge._ENTRIES", 2)
+    sound = write_corpus(tmp_path / "sound", [[[1]]])
+    damaged = write_corpus(tmp_path / "damaged", [[[1, 2], [3]], [[4]], [[5, 6]], [[7]]])
+    index = bytearray(Path(f"{damaged}.idx").read_bytes())
+    index[byte] ^= 1 << bit
+    Path(f"{damaged}.idx").write_bytes(index)
+    with pytest.raises(UserError, match=r"^\S+damaged\.idx: damaged: .*; copy or prepare again$"):
+        merge([str(sound), str(damaged)], tmp_path / "out" / "c")
+    assert os.listdir(tmp_path / "out") == []
 
 
 @pytest.mark.parametrize("command", ["prepare", "merge", "tokenizer"])

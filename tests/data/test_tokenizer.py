@@ -13,6 +13,7 @@ import pytest
 
 from megafrontier.cli import main
 from megafrontier.data.tokenizer import (
+    MARKER,
     ByteTokenizer,
     Tokenizer,
     kept_tokenizer,
@@ -377,6 +378,24 @@ def test_the_command_trains_and_replaces_an_older_tokenizer(
     assert load_tokenizer(out).vocab_size == 500
 
 
+def test_what_a_killed_training_left_goes_with_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / ".tok.partial" / "whole").mkdir(parents=True)
+    train_tokenizer(SOURCES, 400, tmp_path / "tok")
+    assert os.listdir(tmp_path) == ["tok"]
+    assert load_tokenizer(str(tmp_path / "tok")).vocab_size == 400
+
+
+def test_a_tokenizer_may_be_written_into_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = [str(Path(source).resolve()) for source in SOURCES]
+    (tmp_path / "tok").mkdir()
+    monkeypatch.chdir(tmp_path / "tok")
+    train_tokenizer(sources, 400, ".")
+    assert load_tokenizer(str(tmp_path / "tok")).vocab_size == 400
+    assert os.listdir(tmp_path) == ["tok"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -437,6 +456,25 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.model").write_bytes(b"nothing of the sort")
     with pytest.raises(UserError, match=r"x\.model': no SentencePiece model"):
         load_tokenizer(str(tmp_path / "x.model"))
+
+
+@pytest.mark.parametrize("piece", ["ation", "\n", "<0x41>"])
+def test_a_model_with_a_piece_that_is_no_utf8_is_refused(tmp_path: Path, piece: str) -> None:
+    """Python would tell which byte, and not of what."""
+    proto = bytearray(Path(GENERAL).read_bytes())
+    field = bytes([0x0A, len(piece)]) + piece.encode()
+    assert proto.count(field) == 1
+    proto[proto.index(field) + 2] ^= 0x80
+    (tmp_path / "x.model").write_bytes(proto)
+    with pytest.raises(UserError, match=r"tokenizer '.*x\.model': "):
+        load_tokenizer(str(tmp_path / "x.model"))
+
+
+@pytest.mark.parametrize("content", ["[]", '"bytes"', '{"kind": "by'])
+def test_a_marker_that_is_no_object_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / MARKER).write_text(content)
+    with pytest.raises(UserError, match=rf"{MARKER}: cut short or changed, need the folder"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_tokenizer_works_in_a_forked_process() -> None:

@@ -133,6 +133,24 @@ def test_the_smallest_temperatures_are_greedy(temperature):
     assert found.tolist() == [0, 1, 0]
 
 
+@pytest.mark.parametrize("top_p", [1e-300, 5e-324])
+def test_the_smallest_top_p_is_greedy(top_p):
+    found = next_token_probabilities(torch.tensor([1.0, 3.0, 2.0]), top_p=top_p)
+    assert found.tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_model_whose_output_is_not_finite_is_refused(make_config, make_model, value, temperature):
+    model = make_model(make_config()).train()
+    with torch.no_grad():
+        next(model.parameters()).fill_(value)
+    tokens = generate(model, PROMPT, max_new_tokens=3, temperature=temperature, seed=0)
+    with pytest.raises(UserError, match="values are not finite; need sound weights"):
+        next(tokens)
+    assert model.training
+
+
 def test_sampled_tokens_follow_the_probabilities(make_config, make_model):
     """4000 first tokens against their exact distribution: chi-square below its 99.9 % point."""
     model = make_model(make_config(vocab_size=6, vocab_multiple=1))

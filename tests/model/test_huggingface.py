@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megafrontier.config import RotaryScalingConfig
 from megafrontier.errors import UserError
+from megafrontier.files import in_work
 from megafrontier.model import huggingface
 from megafrontier.model.gpt import GPT
 from megafrontier.model.huggingface import export_model, import_model
@@ -299,6 +300,24 @@ def test_an_empty_folder_may_be_the_one_we_are_in(make_config, make_model, tmp_p
     assert list(tmp_path.iterdir()) == [out]
 
 
+def test_what_a_killed_export_left_goes_with_the_next_one(make_config, make_model, tmp_path):
+    config, left = make_config(), tmp_path / ".out.partial"
+    left.mkdir()
+    (left / "0.part").write_text("half a tensor")
+    export_model(config, make_model(config).state_dict(), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+    assert not (tmp_path / "out" / "0.part").exists()
+
+
+def test_two_exports_to_one_folder_do_not_meet(make_config, make_model, tmp_path):
+    config = make_config()
+    with (
+        in_work(tmp_path / "out"),
+        pytest.raises(UserError, match="out: another process is writing it"),
+    ):
+        export_model(config, make_model(config).state_dict(), tmp_path / "out")
+
+
 def test_an_occupied_folder_is_not_overwritten(exported, make_config):
     before = (exported / "config.json").read_bytes()
     with pytest.raises(UserError, match="not an empty folder"):
@@ -394,6 +413,28 @@ def test_a_head_that_is_not_the_embedding_it_is_said_to_be_is_refused(
     save_file({**tensors, "lm_head.weight": head + 1}, path, {"format": "pt"})
     with pytest.raises(UserError, match=r"lm_head.weight: not the embedding's values, though"):
         import_model(tmp_path / "out")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_tensor_that_is_not_finite_is_refused_by_folder_and_name(exported, value):
+    path = exported / "model.safetensors"
+    tensors = load_file(path)
+    tensors["transformer.h.1.mlp.c_fc.weight"][3, 5] = value
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(
+        UserError, match=r"out: tensor transformer\.h\.1\.mlp\.c_fc\.weight: not fin"
+    ):
+        import_model(exported)
+
+
+def test_tensors_of_eight_bits_are_read_too(exported):
+    path = exported / "model.safetensors"
+    tensors = load_file(path)
+    name = "transformer.h.1.mlp.c_fc.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, path, {"format": "pt"})
+    _, found = import_model(exported)
+    assert {t.dtype for t in found.values()} == {torch.float32, torch.float8_e4m3fn}
 
 
 def test_damaged_folders_are_refused_by_file(exported, tmp_path):

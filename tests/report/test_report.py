@@ -14,6 +14,8 @@ from megafrontier.report import write_report
 from megafrontier.report.draw import last_smooth, smooth
 from megafrontier.report.read import all_levels, levels_of, read_runs, strategy_of
 from megafrontier.report.style import level_colours, run_look, short
+from tests.training.runs import make_config_file
+from tests.training.runs import run as train
 
 PICTURES = ("loss.png", "throughput.png", "traffic.png")
 
@@ -163,6 +165,21 @@ def test_a_name_is_no_formula(make_run):
         ('{"step": 1, "valid_loss": 3}\n', "metrics.jsonl: no steps yet"),
         ('{"step": 1}\nnonsense\n{"step": 2}\n', "metrics.jsonl:2: 'nonsense', need JSON"),
         ('{"loss": 1}\n', "metrics.jsonl:1: '{\"loss\": 1}', need JSON with a step"),
+        *(
+            (f'{{"step": 1}}\n{line}\n', f"metrics.jsonl:2: {line[:40]!r}, need JSON with a step, ")
+            for line in (
+                '{"step": Infinity}',
+                '{"step": 2, "loss": "x"}',
+                '{"step": 2, "valid_loss": "x"}',
+                '{"step": 2, "comm": [1]}',
+                '{"step": 2, "comm": {"pair": 3}}',
+                '{"step": 2, "comm": {"pair": {}}}',
+                '{"step": 2, "comm": {"pair": {"bytes": null, "seconds": 1}}}',
+                '{"step": 2, "loss": [1]}',
+                f'{{"step": 2, "loss": {"1" * 400}}}',
+                "[" * 100_000,
+            )
+        ),
         ("[1]\n", "metrics.jsonl:1: '[1]', need JSON with a step"),
     ],
 )
@@ -173,6 +190,26 @@ def test_what_is_no_run_is_refused_in_one_line(tmp_path, capsys, text, reason):
     error = capsys.readouterr().err
     assert reason in error
     assert error.count("\n") == 1
+
+
+def test_all_that_a_real_run_writes_is_read(tmp_path):
+    config = make_config_file(tmp_path)
+    written = train(config, 2, "machine=laptop", "train.steps=2", "evaluate.every=1")
+    (run,) = read_runs([tmp_path / "run"])
+    assert run.steps == [line for line in written if "valid_loss" not in line]
+    assert len(run.evaluations) == 2
+    assert run.levels == ["world"]
+
+
+def test_what_only_some_runs_write_is_read(make_run):
+    lines = [
+        step_line(1, loss=None, grad_norm=None, skipped=True, samples=[0, 16], loss_scale=2.0**16),
+        step_line(2, spike=True, comm=None),
+        {"step": 2, "valid_loss": None, "tokens": 2000},
+        step_line(3),
+    ]
+    (run,) = read_runs([make_run("a", lines)])
+    assert run.steps == [lines[0], lines[1], lines[3]]
 
 
 def test_the_command_prints_where_the_page_is(make_run, tmp_path, capsys):

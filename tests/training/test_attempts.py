@@ -207,3 +207,9 @@ def test_lines_that_a_kill_cut_short_are_left_out(config, tmp_path):
     attempt(config, tmp_path, 7)
     with pytest.raises(RunFailed):
         attempt(config, tmp_path, 7)
+
+
+@pytest.mark.parametrize("step", ["null", '"8"', "8.5", "Infinity", "[8]"])
+def test_lines_whose_step_is_no_number_are_left_out(tmp_path, step):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 7}}\n{{"step": {step}}}\n')
+    assert reached_step(tmp_path / "metrics.jsonl") == 7

@@ -1,7 +1,9 @@
 """One job at a time on a run directory; a dead one keeps nobody away."""
 
 import errno
+import json
 import os
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -142,6 +144,42 @@ def test_a_killed_holder_elsewhere_is_waited_for_aloud_and_no_longer_than_the_ex
 def test_a_requeued_job_takes_over_from_its_own_earlier_start_at_once(tmp_path, said):
     dead_lease(tmp_path, elsewhere(job="12", restart="0"))
     acquire(tmp_path, replace(HERE, job="12", restart="1"), said.append).release()
+    assert said == []
+
+
+def test_a_copy_of_a_run_that_goes_on_is_free_at_once_and_the_run_is_not(
+    tmp_path, said, monkeypatch
+):
+    monkeypatch.setattr(lease, "EXPIRY_SECONDS", 60)
+    held = acquire(tmp_path / "run" / "lease", HERE, said.append)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    acquire(tmp_path / "copy" / "lease", HERE, said.append).release()
+    with pytest.raises(UserError, match=f"{tmp_path}/run is in use by here"):
+        acquire(tmp_path / "run" / "lease", HERE, said.append)
+    held.release()
+    assert said == []
+
+
+def test_a_lease_without_the_number_of_its_folder_holds_as_before(tmp_path, said):
+    """As an earlier version has written it."""
+    held = acquire(tmp_path, HERE, said.append)
+    (path,) = tmp_path.iterdir()
+    head, beat = path.read_text().split("\n")
+    values = json.loads(head)
+    assert values.pop("inode") == tmp_path.stat().st_ino
+    held.release()
+    path.write_text(f"{json.dumps(values)}\n{beat}")
+    with pytest.raises(UserError, match="is in use by here"):
+        acquire(tmp_path, HERE, said.append)
+
+
+def test_what_a_tool_has_put_beside_a_lease_is_passed_over(tmp_path, said):
+    names = ["00000001 (copy)", "00000009.orig", ".00000007.swp", "00000003~", "5"]
+    for name in names:
+        (tmp_path / name).write_text("anything")
+    for _ in range(2):
+        acquire(tmp_path, HERE, said.append).release()
+    assert {path.name for path in tmp_path.iterdir()} == {*names, "00000002"}
     assert said == []
 
 

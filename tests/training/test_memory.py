@@ -4,12 +4,19 @@ import re
 from math import prod
 
 import pytest
+import torch
 
 from megafrontier.config import load_config
 from megafrontier.errors import UserError
 from megafrontier.model.flops import parameter_count, unit_parameters
 from megafrontier.training.arrangement import arrange
-from megafrontier.training.memory import buffer_gib, check_memory, state_gib
+from megafrontier.training.memory import (
+    OutOfMemory,
+    buffer_gib,
+    check_memory,
+    out_of_memory_told,
+    state_gib,
+)
 from megafrontier.training.ranks import foresee
 
 GIB = 2**30
@@ -82,3 +89,27 @@ def test_a_device_whose_memory_is_not_stated_refuses_nothing():
     config = load_config("configs/gpt-20b.yaml", ["machine=laptop", "train.global_batch=8"])
     check_memory(config, arrange(config, 1))
     assert prod(arrange(config, 1).levels.sizes) == 1
+
+
+def test_an_allocation_that_a_processor_has_no_room_for_is_told_in_one_line():
+    with (
+        pytest.raises(OutOfMemory, match=r"^rank 3: .*can't allocate memory.* Need less$"),
+        out_of_memory_told("rank 3", "less"),
+    ):
+        torch.empty(2**50)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("full.\nSee the docs.")])
+def test_whoever_says_that_memory_is_out_is_told_in_one_line(error):
+    with (
+        pytest.raises(OutOfMemory, match=r"^rank 3: (out of memory|full)\. Need less$"),
+        out_of_memory_told("rank 3", "less"),
+    ):
+        raise error
+
+
+def test_any_other_error_stays_what_it_is():
+    other = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    with pytest.raises(RuntimeError) as caught, out_of_memory_told("rank 3", "less"):
+        raise other
+    assert caught.value is other

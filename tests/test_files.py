@@ -1,0 +1,96 @@
+"""Files and folders are as they were or as they are to be, whoever is killed or comes second."""
+
+import os
+import signal
+
+import pytest
+
+from megafrontier.errors import UserError
+from megafrontier.files import in_work, write_whole
+from tests.processes import in_child
+
+
+def test_what_is_written_through_a_link_goes_where_it_leads(tmp_path):
+    kept, link = tmp_path / "kept" / "real.yaml", tmp_path / "link.yaml"
+    kept.parent.mkdir()
+    kept.write_text("old")
+    link.symlink_to("kept/real.yaml")
+    write_whole(link, "new")
+    assert link.is_symlink()
+    assert kept.read_text() == "new"
+    assert os.listdir(kept.parent) == ["real.yaml"]
+    assert sorted(os.listdir(tmp_path)) == ["kept", "link.yaml"]
+
+
+def test_a_folder_in_work_is_empty_and_is_gone_afterwards(tmp_path):
+    with in_work(tmp_path / "new" / "out") as folder:
+        assert folder.parent == tmp_path / "new"
+        assert os.listdir(folder) == []
+        (folder / "x").touch()
+    assert os.listdir(tmp_path / "new") == []
+
+
+def test_a_folder_in_work_is_gone_after_an_error(tmp_path):
+    def fail():
+        with in_work(tmp_path / "out") as folder:
+            (folder / "deep").mkdir()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_in_work_may_become_what_it_was_for(tmp_path):
+    with in_work(tmp_path / "out") as folder:
+        (folder / "x").touch()
+        folder.rename(tmp_path / "out")
+    assert os.listdir(tmp_path) == ["out"]
+    assert os.listdir(tmp_path / "out") == ["x"]
+
+
+def test_what_a_killed_process_left_goes_with_the_next_one(tmp_path):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "x").touch()
+
+    def work_and_die():
+        with in_work(tmp_path / "out") as folder:
+            (folder / "file").touch()
+            (folder / "deep" / "deeper").mkdir(parents=True)
+            (folder / "link").symlink_to(precious)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(work_and_die) == -signal.SIGKILL
+    assert sorted(os.listdir(tmp_path / ".out.partial")) == ["deep", "file", "link"]
+    with in_work(tmp_path / "out") as folder:
+        assert os.listdir(folder) == []
+    assert os.listdir(tmp_path) == ["precious"]
+    assert os.listdir(precious) == ["x"]
+
+
+def test_a_second_process_is_refused_and_leaves_the_first_ones_work_alone(tmp_path):
+    def is_refused():
+        with (
+            pytest.raises(UserError, match="out: another process is writing it"),
+            in_work(tmp_path / "out"),
+        ):
+            pass
+        return True
+
+    with in_work(tmp_path / "out") as folder:
+        (folder / "x").touch()
+        assert in_child(is_refused) == 0
+        assert os.listdir(folder) == ["x"]
+
+
+def test_what_one_has_put_in_place_the_next_may_follow_at_once(tmp_path):
+    """Before the first one has ended, and without losing what it makes to it."""
+    with in_work(tmp_path / "out") as first:
+        first.rename(tmp_path / "out")
+        second = in_work(tmp_path / "out")
+        folder = second.__enter__()
+        (folder / "x").touch()
+    assert os.listdir(folder) == ["x"]
+    second.__exit__(None, None, None)
+    assert os.listdir(tmp_path) == ["out"]
