@@ -197,7 +197,7 @@ def test_nodes_on_which_the_environment_cannot_be_unpacked_are_left_out(training
     assert job.restarts == 2, job.output
     assert f"sbcast fails on {first}\n" in job.output
     assert f"mkdir fails on {second}\n" in job.output
-    assert (training.directory / "bad-nodes.txt").read_text() == f"{second}\n{first}\n"
+    assert (training.directory / "bad-nodes.txt").read_text() == f"{first}\n{second}\n"
     assert training.losses == unbroken(training.config, 2, *chosen)
 
 
