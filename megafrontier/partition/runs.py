@@ -7,6 +7,7 @@ those of the ranks on which the block did run.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 from weakref import WeakSet
 
 import torch
@@ -73,9 +74,10 @@ class Runs:
         """The same of one that runs again in its own backward."""
         _watch(made, Run(index, self._entered, begin))
 
-    def is_waiting(self, index: int) -> bool:
-        """Whether the backward of some run of a unit is still to begin."""
-        return bool(self._waiting[index])
+    def is_waiting(self, index: int, number: float = inf) -> bool:
+        """Whether the backward of some run of a unit is still to begin, of those up to `number`:
+        later ones than the run whose backward begins are another graph's."""
+        return any(run.number <= number for run in self._waiting[index])
 
     def begin(self, run: Run) -> None:
         """Its backward begins."""

@@ -196,16 +196,16 @@ class Schedule:
     def _begin_run(self, run: Run) -> None:
         self._runs.begin(run)
         if run.index not in self._done:  # else what is left of its backward has no parameters
-            self._begin_backward(run.index)
+            self._begin_backward(run.index, run.number)
 
-    def _begin_backward(self, index: int) -> None:
+    def _begin_backward(self, index: int, number: int) -> None:
         if self._leads:
-            self._finish_those_before(index)
+            self._finish_those_before(index, number)
             self._missing_of(index)
         self._gather(index, ahead=-1)
         self.units[index].phase = Phase.BACKWARD
 
-    def _finish_those_before(self, index: int) -> None:
+    def _finish_those_before(self, index: int, number: int) -> None:
         """Finish the units whose backward is over, though a parameter may have taken no part in it,
         perhaps on this rank alone.
 
@@ -214,7 +214,7 @@ class Schedule:
         for other in list(self._missing):
             if (
                 other != index
-                and not self._runs.is_waiting(other)
+                and not self._runs.is_waiting(other, number)
                 and self.units[other].name != ROOT
             ):
                 self._finish_backward(other)
@@ -248,7 +248,8 @@ class Schedule:
         missing.discard(number)
         # Of one whose weights go away more may be to come that needs them (a use of `w.detach()`):
         # it is over when another one's backward begins. The root comes last in any case.
-        if not missing and unit.is_persistent and unit.name != ROOT:
+        is_over = unit.is_persistent and not self._runs.is_waiting(index)
+        if not missing and is_over and unit.name != ROOT:
             self._finish_backward(index)
 
     def _let_go(self, unit: Unit) -> None:

@@ -221,6 +221,44 @@ def test_modules_that_are_compiled_with_their_hooks_are_right_in_each_step():
     assert_gradients_are_those_of_one_process(make, Placement(1, 1, 1, 1), "safe", steps=3)
 
 
+class Between(Stack):
+    """The first block runs before the second and after it, and rank 1 passes by its first run."""
+
+    def forward(self, rank: int) -> torch.Tensor:
+        torch.manual_seed(rank)
+        x = self.first(torch.randn(2, 4, WIDTH))
+        x = self.blocks[1](self.blocks[0](x, passes_by=rank == 1), False)
+        for block in (self.blocks[0], self.blocks[2], self.blocks[3]):
+            x = block(x, False)
+        return self.head(x).sum()
+
+
+@pytest.mark.parametrize("overlap", ["none", "safe", "full"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_rank_may_pass_by_one_of_two_runs_of_a_block(overlap, depth):
+    make = lambda: Between(Optional, plain)  # noqa: E731
+    assert_gradients_are_those_of_one_process(make, Placement(depth, depth, 1, 1), overlap)
+
+
+def test_a_graph_that_waits_does_not_keep_full_gradients_of_another():
+    """As of a second micro-batch that has run forward already."""
+
+    def body(hierarchy):
+        model = Stack(Linear, plain)
+        blocks = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
+        engine = shard(model, blocks, Placement(1, 1, 1, 1), hierarchy, overlap="none")
+        first = model(hierarchy.rank)
+        second = model(hierarchy.rank)
+        engine.backward(first)
+        alone = engine.pool._gradients.held_bytes
+        engine.backward(second, is_last=True)
+        engine.finish_gradients()
+        return alone, max(unit.layout.numel for unit in engine.units)
+
+    for held, largest in run_ranks((2,), body):
+        assert held <= 3 * 4 * largest  # the root's, and those of two blocks
+
+
 class Failing(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
