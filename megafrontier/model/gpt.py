@@ -31,6 +31,34 @@ from megafrontier.model.positions import (
 from megafrontier.model.sizes import padded_vocab, rotary_size
 
 
+class LookUp(torch.autograd.Function):
+    """Rows of a matrix of 16 bits on a CPU, with their gradient summed in fp32: torch adds one
+    token after the other in the matrix' own type, where frequent ones soon add nothing more."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.rows = weight.shape[0]
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        (tokens,) = ctx.saved_tensors
+        (gradient,) = upstream
+        summed = torch.ops.aten.embedding_dense_backward(
+            gradient.float(), tokens, ctx.rows, -1, False
+        )
+        return summed.to(gradient.dtype), None
+
+
+def look_up(weight: Tensor, tokens: Tensor) -> Tensor:
+    """weight [rows, hidden], tokens [b, s] → [b, s, hidden]."""
+    if weight.device.type == "cpu" and weight.dtype != torch.float32:
+        found: Tensor = LookUp.apply(weight, tokens)
+        return found
+    return F.embedding(tokens, weight)
+
+
 class Embedding(nn.Module):
     """Token vectors, plus those of learned positions."""
 
@@ -43,7 +71,7 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens [b, s], positions [b or 1, s] → [b, s, hidden]."""
-        hidden = self.tokens(tokens)
+        hidden = look_up(self.tokens.weight, tokens)
         if hasattr(self, "positions"):
             hidden = hidden + self.positions(positions)
         return F.dropout(hidden, self.dropout, self.training)
