@@ -46,6 +46,10 @@ TOLD_KEYS = (
     "optimizer.betas",
     "optimizer.eps",
     "optimizer.weight_decay",
+    "optimizer.no_decay",
+    "train.spike_loss",
+    "train.spike_grad_norm",
+    "train.spike_window",
 )
 """What also makes another training of it, unseen."""
 

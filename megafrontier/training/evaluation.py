@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from megafrontier.training.attempts import last_lines
 from megafrontier.training.batches import read_step
 from megafrontier.training.callback import Callback, is_due
 from megafrontier.training.logbook import Logbook
+from megafrontier.training.loop import stop_agreed
 from megafrontier.training.result import StepResult
 from megafrontier.training.trainer import Trainer
 
@@ -55,13 +57,18 @@ def evaluate(
     batches: int,
     count_bytes: Callable[[Batch], int] = no_bytes,
     beat: Callable[[], None] = lambda: None,
-) -> Evaluation:
+    stops: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
     """Loss over the first `batches` global batches of `loader`; the same on every rank. `beat`
-    hears of each of this rank's micro-batches."""
+    hears of each of this rank's micro-batches. None where `stops`, which is asked before each
+    global batch and says the same on all ranks, has broken it off."""
     totals = torch.zeros(2, dtype=torch.float64, device=hierarchy.device)
     text_bytes = 0
     model.eval()
     for step in range(batches):
+        if stops():
+            model.train()
+            return None
         for batch in read_step(loader, step, hierarchy.rank):
             beat()
             loss = model(batch.tokens, batch.targets, batch.documents)
@@ -110,29 +117,33 @@ class Evaluate(Callback):
 
     def at_start(self, trainer: Trainer) -> None:
         if self._is_owed:
-            self._run(trainer)
-            self._is_owed = False
+            self._is_owed = not self._run(trainer)
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         is_last = result.step == trainer.last_step
-        if self.wants(trainer, result.step) and (is_last or not result.stop):
-            self._run(trainer)
-            self._is_owed = False
-        else:
-            self._is_owed = is_last
+        runs = self.wants(trainer, result.step) and (is_last or not result.stop)
+        is_done = runs and self._run(trainer)
+        self._is_owed = is_last and not is_done
 
     def at_end(self, trainer: Trainer) -> None:
         if self._is_owed and trainer.step == trainer.last_step:
             self._run(trainer)
 
-    def _run(self, trainer: Trainer) -> None:
+    def _run(self, trainer: Trainer) -> bool:
+        """Whether it came to its end: at the run's last step in any case."""
         batches = trainer.config.evaluate.batches
         if trainer.valid_loader is None or batches == 0:
-            return
+            return True
+        is_last = trainer.step == trainer.last_step
+        stops = (lambda: False) if is_last else partial(stop_agreed, trainer.hierarchy)
         trainer.engine.finish_publishing()  # that is the step's own traffic
         with trainer.engine.ledger.paused():
             found = evaluate(
-                trainer.model, trainer.valid_loader, trainer.hierarchy, batches, beat=self._beat
-            )
+                trainer.model, trainer.valid_loader, trainer.hierarchy, batches, beat=self._beat,
+                stops=stops,
+            )  # fmt: skip
+        if found is None:
+            return False
         line = {"step": trainer.step, "valid_loss": found.loss, "tokens": trainer.tokens}
         self._logbook.write(line)
+        return True

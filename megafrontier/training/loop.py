@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.data.samples import Batch
 from megafrontier.errors import is_alike
 from megafrontier.optim.schedule import learning_rate
@@ -39,7 +40,7 @@ def run(
     """
     if read_late is None:
         read_late = reads_late(trainer)
-    stop = not trainer.hierarchy.all_true(not stop_requested())
+    stop = stop_agreed(trainer.hierarchy)
     for callback in callbacks if not stop else ():
         callback.at_start(trainer)
         beat(None)
@@ -49,14 +50,22 @@ def run(
         if waiting is not None:
             stop = _tell(trainer, callbacks, waiting, beat)
         waiting = newest
-        if not read_late or any(c.wants(trainer, trainer.step) for c in callbacks):
+        is_wanted = any(callback.wants(trainer, trainer.step) for callback in callbacks)
+        if not read_late or is_wanted:
             stop = _tell(trainer, callbacks, waiting, beat) or stop
             waiting = None
+            # What callbacks do may take long, and a step more, too.
+            stop = stop or (is_wanted and stop_agreed(trainer.hierarchy))
     if waiting is not None:
         _tell(trainer, callbacks, waiting, beat)
     for callback in callbacks:
         callback.at_end(trainer)
         beat(trainer.step)
+
+
+def stop_agreed(hierarchy: Hierarchy) -> bool:
+    """Whether any rank has been asked to stop; all ranks call it."""
+    return not hierarchy.all_true(not stop_requested())
 
 
 def reads_late(trainer: Trainer) -> bool:

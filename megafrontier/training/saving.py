@@ -1,5 +1,6 @@
 """Checkpoints of a trainer: what goes into one, and when."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -95,17 +96,28 @@ class Save(Callback):
         """`beat` hears that deletions go on, which may take minutes."""
         self._logbook, self._beat = logbook, beat
         self._last = self._resumed_step = resumed_step
+        self._is_late = False  # for want of a step with a finite loss
         self._is_storages = False  # the fault that kept the last save from being one
         self._thread = ThreadPoolExecutor(1, "delete")
         self._deleting: Future[None] | None = None
 
     def wants(self, trainer: Trainer, step: int) -> bool:
         # The last step before its evaluation, which may be cut short.
-        return is_due(trainer.config.checkpoint.every, step) or step == trainer.last_step
+        is_due_now = is_due(trainer.config.checkpoint.every, step) or step == trainer.last_step
+        return is_due_now or self._is_late
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        if self.wants(trainer, result.step):
+        if not self.wants(trainer, result.step):
+            return
+        # Weights that give such a loss may be broken, and would push the sound ones out.
+        is_late, self._is_late = self._is_late, not math.isfinite(result.loss)
+        if not self._is_late:
             self._save(trainer)
+        elif not is_late:
+            self._logbook.remark(
+                f"no checkpoint at step {result.step}, whose loss is not finite: after the next "
+                "step whose loss is"
+            )
 
     def at_end(self, trainer: Trainer) -> None:
         """Save what has not been. Raises RunFailed where nothing of this start could be, for a
@@ -130,7 +142,7 @@ class Save(Callback):
             return False
         self._last = trainer.step
         self._logbook.remark(f"checkpoint {path}")
-        if trainer.is_first:
+        if trainer.is_first and not self._is_late:
             self._prune(trainer)
         return True
 

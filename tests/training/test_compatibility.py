@@ -62,6 +62,8 @@ def test_other_data_under_the_same_numbers_are_told(config_file, tmp_path, impor
     [
         ("train.clip_grad_norm=0.5", "train.clip_grad_norm: 0.5, was 1.0"),
         ("optimizer.betas=[0.5, 0.6]", "optimizer.betas: [0.5, 0.6], was [0.9, 0.95]"),
+        ("optimizer.no_decay=[norm]", "optimizer.no_decay: ['norm'], was "),
+        ("train.spike_window=7", "train.spike_window: 7, was "),
         ("model.dropout=0.5", "model.dropout: 0.5, was 0.0"),
         ("log.every=1", None),
     ],

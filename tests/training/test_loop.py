@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafrontier.errors import RunFailed
 from megafrontier.optim import loss_scale
-from megafrontier.training import loop, saving, verdict
+from megafrontier.training import evaluation, loop, saving, verdict
 from megafrontier.training import trainer as trainer_module
 from megafrontier.training.arrangement import arrange
 from megafrontier.training.callback import Callback
@@ -361,6 +361,31 @@ def test_a_request_to_stop_is_heard_one_step_later_where_results_are_read_late(
         return reached
 
     assert run_ranks((1,), body) == [[4, 5]]
+
+
+def test_a_request_to_stop_breaks_off_an_evaluation_and_no_step_follows(config_file, monkeypatch):
+    """Near the time limit there may be room for neither; the next start makes up for it."""
+    config = runs.load(
+        config_file, "machine=laptop", "evaluate.every=2", "evaluate.batches=5", "train.steps=6"
+    )
+    read, lines = [], []
+    read_step = evaluation.read_step
+
+    def read_and_count(*arguments):
+        read.append(1)
+        return read_step(*arguments)
+
+    monkeypatch.setattr(evaluation, "read_step", read_and_count)
+    logbook = SimpleNamespace(write=lines.append)
+
+    def body(hierarchy):
+        trainer = build_trainer(config, arrange(config, 1), hierarchy)
+        monkeypatch.setattr(loop, "stop_requested", lambda: len(read) >= 2)
+        loop.run(trainer, [evaluation.Evaluate(logbook)], read_late=True)
+        trainer.close()
+        return trainer.step, len(read), len(lines), trainer.model.training
+
+    assert run_ranks((1,), body) == [(2, 2, 0, True)]
 
 
 def least_tensor_bytes():

@@ -124,6 +124,29 @@ def test_so_many_in_a_row_stop_the_run_with_code_3_and_one_line(config_file, poi
     assert runs.metrics(config_file.parent / "run")[-1]["step"] == 7
 
 
+def test_checkpoints_of_sound_weights_are_not_pushed_out_by_what_a_broken_run_saves(
+    config_file, tmp_path, poison
+):
+    """By the time a run ends for its losses, all that it keeps would be of these."""
+    poison(48, 64, 80)  # steps 4 to 6
+    keep = ("checkpoint.every=2", "checkpoint.keep=2", "train.nonfinite_limit=4")
+    runs.run(config_file, 4, *STEPS[:2], *keep, "train.steps=8", "train.stop_at=6")
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    # The last one may be sound, and is what the run would lose; nothing went for it.
+    assert kept == ["step-00000002", "step-00000006"]
+    log = runs.log(tmp_path / "run")
+    assert log.count("no checkpoint at step 4, whose loss is not finite: after the next") == 1
+
+
+def test_a_checkpoint_that_was_due_is_made_up_for_at_the_next_finite_loss(
+    config_file, tmp_path, poison
+):
+    poison(48, 64)  # steps 4 and 5
+    runs.run(config_file, 4, *STEPS[:2], "checkpoint.every=4", "checkpoint.keep=0", "train.steps=7")
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-00000006", "step-00000007"]
+
+
 def test_a_skipped_step_changes_nothing_and_the_next_is_as_if_it_had_not_been(config_file):
     config = runs.load(config_file, *STEPS)
 
