@@ -57,7 +57,8 @@ dry_run=${DRY_RUN:-}
 is_asked_to_stop=
 reminder=
 seconds=${MEGAFRONTIER_UNPACK_SECONDS:-1800}
-[[ $seconds =~ ^[0-9]+$ ]] || fail "MEGAFRONTIER_UNPACK_SECONDS: $seconds, need a number"
+[[ $seconds =~ ^[1-9][0-9]*$ ]] ||
+    fail "MEGAFRONTIER_UNPACK_SECONDS: $seconds, need a whole number above 0"
 # What is started by this ignores the stop signal, and so does a rank until it has a handler: it may
 # come while they start.
 deaf=(sh -c 'trap "" USR1; exec "$@"' sh)
@@ -291,14 +292,17 @@ hear_each_node() {
 
 # sbcast stops at the first nodes that fail, and names them. Where it names none Slurm was busy.
 broadcast() {
-    local said failing try
+    local said failing try code
     for try in 1 2 3; do
-        if said=$(run timeout --foreground "$seconds" \
-            sbcast --preserve --force "$@" 2>&1); then
-            [ -z "$said" ] || echo "$said"
-            return
+        code=0
+        said=$(run timeout --foreground --kill-after=30 "$seconds" \
+            sbcast --preserve --force "$@" 2>&1) || code=$?
+        [ -z "$said" ] || echo "$said" || true
+        [ "$code" != 0 ] || return 0
+        if [[ $code =~ ^(124|137)$ ]]; then # it hangs, and says of no node why
+            seconds=60 try_each_node test -e "$2"
+            break
         fi
-        echo "$said" >&2
         mapfile -t failing < <(echo "$said" | sed -n 's/.*REQUEST_FILE_BCAST(\([^)]*\)).*/\1/p')
         refuse_nodes sbcast "${failing[@]}"
         [ "$try" = 3 ] || sleep 10
@@ -343,9 +347,9 @@ leave_job() {
 
 # A command on each node. One that fails does not end the others', nor is one that hangs waited for.
 each_node() {
-    run timeout --foreground "$seconds" srun --nodes="${SLURM_JOB_NUM_NODES:-NODES}" \
-        --ntasks-per-node=1 --ntasks="${SLURM_JOB_NUM_NODES:-NODES}" \
-        --kill-on-bad-exit=0 --wait="$((seconds / 3))" "${deaf[@]}" "$@"
+    run timeout --foreground --kill-after=30 "$seconds" \
+        srun --nodes="${SLURM_JOB_NUM_NODES:-NODES}" --ntasks-per-node=1 \
+        --ntasks="${SLURM_JOB_NUM_NODES:-NODES}" --kill-on-bad-exit=0 --wait="$seconds" "${deaf[@]}" "$@"
 }
 
 run() {

@@ -100,8 +100,22 @@ def test_a_node_that_hangs_while_it_unpacks_is_left_out(start, tmp_path):
     done = start(
         "printf -- '-\\nfrontier00001\\n'; exec /bin/sleep 60",
         MEGAFRONTIER_ENV_TAR=str(tmp_path / "environment.tar.gz"), MEGAFRONTIER_UNPACK_SECONDS="1",
-        tools={"timeout": '#!/bin/sh\nshift 2\nexec timeout 1 "$@"\n'.replace(
+        tools={"timeout": '#!/bin/sh\nshift 3\nexec timeout 1 "$@"\n'.replace(
             "exec timeout", f"exec {shutil.which('timeout')}")},
+    )  # fmt: skip
+    assert (done.code, done.requeued) == (69, True), done.err
+    assert listed(tmp_path) == "frontier00002\n"
+
+
+def test_a_node_to_which_the_archive_does_not_come_is_left_out(start, tmp_path):
+    """sbcast waits for it, and does not say for which."""
+    (tmp_path / "environment.tar.gz").touch()
+    each = (
+        'echo -; echo frontier00001; [ "$(echo "$*" | grep \' test -e \')" ] || echo frontier00002'
+    )
+    done = start(
+        each, MEGAFRONTIER_ENV_TAR=str(tmp_path / "environment.tar.gz"),
+        MEGAFRONTIER_UNPACK_SECONDS="1", tools={"sbcast": "#!/bin/sh\nexec /bin/sleep 60\n"},
     )  # fmt: skip
     assert (done.code, done.requeued) == (69, True), done.err
     assert listed(tmp_path) == "frontier00002\n"
@@ -135,7 +149,9 @@ def test_the_variables_of_the_job_that_submitted_this_one_are_not_its_own(start)
     assert "--array: 3, need a job for each run" in done.err
 
 
-@pytest.mark.parametrize(("code", "is_requeued"), [(139, True), (127, True), (1, False)])
+@pytest.mark.parametrize(
+    ("code", "is_requeued"), [(135, True), (137, True), (127, False), (1, False)]
+)
 def test_a_job_that_cannot_look_at_its_run_is_requeued_unless_that_is_a_bug(
     start, tmp_path, code, is_requeued
 ):
@@ -163,7 +179,7 @@ def test_starts_that_a_full_disk_does_not_let_be_counted_do_not_go_on_for_ever(s
     mount = 'mount -t tmpfs -o size=4k none run; head -c 9999 /dev/zero >run/full; exec "$@"'
     done = start("exit 1", around=("unshare", "--mount", "sh", "-c", mount, "sh"))
     assert (done.code, done.requeued) == (3, False), done.err
-    assert f"exit code 1 before all ranks had met, and {tmp_path}/run is full" in done.out
+    assert f"exit code 1 before all ranks had met, and {tmp_path}/run cannot be written" in done.out
 
 
 def test_nodes_are_named_in_a_line_that_people_can_read():
@@ -191,20 +207,25 @@ def test_what_an_earlier_start_has_joined_is_only_tidied_up(tmp_path):
 
     (tmp_path / "tools").mkdir()
     left = [
-        tmp_path / "corpus.part-00002-of-00002.idx",
-        tmp_path / "corpus.part-00001-of-00002.bin",
+        tmp_path / f"corpus.part-0000{n}-of-00002.{kind}" for n, kind in ((2, "idx"), (1, "bin"))
     ]
     corpus = [tmp_path / "corpus.bin", tmp_path / "corpus.idx"]
-    for path in [*corpus, *left]:  # another corpus' was there before
+    again = {"SLURM_RESTART_COUNT": "1"}
+    for path in [*corpus, *left]:
         path.touch()
-    for number, path in enumerate([*corpus, *left]):
+    for number, path in enumerate([*corpus, *left]):  # another corpus was there before
         os.utime(path, (number, number))
-    assert merge().returncode == 2
-    assert all(path.exists() for path in left)
+    assert merge(**again).returncode == 2
     for path in corpus:
         path.touch()
-    done = merge()
+    assert merge().returncode == 2, "no start before could have deleted a part"
+    assert all(path.exists() for path in left)
+    done = merge(**again)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in tmp_path.glob("corpus*")) == ["corpus.bin", "corpus.idx"]
-    assert merge(SLURM_RESTART_COUNT="1").returncode == 0
+    assert merge(**again).returncode == 0
     assert merge().returncode == 2
+    for path in (*left, tmp_path / "corpus.part-00001-of-00002.idx"):  # all are there: joined again
+        path.touch()
+        os.utime(path, (1, 1))
+    assert "megafrontier merge" in merge(DRY_RUN="1", **again).stdout
