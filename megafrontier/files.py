@@ -1,13 +1,18 @@
 """Files and folders that are either as they were or as they are to be."""
 
-import fcntl
+import glob
+import itertools
 import os
 import shutil
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megafrontier.errors import UserError
+_NUMBERS = itertools.count()
+SILENT_SECONDS = 86400.0
+"""Without a new file in the folder; no export writes one for so long."""
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -24,40 +29,27 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def in_work(out: Path) -> Iterator[Path]:
-    """An empty folder beside `out`, of which `out` is to be made; it is deleted at the end. Its
-    name is always the same, so that what a killed process left goes with the next one.
-
-    Raises UserError while another process works on `out`, OSError.
-    """
-    folder = out.with_name(f".{out.name}.partial")
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    """An empty folder beside `out`, of which `out` is to be made; it is deleted at the end. It is
+    this process's own, for no lock is one on every storage; what killed processes left goes first.
+    Raises OSError."""
+    host = socket.gethostname()
+    folder = out.with_name(f".{out.name}.{host}.{os.getpid()}-{next(_NUMBERS)}.partial")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for left in out.parent.glob(f".{glob.escape(out.name)}.*.partial"):
+        if _is_left(left, host):
+            shutil.rmtree(left, ignore_errors=True)
+    folder.mkdir()
     try:
-        _lock(descriptor, folder, out)
-        for left in folder.iterdir():
-            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
-        try:
-            yield folder
-        finally:
-            if _is_at(descriptor, folder):  # and not another's, after it became `out`
-                shutil.rmtree(folder, ignore_errors=True)
+        yield folder
     finally:
-        os.close(descriptor)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _lock(descriptor: int, folder: Path, out: Path) -> None:
-    """The kernel forgets it when the process dies."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UserError(f"{out}: another process is writing it") from error
-    except OSError:  # Lustre mounted without flock: two writers of one name go unnoticed there
-        return
-    if not _is_at(descriptor, folder):
-        raise UserError(f"{out}: another process has just written it")
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    with suppress(OSError):
-        return os.path.samestat(os.fstat(descriptor), path.stat())
+def _is_left(folder: Path, host: str) -> bool:
+    """Whether its process is gone: one of this host by its number, another by its silence."""
+    *_, name, pid, _ = folder.name.rsplit(".", 3)
+    with suppress(OSError, ValueError):
+        if name.endswith(host) and not Path(f"/proc/{int(pid.split('-')[0])}").exists():
+            return True
+        return time.time() - folder.stat().st_mtime > SILENT_SECONDS
     return False

@@ -2,10 +2,10 @@
 
 import os
 import signal
+import time
 
 import pytest
 
-from megafrontier.errors import UserError
 from megafrontier.files import in_work, write_whole
 from tests.processes import in_child
 
@@ -62,26 +62,36 @@ def test_what_a_killed_process_left_goes_with_the_next_one(tmp_path):
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert in_child(work_and_die) == -signal.SIGKILL
-    assert sorted(os.listdir(tmp_path / ".out.partial")) == ["deep", "file", "link"]
+    (left,) = tmp_path.glob(".out.*.partial")
+    assert sorted(os.listdir(left)) == ["deep", "file", "link"]
     with in_work(tmp_path / "out") as folder:
         assert os.listdir(folder) == []
     assert os.listdir(tmp_path) == ["precious"]
     assert os.listdir(precious) == ["x"]
 
 
-def test_a_second_process_is_refused_and_leaves_the_first_ones_work_alone(tmp_path):
-    def is_refused():
-        with (
-            pytest.raises(UserError, match="out: another process is writing it"),
-            in_work(tmp_path / "out"),
-        ):
-            pass
-        return True
+def test_a_second_process_works_in_a_folder_of_its_own(tmp_path):
+    """No lock is one on every storage."""
+
+    def work():
+        with in_work(tmp_path / "out") as folder:
+            return os.listdir(folder) == []
 
     with in_work(tmp_path / "out") as folder:
         (folder / "x").touch()
-        assert in_child(is_refused) == 0
+        assert in_child(work) == 0
         assert os.listdir(folder) == ["x"]
+
+
+def test_what_another_hosts_process_left_goes_when_it_has_been_silent_for_a_day(tmp_path):
+    for name, age in (("living", 3600), ("dead", 100_000)):
+        folder = tmp_path / f".out.{name}.example.org.7-0.partial"
+        folder.mkdir()
+        os.utime(folder, (time.time() - age,) * 2)
+    (tmp_path / ".out.partial").mkdir()  # somebody's
+    with in_work(tmp_path / "out"):
+        pass
+    assert sorted(os.listdir(tmp_path)) == [".out.living.example.org.7-0.partial", ".out.partial"]
 
 
 def test_what_one_has_put_in_place_the_next_may_follow_at_once(tmp_path):

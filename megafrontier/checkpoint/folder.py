@@ -121,7 +121,9 @@ def of_newest(
 
 def of_each(path: Path, look: Callable[[Path], Made]) -> Iterator[Made]:
     """What `look` makes of each checkpoint that `path` stands for, oldest first, but for those that
-    a training has pruned meanwhile. Raises what `look` raises of the others, and UserError."""
+    a training has pruned meanwhile. Raises what `look` raises of the others, and UserError where
+    there is none, at last."""
+    is_any = False
     for one in find(path):
         try:
             found = look(one)
@@ -130,7 +132,13 @@ def of_each(path: Path, look: Callable[[Path], Made]) -> Iterator[Made]:
                 raise
             continue
         if one == path or _state(one) != GONE:
+            is_any = True
             yield found
+    if not is_any:
+        raise UserError(
+            f"{path}: all of its checkpoints were pruned while they were read; need the path of "
+            "one that checkpoint.keep_every keeps"
+        )
 
 
 def _state(path: Path) -> str:

@@ -100,13 +100,15 @@ def _agree(act: Callable[[], None], crowd: Crowd) -> str | None:
         corrupt = str(error)
     except CheckpointUnreadable as error:
         unread = str(error)
+    except OSError as error:
+        unread = f"{error.filename or 'storage'}: {error.strerror}"
     except Exception as error:
         failure = error
     is_input = isinstance(failure, UserError)
     broken = None if failure is None or is_input else f"rank {crowd.rank}: {failure!r}"
     broken = crowd.first_error(broken)
     fatal = crowd.first_error(str(failure) if is_input else None)
-    if failure is not None:
+    if failure is not None and not is_input:
         raise failure
     if broken is not None:
         raise PeersLost(broken)

@@ -162,12 +162,11 @@ def _matches(pattern: str) -> list[str]:
 
 def _expanded(pattern: str) -> Iterator[str]:
     """As the `glob` module does it, which follows a link in a circle until its name is too long."""
-    if pattern.endswith("**"):
-        pattern += "/*"  # all that is in them
-    head, stars, rest = pattern.partition("**/")
-    if not stars or (head and not head.endswith("/")):
+    stars = re.search(r"(^|/)\*\*(/|$)", pattern)  # as one name; in another they are a star
+    if stars is None:
         yield from glob.glob(pattern)
         return
+    head, rest = pattern[: stars.end(1)], pattern[stars.end() :] or "*"
     seen: set[str] = set()
     for base in sorted(glob.glob(head)) if head else [""]:
         for folder in _folders(base, seen):
@@ -184,17 +183,20 @@ def _folders(base: str, seen: set[str]) -> Iterator[str]:
             continue
         seen.add(real)
         yield folder
-        with os.scandir(folder or ".") as entries:
-            names = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
-        rest += (os.path.join(folder, name) for name in names)
+        inside = (os.path.join(folder, name) for name in sorted(os.listdir(folder or ".")))
+        rest += (path for path in inside if _is_shown(path) and os.path.isdir(path))
+
+
+def _is_shown(path: str) -> bool:
+    return not os.path.basename(path).startswith(".")
 
 
 def _find_match(match: str) -> list[Source]:
     """A match of a glob: folders are left to patterns that say so, with `**`."""
-    return [_find_file(Path(match))] if os.path.isfile(match) else []
+    return [_find_file(Path(match), is_named=False)] if os.path.isfile(match) else []
 
 
-def _find_file(path: Path) -> Source:
+def _find_file(path: Path, is_named: bool = True) -> Source:
     if not path.is_file():
         raise UserError(f"input {str(path)!r}: a pipe or device, need a file: it is read twice")
     if path.suffix.lower() in _NO_PACKING:
@@ -204,7 +206,9 @@ def _find_file(path: Path) -> Source:
         raise UserError(f"input {str(path)!r}: {_suffix(path)}, {need}")
     if _suffix(path) == ".json" and not _is_json_lines(path):
         raise UserError(f"input {str(path)!r}: no JSON lines, need one object a line")
-    if _KINDS.get(_suffix(path), "text") == "text" and _is_json_lines(path):
+    # Of a pattern's thousands of files those that say what they are are not all opened for it.
+    is_asked = _suffix(path) not in _KINDS or (is_named and _KINDS[_suffix(path)] == "text")
+    if is_asked and _is_json_lines(path):
         raise UserError(
             f"input {str(path)!r}: JSON lines by the look of it, which would be taken for one "
             "text; need the suffix .jsonl"

@@ -1,7 +1,6 @@
 """Trains a SentencePiece tokenizer that keeps every character of every text."""
 
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -176,14 +175,10 @@ def _run_trainer(lines: Iterator[str], vocab_size: int, kind: str, file: BinaryI
 
 
 def _replace(whole: Path, out: Path) -> None:
-    """Put a finished folder in the place of an older one, which moves out of the way first and goes
-    last: a kill leaves one of them."""
-    old = out.with_name(f".{out.name}.old")
+    """Put a finished folder in the place of an older one, which moves out of the way first."""
     if out.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        out.rename(old)
+        out.rename(whole.with_name("old"))
     whole.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _check_replaceable(out: Path) -> None:

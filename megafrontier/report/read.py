@@ -15,6 +15,10 @@ from megafrontier.config import Config, config_from_dict, load_machine
 from megafrontier.errors import UserError
 
 Metrics = dict[str, Any]
+_NUMBERS = {
+    *("loss", "valid_loss", "grad_norm", "lr", "loss_scale", "tokens", "tokens_per_second"),
+    *("step_seconds", "tflops_per_device", "mfu", "memory_gib"),
+}
 _NOT_A_LINE = (ValueError, KeyError, TypeError, OverflowError, AttributeError, RecursionError)
 _SECTIONS = {"run", "model", "train", "partition", "machine"}
 
@@ -154,9 +158,9 @@ def _check_numbers(line: Metrics) -> None:
     for traffic in (line.get("comm") or {}).values():
         _check_number(traffic["bytes"])
         _check_number(traffic["seconds"])
-    for key, value in line.items():
-        if key not in ("comm", "samples") and value is not None:
-            _check_number(value)
+    for key in _NUMBERS & line.keys():
+        if line[key] is not None:
+            _check_number(line[key])
 
 
 def _check_number(value: object) -> None:

@@ -1,10 +1,11 @@
 """The command `evaluate`: the loss of a finished checkpoint on its validation data."""
 
+import json
 import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from megafrontier.cluster.identity import identify
 from megafrontier.config import (
     Config,
     PartitionConfig,
+    config_to_dict,
     load_config,
     load_machine,
 )
@@ -104,6 +106,7 @@ def evaluate_command(
             joined(config, watch.start, watch.fail) as (arrangement, hierarchy),
             watched(watch),
         ):
+            _agree_on(config, hierarchy)
             with out_of_memory_told(f"rank {hierarchy.rank}", need):
                 checkpoint, found = _evaluate(target, arrangement, hierarchy, show, watch.beat)
             if hierarchy.rank == 0:
@@ -116,6 +119,18 @@ def evaluate_command(
         check_training(config, ranks, parts=("valid",))
 
     return launch(config, body, nproc, check)
+
+
+def _agree_on(config: Config, hierarchy: Hierarchy) -> None:
+    """Raises UserError on all ranks where some have found another configuration: the run may have
+    been resumed with it meanwhile. The tokenizer lies in each checkpoint anew."""
+    mine = json.dumps(config_to_dict(replace(config, tokenizer="")), sort_keys=True, default=str)
+    first = hierarchy.seen_by_rank_0(lambda: mine)
+    if hierarchy.first_error(None if mine == first else "another") is not None:
+        raise UserError(
+            f"{config.run.name}: ranks have found checkpoints of different configurations; need "
+            "the path of one"
+        )
 
 
 def _refuse_unused(overrides: Sequence[str], unused: Sequence[str]) -> None:
@@ -150,6 +165,7 @@ def _evaluate(
     count_bytes = partial(text_bytes, kept_tokenizer(config.tokenizer))
     try:
         found = evaluate(model, loader, hierarchy, config.evaluate.batches, count_bytes, beat)
+        assert found is not None  # nothing breaks it off
         return checkpoint.path, found
     finally:
         loader.close()

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -36,8 +36,7 @@ _NAME = re.compile(r"\d{8,}")
 @dataclass(frozen=True)
 class Holder:
     """Who holds a lease. `machine` tells two boots and two process tables apart, `start` two
-    processes of one number, `inode` the folder of the lease from a copy; `job` and `restart` are
-    Slurm's."""
+    processes of one number; `job` and `restart` are Slurm's."""
 
     host: str = "an unknown host"
     pid: int = 0
@@ -46,7 +45,6 @@ class Holder:
     job: str = ""
     restart: str = ""
     since: str = "?"
-    inode: int = 0
 
     @classmethod
     def present(cls, host: str, environment: Mapping[str, str]) -> "Holder":
@@ -69,10 +67,7 @@ class Holder:
         """Whether it is known to be gone, without waiting for a beat."""
         if self.job and self.job == me.job and self.restart != me.restart:
             return True
-        # In a copy of a run's directory its process holds nothing.
-        return self.is_near(me) and (
-            start_of(self.pid) != self.start or self.inode not in (0, me.inode)
-        )
+        return self.is_near(me) and start_of(self.pid) != self.start
 
     def is_near(self, me: "Holder") -> bool:
         """Whether `me` can see its process."""
@@ -157,7 +152,6 @@ def acquire(
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        me = replace(me, inode=folder.stat().st_ino)
         while True:
             number = _newest(folder)
             _await_end(_path(folder, number), me, tell, min(EXPIRY_SECONDS, patience))
@@ -191,6 +185,8 @@ def _await_end(path: Path, me: Holder, tell: Callable[[str], None], expiry: floa
     holder, beat = _read(path)
     if beat in ("", _RELEASED) or holder.is_dead(me):
         return
+    if holder.is_near(me) and not _has_open(holder.pid, path):
+        return  # a copy of a run's directory, in which its process holds nothing
     if not holder.is_near(me):
         tell(f"waiting up to {expiry:g} s for the lease of {holder}, if it is dead")
         found = _watch(path, beat, expiry)
@@ -201,6 +197,19 @@ def _await_end(path: Path, me: Holder, tell: Callable[[str], None], expiry: floa
         f"run.directory: {path.parent.parent} is in use by {holder}; need another run.directory, "
         "or that job's end"
     )
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    """Whether a process of this machine has a file open; True where that is not to be known."""
+    try:
+        opened = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:  # another user's
+        return True
+    for descriptor in opened:
+        with suppress(OSError):
+            if descriptor.samefile(path):
+                return True
+    return False
 
 
 def _watch(path: Path, beat: str, expiry: float) -> Holder | None:

@@ -130,13 +130,12 @@ def test_suffixes_in_capitals_are_those_in_small_letters(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["x.txt", "x.md", "x.txt.gz"])
-@pytest.mark.parametrize("asked", ["{name}", "x.*"])
-def test_json_lines_that_are_called_a_text_are_refused_where_they_are_asked_for(
-    tmp_path: Path, name: str, asked: str
+def test_json_lines_that_are_called_a_text_are_refused_where_they_are_named(
+    tmp_path: Path, name: str
 ) -> None:
     (tmp_path / name).write_bytes(gzip.compress(LINES) if name.endswith(".gz") else LINES)
     with pytest.raises(UserError, match=rf"{name}': JSON lines by .*; need the suffix \.jsonl"):
-        prepared(tmp_path, tmp_path / asked.format(name=name))
+        prepared(tmp_path, tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
@@ -146,6 +145,18 @@ def test_a_number_longer_than_python_reads_does_no_harm_beside_a_text(
     long = "9" * 5000
     (tmp_path / name).write_text(f'{{"id": {long}, "text": "a"}}\n{{"text": "b", "id": -{long}}}\n')
     assert prepared(tmp_path, tmp_path / name) == ["a", "b"]
+
+
+@pytest.mark.parametrize("pattern", ["part**", "a**/**/c.txt", "**/c.txt", "a/**", "**/b/**/*.txt"])
+def test_two_stars_are_any_depth_as_a_name_and_one_star_in_another(
+    tmp_path: Path, pattern: str
+) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "self").symlink_to("self")  # which is no folder, and no error
+    for name in ("part-1.txt", "part-2.txt", "a/b/c.txt"):
+        (tmp_path / name).write_text(name)
+    found = ["part-1.txt", "part-2.txt"] if pattern == "part**" else ["a/b/c.txt"]
+    assert prepared(tmp_path, tmp_path / pattern) == found
 
 
 def test_another_key_and_blank_lines(tmp_path: Path) -> None:

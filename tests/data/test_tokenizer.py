@@ -378,13 +378,6 @@ def test_the_command_trains_and_replaces_an_older_tokenizer(
     assert load_tokenizer(out).vocab_size == 500
 
 
-def test_what_a_killed_training_left_goes_with_the_next_one(tmp_path: Path) -> None:
-    (tmp_path / ".tok.partial" / "whole").mkdir(parents=True)
-    train_tokenizer(SOURCES, 400, tmp_path / "tok")
-    assert os.listdir(tmp_path) == ["tok"]
-    assert load_tokenizer(str(tmp_path / "tok")).vocab_size == 400
-
-
 def test_a_tokenizer_may_be_written_into_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from megafrontier.config import RotaryScalingConfig
 from megafrontier.errors import UserError
-from megafrontier.files import in_work
 from megafrontier.model import huggingface
 from megafrontier.model.gpt import GPT
 from megafrontier.model.huggingface import export_model, import_model
@@ -298,24 +297,6 @@ def test_an_empty_folder_may_be_the_one_we_are_in(make_config, make_model, tmp_p
     export_model(config, make_model(config).state_dict(), Path())
     assert (out / "config.json").is_file()
     assert list(tmp_path.iterdir()) == [out]
-
-
-def test_what_a_killed_export_left_goes_with_the_next_one(make_config, make_model, tmp_path):
-    config, left = make_config(), tmp_path / ".out.partial"
-    left.mkdir()
-    (left / "0.part").write_text("half a tensor")
-    export_model(config, make_model(config).state_dict(), tmp_path / "out")
-    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
-    assert not (tmp_path / "out" / "0.part").exists()
-
-
-def test_two_exports_to_one_folder_do_not_meet(make_config, make_model, tmp_path):
-    config = make_config()
-    with (
-        in_work(tmp_path / "out"),
-        pytest.raises(UserError, match="out: another process is writing it"),
-    ):
-        export_model(config, make_model(config).state_dict(), tmp_path / "out")
 
 
 def test_an_occupied_folder_is_not_overwritten(exported, make_config):

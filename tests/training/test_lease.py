@@ -1,7 +1,6 @@
 """One job at a time on a run directory; a dead one keeps nobody away."""
 
 import errno
-import json
 import os
 import shutil
 import signal
@@ -158,19 +157,6 @@ def test_a_copy_of_a_run_that_goes_on_is_free_at_once_and_the_run_is_not(
         acquire(tmp_path / "run" / "lease", HERE, said.append)
     held.release()
     assert said == []
-
-
-def test_a_lease_without_the_number_of_its_folder_holds_as_before(tmp_path, said):
-    """As an earlier version has written it."""
-    held = acquire(tmp_path, HERE, said.append)
-    (path,) = tmp_path.iterdir()
-    head, beat = path.read_text().split("\n")
-    values = json.loads(head)
-    assert values.pop("inode") == tmp_path.stat().st_ino
-    held.release()
-    path.write_text(f"{json.dumps(values)}\n{beat}")
-    with pytest.raises(UserError, match="is in use by here"):
-        acquire(tmp_path, HERE, said.append)
 
 
 def test_what_a_tool_has_put_beside_a_lease_is_passed_over(tmp_path, said):
