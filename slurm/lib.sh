@@ -349,7 +349,8 @@ leave_job() {
 each_node() {
     run timeout --foreground --kill-after=30 "$seconds" \
         srun --nodes="${SLURM_JOB_NUM_NODES:-NODES}" --ntasks-per-node=1 \
-        --ntasks="${SLURM_JOB_NUM_NODES:-NODES}" --kill-on-bad-exit=0 --wait="$seconds" "${deaf[@]}" "$@"
+        --ntasks="${SLURM_JOB_NUM_NODES:-NODES}" --kill-on-bad-exit=0 --wait="$seconds" \
+        "${deaf[@]}" "$@"
 }
 
 run() {
