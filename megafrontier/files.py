@@ -36,7 +36,7 @@ def in_work(out: Path) -> Iterator[Path]:
     folder = out.with_name(f".{out.name}.{host}.{os.getpid()}-{next(_NUMBERS)}.partial")
     out.parent.mkdir(parents=True, exist_ok=True)
     for left in out.parent.glob(f".{glob.escape(out.name)}.*.partial"):
-        if _is_left(left, host):
+        if _is_left(left, f".{out.name}.{host}"):
             shutil.rmtree(left, ignore_errors=True)
     folder.mkdir()
     try:
@@ -45,11 +45,12 @@ def in_work(out: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_left(folder: Path, host: str) -> bool:
-    """Whether its process is gone: one of this host by its number, another by its silence."""
-    *_, name, pid, _ = folder.name.rsplit(".", 3)
+def _is_left(folder: Path, ours: str) -> bool:
+    """Whether its process is gone: one of this host, whose folders' names begin with `ours`, by its
+    number, another by its silence."""
+    name, pid, _ = folder.name.rsplit(".", 2)
     with suppress(OSError, ValueError):
-        if name.endswith(host) and not Path(f"/proc/{int(pid.split('-')[0])}").exists():
+        if name == ours and not Path(f"/proc/{int(pid.split('-')[0])}").exists():
             return True
         return time.time() - folder.stat().st_mtime > SILENT_SECONDS
     return False
