@@ -113,10 +113,7 @@ def of_newest(
         except (UserError, StorageFailed, OSError):
             if seen(partial(_state, chosen)) != GONE:
                 raise
-    raise UserError(
-        f"{path}: {TRIES} newest checkpoints were pruned while they were read; need the path of "
-        "one that checkpoint.keep_every keeps"
-    )
+    raise _pruned(path, f"{TRIES} newest checkpoints")
 
 
 def of_each(path: Path, look: Callable[[Path], Made]) -> Iterator[Made]:
@@ -135,10 +132,12 @@ def of_each(path: Path, look: Callable[[Path], Made]) -> Iterator[Made]:
             is_any = True
             yield found
     if not is_any:
-        raise UserError(
-            f"{path}: all of its checkpoints were pruned while they were read; need the path of "
-            "one that checkpoint.keep_every keeps"
-        )
+        raise _pruned(path, "all of its checkpoints")
+
+
+def _pruned(path: Path, which: str) -> UserError:
+    need = "need the path of one that checkpoint.keep_every keeps"
+    return UserError(f"{path}: {which} were pruned while they were read; {need}")
 
 
 def _state(path: Path) -> str:

@@ -51,12 +51,15 @@ class LookUp(torch.autograd.Function):
         return summed.to(gradient.dtype), None
 
 
-def look_up(weight: Tensor, tokens: Tensor) -> Tensor:
-    """weight [rows, hidden], tokens [b, s] → [b, s, hidden]."""
-    if weight.device.type == "cpu" and weight.dtype != torch.float32:
-        found: Tensor = LookUp.apply(weight, tokens)
-        return found
-    return F.embedding(tokens, weight)
+class TokenVectors(nn.Embedding):
+    """torch's embedding with `LookUp` where that is needed."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [b, s] → [b, s, hidden]."""
+        if self.weight.device.type == "cpu" and self.weight.dtype != torch.float32:
+            found: Tensor = LookUp.apply(self.weight, tokens)
+            return found
+        return super().forward(tokens)
 
 
 class Embedding(nn.Module):
@@ -65,13 +68,13 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.dropout = config.dropout
-        self.tokens = nn.Embedding(padded_vocab(config), config.hidden)
+        self.tokens = TokenVectors(padded_vocab(config), config.hidden)
         if config.position == "learned":
             self.positions = nn.Embedding(config.sequence_length, config.hidden)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens [b, s], positions [b or 1, s] → [b, s, hidden]."""
-        hidden = look_up(self.tokens.weight, tokens)
+        hidden = self.tokens(tokens)
         if hasattr(self, "positions"):
             hidden = hidden + self.positions(positions)
         return F.dropout(hidden, self.dropout, self.training)

@@ -248,8 +248,9 @@ class Schedule:
         missing.discard(number)
         # Of one whose weights go away more may be to come that needs them (a use of `w.detach()`):
         # it is over when another one's backward begins. The root comes last in any case.
-        is_over = unit.is_persistent and not self._runs.is_waiting(index)
-        if not missing and is_over and unit.name != ROOT:
+        if missing or unit.name == ROOT or not unit.is_persistent:
+            return
+        if not self._runs.is_waiting(index):
             self._finish_backward(index)
 
     def _let_go(self, unit: Unit) -> None:

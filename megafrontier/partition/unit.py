@@ -1,6 +1,6 @@
 """A unit: the parameters of one block in one flat buffer, and this rank's shard of each state."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import cached_property, partial
 
@@ -314,12 +314,9 @@ class Unit:
         self.finish_reducing()  # it came before
         # A rotation mixes parameters with what lies beside them, and messages round.
         gradient[self.layout.padding_within(*self.range)].zero_()
-        frozen = {name for name, parameter in self._named() if not parameter.requires_grad}
+        pairs = zip(self.layout.entries, self.parameters, strict=True)
+        frozen = {entry.name for entry, parameter in pairs if not parameter.requires_grad}
         for entry, first, last, at in self.layout.within(*self.range) if frozen else ():
             if entry.name in frozen:
                 gradient[at : at + last - first].zero_()
         return gradient
-
-    def _named(self) -> Iterator[Named]:
-        names = (entry.name for entry in self.layout.entries)
-        return zip(names, self.parameters, strict=True)

@@ -18,6 +18,11 @@ Call = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 WIDTH = 6
 
 
+def inputs(rank: int) -> torch.Tensor:
+    torch.manual_seed(rank)
+    return torch.randn(2, 4, WIDTH)
+
+
 class Stack(nn.Module):
     """Blocks one after another, each of which is run as `call` says."""
 
@@ -29,8 +34,7 @@ class Stack(nn.Module):
         self.call = call
 
     def forward(self, rank: int) -> torch.Tensor:
-        torch.manual_seed(rank)
-        x = self.first(torch.randn(2, 4, WIDTH))
+        x = self.first(inputs(rank))
         for block in self.blocks:
             x = self.call(block, x)
         return self.head(x).sum()
@@ -110,8 +114,7 @@ class Frozen(Stack):
 
     def forward(self, rank: int) -> torch.Tensor:
         self.blocks.requires_grad_(False)
-        torch.manual_seed(rank)
-        x = self.first(torch.randn(2, 4, WIDTH))
+        x = self.first(inputs(rank))
         for is_trained in (False, True):
             self.blocks.requires_grad_(is_trained)
             for block in self.blocks:
@@ -130,8 +133,7 @@ class Spanning(Stack):
     """One checkpoint goes around the first three blocks, and rank 1 passes by the last of them."""
 
     def forward(self, rank: int) -> torch.Tensor:
-        torch.manual_seed(rank)
-        x = self.first(torch.randn(2, 4, WIDTH))
+        x = self.first(inputs(rank))
         x = checkpoint(lambda x: self.three(x, rank), x, use_reentrant=False)
         return self.head(self.blocks[3](x, False)).sum()
 
@@ -225,8 +227,7 @@ class Between(Stack):
     """The first block runs before the second and after it, and rank 1 passes by its first run."""
 
     def forward(self, rank: int) -> torch.Tensor:
-        torch.manual_seed(rank)
-        x = self.first(torch.randn(2, 4, WIDTH))
+        x = self.first(inputs(rank))
         x = self.blocks[1](self.blocks[0](x, passes_by=rank == 1), False)
         for block in (self.blocks[0], self.blocks[2], self.blocks[3]):
             x = block(x, False)
