@@ -161,7 +161,10 @@ gets_all_variables() {
 # submit FILE OPTION… -- ARGUMENT…: hand a batch file to Slurm. Leaves the job's number in `job`.
 submit() {
     local file=$1 own=() kept=() lines name until='' command code=0
-    [ -n "$dry_run" ] || refuse_absent "$(here)" # before it waits in the queue
+    if [ -z "$dry_run" ]; then # before it waits in the queue
+        need_archive
+        need_python "$(here)"
+    fi
     shift
     while [ "$1" != -- ]; do
         own+=("$1")
@@ -204,10 +207,12 @@ know_job() {
     [[ $record == *" ArrayTaskId="* ]] || unset "${!SLURM_ARRAY_@}"
 }
 
-# Ends where the environment is not there: PREFIX, and the packed one if there is to be one.
-refuse_absent() {
+need_archive() {
     [ -z "${MEGAFRONTIER_ENV_TAR:-}" ] || [ -r "$MEGAFRONTIER_ENV_TAR" ] ||
         fail "MEGAFRONTIER_ENV_TAR: $MEGAFRONTIER_ENV_TAR, need what slurm/pack_env.sh wrote"
+}
+
+need_python() {
     [ -x "$1/bin/python" ] ||
         fail "MEGAFRONTIER_PREFIX: $1 has no bin/python, need a Python environment"
 }
@@ -226,7 +231,7 @@ enter_job() {
     if [ -n "${MEGAFRONTIER_ENV_TAR:-}" ]; then
         unpack_environment
     fi
-    [ -n "$dry_run" ] || refuse_absent "$(here)"
+    [ -n "$dry_run" ] || need_python "$(here)"
     export PYTHONNOUSERSITE=1 # a torch in ~/.local would come before a conda environment's own
     export PYTHONSAFEPATH=1   # and the package, or a random.py, of the folder that the job is in
     export PATH=$prefix/bin:$PATH
@@ -239,7 +244,7 @@ enter_job() {
 
 unpack_environment() {
     local target=$node_disk/environment source
-    [ -n "$dry_run" ] || [ -r "$MEGAFRONTIER_ENV_TAR" ] || refuse_absent "$prefix"
+    [ -n "$dry_run" ] || need_archive
     try_each_node rm -rf "$target" # that an earlier start may have left, of another day
     try_each_node mkdir -p "$target"
     unpack "$MEGAFRONTIER_ENV_TAR" "$node_disk/environment.tar.gz" "$target"

@@ -213,21 +213,28 @@ SINFO = "#!/bin/sh\nprintf 'frontier0000%s\\n' 1 2 3 3\n"
 SRUN = "#!/bin/sh\necho ranks start\n"
 
 
+def job_process(folder, directory, *chosen, scripts, around=(), stdout=None, **variables):
+    """slurm/train.sbatch as Slurm runs it in `folder`, which ends; `scripts` by the names of the
+    programs that they are in place of, `around` the command's first words."""
+    environment = os.environ | {
+        "PATH": with_tools(folder, **scripts),
+        "MEGAFRONTIER_CLUSTER": "generic", "MEGAFRONTIER_PREFIX": sys.prefix,
+        "MEGAFRONTIER_HOME": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "", **variables,
+    }  # fmt: skip
+    train = [ROOT / "slurm" / "train.sbatch", ROOT / CONFIG, f"run.directory={directory}", *chosen]
+    return subprocess.run(
+        [*around, *train], cwd=folder, env=environment, text=True, check=False, timeout=100,
+        stdout=stdout or subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
 def run_job_on_frontier00001_and_2(
     folder, *chosen, ranks, code, scontrol=SCONTROL, tools=MappingProxyType({}), **variables
 ):
     """The output of the batch file as Slurm runs it, which ends with a code; `ranks`: what srun
     does."""
-    environment = os.environ | {
-        "PATH": with_tools(folder, scontrol=scontrol, srun=SRUN + ranks, sinfo=SINFO, **tools),
-        "MEGAFRONTIER_CLUSTER": "generic",
-        "MEGAFRONTIER_PREFIX": os.path.dirname(os.path.dirname(sys.executable)),
-        "MEGAFRONTIER_HOME": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "", **variables,
-    }  # fmt: skip
-    done = subprocess.run(
-        [ROOT / "slurm" / "train.sbatch", ROOT / CONFIG, f"run.directory={folder}", *chosen],
-        cwd=folder, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    scripts = {"scontrol": scontrol, "srun": SRUN + ranks, "sinfo": SINFO, **tools}
+    done = job_process(folder, folder, *chosen, scripts=scripts, **variables)
     assert done.returncode == code, done.stderr
     return done.stdout
 

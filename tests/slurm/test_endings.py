@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.slurm.cluster import ROOT
-from tests.slurm.test_batch_files import CONFIG, SCONTROL, SINFO
+from tests.slurm.test_batch_files import SCONTROL, SINFO, job_process
 from tests.tools import with_tools
 
 NODES = "frontier00001\nfrontier00002\n"
@@ -24,20 +24,14 @@ def start(tmp_path):
     def begin(srun, *chosen, scontrol=SCONTROL, around=(), tools=None, output=None, **variables):
         scripts = {
             "scontrol": scontrol.replace('*) echo "', f'*) echo "$*" >>{tmp_path}/asked; echo "'),
-            "srun": "#!/bin/sh\n" + srun, "sinfo": SINFO, "sleep": QUICK,
+            "srun": "#!/bin/sh\n" + srun, "sinfo": SINFO, "sleep": QUICK, **(tools or {}),
         }  # fmt: skip
-        environment = os.environ | {
-            "PATH": with_tools(tmp_path, **scripts | (tools or {})),
-            "MEGAFRONTIER_CLUSTER": "generic", "MEGAFRONTIER_HOME": str(ROOT),
-            "MEGAFRONTIER_PREFIX": sys.prefix, "MEGAFRONTIER_NODE_DISK": str(tmp_path / "disk"),
-            "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "", "SLURM_JOB_NUM_NODES": "2", **variables,
-        }  # fmt: skip
-        train = [ROOT / "slurm" / "train.sbatch", ROOT / CONFIG, f"run.directory={tmp_path}/run"]
+        disk = {"MEGAFRONTIER_NODE_DISK": str(tmp_path / "disk"), "SLURM_JOB_NUM_NODES": "2"}
         (tmp_path / "run").mkdir(exist_ok=True)
         (tmp_path / "asked").write_text("")
-        done = subprocess.run(
-            [*around, *train, *chosen], cwd=tmp_path, env=environment, text=True, check=False,
-            stdout=output or subprocess.PIPE, stderr=subprocess.PIPE, timeout=100,
+        done = job_process(
+            tmp_path, tmp_path / "run", *chosen, scripts=scripts, around=around, stdout=output,
+            **disk | variables,
         )  # fmt: skip
         asked = (tmp_path / "asked").read_text()
         is_requeued = "requeue 7\n" in asked
