@@ -222,7 +222,7 @@ def _turn(task: Task, number: int, packages: Path | None) -> Turn:
     turn = Turn(task.group, task.variant, number, task.arguments)
     environment = dict(os.environ, TOKENIZERS_PARALLELISM="false")
     # Last on the path: what both have is taken from where the benchmark runs.
-    environment[PACKAGES] = str(packages or "")
+    environment[PACKAGES] = str(packages.resolve()) if packages else ""
     with tempfile.TemporaryDirectory() as folder:
         answer, log = Path(folder) / "answer", Path(folder) / "log"
         command = [sys.executable, CHILD, task.function, answer, json.dumps(task.arguments)]

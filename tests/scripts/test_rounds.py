@@ -63,3 +63,13 @@ def test_a_row_without_figures_is_tried_once_in_each_run(measured: Measure, tmp_
 def test_out_of_time_no_turn_begins(measured: Measure) -> None:
     assert measured("a", minutes=-1.0) == []
     assert measured("a") == ["a0", "a1"]
+
+
+def test_packages_are_found_from_the_folder_in_which_the_benchmark_was_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "of_theirs.py").write_text("figures = lambda: {'seconds': 2.0}")
+    monkeypatch.chdir(tmp_path)
+    turn = rounds._turn(rounds.Task("group", "a", "of_theirs:figures"), 0, Path("theirs"))
+    assert (turn.values, turn.skipped) == ({"seconds": 2.0}, "")
