@@ -264,6 +264,7 @@ class Unit:
         zeros where none has come to this rank, for others may have one."""
         depth = self.placement.gradients
         if depth == 0:
+            self._flat.write()
             return
         if self._flat.whole is None:
             self._start_gradient()

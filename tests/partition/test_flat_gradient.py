@@ -1,7 +1,9 @@
 """Old values never show: what is not written again is zero in the end."""
 
+import pytest
 import torch
 
+from megafrontier.partition import flat_gradient as module
 from megafrontier.partition.flat_gradient import FlatGradient
 from megafrontier.partition.layout import Layout
 
@@ -31,3 +33,28 @@ def test_a_new_start_forgets_what_was_written():
         flat.complete()
         assert whole[6:10].tolist() == [value] * 4
         assert whole.sum() == 4 * value
+
+
+def test_gradients_of_other_types_are_summed_in_fp32():
+    whole = torch.full((LAYOUT.numel,), torch.nan)
+    flat = FlatGradient(LAYOUT)
+    flat.start(whole)
+    for _ in range(2):
+        flat.put(0, torch.full((2, 3), 1.0, dtype=torch.bfloat16))
+        flat.put(1, torch.full((4,), 257.0, dtype=torch.float16))
+        flat.put(0, torch.full((2, 3), 2.0**-9, dtype=torch.bfloat16))
+        flat.write()
+    assert flat.complete()[:10].tolist() == [2 + 2.0**-8] * 6 + [514] * 4
+
+
+@pytest.mark.parametrize("bound", [0, 20, 1 << 25])
+def test_what_waits_to_be_written_stays_within_the_bound_and_is_let_go(monkeypatch, bound):
+    monkeypatch.setattr(module, "TOGETHER", bound)
+    flat = FlatGradient(LAYOUT)
+    flat.start(torch.full((LAYOUT.numel,), torch.nan))
+    for index, shape in enumerate(((2, 3), (4,), ())):
+        flat.put(index, torch.ones(shape))
+        assert sum(gradient.nbytes for gradient in flat._waiting.values()) <= bound
+    whole = flat.complete()
+    assert not flat._waiting
+    assert whole.sum() == 11
