@@ -61,8 +61,12 @@ class Schedule:
         roots = [unit for unit in units if unit.name == ROOT]
         self._first = {*roots, *in_turns[: prefetch + 1]}
         self._last = {*roots, *in_turns[-1 - prefetch :]}
-        for index, module in enumerate(modules):
-            self._attach(module, index)
+        for index, (unit, module) in enumerate(zip(units, modules, strict=True)):
+            # One rank, whose weights are never away, has nothing to gather and no order to keep.
+            if moves.hierarchy.size > 1 or not unit.is_persistent:
+                self._attach(module, index)
+            for number, parameter in enumerate(unit.parameters):
+                parameter.register_post_accumulate_grad_hook(self._on_gradient(index, number))
 
     def gathers(self, unit: Unit, micro_batches: int) -> int:
         """How often a step of so many micro-batches gathers a unit: for each forward, unless it has
@@ -98,9 +102,6 @@ class Schedule:
 
     def _attach(self, module: nn.Module, index: int) -> None:
         unit = self.units[index]
-        # One rank, whose weights are never away, has no need to know when a backward begins, nor an
-        # order to keep.
-        is_watched = self._moves.hierarchy.size > 1 or not unit.is_persistent
         given: dict[int, object] = {}
         number = 0
 
@@ -129,15 +130,14 @@ class Schedule:
             if in_backward():  # the unit stays as it is: its own backward still needs it
                 if not made and torch.is_grad_enabled():
                     output, made = self._pass_on(index, output)
-                if is_watched:
-                    self._runs.recompute(index, made, self._before_backward)
+                self._runs.recompute(index, made, self._before_backward)
                 return output
             if unit.name != ROOT and not self._runs.is_newest(number):
                 self._refuse_inner(index)
             if not made and torch.is_grad_enabled():
                 output, made = self._pass_on(index, output)
             has_backward = made or torch.is_grad_enabled()
-            if has_backward and is_watched:
+            if has_backward:
                 self._runs.end(index, made, self._before_backward)
             if not (has_backward and unit in self._last):
                 unit.release()
@@ -148,8 +148,6 @@ class Schedule:
         hidden = torch.compiler.disable
         module.register_forward_pre_hook(hidden(before), with_kwargs=True, prepend=True)
         module.register_forward_hook(hidden(after))
-        for i, parameter in enumerate(unit.parameters):
-            parameter.register_post_accumulate_grad_hook(self._on_gradient(index, i))
 
     def _gather(self, index: int, ahead: Literal[-1, 0, 1]) -> None:
         """Make a unit whole, and begin with those that run after it (`ahead` 1) or before (-1)."""
