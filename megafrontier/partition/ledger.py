@@ -32,7 +32,7 @@ class Ledger:
         self._thread = threading.get_ident()
         self._is_waiting = False
         self._waited = 0.0
-        self._waits: list[tuple[Any, Any]] = []
+        self._waits: list[tuple[str, Any, Any]] = []
         self._clear()
 
     def _clear(self) -> None:
@@ -68,7 +68,7 @@ class Ledger:
             with self._lock:
                 self._events.append((level, label, start, stop))
             if self._is_exposed():
-                self._waits.append((start, stop))
+                self._waits.append((label, start, stop))
             self._bound()
         else:
             yield sent
@@ -76,7 +76,7 @@ class Ledger:
             seconds = time.perf_counter() - called
             self._note(level, label, called, seconds)
             if self._is_exposed():
-                self._waited += seconds
+                self._note_wait(label, called, seconds)
         with self._lock:
             self._bytes[level] += sum(sent)
 
@@ -115,8 +115,7 @@ class Ledger:
     @contextmanager
     def waiting(self, label: str) -> Iterator[None]:
         """The computation waits for a move: exposed communication. On a GPU the host does not
-        wait; there events show how long the computing stream stood still, and in the trace it is
-        the gaps between kernels."""
+        wait; there events show how long the computing stream stood still."""
         self._is_waiting = True
         begin = time.perf_counter()
         if self._device.type == "cuda":
@@ -124,14 +123,17 @@ class Ledger:
             start.record()
             yield
             stop.record()
-            self._waits.append((start, stop))
+            self._waits.append((label, start, stop))
             self._bound()
         else:
             yield
-            self._waited += time.perf_counter() - begin
+            self._note_wait(label, begin, time.perf_counter() - begin)
         self._is_waiting = False
+
+    def _note_wait(self, label: str, begin: float, seconds: float) -> None:
+        self._waited += seconds
         if self.trace is not None:
-            self.trace.add(WAITING, label, begin, time.perf_counter() - begin)
+            self.trace.add(WAITING, label, begin, seconds)
 
     def _bound(self) -> None:
         """Let events go in a loop of one's own that never takes."""
@@ -147,8 +149,8 @@ class Ledger:
 
     def _read_waits(self, wait: bool = False) -> None:
         waits, self._waits = _split_over(self._waits, wait)
-        for start, stop in waits:
-            self._waited += start.elapsed_time(stop) / 1000
+        for label, start, stop in waits:
+            self._note_wait(label, *self._span(start, stop))
 
     def take(self, wait: bool = False) -> tuple[list[int], list[float]]:
         """(bytes, seconds) per level since the last call.
@@ -167,8 +169,12 @@ class Ledger:
         with self._lock:
             events, self._events = _split_over(self._events, wait)
         for level, label, start, stop in events:
-            begin = self._began + self._origin.elapsed_time(start) / 1000
-            self._note(level, label, begin, start.elapsed_time(stop) / 1000)
+            self._note(level, label, *self._span(start, stop))
+
+    def _span(self, start: Any, stop: Any) -> tuple[float, float]:
+        """(begin, seconds) of two events of a device, by the host's clock."""
+        begin = self._began + self._origin.elapsed_time(start) / 1000
+        return begin, start.elapsed_time(stop) / 1000
 
 
 def _split_over(events: list[Any], wait: bool) -> tuple[list[Any], list[Any]]:

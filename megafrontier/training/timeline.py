@@ -25,6 +25,7 @@ class Timeline(Callback):
         if self._trace is None:
             return
         trainer.engine.ledger.take(wait=True)  # what a device has still to tell
+        trainer.engine.ledger.take_waited(wait=True)
         path = Path(trainer.config.run.directory) / "trace.json"
         try:
             self._trace.write(path)

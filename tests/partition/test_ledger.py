@@ -1,9 +1,13 @@
 """What a device's events are counted as, and how many of them are kept."""
 
+import json
+
+import pytest
 import torch
 
 from megafrontier.partition import ledger as module
 from megafrontier.partition.ledger import Ledger
+from megafrontier.partition.trace import Trace
 
 
 class Event:
@@ -36,6 +40,25 @@ def test_a_loop_that_never_takes_keeps_few_events_and_loses_no_seconds(monkeypat
         assert len(ledger._events) + len(ledger._waits) <= 11
     assert ledger.take() == ([0, 150], [0.0, 50.0])
     assert ledger.take_waited() == 50.0
+
+
+def test_a_trace_shows_a_devices_waits_where_the_device_stood_still(monkeypatch, tmp_path):
+    """And not where the host handed it the wait, in microseconds."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Ledger, "_is_exposed", lambda _: False)
+    ledger = Ledger(["pair"], torch.device("cuda"))
+    ledger.trace = Trace(ledger.names)
+    with ledger.waiting("gather"), ledger.crossing(0, "gather"):
+        pass
+    ledger.take()
+    ledger.take_waited()
+    ledger.trace.write(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    bars = {event["tid"]: event for event in events if event["ph"] == "X"}
+    assert [bars[row]["name"] for row in (0, 1)] == ["gather"] * 2
+    for bar in bars.values():
+        assert bar["ts"] == pytest.approx((ledger._began + 1) * 1e6)
+        assert bar["dur"] == pytest.approx(1e6)
 
 
 def test_of_a_device_that_does_not_get_on_the_oldest_crossing_is_named(monkeypatch):
