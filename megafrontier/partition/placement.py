@@ -91,7 +91,10 @@ class Placement:
 
     def on(self, levels: Levels) -> "Placement":
         """The same placement by the fewest levels: one of a single rank cuts nothing, so what is
-        sharded to it is sharded to the level before, or not at all."""
+        sharded to it is sharded to the level before, or not at all. Raises UserError for one that
+        goes through more levels than there are."""
+        if self.optimizer > len(levels.sizes):
+            raise UserError(f"partition: placement {self}, need depths up to {len(levels.sizes)}")
 
         def tight(depth: int) -> int:
             while depth and levels.sizes[depth - 1] == 1:

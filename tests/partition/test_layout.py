@@ -111,3 +111,8 @@ def test_levels_of_a_single_rank_do_not_count_as_sharding():
     assert topo.on(make_levels((2, 1, 1))) == Placement(1, 1, 1, 1)
     assert topo.on(make_levels((1, 4, 1))) == Placement(0, 0, 2, 2)
     assert topo.on(make_levels((1, 1, 1))) == Placement(0, 0, 0, 0)
+
+
+def test_a_placement_through_more_levels_than_there_are_is_refused():
+    with pytest.raises(UserError, match=r"optimizer=3.*need depths up to 2"):
+        Placement(1, 1, 2, 3).on(make_levels((2, 4)))
