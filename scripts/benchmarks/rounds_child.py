@@ -124,8 +124,10 @@ def main() -> None:
     skipped = ""
     try:
         values = getattr(importlib.import_module(module), name)(**json.loads(arguments))
-    except ImportError as error:
-        skipped = f"not installed: {error.name or str(error).strip().splitlines()[0]}"
+    except ModuleNotFoundError as error:
+        skipped = f"not installed: {error.name}"
+    except ImportError as error:  # of another version, or for want of something that it names
+        skipped = f"cannot be imported: {str(error).strip().splitlines()[0]}"
     except Unable as error:
         skipped = str(error)
     Path(answer).write_text(json.dumps([values, skipped]))

@@ -73,3 +73,15 @@ def test_packages_are_found_from_the_folder_in_which_the_benchmark_was_started(
     monkeypatch.chdir(tmp_path)
     turn = rounds._turn(rounds.Task("group", "a", "of_theirs:figures"), 0, Path("theirs"))
     assert (turn.values, turn.skipped) == ({"seconds": 2.0}, "")
+
+
+def test_a_contender_that_cannot_be_imported_is_told_from_one_that_is_not_there(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "of_another_version.py").write_text("from json import newer")
+    skipped = [
+        rounds._turn(rounds.Task("group", "a", function), 0, tmp_path).skipped
+        for function in ("of_another_version:figures", "of_nobody:figures")
+    ]
+    assert skipped[0].startswith("cannot be imported: cannot import name 'newer' from 'json'")
+    assert skipped[1] == "not installed: of_nobody"
