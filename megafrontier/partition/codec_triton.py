@@ -42,9 +42,10 @@ if TYPE_CHECKING:
 ENCODED = 4096
 """Elements of a program: whole blocks, and per thread 16 bytes or more of fp32 at a time."""
 
-DECODED = {"cuda": 2048, "hip": 4096}
-"""The same where rows are summed, by back end, whose wavefronts mostly are of 32 and of 64: 16 for
-each thread. With 32 fewer programs share a processor, and too few bytes are on their way to it."""
+FEWER = {"cuda": 2048, "hip": 4096}
+"""The same where rows are summed, or rotated and errors kept, by back end, whose wavefronts mostly
+are of 32 and of 64: 16 for each thread. With 32 fewer programs share a processor, for want of
+registers, and too few bytes are on their way to it."""
 
 TOO_LARGE = tl.constexpr(0x7F000000)
 """The bits of `codec.TOO_LARGE`."""
@@ -266,7 +267,8 @@ def encode(
         _check_contiguous("errors", errors)
     feeds_back = errors is not None
     errors = messages if errors is None else errors.view(torch.int16)
-    if programs := _programs(rows, count, ENCODED):
+    tile = encoded_by_a_program(codec, feeds_back, _back_end())
+    if programs := _programs(rows, count, tile):
         with torch.cuda.device_of(values):
             _encode[(programs,)](
                 values,
@@ -278,10 +280,19 @@ def encode(
                 codec.code_bytes(count),
                 codec.scale_start(count),
                 codec.scale_stop(count),
-                **_constants(codec, ENCODED),
+                **_constants(codec, tile),
                 FEEDS_BACK=feeds_back,
                 **LAUNCH,
             )
+
+
+def encoded_by_a_program(codec: BlockCodec, feeds_back: bool, back_end: str) -> int:
+    """Elements."""
+    return FEWER[back_end] if codec.rotates and feeds_back else ENCODED
+
+
+def _back_end() -> str:
+    return "hip" if torch.version.hip else "cuda"
 
 
 def decode(
@@ -321,7 +332,7 @@ def _launch_decode(
     """Each row of `out` [m, count] from `rows` of the messages uint8 [m · rows, bytes]."""
     count = out.shape[1]
     messages = messages.contiguous()
-    tile = DECODED["hip" if torch.version.hip else "cuda"]
+    tile = FEWER[_back_end()]
     if programs := _programs(out.shape[0], count, tile):
         with torch.cuda.device_of(messages):
             _decode_sum[(programs,)](

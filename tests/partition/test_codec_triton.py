@@ -421,7 +421,9 @@ def compile_for(target, codec, name, is_launched, out="*fp32", adds=False):
         gpu = GPUTarget("cuda", int(target[3:]), 32)
     else:
         gpu = GPUTarget("hip", target, 32 if target == "gfx1100" else 64)
-    tile = kernels.ENCODED if name == "_encode" else kernels.DECODED[gpu.backend]
+    tile = kernels.FEWER[gpu.backend]
+    if name == "_encode":
+        tile = kernels.encoded_by_a_program(codec, adds, gpu.backend)
     kernel, constants = getattr(kernels, name), kernels._constants(codec, tile)
     constants |= {"FEEDS_BACK" if name == "_encode" else "ADDS": adds}
     signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
