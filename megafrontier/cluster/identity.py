@@ -26,8 +26,12 @@ class Identity:
     source: Literal["slurm", "torchrun", "local", "alone"]
     rendezvous: str = ""
     host: str = ""
+    start: str = ""
+    """What all ranks of one start share, and those of another run do not; empty if unknown."""
     restarts: int = 0
-    """How often torchrun has started all ranks anew, in one store."""
+    """How often torchrun has started the ranks of this host anew, in one store."""
+    is_counted: bool = True
+    """Whether that is how often it has started all ranks: its agents count each for itself."""
 
     @property
     def has_launcher(self) -> bool:
@@ -53,6 +57,8 @@ def identify(environment: Mapping[str, str]) -> Identity:
         found = _from_torchrun(environment)
     elif "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
         found = _from_slurm(environment)
+        if found.world_size == 1:  # of a shell perhaps, in which another launcher starts ranks
+            found = _from_shell(environment) or found
     elif "RANK" in environment and "WORLD_SIZE" in environment:  # of another launcher, torch's way
         found = _from_torchrun(environment)
     else:
@@ -65,9 +71,16 @@ def identify(environment: Mapping[str, str]) -> Identity:
     return found
 
 
+def _from_shell(environment: Mapping[str, str]) -> Identity | None:
+    """What other variables than Slurm's say of several ranks. Raises UserError as `_refuse_mpi`."""
+    _refuse_mpi(environment)
+    is_one = environment.get("WORLD_SIZE", "1") == "1"
+    return None if is_one or "RANK" not in environment else _from_torchrun(environment)
+
+
 def _refuse_mpi(environment: Mapping[str, str]) -> None:
     """Raises UserError for one of several processes of mpirun: each would train by itself."""
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+    for name in ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE"):
         size = environment.get(name, "1")
         if size != "1":
             raise UserError(
@@ -92,7 +105,9 @@ def _from_torchrun(environment: Mapping[str, str]) -> Identity:
         "torchrun",
         "env://",
         socket.gethostname(),
+        environment.get("TORCHELASTIC_RUN_ID", ""),
         _number({"TORCHELASTIC_RESTART_COUNT": "0", **environment}, "TORCHELASTIC_RESTART_COUNT"),
+        environment.get("GROUP_WORLD_SIZE", "1") == "1",
     )
 
 
@@ -100,6 +115,7 @@ def _from_slurm(environment: Mapping[str, str]) -> Identity:
     master = environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR")
     if not master:
         raise UserError("MASTER_ADDR: not set, need the address of the job's first node")
+    host = master.strip("[]")
     port = _port({"MASTER_PORT": str(DEFAULT_PORT), **environment})
     # SLURM_NTASKS is the whole job's where srun was not told its own number of tasks.
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
@@ -108,9 +124,17 @@ def _from_slurm(environment: Mapping[str, str]) -> Identity:
         _number(environment, size),
         _number(environment, "SLURM_LOCALID"),
         "slurm",
-        f"tcp://[{master}]:{port}" if ":" in master else f"tcp://{master}:{port}",
+        f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}",
         environment.get("SLURMD_NODENAME") or socket.gethostname(),
+        _slurm_start(environment),
     )
+
+
+def _slurm_start(environment: Mapping[str, str]) -> str:
+    """The step, and of a requeued job its start. Parts of a heterogeneous one have their own id."""
+    job = environment.get("SLURM_HET_JOB_ID") or environment.get("SLURM_JOB_ID", "")
+    start = environment.get("SLURM_RESTART_COUNT", "0")
+    return f"job {job}.{environment['SLURM_STEP_ID']}, start {start}"
 
 
 def planned_hosts(environment: Mapping[str, str], size: int) -> list[str]:

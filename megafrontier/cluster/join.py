@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from megafrontier.cluster.groups import groups_of
@@ -158,15 +158,40 @@ def _roll(identity: Identity, seconds: float) -> RollCall:
         return RollCall(dist.FileStore(file, -1), identity)  # type: ignore[attr-defined]
     place = f"{identity.rendezvous}?rank={identity.rank}&world_size=-1"
     store, _, _ = next(rendezvous(place, timeout=timedelta(seconds=seconds)))
-    if identity.restarts:  # torchrun keeps its store, with all that was said before
-        store = PrefixStore(f"restart {identity.restarts}", store)
-    return RollCall(store, identity)
+    _check_owner(store, identity)
+    # torchrun keeps its store, with all that was said before.
+    start = identity.restarts if identity.is_counted else store.add(f"starts/{identity.rank}", 1)
+    return RollCall(PrefixStore(f"start {start}", store), identity)
+
+
+def _check_owner(store: Store, identity: Identity) -> None:
+    """Raises PeersLost in the store of another run, whose rank 0 was first at this address: who
+    went on would be taken for a rank of it, and end it where it fails."""
+    mine = f"run ({identity.start or 'without a name'})"
+    if identity.rank == 0:
+        store.compare_set("owner", "", mine)
+    owner = store.get("owner").decode()  # which rank 0 sets before anything else
+    if owner != mine:
+        raise PeersLost(
+            f"rank {identity.rank}: at {_address(identity)} meets another {owner}; need another "
+            "MASTER_PORT, or that run's end"
+        )
+
+
+def _address(identity: Identity) -> str:
+    """Where the ranks meet, as people write it."""
+    if identity.rendezvous != "env://":
+        return identity.rendezvous
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
 def _allow_sockets(count: int, is_first: bool) -> None:
-    """Raise rank 0's limit of open files for so many more. Raises UserError where the hard limit is
-    below; on all ranks, whose limits are alike, or the others would wait for rank 0 in vain."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Raise the limit of open files for so many more where the store is: in rank 0, or in the
+    torchrun that has started it. Raises UserError where the hard limit is below; on all ranks,
+    whose limits are alike, or the others would wait for rank 0 in vain."""
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    process = os.getppid() if is_torchruns and is_first else os.getpid()
+    soft, hard = resource.prlimit(process, resource.RLIMIT_NOFILE)
     need = count + SPARE_FILES
     if hard != resource.RLIM_INFINITY and need > hard:
         raise UserError(
@@ -174,7 +199,7 @@ def _allow_sockets(count: int, is_first: bool) -> None:
             "connections"
         )
     if is_first and soft != resource.RLIM_INFINITY and need > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
+        resource.prlimit(process, resource.RLIMIT_NOFILE, (need, hard))
 
 
 def _meet(identity: Identity, seconds: float) -> RollCall:

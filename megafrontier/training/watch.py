@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 
 from megafrontier.cluster.identity import Identity
@@ -54,6 +55,10 @@ STORAGE_SECONDS = 20.0
 """The most that each last word on the storage may take."""
 LOCKED_SECONDS = 60.0
 """How much longer than a step that hangs the threads here may not have run at all."""
+FILE_SECONDS = 5.0
+"""The most that local ranks look for their common file, which somebody may have tidied away."""
+PAUSE_SECONDS = 5.0
+"""What a thread waits longer than it asked for is so long where the process was suspended."""
 LEAST_SECONDS, NO_LIMIT_SECONDS = 1800.0, 7 * 86400.0
 """How long a collective may take at least, and where hangs are not looked for: torch wants a
 number."""
@@ -102,6 +107,8 @@ class Watch:
         if roll is not None:
             # To connect, the main thread waits in the store and keeps others out meanwhile.
             self._roll = roll.clone()
+            if self._is_local:
+                self._roll.store.set_timeout(timedelta(seconds=FILE_SECONDS))
         self._try_nodes(True)
         if self._hang_seconds > 0:
             threading.Thread(target=self._look, name="watch", daemon=True).start()
@@ -163,11 +170,10 @@ class Watch:
         self._call(Alarm(rank, "", code))
 
     def _look(self) -> None:
-        roll = self._roll if self._is_local else None
-        while not self._closed.wait(min(1.0, self._hang_seconds / 4)):
+        while not self._pause(min(1.0, self._hang_seconds / 4)):
             if not self._ending.locked():
                 self._backstop.arm(self._limit_seconds + LOCKED_SECONDS)
-            heard = None if roll is None else roll.alarm()
+            heard = self._alarm_in_file()
             if heard is not None:
                 self._end(heard)
             limit, code = self._limit_seconds, LOST
@@ -180,6 +186,24 @@ class Watch:
                 if limit != self._trial_seconds:
                     reason += f" (train.hang_seconds {self._hang_seconds:g})"
                 self._call(Alarm(self._identity.rank, reason, code, hang=True))
+
+    def _pause(self, seconds: float) -> bool:
+        """Whether the watch has been closed meanwhile. Of the time in which the process was
+        suspended, by Ctrl-Z or Slurm, it can be said that nothing was finished, but no more."""
+        begin = time.monotonic()
+        is_over = self._closed.wait(seconds)
+        longer = time.monotonic() - begin - seconds
+        if longer > PAUSE_SECONDS:
+            self._last += longer
+        return is_over
+
+    def _alarm_in_file(self) -> Alarm | None:
+        """Another local rank's."""
+        if self._roll is None or not self._is_local:
+            return None
+        with suppress(RuntimeError):  # torch's: the file has gone, with nothing else lost
+            return self._roll.alarm()
+        return None
 
     def _listen(self, ear: RollCall) -> None:
         try:
@@ -282,15 +306,16 @@ class Watch:
     def _leave(self, code: int, line: str = "", first_is_lost: bool = False) -> None:
         """End the process as it stands: to unwind it would wait for what is lost."""
         first = self._identity.rank == 0
-        # Two a host speak where rank 0 cannot: one of them may have died too.
-        if line and (first or (first_is_lost and self._identity.local_rank < 2)):
-            with suppress(OSError):
-                print(f"megafrontier: {line}", file=sys.stderr, flush=True)
-        if line and first:
-            within(STORAGE_SECONDS, lambda: self.last_words(code, line))
-        with suppress(OSError):
+        try:
+            # Two a host speak where rank 0 cannot: one of them may have died too.
+            if line and (first or (first_is_lost and self._identity.local_rank < 2)):
+                with suppress(OSError, ValueError):
+                    print(f"megafrontier: {line}", file=sys.stderr, flush=True)
+            if line and first:
+                within(STORAGE_SECONDS, lambda: self.last_words(code, line))
             sys.stdout.flush()
-        os._exit(code)
+        finally:  # whatever fails, a closed stream for instance
+            os._exit(code)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ SLURM = {
     "SLURM_PROCID": "11",
     "SLURM_NTASKS": "16",
     "SLURM_LOCALID": "3",
+    "SLURM_JOB_ID": "7",
     "SLURM_STEP_ID": "0",
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
     "SLURMD_NODENAME": "frontier00002",
@@ -37,7 +38,8 @@ def without(environment, name):
 
 def test_slurm_says_rank_size_local_rank_and_host():
     found = identify(SLURM)
-    assert found == Identity(11, 16, 3, "slurm", "tcp://10.0.0.1:3442", "frontier00002")
+    place = "tcp://10.0.0.1:3442", "frontier00002"
+    assert found == Identity(11, 16, 3, "slurm", *place, "job 7.0, start 0")
 
 
 def test_slurm_meets_where_the_user_says():
@@ -69,8 +71,33 @@ def test_so_does_a_launcher_that_sets_what_torch_reads():
         identify({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"})
 
 
+def test_ranks_that_another_launcher_starts_in_a_shell_of_slurm_do_not_train_alone():
+    """`srun --pty bash`, and then mpirun, or DeepSpeed's launcher."""
+    shell = SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    assert identify(shell).world_size == 1
+    with pytest.raises(UserError, match="OMPI_COMM_WORLD_SIZE: 2, of mpirun"):
+        identify(shell | {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"})
+    found = identify(shell | without(TORCHRUN, "LOCAL_WORLD_SIZE"))
+    assert (found.source, found.rank, found.world_size) == ("torchrun", 5, 8)
+
+
+def test_a_start_of_slurms_step_has_a_name_of_its_own():
+    changes = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    names = {identify(SLURM | {name: "8"}).start for name in changes}
+    assert len({identify(SLURM).start, *names}) == 4
+    parts = [{"SLURM_JOB_ID": job, "SLURM_HET_JOB_ID": "8"} for job in ("8", "9")]
+    assert len({identify(SLURM | part).start for part in parts}) == 1
+
+
+@pytest.mark.parametrize("address", ["::1", "[::1]"])
+def test_an_address_of_ipv6_may_stand_in_brackets(address):
+    assert identify(SLURM | {"MASTER_ADDR": address}).rendezvous == "tcp://[::1]:3442"
+
+
 def test_torchrun_says_how_often_it_has_started_the_ranks_anew():
-    assert identify(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}).restarts == 2
+    found = identify(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"})
+    assert (found.restarts, found.is_counted) == (2, True)
+    assert not identify(TORCHRUN | {"GROUP_WORLD_SIZE": "2"}).is_counted
 
 
 def test_the_local_parent_says_rank_and_size():

@@ -1,29 +1,42 @@
-"""How ranks meet: what rank 0's process must be able to hold."""
+"""How ranks meet: in which store, and what the process that has it must be able to hold."""
 
+import os
 import resource
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megafrontier.cluster import join
-from megafrontier.errors import UserError
+from megafrontier.cluster.identity import Identity
+from megafrontier.errors import PeersLost, UserError
 
 
 @pytest.fixture
 def limits(monkeypatch):
-    """The limits of open files that are set, under a hard one of 10,000."""
+    """The limits of open files that are set, of which process, under a hard one of 10,000."""
     found = []
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 10_000))
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: found.append(limits))
+
+    def prlimit(process, _kind, *limits):
+        found.extend((process, *limit) for limit in limits)
+        return (1024, 10_000)
+
+    monkeypatch.setattr(resource, "prlimit", prlimit)
     return found
 
 
 def test_rank_0_may_open_as_many_sockets_as_ranks_connect(limits):
     """48 nodes need more than the common soft limit."""
     join._allow_sockets(join.SOCKETS * 384, is_first=True)
-    assert limits == [(3 * 384 + join.SPARE_FILES, 10_000)]
+    assert limits == [(os.getpid(), 3 * 384 + join.SPARE_FILES, 10_000)]
+
+
+def test_where_torchrun_has_the_store_its_limit_is_raised(limits, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    join._allow_sockets(join.SOCKETS * 384, is_first=True)
+    assert limits == [(os.getppid(), 3 * 384 + join.SPARE_FILES, 10_000)]
 
 
 def test_the_limits_of_other_ranks_stay(limits):
@@ -41,6 +54,48 @@ def test_a_hard_limit_below_is_named_by_all_ranks(limits, is_first):
     """Rank 0 needs them; the others, who would wait for it in vain, have the same limit."""
     with pytest.raises(UserError, match=r"ulimit -n: at most 10000 open files .*, need 29312 for"):
         join._allow_sockets(join.SOCKETS * 9600, is_first)
+
+
+@pytest.fixture
+def agent(monkeypatch):
+    """torchrun's store, which outlives what it starts."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    return store
+
+
+def meet(*ranks):
+    """What each of these ranks comes to: whom it missed, or how it failed."""
+
+    def one(identity):
+        try:
+            return join._roll(identity, 20).meet(3)
+        except (PeersLost, RuntimeError) as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(one, ranks))
+
+
+def started(rank, start="run", restarts=0, is_counted=True):
+    return Identity(rank, 2, 0, "torchrun", "env://", f"host{rank}", start, restarts, is_counted)
+
+
+def test_a_rank_that_comes_to_another_runs_store_leaves_and_the_run_does_not_hear_of_it(agent):
+    *here, lost = meet(started(0), started(1), started(1, "another"))
+    assert here == [[], []]
+    assert isinstance(lost, PeersLost)
+    assert "meets another run (run); need another MASTER_PORT" in str(lost)
+
+
+def test_ranks_meet_whose_agents_of_torchrun_have_counted_different_restarts(agent):
+    """An agent whose ranks are well starts them anew where another's were lost, and does not count
+    that."""
+    for restarts in (0, 1):
+        again = started(0, is_counted=False), started(1, restarts=restarts, is_counted=False)
+        assert meet(*again) == [[], []]
 
 
 def test_groups_that_cannot_be_given_up_do_not_keep_a_rank_that_failed(monkeypatch):

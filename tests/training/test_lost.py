@@ -415,6 +415,37 @@ def test_a_rank_ends_also_where_the_storage_hangs(tmp_path, monkeypatch, codes, 
     assert "the run hangs" in capsys.readouterr().err
 
 
+def test_time_in_which_a_run_was_suspended_is_no_hang(tmp_path, monkeypatch):
+    """By Ctrl-Z or Slurm: the watch waits for longer than it asked to."""
+    one = Watch(Identity(0, 1, 0, "alone"), tmp_path, 60)
+    clock = [1000.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
+    one.connected()
+    waits = iter([1.0, 3600.0, 1.5])
+
+    def wait(seconds):
+        clock[0] += next(waits)
+        return False
+
+    monkeypatch.setattr(one._closed, "wait", wait)
+    assert [one._pause(1.0) for _ in range(3)] == [False] * 3
+    assert clock[0] - one._last == pytest.approx(1.0 + 1.0 + 1.5)
+
+
+def test_local_ranks_train_on_where_their_common_file_is_tidied_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "FILE_SECONDS", 0.2)
+    identity = Identity(0, 2, 0, "local", f"file://{tmp_path}/store", HOST)
+    roll = RollCall(dist.FileStore(f"{tmp_path}/store", -1), identity)
+    one = Watch(identity, tmp_path, 60)
+    one.start(roll)
+    assert one._alarm_in_file() is None
+    (tmp_path / "store").unlink()
+    begin = time.monotonic()
+    assert one._alarm_in_file() is None
+    assert time.monotonic() - begin < 5
+    one.close()
+
+
 def test_local_ranks_that_hang_all_leave_their_stacks_and_end(folder):
     """One rank does not come to the collective; all are alive."""
     script = AT_STEP.format(step=3, rank=1, act=SLEEP)
