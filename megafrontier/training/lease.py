@@ -135,10 +135,12 @@ class Lease:
     def _end(self) -> None:
         """We were silent for so long that another took over, and writes where we would: no later
         moment to stop is early enough, and no checkpoint is finished without this one."""
-        holder = _read(_path(self._folder, _newest(self._folder)))[0]
-        line = f"megafrontier: lease: {self._folder.parent} was taken over by {holder}; ending\n"
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode())
-        os._exit(2)
+        try:
+            holder = _read(_path(self._folder, _newest(self._folder)))[0]
+            line = f"megafrontier: lease: {self._folder.parent} was taken over by {holder}; ending"
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{line}\n".encode())
+        finally:  # whoever cannot say so, to a closed terminal or a full disk, ends all the same
+            os._exit(2)
 
 
 def acquire(

@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import signal
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -230,6 +231,25 @@ def test_a_holder_that_was_given_up_for_dead_ends_before_it_writes_again(tmp_pat
     error = capfd.readouterr().err
     assert error.startswith(f"megafrontier: lease: {tmp_path} was taken over by here (pid ")
     assert error.count("\n") == 1
+
+
+def test_a_holder_that_was_given_up_for_dead_ends_though_it_cannot_say_so(tmp_path, monkeypatch):
+    """Its terminal is closed, say, or its log lies on a disk that is full."""
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr(sys, "__stderr__", full)
+        child = in_child(lambda: acquire(tmp_path / "lease", elsewhere(), print))
+    os.kill(child, signal.SIGSTOP)
+    held = acquire(tmp_path / "lease", HERE, print)
+    os.kill(child, signal.SIGCONT)
+    deadline, ended, status = time.monotonic() + 30, 0, 0
+    while not ended and time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        time.sleep(0.01)
+    held.release()
+    if not ended:
+        kill(child)
+    assert ended, "it holds on"
+    assert os.waitstatus_to_exitcode(status) == 2
 
 
 def test_a_run_directory_in_use_is_refused_with_code_2_in_one_line_on_all_ranks(tmp_path, capfd):
