@@ -96,6 +96,7 @@ class Save(Callback):
         """`beat` hears that deletions go on, which may take minutes."""
         self._logbook, self._beat = logbook, beat
         self._last = self._resumed_step = resumed_step
+        self._is_sound = True  # by the newest step's loss, as far as a loss can tell
         self._is_late = False  # for want of a step with a finite loss
         self._is_storages = False  # the fault that kept the last save from being one
         self._thread = ThreadPoolExecutor(1, "delete")
@@ -107,10 +108,11 @@ class Save(Callback):
         return is_due_now or self._is_late
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        self._is_sound = math.isfinite(result.loss)
         if not self.wants(trainer, result.step):
             return
         # Weights that give such a loss may be broken, and would push the sound ones out.
-        is_late, self._is_late = self._is_late, not math.isfinite(result.loss)
+        is_late, self._is_late = self._is_late, not self._is_sound
         if not self._is_late:
             self._save(trainer)
         elif not is_late:
@@ -142,7 +144,7 @@ class Save(Callback):
             return False
         self._last = trainer.step
         self._logbook.remark(f"checkpoint {path}")
-        if trainer.is_first and not self._is_late:
+        if trainer.is_first and self._is_sound:
             self._prune(trainer)
         return True
 

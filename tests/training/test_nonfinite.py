@@ -1,9 +1,14 @@
 """A step that is not finite changes no weight, on all ranks alike, and is told of."""
 
+import os
+import signal
+
 import pytest
 import torch
 
+from megafrontier.errors import STOPPED
 from megafrontier.model.gpt import GPT
+from megafrontier.signals import stops_remembered
 from megafrontier.training import loop
 from megafrontier.training.arrangement import arrange
 from megafrontier.training.evaluation import evaluate
@@ -136,6 +141,26 @@ def test_checkpoints_of_sound_weights_are_not_pushed_out_by_what_a_broken_run_sa
     assert kept == ["step-00000002", "step-00000006"]
     log = runs.log(tmp_path / "run")
     assert log.count("no checkpoint at step 4, whose loss is not finite: after the next") == 1
+
+
+def test_a_request_to_stop_among_broken_steps_leaves_the_sound_checkpoint(
+    config_file, tmp_path, poison, monkeypatch
+):
+    """Also where none was due among them yet."""
+    poison(*range(48, 128, 16))  # steps 4 and later
+    start_step = loop.start_step
+
+    def stopped(trainer, beat):
+        if trainer.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return start_step(trainer, beat)
+
+    monkeypatch.setattr(loop, "start_step", stopped)
+    keep = ("checkpoint.every=3", "checkpoint.keep=1", "train.nonfinite_limit=4")
+    with stops_remembered():
+        assert train(runs.load(config_file, *STEPS[:2], *keep, "machine=laptop"), 1) == STOPPED
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-00000003", "step-00000005"]
 
 
 def test_a_checkpoint_that_was_due_is_made_up_for_at_the_next_finite_loss(
