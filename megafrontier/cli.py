@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megafrontier.errors import BAD_INPUT, INTERRUPTED, Ending, UserError
+from megafrontier.errors import BAD_INPUT, INTERRUPTED, Ending, UserError, discard, tell
 
 _OF_A_PATH = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
@@ -28,25 +28,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return arguments.command(arguments) or 0
     except Ending as error:
-        print(f"megafrontier: {error}", file=sys.stderr)
+        tell(f"megafrontier: {error}")
         return error.code
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output (`| head`) has enough. Nothing may be flushed into it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard(sys.stdout)
         return 128 + signal.SIGPIPE
     except OSError as error:  # of whichever path among the arguments or in the config
         if error.filename is None or error.errno not in _OF_A_PATH:
             raise
-        print(f"megafrontier: {error.filename}: {error.strerror}", file=sys.stderr)
+        tell(f"megafrontier: {error.filename}: {error.strerror}")
         return BAD_INPUT
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line, where argparse would print the usage too."""
-        self.exit(2, f"megafrontier: {message}; see `{self.prog} --help`\n")
+        tell(f"megafrontier: {message}; see `{self.prog} --help`")
+        self.exit(BAD_INPUT)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -284,7 +285,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     note = generate_command(arguments.checkpoint, arguments.prompt, show, **chosen)
     print()
     if note:
-        print(f"megafrontier: {note}", file=sys.stderr)
+        tell(f"megafrontier: {note}")
 
 
 def _add_export(commands: Any) -> None:

@@ -12,10 +12,12 @@ Any other code is a bug's or a signal's.
 """
 
 import errno
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TextIO
 
 BAD_INPUT = 2
 FAILED = 3
@@ -37,13 +39,30 @@ class Ending(Exception):
     is_one_ranks = False
 
 
+def tell(line: str) -> None:
+    """Print a line on stderr. Where that cannot be, on a full disk or in a pipe that nobody reads
+    any more, the line is lost, and the command's exit code is what it would have been."""
+    try:
+        if sys.stderr is not None:  # or print would take stdout
+            print(line, file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        discard(sys.stderr)
+
+
+def discard(stream: TextIO) -> None:
+    """Lead a stream to nowhere, with what it holds: Python flushes it at its exit, and where that
+    fails too exits with 120."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 @contextmanager
 def endings_told(program: str) -> Iterator[None]:
     """An `Ending` within prints its line, after the program's name, and exits with its code."""
     try:
         yield
     except Ending as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        tell(f"{program}: {error}")
         sys.exit(error.code)
 
 

@@ -1,6 +1,7 @@
 """The commands as a user types them: help, and errors of one line."""
 
 import errno
+import os
 import re
 import subprocess
 import sys
@@ -76,6 +77,21 @@ def test_bad_input_is_code_2_and_one_line(line, tmp_path, capsys, monkeypatch):
     assert shown.err.startswith("megafrontier: ")
     assert shown.err.count("\n") == 1
     assert shown.out == ""
+
+
+@pytest.mark.parametrize(
+    "line", ["fly", "merge nowhere --out {folder}/x", "train {folder}/config.yaml bogus.key=1"]
+)
+def test_bad_input_that_cannot_be_told_is_code_2(line, tmp_path):
+    """And not 1, a bug's, nor 120, which Python has for what it cannot flush."""
+    runs.make_config_file(tmp_path)
+    words = [sys.executable, "-m", "megafrontier", *line.format(folder=tmp_path).split()]
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "wb") as unread, open("/dev/full", "wb") as full:
+        for lost in (unread, full):
+            assert subprocess.run(words, stderr=lost, env=buffered).returncode == 2
 
 
 def test_an_empty_name_is_not_the_current_folder(tmp_path, capsys, monkeypatch):

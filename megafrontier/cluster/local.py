@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from megafrontier.errors import STOPPED, Ending, UserError
+from megafrontier.errors import STOPPED, Ending, UserError, tell
 from megafrontier.signals import STOPPING, handled
 
 GRACE_SECONDS = 0.5
@@ -142,7 +142,7 @@ def exit_code(
         return body()
     except Ending as error:
         if speaks or error.is_one_ranks:
-            print(f"megafrontier: {error}", file=sys.stderr)
+            tell(f"megafrontier: {error}")
         else:
             stay()
         return error.code
@@ -197,9 +197,7 @@ def _tell_of_signal(rank: int, status: int, passed_on: set[int]) -> None:
     we end the others."""
     if status < 0 and -status not in passed_on:
         why = f"signal {-status}, {signal.strsignal(-status)}"
-        print(
-            f"megafrontier: rank {rank} on {socket.gethostname()} was lost: {why}", file=sys.stderr
-        )
+        tell(f"megafrontier: rank {rank} on {socket.gethostname()} was lost: {why}")
 
 
 def _forward_to(living: dict[int, int], passed_on: set[int]) -> Callable[[int, Any], None]:

@@ -283,3 +283,16 @@ def test_ranks_whose_output_nobody_reads_any_more_still_end(tmp_path):
     ranks = read_pids(tmp_path, 3)
     assert not any(is_running(pid) for pid in ranks)
     assert parent.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("if os.environ['MEGAFRONTIER_LOCAL'] == '1/3': os.kill(os.getpid(), signal.SIGKILL)", 137),
+        ("from megafrontier.errors import RunFailed; raise RunFailed('a reason')", RunFailed.code),
+    ],
+)
+def test_an_end_that_cannot_be_told_keeps_its_code(tmp_path, body, code):
+    parent = start(tmp_path, body, before="os.dup2(os.open('/dev/full', os.O_WRONLY), 2)")
+    parent.communicate(timeout=60)
+    assert parent.returncode == code
