@@ -24,6 +24,7 @@ _OF_A_PATH = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code, one of those in errors.py."""
+    _open_closed_streams()
     arguments = _parse(argv)
     try:
         return arguments.command(arguments) or 0
@@ -41,6 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         tell(f"megafrontier: {error.filename}: {error.strerror}")
         return BAD_INPUT
+
+
+def _open_closed_streams() -> None:
+    """Have /dev/null for what our starter has closed (`>&-`): Python has None for it, and the next
+    file to be opened would get its number, by which the backstop knows stderr, say."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(null, True)
+            setattr(sys, name, os.fdopen(null, mode))
 
 
 class _Parser(argparse.ArgumentParser):

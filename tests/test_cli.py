@@ -94,6 +94,23 @@ def test_bad_input_that_cannot_be_told_is_code_2(line, tmp_path):
             assert subprocess.run(words, stderr=lost, env=buffered).returncode == 2
 
 
+CLOSED = """
+import os, sys
+from megafrontier.cli import main
+code, null = main(sys.argv[1:]), os.stat(os.devnull)
+sys.exit(code or any(not os.path.samestat(os.fstat(number), null) for number in range(3)))
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--nproc", "2"]])
+def test_a_run_whose_streams_are_closed_trains_and_leaves_their_numbers_alone(options, tmp_path):
+    words = [sys.executable, "-c", CLOSED, "train", str(runs.make_config_file(tmp_path)), *options]
+    words += [*runs.ONE, "train.steps=2"]
+    shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
+    assert subprocess.run([*shell, *words]).returncode == 0
+    assert "step 2/2  loss" in runs.log(tmp_path / "run")
+
+
 def test_an_empty_name_is_not_the_current_folder(tmp_path, capsys, monkeypatch):
     """As a variable of the shell is that was never set."""
     monkeypatch.chdir(tmp_path)
