@@ -85,8 +85,7 @@ def attempted(
     reached = reached_step(directory / "metrics.jsonl") if first else 0
     listed = len(bad_nodes.listed(directory)) if first else 0
     refusal = _refusal(directory, reached, listed, config.train.attempts) if first else None
-    job = {"job": found} if (found := _job()) is not None else {}
-    who = {"host": identity.host, "ranks": identity.world_size, **job}
+    who = {"host": identity.host, "ranks": identity.world_size, **_start()}
     attempt.note(reached=reached, bad_nodes=listed, **who)
     try:
         agreed = hierarchy.first_error(refusal)
@@ -109,43 +108,59 @@ def note_interrupted(directory: Path, since: datetime) -> None:
 
 
 def note_begun(directory: Path, wanted: str) -> None:
-    """Note that this Slurm job has done what `checkpoint.resume` asks for once: its later starts
-    have the same arguments. Rank 0 calls it. Raises StorageFailed where it cannot be noted: such a
-    start would do it again."""
-    if (job := _job()) is None:
+    """Note that this launch has done what `checkpoint.resume` asks for once: its later starts have
+    the same arguments. Rank 0 calls it. Raises StorageFailed where it cannot be noted: such a start
+    would do it again."""
+    if not (start := _start()):
         return
     path = directory / "attempts.jsonl"
     try:
-        _append(path, {"begun": wanted, "job": job, "restart": _restart()})
+        _append(path, {"begun": wanted, **start})
     except OSError as error:
         raise StorageFailed(f"{path}: {error.strerror}, need to note the start") from error
 
 
 def has_begun(directory: Path, wanted: str) -> bool:
-    """Whether an earlier start of this Slurm job, which requeued it since, has done so. Raises
-    StorageFailed where what is noted cannot be read."""
-    path, job = directory / "attempts.jsonl", _job()
-    if job is None:
-        return False
+    """Whether an earlier start of this launch has done so: of the Slurm job, which was requeued
+    since, or of torchrun, which started its ranks again. Raises StorageFailed where what is noted
+    cannot be read."""
+    path, start = directory / "attempts.jsonl", _start()
+    notes: list[dict[str, Any]] = []
     try:
-        return any(
-            entry.get("begun") == wanted
-            and entry.get("job") == job
-            and entry.get("restart", -1) < _restart()
-            for entry in _read(path)
-        )
+        for entry in _read(path) if start else ():
+            if entry.get("job") != start.get("job"):
+                continue
+            if entry.get("begun") == wanted:
+                notes.append(entry)
+            elif "reached" in entry and "torchrun" in entry:
+                # The user may give another launch the same name, and torchrun gives all `none`.
+                notes = [note for note in notes if _is_before(note, entry)]
     except OSError as error:
         raise StorageFailed(f"{path}: {error.strerror}, need what earlier starts did") from error
+    return any(_is_before(note, start) for note in notes)
 
 
-def _job() -> str | None:
-    return os.environ.get("SLURM_JOB_ID")
+def _start() -> dict[str, Any]:
+    """Which start of which launch this is, by Slurm's word and torchrun's; empty without both. What
+    a user starts again in an allocation, as in one job, is asked for anew."""
+    start: dict[str, Any] = {}
+    if "SLURM_JOB_ID" in os.environ:
+        restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        start |= {"job": os.environ["SLURM_JOB_ID"], "restart": restart}
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+        start |= {"torchrun": os.environ["TORCHELASTIC_RUN_ID"], "torchrun_restart": restart}
+    return start
 
 
-def _restart() -> int:
-    """How often Slurm has requeued this job: what a user starts again in an allocation, as in one
-    job, is asked for anew."""
-    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+def _is_before(note: dict[str, Any], start: dict[str, Any]) -> bool:
+    """Whether a note is of an earlier start of the same launch, both without a Slurm job or of the
+    same: that, requeued, launches torchrun anew, perhaps by another name."""
+    earlier, later = (entry.get("restart", 0) for entry in (note, start))
+    if earlier != later:
+        return bool(earlier < later)
+    is_same = "torchrun" in start and note.get("torchrun") == start["torchrun"]
+    return is_same and bool(note["torchrun_restart"] < start["torchrun_restart"])
 
 
 def reached_step(metrics: Path) -> int:

@@ -1,5 +1,6 @@
 """How a run takes up a checkpoint, and which one."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -107,8 +108,8 @@ def leads_back(config: Config) -> bool:
 
 
 def is_begun(config: Config) -> bool:
-    """Whether an earlier start of this Slurm job, with the same arguments, has gone back or begun
-    anew as they say: then this one goes on."""
+    """Whether an earlier start of this Slurm job or by this torchrun, with the same arguments, has
+    gone back or begun anew as they say: then this one goes on."""
     return has_begun(Path(config.run.directory), config.checkpoint.resume)
 
 
@@ -117,7 +118,8 @@ def goes_on(config: Config) -> bool:
     if config.checkpoint.resume != "never" and not leads_back(config):
         return True
     try:
-        return is_begun(config)
+        # Whom torchrun started, a user starts with another one.
+        return "SLURM_JOB_ID" in os.environ and is_begun(config)
     except StorageFailed:
         return False
 

@@ -140,6 +140,43 @@ def test_a_note_after_a_line_that_a_kill_cut_short_is_a_line_of_its_own(tmp_path
     assert not has_begun(tmp_path, "auto")
 
 
+STARTS = {
+    "by Slurm alone": ({"restart": 0}, {"restart": 1}, True),
+    "by torchrun alone": ({"run": "none"}, {"run": "none", "again": 2}, True),
+    "the same": ({"run": "none", "again": 2}, {"run": "none", "again": 2}, False),
+    "by another torchrun": ({"run": "a"}, {"run": "b", "again": 1}, False),
+    "by torchrun in a job": (
+        {"restart": 1, "run": "a"},
+        {"restart": 1, "run": "a", "again": 1},
+        True,
+    ),
+    "a job's, requeued": ({"restart": 0, "run": "a", "again": 3}, {"restart": 1, "run": "b"}, True),
+    "an earlier one": ({"restart": 1, "run": "a"}, {"restart": 0, "run": "a", "again": 1}, False),
+    "of a job and none": ({"run": "a"}, {"restart": 0, "run": "a", "again": 1}, False),
+}
+
+
+@pytest.mark.parametrize(("noted", "present", "is_later"), STARTS.values(), ids=STARTS)
+def test_a_later_start_of_the_same_launch_knows_what_an_earlier_one_has_begun(
+    tmp_path, monkeypatch, noted, present, is_later
+):
+    def become(restart=None, run=None, again=0):
+        job = None if restart is None else "7"
+        values = {
+            "SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": restart, "TORCHELASTIC_RUN_ID": run,
+            "TORCHELASTIC_RESTART_COUNT": again,
+        }  # fmt: skip
+        for name, value in values.items():
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, str(value))
+
+    become(**noted)
+    note_begun(tmp_path, "never")
+    become(**present)
+    assert has_begun(tmp_path, "never") is is_later
+
+
 def test_a_person_who_starts_a_run_that_was_given_up_gets_as_many_attempts_again(config, tmp_path):
     for _ in range(2):
         assert all(attempt(config, tmp_path, 7) for _ in range(LIMIT))

@@ -272,6 +272,37 @@ def test_a_requeued_job_that_was_to_begin_new_goes_on(config_file, tmp_path, mon
     assert runs.train(runs.load(config_file, *runs.ONE, new), 1) == 2
 
 
+def test_ranks_that_torchrun_starts_again_go_back_to_a_checkpoint_once(
+    config_file, tmp_path, monkeypatch
+):
+    runs.run(config_file, 1, *runs.ONE, "checkpoint.every=2", "checkpoint.keep=0")
+    back = f"checkpoint.resume={tmp_path}/run/checkpoints/step-00000004"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    runs.run(config_file, 1, *runs.ONE, back, "checkpoint.keep=0", "train.stop_at=5")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    runs.run(config_file, 1, *runs.ONE, back, "checkpoint.keep=0", "train.stop_at=6")
+    assert "step-00000005 at step 5" in runs.log(tmp_path / "run")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # by another torchrun
+    runs.run(config_file, 1, *runs.ONE, back, "checkpoint.keep=0", "train.stop_at=5")
+    assert runs.log(tmp_path / "run").count("step-00000004 at step 4") == 2
+
+
+def test_ranks_that_torchrun_starts_again_go_on_with_a_run_that_was_to_begin_new(
+    config_file, tmp_path, monkeypatch
+):
+    new = "checkpoint.resume=never"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    runs.run(config_file, 1, *runs.ONE, new, "train.stop_at=3")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    runs.run(config_file, 1, *runs.ONE, new, "train.stop_at=4")
+    assert "step-00000003 at step 3" in runs.log(tmp_path / "run")
+    assert not resuming.goes_on(runs.load(config_file, new)), "with the same command"
+    for restarts in ("0", "1"):  # of another torchrun, which starts again what was refused
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        assert runs.train(runs.load(config_file, *runs.ONE, new), 1) == 2
+
+
 def test_a_run_cannot_begin_where_it_is_to_end(config_file, tmp_path, imported, capfd):
     assert runs.train(runs.load(config_file, *runs.ONE, imported, "train.steps=2"), 1) == 2
     error = capfd.readouterr().err
