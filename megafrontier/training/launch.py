@@ -278,7 +278,9 @@ def _run(
             how = (
                 "the same command goes on" if goes_on(config) else "go on without checkpoint.resume"
             )
-            logbook.remark(f"stopped on request at step {trainer.step}; {how}")
+            # There may have been no room for it.
+            saved = "" if save.saved_step == trainer.step else f", saved at step {save.saved_step}"
+            logbook.remark(f"stopped on request at step {trainer.step}{saved}; {how}")
         return STOPPED
     finally:
         trainer.close()

@@ -93,9 +93,10 @@ class Save(Callback):
     and the run goes on, the older checkpoints intact."""
 
     def __init__(self, logbook: Logbook, resumed_step: int, beat: Callable[[], None]) -> None:
-        """`beat` hears that deletions go on, which may take minutes."""
+        """`beat` hears that deletions go on, which may take minutes. `saved_step` is where another
+        start goes on."""
         self._logbook, self._beat = logbook, beat
-        self._last = self._resumed_step = resumed_step
+        self.saved_step = self._resumed_step = resumed_step
         self._is_sound = True  # by the newest step's loss, as far as a loss can tell
         self._is_late = False  # for want of a step with a finite loss
         self._is_storages = False  # the fault that kept the last save from being one
@@ -125,10 +126,10 @@ class Save(Callback):
         """Save what has not been. Raises RunFailed where nothing of this start could be, for a
         reason that will not go by itself, and StorageFailed where the storage failed, or the run's
         end could not be saved: no other job is to take it for done."""
-        if self._last == trainer.step or self._save(trainer) or self._save(trainer):
+        if self.saved_step == trainer.step or self._save(trainer) or self._save(trainer):
             return
         what = f"step {trainer.step}: could not be saved; log.txt has the reason"
-        if self._last == self._resumed_step and not self._is_storages:
+        if self.saved_step == self._resumed_step and not self._is_storages:
             raise RunFailed(f"{what}, nor could any step of this start")
         if trainer.step >= trainer.last_step or self._is_storages:
             raise StorageFailed(what)
@@ -142,7 +143,7 @@ class Save(Callback):
             self._logbook.remark(f"warning: no checkpoint at step {trainer.step}: {error}")
             self._is_storages = error.is_storages
             return False
-        self._last = trainer.step
+        self.saved_step = trainer.step
         self._logbook.remark(f"checkpoint {path}")
         if trainer.is_first and self._is_sound:
             self._prune(trainer)

@@ -3,6 +3,7 @@ rank meets later ends all of them; a full disk ends none."""
 
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from megafrontier.checkpoint import write
 from megafrontier.cli import main
 from megafrontier.cluster.identity import Identity
 from megafrontier.config import load_config, load_machine
-from megafrontier.errors import FAILED, LOST, UserError
-from megafrontier.training import arrangement, launch, logbook, saving
+from megafrontier.errors import FAILED, LOST, STOPPED, UserError
+from megafrontier.signals import stops_remembered
+from megafrontier.training import arrangement, launch, logbook, loop, saving
 from tests.data.corpora import write_corpus
 from tests.training import runs
 
@@ -205,6 +207,29 @@ def test_a_run_whose_end_cannot_be_saved_is_not_done(
     assert "warning: no checkpoint at step 6: " in shown.out
     assert shown.err.startswith("megafrontier: step 6: could not be saved; ")
     assert shown.err.count("\n") == 1
+
+
+def test_a_run_stopped_without_room_for_its_last_step_says_from_where_it_goes_on(
+    config_file, tmp_path, monkeypatch
+):
+    whole, start_step = write.write_piece, loop.start_step
+
+    def stopped(trainer, beat):
+        if trainer.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return start_step(trainer, beat)
+
+    def full(path, manifest, piece, shards):
+        if manifest.step == 5:
+            raise OSError(28, "No space left on device", str(path))
+        return whole(path, manifest, piece, shards)
+
+    monkeypatch.setattr(loop, "start_step", stopped)
+    monkeypatch.setattr(write, "write_piece", full)
+    with stops_remembered():
+        assert runs.train(runs.load(config_file, *CHECKPOINTS), 4) == STOPPED
+    said = "stopped on request at step 5, saved at step 4; the same command goes on\n"
+    assert said in runs.log(tmp_path / "run")
 
 
 @pytest.mark.parametrize("step", ["prune", "rmtree"])
