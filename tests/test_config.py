@@ -224,6 +224,34 @@ def test_unknown_keys_and_wrong_types_are_refused(base, override, expected):
     assert message.startswith(expected)
 
 
+@pytest.mark.parametrize(
+    ("override", "value", "expected"),
+    [
+        ("optimizer.lr=${oc.env:ASKED}", "inf", "optimizer.lr: inf, need a finite number"),
+        ("optimizer.betas=[0.9, '${oc.env:ASKED}']", "nan", "optimizer.betas[1]: nan, need a fin"),
+        (
+            "data.train=[{path: a, weight: '${oc.env:ASKED}'}]",
+            "inf",
+            "data.train[0].weight: inf, need a finite number",
+        ),
+        ("train.steps=${oc.env:ASKED}", "9223372036854775808", "train.steps: 92233720368547758"),
+    ],
+)
+def test_what_a_reference_stands_for_is_refused_as_if_written_out(
+    base, monkeypatch, override, value, expected
+):
+    monkeypatch.setenv("ASKED", value)
+    assert refusal(load_config, base, [override]).startswith(expected)
+
+
+def test_a_machine_files_reference_is_refused_as_if_written_out(write, monkeypatch):
+    monkeypatch.setenv("ASKED", "inf")
+    path = write("m.yaml", "levels: {world: {}}\ndevice: {memory_gib: '${oc.env:ASKED}'}\n")
+    assert (
+        refusal(load_machine, str(path)) == f"{path}: device.memory_gib: inf, need a finite number"
+    )
+
+
 def test_a_file_is_blamed_for_what_is_wrong_in_it_and_an_override_for_the_rest(write):
     path = write("a.yaml", "model: {head: 5}")
     for overrides in ([], ["train.steps=3"], ["train.steps=3.5"]):

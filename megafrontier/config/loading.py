@@ -247,8 +247,11 @@ def _structure(schema: type, values: Any) -> Any:
     """`values` as `schema`. Raises UserError where they are not."""
     try:
         check_fit(schema, OmegaConf.to_container(values, resolve=False))
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
+        merged = OmegaConf.merge(OmegaConf.structured(schema), values)
+        structured: Any = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:  # what is left are interpolations
         key = getattr(error, "full_key", None)
         reason = str(error).split("\n")[0]
         raise UserError(f"{f'{key}: ' if key else ''}{reason}") from error
+    check_fit(schema, asdict(structured))  # what the references stand for, too
+    return structured
