@@ -111,6 +111,7 @@ REFUSED = [
             "train.loss_scale",
         )
     ],
+    (["train.loss_scale=1e39"], "train.loss_scale: 1e+39, need at most 4294967296"),
     (["model.heads=5"], "model.heads: 5, must divide model.hidden (64)"),
     (["model.kv_heads=3"], "model.kv_heads: 3, must divide model.heads (4)"),
     (["model.position=rotary", "model.rotary_fraction=0"], "model.rotary_fraction: 0.0, must be"),

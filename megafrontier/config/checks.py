@@ -62,6 +62,10 @@ def _check_level(key: str, level: LevelConfig, outermost: bool) -> None:
 TOO_MANY = 2**31
 """Of anything: what torch and others of integers of 32 bits take is below."""
 
+HIGHEST_LOSS_SCALE = 2**32
+"""To begin with: fp16 ends at 65504, and one that fp32 cannot hold is infinite, as are its halves.
+"""
+
 
 def _need(condition: bool, key: str, value: Any, fits: str) -> None:
     if not condition:
@@ -126,6 +130,8 @@ def _check_ranges(config: Config) -> None:
             "train.loss_scale": train.loss_scale,
         }
     )
+    most = HIGHEST_LOSS_SCALE
+    _need(train.loss_scale <= most, "train.loss_scale", train.loss_scale, f"need at most {most}")
 
 
 def _check_model(model: ModelConfig) -> None:

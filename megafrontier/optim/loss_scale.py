@@ -12,9 +12,10 @@ LEAST = 2.0**-24
 
 def asks_for_less(loss_scale: float, loss: float | None) -> bool:
     """Whether a lower scale is all that a step with non-finite gradients asks for, as many in a row
-    do at the start of a run in fp16. `loss_scale` is that of the next step, 0 without one; `loss`
-    None where it was not finite."""
-    return loss_scale > LEAST and loss is not None and math.isfinite(loss)
+    do at the start of a run in fp16. `loss_scale` is that of the next step, 0 without one, and does
+    not fall where it is infinite; `loss` None where it was not finite."""
+    can_fall = LEAST < loss_scale < math.inf
+    return can_fall and loss is not None and math.isfinite(loss)
 
 
 class LossScale:

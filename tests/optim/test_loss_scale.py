@@ -1,8 +1,11 @@
 """Dynamic loss scaling: halve at an overflow, double after many good steps, never below a floor."""
 
+import math
+
+import pytest
 import torch
 
-from megafrontier.optim.loss_scale import GROWTH_INTERVAL, LEAST, LossScale
+from megafrontier.optim.loss_scale import GROWTH_INTERVAL, LEAST, LossScale, asks_for_less
 
 GOOD, BAD = torch.tensor(0.0), torch.tensor(1.0)
 
@@ -39,6 +42,22 @@ def test_it_falls_far_below_one_for_sums_over_many_tokens_but_has_a_floor():
     for _ in range(50):
         scale.update(BAD)
     assert scale.scale == LEAST == 2.0**-24
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "loss", "asks"),
+    [
+        (2.0**15, 3.0, True),
+        (LEAST, 3.0, False),
+        (0.0, 3.0, False),
+        (math.inf, 3.0, False),
+        (math.nan, 3.0, False),
+        (2.0**15, math.inf, False),
+        (2.0**15, None, False),
+    ],
+)
+def test_only_a_scale_that_can_fall_excuses_a_step(loss_scale, loss, asks):
+    assert asks_for_less(loss_scale, loss) is asks
 
 
 def test_other_precisions_are_not_scaled():
