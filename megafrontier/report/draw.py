@@ -21,15 +21,19 @@ def draw_loss(runs: Sequence[Run], path: Path) -> None:
     for index, run in enumerate(runs):
         _loss_of_run(top, run, run_look(index)["color"])
     _lines(top, runs, "loss")
-    _fit_view(top, [run.series("loss")[1] + [loss for _, loss in run.evaluations] for run in runs])
+    losses = [run.series("loss")[1] + [loss for _, loss in run.evaluations] for run in runs]
+    _fit_view(top, losses)
+    _note_outside(top, losses)
     top.set_ylabel("loss (nats per token)")
     for axis, (key, title) in zip(rest, extras.items(), strict=True):
         _lines(axis, runs, key, smoothed=False)
-        _fit_view(axis, [run.series(key)[1] for run in runs])
+        series = [run.series(key)[1] for run in runs]
+        _fit_view(axis, series)
         axis.set_ylabel(title)
-        highest = max(value for run in runs for value in run.series(key)[1])
+        highest = max(value for one in series for value in one)
         top = min(axis.get_ylim()[1], 1.08 * highest) or 1
         axis.set_ylim(-0.04 * top, top)  # a little below 0, where a line would be half hidden
+        _note_outside(axis, series)
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     _finish_steps(figure, runs, [_loss_label(run) for run in runs])
     _save(figure, path)
@@ -44,8 +48,10 @@ def draw_throughput(runs: Sequence[Run], path: Path) -> None:
     figure, axes = _panels([2.2] * len(panels))
     for axis, (key, title) in zip(axes, panels.items(), strict=True):
         _lines(axis, runs, key)
-        _fit_view(axis, [run.series(key)[1] for run in runs])
+        series = [run.series(key)[1] for run in runs]
+        _fit_view(axis, series)
         _widen_view(axis)
+        _note_outside(axis, series)
         axis.set_title(title)
         axis.yaxis.set_major_formatter(_FORMATS[key])
         _medians(axis, runs, key)
@@ -190,7 +196,7 @@ def _medians(axis: Any, runs: Sequence[Run], key: str) -> None:
 
 
 def _fit_view(axis: Any, series: Sequence[Sequence[float]]) -> None:
-    """Leave the rare extreme out of view, which would flatten all the rest, and say so."""
+    """Leave the rare extreme out of view, which would flatten all the rest."""
     values = sorted(value for one in series for value in one)
     if len(values) < 2 * _FEW:
         return
@@ -203,10 +209,17 @@ def _fit_view(axis: Any, series: Sequence[Sequence[float]]) -> None:
         min(values[-1] + margin / 3, high + margin),
     )
     axis.set_ylim(bottom, top)
+
+
+def _note_outside(axis: Any, series: Sequence[Sequence[float]]) -> None:
+    """Say how many points the view, which nothing changes afterwards, leaves out."""
+    bottom, top = axis.get_ylim()
+    values = [value for one in series for value in one]
     outside = sum(not bottom <= value <= top for value in values)
-    note = f"{outside} of {len(values)} points outside the view"
-    # Above the axes, between the title and the medians, nothing is under it.
-    axis.text(0.22, 1.02, note, transform=axis.transAxes, fontsize=8, color="#666666")
+    if outside:
+        note = f"{outside} of {len(values)} points outside the view"
+        # Above the axes, between the title and the medians, nothing is under it.
+        axis.text(0.22, 1.02, note, transform=axis.transAxes, fontsize=8, color="#666666")
 
 
 def _widen_view(axis: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 from megafrontier.cli import main
 from megafrontier.config import Config, config_from_dict, save_config
 from megafrontier.errors import UserError
-from megafrontier.report import write_report
+from megafrontier.report import draw, write_report
 from megafrontier.report.draw import last_smooth, smooth
 from megafrontier.report.read import all_levels, levels_of, read_runs, strategy_of
 from megafrontier.report.style import level_colours, run_look, short
@@ -107,6 +107,24 @@ def test_odd_runs_are_drawn_without_a_complaint(make_run, lines, recwarn):
     write_report([run])
     assert all((run / name).stat().st_size > 2000 for name in PICTURES)
     assert [str(w.message) for w in recwarn if w.category is UserWarning] == []
+
+
+def notes_of(figure):
+    """What stands above each of a picture's panels."""
+    return [[text.get_text() for text in axis.texts] for axis in figure.axes]
+
+
+def test_the_points_said_to_be_outside_the_view_are_outside(make_run, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(draw, "_save", lambda figure, path: figures.append(figure))
+    # Of the lr a long constant part and a short warm-up from 0: the lower panels begin at 0.
+    lines = [step_line(s, lr=3e-4 * min(1, s / 19), loss=2.0) for s in range(1, 2000)]
+    lines[1000]["grad_norm"] = 90.0
+    draw.draw_loss(read_runs([make_run("a", lines)]), tmp_path / "loss.png")
+    draw.draw_throughput(read_runs([make_run("b", lines)]), tmp_path / "throughput.png")
+    outside = ["1 of 1999 points outside the view"]
+    assert notes_of(figures[0]) == [[], [], outside]
+    assert notes_of(figures[1]) == [outside, outside, []]
 
 
 def test_a_resumed_runs_later_lines_win(make_run):
