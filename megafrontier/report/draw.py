@@ -12,6 +12,8 @@ from megafrontier.report.style import level_colours, pyplot, run_look, short
 
 # Fewer points than this are shown as they are: smoothing would hide what little there is.
 _FEW = 20
+_LEGEND_WIDTH = 105
+"""Letters that a line of the legend below a picture has room for."""
 
 
 def draw_loss(runs: Sequence[Run], path: Path) -> None:
@@ -244,10 +246,12 @@ def _finish_steps(figure: Any, runs: Sequence[Run], labels: Sequence[str]) -> No
     pad = max(0.02 * (last - first), 0.5)
     axis.set_xlim(first - pad, last + pad)
     handles = [Line2D([], [], **run_look(i), linewidth=1.8) for i in range(len(runs))]
+    texts = ["\n".join(wrap(label, _LEGEND_WIDTH)) for label in labels]
     columns = max(1, min(len(runs), 110 // max(len(label) for label in labels)))
-    rows = -(-len(runs) // columns)
+    # Where a text has several lines, there is one column.
+    rows = -(-sum(text.count("\n") + 1 for text in texts) // columns)
     figure.set_figheight(figure.get_figheight() + 0.2 * (rows - 1))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+    figure.legend(handles, texts, loc="outside lower center", ncols=columns)
 
 
 def _bars(axis: Any, runs: Sequence[Run], levels: Sequence[str], quantity: str) -> None:

@@ -127,6 +127,21 @@ def test_the_points_said_to_be_outside_the_view_are_outside(make_run, tmp_path, 
     assert notes_of(figures[1]) == [outside, outside, []]
 
 
+@pytest.mark.parametrize("name", ["a-long-name " * 20, "n" * 300, "short"])
+def test_a_legend_lies_inside_its_picture(make_run, tmp_path, monkeypatch, name):
+    figures = []
+    monkeypatch.setattr(draw, "_save", lambda figure, path: figures.append(figure))
+    runs = read_runs([make_run("a", steps(30), name), make_run("b", steps(30), f"{name} b")])
+    draw.draw_loss(runs, tmp_path / "loss.png")
+    draw.draw_throughput(runs, tmp_path / "throughput.png")
+    for figure in figures:
+        figure.draw_without_rendering()
+        box, axes = figure.legends[0].get_window_extent(), figure.axes[0].get_window_extent()
+        assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
+        assert figure.bbox.y0 <= box.y0 < box.y1 < axes.y0
+        assert axes.height > 100
+
+
 def test_a_resumed_runs_later_lines_win(make_run):
     lines = [*steps(9), step_line(5, loss=1.5), {"step": 5, "valid_loss": 3.0}]
     (run,) = read_runs([make_run("a", [*lines, {"step": 5, "valid_loss": 2.0}])])
