@@ -434,6 +434,21 @@ def test_the_resolved_config_survives_saving(base, tmp_path):
     assert yaml.safe_load(saved.read_text())["run"]["directory"] == "runs/x"
 
 
+def test_another_name_for_a_runs_own_config_is_another_folder(base, tmp_path):
+    """Or the new run would go on in the old one's."""
+    saved = tmp_path / "config.yaml"
+    save_config(load_config(base, ["run.name=old"]), saved)
+
+    def folder(*overrides):
+        return load_config(saved, overrides).run.directory
+
+    assert folder() == "runs/old"
+    assert folder("run.name=new") == folder("run={name: new}") == "runs/new"
+    assert folder("run.name=new", "run.directory=runs/old") == "runs/old"
+    save_config(load_config(base, ["run.name=old", "run.directory=elsewhere"]), saved)
+    assert folder("run.name=new") == "elsewhere"
+
+
 def test_a_saved_config_with_a_foreign_key_names_its_file():
     values = config_to_dict(Config()) | {"future": 1}
     assert refusal(config_from_dict, values, "step-1").startswith("step-1: future: 1, no such key")

@@ -14,7 +14,7 @@ from yaml import YAMLError
 
 from megafrontier.config.checks import check, check_machine
 from megafrontier.config.fitting import MISSING, check_fit, missing_key
-from megafrontier.config.schema import Config, MachineConfig
+from megafrontier.config.schema import Config, MachineConfig, RunConfig
 from megafrontier.config.spelling import as_spelled, kind_at
 from megafrontier.errors import UserError, of_os_error
 from megafrontier.files import write_whole
@@ -47,6 +47,7 @@ def config_from_dict(values: dict[str, Any], origin: str, overrides: Sequence[st
 
 def _resolve(values: DictConfig, overrides: Sequence[str], origin: str) -> Config:
     _spell_out(values)
+    _leave_out_default_directory(values)
     as_saved = deepcopy(values) if overrides else values
     for override in overrides:
         _apply_override(values, override)
@@ -80,6 +81,13 @@ def _spell_out(values: DictConfig) -> None:
     preset = _select(values, "partition.wires")
     if isinstance(preset, str):
         OmegaConf.update(values, "partition.wires", {"preset": preset}, merge=False)
+
+
+def _leave_out_default_directory(values: DictConfig) -> None:
+    """A run's config.yaml spells its folder out, which is not that of a run with another name."""
+    name, directory = _select(values, "run.name"), _select(values, "run.directory")
+    if isinstance(name, str) and directory == RunConfig().directory.replace("${run.name}", name):
+        del values.run["directory"]
 
 
 def _spell_out_machine(values: DictConfig) -> None:

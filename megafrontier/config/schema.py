@@ -15,7 +15,8 @@ class RunConfig:
     name: str = "run"
     """Name of the run, also of its folder."""
     directory: str = "runs/${run.name}"
-    """Run directory: config, metrics, log, checkpoints, report."""
+    """Run directory: config, metrics, log, checkpoints, report. Where a run's own config.yaml has
+    the default, it follows an override of `run.name`."""
     seed: int = 1234
     """Seed of initial weights, sample order and dropout."""
 
