@@ -267,7 +267,10 @@ def test_a_file_is_blamed_for_what_is_wrong_in_it_and_an_override_for_the_rest(w
         ("steps", "expected key=value, as in train.steps=100"),
         ("=3", "expected key=value"),
         ("train.steps=[", "not valid YAML after the '='"),
-        ("data.train[0].weight=2", "no such place in the config"),
+        ("data.train[0].weight=2", "data.train has 0 items, need one of them or data.train=[…]"),
+        ("data.valid[0].path=x", "data.valid has 0 items, need one of them or data.valid=[…]"),
+        ("data.skip[0][1]=3", "data.skip has 0 items, need"),
+        ("optimizer.betas[2]=0.5", "optimizer.betas has 2 items, need"),
         ("data.train.x=2", "no such place in the config"),
     ],
 )
@@ -293,6 +296,8 @@ def test_overrides_apply_in_order_and_keep_their_neighbours(base):
             "data.split[0]=0.9",
         ],
     )
+    assert load_config(base, ["optimizer.betas[1]=0.98"]).optimizer.betas == (0.9, 0.98)
+    assert load_config(base, ["optimizer.no_decay[1]=norm"]).optimizer.no_decay[1] == "norm"
     assert config.data.split == [0.9, 0.1]
     assert (config.model.layers, config.model.hidden) == (4, 64)
     assert [(corpus.path, corpus.weight) for corpus in config.data.train] == [("a", 1), ("b", 2)]

@@ -1,5 +1,6 @@
 """Reading and writing: YAML with inheritance, `key=value` overrides, machine files."""
 
+import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
@@ -235,11 +236,20 @@ def _apply_override(values: DictConfig, override: str) -> None:
 
 
 def _have_list(values: DictConfig, key: str) -> None:
-    """Write the default of a list that a key reaches into, for the values to have what it names."""
-    name = key.partition("[")[0]
-    default = OmegaConf.select(OmegaConf.structured(Config), name) if name != key else None
-    if isinstance(default, ListConfig) and _select(values, name) is None:
-        OmegaConf.update(values, name, default)
+    """Write the default of a list that a key reaches into, for the values to have what it names.
+
+    Raises ValueError for an item that a list does not have.
+    """
+    for index in re.finditer(r"\[(\d+)\]", key):
+        name = key[: index.start()]
+        if _select(values, name) is None:
+            default = _select(OmegaConf.create(config_to_dict(Config())), name)
+            if isinstance(default, Sequence) and not isinstance(default, str):
+                OmegaConf.update(values, name, list(default))
+        found = _select(values, name)
+        if isinstance(found, ListConfig) and int(index[1]) >= len(found):
+            items = f"{len(found)} item{'s' * (len(found) != 1)}"
+            raise ValueError(f"{name} has {items}, need one of them or {name}=[…]")
 
 
 def _problem(values: DictConfig) -> str | None:
