@@ -112,6 +112,15 @@ REFUSED = [
         )
     ],
     (["train.loss_scale=1e39"], "train.loss_scale: 1e+39, need at most 4294967296"),
+    *[
+        ([f'{key}="a{escape}b"'], f"{key}: 'a{shown}b', need it without control characters")
+        for key in ("run.name", "run.directory", "checkpoint.resume")
+        for escape, shown in (
+            ("\\0", "\\x00"),
+            ("\\n", "\\n"),
+            ("\\e", "\\x1b"),
+        )
+    ],
     (["model.heads=5"], "model.heads: 5, must divide model.hidden (64)"),
     (["model.kv_heads=3"], "model.kv_heads: 3, must divide model.heads (4)"),
     (["model.position=rotary", "model.rotary_fraction=0"], "model.rotary_fraction: 0.0, must be"),
@@ -207,6 +216,8 @@ MISFITS = [
     ("optimizer.lr=fast", "optimizer.lr: fast, need a finite number"),
     ("optimizer.lr=.nan", "optimizer.lr: nan, need a finite number"),
     ("optimizer.lr=.inf", "optimizer.lr: inf, need a finite number"),
+    (f"optimizer.lr={'1' * 400}", f"optimizer.lr: {'1' * 57}..., need a finite number"),
+    (f"train.steps=0x{'f' * 5000}", "train.steps: thousands of digits, need an integer"),
     ("optimizer.betas=[1]", "optimizer.betas: [1], need a list of 2"),
     ("optimizer.betas=[0.9, b]", "optimizer.betas[1]: b, need a finite number"),
     ("model.norm=batch", "model.norm: batch, need one of layernorm, rmsnorm"),
@@ -401,6 +412,8 @@ def test_a_missing_parent_names_the_file_that_asked(write):
         ("- a\n- b", "a list or a single value, need keys and values at the top"),
         ("[1, 2]", "a list or a single value, need keys and values at the top"),
         ("5", "a list or a single value, need keys and values at the top"),
+        (f"train: {{steps: {'1' * 5000}}}", "not valid YAML: Exceeds the limit"),
+        ("a: " + "[" * 5000 + "]" * 5000, "not valid YAML: "),
         ("defaults: [a, b]", "defaults: ['a', 'b'], need the path of one file"),
         ("defaults: ${oc.env:NOWHERE_SET}/a.yaml", "defaults: "),
     ],

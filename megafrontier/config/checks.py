@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from typing import Any, get_args
+from unicodedata import category
 
 from megafrontier.config.schema import (
     Config,
@@ -17,17 +18,25 @@ from megafrontier.errors import UserError
 
 def check(config: Config) -> None:
     """Refuse values that do not fit each other. Raises UserError naming key, value and fix."""
-    # Or all runs without a name would share the folder above.
-    _need(config.run.name != "", "run.name", "empty", "need a name")
-    directory = config.run.directory
-    _need(directory != "", "run.directory", "empty", "need a folder")
-    # No shell opens it behind a `run.directory=`, and a folder of that name is a trap.
-    _need(not directory.startswith("~"), "run.directory", directory, "need it without ~, as $HOME")
+    _check_folders(config)
     _check_ranges(config)
     _check_model(config.model)
     _check_data(config)
     _check_steps(config)
     _check_wires(config.partition.wires)
+
+
+def _check_folders(config: Config) -> None:
+    name, directory = config.run.name, config.run.directory
+    # Or all runs without a name would share the folder above.
+    _need(name != "", "run.name", "empty", "need a name")
+    _need(directory != "", "run.directory", "empty", "need a folder")
+    # No shell opens it behind a `run.directory=`, and a folder of that name is a trap.
+    _need(not directory.startswith("~"), "run.directory", directory, "need it without ~, as $HOME")
+    paths = {"run.name": name, "run.directory": directory}
+    for key, path in (paths | {"checkpoint.resume": config.checkpoint.resume}).items():
+        is_plain = all(category(letter) != "Cc" for letter in path)
+        _need(is_plain, key, repr(path), "need it without control characters")
 
 
 def check_machine(machine: MachineConfig, origin: str) -> None:

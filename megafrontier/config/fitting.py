@@ -96,10 +96,17 @@ def _leaf_fits(kind: Any, value: Any) -> bool:
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
     if kind is float:
-        return isinstance(value, int | float) and math.isfinite(value)
+        return isinstance(value, int | float) and _is_finite(value)
     if kind is int:
         return isinstance(value, int) and abs(value) < 2**63
     return isinstance(value, int | float | str) if kind is str else isinstance(value, kind)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def _described(kind: Any) -> str:
@@ -116,7 +123,10 @@ def _described(kind: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = "null" if value is None else repr(value) if _is_quoted_number(value) else str(value)
+    try:
+        text = "null" if value is None else repr(value) if _is_quoted_number(value) else str(value)
+    except ValueError:  # Python's, who writes no integer of more than 4,300 digits
+        text = "thousands of digits"
     return text if len(text) <= 60 else text[:57] + "..."
 
 

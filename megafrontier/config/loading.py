@@ -167,7 +167,7 @@ def _parse_yaml(path: Path, schema: type, asked: str) -> DictConfig:
         values = OmegaConf.load(StringIO(text))
         plain = OmegaConf.to_container(values, resolve=False)
         values = OmegaConf.create(as_spelled(schema, plain, text))
-    except (YAMLError, OmegaConfBaseException) as error:
+    except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise UserError(f"{path}{asked}: not valid YAML: {error}") from error
     except OSError:  # OmegaConf's word for a single value
         values = ListConfig([])
@@ -230,7 +230,7 @@ def _apply_override(values: DictConfig, override: str) -> None:
             _reorder_levels(values, value)
     except YAMLError as error:
         raise UserError(f"override {override!r}: not valid YAML after the '=': {error}") from error
-    except (OmegaConfBaseException, ValueError, TypeError) as error:
+    except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         reason = str(error).split("\n")[0]
         raise UserError(f"override {override!r}: no such place in the config: {reason}") from error
 

@@ -1,6 +1,7 @@
 """A run as its directory tells it: metrics.jsonl and config.yaml."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,7 +143,7 @@ def _parse_lines(path: Path, text: str) -> list[Metrics]:
     for number, line in enumerate(lines, start=1):
         try:
             values = json.loads(line)
-            values["step"] = int(values["step"])
+            values["step"] = _as_step(values["step"])
             _check_numbers(values)
         except _NOT_A_LINE as error:
             if number == len(lines) and not text.endswith("\n"):
@@ -163,10 +164,17 @@ def _check_numbers(line: Metrics) -> None:
             _check_number(line[key])
 
 
-def _check_number(value: object) -> None:
-    if not isinstance(value, int | float):
+def _as_step(value: Any) -> int:
+    step = int(value)
+    if not 0 <= step < 2**63:
         raise ValueError(value)
-    float(value)  # of 400 digits it cannot be one
+    return step
+
+
+def _check_number(value: object) -> None:
+    # Of 400 digits it cannot be a float, which is an OverflowError.
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(value)
 
 
 def _read_config(path: Path) -> Config | None:
@@ -175,7 +183,7 @@ def _read_config(path: Path) -> Config | None:
         if not isinstance(values, dict) or not values.keys() >= _SECTIONS:
             return None  # defaults in their place would be taken for the run's
         return config_from_dict(cast(Metrics, values), str(path))
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException, UserError):
+    except (OSError, ValueError, RecursionError, YAMLError, OmegaConfBaseException, UserError):
         return None
 
 

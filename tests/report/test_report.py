@@ -176,7 +176,9 @@ def test_a_config_from_another_version_does_not_stop_the_report(make_run):
     assert read_runs([directory])[0].config is None
 
 
-@pytest.mark.parametrize("content", [b"", b"run: {name: cut}\n", b"- a\n", b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "content", [b"", b"run: {name: cut}\n", b"- a\n", b"\xff\xfe", b"a: " + b"1" * 5000]
+)
 def test_a_config_that_is_not_whole_is_not_made_up_of_defaults(make_run, content):
     directory = make_run("cut", steps(2))
     (directory / "config.yaml").write_bytes(content)
@@ -210,6 +212,12 @@ def test_a_name_is_no_formula(make_run):
                 '{"step": 2, "comm": {"pair": {"bytes": null, "seconds": 1}}}',
                 '{"step": 2, "loss": [1]}',
                 f'{{"step": 2, "loss": {"1" * 400}}}',
+                f'{{"step": {"1" * 400}}}',
+                '{"step": -1}',
+                '{"step": 2, "loss": NaN}',
+                '{"step": 2, "lr": Infinity}',
+                '{"step": 2, "valid_loss": -1e999}',
+                '{"step": 2, "comm": {"pair": {"bytes": 1, "seconds": NaN}}}',
                 "[" * 100_000,
             )
         ),
