@@ -211,7 +211,6 @@ MISFITS = [
     ("model.layers=true", "model.layers: True, need an integer"),
     ("model.kv_heads=x", "model.kv_heads: x, need an integer"),
     ("train.steps=null", "train.steps: null, need an integer"),
-    ("train.steps=???", "train.steps: ???, need an integer"),
     ("model.bias=7", "model.bias: 7, need true or false"),
     ("optimizer.lr=fast", "optimizer.lr: fast, need a finite number"),
     ("optimizer.lr=.nan", "optimizer.lr: nan, need a finite number"),
@@ -382,6 +381,21 @@ def test_a_missing_value_is_refused_and_does_not_leave_the_parents(write):
     write("base.yaml", "train: {steps: 7}")
     path = write("top.yaml", "defaults: base.yaml\ntrain: {steps: '???'}")
     assert refusal(load_config, path) == f"{path}: train.steps: ???, need a value"
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("machine=???", "machine"),
+        ("machine.levels={world: {size: '???'}}", "machine.levels.world.size"),
+        ("train.steps=???", "train.steps"),
+        ("model={layers: '???'}", "model.layers"),
+    ],
+)
+def test_a_missing_value_does_not_leave_the_files(write, override, key):
+    path = write("a.yaml", "machine: frontier\ntrain: {steps: 7}")
+    said = f"override {override!r}: {key}: ???, need a value"
+    assert refusal(load_config, path, [override]) == said
 
 
 def test_a_number_in_quotes_is_shown_with_them(write):

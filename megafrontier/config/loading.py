@@ -173,10 +173,15 @@ def _parse_yaml(path: Path, schema: type, asked: str) -> DictConfig:
         values = ListConfig([])
     if not isinstance(values, DictConfig):
         raise UserError(f"{path}{asked}: a list or a single value, need keys and values at the top")
-    missing = missing_key(plain)
-    if missing is not None:
-        raise UserError(f"{path}{asked}: {missing}: {MISSING}, need a value")
+    _need_value(plain, "", f"{path}{asked}: ")
     return values
+
+
+def _need_value(values: Any, key: str, origin: str) -> None:
+    """Raises UserError for a mark of a missing value at `key` or below."""
+    missing = missing_key(values, key)
+    if missing is not None:
+        raise UserError(f"{origin}{missing}: {MISSING}, need a value")
 
 
 def _parent_of(path: Path, values: DictConfig) -> str | None:
@@ -223,6 +228,7 @@ def _apply_override(values: DictConfig, override: str) -> None:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
         assert isinstance(parsed, dict)
         value = as_spelled(kind_at(Config, key), parsed["value"], text)
+        _need_value(value, key, f"override {override!r}: ")
         _have_list(values, key)
         # A machine given whole replaces the file's, as a name does; its parts are merged.
         OmegaConf.update(values, key, value, merge=key != "machine")
