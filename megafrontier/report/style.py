@@ -45,8 +45,15 @@ def run_look(index: int) -> dict[str, Any]:
 def level_colours(levels: Sequence[str]) -> dict[str, str]:
     """Colours of levels, fastest first, spread over the scale."""
     last = max(len(levels) - 1, 1)
-    places = [round(i * (len(LEVEL_COLOURS) - 1) / last) for i in range(len(levels))]
-    return {level: LEVEL_COLOURS[place] for level, place in zip(levels, places, strict=True)}
+    return {level: _on_scale(i * (len(LEVEL_COLOURS) - 1) / last) for i, level in enumerate(levels)}
+
+
+def _on_scale(place: float) -> str:
+    """The colour at `place` of LEVEL_COLOURS, between two of them where it is no integer."""
+    below, part = int(place), place % 1
+    pairs = [[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in LEVEL_COLOURS]
+    ends = zip(pairs[below], pairs[min(below + 1, len(pairs) - 1)], strict=True)
+    return "#" + "".join(f"{round(low + part * (high - low)):02X}" for low, high in ends)
 
 
 def short(number: float, unit: str = "") -> str:
