@@ -427,7 +427,7 @@ def test_a_missing_parent_names_the_file_that_asked(write):
         ("[1, 2]", "a list or a single value, need keys and values at the top"),
         ("5", "a list or a single value, need keys and values at the top"),
         (f"train: {{steps: {'1' * 5000}}}", "not valid YAML: Exceeds the limit"),
-        ("a: " + "[" * 5000 + "]" * 5000, "not valid YAML: "),
+        ("a: " + "[" * 600 + "]" * 600, "not valid YAML: "),
         ("defaults: [a, b]", "defaults: ['a', 'b'], need the path of one file"),
         ("defaults: ${oc.env:NOWHERE_SET}/a.yaml", "defaults: "),
     ],

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean, median
 from textwrap import wrap
 from typing import Any
+from warnings import catch_warnings, filterwarnings
 
 from megafrontier.report.read import Run, all_levels
 from megafrontier.report.style import level_colours, pyplot, run_look, short
@@ -286,5 +287,7 @@ _FORMATS: dict[str, Callable[[Any, Any], str]] = {
 
 
 def _save(figure: Any, path: Path) -> None:
-    figure.savefig(path)
+    with catch_warnings():
+        filterwarnings("ignore", "Glyph .* missing")  # the page beside it has the run's name
+        figure.savefig(path)
     pyplot().close(figure)

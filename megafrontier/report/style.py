@@ -11,6 +11,9 @@ RUN_DASHES = ("-", "--", "-.", ":")
 # Dark is slow: five steps of one scale (viridis), so that the order shows without colour too.
 LEVEL_COLOURS = ("#A8DB34", "#4AC16D", "#1F988B", "#365C8D", "#46085C")
 
+# For the names of runs in letters that the first font lacks, where these are installed.
+_FALLBACK_FONTS = ("Noto Sans CJK JP", "WenQuanYi Zen Hei", "Noto Sans", "Noto Sans Arabic")
+
 _RC = {
     "text.parse_math": False,  # a run's name may have any character
     "figure.facecolor": "white",
@@ -84,6 +87,9 @@ def pyplot() -> Any:
         ) from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib import font_manager
 
     plt.rcParams.update(_RC)
+    known = set(font_manager.get_font_names())
+    plt.rcParams["font.family"] += [font for font in _FALLBACK_FONTS if font in known]
     return plt

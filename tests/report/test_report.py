@@ -192,6 +192,11 @@ def test_a_name_is_no_formula(make_run):
     assert not (directory / "config.yaml.tmp").exists()
 
 
+def test_a_name_in_any_letters_is_drawn_without_a_complaint(make_run, recwarn):
+    write_report([make_run("a", steps(3), "日本語 ಕನ್ನಡ")])
+    assert [str(w.message) for w in recwarn if w.category is UserWarning] == []
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
