@@ -45,8 +45,8 @@ megafrontier train configs/quickstart.yaml --nproc 8 run.name=try train.steps=20
   those that come along), the path of such a file, or its content inline. Only the outermost level
   may leave its `size` open. `machine.levels.world.size=16` changes one value of a named machine,
   as a mapping does in a file that inherits it; `machine={…}` on the command line replaces it.
-- **What ran.** The run directory holds `config.yaml` with every key and every reference resolved; a
-  machine that is named stays a name.
+- **What ran.** The run directory holds `config.yaml` with every key and every reference resolved;
+  `machine` alone stays as it is given, a name or those of its keys that are inline.
 
 """
 
