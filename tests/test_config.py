@@ -111,6 +111,7 @@ REFUSED = [
             "train.loss_scale",
         )
     ],
+    (["train.spike_window=1000001"], "train.spike_window: 1000001, need at most 1000000"),
     (["train.loss_scale=1e39"], "train.loss_scale: 1e+39, need at most 4294967296"),
     *[
         ([f'{key}="a{escape}b"'], f"{key}: 'a{shown}b', need it without control characters")

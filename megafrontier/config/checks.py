@@ -71,6 +71,8 @@ def _check_level(key: str, level: LevelConfig, outermost: bool) -> None:
 TOO_MANY = 2**31
 """Of anything: what torch and others of integers of 32 bits take is below."""
 
+LONGEST_WINDOW = 1_000_000
+
 HIGHEST_LOSS_SCALE = 2**32
 """To begin with: fp16 ends at 65504, and one that fp32 cannot hold is infinite, as are its halves.
 """
@@ -109,6 +111,8 @@ def _check_ranges(config: Config) -> None:
     for key, count in at_least_one.items():
         _need(count is None or count >= 1, key, count, "need at least 1")
         _need(count is None or count < TOO_MANY, key, count, f"need less than {TOO_MANY}")
+    window = train.spike_window  # 16 bytes a step are set aside for it at the start
+    _need(window <= LONGEST_WINDOW, "train.spike_window", window, f"need at most {LONGEST_WINDOW}")
     not_negative: dict[str, float] = {
         "run.seed": config.run.seed,
         "train.clip_grad_norm": train.clip_grad_norm,
