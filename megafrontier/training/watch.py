@@ -37,7 +37,7 @@ from megafrontier.cluster.rollcall import (
     verdict_seconds,
     within,
 )
-from megafrontier.errors import BAD_NODE, LOST, Ending, Unconnected, is_alike
+from megafrontier.errors import BAD_NODE, LOST, Ending, Unconnected, is_alike, tell
 from megafrontier.partition.ledger import Ledger
 from megafrontier.training import bad_nodes
 from megafrontier.training.backstop import Backstop
@@ -309,8 +309,7 @@ class Watch:
         try:
             # Two a host speak where rank 0 cannot: one of them may have died too.
             if line and (first or (first_is_lost and self._identity.local_rank < 2)):
-                with suppress(OSError, ValueError):
-                    print(f"megafrontier: {line}", file=sys.stderr, flush=True)
+                tell(f"megafrontier: {line}")
             if line and first:
                 within(STORAGE_SECONDS, lambda: self.last_words(code, line))
             sys.stdout.flush()
