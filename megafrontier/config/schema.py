@@ -147,7 +147,9 @@ class TrainConfig:
     hang_seconds: float = 600.0
     """End the run, with every thread's stack in RUN/hang, when no micro-batch, save or batch of an
     evaluation has finished for so long (start-up and first step: three times as long); 0: never.
-    All ranks have to come within as long as for start-up, 10 minutes at the most."""
+    Time for which the whole run is suspended (Ctrl-Z, `scontrol suspend`) does not count, up to a
+    minute more than that. All ranks have to come within as long as for start-up, 10 minutes at the
+    most."""
     attempts: int = 5
     """Give the run up for good when so many starts in a row have ended by themselves, all from the
     same checkpoint and none with a step more than the first of them, or in a Slurm job before all
