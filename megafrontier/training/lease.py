@@ -121,9 +121,10 @@ class Lease:
         count = 0
         while not self._is_over.wait(BEAT_SECONDS):
             count += 1
-            # A storage that fails for a while is no reason to end.
+            # A storage that fails for a while is no reason to end; what it shows meanwhile is.
             with suppress(OSError):
                 self._write(f"{count:020d}")
+            with suppress(OSError):
                 if _newest(self._folder) > self._number:
                     self._end()
 

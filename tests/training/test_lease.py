@@ -233,11 +233,8 @@ def test_a_holder_that_was_given_up_for_dead_ends_before_it_writes_again(tmp_pat
     assert error.count("\n") == 1
 
 
-def test_a_holder_that_was_given_up_for_dead_ends_though_it_cannot_say_so(tmp_path, monkeypatch):
-    """Its terminal is closed, say, or its log lies on a disk that is full."""
-    with open("/dev/full", "wb", buffering=0) as full:
-        monkeypatch.setattr(sys, "__stderr__", full)
-        child = in_child(lambda: acquire(tmp_path / "lease", elsewhere(), print))
+def assert_ends(tmp_path, child):
+    """Of a holder that was given up for dead: it ends when it wakes up, with code 2."""
     os.kill(child, signal.SIGSTOP)
     held = acquire(tmp_path / "lease", HERE, print)
     os.kill(child, signal.SIGCONT)
@@ -250,6 +247,24 @@ def test_a_holder_that_was_given_up_for_dead_ends_though_it_cannot_say_so(tmp_pa
         kill(child)
     assert ended, "it holds on"
     assert os.waitstatus_to_exitcode(status) == 2
+
+
+def test_a_holder_that_was_given_up_for_dead_ends_though_it_cannot_say_so(tmp_path, monkeypatch):
+    """Its terminal is closed, say, or its log lies on a disk that is full."""
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr(sys, "__stderr__", full)
+        child = in_child(lambda: acquire(tmp_path / "lease", elsewhere(), print))
+    assert_ends(tmp_path, child)
+
+
+def test_a_holder_that_was_given_up_for_dead_ends_though_it_cannot_beat(tmp_path):
+    def hold():
+        acquire(tmp_path / "lease", elsewhere(), print)._write = fail
+
+    def fail(_beat):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    assert_ends(tmp_path, in_child(hold))
 
 
 def test_a_run_directory_in_use_is_refused_with_code_2_in_one_line_on_all_ranks(tmp_path, capfd):
