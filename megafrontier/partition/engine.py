@@ -146,7 +146,7 @@ class Engine:
         self._schedule = Schedule(
             self.units, modules, self._moves, self.ledger, self._policy, prefetch
         )
-        self._lanes.outlive(self._schedule)  # which has the units, and is there while the model is
+        self._lanes.outlive(self._schedule)  # which has the units, and lives in the model's hooks
         self._place(from_masters=True)
 
     @property

@@ -40,7 +40,8 @@ class Schedule:
         policy: Policy,
         prefetch: int,
     ) -> None:
-        """`modules` are those of `units`, in the order in which they run; they get the hooks."""
+        """`modules` are those of `units`, in the order in which they run; they get the hooks, where
+        there is something to gather or an order to keep."""
         self.units = units
         self.reducing: deque[Unit] = deque()
         """Units whose gradient is on its way to its shard, oldest first."""
@@ -224,13 +225,14 @@ class Schedule:
 
     def _on_gradient(self, index: int, number: int) -> Callable[[nn.Parameter], None]:
         # The collector does not see what a parameter's hooks hold: they would hold the engine, and
-        # with it the parameter, for ever. Those of the modules hold it while there is a model.
+        # with it the parameter, for ever. Those of the modules hold it while there is a model; on
+        # one rank, where modules have none, its engine alone does.
         owner = ref(self)
 
         def ready(parameter: nn.Parameter) -> None:
             schedule = owner()
             if schedule is None:
-                raise RuntimeError("backward through a model that is gone with its engine")
+                raise RuntimeError("backward through a model whose engine is gone")
             schedule._take_gradient(index, number, parameter)
 
         return ready
