@@ -261,15 +261,23 @@ def test_a_run_goes_back_to_a_checkpoint_that_lies_elsewhere(config_file, tmp_pa
     assert link.is_symlink()
 
 
+NEW = "checkpoint.resume=never"
+
+
+def start_twice(restarts, config_file, monkeypatch):
+    """A run that is to begin new, to step 3, and by the same launcher, whose count of `restarts`
+    this is, again to step 4."""
+    runs.run(config_file, 1, *runs.ONE, NEW, "train.stop_at=3")
+    monkeypatch.setenv(restarts, "1")
+    runs.run(config_file, 1, *runs.ONE, NEW, "train.stop_at=4")
+
+
 def test_a_requeued_job_that_was_to_begin_new_goes_on(config_file, tmp_path, monkeypatch):
-    new = "checkpoint.resume=never"
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    runs.run(config_file, 1, *runs.ONE, new, "train.stop_at=3")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    runs.run(config_file, 1, *runs.ONE, new, "train.stop_at=4")
+    start_twice("SLURM_RESTART_COUNT", config_file, monkeypatch)
     assert "step-00000003 at step 3" in runs.log(tmp_path / "run")
     monkeypatch.setenv("SLURM_JOB_ID", "8")
-    assert runs.train(runs.load(config_file, *runs.ONE, new), 1) == 2
+    assert runs.train(runs.load(config_file, *runs.ONE, NEW), 1) == 2
 
 
 def test_ranks_that_torchrun_starts_again_go_back_to_a_checkpoint_once(
@@ -291,16 +299,13 @@ def test_ranks_that_torchrun_starts_again_go_back_to_a_checkpoint_once(
 def test_ranks_that_torchrun_starts_again_go_on_with_a_run_that_was_to_begin_new(
     config_file, tmp_path, monkeypatch
 ):
-    new = "checkpoint.resume=never"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    runs.run(config_file, 1, *runs.ONE, new, "train.stop_at=3")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    runs.run(config_file, 1, *runs.ONE, new, "train.stop_at=4")
+    start_twice("TORCHELASTIC_RESTART_COUNT", config_file, monkeypatch)
     assert "step-00000003 at step 3" in runs.log(tmp_path / "run")
-    assert not resuming.goes_on(runs.load(config_file, new)), "with the same command"
+    assert not resuming.goes_on(runs.load(config_file, NEW)), "with the same command"
     for restarts in ("0", "1"):  # of another torchrun, which starts again what was refused
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
-        assert runs.train(runs.load(config_file, *runs.ONE, new), 1) == 2
+        assert runs.train(runs.load(config_file, *runs.ONE, NEW), 1) == 2
 
 
 def test_a_run_cannot_begin_where_it_is_to_end(config_file, tmp_path, imported, capfd):
