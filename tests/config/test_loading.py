@@ -1,0 +1,196 @@
+"""Files that inherit, overrides over them, and what is saved: read whole or refused in one line."""
+
+import dataclasses
+
+import pytest
+import yaml
+
+from megafrontier.config import Config, config_from_dict, config_to_dict, load_config, save_config
+from tests.config.refusals import refusal
+
+
+def test_the_defaults_fit_each_other(write):
+    found = load_config(write("empty.yaml", ""))
+    assert (
+        dataclasses.replace(found, run=Config().run) == Config()
+    )  # run.directory has a name in it
+
+
+def test_a_file_changes_what_it_names_and_nothing_else(base):
+    config = load_config(base)
+    assert (config.model.layers, config.model.hidden) == (2, 64)
+    assert config.train == Config().train
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("steps", "expected key=value, as in train.steps=100"),
+        ("=3", "expected key=value"),
+        ("train.steps=[", "not valid YAML after the '='"),
+        ("data.train[0].weight=2", "data.train has 0 items, need one of them or data.train=[…]"),
+        ("data.valid[0].path=x", "data.valid has 0 items, need one of them or data.valid=[…]"),
+        ("data.skip[0][1]=3", "data.skip has 0 items, need"),
+        ("optimizer.betas[2]=0.5", "optimizer.betas has 2 items, need"),
+        ("data.train.x=2", "no such place in the config"),
+    ],
+)
+def test_overrides_that_cannot_be_read_are_refused(write, override, reason):
+    path = write("a.yaml", "data: {train: []}")
+    message = refusal(load_config, path, [override])
+    assert message.startswith(f"override {override!r}: ")
+    assert reason in message
+
+
+def test_overrides_apply_in_order_and_keep_their_neighbours(base):
+    config = load_config(
+        base,
+        [
+            "model.layers=3",
+            "model.layers=4",
+            "data.train=[{path: a}, {path: b}]",
+            "data.train[1].weight=2",
+            "optimizer={lr: 1e-4, betas: [0.8, 0.9]}",
+            "partition.wires.gather.pair=bf16",
+            "run.name=2024",
+            "data.split[1]=0.1",  # of the default
+            "data.split[0]=0.9",
+        ],
+    )
+    assert load_config(base, ["optimizer.betas[1]=0.98"]).optimizer.betas == (0.9, 0.98)
+    assert load_config(base, ["optimizer.no_decay[1]=norm"]).optimizer.no_decay[1] == "norm"
+    assert config.data.split == [0.9, 0.1]
+    assert (config.model.layers, config.model.hidden) == (4, 64)
+    assert [(corpus.path, corpus.weight) for corpus in config.data.train] == [("a", 1), ("b", 2)]
+    assert (config.optimizer.lr, config.optimizer.betas) == (1e-4, (0.8, 0.9))
+    assert config.partition.wires.gather == {"pair": "bf16"}
+    assert config.run.directory == "runs/2024"
+
+
+def test_a_file_inherits_from_another_beside_it(write):
+    write("shared/base.yaml", "model: {layers: 2, hidden: 64}\ntrain: {steps: 7}\n")
+    write("middle.yaml", "defaults: shared/base.yaml\nmodel: {layers: 3}\n")
+    config = load_config(write("top.yaml", "defaults: middle.yaml\nmodel: {heads: 4}\n"))
+    assert (config.model.layers, config.model.hidden, config.model.heads) == (3, 64, 4)
+    assert config.train.steps == 7
+
+
+def test_a_file_changes_single_values_of_short_forms_it_inherits(write):
+    parent = write("base.yaml", "partition: {wires: low}\nmachine: frontier\n")
+    child = "partition: {wires: {reduce: {world: int8}}}\nmachine: {levels: {world: {size: 16}}}\n"
+    config = load_config(write("top.yaml", f"defaults: base.yaml\n{child}"))
+    chosen = ["partition.wires.reduce.world=int8", "machine.levels.world.size=16"]
+    assert config == load_config(parent, chosen)
+    assert config.partition.wires.preset == "low"
+    assert list(config.machine["levels"]) == ["pair", "node", "world"]
+
+
+def test_values_that_cannot_be_merged_are_refused_with_both_files(write):
+    write("base.yaml", "data: {train: [{path: a}]}")
+    path = write("top.yaml", "defaults: base.yaml\ndata: {train: {path: b}}")
+    message = refusal(load_config, path)
+    assert "top.yaml: over base.yaml: " in message
+
+
+def test_a_missing_value_is_refused_and_does_not_leave_the_parents(write):
+    write("base.yaml", "train: {steps: 7}")
+    path = write("top.yaml", "defaults: base.yaml\ntrain: {steps: '???'}")
+    assert refusal(load_config, path) == f"{path}: train.steps: ???, need a value"
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("machine=???", "machine"),
+        ("machine.levels={world: {size: '???'}}", "machine.levels.world.size"),
+        ("train.steps=???", "train.steps"),
+        ("model={layers: '???'}", "model.layers"),
+    ],
+)
+def test_a_missing_value_does_not_leave_the_files(write, override, key):
+    path = write("a.yaml", "machine: frontier\ntrain: {steps: 7}")
+    said = f"override {override!r}: {key}: ???, need a value"
+    assert refusal(load_config, path, [override]) == said
+
+
+def test_a_circle_of_inheritance_is_refused(write):
+    write("a.yaml", "defaults: b.yaml")
+    path = write("b.yaml", "defaults: a.yaml")
+    message = refusal(load_config, path)
+    assert "b.yaml" in message
+    assert "inherit from each other in a circle" in message
+
+
+def test_a_missing_parent_names_the_file_that_asked(write):
+    path = write("a.yaml", "defaults: gone.yaml")
+    message = refusal(load_config, path)
+    assert "gone.yaml" in message
+    assert f"(the defaults of {path}): cannot read the config: No such file" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("model: {layers: 2", "not valid YAML"),
+        ("a: 1\na: 2", "not valid YAML"),
+        ("- a\n- b", "a list or a single value, need keys and values at the top"),
+        ("[1, 2]", "a list or a single value, need keys and values at the top"),
+        ("5", "a list or a single value, need keys and values at the top"),
+        (f"train: {{steps: {'1' * 5000}}}", "not valid YAML: Exceeds the limit"),
+        ("a: " + "[" * 600 + "]" * 600, "not valid YAML: "),
+        ("defaults: [a, b]", "defaults: ['a', 'b'], need the path of one file"),
+        ("defaults: ${oc.env:NOWHERE_SET}/a.yaml", "defaults: "),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(write, text, reason):
+    path = write("bad.yaml", text)
+    assert refusal(load_config, path).startswith(f"{path}: {reason}")
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    (tmp_path / "bad.yaml").write_bytes(b"a: \xff\xfe")
+    assert "not valid YAML" in refusal(load_config, tmp_path / "bad.yaml")
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path):
+    assert "No such file" in refusal(load_config, tmp_path / "gone.yaml")
+    assert "Is a directory" in refusal(load_config, tmp_path)
+
+
+def test_the_resolved_config_survives_saving(base, tmp_path):
+    config = load_config(
+        base,
+        [
+            "run.name=x",
+            "machine={levels: {pair: {size: 2}, world: {}}}",
+            "data.train=[{path: a, weight: 3}]",
+            "data.skip=[[1, 2]]",
+            "partition.wires.gather.world=fp32",
+            "train.stop_at=5",
+        ],
+    )
+    saved = tmp_path / "config.yaml"
+    save_config(config, saved)
+    assert load_config(saved) == config
+    assert config_from_dict(config_to_dict(config), "saved") == config
+    assert yaml.safe_load(saved.read_text())["run"]["directory"] == "runs/x"
+
+
+def test_another_name_for_a_runs_own_config_is_another_folder(base, tmp_path):
+    """Or the new run would go on in the old one's."""
+    saved = tmp_path / "config.yaml"
+    save_config(load_config(base, ["run.name=old"]), saved)
+
+    def folder(*overrides):
+        return load_config(saved, overrides).run.directory
+
+    assert folder() == "runs/old"
+    assert folder("run.name=new") == folder("run={name: new}") == "runs/new"
+    assert folder("run.name=new", "run.directory=runs/old") == "runs/old"
+    save_config(load_config(base, ["run.name=old", "run.directory=elsewhere"]), saved)
+    assert folder("run.name=new") == "elsewhere"
+
+
+def test_a_saved_config_with_a_foreign_key_names_its_file():
+    values = config_to_dict(Config()) | {"future": 1}
+    assert refusal(config_from_dict, values, "step-1").startswith("step-1: future: 1, no such key")

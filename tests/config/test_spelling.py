@@ -1,0 +1,20 @@
+"""Text is what was written, whatever YAML would make of it."""
+
+import pytest
+
+from megafrontier.config import load_config, load_machine
+
+
+@pytest.mark.parametrize("text", ["1.10", "2024_01_15", "0012", "12:30", "3e-4", "12e4567"])
+def test_text_that_yaml_takes_for_a_number_stays_as_it_is_written(write, text):
+    """Or runs named 1.1 and 1.10 would share a folder, and each take up the other's weights."""
+    assert load_config(write("a.yaml", "{}"), [f"run.name={text}"]).run.name == text
+    lines = f"run: {{name: {text}}}\ndata: {{train: [{{path: {text}, weight: 2}}]}}\n"
+    config = load_config(write("b.yaml", lines))
+    assert config.run.directory == f"runs/{text}"
+    assert [(corpus.path, corpus.weight) for corpus in config.data.train] == [(text, 2)]
+    chosen = [f"data.train=[{{path: {text}}}, {{path: b}}]", f"data.train[1].path={text}"]
+    found = load_config(write("c.yaml", "{}"), chosen).data.train
+    assert [corpus.path for corpus in found] == [text, text]
+    machine = write("m.yaml", f"levels: {{world: {{}}}}\ndevice: {{name: {text}}}\n")
+    assert load_machine(str(machine)).device.name == text
