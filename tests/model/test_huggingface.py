@@ -328,6 +328,21 @@ def test_a_config_that_does_not_fit_is_refused_by_key(exported, change, message)
         import_model(exported)
 
 
+def test_sizes_of_a_gpt2_under_their_general_names_are_read_as_transformers_does(exported):
+    """The weights fit any number of heads."""
+    path = exported / "config.json"
+    values = json.loads(path.read_text())
+    general = {"num_attention_heads": 2, "hidden_size": 32, "num_hidden_layers": 2}
+    path.write_text(json.dumps(values | general | {"max_position_embeddings": 24}))
+    assert transformers.AutoConfig.from_pretrained(exported).n_head == 2
+    assert import_model(exported)[0].heads == 2
+    for own in ("n_head", "n_embd", "n_layer", "n_positions"):
+        del values[own]
+    path.write_text(json.dumps(values | general | {"max_position_embeddings": 24}))
+    found, _ = import_model(exported)
+    assert (found.heads, found.hidden, found.layers, found.sequence_length) == (2, 32, 2, 24)
+
+
 def test_scaled_rotary_frequencies_are_refused(make_config, make_model, tmp_path):
     config = make_config(position="rotary")
     export_model(config, make_model(config).state_dict(), tmp_path / "out")

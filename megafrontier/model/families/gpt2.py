@@ -55,13 +55,13 @@ class GPT2:
         settings.one_of("scale_attn_weights", True, True)
         settings.one_of("scale_attn_by_inverse_layer_idx", False, False)
         settings.one_of("add_cross_attention", False, False)
-        hidden = settings.integer("n_embd", 768)
+        hidden = _size(settings, "hidden_size", "n_embd", 768)
         return ModelConfig(
-            layers=settings.integer("n_layer", 12),
+            layers=_size(settings, "num_hidden_layers", "n_layer", 12),
             hidden=hidden,
-            heads=settings.integer("n_head", 12),
+            heads=_size(settings, "num_attention_heads", "n_head", 12),
             ffn_hidden=settings.integer("n_inner", 4 * hidden),
-            sequence_length=settings.integer("n_positions", 1024),
+            sequence_length=_size(settings, "max_position_embeddings", "n_positions", 1024),
             vocab_size=settings.integer("vocab_size", 50257),
             activation=read_gelu(settings, "activation_function", "gelu_new"),
             norm_eps=settings.number("layer_norm_epsilon", 1e-5),
@@ -82,6 +82,11 @@ class GPT2:
             found += _conv1d(f"{ours}.mlp.up", f"{theirs}.mlp.c_fc")
             found += _conv1d(f"{ours}.mlp.down", f"{theirs}.mlp.c_proj")
         return [*found, *same_linear("head.norm", "ln_f")]
+
+
+def _size(settings: Settings, general: str, own: str, default: int) -> int:
+    """Of a size that `transformers` also knows by the name it has elsewhere, which comes first."""
+    return settings.integer(general, settings.integer(own, default))
 
 
 def _conv1d(ours: str, theirs: str) -> list[Translation]:
