@@ -217,8 +217,14 @@ class _TensorFiles:
         for path in _safetensors_in(folder):
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118 - not a dictionary
-                    self._names[self._canonical(name)] = name
-                    self._files[self._canonical(name)] = path
+                    self._note(name, path)
+
+    def _note(self, name: str, path: Path) -> None:
+        ours = self._canonical(name)
+        if ours in self._files:
+            also = f"{self._names[ours]} in {self._files[ours].name}"
+            raise UserError(f"{path}: tensor {name}: also there as {also}, need one of them")
+        self._names[ours], self._files[ours] = name, path
 
     def get(self, name: str) -> Tensor:
         """One tensor. Raises UserError when it is missing, damaged, or holds no floats."""
@@ -277,9 +283,12 @@ def _load(translation: Translation, files: _TensorFiles) -> Tensor:
 
 
 def _safetensors_in(folder: Path) -> list[Path]:
-    """The weight files of a folder. Raises UserError when there are none, or one is missing."""
+    """The weight files of a folder. Raises UserError when there are none, or one is missing.
+
+    A whole file goes before an index, as in transformers, which leaves an older save's beside it.
+    """
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    if index.is_file() and not (folder / "model.safetensors").is_file():
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{index}: weight_map: missing, need tensor names and their files")

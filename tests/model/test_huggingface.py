@@ -423,6 +423,34 @@ def test_a_tensor_that_is_not_finite_is_refused_by_folder_and_name(exported, val
         import_model(exported)
 
 
+def test_of_two_saves_in_one_folder_the_one_that_transformers_reads_is_read(
+    make_config, make_model, tmp_path
+):
+    """It leaves the older index, or the older whole file, beside what it writes."""
+    config, out = make_config(), tmp_path / "out"
+    export_model(config, make_model(config).state_dict(), out)
+    whole = theirs_at(out)
+    other = transformers.GPT2LMHeadModel(whole.config)
+    other.save_pretrained(tmp_path / "split", max_shard_size="10KB")
+    for path in (tmp_path / "split").glob("*.safetensors*"):
+        path.rename(out / path.name)
+    expected = theirs_at(out).transformer.wpe.weight
+    assert torch.equal(expected, whole.transformer.wpe.weight)
+    assert torch.equal(import_model(out)[1]["embedding.positions.weight"], expected)
+    for path in out.glob("model-*"):
+        path.unlink()
+    assert torch.equal(import_model(out)[1]["embedding.positions.weight"], expected)
+
+
+def test_a_tensor_that_is_there_twice_is_refused(exported):
+    path = exported / "model.safetensors"
+    tensors = load_file(path)
+    tensors["wpe.weight"] = tensors["transformer.wpe.weight"] + 1
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(UserError, match=r"model.safetensors: tensor .*wpe.weight: also there as"):
+        import_model(exported)
+
+
 def test_tensors_of_eight_bits_are_read_too(exported):
     path = exported / "model.safetensors"
     tensors = load_file(path)
