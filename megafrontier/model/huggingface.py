@@ -59,8 +59,8 @@ def export_model(
     lazily. The folder appears whole or not at all. Padded token ids are cut off; a model without
     biases becomes one with zero biases where its family always has them.
 
-    Raises UserError when no family can express the model, when a weight is missing or has
-    another shape, when `out` is not empty, or cannot be written.
+    Raises UserError when no family can express the model, when a weight is missing, has another
+    shape or is too large for `dtype`, when `out` is not empty, or cannot be written.
     """
     family = family_for(config)
     with _new_folder(out) as folder:
@@ -139,7 +139,18 @@ def _exported(
         for theirs, tensor in zip(translation.theirs, translation.export(ours), strict=True):
             name = family.head if theirs == HEAD else family.prefix + theirs
             # A copy of its own: safetensors refuses tensors that share memory.
-            yield name, tensor.detach().to("cpu", dtype, copy=True).contiguous()
+            exported = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+            _refuse_overflow(translation.ours, tensor, exported)
+            yield name, exported
+
+
+def _refuse_overflow(name: str, tensor: Tensor, exported: Tensor) -> None:
+    """Raise UserError for a number that the type of `exported` has no room for."""
+    tensor = tensor.to("cpu")
+    lost = tensor[exported.isinf() & tensor.isfinite()]
+    if lost.numel():
+        fits = f"need at most {torch.finfo(exported.dtype).max:.6g} in this precision"
+        raise UserError(f"weights: {name}: {lost[0].item():.6g}, {fits}")
 
 
 def _weight(

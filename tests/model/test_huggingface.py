@@ -290,6 +290,18 @@ def test_a_missing_or_misshapen_weight_leaves_nothing_behind(make_config, make_m
     assert not list(tmp_path.iterdir())
 
 
+def test_a_weight_that_a_precision_has_no_room_for_is_refused(make_config, make_model, tmp_path):
+    config = make_config()
+    weights = make_model(config).state_dict()
+    weights["blocks.1.mlp.up.weight"][3, 5] = -1e5
+    with pytest.raises(
+        UserError, match=r"blocks.1.mlp.up.weight: -100000, need at most 65504 in this precision"
+    ):
+        export_model(config, weights, tmp_path / "out", dtype=torch.float16)
+    assert not list(tmp_path.iterdir())
+    export_model(config, weights, tmp_path / "out", dtype=torch.bfloat16)
+
+
 def test_an_empty_folder_may_be_the_one_we_are_in(make_config, make_model, tmp_path, monkeypatch):
     config, out = make_config(), tmp_path / "out"
     out.mkdir()
