@@ -33,33 +33,33 @@ from megafrontier.model.sizes import padded_vocab, rotary_size
 
 class LookUp(torch.autograd.Function):
     """Rows of a matrix of 16 bits on a CPU, with their gradient summed in fp32: torch adds one
-    token after the other in the matrix' own type, where frequent ones soon add nothing more."""
+    use after the other in the matrix' own type, where those of frequent rows soon add nothing."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, tokens: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens)
+    def forward(ctx: Any, weight: Tensor, numbers: Tensor) -> Tensor:
+        ctx.save_for_backward(numbers)
         ctx.rows = weight.shape[0]
-        return F.embedding(tokens, weight)
+        return F.embedding(numbers, weight)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        (tokens,) = ctx.saved_tensors
+        (numbers,) = ctx.saved_tensors
         (gradient,) = upstream
         summed = torch.ops.aten.embedding_dense_backward(
-            gradient.float(), tokens, ctx.rows, -1, False
+            gradient.float(), numbers, ctx.rows, -1, False
         )
         return summed.to(gradient.dtype), None
 
 
-class TokenVectors(nn.Embedding):
-    """torch's embedding with `LookUp` where that is needed."""
+class Vectors(nn.Embedding):
+    """torch's embedding, of tokens or of positions, with `LookUp` where that is needed."""
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [b, s] → [b, s, hidden]."""
+    def forward(self, numbers: Tensor) -> Tensor:
+        """numbers [b, s] → [b, s, hidden]."""
         if self.weight.device.type == "cpu" and self.weight.dtype != torch.float32:
-            found: Tensor = LookUp.apply(self.weight, tokens)
+            found: Tensor = LookUp.apply(self.weight, numbers)
             return found
-        return super().forward(tokens)
+        return super().forward(numbers)
 
 
 class Embedding(nn.Module):
@@ -68,9 +68,9 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.dropout = config.dropout
-        self.tokens = TokenVectors(padded_vocab(config), config.hidden)
+        self.tokens = Vectors(padded_vocab(config), config.hidden)
         if config.position == "learned":
-            self.positions = nn.Embedding(config.sequence_length, config.hidden)
+            self.positions = Vectors(config.sequence_length, config.hidden)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens [b, s], positions [b or 1, s] → [b, s, hidden]."""

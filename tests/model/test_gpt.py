@@ -192,6 +192,20 @@ def test_a_frequent_tokens_gradient_is_summed_in_fp32(dtype, make_config):
     torch.testing.assert_close(found, expected, rtol=0.005, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_frequent_positions_gradient_is_summed_in_fp32(dtype, make_config):
+    """The first ones begin every document."""
+    torch.manual_seed(0)
+    embedding = Embedding(make_config()).to(dtype)
+    positions = (torch.arange(512) % 4).expand(8, -1)
+    weights = 1 + torch.rand(8, 512, 1).to(dtype)
+    hidden = embedding(torch.randint(50, (8, 512)), positions)
+    (hidden * weights).sum().backward()
+    expected = torch.stack([weights[positions == place].double().sum() for place in range(4)])
+    found = embedding.positions.weight.grad[:4].double().mean(1)
+    torch.testing.assert_close(found, expected, rtol=0.005, atol=0)
+
+
 def test_more_tokens_than_the_sequence_length_are_refused(make_config, make_model):
     with pytest.raises(ValueError, match="25 tokens, the model has room for 24"):
         make_model(make_config())(torch.zeros(1, 25, dtype=torch.int64))
