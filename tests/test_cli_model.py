@@ -131,6 +131,14 @@ def test_evaluate_ignores_no_override(life, capfd, override, said):
     assert said in capfd.readouterr().err
 
 
+def test_evaluate_tells_of_other_rotary_frequencies_than_the_trainings(life, capfd):
+    """As a config has that lacks what the training was given on the command line."""
+    words = ("evaluate", life / "config.yaml", "model.vocab_size=300", "evaluate.batches=1")
+    assert "rotary" not in run_command(capfd, *words)
+    told = run_command(capfd, *words, "model.rotary_base=500", "--nproc", 2)
+    assert told.count("warning: model.rotary_base: 500.0, was 10000.0") == 1
+
+
 def test_a_checkpoint_that_one_rank_cannot_read_is_named_in_one_line(life, capfd, tmp_path):
     """Whichever rank it is, and however it would be noticed: by the length or by the contents."""
     source = sorted((life / "run" / "checkpoints").glob("step-*"))[-1]

@@ -99,7 +99,7 @@ def _saved(manifest: Manifest, name: str, kind: type[Section]) -> Section | None
 
 def changes(trainer: Trainer, manifest: Manifest) -> list[str]:
     """What may be another on purpose, such as rotary frequencies for longer sequences."""
-    lines = _rotary_changes(trainer.config.model, manifest)
+    lines = rotary_changes(trainer.config.model, manifest)
     lines += _data_changes(trainer.config, manifest) or _window_changes(trainer, manifest)
     if "error" in manifest.states and not any(
         unit.feedback.errors for unit in trainer.engine.units
@@ -116,7 +116,8 @@ def changes(trainer: Trainer, manifest: Manifest) -> list[str]:
     return lines + _rate_changes(trainer.config, manifest)
 
 
-def _rotary_changes(model: ModelConfig, manifest: Manifest) -> list[str]:
+def rotary_changes(model: ModelConfig, manifest: Manifest) -> list[str]:
+    """Rotary frequencies that are others than a checkpoint's, for longer sequences perhaps."""
     saved = _saved(manifest, "model", ModelConfig)
     if saved is None or model.position != "rotary":
         return []

@@ -25,6 +25,7 @@ from megafrontier.data.samples import Batch
 from megafrontier.data.tokenizer import Tokenizer, kept_tokenizer
 from megafrontier.errors import UserError
 from megafrontier.training.arrangement import Arrangement, check_training
+from megafrontier.training.compatibility import rotary_changes
 from megafrontier.training.evaluation import Evaluation, describe_validation, evaluate
 from megafrontier.training.launch import joined, launch, prepared
 from megafrontier.training.memory import out_of_memory_told
@@ -160,7 +161,9 @@ def _evaluate(
     if loader is None:
         raise UserError("data.split: keeps nothing for validation; need data.valid or a part")
     if hierarchy.rank == 0:
-        for line in describe_validation(loader, config.evaluate.batches):
+        # A config may lack what was given to the training on the command line.
+        changes = rotary_changes(config.model, checkpoint.manifest)
+        for line in changes + describe_validation(loader, config.evaluate.batches):
             show(line)
     count_bytes = partial(text_bytes, kept_tokenizer(config.tokenizer))
     try:
