@@ -179,12 +179,12 @@ submit() {
     if [ ${#sbatch_options[@]} = 0 ] && [ ${#kept[@]} = 0 ]; then
         command+=("${own[@]}" "$file" "$@")
     else
-        # Wrapped, for sbatch to read none of another cluster's lines, of which some cannot be taken
-        # back, and for a job without the caller's environment to know what it is to use.
+        # By another file, for sbatch to read none of another cluster's lines, of which some cannot be
+        # taken back, and for a job without the caller's environment to know what it is to use.
         [ ${#sbatch_options[@]} = 0 ] || until='/^# Frontier/q;'
         mapfile -t lines < <(sed -n "$until s/^#SBATCH //p" "$file")
         command+=("${lines[@]}" "${sbatch_options[@]}" "${own[@]}")
-        command+=(--wrap "exec $(show env "${kept[@]}" bash "$file" "$@")")
+        command+=("$home/slurm/start.sh" env "${kept[@]}" bash "$file" "$@")
     fi
     job=JOB
     if [ -n "$dry_run" ]; then

@@ -12,6 +12,8 @@ from tests.slurm.cluster import ROOT
 from tests.slurm.test_batch_files import CONFIG, SINFO
 from tests.tools import with_tools
 
+START = ROOT / "slurm" / "start.sh"
+
 
 def dry_run(*words: str, cluster: str = "frontier", folder=ROOT, **variables: str) -> list[str]:
     """The lines a batch file says, outside of a job and without any Slurm."""
@@ -97,17 +99,34 @@ def test_a_job_without_the_callers_environment_knows_what_it_is_to_use(cluster, 
     config = (CONFIG, f"machine.device.ranks_per_host={8 if cluster == 'frontier' else 4}")
     words = ("slurm/train.sbatch", f"--export={export}", *config)
     said = dry_run(*words, cluster=cluster, MEGAFRONTIER_ENV_TAR="/shared/env.tar.gz")[0]
-    (wrapped,) = (word for word in shlex.split(said) if word.startswith("exec env "))
+    started = shlex.split(said)[shlex.split(said).index(str(START)) + 1 :]
     given = {f"MEGAFRONTIER_CLUSTER={cluster}", "MEGAFRONTIER_ENV_TAR=/shared/env.tar.gz"}
-    assert given | {f"MEGAFRONTIER_HOME={ROOT}"} <= set(shlex.split(wrapped))
-    assert shlex.split(wrapped)[-3:] == [str(ROOT / "slurm" / "train.sbatch"), *config]
+    assert started[0] == "env"
+    assert given | {f"MEGAFRONTIER_HOME={ROOT}"} <= set(started)
+    assert started[-4:] == ["bash", str(ROOT / "slurm" / "train.sbatch"), *config]
     assert "--signal=B:USR1@300" in said
     assert ("--account=ABC123" in said) == (cluster == "frontier")
 
 
 def test_a_job_with_the_callers_environment_is_submitted_as_it_stands():
     words = ("slurm/train.sbatch", "--export=ALL,A=1", CONFIG)
-    assert "--wrap" not in dry_run(*words)[0]
+    assert str(START) not in dry_run(*words)[0]
+
+
+def test_a_job_of_another_cluster_has_the_functions_that_its_caller_exports(tmp_path):
+    """`module` is one. Where sh is dash, what sbatch wraps does not hand them on."""
+    job = "SLURM_JOB_ID=7 SLURMD_NODENAME=n SLURM_JOB_NODELIST="
+    sbatch = f'#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\n{job} exec "$@"\n'
+    path = with_tools(tmp_path, sbatch=sbatch, srun="#!/bin/sh\n")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+    environment |= {"MEGAFRONTIER_CLUSTER": "lumi", "MEGAFRONTIER_PREFIX": sys.prefix}
+    environment["BASH_FUNC_module%%"] = '() { echo "the caller\'s module $1"; }'
+    done = subprocess.run(
+        ["slurm/evaluate.sbatch", "--nodes=1", "run"], cwd=ROOT, env=environment | {"PATH": path},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "the caller's module load" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 def test_frontiers_own_lines_reach_no_other_cluster():
