@@ -223,7 +223,9 @@ enter_job() {
     trap 'is_asked_to_stop=1' USR1
     # With --export=NONE sbatch has srun, too, hand on nothing of what follows.
     unset SLURM_EXPORT_ENV
+    set +u # the site's own `module` may look at variables that are not set
     enter
+    set -u
     if is_on_a_login_node; then # where no rank is
         MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
         export MASTER_ADDR

@@ -104,6 +104,22 @@ def test_a_batch_file_in_an_allocation_is_of_its_own_repository(tmp_path):
     assert "CONFIG: not given" in done.stderr
 
 
+def test_a_module_command_that_looks_at_variables_that_are_not_set_does_not_end_a_job(tmp_path):
+    """It is the site's, and few are written for a shell that takes that for an error."""
+    job = {"SLURM_JOB_ID": "1", "SLURMD_NODENAME": "n1", "SLURM_JOB_NODELIST": ""}
+    job |= {"MEGAFRONTIER_CLUSTER": "frontier", "MEGAFRONTIER_PREFIX": sys.prefix}
+    job |= {"PATH": with_tools(tmp_path, srun="#!/bin/sh\necho ranks start\n")}
+    for action, code in ((': "$NOT_SET"', 0), ("return 3", 3)):
+        done = subprocess.run(
+            ["slurm/evaluate.sbatch", "run"], cwd=ROOT, check=False,
+            env=os.environ | job | {"BASH_FUNC_module%%": f"() {{ {action}; }}"},
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (code, "" if code else "ranks start\n"), (
+            done.stderr
+        )
+
+
 def test_a_corpus_tokenised_by_an_array_job_is_that_of_one_process(training, tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()
