@@ -129,6 +129,26 @@ def test_a_job_of_another_cluster_has_the_functions_that_its_caller_exports(tmp_
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a folder read-only, needs root")
+def test_a_run_whose_folder_cannot_be_written_is_not_submitted(tmp_path):
+    """Slurm could not write the job's output, which would say so. It may be another user's."""
+    path = with_tools(tmp_path, sbatch=f"#!/bin/sh\ntouch {tmp_path}/submitted\n")
+    (tmp_path / "run").mkdir()
+    chosen = [f"run.directory={tmp_path}/run", f"data.train=[{{path: {tmp_path}/corpus}}]"]
+    mount = f'mount -t tmpfs -o ro none {tmp_path}/run; exec "$@"'
+    train = ["slurm/train.sbatch", "--nodes=4", "configs/gpt-125m.yaml", *chosen]
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mount, "sh", *train], cwd=ROOT,
+        env=os.environ | {"MEGAFRONTIER_PREFIX": sys.prefix, "PATH": path}, check=False,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        f"megafrontier: run.directory: {tmp_path}/run: cannot be written, need a folder to write"
+    )
+    assert not (tmp_path / "submitted").exists()
+
+
 def test_frontiers_own_lines_reach_no_other_cluster():
     for cluster, ranks in (("lumi", 8), ("generic", 4)):
         fits = f"machine.device.ranks_per_host={ranks}"
