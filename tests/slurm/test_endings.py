@@ -66,6 +66,17 @@ def test_a_job_whose_output_cannot_be_written_is_requeued(start):
     assert (done.code, done.requeued) == (70, True)
 
 
+def test_a_job_whose_ranks_srun_has_lost_sight_of_is_not_done(start):
+    """Their step cancelled on a node that hangs, srun waits a moment and ends with 0."""
+    note = "echo '{}' >>run/attempts.jsonl\n"
+    begun = note.format('{"at": "now", "reached": 0}')
+    done = start(begun)
+    assert (done.code, done.requeued) == (143, True), done.out
+    done = start(begun + note.format('{"at": "now", "ended": 0}'))
+    assert (done.code, done.requeued) == (0, False), done.out
+    assert "job 7: done\n" in done.out
+
+
 def test_a_stop_that_comes_before_the_ranks_start_is_one():
     done = bash("is_asked_to_stop=1; run_with_signals echo started || echo $?")
     assert done.stdout == "75\n", done.stderr
