@@ -208,7 +208,8 @@ know_job() {
 }
 
 need_archive() {
-    [ -z "${MEGAFRONTIER_ENV_TAR:-}" ] || [ -r "$MEGAFRONTIER_ENV_TAR" ] ||
+    [ -z "${MEGAFRONTIER_ENV_TAR:-}" ] ||
+        [[ -f $MEGAFRONTIER_ENV_TAR && -r $MEGAFRONTIER_ENV_TAR ]] ||
         fail "MEGAFRONTIER_ENV_TAR: $MEGAFRONTIER_ENV_TAR, need what slurm/pack_env.sh wrote"
 }
 

@@ -11,6 +11,10 @@ if [ -z "$out" ]; then
     echo "megafrontier: OUT: not given, need slurm/pack_env.sh OUT.tar.gz [PREFIX]" >&2
     exit 2
 fi
+if [ -d "$out" ]; then
+    echo "megafrontier: OUT: $out is a folder, need a file's name, as $out/environment.tar.gz" >&2
+    exit 2
+fi
 # Under its name it is always whole.
 if [ -d "$prefix/conda-meta" ]; then
     if ! command -v conda-pack >/dev/null; then

@@ -195,6 +195,23 @@ def test_an_environment_that_cannot_be_packed_is_refused_by_name(tmp_path, insid
     assert not archive.exists()
 
 
+def test_an_environment_is_not_packed_into_a_folder_whose_name_is_given_as_the_archives(tmp_path):
+    """It would lie in there by another name, and jobs would broadcast the folder."""
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "pyvenv.cfg").touch()
+    (tmp_path / "out").mkdir()
+    command = [ROOT / "slurm/pack_env.sh", tmp_path / "out", tmp_path / "venv"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"megafrontier: OUT: {tmp_path}/out is a folder, need a file's ")
+    assert list((tmp_path / "out").iterdir()) == []
+    done = subprocess.run(
+        [ROOT / "slurm" / "evaluate.sbatch", "run"], capture_output=True, text=True, check=False,
+        env=os.environ | {"MEGAFRONTIER_PREFIX": sys.prefix, "MEGAFRONTIER_ENV_TAR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.stderr.startswith(f"megafrontier: MEGAFRONTIER_ENV_TAR: {tmp_path}, need what ")
+
+
 def test_nodes_on_which_the_environment_cannot_be_unpacked_are_left_out(training, packed):
     """On one there is something else in the archive's place, on another in that of the folder for
     it; each is found out by one start, and the next trains without them."""
