@@ -6,35 +6,36 @@ Only bytes are moved here; decoding and parsing them is the workers' part (`text
 import codecs
 import glob
 import json
-import os
 import re
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from megafrontier.data.hub import looked_up
+from megafrontier.data.listing import (
+    LINE_SUFFIXES,
+    NO_PACKING,
+    TEXT_SUFFIXES,
+    is_file,
+    matches,
+    suffix,
+    texts_in,
+)
 from megafrontier.data.streams import BLOCK_BYTES, Stream, cut_characters
 from megafrontier.data.tables import Rows, dataset_rows, parquet_rows
 from megafrontier.errors import UserError
 
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
-"""Plain text taken from a folder; a file that is named itself may have any suffix."""
-
 _KINDS: dict[str, Literal["text", "lines", "parquet"]] = {
     **dict.fromkeys(TEXT_SUFFIXES, "text"),
-    ".jsonl": "lines",
-    ".ndjson": "lines",
+    **dict.fromkeys(LINE_SUFFIXES, "lines"),
     ".json": "lines",
     ".parquet": "parquet",
 }
-_PACKED_SUFFIXES = (".gz", ".zst")
 _NO_TEXT = (".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".xls", ".xlsx", ".pdf")
-_NO_PACKING = (".bz2", ".xz", ".zip", ".tar", ".tgz", ".7z", ".lz4", ".br")
 _DATASET_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 
 
@@ -120,11 +121,11 @@ def _find(name: str, split: str | None) -> list[Source]:
         return [_find_file(path)]
     if glob.has_magic(name):
         with _listing(name):
-            matches = [source for match in _matches(name) for source in _find_match(match)]
-        if not matches:
+            found = [source for match in matches(name) for source in _find_match(match)]
+        if not found:
             raise UserError(f"input {name!r}: no file matches; need .txt, .jsonl, .parquet, …")
-        return matches
-    if not _DATASET_NAME.fullmatch(name) or _suffix(path) in _KINDS:
+        return found
+    if not _DATASET_NAME.fullmatch(name) or suffix(path) in _KINDS:
         raise UserError(f"input {name!r}: no such file or folder")
     dataset, _, config = name.partition(":")
     if dataset in _formats():
@@ -140,7 +141,7 @@ def _listing(name: str) -> Iterator[None]:
         yield
     except OSError as error:
         found = f"input {name!r}: {error.filename}: {error.strerror}"
-        raise UserError(f"{found}, need a folder to read") from error
+        raise UserError(f"{found}, need a folder or file to read") from error
 
 
 def _formats() -> set[str]:
@@ -150,64 +151,22 @@ def _formats() -> set[str]:
     return {module.name for module in iter_modules(formats.__path__)}
 
 
-def _matches(pattern: str) -> list[str]:
-    """The matches of a glob, by name, each folder's once: links to folders may go in circles.
-    Raises OSError for a folder that cannot be listed."""
-    once: dict[tuple[str, str], str] = {}
-    for match in sorted(_expanded(pattern), key=lambda match: (match.count("/"), match)):
-        folder, name = os.path.split(match)
-        once.setdefault((os.path.realpath(folder), name), match)
-    return sorted(once.values())
-
-
-def _expanded(pattern: str) -> Iterator[str]:
-    """As the `glob` module does it, which follows a link in a circle until its name is too long."""
-    stars = re.search(r"(^|/)\*\*(/|$)", pattern)  # as one name; in another they are a star
-    if stars is None:
-        yield from glob.glob(pattern)
-        return
-    head, rest = pattern[: stars.end(1)], pattern[stars.end() :] or "*"
-    seen: set[str] = set()
-    for base in sorted(glob.glob(head)) if head else [""]:
-        for folder in _folders(base, seen):
-            yield from _expanded(os.path.join(glob.escape(folder), rest))
-
-
-def _folders(base: str, seen: set[str]) -> Iterator[str]:
-    """A folder and those in it or linked from it, the nearest first, each once."""
-    rest = deque([base])
-    while rest:
-        folder = rest.popleft()
-        real = os.path.realpath(folder or ".")
-        if real in seen or not os.path.isdir(real):
-            continue
-        seen.add(real)
-        yield folder
-        inside = (os.path.join(folder, name) for name in sorted(os.listdir(folder or ".")))
-        rest += (path for path in inside if _is_shown(path) and os.path.isdir(path))
-
-
-def _is_shown(path: str) -> bool:
-    return not os.path.basename(path).startswith(".")
-
-
 def _find_match(match: str) -> list[Source]:
     """A match of a glob: folders are left to patterns that say so, with `**`."""
-    return [_find_file(Path(match), is_named=False)] if os.path.isfile(match) else []
+    return [_find_file(Path(match), is_named=False)] if is_file(match) else []
 
 
 def _find_file(path: Path, is_named: bool = True) -> Source:
     if not path.is_file():
         raise UserError(f"input {str(path)!r}: a pipe or device, need a file: it is read twice")
-    if path.suffix.lower() in _NO_PACKING:
-        raise UserError(f"input {str(path)!r}: need it unpacked, or packed as .gz or .zst")
-    if _suffix(path) in _NO_TEXT:
+    _refuse_packing(path)
+    if suffix(path) in _NO_TEXT:
         need = "need one text a line in .jsonl, one a row in .parquet, or plain text"
-        raise UserError(f"input {str(path)!r}: {_suffix(path)}, {need}")
-    if _suffix(path) == ".json" and not _is_json_lines(path):
+        raise UserError(f"input {str(path)!r}: {suffix(path)}, {need}")
+    if suffix(path) == ".json" and not _is_json_lines(path):
         raise UserError(f"input {str(path)!r}: no JSON lines, need one object a line")
     # Of a pattern's thousands of files those that say what they are are not all opened for it.
-    is_asked = _suffix(path) not in _KINDS or (is_named and _KINDS[_suffix(path)] == "text")
+    is_asked = suffix(path) not in _KINDS or (is_named and _KINDS[suffix(path)] == "text")
     if is_asked and _is_json_lines(path):
         raise UserError(
             f"input {str(path)!r}: JSON lines by the look of it, which would be taken for one "
@@ -216,17 +175,24 @@ def _find_file(path: Path, is_named: bool = True) -> Source:
     return _file_source(path)
 
 
+def _refuse_packing(path: Path) -> None:
+    if path.suffix.lower() in NO_PACKING:
+        raise UserError(f"input {str(path)!r}: need it unpacked, or packed as .gz or .zst")
+
+
 def _find_folder(folder: Path, split: str | None) -> list[Source]:
     name = str(folder)
     if _holds_saved_dataset(folder):
         return [_dataset_source(name, "load_from_disk", split, name)]
     if _describes_dataset(folder / "README.md"):
         return [_dataset_source(name, "load_dataset", split, name)]
-    found = [_file_source(path) for path in _walk(folder)]
+    found = list(texts_in(folder))
     if not found:
         known = ", ".join(TEXT_SUFFIXES)
         raise UserError(f"input {name!r}: no {known}, .jsonl or .parquet")
-    return found
+    for path in found:
+        _refuse_packing(path)
+    return [_file_source(path) for path in found]
 
 
 def _holds_saved_dataset(folder: Path) -> bool:
@@ -241,34 +207,6 @@ def _describes_dataset(readme: Path) -> bool:
         return False
     head = readme.read_bytes()[:65536].split(b"\n---", 1)[0]
     return head.startswith(b"---") and bool(re.search(rb"^(configs|dataset_info):", head, re.M))
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    """Its texts and those of the folders in it or linked from it, each folder once: links may go
-    in circles. Raises OSError for a folder that cannot be listed."""
-    seen = set()
-    for parent, folders, files in os.walk(folder, onerror=_fail, followlinks=True):
-        real = os.path.realpath(parent)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = sorted(f for f in folders if not f.startswith("."))
-        for path in (Path(parent, file) for file in sorted(files)):
-            known = _suffix(path) in _KINDS and not path.name.startswith(".")
-            # A .json in a folder is as often about the texts as one of them.
-            if known and _suffix(path) != ".json" and path.is_file():
-                yield path
-
-
-def _fail(error: OSError) -> NoReturn:
-    raise error
-
-
-def _suffix(path: Path) -> str:
-    """The file's own when it is unpacked, in small letters."""
-    is_packed = path.suffix.lower() in _PACKED_SUFFIXES
-    return Path(path.stem if is_packed else path.name).suffix.lower()
 
 
 def _is_json_lines(path: Path) -> bool:
@@ -291,7 +229,7 @@ def _is_json_lines(path: Path) -> bool:
 
 
 def _file_source(path: Path) -> Source:
-    return Source(str(path), _KINDS.get(_suffix(path), "text"), path.stat().st_size)
+    return Source(str(path), _KINDS.get(suffix(path), "text"), path.stat().st_size)
 
 
 def _dataset_source(name: str, loader: str, split: str | None, *arguments: str | None) -> Source:
