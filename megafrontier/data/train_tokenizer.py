@@ -17,6 +17,7 @@ from megafrontier.files import in_work
 EOD_PIECE = "<|endoftext|>"
 
 _SMALLEST_VOCABULARY = 300  # 256 bytes, four special pieces, and a few characters
+_LARGEST_VOCABULARY = 2**31 - 1  # an int32 to SentencePiece
 _LONGEST_LINE = 4096  # characters; SentencePiece leaves out longer sentences than its limit
 _THREADS = 16  # fixed: unigram's sums, and so its pieces, depend on how the work is shared out
 
@@ -92,8 +93,9 @@ def train_tokenizer(
     ten times that in memory. The same inputs give the same bytes. Returns what was read.
     Raises UserError for bad inputs, too little text for the vocabulary, or no place to write.
     """
-    if vocab_size < _SMALLEST_VOCABULARY:
-        raise UserError(f"--vocab-size: {vocab_size}, need at least {_SMALLEST_VOCABULARY}")
+    if not _SMALLEST_VOCABULARY <= vocab_size <= _LARGEST_VOCABULARY:
+        need = f"need {_SMALLEST_VOCABULARY} to {_LARGEST_VOCABULARY}"
+        raise UserError(f"--vocab-size: {vocab_size}, {need}")
     if not max_megabytes > 0:  # nan either
         raise UserError(f"--max-megabytes: {max_megabytes}, need more than 0")
     sample = Sample(inputs, max_megabytes, key, skip_bad)

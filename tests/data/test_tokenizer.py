@@ -392,7 +392,8 @@ def test_a_tokenizer_may_be_written_into_the_current_folder(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["good.txt", "--vocab-size", "20"], "--vocab-size: 20, need at least 300"),
+        (["good.txt", "--vocab-size", "20"], "--vocab-size: 20, need 300 to 2147483647"),
+        (["good.txt", "--vocab-size", "2147483648"], "2147483648, need 300 to 2147483647"),
         (["good.txt", "--vocab-size", "9000"], "Vocabulary size too high (9000)"),
         (["empty.txt", "--vocab-size", "400"], "hold no text"),
         (["missing.txt", "--vocab-size", "400"], "'missing.txt': no such file"),
