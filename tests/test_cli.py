@@ -117,9 +117,19 @@ def test_an_empty_name_is_not_the_current_folder(tmp_path, capsys, monkeypatch):
     (tmp_path / "text.txt").write_text("text\n")
     assert main(["prepare", "", "--tokenizer", "bytes", "--out", str(tmp_path / "x")]) == 2
     assert "input '': empty" in capsys.readouterr().err
-    assert main(["prepare", "text.txt", "--tokenizer", "bytes", "--out", ""]) == 2
-    assert "--out '': empty" in capsys.readouterr().err
     assert not (tmp_path / "x.bin").exists()
+
+
+@pytest.mark.parametrize("out", ["", ".", "..", "folder/", "folder/."])
+def test_a_folder_is_no_corpus_prefix(out, tmp_path, capsys, monkeypatch):
+    """In it the corpus would be hidden, as `..bin`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("text\n")
+    assert main(["prepare", "text.txt", "--tokenizer", "bytes", "--out", out]) == 2
+    told = capsys.readouterr().err
+    assert f"--out {out!r}: need a corpus prefix, as " in told
+    assert told.endswith("corpus\n")
+    assert os.listdir(tmp_path) == ["text.txt"]
 
 
 def test_a_path_that_may_not_be_looked_at_is_one_line(tmp_path, capfd, monkeypatch):

@@ -50,7 +50,7 @@ class Summary:
     tokens: int = 0
     text_bytes: int = 0
     bad: int = 0
-    """Bad lines, rows and texts left out."""
+    """Documents left out for bad text: lines, rows and files."""
 
 
 _WORD = "a"
@@ -131,8 +131,6 @@ def prepare(
     workers = cores if workers is None else workers
     if not 1 <= workers <= 8 * cores:
         raise UserError(f"--workers: {workers}, need 1 to {8 * cores}, 8 for each core")
-    if str(out).endswith("/"):
-        raise UserError(f"--out: {out}, need a prefix, as {out}corpus")
     job = Job(load_tokenizer(tokenizer), key, append_eod, skip_bad)
     reader = Reader(share(find_sources(inputs, split), *part), key)
     _refuse_inputs(reader, out)
@@ -163,7 +161,7 @@ def _write(results: Iterator[Encoded], corpus: Corpus, bar: Progress, reader: Re
     for encoded in results:
         writer.write_runs(encoded.tokens, encoded.sizes, encoded.ends, encoded.bad)
         summary.text_bytes += encoded.text_bytes
-        summary.bad += len(encoded.messages)
+        summary.bad = writer.left_out
         for message in encoded.messages:
             bar.skipped(message)
         summary.tokens, summary.documents = writer.tokens, corpus.index.documents

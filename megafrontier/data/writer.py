@@ -85,8 +85,9 @@ class Corpus:
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
-        if not str(prefix):
-            raise UserError("--out '': empty, need a corpus prefix")
+        if os.path.basename(prefix) in ("", ".", ".."):
+            need = os.path.join(prefix, "corpus")
+            raise UserError(f"--out {str(prefix)!r}: need a corpus prefix, as {need}")
         self.bin, self.idx, self.dtype = bin_path(prefix), idx_path(prefix), dtype
         self.partial_bin = partial_path(self.bin)
         try:
@@ -163,6 +164,8 @@ class DocumentWriter:
         self._document_start = 0
         self._spoilt = False
         self.tokens = 0
+        self.left_out = 0
+        """Documents that a run has spoilt."""
 
     def write_runs(
         self,
@@ -203,6 +206,7 @@ class DocumentWriter:
             self._corpus.data.flush()
             self._corpus.data.truncate(self._document_start * self._corpus.dtype.itemsize)
             self.tokens = self._document_start
+            self.left_out += 1
         elif self._open_sizes != [0]:
             sequences = self._corpus.index.sequences + len(self._open_sizes)
             self._corpus.index.add(np.array(self._open_sizes, np.int32), np.array([sequences]))

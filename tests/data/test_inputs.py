@@ -492,13 +492,15 @@ def test_bad_texts_are_skipped_counted_and_told_when_asked(
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
     # Its first pieces are written by the time the last one turns out to be bad.
     (tmp_path / "c.txt").write_bytes(b"a line\n" * 500_000 + b"\xc3")
-    (tmp_path / "d.txt").write_bytes(b"the end")
+    # One document, however many of its pieces are bad.
+    (tmp_path / "d.txt").write_bytes(b"\xe9 bad " * 500_000)
+    (tmp_path / "e.txt").write_bytes(b"the end")
     made = prepare([str(tmp_path)], "bytes", tmp_path / "made", 2, skip_bad=True)
     corpus = IndexedDataset(tmp_path / "made")
     documents = [bytes(corpus.document(i).tolist()) for i in range(len(corpus))]
     assert documents == [b"a", b"b", b"the end"]
     assert isinstance(made, Summary)
-    assert (made.bad, made.documents, made.tokens) == (4, 3, 9)
+    assert (made.bad, made.documents, made.tokens) == (5, 3, 9)
     told = capsys.readouterr().err
     assert all(
         place in told for place in ("a.jsonl:2", "a.jsonl:4", "b.txt: byte 0", "c.txt: byte")
