@@ -80,7 +80,7 @@ class Stream:
         By hand because the libraries' own readers take a file cut off between two blocks of a
         zstd frame for a whole one.
         """
-        member, inside, has_ended = make(), False, False
+        member, inside, has_ended = make(), True, False  # an empty file lacks its first one
         for chunk in self._read(file):
             while chunk := chunk.lstrip(padding) if has_ended else chunk:
                 try:

@@ -401,6 +401,8 @@ def test_a_dataset_that_is_not_there_is_refused(tmp_path: Path) -> None:
         ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "x.jsonl:2: byte 10: invalid UTF-8"),
         ("x.jsonl.gz", b"not packed at all", "x.jsonl.gz: corrupt near byte 0"),
         ("x.jsonl.gz", gzip.compress(LINES * 99)[:-20], "cut off at byte "),
+        ("x.jsonl.gz", b"", "x.jsonl.gz: cut off at byte 0, "),
+        ("x.txt.zst", b"", "x.txt.zst: cut off at byte 0, "),
         ("x.jsonl.gz", gzip.compress(LINES)[:-6] + b"123456", "x.jsonl.gz: corrupt near byte "),
         ("x.jsonl.gz", bytes(512), "x.jsonl.gz: corrupt near byte 0"),
         ("x.jsonl.gz", b"\0" + gzip.compress(LINES), "x.jsonl.gz: corrupt near byte 0"),
