@@ -85,9 +85,9 @@ class Loader:
         return own, first_sample + (own - first_step) * self._global_batch
 
     @property
-    def windows(self) -> int:
-        """Windows in one epoch of all corpora."""
-        return sum(self._samples.windows)
+    def windows(self) -> list[int]:
+        """Windows in one epoch of each corpus."""
+        return self._samples.windows
 
     def read_again(self, steps: int) -> Iterator[tuple[str, int, int]]:
         """`Samples.read_again` of what the first steps read."""

@@ -171,10 +171,16 @@ def _changed(
 def _window_changes(trainer: Trainer, manifest: Manifest) -> list[str]:
     """The order is one of all windows: a corpus that has grown, or `data.valid` in place of a part
     of `data.train`, changes it from the first to the last."""
-    now, before = trainer.loader.windows, manifest.extra.get("windows", trainer.loader.windows)
-    if not manifest.step or now == before:
-        return []
-    return [f"warning: data.train: {now} windows, was {before}; samples are others from here on"]
+    now = trainer.loader.windows
+    before = manifest.extra.get("windows", now) if manifest.step else now
+    if not isinstance(before, list):  # from before checkpoints told those of each corpus
+        now, before = [sum(now)], [before]
+    changed = [f"{n} windows, was {b}" for n, b in zip(now, before, strict=False) if n != b]
+    more = f" (and {len(changed) - 1} more corpora)" if len(changed) > 1 else ""
+    return [
+        f"warning: data.train: {line}{more}; samples are others from here on"
+        for line in changed[:1]
+    ]
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:

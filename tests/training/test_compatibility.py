@@ -1,12 +1,14 @@
 """A checkpoint of another model is refused, one of other data or another batch is told."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from megafrontier.checkpoint.manifest import FILE_NAME
 from megafrontier.checkpoint.read import read_manifest
 from megafrontier.data.loader import Loader
+from megafrontier.training.compatibility import _window_changes
 from tests.training import runs
 
 
@@ -82,6 +84,23 @@ def test_a_corpus_of_another_size_is_told(config_file, tmp_path, imported):
     found = re.search(warning, runs.log(tmp_path / "run"))
     assert found is not None
     assert int(found[1]) * 0.9 == pytest.approx(int(found[2]), abs=1)
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        ([7, 3], None),
+        ([4, 6], "warning: data.train: 7 windows, was 4 (and 1 more corpora); samples are "),
+        ([7, 5], "warning: data.train: 3 windows, was 5; samples are "),
+        (10, None),  # of an older version: of both together
+        (11, "warning: data.train: 10 windows, was 11; samples are "),
+    ],
+)
+def test_text_moved_from_one_corpus_to_another_is_told(before, said):
+    trainer = SimpleNamespace(loader=SimpleNamespace(windows=[7, 3]))
+    told = _window_changes(trainer, SimpleNamespace(step=2, extra={"windows": before}))
+    assert [line.startswith(said) for line in told] == [True] * (said is not None)
+    assert not _window_changes(trainer, SimpleNamespace(step=0, extra={"windows": before}))
 
 
 def test_other_rotary_frequencies_may_be_meant_and_are_told(config_file, tmp_path, imported):
