@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -170,7 +171,9 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def replace_parameters(model: nn.Module, units: Iterable[Unit]) -> None:
-    """Put the units' parameters in place of the model's, wherever one is used."""
+    """Put the units' parameters in place of the model's, wherever a module holds one. What uses one
+    of the old ones all the same, by a list of its own say, is told in its first backward: it would
+    never be trained."""
     old = dict(model.named_parameters())
     new = {
         id(old[entry.name]): parameter
@@ -182,6 +185,16 @@ def replace_parameters(model: nn.Module, units: Iterable[Unit]) -> None:
             if parameter is not None:
                 # One without elements may have no unit: it stays.
                 module._parameters[name] = new.get(id(parameter), parameter)
+    for name, parameter in old.items():
+        if id(parameter) in new:
+            parameter.register_post_accumulate_grad_hook(partial(_refuse_old, name))
+
+
+def _refuse_old(name: str, _parameter: nn.Parameter) -> NoReturn:
+    raise RuntimeError(
+        f"parameter {name}: a gradient for the one from before `shard`, which put another in its "
+        "place; need it taken from its module, not from a list or variable that was set before"
+    )
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:

@@ -124,6 +124,33 @@ def test_parameters_that_a_conversion_has_moved_are_trained_all_the_same():
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
+class Listed(nn.Module):
+    """Uses its weight by a list of its own, too, in which `shard` puts nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.weights = [self.linear.weight]
+
+    def forward(self, x):
+        return self.linear(x) + x @ self.weights[0]
+
+
+@pytest.mark.parametrize("ranks", [(1,), (2,)])
+def test_a_parameter_from_before_that_a_module_still_uses_is_named_and_not_left_untrained(ranks):
+    def body(hierarchy):
+        model = Net(Listed)
+        engine = shard(model, model.units(), Placement(0, 0, 1, 1), hierarchy)
+        with pytest.raises(RuntimeError) as error:
+            engine.backward(model(inputs(hierarchy.rank)))
+        return str(error.value)
+
+    for message in run_ranks(ranks, body):
+        assert message.startswith(
+            "parameter blocks.2.linear.weight: a gradient for the one from before `shard`"
+        )
+
+
 @PLACEMENTS
 def test_a_weight_that_a_users_hook_computes_of_others_is_computed_of_todays(placement):
     def normed():
