@@ -236,10 +236,12 @@ class Unit:
     # Gradients
 
     def clear_gradient(self) -> None:
-        """Start from zero: what comes next is written over what is there, not added to it. Raises
+        """Start from zero: what comes next is written over what is there, not added to it. What is
+        under way ends first, or it would be there, and in the errors, after all. Raises
         RuntimeError as `Engine.clear_gradients`."""
         if self._finished is not None:
             raise RuntimeError("gradients cleared under way; need engine.finish_gradients() before")
+        self.finish_reducing()
         self._is_fresh = True
         self.is_finishing = False
         if self.placement.gradients == 0:

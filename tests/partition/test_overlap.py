@@ -1,6 +1,7 @@
 """Overlap is a policy: it changes when collectives run, never what comes out."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -196,6 +197,26 @@ def test_masters_may_be_written_again_when_gradients_are_finished(policy):
         return all((unit.weights == 3).all() for unit in engine.units)
 
     assert all(run_ranks((2, 2, 2), body))
+
+
+@pytest.mark.parametrize("policy", ["none", "safe", "full"])
+def test_nothing_of_a_micro_batch_that_is_dropped_comes_after_its_clearing(policy):
+    """Neither to the gradient of a unit that has none in the next one, nor to the errors."""
+
+    def body(hierarchy):
+        levels = hierarchy.levels
+        chosen = {"wires": preset("low", "zero2", levels), "error_feedback": True}
+        model, engine = place(hierarchy, "zero2", overlap=policy, **chosen)
+        watch_crossings(engine, lambda *_: time.sleep(0.03))
+        engine.backward(model(batch(hierarchy.rank)[:2]))
+        engine.clear_gradients()
+        engine.scale_errors(torch.zeros(()))
+        found = [gradient.clone() for gradient in engine.finish_gradients()]
+        hierarchy.turn.end()
+        found += [error for unit in engine.units for error in unit.feedback.errors.values()]
+        return len(found), sum(tensor.abs().sum().item() for tensor in found)
+
+    assert run_ranks((2,), body) == [(10, 0.0)] * 2
 
 
 def test_the_optimizer_level_does_not_hold_up_a_backward():
