@@ -177,9 +177,10 @@ class Engine:
         `loss` is a scalar sum (over tokens): dividing is left to the end of the step. With
         `is_last`, the step's last micro-batch, each unit goes on to the optimizer level at once.
 
-        Raises RuntimeError for a parameter that gets a gradient when the engine cannot have had its
-        weights there, or a second one after its unit was done. After an exception the engine is of
-        no more use, and refuses the next backward.
+        Raises RuntimeError for a loss that is no scalar or has no graph; for a parameter that gets
+        a gradient when the engine cannot have had its weights there, or a second one after its unit
+        was done: after that, and any exception in backward, the engine is of no more use, and
+        refuses the next one.
         """
         self._schedule.backward(loss, is_last)
 

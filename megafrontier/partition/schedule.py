@@ -79,6 +79,9 @@ class Schedule:
         """See `Engine.backward`."""
         if self._leads:
             raise RuntimeError("a backward of this engine has failed; need it and its model anew")
+        if loss.numel() != 1 or not loss.requires_grad:  # nothing has been led yet: no harm is done
+            shape = tuple(loss.shape)
+            raise RuntimeError(f"loss: of shape {shape}, need a scalar that comes of the model")
         self._is_last, self._leads = is_last, True
         self._runs.begin_backward()
         loss.backward()

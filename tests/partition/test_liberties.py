@@ -293,6 +293,23 @@ def test_an_engine_whose_backward_has_failed_is_of_no_more_use():
     assert run_ranks((2,), body) == [True] * 2
 
 
+@pytest.mark.parametrize("ranks", [(1,), (2,)])
+def test_a_loss_that_cannot_be_led_backward_is_refused_and_does_no_harm(ranks):
+    """One for each sample, say, of which the sum was forgotten."""
+
+    def body(hierarchy):
+        model = Stack(Linear, plain)
+        blocks = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
+        engine = shard(model, blocks, Placement(0, 0, 1, 1), hierarchy)
+        for loss, shape in ((model(hierarchy.rank).expand(2), "2,"), (torch.zeros(()), "")):
+            with pytest.raises(RuntimeError, match=rf"loss: of shape \({shape}\), need a scalar"):
+                engine.backward(loss)
+        engine.backward(model(hierarchy.rank), is_last=True)
+        return sum(gradient.abs().sum().item() for gradient in engine.finish_gradients())
+
+    assert sum(run_ranks(ranks, body)) > 0  # a rank may have nothing but padding
+
+
 @pytest.mark.parametrize("preset", ["exact", "low"])
 def test_frozen_parameters_get_zeros_whatever_rounds_and_rotates_their_neighbours(
     preset,
