@@ -1,7 +1,6 @@
 """What prepare reads: every kind of input, and a line that names file and place for bad ones."""
 
 import codecs
-import errno
 import gzip
 import json
 import os
@@ -16,16 +15,10 @@ from megafrontier.data.indexed import IndexedDataset
 from megafrontier.data.prepare import Summary, prepare
 from megafrontier.data.sources import Reader, find_sources
 from megafrontier.errors import UserError
+from tests.data.preparing import prepared
 
 TEXTS = ["first text\n", "zweiter Text é", "3"]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
-
-
-def prepared(folder: Path, *inputs: str | Path, **options) -> list[str]:
-    """The documents that prepare makes of the inputs."""
-    prepare([str(i) for i in inputs], "bytes", folder / "made", 1, **options)
-    corpus = IndexedDataset(folder / "made")
-    return [bytes(corpus.document(i).tolist()).decode() for i in range(len(corpus))]
 
 
 def zstd(data: bytes) -> bytes:
@@ -238,94 +231,6 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     (folder / "image.png.gz").write_bytes(gzip.compress(b"packed"))
     found = ["a.rst", *TEXTS, "c.py", "packed", "too", "b/a.txt", "b/z.md"]
     assert prepared(tmp_path, folder) == found
-
-
-def test_linked_folders_are_read_once_and_circles_end(tmp_path: Path) -> None:
-    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
-    folder.mkdir()
-    elsewhere.mkdir()
-    (folder / "x.txt").write_text("here")
-    (elsewhere / "x.txt").write_text("there")
-    (elsewhere / "back").symlink_to(folder)
-    for name in ("a", "b"):
-        (folder / name).symlink_to(elsewhere)
-    assert prepared(tmp_path, folder) == ["here", "there"]
-
-
-def test_a_folder_that_cannot_be_listed_is_refused_not_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "folder"
-    (folder / "locked").mkdir(parents=True)
-    (folder / "x.txt").write_text("here")
-    scandir = os.scandir
-
-    def refuse(path):  # modes do not hold back root
-        if str(path).endswith("locked"):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(UserError, match=r"folder': .*/locked: Permission denied, need a folder"):
-        prepared(tmp_path, folder)
-
-
-def test_a_glob_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
-    (tmp_path / "in" / "deep").mkdir(parents=True)
-    for name in ("2.txt", "1.txt", "3.c", "deep/0.txt"):
-        (tmp_path / "in" / name).write_text(name)
-    assert prepared(tmp_path, tmp_path / "in" / "*.txt") == ["1.txt", "2.txt"]
-    assert prepared(tmp_path, tmp_path / "in/**/*.txt") == ["1.txt", "2.txt", "deep/0.txt"]
-    assert prepared(tmp_path, tmp_path / "in/3.c", tmp_path / "in/*.txt")[0] == "3.c"
-
-
-def names(folder: Path, pattern: str) -> list[str]:
-    """What a glob in the folder finds, from there."""
-    found = find_sources([str(folder / pattern)])
-    return [str(Path(source.name).relative_to(folder)) for source in found]
-
-
-def test_a_glob_takes_each_file_once_though_a_link_goes_in_a_circle(tmp_path: Path) -> None:
-    (tmp_path / "b").mkdir()
-    for name in ("b/x.txt", "a.txt", "c.txt"):
-        (tmp_path / name).write_text(name)
-    (tmp_path / "b" / "back").symlink_to(tmp_path)
-    assert names(tmp_path, "**/*.txt") == ["a.txt", "b/x.txt", "c.txt"]
-
-
-def test_a_glob_ends_where_several_links_go_in_circles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The system follows forty in a row: by two there would be 2**40 ways to each file."""
-    (tmp_path / "v2").mkdir()
-    (tmp_path / "v2" / "x.txt").write_text("text")
-    (tmp_path / "v2" / "back").symlink_to(tmp_path)
-    (tmp_path / "current").symlink_to("v2")
-    looked, scandir = [], os.scandir
-
-    def count(path):
-        looked.append(path)
-        assert len(looked) < 100
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", count)
-    assert names(tmp_path, "**/*.txt") == ["current/x.txt"]
-
-
-def test_a_glob_takes_a_file_by_its_shortest_name(tmp_path: Path) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "b" / "x.txt").write_text("text")
-    (tmp_path / "link").symlink_to("a/b")
-    assert names(tmp_path, "**/*.txt") == ["link/x.txt"]
-
-
-def test_a_glob_takes_a_version_and_the_link_to_it_for_one(tmp_path: Path) -> None:
-    for version in ("v1", "v2"):
-        (tmp_path / version).mkdir()
-        (tmp_path / version / "x.txt").write_text(version)
-    (tmp_path / "current").symlink_to("v2")
-    assert names(tmp_path, "**/*.txt") == ["current/x.txt", "v1/x.txt"]
-    assert prepared(tmp_path, tmp_path / "**" / "*.txt") == ["v2", "v1"]
 
 
 def test_a_dataset_saved_to_disk_is_read(tmp_path: Path) -> None:
