@@ -176,11 +176,10 @@ def _window_changes(trainer: Trainer, manifest: Manifest) -> list[str]:
     if not isinstance(before, list):  # from before checkpoints told those of each corpus
         now, before = [sum(now)], [before]
     changed = [f"{n} windows, was {b}" for n, b in zip(now, before, strict=False) if n != b]
+    if not changed:
+        return []
     more = f" (and {len(changed) - 1} more corpora)" if len(changed) > 1 else ""
-    return [
-        f"warning: data.train: {line}{more}; samples are others from here on"
-        for line in changed[:1]
-    ]
+    return [f"warning: data.train: {changed[0]}{more}; samples are others from here on"]
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
