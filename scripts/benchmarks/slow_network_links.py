@@ -54,18 +54,15 @@ class Links:
 
     def shape(self, bytes_per_second: float) -> None:
         """Set the rate of every NIC, out of the node and into it."""
-        for node, name in enumerate(self.namespaces):
+        for name in self.namespaces:
             _shape(["-n", name], NIC, bytes_per_second)
-            _shape([], self._outer(node), bytes_per_second)
-
-    def _outer(self, node: int) -> str:
-        return f"{self.bridge}v{node}"
+            _shape([], _outer(name), bytes_per_second)
 
     def _up(self) -> None:
         _run("ip", "link", "add", self.bridge, "mtu", str(MTU), "type", "bridge")
         _run("ip", "link", "set", self.bridge, "up")
         for node, name in enumerate(self.namespaces):
-            outer = self._outer(node)
+            outer = _outer(name)
             _run("ip", "netns", "add", name)
             _run("ip", "netns", "exec", name, "sysctl", "-q", "-w", *SETTINGS)
             ends = f"{outer} mtu {MTU} type veth peer name {NIC} mtu {MTU} netns {name}"
@@ -75,6 +72,12 @@ class Links:
             _run("ip", "-n", name, "addr", "add", f"{self.address(node)}/24", "dev", NIC)
             _run("ip", "-n", name, "link", "set", NIC, "up")
             _run("ip", "-n", name, "route", "change", SUBNET, "dev", NIC, *PATIENCE.split())
+
+
+def _outer(namespace: str) -> str:
+    """The end on the bridge of a namespace's NIC."""
+    tag, _, node = namespace.rpartition("n")
+    return f"{tag}v{node}"
 
 
 @contextmanager
@@ -129,8 +132,11 @@ def _remove(namespaces: Sequence[str], bridge: str) -> None:
             for pid in _run("ip", "netns", "pids", name).split():
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), 9)
-        with suppress(Unable):
-            _run("ip", "netns", "del", name)
+        # With the namespace its NIC goes only when the kernel comes to it: too late for the next to
+        # take the name.
+        for what in (("link", "del", _outer(name)), ("netns", "del", name)):
+            with suppress(Unable):
+                _run("ip", *what)
     with suppress(Unable):
         _run("ip", "link", "del", bridge)
 

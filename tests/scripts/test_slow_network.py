@@ -1,5 +1,7 @@
 """What the benchmark on a slow network makes of its measurements."""
 
+import subprocess
+
 import pytest
 import slow_network
 import slow_network_links
@@ -190,6 +192,16 @@ def test_without_root_or_its_tools_it_refuses_in_one_line(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda tool: None)
     with pytest.raises(slow_network_links.Unable, match="apt-get install iproute2"):
         slow_network_links.links(1).__enter__()
+
+
+def test_links_are_gone_with_their_context_and_may_be_made_again_at_once():
+    if reason := why_no_links():
+        pytest.skip(f"no slow network here: {reason}")
+    for _ in range(10):
+        with slow_network_links.links(2) as made:
+            pass
+        there = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True)
+        assert made.bridge not in there.stdout
 
 
 def test_two_nodes_send_what_the_formula_says_over_a_link_that_fits_their_computing(
