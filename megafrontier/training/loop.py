@@ -1,6 +1,5 @@
 """The loop and one optimizer step. Everything that is not a step is a callback."""
 
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,6 +11,7 @@ from megafrontier.optim.schedule import learning_rate
 from megafrontier.signals import stop_requested
 from megafrontier.training.batches import read_step
 from megafrontier.training.callback import Callback
+from megafrontier.training.deferred import Moment
 from megafrontier.training.result import Pending, StepResult
 from megafrontier.training.trainer import Trainer
 from megafrontier.training.verdict import judge
@@ -46,7 +46,7 @@ def run(
         beat(None)
     waiting: Pending | None = None
     while trainer.step < trainer.last_step and not stop:
-        newest = start_step(trainer, beat)
+        newest = start_step(trainer, beat, waiting)
         if waiting is not None:
             stop = _tell(trainer, callbacks, waiting, beat)
         waiting = newest
@@ -99,14 +99,15 @@ def train_step(trainer: Trainer) -> StepResult:
     return start_step(trainer).read()
 
 
-def start_step(trainer: Trainer, beat: Beat = _nothing) -> Pending:
-    """One optimizer step: every micro-batch forward and backward, then one update.
+def start_step(trainer: Trainer, beat: Beat = _nothing, after: Pending | None = None) -> Pending:
+    """One optimizer step: every micro-batch forward and backward, then one update. It takes as long
+    as from now, or from the end of the step `after` which it follows at once.
 
     The loss is a sum over tokens until the end, where it is divided once by the exact number of
     tokens in the global batch. A step with a non-finite loss or gradient changes no weight, nor
     does one that the spike rule finds. On a GPU nothing here waits for the device.
     """
-    begin = time.perf_counter()
+    begin = after.ended if after is not None else Moment(trainer.hierarchy.device)
     config, engine = trainer.config, trainer.engine
     _, first_sample = trainer.loader.position(trainer.step)
     lr = learning_rate(trainer.step, config.train.steps, config.optimizer, config.schedule)

@@ -1,11 +1,10 @@
 """What a step did, and the way its numbers take from the device to the host."""
 
-import time
 from dataclasses import dataclass
 
 import torch
 
-from megafrontier.training.deferred import DeferredRead
+from megafrontier.training.deferred import DeferredRead, Moment
 from megafrontier.training.trainer import Trainer
 from megafrontier.training.verdict import Verdict
 
@@ -46,9 +45,9 @@ class Pending:
     """A step whose work has been handed to the device; `read` waits for its end."""
 
     def __init__(
-        self, trainer: Trainer, begin: float, lr: float, first: int, found: Verdict
+        self, trainer: Trainer, begin: Moment, lr: float, first: int, found: Verdict
     ) -> None:
-        """`begin` by `time.perf_counter`; `first` is the step's first sample."""
+        """`first` is the step's first sample."""
         self._trainer, self._begin, self._lr = trainer, begin, lr
         self._samples = first, first + trainer.config.train.global_batch
         self._step = trainer.step
@@ -59,14 +58,15 @@ class Pending:
         self._deferred = DeferredRead(torch.cat([torch.stack(numbers), found.costs]))
         self._waited = found.waited
 
+    @property
+    def ended(self) -> Moment:
+        """When the device has done the step."""
+        return self._deferred.ready
+
     def read(self) -> StepResult:
         """What the step did; to be called once, in the order of the steps."""
         trainer = self._trainer
         loss, norm, tokens, stops, skip, spike, scale, memory, *costs = self._deferred.read()
-        now = time.perf_counter()
-        # Where steps overlap, one takes as long as from the end of that before.
-        seconds = now - max(self._begin, trainer.read_at)
-        trainer.read_at = now
         trainer.tokens += int(tokens)
         names = trainer.engine.ledger.names
         waiting, sent, spent = costs[0], costs[1 : len(names) + 1], costs[len(names) + 1 :]
@@ -77,7 +77,7 @@ class Pending:
             lr=self._lr,
             tokens=int(tokens),
             total_tokens=trainer.tokens,
-            seconds=seconds,
+            seconds=self.ended.seconds_since(self._begin),
             skipped=bool(skip),
             samples=self._samples,
             stop=stops > 0,

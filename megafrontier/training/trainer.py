@@ -40,8 +40,6 @@ class Trainer:
     spikes: SpikeRule
     step: int = 0
     tokens: int = 0
-    read_at: float = 0.0
-    """When the newest step's numbers came to the host, by `time.perf_counter`."""
 
     @property
     def last_step(self) -> int:

@@ -3,8 +3,6 @@
 Where there are fewer GPUs than ranks, ranks share them.
 """
 
-import time
-
 import pytest
 
 from megafrontier.errors import FAILED, LOST
@@ -45,14 +43,13 @@ def train(folder, name, ranks, *overrides):
 
 
 def lose(folder, name, rank, act, *overrides):
-    """Of four ranks one is struck at step 3: (exit codes of the others, what the first of them
-    says, seconds)."""
+    """Of four ranks one is struck at step 3: (exit codes of the others that end in time, what the
+    first of them says)."""
     script = AT_STEP.format(step=3, rank=rank, act=act)
-    begin = time.monotonic()
     chosen = machine(4), *LARGER, *overrides
     ended = launched(folder, name, script, *chosen, identity=on_gpus(4), count=4)
     others = [ended[number] for number in sorted(ended) if number != rank]
-    return [code for code, _ in others], others[0][1], time.monotonic() - begin
+    return [code for code, _ in others], others[0][1] if others else ""
 
 
 def test_a_local_rank_computes_on_a_gpu_as_a_launchers_does(folder):
@@ -65,6 +62,13 @@ def test_a_local_rank_computes_on_a_gpu_as_a_launchers_does(folder):
     assert "; on CPU" not in runs.log(folder / "local")
     others = train(folder, "launched", 1, "train.deterministic=true")
     assert runs.losses(runs.metrics(folder / "local")) == runs.losses(others)
+
+
+def test_a_step_that_is_read_at_once_takes_as_long_as_the_others(folder):
+    """By the host's clock the last would have ended as soon as it was handed over."""
+    lines = train(folder, "timed", 1, "train.steps=20")
+    *others, last = [line["step_seconds"] for line in lines if "loss" in line][5:]
+    assert last > 0.3 * min(others)
 
 
 @pytest.mark.parametrize("wires", ["low", "exact"])
@@ -97,15 +101,14 @@ def test_a_run_goes_on_from_its_checkpoint_to_the_bit(folder):
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_killed_rank_ends_the_others_soon_and_is_named(folder, rank):
-    codes, said, seconds = lose(folder, f"killed-{rank}", rank, KILL, "train.hang_seconds=60")
-    assert codes == [LOST] * 3, said
+    codes, said = lose(folder, f"killed-{rank}", rank, KILL)
+    assert codes == [LOST] * 3, f"within 2 minutes, where train.hang_seconds is 600: {said}"
     assert f"rank {rank}" in said
     assert "Traceback" not in said
-    assert seconds < 60
 
 
 def test_a_rank_that_stands_still_is_named(folder):
-    codes, said, _ = lose(folder, "frozen", 2, FREEZE, "train.hang_seconds=10")
+    codes, said = lose(folder, "frozen", 2, FREEZE, "train.hang_seconds=10")
     assert codes == [LOST] * 3, said
     assert "rank 2" in said
     assert "Traceback" not in said

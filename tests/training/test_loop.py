@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafrontier.errors import RunFailed
 from megafrontier.optim import loss_scale
-from megafrontier.training import evaluation, loop, saving, verdict
+from megafrontier.training import deferred, evaluation, loop, saving, verdict
 from megafrontier.training import trainer as trainer_module
 from megafrontier.training.arrangement import arrange
 from megafrontier.training.callback import Callback
@@ -114,6 +114,39 @@ def test_results_that_are_read_late_are_the_same_and_a_callback_can_have_one_at_
         ]
         assert [at for _, at, _ in at_once] == list(range(1, 9))
         assert [at for _, at, _ in late] == [2, 3, 3, 5, 6, 6, 8, 8]
+
+
+def test_each_step_has_its_own_seconds_however_late_its_results_are_read(config_file, monkeypatch):
+    """A host that is slower than its device has begun the next step when it reads one."""
+    config = runs.load(config_file, "machine=laptop")
+    clock, read_step = SimpleNamespace(now=0.0), loop.read_step
+
+    def read_slowly(loader, step, rank):
+        clock.now += 1000.0 if step == 3 else 10.0
+        return read_step(loader, step, rank)
+
+    class Note(Collect):
+        def after_step(self, trainer, result):
+            self.seen.append(result.seconds)
+            clock.now += 1.0
+
+    monkeypatch.setattr(loop, "read_step", read_slowly)
+    monkeypatch.setattr(deferred, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    def body(hierarchy):
+        found = []
+        for read_late in (False, True):
+            trainer = build_trainer(config, arrange(config, 1), hierarchy)
+            note = Note(every=6)
+            loop.run(trainer, [note], read_late=read_late)
+            trainer.close()
+            found.append(note.seen)
+        return found
+
+    [(at_once, late)] = run_ranks((1,), body)
+    assert at_once == [10, 10, 10, 1000, 10, 10, 10, 10]
+    # What callbacks do between two steps that follow at once is part of the second.
+    assert late == [10, 10, 11, 1001, 11, 11, 10, 10]
 
 
 def test_the_engine_hears_which_micro_batch_is_the_steps_last(config_file):
