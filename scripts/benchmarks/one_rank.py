@@ -60,11 +60,14 @@ class Plain:
 
     def step(self) -> float:
         """One optimizer step; the mean loss."""
-        config, loss_sum, tokens = self._config, 0.0, 0
+        config = self._config
+        # Added up on the device, so that the host reads them once, at the step's end.
+        loss_sum, tokens = torch.zeros(2, device=next(self._model.parameters()).device)
         for batch in self._loader.step(self._step):
             loss = self._model(batch.tokens, batch.targets, batch.documents)
             loss.backward()
-            loss_sum, tokens = loss_sum + loss.item(), tokens + int((batch.targets >= 0).sum())
+            loss_sum += loss.detach()
+            tokens += (batch.targets >= 0).sum()
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         torch._foreach_div_(gradients, tokens)
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), config.train.clip_grad_norm)
@@ -74,7 +77,7 @@ class Plain:
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._step += 1
-        return loss_sum / tokens
+        return (loss_sum / tokens).item()
 
 
 def timed(step: Callable[[], float]) -> tuple[float, float]:
