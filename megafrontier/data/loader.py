@@ -89,6 +89,11 @@ class Loader:
         """Windows in one epoch of each corpus."""
         return self._samples.windows
 
+    @property
+    def contents(self) -> list[str]:
+        """`Samples.contents`: what tells each corpus from another one of as many windows."""
+        return self._samples.contents
+
     def read_again(self, steps: int) -> Iterator[tuple[str, int, int]]:
         """`Samples.read_again` of what the first steps read."""
         return self._samples.read_again(steps * self._global_batch)

@@ -8,7 +8,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import Literal
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -21,6 +23,9 @@ from megafrontier.errors import UserError
 
 IGNORED = -100
 """Target that gets no loss."""
+
+LOOKED_AT = 8
+"""Windows of a corpus that stand for all of it, however long: each may be a read of its own."""
 
 
 @dataclass
@@ -88,6 +93,20 @@ class Samples:
         """Windows in one epoch of each corpus."""
         return [part.windows for part in self._parts]
 
+    @cached_property
+    def contents(self) -> list[str]:
+        """CRC-32 of the ids in LOOKED_AT windows of each corpus, from its first to its last: the
+        same for every copy of it, wherever that lies, and another for one that was made anew of
+        other text or with another tokenizer."""
+        return [self._content(part) for part in self._parts]
+
+    def _content(self, part: Part) -> str:
+        checksum = 0
+        for place in range(LOOKED_AT):
+            window = part.first_window + place * (part.windows - 1) // (LOOKED_AT - 1)
+            checksum = crc32(self._ids(part.corpus, window).astype("<i8"), checksum)
+        return f"{checksum:08x}"
+
     def read_again(self, count: int) -> Iterator[tuple[str, int, int]]:
         """(corpus, samples, windows) of each of which the first `count` samples take more than it
         has."""
@@ -135,7 +154,7 @@ class Samples:
 
     def _read(self, corpus: int, window: int) -> NDArray[np.int64]:
         dataset, start = self._parts[corpus].corpus, window * self._length
-        tokens = dataset.tokens[start : start + self._length + 1].astype(np.int64)
+        tokens = self._ids(dataset, window).astype(np.int64)
         wrong = (tokens < 0) | (tokens >= self._vocab_size)
         if wrong.any():
             at = int(np.argmax(wrong))
@@ -145,6 +164,11 @@ class Samples:
                 "it prepared with another one?"
             )
         return tokens
+
+    def _ids(self, dataset: IndexedDataset, window: int) -> NDArray:
+        """A window as it is on the disk [s + 1]."""
+        start = window * self._length
+        return dataset.tokens[start : start + self._length + 1]
 
     def _documents(self, corpus: int, window: int) -> NDArray[np.int32]:
         """Number of each token's document in the window [s + 1]."""

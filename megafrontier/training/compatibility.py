@@ -100,7 +100,7 @@ def _saved(manifest: Manifest, name: str, kind: type[Section]) -> Section | None
 def changes(trainer: Trainer, manifest: Manifest) -> list[str]:
     """What may be another on purpose, such as rotary frequencies for longer sequences."""
     lines = rotary_changes(trainer.config.model, manifest)
-    lines += _data_changes(trainer.config, manifest) or _window_changes(trainer, manifest)
+    lines += _data_changes(trainer.config, manifest) or _corpus_changes(trainer, manifest)
     if "error" in manifest.states and not any(
         unit.feedback.errors for unit in trainer.engine.units
     ):
@@ -168,6 +168,15 @@ def _changed(
             yield key, now, before
 
 
+def _corpus_changes(trainer: Trainer, manifest: Manifest) -> list[str]:
+    """Of corpora that are given as before, and are others: grown, say, or made anew."""
+    changed = _window_changes(trainer, manifest) or _content_changes(trainer, manifest)
+    if not changed:
+        return []
+    more = f" (and {len(changed) - 1} more corpora)" if len(changed) > 1 else ""
+    return [f"warning: data.train: {changed[0]}{more}; samples are others from here on"]
+
+
 def _window_changes(trainer: Trainer, manifest: Manifest) -> list[str]:
     """The order is one of all windows: a corpus that has grown, or `data.valid` in place of a part
     of `data.train`, changes it from the first to the last."""
@@ -175,11 +184,16 @@ def _window_changes(trainer: Trainer, manifest: Manifest) -> list[str]:
     before = manifest.extra.get("windows", now) if manifest.step else now
     if not isinstance(before, list):  # from before checkpoints told those of each corpus
         now, before = [sum(now)], [before]
-    changed = [f"{n} windows, was {b}" for n, b in zip(now, before, strict=False) if n != b]
-    if not changed:
+    return [f"{n} windows, was {b}" for n, b in zip(now, before, strict=False) if n != b]
+
+
+def _content_changes(trainer: Trainer, manifest: Manifest) -> list[str]:
+    """Which corpora of as many windows have other ids in them; to the first rank, which tells."""
+    before = manifest.extra.get("contents") if manifest.step else None
+    if before is None or not trainer.is_first:
         return []
-    more = f" (and {len(changed) - 1} more corpora)" if len(changed) > 1 else ""
-    return [f"warning: data.train: {changed[0]}{more}; samples are others from here on"]
+    corpora = zip(trainer.config.data.train, trainer.loader.contents, before, strict=False)
+    return [f"{corpus.path}: made anew, of other ids" for corpus, n, b in corpora if n != b]
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:

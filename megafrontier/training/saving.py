@@ -70,6 +70,8 @@ def save_trainer(trainer: Trainer) -> Path:
             "spikes": trainer.spikes.state(),
             "data": trainer.loader.position(trainer.step),
             "windows": trainer.loader.windows,
+            # The first rank's manifest is the one that is written: thousands need not look, too.
+            "contents": trainer.loader.contents if trainer.is_first else None,
         },
     )
     return save(

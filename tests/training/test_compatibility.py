@@ -3,12 +3,15 @@
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from megafrontier.checkpoint.manifest import FILE_NAME
 from megafrontier.checkpoint.read import read_manifest
+from megafrontier.data.indexed import IndexedDataset
 from megafrontier.data.loader import Loader
-from megafrontier.training.compatibility import _window_changes
+from megafrontier.training.compatibility import _corpus_changes
+from tests.data.corpora import write_corpus
 from tests.training import runs
 
 
@@ -98,9 +101,31 @@ def test_a_corpus_of_another_size_is_told(config_file, tmp_path, imported):
 )
 def test_text_moved_from_one_corpus_to_another_is_told(before, said):
     trainer = SimpleNamespace(loader=SimpleNamespace(windows=[7, 3]))
-    told = _window_changes(trainer, SimpleNamespace(step=2, extra={"windows": before}))
+    told = _corpus_changes(trainer, SimpleNamespace(step=2, extra={"windows": before}))
     assert [line.startswith(said) for line in told] == [True] * (said is not None)
-    assert not _window_changes(trainer, SimpleNamespace(step=0, extra={"windows": before}))
+    assert not _corpus_changes(trainer, SimpleNamespace(step=0, extra={"windows": before}))
+
+
+@pytest.mark.parametrize(
+    ("remake", "is_told"),
+    [
+        (lambda ids: (ids + 1) % runs.VOCABULARY, True),  # by another tokenizer, say
+        (lambda ids: np.roll(ids, 1), True),  # of texts in another order
+        (lambda ids: ids.astype(np.int32), False),  # the same, written by other code
+    ],
+)
+def test_a_corpus_made_anew_with_as_many_windows_is_told(config_file, tmp_path, remake, is_told):
+    runs.run(config_file, 1, *runs.ONE, "train.stop_at=2")
+    ids = remake(IndexedDataset(tmp_path / "corpus").tokens)
+    write_corpus(tmp_path / "corpus", [[ids.tolist()]], str(ids.dtype))
+    runs.run(config_file, 1, *runs.ONE, "train.stop_at=3")
+    warning = f"warning: data.train: {tmp_path}/corpus: made anew, of other ids; samples are others"
+    assert (warning in runs.log(tmp_path / "run")) == is_told
+
+
+def test_a_checkpoint_from_before_contents_were_kept_says_nothing_of_them():
+    trainer = SimpleNamespace(loader=SimpleNamespace(windows=[7]), is_first=True)
+    assert not _corpus_changes(trainer, SimpleNamespace(step=2, extra={"windows": [7]}))
 
 
 def test_other_rotary_frequencies_may_be_meant_and_are_told(config_file, tmp_path, imported):
