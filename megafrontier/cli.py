@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megafrontier.errors import BAD_INPUT, INTERRUPTED, Ending, UserError, discard, tell
+from megafrontier.signals import termination_raised
 
 _OF_A_PATH = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
@@ -121,9 +122,10 @@ def _tokenizer(arguments: argparse.Namespace) -> None:
     from megafrontier.data.train_tokenizer import train_tokenizer
 
     a = arguments
-    sample = train_tokenizer(
-        a.inputs, a.vocab_size, a.out, a.kind, a.max_megabytes, a.json_key, a.skip_bad
-    )
+    with termination_raised():
+        sample = train_tokenizer(
+            a.inputs, a.vocab_size, a.out, a.kind, a.max_megabytes, a.json_key, a.skip_bad
+        )
     skipped = f"; {len(sample.bad)} bad texts skipped" if sample.bad else ""
     print(f"{a.out}: {a.vocab_size} ids, from {sample.text_bytes / 1e6:.1f} MB of text{skipped}")
 
@@ -156,9 +158,9 @@ def _prepare(arguments: argparse.Namespace) -> None:
     a = arguments
     part = _part(a.part or "1/1")
     out = a.out if a.part is None else "{}.part-{:05d}-of-{:05d}".format(a.out, *part)
-    made = prepare(
-        a.inputs, a.tokenizer, out, a.workers, a.append_eod, a.skip_bad, a.json_key, a.split, part
-    )
+    chosen = (a.append_eod, a.skip_bad, a.json_key, a.split, part)
+    with termination_raised():
+        made = prepare(a.inputs, a.tokenizer, out, a.workers, *chosen)
     skipped = f"; {made.bad} bad texts skipped" if made.bad else ""
     print(
         f"{out}: {made.documents} documents, {made.tokens} tokens from "
@@ -200,7 +202,8 @@ def _add_merge(commands: Any) -> None:
 def _merge(arguments: argparse.Namespace) -> None:
     from megafrontier.data.merge import merge
 
-    documents = merge(arguments.prefixes, arguments.out, arguments.workers)
+    with termination_raised():
+        documents = merge(arguments.prefixes, arguments.out, arguments.workers)
     print(f"{arguments.out}: {documents} documents")
 
 

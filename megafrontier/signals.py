@@ -37,6 +37,18 @@ def _remember(number: int, _frame: object) -> None:
     _received.append(number)
 
 
+@contextmanager
+def termination_raised() -> Iterator[None]:
+    """Meanwhile SIGTERM ends the command as Ctrl-C does, with all that it cleans up, and the exit
+    code that a shell gives it."""
+    with handled([signal.SIGTERM], _exit):
+        yield
+
+
+def _exit(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
 def stop_requested() -> bool:
     """Whether this process has been asked to stop since it began to remember."""
     return bool(_received)

@@ -8,9 +8,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TextIO
 
 COMMAND = "import sys\nfrom megafrontier import cli\nsys.exit(cli.main(sys.argv[1:]))"
@@ -82,6 +84,28 @@ def run(script: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[st
         process.kill()
     assert process.returncode is not None
     return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that it has started by its main thread."""
+    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs; an orphan nobody has waited for yet is dead."""
+    status = Path(f"/proc/{pid}/stat")
+    try:
+        return status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Return once it holds. Fails after half a minute."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def _run(

@@ -1,15 +1,9 @@
 """`megafrontier prepare`: text to a corpus, by many processes, the same bytes at any number."""
 
-import multiprocessing
 import os
-import signal
-import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +14,7 @@ from megafrontier.data.report import Progress
 from megafrontier.data.sources import Piece, Reader, find_sources, share
 from megafrontier.data.texts import BadText, read_texts
 from megafrontier.data.tokenizer import Tokenizer, load_tokenizer
+from megafrontier.data.workers import Workers
 from megafrontier.data.writer import Corpus, DocumentWriter, partial_path
 from megafrontier.errors import UserError
 
@@ -135,8 +130,13 @@ def prepare(
     reader = Reader(share(find_sources(inputs, split), *part), key)
     _refuse_inputs(reader, out)
     total = sum(source.file_bytes for source in reader.sources)
-    with _Workers(job, workers) as pool, Corpus(out, _dtype(job)) as corpus, Progress(total) as bar:
-        summary = _write(pool.encode(reader.batches()), corpus, bar, reader)
+    with (
+        Workers(workers, partial(_take, job)) as pool,
+        Corpus(out, _dtype(job)) as corpus,
+        Progress(total) as bar,
+    ):
+        encoded = pool.results(_encode, reader.batches(), "try fewer --workers")
+        summary = _write(encoded, corpus, bar, reader)
         if summary.tokens == 0 and part[1] == 1:
             raise UserError(f"{', '.join(inputs)}: no text in it, need a corpus with some")
         corpus.publish()
@@ -169,56 +169,13 @@ def _write(results: Iterator[Encoded], corpus: Corpus, bar: Progress, reader: Re
     return summary
 
 
-class _Workers:
-    """Processes that encode batches. Results come in the order of the batches; few are under way
-    at any time, so that memory does not grow with the corpus."""
-
-    def __init__(self, job: Job, count: int) -> None:
-        self._ahead = 2 * count + 2
-        # fork: workers share the tokenizer, and need not import anything again.
-        context = multiprocessing.get_context("fork")
-        self._pool = ProcessPoolExecutor(count, context, _start_worker, (job,))
-        # All workers fork now, before any thread or lock of ours exists.
-        self._pool.submit(int).result()
-
-    def __enter__(self) -> "_Workers":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def encode(self, batches: Iterator[list[Piece]]) -> Iterator[Encoded]:
-        """The encoded batches. Raises UserError when a worker is killed."""
-        under_way: deque[Future[Encoded]] = deque()
-        try:
-            for batch in batches:
-                under_way.append(self._pool.submit(_encode, batch))
-                if len(under_way) >= self._ahead:
-                    yield under_way.popleft().result()
-            while under_way:
-                yield under_way.popleft().result()
-        except BrokenProcessPool as error:
-            raise UserError(
-                "prepare: a worker was killed, perhaps for want of memory; try fewer --workers"
-            ) from error
-
-
 _job: Job
 """The worker's own, set when it starts: a tokenizer need not be picklable."""
 
 
-def _start_worker(job: Job) -> None:
+def _take(job: Job) -> None:
     global _job
     _job = job
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-
-
-def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
 
 
 def _encode(pieces: list[Piece]) -> Encoded:

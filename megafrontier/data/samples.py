@@ -104,7 +104,7 @@ class Samples:
         checksum = 0
         for place in range(LOOKED_AT):
             window = part.first_window + place * (part.windows - 1) // (LOOKED_AT - 1)
-            checksum = crc32(self._ids(part.corpus, window).astype("<i8"), checksum)
+            checksum = crc32(self._ids(part.corpus, window).astype("<i8").tobytes(), checksum)
         return f"{checksum:08x}"
 
     def read_again(self, count: int) -> Iterator[tuple[str, int, int]]:

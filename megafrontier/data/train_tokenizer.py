@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from pathlib import Path
 from random import Random
@@ -11,6 +12,7 @@ from typing import BinaryIO, Literal
 from megafrontier.data.sources import Reader, find_sources
 from megafrontier.data.texts import BadText, read_texts
 from megafrontier.data.tokenizer import MARKER, SAVED_FILES, SentencePieceTokenizer
+from megafrontier.data.workers import Workers
 from megafrontier.errors import UserError
 from megafrontier.files import in_work
 
@@ -103,7 +105,10 @@ def train_tokenizer(
     _check_replaceable(out)
     try:
         with in_work(out.resolve()) as folder:  # `.` has no name
-            _train(sample.lines(), vocab_size, kind, folder / "trained.model")
+            train = partial(_train, vocab_size=vocab_size, kind=kind, path=folder / "trained.model")
+            # Of its own process: SentencePiece, once at work, hears of no Ctrl-C.
+            with Workers(1) as pool:
+                (sample,) = pool.results(train, iter([sample]), "try a smaller --max-megabytes")
             SentencePieceTokenizer(folder / "trained.model").save(folder / "whole")
             _replace(folder / "whole", out.resolve())
     except OSError as error:
@@ -130,8 +135,9 @@ class _Guard:
             raise
 
 
-def _train(lines: Iterator[str], vocab_size: int, kind: str, path: Path) -> None:
-    guard = _Guard(lines)
+def _train(sample: Sample, vocab_size: int, kind: str, path: Path) -> Sample:
+    """Write the model of a sample; returns that with what has been read counted."""
+    guard = _Guard(sample.lines())
     with path.open("wb") as file:
         try:
             _run_trainer(iter(guard), vocab_size, kind, file)
@@ -144,6 +150,7 @@ def _train(lines: Iterator[str], vocab_size: int, kind: str, path: Path) -> None
             raise UserError(f"--vocab-size {vocab_size}: SentencePiece says: {reason}") from error
         file.flush()
         os.fsync(file.fileno())
+    return sample
 
 
 def _run_trainer(lines: Iterator[str], vocab_size: int, kind: str, file: BinaryIO) -> None:

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,7 @@ from megafrontier.data.report import Progress
 from megafrontier.data.tokenizer import MARKER, ByteTokenizer, load_tokenizer
 from megafrontier.errors import UserError
 from tests.data.corpora import read_corpus, write_corpus
+from tests.processes import alive, children, wait_for
 
 GENERAL = str(Path(__file__).parents[2] / "tokenizers" / "general-16k.model")
 
@@ -217,26 +217,6 @@ def size(path: str) -> int:
     return os.stat(path).st_size if os.path.exists(path) else 0
 
 
-def children(pid: int) -> list[int]:
-    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def alive(pid: int) -> bool:
-    """Whether it runs; an orphan nobody has waited for yet is dead."""
-    status = Path(f"/proc/{pid}/stat")
-    try:
-        return status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_refused_run_leaves_an_older_corpus_as_it_was(tmp_path: Path) -> None:
     good, bad = write_lines(tmp_path / "good.jsonl", ["good"]), tmp_path / "bad.jsonl"
     bad.write_text("{}\n")
@@ -286,15 +266,6 @@ def test_files_are_on_the_disk_before_they_get_their_names(
     prepare(inputs, "bytes", tmp_path / "out" / "c", 1)
     assert sorted(events[:2]) == ["sync c.bin.partial", "sync c.idx.partial"]
     assert events[2:] == ["rename c.bin", "rename c.idx", "sync out"]
-
-
-def test_a_worker_that_is_killed_is_an_error_and_not_a_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megafrontier.data.prepare.Job.encode", lambda job, pieces: os._exit(9))
-    with pytest.raises(UserError, match="a worker was killed"):
-        prepare([write_lines(tmp_path / "x.jsonl", ["x"])], "bytes", tmp_path / "made", 2)
-    assert os.listdir(tmp_path) == ["x.jsonl"]
 
 
 @pytest.mark.parametrize(

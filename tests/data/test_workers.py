@@ -1,0 +1,64 @@
+"""Processes that work for a command end with it, at once and without a trace."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megafrontier.data.prepare import prepare
+from megafrontier.errors import UserError
+from tests.processes import alive, children, wait_for
+
+BUSY = """
+import signal, sys, time
+from pathlib import Path
+from megafrontier.cli import main
+from megafrontier.data import tokenizer, train_tokenizer
+
+def be_busy(*_):
+    \"\"\"As a library is that hears of no signal until it is done.\"\"\"
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+    Path("busy").touch()
+    time.sleep(60)
+
+tokenizer.ByteTokenizer.encode_batch = train_tokenizer._run_trainer = be_busy
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)]
+)
+@pytest.mark.parametrize(
+    "command",
+    ["prepare x.jsonl --tokenizer bytes --out out/c", "tokenizer x.jsonl --vocab-size 400 --out t"],
+)
+def test_a_command_that_is_interrupted_ends_at_once_whatever_its_workers_have_in_hand(
+    tmp_path: Path, command: str, number: int, code: int
+) -> None:
+    (tmp_path / "x.jsonl").write_text(json.dumps({"text": "a document"}) + "\n")
+    called = [sys.executable, "-c", BUSY, *command.split()]
+    process = subprocess.Popen(called, cwd=tmp_path, start_new_session=True)
+    wait_for(lambda: (tmp_path / "busy").exists())
+    workers = children(process.pid)
+    os.killpg(process.pid, number)  # as a terminal does
+    assert process.wait(20) == code
+    assert workers
+    assert not any(alive(pid) for pid in workers)
+    left = {path.name for path in tmp_path.rglob("*")}
+    assert left <= {"x.jsonl", "busy", "out"}
+
+
+def test_a_worker_that_is_killed_is_an_error_and_not_a_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megafrontier.data.prepare.Job.encode", lambda job, pieces: os._exit(9))
+    text = tmp_path / "x.txt"
+    text.write_text("x")
+    with pytest.raises(UserError, match="a worker was killed"):
+        prepare([str(text)], "bytes", tmp_path / "made", 2)
+    assert os.listdir(tmp_path) == ["x.txt"]
