@@ -11,6 +11,7 @@ import re
 import stat
 from collections import deque
 from collections.abc import Iterator
+from mimetypes import MimeTypes
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,10 +23,12 @@ PACKED_SUFFIXES = (".gz", ".zst")
 NO_PACKING = (".bz2", ".xz", ".zip", ".tar", ".tgz", ".7z", ".lz4", ".br")
 """What is not unpacked here, and so no text of it may be left out."""
 
-_TAKEN = ("", *TEXT_SUFFIXES, *LINE_SUFFIXES, ".parquet")
-"""In a folder looked at; what has no suffix is no text, but may be a link to a folder of them."""
+_TAKEN = (*TEXT_SUFFIXES, *LINE_SUFFIXES, ".parquet")
+"""Of a folder."""
 
-_MAY_BE_TEXTS = (*_TAKEN, ".json")
+_OTHERS = MimeTypes().types_map[True].keys() - {*_TAKEN, ".json"}
+"""Of files of other kinds. Any other name may be that of a link to a folder of texts: one without
+a suffix, or with what looks like one, as v1.7 and wiki.en."""
 
 
 def suffix(path: Path) -> str:
@@ -55,7 +58,7 @@ def texts_in(folder: Path) -> Iterator[Path]:
         for path in (Path(parent, file) for file in sorted(files) if _is_shown(file)):
             # A .json in a folder is as often about the texts as one of them.
             kind = suffix(Path(path.stem) if path.suffix.lower() in NO_PACKING else path)
-            if kind in _TAKEN and is_file(path) and kind:
+            if kind not in _OTHERS and is_file(path) and kind in _TAKEN:
                 yield path
 
 
@@ -113,7 +116,7 @@ def _mode(path: str | Path) -> int:
     try:
         return os.stat(path).st_mode
     except OSError as error:
-        is_nothing = error.errno == errno.ENOENT and suffix(Path(path)) not in _MAY_BE_TEXTS
+        is_nothing = error.errno == errno.ENOENT and suffix(Path(path)) in _OTHERS
         if is_nothing or error.errno == errno.ELOOP:
             return 0
         why = "leads nowhere" if error.errno == errno.ENOENT else error.strerror

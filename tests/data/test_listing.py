@@ -47,6 +47,10 @@ def folder(tmp_path: Path) -> Path:
         ("c4", "*/*.txt"),
         ("c4", "*/x.txt"),
         ("c4", "**/*.txt"),
+        ("c4.en", ""),
+        ("c4.en", "*/*.txt"),
+        ("dolma-v1.7", ""),
+        ("dolma-v1.7", "**/*.txt"),
     ],
 )
 def test_a_link_to_texts_that_leads_nowhere_is_refused_not_left_out(
@@ -58,7 +62,7 @@ def test_a_link_to_texts_that_leads_nowhere_is_refused_not_left_out(
         names(folder, pattern)
 
 
-@pytest.mark.parametrize("link", ["x.so", ".#x.txt"])
+@pytest.mark.parametrize("link", ["x.so", "x.PNG", ".#x.txt"])
 @pytest.mark.parametrize("pattern", ["", "**/*.txt", "*/*.txt", "*/*"])
 def test_a_link_to_no_text_may_lead_nowhere(folder: Path, link: str, pattern: str) -> None:
     for place in (folder, folder / "wiki"):
