@@ -54,7 +54,7 @@ class ModelConfig:
     sequence_length: int = 1024
     """Tokens in one sequence."""
     vocab_size: int = 50304
-    """Token ids the model knows; at least the tokenizer's."""
+    """Token ids the model knows; at least the tokenizer's but special ones added behind."""
     vocab_multiple: int = 128
     """The embedding's rows are padded up to a multiple of this; padded ids never get any loss."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"

@@ -160,8 +160,8 @@ class Samples:
             at = int(np.argmax(wrong))
             raise UserError(
                 f"{bin_path(dataset.prefix)}: byte {(start + at) * dataset.dtype.itemsize}: token "
-                f"id {tokens[at]}, need 0 to {self._vocab_size - 1}, the ids of `tokenizer`; was "
-                "it prepared with another one?"
+                f"id {tokens[at]}, need 0 to {self._vocab_size - 1}, the ids of `tokenizer` that "
+                "the model has; was it prepared with another one?"
             )
         return tokens
 

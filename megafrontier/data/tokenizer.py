@@ -33,6 +33,11 @@ class Tokenizer(Protocol):
         """Number of ids; every id is below it."""
 
     @property
+    def needed_ids(self) -> int:
+        """How many a model has to know. Behind them are special tokens that were added, `<pad>`
+        perhaps, which only a text that spells them has."""
+
+    @property
     def eod(self) -> int:
         """Id that ends a document."""
 
@@ -58,7 +63,7 @@ class ByteTokenizer:
     """The 256 bytes of UTF-8, and 256 as end of document. `transformers` has none like it, so a
     saved one is only a marker for `load_tokenizer`."""
 
-    vocab_size = 257
+    vocab_size = needed_ids = 257
     eod = bos = 256
 
     def encode(self, text: str) -> list[int]:
@@ -106,6 +111,7 @@ class SentencePieceTokenizer:
 
     def _look_at_pieces(self) -> None:
         self.vocab_size: int = self._model.get_piece_size()
+        self.needed_ids = self.vocab_size
         self.eod = self._find_eod()
         self.bos = self._model.bos_id() if self._model.bos_id() >= 0 else self.eod
         self._lines_stand_alone = self._is_lossless()
@@ -202,6 +208,9 @@ class HuggingFaceTokenizer:
         self.eod = self._find_eod(name)
         bos = self._tokenizer.bos_token_id
         self.bos = self.eod if bos is None else int(bos)
+        added = self._tokenizer.added_tokens_decoder
+        others = (i for i in vocabulary.values() if i not in added or not added[i].special)
+        self.needed_ids = 1 + max(*others, self.eod, self.bos)
         self._backend = _bare_backend(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
@@ -322,11 +331,6 @@ def save_kept(spec: str, folder: Path) -> None:
     for path, content in _KEPT_FILES[spec].items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(content)
-
-
-def vocabulary_size(spec: str) -> int:
-    """Ids of the tokenizer that `spec` names, which is kept."""
-    return kept_tokenizer(spec).vocab_size
 
 
 def _is_a_path(spec: str) -> bool:

@@ -1,12 +1,12 @@
 """What a configuration means on a given number of ranks, checked before any of them starts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 from megafrontier.cluster.levels import Levels
 from megafrontier.config import Config, MachineConfig, load_machine
-from megafrontier.data.tokenizer import vocabulary_size
+from megafrontier.data.tokenizer import kept_tokenizer
 from megafrontier.errors import UserError
 from megafrontier.optim.adamw import find_apex
 from megafrontier.partition import Placement, Wires
@@ -67,10 +67,21 @@ def _check_packages(config: Config) -> None:
 
 
 def check_vocabulary(config: Config) -> None:
-    """Raises UserError when the tokenizer has ids that the model does not know."""
-    need = vocabulary_size(config.tokenizer)
+    """Raises UserError when the tokenizer makes ids of texts that the model does not know."""
+    need = kept_tokenizer(config.tokenizer).needed_ids
     if config.model.vocab_size < need:
         raise UserError(
             f"model.vocab_size: {config.model.vocab_size}, need at least {need} for tokenizer "
             f"{config.tokenizer}"
+        )
+
+
+def describe_vocabulary(config: Config) -> Iterator[str]:
+    """A warning of special tokens that the model does not know, as when `<pad>` was added to a
+    Hugging Face tokenizer and not to its model: they are nothing to learn from."""
+    known, ids = config.model.vocab_size, kept_tokenizer(config.tokenizer).vocab_size
+    if known < ids:
+        yield (
+            f"warning: model.vocab_size: {known}, but the tokenizer has {ids} ids; data that holds "
+            f"a special token from {known} on will be refused"
         )

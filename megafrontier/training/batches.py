@@ -7,7 +7,7 @@ import torch
 from megafrontier.config import Config
 from megafrontier.data.loader import Loader
 from megafrontier.data.samples import Batch, Samples, open_samples
-from megafrontier.data.tokenizer import vocabulary_size
+from megafrontier.data.tokenizer import kept_tokenizer
 from megafrontier.errors import RankError, UserError
 
 Part = Literal["train", "valid"]
@@ -19,7 +19,8 @@ def open_part(config: Config, part: Part) -> Samples | None:
 
     Raises UserError for a corpus that cannot be read.
     """
-    ids = vocabulary_size(config.tokenizer)
+    # A special token that was added to the tokenizer alone has no row in the model.
+    ids = min(kept_tokenizer(config.tokenizer).vocab_size, config.model.vocab_size)
     return open_samples(config.data, config.model.sequence_length, config.run.seed, ids, part)
 
 

@@ -28,7 +28,12 @@ from megafrontier.errors import (
 )
 from megafrontier.training import bad_nodes
 from megafrontier.training.allocator import prepare_allocator
-from megafrontier.training.arrangement import Arrangement, arrange, check_training
+from megafrontier.training.arrangement import (
+    Arrangement,
+    arrange,
+    check_training,
+    describe_vocabulary,
+)
 from megafrontier.training.attempts import Attempt, attempted, note_interrupted
 from megafrontier.training.evaluation import Evaluate, describe_validation, owes_evaluation
 from megafrontier.training.garbage import garbage_collected
@@ -250,9 +255,12 @@ def _run(
     attempt: Attempt,
 ) -> int:
     trainer = build_trainer(config, arrangement, hierarchy)
-    validation = describe_validation(trainer.valid_loader, config.evaluate.batches)
-    kernels = describe_kernels(config, hierarchy, arrangement.wires)
-    for line in [*describe_ranks(config, arrangement, hierarchy.device), *kernels, *validation]:
+    for line in (
+        *describe_vocabulary(config),
+        *describe_ranks(config, arrangement, hierarchy.device),
+        *describe_kernels(config, hierarchy, arrangement.wires),
+        *describe_validation(trainer.valid_loader, config.evaluate.batches),
+    ):
         logbook.remark(line)
     try:
         resume(trainer, logbook)

@@ -13,6 +13,7 @@ from megafrontier.checkpoint import write
 from megafrontier.cli import main
 from megafrontier.cluster.identity import Identity
 from megafrontier.config import load_config, load_machine
+from megafrontier.data.tokenizer import load_tokenizer
 from megafrontier.errors import FAILED, LOST, STOPPED, UserError
 from megafrontier.signals import stops_remembered
 from megafrontier.training import arrangement, launch, logbook, loop, saving
@@ -47,8 +48,6 @@ def test_local_ranks_share_the_cores_unless_they_are_told_their_threads(monkeypa
 
 
 def make_tokenizer(folder):
-    from megafrontier.data.tokenizer import load_tokenizer
-
     folder.mkdir()
     load_tokenizer("bytes").save(folder)
     return folder
@@ -109,6 +108,34 @@ def test_a_corpus_of_another_tokenizer_is_refused_before_any_rank_starts(
     config = runs.load(config_file, "model.vocab_size=400")
     with pytest.raises(UserError, match="token id 300, need 0 to 256, the ids of `tokenizer`"):
         launch.train(config, 4)
+
+
+def make_padded_tokenizer(folder):
+    """61 words, the first of which ends texts, and a `<pad>` that was added to them."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(61)}, unk_token="w1"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0")
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    tokenizer.save_pretrained(folder)
+    assert load_tokenizer(str(folder)).encode("w60<pad>") == [60, 61]
+
+
+def test_special_tokens_added_to_the_tokenizer_alone_are_told_and_refused_in_data_only(
+    config_file, tmp_path
+):
+    """Many models on the hub are like that; their weights fit no larger `model.vocab_size`."""
+    make_padded_tokenizer(tmp_path / "tok")
+    chosen = (f"tokenizer={tmp_path}/tok", *runs.ONE, "train.stop_at=1", "model.vocab_size=61")
+    assert launch.train(runs.load(config_file, *chosen), 1) == 0
+    told = "warning: model.vocab_size: 61, but the tokenizer has 62 ids; data that holds a special"
+    assert told in runs.log(tmp_path / "run")
+    with pytest.raises(UserError, match=r"vocab_size: 60, need at least 61 for tokenizer"):
+        launch.train(runs.load(config_file, *chosen, "model.vocab_size=60"), 1)
+    write_corpus(tmp_path / "corpus", [[[60, 61] * 200]])
+    with pytest.raises(UserError, match="token id 61, need 0 to 60, the ids of `tokenizer` that"):
+        launch.train(runs.load(config_file, *chosen), 1)
 
 
 def test_no_ranks_at_all_are_refused(config_file, capfd):
