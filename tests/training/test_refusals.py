@@ -241,10 +241,10 @@ def test_a_run_stopped_without_room_for_its_last_step_says_from_where_it_goes_on
 ):
     whole, start_step = write.write_piece, loop.start_step
 
-    def stopped(trainer, beat):
+    def stopped(trainer, *others):
         if trainer.step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
-        return start_step(trainer, beat)
+        return start_step(trainer, *others)
 
     def full(path, manifest, piece, shards):
         if manifest.step == 5:
