@@ -16,6 +16,9 @@ from megafrontier.partition.wires import DTYPES
 from megafrontier.training.arrangement import Arrangement
 
 GIB = 2**30
+_SAID_WITHOUT_TYPE = ("DefaultCPUAllocator", "out of memory", "_STATUS_ALLOC_FAILED")
+"""By allocators whose errors have no type of their own: a CPU's; a driver's, of page-locked memory
+and of NCCL's or RCCL's buffers; cuBLAS's and its like."""
 
 
 class OutOfMemory(RunFailed):
@@ -120,12 +123,18 @@ def out_of_memory_told(where: str, need: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        # A CPU's allocator has no error of its own.
-        is_devices = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if not is_devices and "DefaultCPUAllocator" not in str(error):
+        said = _line_of(error)
+        if said is None:
             raise
-        said = (str(error).splitlines() or ["out of memory."])[0]
-        raise OutOfMemory(f"{where}: {said} Need {need}") from error
+        raise OutOfMemory(f"{where}: {said.rstrip('.')}. Need {need}") from error
+
+
+def _line_of(error: MemoryError | RuntimeError) -> str | None:
+    """What an error says of memory that is out; None of another one."""
+    lines = str(error).splitlines()
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return lines[0] if lines else "out of memory"
+    return next((line for line in lines if any(said in line for said in _SAID_WITHOUT_TYPE)), None)
 
 
 def room_for_training(config: Config) -> str:

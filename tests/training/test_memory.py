@@ -108,6 +108,30 @@ def test_whoever_says_that_memory_is_out_is_told_in_one_line(error):
         raise error
 
 
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        # Of page-locked host memory, for activation_checkpointing=offload say.
+        (torch.AcceleratorError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`.\n"),
+         "CUDA error: out of memory"),
+        (RuntimeError("HIP error: out of memory\nHIP kernel errors might be reported later."),
+         "HIP error: out of memory"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        (torch.distributed.DistBackendError(
+            "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.28.9\n"
+            "ncclUnhandledCudaError: Call to CUDA function failed.\n"
+            "Last error:\nCuda failure 2 'out of memory'"
+        ), "Cuda failure 2 'out of memory'"),
+    ],
+    ids=["pinned", "hip", "cublas", "nccl"],
+)  # fmt: skip
+def test_memory_that_is_out_beside_torchs_own_allocator_is_told_in_one_line(error, line):
+    with pytest.raises(OutOfMemory) as caught, out_of_memory_told("rank 3", "less"):
+        raise error
+    assert str(caught.value) == f"rank 3: {line}. Need less"
+
+
 def test_any_other_error_stays_what_it_is():
     other = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     with pytest.raises(RuntimeError) as caught, out_of_memory_told("rank 3", "less"):
