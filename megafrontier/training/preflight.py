@@ -137,15 +137,22 @@ def check_device(device: DeviceConfig, found: torch.device) -> str | None:
     if device.memory_gib is None or device.is_stood_in_for_by(found.type):
         return None
     need = MEMORY_PART * device.memory_gib
-    if found.type == "cuda":
-        free = torch.cuda.mem_get_info(found)[0] / GIB
-        kind = f"device {found.index}"
-    else:
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-        kind = "host"
+    kind = "host" if found.type == "cpu" else f"device {found.index}"
+    try:
+        free = _free_gib(found)
+    except RuntimeError as error:  # torch's, of a device that fails or has no room to begin at all
+        said = str(error).splitlines()[0]
+        return f"{kind}: {said}, need {need:.1f} GiB of memory (machine.device.memory_gib)"
     if free >= need:
         return None
     return f"{kind}: {free:.1f} GiB of memory, need {need:.1f} (machine.device.memory_gib)"
+
+
+def _free_gib(found: torch.device) -> float:
+    """Of a device what no other process has; of a host all, which others only borrow."""
+    if found.type == "cuda":
+        return torch.cuda.mem_get_info(found)[0] / GIB
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
 
 
 def slow_links(

@@ -202,6 +202,23 @@ def test_an_accelerator_whose_memory_another_process_has_is_found_before_the_ran
     check_present(device, identity, False)
 
 
+@pytest.mark.parametrize("said", ["out of memory", "CUDA-capable device(s) is/are busy"])
+def test_an_accelerator_that_does_not_even_answer_is_named(config_file, monkeypatch, said):
+    """What asks for its free memory takes some itself: another process may have left none."""
+
+    def answer(_device):
+        raise torch.AcceleratorError(f"CUDA error: {said}\nCompile with `TORCH_USE_CUDA_DSA`.\n")
+
+    device = arrange(runs.load(config_file, "machine=frontier"), 8).machine.device
+    identity = launch.Identity(3, 8, 3, "slurm", "tcp://x:1", "frontier00012")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", answer)
+    with pytest.raises(UserError) as caught:
+        check_present(device, identity, True)
+    assert f"device 3: CUDA error: {said}, need 57.6 GiB of memory" in str(caught.value)
+
+
 def test_ranks_that_would_share_an_accelerator_cannot_start(monkeypatch):
     """RCCL would refuse them later, as if a link were broken, and the job start again."""
     device = DeviceConfig(name="any")
