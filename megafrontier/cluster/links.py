@@ -33,7 +33,15 @@ def reaching(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch's, of every backend
-        raise Unconnected(f"{what}: {str(error).splitlines()[0]}") from error
+        raise Unconnected(f"{what}: {_in_a_line(str(error))}") from error
+
+
+def _in_a_line(text: str) -> str:
+    """The first line of an error, which of NCCL's and RCCL's says of what kind it is, and what is
+    wrong, which stands further down there."""
+    first = text.splitlines()[0]
+    last = text.partition("\nLast error:\n")[2].strip().splitlines()
+    return f"{first}: {last[0]}" if last else first
 
 
 def connect(hierarchy: Hierarchy, level: int) -> None:

@@ -1,9 +1,15 @@
 """Timed exchanges tell a bad link's owner from its neighbours."""
 
-import pytest
+from types import SimpleNamespace
 
-from megafrontier.cluster.links import measure, neighbours
-from tests.ranks import run_ranks
+import pytest
+import torch
+import torch.distributed as dist
+
+from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.cluster.links import connect, measure, neighbours
+from megafrontier.errors import Unconnected
+from tests.ranks import make_levels, run_ranks
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 9])
@@ -21,3 +27,28 @@ def test_each_level_with_peers_has_a_rate():
         assert 0 < pair < 1000
         assert 0 < world < 1000
         assert node == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [
+        ("\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 90000\n",
+         ": Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 90000"),
+        ("\nLast error:\n", ""),
+        ("\nException raised from connect (most recent call first):\nframe #0: f", ""),
+    ],
+    ids=["said", "empty", "without"],
+)  # fmt: skip
+def test_what_a_communicator_is_refused_for_is_told(last, told):
+    """Its first line is the same for whatever is wrong."""
+    first = "NCCL error in: NCCLUtils.cpp:94, invalid usage, NCCL version 2.28.9"
+
+    def refuse(_device):
+        raise dist.DistBackendError(f"{first}\nncclInvalidUsage: This usually reflects …{last}")
+
+    backend = SimpleNamespace(eager_connect_single_device=refuse)
+    group = SimpleNamespace(_get_backend=lambda device: backend)
+    one = Hierarchy(make_levels((2,)), 1, (group,), torch.device("cuda", 0), (group,))
+    with pytest.raises(Unconnected) as caught:
+        connect(one, 0)
+    assert str(caught.value) == f"rank 1: communicator of world: {first}{told}"
