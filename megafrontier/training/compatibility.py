@@ -100,7 +100,7 @@ def _saved(manifest: Manifest, name: str, kind: type[Section]) -> Section | None
 def changes(trainer: Trainer, manifest: Manifest) -> list[str]:
     """What may be another on purpose, such as rotary frequencies for longer sequences."""
     lines = rotary_changes(trainer.config.model, manifest)
-    lines += _data_changes(trainer.config, manifest) or _corpus_changes(trainer, manifest)
+    lines += _data_changes(trainer, manifest) or _corpus_changes(trainer, manifest)
     if "error" in manifest.states and not any(
         unit.feedback.errors for unit in trainer.engine.units
     ):
@@ -147,12 +147,25 @@ def _rate_changes(config: Config, manifest: Manifest) -> list[str]:
     return []
 
 
-def _data_changes(config: Config, manifest: Manifest) -> list[str]:
+def _data_changes(trainer: Trainer, manifest: Manifest) -> list[str]:
     """What gives the numbers of the samples another meaning: some are then read twice."""
+    is_moved = _is_moved(trainer, manifest)
     return [
         f"warning: {key}: {now}, was {before}; samples are others from here on"
-        for key, now, before in _changed(config, manifest, ORDER_KEYS)
+        for key, now, before in _changed(trainer.config, manifest, ORDER_KEYS)
+        if not (key == "data.train" and is_moved)
     ]
+
+
+def _is_moved(trainer: Trainer, manifest: Manifest) -> bool:
+    """Whether `data.train` means the same as before, in other places perhaps; to the first rank."""
+    before = _value(manifest.config, "data.train") or []
+    weights = [corpus.weight for corpus in trainer.config.data.train]
+    return (
+        trainer.is_first
+        and weights == [corpus["weight"] for corpus in before]
+        and trainer.loader.contents == manifest.extra.get("contents")
+    )
 
 
 def _changed(

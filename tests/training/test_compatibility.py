@@ -123,6 +123,20 @@ def test_a_corpus_made_anew_with_as_many_windows_is_told(config_file, tmp_path, 
     assert (warning in runs.log(tmp_path / "run")) == is_told
 
 
+@pytest.mark.parametrize(("weights", "is_told"), [((1, 2), False), ((2, 1), True)])
+def test_corpora_that_have_moved_are_the_same(config_file, tmp_path, weights, is_told):
+    write_corpus(tmp_path / "b", [[[1, 2, 3] * 200]])
+    chosen = "data.train=[{{path: {}/corpus, weight: {}}}, {{path: {}/b, weight: {}}}]"
+    was = chosen.format(tmp_path, 1, tmp_path, 2)
+    runs.run(config_file, 1, *runs.ONE, was, "train.stop_at=2")
+    (tmp_path / "scratch").mkdir()
+    for path in (*tmp_path.glob("corpus.*"), *tmp_path.glob("b.*")):
+        path.rename(tmp_path / "scratch" / path.name)
+    now = chosen.format(tmp_path / "scratch", weights[0], tmp_path / "scratch", weights[1])
+    runs.run(config_file, 1, *runs.ONE, now, "train.stop_at=3")
+    assert ("warning: data.train: " in runs.log(tmp_path / "run")) == is_told
+
+
 def test_a_checkpoint_from_before_contents_were_kept_says_nothing_of_them():
     trainer = SimpleNamespace(loader=SimpleNamespace(windows=[7]), is_first=True)
     assert not _corpus_changes(trainer, SimpleNamespace(step=2, extra={"windows": [7]}))
