@@ -30,10 +30,10 @@ import os, signal, sys
 from megafrontier import cli
 from megafrontier.training import loop
 start_step = loop.start_step
-def strike(trainer, beat):
+def strike(trainer, *others):
     if trainer.step == {step} and trainer.hierarchy.rank == {rank}:
         {act}
-    return start_step(trainer, beat)
+    return start_step(trainer, *others)
 loop.start_step = strike
 sys.exit(cli.main(sys.argv[1:]))
 """

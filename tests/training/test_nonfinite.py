@@ -150,10 +150,10 @@ def test_a_request_to_stop_among_broken_steps_leaves_the_sound_checkpoint(
     poison(*range(48, 128, 16))  # steps 4 and later
     start_step = loop.start_step
 
-    def stopped(trainer, beat):
+    def stopped(trainer, *others):
         if trainer.step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
-        return start_step(trainer, beat)
+        return start_step(trainer, *others)
 
     monkeypatch.setattr(loop, "start_step", stopped)
     keep = ("checkpoint.every=3", "checkpoint.keep=1", "train.nonfinite_limit=4")
