@@ -1,10 +1,13 @@
 """What benchmarks, and the tests of memory, ask the system and the process they run in."""
 
+import argparse
 import gc
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
+from math import isfinite
 from pathlib import Path
 
 import torch
@@ -18,6 +21,28 @@ def use_packages() -> None:
     folder = os.environ.get(PACKAGES)
     if folder and folder not in sys.path:
         sys.path.append(folder)
+
+
+def at_least(least: float, kind: type[int] | type[float] = int) -> Callable[[str], float]:
+    """For argparse's `type`: a number of this kind, finite and not below `least`."""
+
+    def number(word: str) -> float:
+        try:
+            value = kind(word)
+        except ValueError:
+            value = float("nan")
+        if not isfinite(value) or value < least:
+            raise argparse.ArgumentTypeError(f"{word}, need a number, at least {least:g}")
+        return value
+
+    return number
+
+
+def in_a_folder(word: str) -> Path:
+    """For argparse's `type`: a file to write, which is known to have a folder before the work."""
+    if not Path(word).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{word}: {Path(word).parent} is no folder")
+    return Path(word)
 
 
 def code_version() -> str:

@@ -39,7 +39,7 @@ from rounds_child import Unable, device, repeat
 from torch import Tensor
 
 from megafrontier.config import OptimizerConfig
-from megafrontier.errors import UserError
+from megafrontier.errors import UserError, endings_told
 from megafrontier.model.checkpointing import Mode
 from megafrontier.model.documents import document_attention
 from megafrontier.model.loss import linear_cross_entropy
@@ -314,7 +314,9 @@ def main() -> None:
         *norm_tasks(),
         *adamw_tasks(),
     ]
-    for task in chosen(tasks, arguments):
+    with endings_told("parts"):
+        wanted = chosen(tasks, arguments)
+    for task in wanted:
         if "setting" in task.arguments:
             setting = Setting(**task.arguments["setting"])
             write_corpus(Path(setting.corpus), setting.model.vocab_size)

@@ -22,11 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import PACKAGES, code_version, cpu_name
+from measuring import PACKAGES, at_least, code_version, cpu_name
+
+from megafrontier.errors import UserError, endings_told
+from megafrontier.files import write_whole
 
 CHILD = Path(__file__).with_name("rounds_child.py")
 TIMEOUT_SECONDS = 1800.0
 FAILED = "failed: "
+BENCHMARK = Path(sys.argv[0]).stem
+"""Whose results these are: tables know their own alone."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +63,18 @@ class Results:
     """The turns in OUT/results.json, each kept as soon as it was made."""
 
     def __init__(self, out: Path, order: Sequence[str] = ()) -> None:
-        """`order`: names of variants, as the tables shall have them."""
+        """`order`: names of variants, as the tables shall have them. Raises UserError where OUT has
+        results of another machine or benchmark."""
         self.path, self._order = out / "results.json", {name: i for i, name in enumerate(order)}
         self.machine, self.version = describe_machine(), code_version()
         self.turns: list[Turn] = []
         if self.path.is_file():
             saved = json.loads(self.path.read_text())
             if saved["machine"] != self.machine:
-                raise SystemExit(f"{self.path}: of another machine ({saved['machine']})")
+                of = _listed(saved["machine"])
+                raise UserError(f"{self.path}: of another machine, {of}; need another OUT")
+            if saved.get("benchmark", BENCHMARK) != BENCHMARK:
+                raise UserError(f"{self.path}: of {saved['benchmark']}.py; need another OUT")
             self.turns = [Turn(**turn) for turn in saved["turns"]]
 
     def has(self, task: Task, number: int) -> bool:
@@ -74,13 +83,18 @@ class Results:
             (turn.group, turn.variant, turn.round) == (task.group, task.variant, number)
             and (turn.arguments, turn.version) == (task.arguments, self.version)
             and not turn.skipped
-            # These do not say how the code differs.
-            and not self.version.endswith(("+", "unknown"))
+            and self._is_known
             for turn in self.turns
         )
 
+    @property
+    def _is_known(self) -> bool:
+        """Whether the version says how the code differs from any other."""
+        return not self.version.endswith(("+", "unknown"))
+
     def add(self, turn: Turn) -> None:
-        """Keep a turn; those of the same row with other arguments or code are of no more use."""
+        """Keep a turn; those of the same row with other arguments or code are of no more use. Of
+        code that is not known those are that an earlier run made, of this round and later ones."""
         row = (turn.group, turn.variant)
         turn.version = self.version
         self.turns = [
@@ -89,13 +103,14 @@ class Results:
             if (kept.group, kept.variant) != row
             or (
                 (kept.arguments, kept.version) == (turn.arguments, turn.version)
-                and kept.round != turn.round
+                and (kept.round < turn.round or (self._is_known and kept.round != turn.round))
             )
         ]
         self.turns.append(turn)
-        text = {"machine": self.machine, "turns": [asdict(turn) for turn in self.turns]}
+        turns = [asdict(turn) for turn in self.turns]
+        found = {"benchmark": BENCHMARK, "machine": self.machine, "turns": turns}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(text, indent=1) + "\n")
+        write_whole(self.path, json.dumps(found, indent=1) + "\n")
 
     def groups(self) -> list[str]:
         """In the order they were first measured."""
@@ -108,17 +123,17 @@ class Results:
 
     def values(self, group: str, variant: str, name: str) -> list[float]:
         """One figure of all turns of a row that gave it."""
-        return list(self._by_round(group, variant, name).values())
+        return list(self._by_turn(group, variant, name).values())
 
     def ratios(self, group: str, variant: str, other: str, name: str) -> list[float]:
-        """One figure over the other variant's in the same round: the machine's speed drifts between
-        rounds more than within one."""
-        mine, others = (self._by_round(group, row, name) for row in (variant, other))
+        """One figure over the other variant's in the same round, of the same code: the machine's
+        speed drifts between rounds more than within one."""
+        mine, others = (self._by_turn(group, row, name) for row in (variant, other))
         return [value / others[number] for number, value in mine.items() if number in others]
 
-    def _by_round(self, group: str, variant: str, name: str) -> dict[int, float]:
+    def _by_turn(self, group: str, variant: str, name: str) -> dict[tuple[int, str], float]:
         return {
-            turn.round: turn.values[name]
+            (turn.round, turn.version): turn.values[name]
             for turn in self.turns
             if (turn.group, turn.variant) == (group, variant) and name in turn.values
         }
@@ -144,7 +159,7 @@ def describe_machine() -> dict[str, str]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What all of these benchmarks take."""
     parser.add_argument("out", type=Path, help="folder of results.json and table.md")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each variant")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="turns of each variant")
     parser.add_argument("--variants", nargs="+", help="only those with one of these in their names")
     parser.add_argument("--groups", nargs="+", help="the same for groups")
     parser.add_argument(
@@ -167,7 +182,7 @@ def chosen(tasks: Iterable[Task], arguments: argparse.Namespace) -> list[Task]:
         if wanted(task.variant, arguments.variants) and wanted(task.group, arguments.groups)
     ]
     if not found:
-        raise SystemExit("--variants, --groups: nothing has such a name")
+        raise UserError("--variants, --groups: nothing has such a name")
     return found
 
 
@@ -179,11 +194,13 @@ def measure(
     Groups come one after the other, so that what is compared was measured close together. A row
     that gives no figures is asked for once only.
     """
-    results = Results(arguments.out, [task.variant for task in tasks])
+    with endings_told(BENCHMARK):
+        results = Results(arguments.out, [task.variant for task in tasks])
+        wanted = chosen(tasks, arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with the turn's process
     deadline = time.monotonic() + 60 * (1e9 if arguments.minutes is None else arguments.minutes)
     hopeless: set[tuple[str, str]] = set()
-    for task, number in _in_rounds(chosen(tasks, arguments), arguments.rounds):
+    for task, number in _in_rounds(wanted, arguments.rounds):
         row = task.group, task.variant
         if results.has(task, number) or row in hopeless:
             continue
@@ -259,7 +276,12 @@ def _show(turn: Turn) -> None:
 
 
 def _machine_line(results: Results) -> str:
-    return ", ".join(f"{name} {value}" for name, value in results.machine.items())
+    versions = ", ".join(sorted({turn.version for turn in results.turns}))
+    return f"{_listed(results.machine)}, commit {versions}"
+
+
+def _listed(values: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

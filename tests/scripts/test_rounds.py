@@ -1,5 +1,6 @@
 """What the benchmarks of one device share: turns in rounds, kept, and gone on with."""
 
+import errno
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -85,3 +86,58 @@ def test_a_contender_that_cannot_be_imported_is_told_from_one_that_is_not_there(
     ]
     assert skipped[0].startswith("cannot be imported: cannot import name 'newer' from 'json'")
     assert skipped[1] == "not installed: of_nobody"
+
+
+def test_turns_are_kept_when_the_disk_is_full(
+    measured: Measure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured("a")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr("os.fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            measured("a", "b")
+    assert measured("a", "b") == ["b0", "b1"]
+
+
+def test_one_out_is_of_one_benchmark(
+    measured: Measure, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    measured("a")
+    monkeypatch.setattr(rounds, "BENCHMARK", "another")
+    with pytest.raises(SystemExit) as end:
+        measured("a")
+    assert end.value.code == 2
+    assert "another OUT" in capfd.readouterr().err
+
+
+def test_a_name_that_nothing_has_is_bad_input(
+    measured: Measure, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        measured("a", variants=["b"])
+    assert end.value.code == 2
+    assert "nothing has such a name" in capfd.readouterr().err
+
+
+def test_ratios_are_of_rounds_of_the_same_code(
+    measured: Measure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured("a", "b")
+    assert rounds.Results(tmp_path).ratios("group", "a", "b", "seconds") == [1.0, 1.0]
+    monkeypatch.setattr(rounds, "code_version", lambda: "2")
+    measured("a", "b", variants=["a"])
+    assert rounds.Results(tmp_path).ratios("group", "a", "b", "seconds") == []
+    assert "commit 1, 2\n" in (tmp_path / "table.md").read_text()
+
+
+def test_turns_of_code_that_is_not_known_do_not_stay_beside_new_ones(
+    measured: Measure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(rounds, "code_version", lambda: "1+")
+    measured("a", rounds=3)
+    measured("a", rounds=2)
+    assert rounds.Results(tmp_path).values("group", "a", "seconds") == [1.0, 2.0]

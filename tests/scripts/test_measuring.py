@@ -1,0 +1,26 @@
+"""What the benchmarks ask before they measure."""
+
+import argparse
+from pathlib import Path
+
+import measuring
+import pytest
+
+
+@pytest.mark.parametrize("word", ["0", "-1", "x", "1.5", "nan"])
+def test_a_number_that_does_not_fit_is_named(word: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=f"{word}, need a number, at least 1"):
+        measuring.at_least(1)(word)
+    assert measuring.at_least(1)("1") == 1
+
+
+@pytest.mark.parametrize("word", ["inf", "nan", "-0.1"])
+def test_seconds_are_finite(word: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=f"{word}, need a number, at least 0"):
+        measuring.at_least(0, float)(word)
+
+
+def test_a_file_without_a_folder_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    assert measuring.in_a_folder(str(tmp_path / "rows.json")) == tmp_path / "rows.json"
+    with pytest.raises(argparse.ArgumentTypeError, match="is no folder"):
+        measuring.in_a_folder(str(tmp_path / "none" / "rows.json"))
