@@ -16,9 +16,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
+from measuring import at_least, in_a_folder
 
 from megafrontier.partition.codec import INT4, INT8, BlockCodec, missing_kernels
 from megafrontier.partition.scratch import Scratch
@@ -151,9 +151,11 @@ def missed(table: list[Row]) -> list[Row]:
 def main() -> int:
     """1 where a GPU misses the bar."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", type=int, default=8, help="messages that a sum adds")
-    parser.add_argument("--log2-sizes", type=int, nargs="+", help="elements, all rows together")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument("--rows", type=at_least(1), default=8, help="messages that a sum adds")
+    parser.add_argument(
+        "--log2-sizes", type=at_least(10), nargs="+", help="elements, all rows together"
+    )
+    parser.add_argument("--json", type=in_a_folder, help="also write the rows here")
     arguments = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")

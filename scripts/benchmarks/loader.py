@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from measuring import at_least
 from numpy.typing import NDArray
 from one_device_ours import our_config
 from one_device_setting import PRESETS, Setting, write_documents
@@ -161,8 +162,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser)
-    parser.add_argument("--megabytes", type=float, default=256.0, help="of the corpus")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of reading in a turn")
+    parser.add_argument(
+        "--megabytes", type=at_least(0.1, float), default=256.0, help="of the corpus"
+    )
+    parser.add_argument(
+        "--seconds", type=at_least(0.01, float), default=3.0, help="of reading in a turn"
+    )
     arguments = parser.parse_args()
     corpus = (arguments.out / f"corpus-{arguments.megabytes:g}").resolve()
     write_corpus(corpus, arguments.megabytes)

@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from measuring import at_least
 from one_device_setting import PRESETS, Setting, write_corpus
 from rounds import Results, Task, add_options, gib, markdown, measure, middle_of, spread
 
@@ -128,10 +129,10 @@ def main() -> None:
     add_options(parser)
     parser.add_argument("--presets", nargs="+", choices=PRESETS)
     parser.add_argument("--precision", nargs="+", choices=["bf16", "fp32"])
-    parser.add_argument("--batch", type=int, help="sequences of a step")
-    parser.add_argument("--sequence-length", type=int, help="tokens of a sequence")
-    parser.add_argument("--warm-up", type=int, default=3, help="steps that are not timed")
-    parser.add_argument("--steps", type=int, help="steps that are timed in a turn")
+    parser.add_argument("--batch", type=at_least(1), help="sequences of a step")
+    parser.add_argument("--sequence-length", type=at_least(1), help="tokens of a sequence")
+    parser.add_argument("--warm-up", type=at_least(1), default=3, help="steps that are not timed")
+    parser.add_argument("--steps", type=at_least(1), help="steps that are timed in a turn")
     arguments = parser.parse_args()
     wanted = settings(arguments)
     for setting in wanted:

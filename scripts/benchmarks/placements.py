@@ -18,7 +18,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from measuring import tensor_bytes
+from measuring import in_a_folder, tensor_bytes
 
 from megafrontier.cluster.local import fork_ranks
 from megafrontier.config import Config, load_config
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--nproc", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=in_a_folder)
     arguments = parser.parse_intermixed_args()
     if arguments.steps < 2:  # the first one publishes nothing
         parser.error(f"--steps {arguments.steps}: need at least 2")

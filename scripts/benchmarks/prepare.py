@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from measuring import at_least
 from rounds import Results, Task, add_options, markdown, measure, spread
 from rounds_child import Span
 
@@ -205,8 +206,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser)
-    parser.add_argument("--megabytes", type=float, default=64.0, help="of text")
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--megabytes", type=at_least(1, float), default=64.0, help="of text")
+    parser.add_argument("--workers", type=at_least(1), default=len(os.sched_getaffinity(0)))
     arguments = parser.parse_args()
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

@@ -38,7 +38,7 @@ from pathlib import Path
 import deepspeed_zero
 import numpy as np
 import torch
-from measuring import PACKAGES, code_version, cpu_name
+from measuring import PACKAGES, at_least, code_version, cpu_name
 from slow_network_cluster import Cluster, JobFailed, interrupted_by_signals, wait_for_quiet
 from slow_network_job import Answer, Job
 from slow_network_links import Unable, links
@@ -48,6 +48,7 @@ from megafrontier.cli import split_overrides
 from megafrontier.config import PartitionConfig, load_config
 from megafrontier.data.writer import Corpus
 from megafrontier.errors import UserError
+from megafrontier.files import write_whole
 from megafrontier.training.arrangement import check_training
 
 PER_NODE = 4
@@ -55,6 +56,7 @@ PASS_OF_COMPUTE = 0.12
 """Seconds of one pass of all weights into a node over seconds of a micro-step's compute: 41 GB
 through 100 GB/s, and 2048 tokens (6 FLOPs a parameter) at 75 TF/s on each GCD."""
 TIMEOUT_SECONDS = 600.0
+OVERLAPS = ("none", "safe", "full")
 QUIET_CORES, PATIENCE_SECONDS = 0.2, 30.0
 """A row that others disturbed by more cores than these is measured again."""
 
@@ -196,7 +198,10 @@ class Bench:
         return min(tries, key=lambda row: row.others_cores)
 
     def full_rate(self, nodes: int) -> float:
-        """Bytes per second of a NIC at which a pass of all weights takes its part of compute."""
+        """Bytes per second of a NIC at which a pass of all weights takes its part of compute.
+        Raises UserError where none of the overrides' rows can be, JobFailed."""
+        if (why := self.refusal(STRATEGIES[0], nodes, 2)) is not None:
+            raise UserError(why)
         row = self.undisturbed(STRATEGIES[0], nodes, 2, 3)
         seconds = statistics.median(row.seconds) / 2
         return row.parameters * 2 / (PASS_OF_COMPUTE * seconds)
@@ -264,7 +269,7 @@ class Results:
         self._rows = sorted([*kept, *group], key=lambda row: row.group)
         rows = [asdict(row) for row in self._rows]
         found = {"machine": machine(), "setting": self._setting, "rows": rows}
-        (self._out / "results.json").write_text(json.dumps(found, indent=1))
+        write_whole(self._out / "results.json", json.dumps(found, indent=1))
         write_report(self._out)
 
 
@@ -283,22 +288,26 @@ def parse() -> argparse.Namespace:
     parser.add_argument("config", nargs="*", metavar="key=value")
     parser.add_argument("--quick", action="store_true", help="a few minutes, 1 and 4 nodes")
     parser.add_argument("--nodes", type=int, nargs="+", choices=(1, 2, 4))
-    parser.add_argument("--slower", type=float, nargs="+", help="divide the rate of the links")
-    parser.add_argument("--accumulation", type=int, nargs="+")
+    parser.add_argument(
+        "--slower", type=at_least(0.01, float), nargs="+", help="divide the rate of the links"
+    )
+    parser.add_argument("--accumulation", type=at_least(1), nargs="+")
     parser.add_argument("--strategies", nargs="+", choices=[s.name for s in STRATEGIES])
-    parser.add_argument("--overlap", nargs="+", default=["none", "full"])
-    parser.add_argument("--rounds", type=int, help="turns of each strategy")
-    parser.add_argument("--steps", type=int, help="measured steps in each turn")
-    parser.add_argument("--warmup", type=int, default=1, help="steps before them")
+    parser.add_argument("--overlap", nargs="+", choices=OVERLAPS, default=["none", "full"])
+    parser.add_argument("--rounds", type=at_least(1), help="turns of each strategy")
+    parser.add_argument("--steps", type=at_least(1), help="measured steps in each turn")
+    parser.add_argument("--warmup", type=at_least(0), default=1, help="steps before them")
     parser.add_argument("--trace", action="store_true", help="a timeline of each row in OUT")
     parser.add_argument(
         "--block-seconds",
-        type=float,
+        type=at_least(0, float),
         default=0.0,
         help="what a block's forward takes on a device that computes beside the cores",
     )
     parser.add_argument("--packages", type=Path, help="a folder of `pip install --target`")
-    parser.add_argument("--tries", type=int, default=3, help="for a turn that others disturb")
+    parser.add_argument(
+        "--tries", type=at_least(1), default=3, help="for a turn that others disturb"
+    )
     overrides, others = split_overrides(sys.argv[1:])  # also after an option's values
     found = parser.parse_intermixed_args(others)
     found.config += overrides
@@ -308,8 +317,6 @@ def parse() -> argparse.Namespace:
     for name, value in defaults.items():
         if getattr(found, name) is None:
             setattr(found, name, value)
-    if found.block_seconds < 0:
-        parser.error(f"--block-seconds: {found.block_seconds:g}, need 0 or more")
     device = [f"--block-seconds={found.block_seconds:g}"] if found.block_seconds else []
     found.setting = [*device, *found.config]
     return found
@@ -334,6 +341,9 @@ def main() -> int:
     except (Unable, UserError) as error:
         print(f"slow_network: {error}", file=sys.stderr)
         return 2
+    except JobFailed as error:  # of the turn that the links' rate follows from
+        print(f"{error}\nslow_network: {ALONE} failed, as said above", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("slow_network: interrupted, all is cleaned up", file=sys.stderr)
         return 130

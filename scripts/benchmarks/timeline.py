@@ -12,6 +12,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from measuring import in_a_folder
+
+from megafrontier.errors import UserError, endings_told
 from megafrontier.partition.trace import WAITING
 from megafrontier.report.style import level_colours, pyplot
 
@@ -21,10 +24,15 @@ Bars = dict[str, list[tuple[float, float]]]
 
 
 def read(path: Path) -> Bars:
-    """The bars of a trace, from its first event on."""
-    events = json.loads(path.read_text())["traceEvents"]
+    """The bars of a trace, from its first event on. Raises UserError where it is none, or empty."""
+    try:
+        events = json.loads(path.read_text())["traceEvents"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: {error}; need what `train --trace` writes") from error
     rows = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
     timed = [event for event in events if event["ph"] == "X"]
+    if not timed:
+        raise UserError(f"{path}: nothing crosses in this trace")
     first = min(event["ts"] for event in timed)
     bars: Bars = {name: [] for name in rows.values()}
     for event in timed:
@@ -56,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=in_a_folder)
     parser.add_argument("traces", nargs="+", metavar="TRACE.json [TITLE]")
     parser.add_argument("--begin", type=float, default=0.0)
     parser.add_argument("--seconds", type=float, help="default: to the end of the longest")
@@ -67,7 +75,10 @@ def main() -> None:
             titles[Path(word)] = Path(word).stem
         elif titles:
             titles[list(titles)[-1]] = word
-    found = {path: read(path) for path in titles}
+    if not titles:
+        parser.error("TRACE.json: need at least one file with this ending")
+    with endings_told("timeline"):
+        found = {path: read(path) for path in titles}
     ends = (at + length for bars in found.values() for row in bars.values() for at, length in row)
     seconds = arguments.seconds or max(ends) - arguments.begin
     plt = pyplot()

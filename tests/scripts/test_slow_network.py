@@ -1,6 +1,8 @@
 """What the benchmark on a slow network makes of its measurements."""
 
+import contextlib
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import slow_network
@@ -182,6 +184,67 @@ def test_overrides_may_stand_behind_an_options_values(monkeypatch):
     found = slow_network.parse()
     assert found.config == ["a=1", "b.c=2", "d={e:f}"]
     assert (found.strategies, found.nodes, found.trace) == (["mics"], [2], True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("--slower 0", "--slower -4", "--rounds 0", "--steps 0", "--tries 0", "--warmup -1"),
+        *("--accumulation 0", "--overlap fll", "--block-seconds nan"),
+    ],
+)
+def test_an_option_that_cannot_be_is_bad_input(words, monkeypatch, capfd):
+    monkeypatch.setattr("sys.argv", ["slow_network.py", "OUT", *words.split()])
+    with pytest.raises(SystemExit) as end:
+        slow_network.parse()
+    assert end.value.code == 2
+    assert (
+        capfd.readouterr()
+        .err.splitlines()[-1]
+        .startswith(f"slow_network.py: error: argument {words.split()[0]}: ")
+    )
+
+
+def fake_network(monkeypatch):
+    """Neither links nor nodes."""
+    nothing = contextlib.nullcontext(SimpleNamespace(run=None))
+    monkeypatch.setattr(slow_network, "links", lambda count: nothing)
+    monkeypatch.setattr(slow_network, "Cluster", lambda *_: nothing)
+
+
+def test_an_override_that_cannot_be_is_bad_input_before_anything_runs(tmp_path, monkeypatch, capfd):
+    fake_network(monkeypatch)
+    out = str(tmp_path / "out")
+    monkeypatch.setattr("sys.argv", ["slow_network.py", out, "data.train=[{path: /nowhere}]"])
+    assert slow_network.main() == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("slow_network: /nowhere.idx: ")
+
+
+def test_computing_alone_that_fails_is_told_without_a_traceback(tmp_path, monkeypatch, capfd):
+    fake_network(monkeypatch)
+
+    def fail(*_):
+        raise slow_network.JobFailed("killed")
+
+    monkeypatch.setattr(slow_network.Bench, "undisturbed", fail)
+    monkeypatch.setattr("sys.argv", ["slow_network.py", str(tmp_path / "out")])
+    assert slow_network.main() == 1
+    assert capfd.readouterr().err == (
+        "killed\nslow_network: computing alone failed, as said above\n"
+    )
+
+
+def test_groups_are_kept_when_the_disk_is_full(tmp_path, monkeypatch):
+    Results(tmp_path, []).replace([make_row("mics", 4, 6.0, 16.0)])
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        Results(tmp_path, []).replace([make_row("mics", 4, 6.0, 1.0)])
+    assert [row.slower for row in load(tmp_path)[1].rows] == [16.0]
 
 
 def test_without_root_or_its_tools_it_refuses_in_one_line(monkeypatch):
