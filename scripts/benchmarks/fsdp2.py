@@ -62,7 +62,8 @@ class Fsdp2:
             loss = loss / (batch.targets.numel() * len(batches))
             loss.backward()
             total += loss.detach()
-        nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+        if self._clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return total.item()

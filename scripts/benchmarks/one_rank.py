@@ -37,7 +37,12 @@ class Plain:
         loader = open_loader(config, "train", trainer.hierarchy)
         assert loader is not None
         self._loader, self._step = loader, 0
-        self._model = GPT(config.model, loss_chunk_tokens=config.train.loss_chunk_tokens)
+        self._model = GPT(
+            config.model,
+            loss_chunk_tokens=config.train.loss_chunk_tokens,
+            checkpointing=config.train.activation_checkpointing,
+            compile_blocks=trainer.model.is_compiled,
+        )
         initialise(self._model, config.model, config.run.seed)
         self._model.to(trainer.hierarchy.device, DTYPES[config.train.precision])
         self._optimizer = self._make_optimizer(config)
@@ -70,7 +75,8 @@ class Plain:
             tokens += (batch.targets >= 0).sum()
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         torch._foreach_div_(gradients, tokens)
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), config.train.clip_grad_norm)
+        if config.train.clip_grad_norm:
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), config.train.clip_grad_norm)
         lr = learning_rate(self._step, config.train.steps, config.optimizer, config.schedule)
         for group in self._optimizer.param_groups:
             group["lr"] = lr

@@ -29,6 +29,28 @@ def test_the_plain_loop_learns_what_the_engine_does(trainer) -> None:
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+def test_the_plain_loop_does_not_clip_where_the_engine_does_not(trainer) -> None:
+    trainer.config.train.clip_grad_norm = 0
+    plain = one_rank.Plain(trainer)
+    before = [p.clone() for p in plain._model.parameters()]
+    plain.step()
+    plain.close()
+    gradients_arrived = [
+        not old.equal(new) for old, new in zip(before, plain._model.parameters(), strict=True)
+    ]
+    assert all(gradients_arrived)
+
+
+def test_the_plain_loop_keeps_what_the_engine_keeps_for_backward(trainer, monkeypatch) -> None:
+    """And is compiled where the engine is."""
+    asked: dict[str, object] = {}
+    gpt = one_rank.GPT
+    monkeypatch.setattr(one_rank, "GPT", lambda *a, **kw: asked.update(kw) or gpt(*a, **kw))
+    trainer.config.train.activation_checkpointing = "block"
+    one_rank.Plain(trainer).close()
+    assert (asked["checkpointing"], asked["compile_blocks"]) == ("block", False)
+
+
 def test_both_are_timed_pair_by_pair(trainer) -> None:
     ours, plain = one_rank.compare(trainer, pairs=2)
     assert len(ours) == len(plain) == 2
