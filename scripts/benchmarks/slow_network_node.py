@@ -72,6 +72,9 @@ def wait_for(ranks: set[int]) -> int:
                 ranks.discard(rank)
                 if status and not failed:
                     failed = 1
+                    if os.WIFSIGNALED(status):  # an exception has said why, a signal says nothing
+                        name = signal.Signals(os.WTERMSIG(status)).name
+                        print(f"a rank was killed by {name}", file=sys.stderr, flush=True)
                     end()
         time.sleep(0.02)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

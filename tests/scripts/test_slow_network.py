@@ -1,6 +1,7 @@
 """What the benchmark on a slow network makes of its measurements."""
 
 import contextlib
+import signal
 import subprocess
 from types import SimpleNamespace
 
@@ -10,7 +11,10 @@ import slow_network_links
 from slow_network import Results
 from slow_network_bars import Bar, all_bars
 from slow_network_job import Answer
+from slow_network_node import wait_for
 from slow_network_report import ALONE, Figures, Row, load, row_of, table
+
+from megafrontier.signals import handled
 
 
 def why_no_links():
@@ -233,6 +237,14 @@ def test_computing_alone_that_fails_is_told_without_a_traceback(tmp_path, monkey
     assert capfd.readouterr().err == (
         "killed\nslow_network: computing alone failed, as said above\n"
     )
+
+
+def test_a_rank_that_the_system_kills_is_told_so(capfd):
+    rank = subprocess.Popen(["sleep", "60"])
+    rank.kill()
+    with handled((signal.SIGUSR1,), signal.SIG_IGN):
+        assert wait_for({rank.pid}) == 1
+    assert capfd.readouterr().err == "a rank was killed by SIGKILL\n"
 
 
 def test_groups_are_kept_when_the_disk_is_full(tmp_path, monkeypatch):
