@@ -57,10 +57,13 @@ class Streams:
         if after is not DONE:
             after.wait()
         clock[number] = clock.get(number, 0) + 1
-        with Noting(self):
-            task()
+        self._do(task)
         self._here = COMPUTATION
         return Ticket(self, dict(clock))
+
+    def _do(self, task):
+        with Noting(self):
+            task()
 
     def learn(self, clock):
         """What runs here from now on comes after all that."""

@@ -1,0 +1,100 @@
+"""No memory is read or written in two places at once where lanes are a device's streams.
+
+On a CPU races hide: a lane's task has mostly run when the computation goes on.
+"""
+
+import pytest
+import torch
+
+from megafrontier.partition import engine as engine_module
+from megafrontier.partition.wires import DTYPES
+from tests.partition.races import Races
+from tests.partition.streams import COMPUTATION, Ticket
+from tests.partition.tiny import LEVELS, batch, place, preset
+from tests.ranks import run_ranks
+
+CASES = [
+    ("topo", "low", True, "bf16"),
+    ("hpz", "zero++", False, "bf16"),
+    ("zero2", "exact", False, "fp32"),
+]
+
+
+def update(engine, optimizer):
+    for unit, gradient in zip(engine.units, engine.finish_gradients(), strict=True):
+        unit.master.grad = gradient.clone()
+    optimizer.step()
+    engine.publish()
+    engine.clear_gradients()
+    engine.scale_errors(torch.ones(()))
+
+
+def evaluate(model):
+    with torch.no_grad():
+        model(batch(9)[:2])
+
+
+def restore(engine):
+    """As a checkpoint does, saved and loaded."""
+    engine.finish_publishing()
+    engine.fold_errors()
+    for unit in engine.units:
+        unit.master.mul_(1.01)
+    engine.restore(has_published=False)
+
+
+def train(hierarchy, strategy, name, error_feedback, precision, policy):
+    model, engine = place(
+        hierarchy, strategy, dtype=DTYPES[precision], overlap=policy,
+        wires=preset(name, strategy, LEVELS, precision), error_feedback=error_feedback,
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW([unit.master for unit in engine.units], lr=0.02)
+    for between in (lambda: evaluate(model), lambda: restore(engine), lambda: None):
+        for number in range(2):
+            engine.backward(model(batch(number)[:2]), is_last=number == 1)
+        update(engine, optimizer)
+        between()
+    model(batch(3)[:2])  # and no backward
+    engine.publish()
+    engine.finish_publishing()
+
+
+def races(case, policy):
+    """What was found on all eight ranks, and how many operators of the first were seen."""
+
+    def body(hierarchy):
+        found = Races(policy)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine_module, "Lanes", lambda *_: found)
+            with found.watching():
+                train(hierarchy, *case, policy)
+        return found.found, found.operators
+
+    found, operators = zip(*run_ranks((2, 2, 2), body), strict=True)
+    return set().union(*found), operators[0]
+
+
+@pytest.mark.parametrize("policy", ["safe", "full"])
+@pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
+def test_nothing_touches_the_same_memory_at_once(case, policy):
+    found, operators = races(case, policy)
+    assert found == set()
+    assert operators > 500
+
+
+def test_a_computation_that_did_not_wait_for_a_lane_is_found(monkeypatch):
+    monkeypatch.setattr(Ticket, "wait", lambda ticket: None)
+    found, _ = races(CASES[0], "full")
+    assert any(second.endswith("in the computation") for _, second, _ in found)
+
+
+def test_a_lane_that_did_not_wait_for_the_computation_is_found(monkeypatch):
+    learn = Races.learn
+
+    def learn_in_the_computation(self, clock):
+        if self._here == COMPUTATION:
+            learn(self, clock)
+
+    monkeypatch.setattr(Races, "learn", learn_in_the_computation)
+    found, _ = races(CASES[0], "full")
+    assert any("in lane" in second for _, second, _ in found)
