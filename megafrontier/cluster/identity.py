@@ -1,6 +1,7 @@
 """Who am I: this process's rank, as Slurm, torchrun, the local parent or nobody tells it."""
 
 import hashlib
+import re
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -112,7 +113,7 @@ def _from_torchrun(environment: Mapping[str, str]) -> Identity:
 
 
 def _from_slurm(environment: Mapping[str, str]) -> Identity:
-    master = environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR")
+    master = environment.get("MASTER_ADDR") or _first_node(environment)
     if not master:
         raise UserError("MASTER_ADDR: not set, need the address of the job's first node")
     host = master.strip("[]")
@@ -128,6 +129,28 @@ def _from_slurm(environment: Mapping[str, str]) -> Identity:
         environment.get("SLURMD_NODENAME") or socket.gethostname(),
         _slurm_start(environment),
     )
+
+
+def _first_node(environment: Mapping[str, str]) -> str:
+    """Where rank 0 of a step is; empty if Slurm does not say. It gives the address of the node that
+    has called srun, which may be a login node, or one of a job's other nodes."""
+    caller = environment.get("SLURM_LAUNCH_NODE_IPADDR", "")
+    first = _first_host(environment.get("SLURM_STEP_NODELIST", ""))
+    # A heterogeneous job's part has its own list, and a user's host file an order of its own.
+    is_other = environment.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
+    if not first or is_other or "SLURM_HET_SIZE" in environment:
+        return caller
+    try:
+        addresses = {row[4][0] for row in socket.getaddrinfo(first, None)}
+    except OSError:  # a name of Slurm's alone
+        return caller
+    return caller if caller in addresses else first
+
+
+def _first_host(nodes: str) -> str:
+    """Of a list as Slurm writes it: `a1` of `a[1-2,5],b7`."""
+    found = re.match(r"(?:[^,[]|\[[^]]*\])*", nodes)
+    return re.sub(r"\[(\w*)[^]]*\]", r"\1", found[0]) if found else ""
 
 
 def _slurm_start(environment: Mapping[str, str]) -> str:

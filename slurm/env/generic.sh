@@ -8,6 +8,6 @@ srun_options=()
 node_disk=${MEGAFRONTIER_NODE_DISK:-${SLURM_TMPDIR:-/tmp}}/megafrontier-${SLURM_JOB_ID:-JOB}
 
 enter() {
-    # Rank 0's address is Slurm's SLURM_LAUNCH_NODE_IPADDR; this is a port of the job's own.
+    # Rank 0's address is known from Slurm; this is a port of the job's own.
     export MASTER_PORT=${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-0} % 10000))}
 }

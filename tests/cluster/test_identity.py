@@ -47,6 +47,35 @@ def test_slurm_meets_where_the_user_says():
     assert found.rendezvous == "tcp://n7:555"
 
 
+@pytest.mark.parametrize(
+    ("changed", "place"),
+    [
+        ({}, "n01"),  # srun was called on a login node, or on a node of the job that has no task
+        ({"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.5"}, "10.0.0.5"),  # on the first node itself
+        ({"SLURM_STEP_NODELIST": "n0[2,4]"}, "10.0.0.1"),  # a name that cannot be looked up
+        ({"SLURM_DISTRIBUTION": "arbitrary"}, "10.0.0.1"),
+        ({"SLURM_HET_SIZE": "2"}, "10.0.0.1"),
+    ],
+)
+def test_ranks_meet_on_a_steps_first_node_wherever_srun_was_called(monkeypatch, changed, place):
+    def look_up(host, port):
+        if host != "n01":
+            raise socket.gaierror
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.5", 0))]
+
+    monkeypatch.setattr(identity.socket, "getaddrinfo", look_up)
+    environment = SLURM | {"SLURM_STEP_NODELIST": "n[01-02,5],m7"} | changed
+    assert identify(environment).rendezvous == f"tcp://{place}:3442"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("a1", "a1"), ("a1,b[2-3]", "a1"), ("r[1-2]n[05,7]-x,b1", "r1n05-x"), ("", "")],
+)
+def test_the_first_of_slurms_nodes_is_read_from_its_list(nodes, first):
+    assert identity._first_host(nodes) == first
+
+
 def test_an_ipv6_address_is_told_from_its_port():
     found = identify(SLURM | {"MASTER_ADDR": "fe80::1", "MASTER_PORT": "555"})
     assert found.rendezvous == "tcp://[fe80::1]:555"

@@ -1,10 +1,12 @@
 """A run on a cluster goes on to its end, whatever happens to its jobs, with an unbroken run's
 losses."""
 
+import sys
 from dataclasses import replace
 
 import pytest
 
+from tests.slurm.cluster import ROOT
 from tests.slurm.jobs import unbroken
 
 
@@ -101,3 +103,14 @@ def test_what_only_the_ranks_can_refuse_is_not_requeued_either(training):
     assert job.ended() == "FAILED"
     assert job.fields["ExitCode"] == "2:0"
     assert job.output.count("train.global_batch: 7") == 1
+
+
+def test_ranks_that_srun_starts_from_a_login_node_meet_on_the_first_of_their_own(cluster):
+    script = (
+        "import os; from megafrontier.cluster.identity import identify; "
+        "print(identify(os.environ).rendezvous)"
+    )
+    nodes = cluster.nodes[1:3]
+    where = ("--nodes=2", "--ntasks=2", f"--nodelist={','.join(nodes)}")
+    said = cluster.run("srun", *where, sys.executable, "-c", script, PYTHONPATH=str(ROOT))
+    assert said.split() == [f"tcp://{nodes[0]}:3442"] * 2
