@@ -218,6 +218,8 @@ def _unmet(identity: Identity, error: RuntimeError) -> PeersLost:
     """Rank 0 could not open the store, or the others could not reach it there."""
     why = str(error).splitlines()[0]
     if identity.rank == 0:
+        if "EADDRINUSE" in why:  # its own line is long, and says nothing of what to do
+            why = "another process waits there, need another MASTER_PORT or its end"
         return PeersLost(f"rank 0: cannot wait at {identity.rendezvous}: {why}")
     lost = PeersLost(f"rank 0: no answer at {identity.rendezvous}: {why}")
     # It is not there to say so. Two a host do: one of them may be lost too.

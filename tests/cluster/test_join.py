@@ -2,6 +2,7 @@
 
 import os
 import resource
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -88,6 +89,15 @@ def test_a_rank_that_comes_to_another_runs_store_leaves_and_the_run_does_not_hea
     assert here == [[], []]
     assert isinstance(lost, PeersLost)
     assert "meets another run (run); need another MASTER_PORT" in str(lost)
+
+
+def test_a_port_that_another_process_has_is_told_with_what_to_do():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(
+            PeersLost, match=f"rank 0: cannot wait at {place}: .*another MASTER_PORT"
+        ):
+            join._meet(Identity(0, 2, 0, "slurm", place, "here"), seconds=5)
 
 
 def test_ranks_meet_whose_agents_of_torchrun_have_counted_different_restarts(agent):
