@@ -15,6 +15,11 @@ if [ -d "$out" ]; then
     echo "megafrontier: OUT: $out is a folder, need a file's name, as $out/environment.tar.gz" >&2
     exit 2
 fi
+folder=$(dirname -- "$out")
+if [ ! -d "$folder" ] || [ ! -w "$folder" ]; then
+    echo "megafrontier: OUT: $out: cannot be written, need a file in a folder to write" >&2
+    exit 2
+fi
 # Under its name it is always whole.
 if [ -d "$prefix/conda-meta" ]; then
     if ! command -v conda-pack >/dev/null; then

@@ -195,6 +195,17 @@ def test_an_environment_that_cannot_be_packed_is_refused_by_name(tmp_path, insid
     assert not archive.exists()
 
 
+def test_an_archive_that_cannot_be_written_is_named_before_tar_runs_in_one_line(tmp_path):
+    (tmp_path / "pyvenv.cfg").touch()
+    out = tmp_path / "none" / "env.tar.gz"
+    done = subprocess.run(
+        [ROOT / "slurm/pack_env.sh", out, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"megafrontier: OUT: {out}: cannot be written, need ")
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_an_environment_is_not_packed_into_a_folder_whose_name_is_given_as_the_archives(tmp_path):
     """It would lie in there by another name, and jobs would broadcast the folder."""
     (tmp_path / "venv").mkdir()
