@@ -156,12 +156,29 @@ def _roll(identity: Identity, seconds: float) -> RollCall:
     file = identity.rendezvous.removeprefix("file://")
     if file != identity.rendezvous:  # any name, of which an address would take # and ? for its own
         return RollCall(dist.FileStore(file, -1), identity)  # type: ignore[attr-defined]
-    place = f"{identity.rendezvous}?rank={identity.rank}&world_size=-1"
-    store, _, _ = next(rendezvous(place, timeout=timedelta(seconds=seconds)))
+    store = _store_at(f"{identity.rendezvous}?rank={identity.rank}&world_size=-1", seconds)
     _check_owner(store, identity)
     # torchrun keeps its store, with all that was said before.
     start = identity.restarts if identity.is_counted else store.add(f"starts/{identity.rank}", 1)
     return RollCall(PrefixStore(f"start {start}", store), identity)
+
+
+def _store_at(place: str, seconds: float) -> Store:
+    """torch's store there. Raises RuntimeError when it does not answer for so long: torch itself
+    tries twice, each time as long, and `srun --wait` ends who has not given up by then."""
+
+    def connect_there() -> Store | RuntimeError:
+        try:
+            return next(rendezvous(place, timeout=timedelta(seconds=seconds)))[0]
+        except RuntimeError as error:
+            return error
+
+    found = within(seconds, connect_there)
+    if found is None:
+        raise RuntimeError(f"no store within {seconds:g} s")
+    if isinstance(found, RuntimeError):
+        raise found
+    return found
 
 
 def _check_owner(store: Store, identity: Identity) -> None:

@@ -100,6 +100,23 @@ def test_a_port_that_another_process_has_is_told_with_what_to_do():
             join._meet(Identity(0, 2, 0, "slurm", place, "here"), seconds=5)
 
 
+def test_a_rank_waits_for_rank_0_no_longer_than_it_was_told(monkeypatch):
+    """torch tries to connect a second time, and as long again."""
+    is_over = threading.Event()
+
+    def answer_late(place, timeout):
+        is_over.wait(20)
+        raise RuntimeError("late")
+
+    monkeypatch.setattr(join, "rendezvous", answer_late)
+    who = Identity(1, 2, 1, "slurm", "tcp://nowhere:1", "here")
+    with pytest.raises(
+        PeersLost, match=r"rank 0: no answer at tcp://nowhere:1: no store within 0.1 s"
+    ):
+        join._meet(who, seconds=0.1)
+    is_over.set()
+
+
 def test_ranks_meet_whose_agents_of_torchrun_have_counted_different_restarts(agent):
     """An agent whose ranks are well starts them anew where another's were lost, and does not count
     that."""
