@@ -25,6 +25,7 @@ def be_busy(*_):
     Path("busy").touch()
     time.sleep(60)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run behind a shell
 tokenizer.ByteTokenizer.encode_batch = train_tokenizer._run_trainer = be_busy
 sys.exit(main(sys.argv[1:]))
 """
