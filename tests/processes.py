@@ -87,24 +87,24 @@ def run(script: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[st
 
 
 def children(pid: int) -> list[int]:
-    """The processes that it has started by its main thread."""
+    """What its main thread has started, those that have ended and nobody has waited for too."""
     return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def alive(pid: int) -> bool:
-    """Whether it runs; an orphan nobody has waited for yet is dead."""
-    status = Path(f"/proc/{pid}/stat")
+    """Whether it is there and not only waiting to be reaped."""
     try:
-        return status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
         return False
+    return status.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Return once it holds. Fails after half a minute."""
+def wait_for(condition: Callable[[], bool], otherwise: str = "") -> None:
+    """Return once it holds. Fails after half a minute, and says what stands `otherwise`."""
     deadline = time.monotonic() + 30
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, otherwise
         time.sleep(0.01)
 
 

@@ -17,6 +17,7 @@ from megafrontier.cluster.identity import identify
 from megafrontier.cluster.local import fork_ranks
 from megafrontier.errors import STOPPED, RankError, RunFailed, UserError
 from megafrontier.signals import stops_remembered
+from tests.processes import alive, children, wait_for
 from tests.ranks import run_ranks
 
 FOREVER = 120
@@ -26,27 +27,11 @@ def my_rank():
     return identify(os.environ).rank
 
 
-def is_running(pid):
-    """Whether a process is there and not only waiting to be reaped."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_until(condition, what):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
 def read_pids(folder, count):
     def numbers():
         return [path.read_text() for path in folder.glob("pid-*")]
 
-    wait_until(lambda: len(numbers()) == count and all(numbers()), "not every rank has started")
+    wait_for(lambda: len(numbers()) == count and all(numbers()), "not every rank has started")
     return [int(number) for number in numbers()]
 
 
@@ -54,17 +39,11 @@ def write_pid(folder):
     (folder / f"pid-{my_rank()}").write_text(str(os.getpid()))
 
 
-def children():
-    """This process's children, those that have ended and nobody has waited for too."""
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return file.read().split()
-
-
 @pytest.fixture(autouse=True)
 def no_child_is_left():
-    before = children()
+    before = children(os.getpid())
     yield
-    assert children() == before
+    assert children(os.getpid()) == before
 
 
 def test_success_of_all_is_0_and_each_knows_its_place(tmp_path):
@@ -195,7 +174,7 @@ def test_the_first_failure_decides_the_exit_code(tmp_path):
         if my_rank() == 1:
             return 5
         others = [pid for pid in read_pids(tmp_path, 2) if pid != os.getpid()]
-        wait_until(lambda: not os.path.exists(f"/proc/{others[0]}"), "the parent has not noticed")
+        wait_for(lambda: not os.path.exists(f"/proc/{others[0]}"), "the parent has not noticed")
         return 9
 
     assert fork_ranks(2, body) == 5
@@ -223,7 +202,7 @@ def test_a_signal_to_the_parent_reaches_every_rank(tmp_path, number):
         if my_rank() == 0:
             read_pids(tmp_path, 3)
             os.kill(os.getppid(), number)
-        wait_until(lambda: caught, "no signal came")
+        wait_for(lambda: caught, "no signal came")
         return 0
 
     before = signal.getsignal(number)
@@ -261,7 +240,7 @@ def test_no_rank_outlives_its_parent(tmp_path, number):
     ranks = read_pids(tmp_path, 3)
     parent.send_signal(number)
     parent.communicate(timeout=60)
-    wait_until(lambda: not any(is_running(pid) for pid in ranks), "a rank lives on")
+    wait_for(lambda: not any(alive(pid) for pid in ranks), "a rank lives on")
 
 
 def test_an_interrupt_that_comes_while_ranks_are_forked_is_not_lost(tmp_path):
@@ -281,7 +260,7 @@ def test_ranks_whose_output_nobody_reads_any_more_still_end(tmp_path):
     os.close(write)
     parent.communicate(timeout=60)
     ranks = read_pids(tmp_path, 3)
-    assert not any(is_running(pid) for pid in ranks)
+    assert not any(alive(pid) for pid in ranks)
     assert parent.returncode == 0
 
 
