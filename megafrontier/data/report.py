@@ -2,7 +2,6 @@
 
 import sys
 import time
-from types import TracebackType
 from typing import Any, Self
 
 from megafrontier.errors import tell
@@ -27,12 +26,7 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
         if self._bad > _SHOWN:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
-from types import TracebackType
 from typing import Self, TypeVar
 
 from megafrontier.errors import UserError
@@ -36,12 +35,7 @@ class Workers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for process in self._processes if kind is not None else ():
             process.kill()
         self._pool.shutdown(cancel_futures=True)

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Self
 
 import numpy as np
@@ -116,12 +115,7 @@ class Corpus:
         os.fsync(folder)
         os.close(folder)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, *_: object) -> None:
         for path in () if self._has_names else (self.bin, self.idx):
             partial_path(path).unlink(missing_ok=True)
         # A full disk refuses the last buffers again; `error` has already said so.

@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from statistics import median
-from types import TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -79,12 +78,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

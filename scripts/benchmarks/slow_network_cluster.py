@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from slow_network_job import Answer, Job
@@ -58,12 +57,7 @@ class Cluster:
             )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self._nodes:
             process.kill()  # its ranks die with it
         for process in self._nodes:
