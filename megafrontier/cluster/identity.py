@@ -148,8 +148,7 @@ def _first_node(environment: Mapping[str, str]) -> str:
 
 
 def _first_host(nodes: str) -> str:
-    """Of a list as Slurm writes it: `a1` of `a[1-2,5],b7`. Every rank asks, and none starts a process
-    for that."""
+    """Of a list as Slurm writes it: `a1` of `a[1-2,5],b7`. Every rank asks, so without scontrol."""
     found = re.match(r"(?:[^,[]|\[[^]]*\])*", nodes)
     return re.sub(r"\[(\w*)[^]]*\]", r"\1", found[0]) if found else ""
 
