@@ -22,8 +22,7 @@ def assert_equal_losses(found: list[float], expected: list[float]) -> None:
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize(("accumulation", "tied"), [(1, False), (2, True), (4, False)])
 def test_every_strategy_gives_the_losses_of_one_process(alone, accumulation, tied):
     levels = make_levels((2, 2, 2))
     steps = 8 // accumulation  # as many micro-batches each
@@ -54,9 +53,9 @@ FREE = [
 
 @pytest.mark.parametrize(("sizes", "placement"), FREE)
 def test_any_nesting_on_1_to_5_levels_gives_the_losses_of_one_process(alone, sizes, placement):
-    found = run_ranks(sizes, lambda h: train_sharded(h, placement, False, 10, 2))
+    found = run_ranks(sizes, lambda h: train_sharded(h, placement, False, 5, 2))
     for losses in found:
-        assert_equal_losses(losses, alone[False][:10])
+        assert_equal_losses(losses, alone[False][:5])
 
 
 def test_one_rank_needs_no_process_group(alone):

@@ -43,13 +43,14 @@ def restore(engine):
     engine.restore(has_published=False)
 
 
-def train(hierarchy, strategy, name, error_feedback, precision, policy):
+def train(hierarchy, strategy, name, error_feedback, precision, policy, steps):
     model, engine = place(
         hierarchy, strategy, dtype=DTYPES[precision], overlap=policy,
         wires=preset(name, strategy, LEVELS, precision), error_feedback=error_feedback,
     )  # fmt: skip
     optimizer = torch.optim.AdamW([unit.master for unit in engine.units], lr=0.02)
-    for between in (lambda: evaluate(model), lambda: restore(engine), lambda: None):
+    between_steps = lambda: evaluate(model), lambda: restore(engine), lambda: None
+    for between in between_steps[:steps]:
         for number in range(2):
             engine.backward(model(batch(number)[:2]), is_last=number == 1)
         update(engine, optimizer)
@@ -59,7 +60,7 @@ def train(hierarchy, strategy, name, error_feedback, precision, policy):
     engine.finish_publishing()
 
 
-def races(case, policy):
+def races(case, policy, steps=3):
     """What was found on all eight ranks, and how many operators of the first were seen."""
 
     def body(hierarchy):
@@ -67,7 +68,7 @@ def races(case, policy):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_module, "Lanes", lambda *_: found)
             with found.watching():
-                train(hierarchy, *case, policy)
+                train(hierarchy, *case, policy, steps)
         return found.found, found.operators
 
     found, operators = zip(*run_ranks((2, 2, 2), body), strict=True)
@@ -84,7 +85,7 @@ def test_nothing_touches_the_same_memory_at_once(case, policy):
 
 def test_a_computation_that_did_not_wait_for_a_lane_is_found(monkeypatch):
     monkeypatch.setattr(Ticket, "wait", lambda ticket: None)
-    found, _ = races(CASES[0], "full")
+    found, _ = races(CASES[0], "full", steps=1)
     assert any(second.endswith("in the computation") for _, second, _ in found)
 
 
@@ -96,5 +97,5 @@ def test_a_lane_that_did_not_wait_for_the_computation_is_found(monkeypatch):
             learn(self, clock)
 
     monkeypatch.setattr(Races, "learn", learn_in_the_computation)
-    found, _ = races(CASES[0], "full")
+    found, _ = races(CASES[0], "full", steps=1)
     assert any("in lane" in second for _, second, _ in found)

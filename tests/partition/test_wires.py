@@ -102,11 +102,11 @@ def trained(name, sizes):
         for strategy in STRATEGIES:
             wires = preset(name, strategy, hierarchy.levels, "bf16")
             model, engine, optimizer = build(hierarchy, wires, strategy, dtype=torch.bfloat16)
-            for step in range(2):
-                engine_step(engine, model, optimizer, step, 2)
+            for step, accumulation in enumerate((2, 1)):
+                engine_step(engine, model, optimizer, step, accumulation)
             engine.finish_publishing()
-            formula = [2 * count for count in engine.step_bytes(2)]
-            sent[strategy] = engine.ledger.take()[0], formula
+            steps = zip(engine.step_bytes(2), engine.step_bytes(1), strict=True)
+            sent[strategy] = engine.ledger.take()[0], [sum(counts) for counts in steps]
             for unit in engine.units:
                 place = unit.placement
                 states = [(place.optimizer, "master"), (place.backward_weights, "weights")]
