@@ -5,6 +5,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -271,7 +272,7 @@ def _structure(schema: type, values: Any) -> Any:
     """`values` as `schema`. Raises UserError where they are not."""
     try:
         check_fit(schema, OmegaConf.to_container(values, resolve=False))
-        merged = OmegaConf.merge(OmegaConf.structured(schema), values)
+        merged = OmegaConf.merge(_defaults(schema), values)
         structured: Any = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:  # what is left are interpolations
         key = getattr(error, "full_key", None)
@@ -279,3 +280,9 @@ def _structure(schema: type, values: Any) -> Any:
         raise UserError(f"{f'{key}: ' if key else ''}{reason}") from error
     check_fit(schema, asdict(structured))  # what the references stand for, too
     return structured
+
+
+@cache
+def _defaults(schema: type) -> Any:
+    """The defaults of a schema, which nobody may change."""
+    return OmegaConf.structured(schema)

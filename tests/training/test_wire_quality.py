@@ -11,7 +11,7 @@ from tests.data.corpora import write_corpus
 from tests.ranks import run_ranks
 from tests.training import runs
 
-STEPS = 60
+STEPS = 30
 SETTINGS = (
     "model.hidden=64",
     "model.heads=2",
@@ -19,8 +19,8 @@ SETTINGS = (
     "model.sequence_length=64",
     f"train.steps={STEPS}",
     "train.micro_batch=2",
-    "schedule.warmup_steps=6",
-    "optimizer.lr=2.0e-3",  # twice as much, and rounding alone moves the loss by 0.5 %
+    "schedule.warmup_steps=3",
+    "optimizer.lr=2.0e-3",  # with more, rounding alone moves the loss
     "evaluate.batches=16",
     "partition.strategy=topo",
 )
@@ -50,20 +50,20 @@ def final_loss(config):
 def test_low_bit_wires_learn_what_exact_ones_do(final_loss):
     exact = final_loss("exact", "partition.wires=exact")
     low = final_loss("low", "partition.wires=low")
-    assert exact < 3.3, "it must have learned something to lose"
+    assert exact < 3.7, "it must have learned something to lose"
     assert low != exact, "the wires must have had something to say"
-    assert low == pytest.approx(exact, rel=0.005)
+    assert low == pytest.approx(exact, rel=0.003)
 
 
 REPEATS = 8
 
 
-def finished(config, hierarchy, *chosen):
-    """This rank's shards of the same batch's gradient, REPEATS times over."""
+def finished(config, hierarchy, repeats, *chosen):
+    """This rank's shards of the same batch's gradient, so many times over."""
     settings = runs.load(config, *SETTINGS, *chosen)
     trainer = build_trainer(settings, arrange(settings, hierarchy.size), hierarchy)
     found = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         for batch in trainer.loader.step(0):
             trainer.engine.backward(trainer.model(batch.tokens, batch.targets, batch.documents))
         found.append(torch.cat(trainer.engine.finish_gradients()))
@@ -77,10 +77,10 @@ def test_a_gradient_arrives_but_for_a_tenth_unscaled_and_over_time_in_full(confi
     is missing of a gradient, as a part of its norm, how much of it itself is left (gain), and how
     many elements are sent as zero."""
     wires = {
-        "exact": ("partition.wires=exact",),
-        "low": ("partition.wires=low",),
-        "unrotated": ("partition.wires={preset: low, rotation: false}",),
-        "forgetful": ("partition.wires=low", "partition.error_feedback=false"),
+        "exact": (1, "partition.wires=exact"),
+        "low": (REPEATS, "partition.wires=low"),
+        "unrotated": (1, "partition.wires={preset: low, rotation: false}"),
+        "forgetful": (REPEATS, "partition.wires=low", "partition.error_feedback=false"),
     }
 
     def body(hierarchy):
