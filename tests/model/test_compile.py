@@ -87,14 +87,14 @@ def test_compiled_ranks_train_as_one_process_does(compiler):
     def body(hierarchy):
         return {
             mode: (
-                losses_sharded(config, "topo", hierarchy, checkpointing=mode, compile_blocks=True),
+                losses_sharded(config, "zero3", hierarchy, checkpointing=mode, compile_blocks=True),
                 compiler.frame_count,
             )
             for mode in ("block", "selective")
         }
 
     alone = losses_alone(config)
-    for rank in run_ranks((2, 2), body):
+    for rank in run_ranks((2,), body):
         assert [losses for losses, _ in rank.values()] == [pytest.approx(alone, rel=1e-5)] * 2
         # The last chunk of the loss is shorter than the others.
         assert [graphs for _, graphs in rank.values()] == [1 + 2 * LOSSES, 2 + 2 * LOSSES]
@@ -111,6 +111,7 @@ def test_what_is_kept_for_backward_changes_no_bit_of_the_losses(strategy):
         assert rank == [rank[0]] * len(MODES)
 
 
+@inductor.patch("cpp.vec_isa_ok", True)  # or it compiles and runs something for each set first
 def test_real_machine_code_gives_the_losses_and_gradients(make_config, make_model, tokens):
     torch._dynamo.reset()
     config = make_config(**LLAMA)

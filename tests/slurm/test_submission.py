@@ -1,6 +1,7 @@
 """What the batch files of slurm/ submit, and what they refuse or warn of before a job waits."""
 
 import os
+import runpy
 import shlex
 import subprocess
 import sys
@@ -13,10 +14,35 @@ from tests.slurm.test_batch_files import CONFIG, SINFO
 from tests.tools import with_tools
 
 START = ROOT / "slurm" / "start.sh"
+QUICK = "machine=laptop"
+"""Of a machine without ranks_per_host nothing is foreseen, for which torch would be imported."""
+
+
+@pytest.fixture
+def describe(monkeypatch, capsys):
+    """Runs slurm/describe.py here, where torch is imported already: exit code, lines, errors."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["describe.py", *words])
+        code = 0
+        try:
+            runpy.run_path(str(ROOT / "slurm" / "describe.py"), run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        said = capsys.readouterr()
+        return code, said.out.splitlines(), said.err
+
+    monkeypatch.chdir(ROOT)
+    return run
 
 
 def dry_run(*words: str, cluster: str = "frontier", folder=ROOT, **variables: str) -> list[str]:
     """The lines a batch file says, outside of a job and without any Slurm."""
+    return dry_runs_words(*words, cluster=cluster, folder=folder, **variables)[0]
+
+
+def dry_runs_words(*words: str, cluster: str, folder=ROOT, **variables: str):
+    """What it prints, and what it says beside it, in lines."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")} | variables
     environment |= {"DRY_RUN": "1", "MEGAFRONTIER_CLUSTER": cluster}
     environment["MEGAFRONTIER_PREFIX"] = os.path.dirname(os.path.dirname(sys.executable))
@@ -24,11 +50,18 @@ def dry_run(*words: str, cluster: str = "frontier", folder=ROOT, **variables: st
         words, cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return done.stdout.splitlines(), done.stderr.splitlines()
 
 
-def test_a_dry_run_shows_what_would_be_submitted_and_run():
-    said = dry_run("slurm/train.sbatch", "--nodes=48", CONFIG, "train.steps=100000")
+@pytest.fixture(scope="module")
+def described():
+    """Both of a run on nodes of which something can be foreseen."""
+    words = ("slurm/train.sbatch", "--nodes=48", CONFIG, "train.steps=100000")
+    return dry_runs_words(*words, cluster="frontier")
+
+
+def test_a_dry_run_shows_what_would_be_submitted_and_run(described):
+    said, _ = described
     submitted, *_, step = [line.split() for line in said]
     assert submitted[0] == "sbatch"
     assert {"--nodes=48", "--job-name=gpt-20b"} <= set(submitted)
@@ -41,13 +74,14 @@ def test_a_dry_run_shows_what_would_be_submitted_and_run():
 
 
 def test_short_options_of_sbatch_take_their_values_along():
-    said = dry_run("slurm/train.sbatch", "-N", "2", "-W", "-qdebug", "-t", "1:00:00", CONFIG)[0]
+    options = ("-N", "2", "-W", "-qdebug", "-t", "1:00:00")
+    said = dry_run("slurm/train.sbatch", *options, CONFIG, QUICK)[0]
     assert "-N 2 -W -qdebug -t 1:00:00" in said
-    assert said.split()[-1] == CONFIG
+    assert said.split()[-2:] == [CONFIG, QUICK]
 
 
 def test_long_options_of_sbatch_may_have_a_blank_before_their_values():
-    words = ("slurm/train.sbatch", "--nodes", "2", "--exclusive", "--gres", "gpu:8", CONFIG)
+    words = ("slurm/train.sbatch", "--nodes", "2", "--exclusive", "--gres", "gpu:8", CONFIG, QUICK)
     assert "--nodes=2 --exclusive --gres=gpu:8" in dry_run(*words)[0]
 
 
@@ -136,7 +170,7 @@ def test_a_run_whose_folder_cannot_be_written_is_not_submitted(tmp_path):
     (tmp_path / "run").mkdir()
     chosen = [f"run.directory={tmp_path}/run", f"data.train=[{{path: {tmp_path}/corpus}}]"]
     mount = f'mount -t tmpfs -o ro none {tmp_path}/run; exec "$@"'
-    train = ["slurm/train.sbatch", "--nodes=4", "configs/gpt-125m.yaml", *chosen]
+    train = ["slurm/train.sbatch", "configs/gpt-125m.yaml", *chosen]
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", mount, "sh", *train], cwd=ROOT,
         env=os.environ | {"MEGAFRONTIER_PREFIX": sys.prefix, "PATH": path}, check=False,
@@ -171,15 +205,13 @@ def test_frontiers_own_lines_reach_no_other_cluster():
         ),
     ],
 )
-def test_what_cannot_be_described_is_refused_before_the_job_waits_in_the_queue(words, said):
-    done = subprocess.run(
-        [sys.executable, "slurm/describe.py", *words],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"megafrontier: {said}")
-    assert done.stderr.count("\n") == 1
+def test_what_cannot_be_described_is_refused_before_the_job_waits_in_the_queue(
+    describe, words, said
+):
+    code, _, errors = describe(*words)
+    assert code == 2
+    assert errors.startswith(f"megafrontier: {said}")
+    assert errors.count("\n") == 1
 
 
 def submit(*options):
@@ -191,10 +223,9 @@ def submit(*options):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("nodes", [["--nodes=3"], ["-N3"]])
-def test_nodes_that_do_not_divide_the_batch_are_refused_before_the_job_waits(nodes):
+def test_nodes_that_do_not_divide_the_batch_are_refused_before_the_job_waits():
     """gpt-125m's 256 sequences on 24 ranks."""
-    done = submit(*nodes)
+    done = submit("-N3")
     assert done.returncode == 2
     assert done.stderr.startswith("megafrontier: train.global_batch: 256, need a multiple of ")
     assert done.stderr.count("\n") == 1
@@ -221,21 +252,21 @@ def test_a_job_without_training_data_is_not_submitted(tmp_path):
     assert not (tmp_path / "submitted").exists()
 
 
-def test_what_runs_on_the_nodes_is_told_before_the_job_waits():
-    first, wires = submit("--nodes=4").stderr.splitlines()
+def test_what_runs_on_the_nodes_is_told_before_the_job_waits(described):
+    _, (first, wires) = described
     assert wires.startswith("wires: weights ")
-    assert first.startswith("pair 2 x node 4 x world 4 = 32 ranks; weights pair, gradients node, ")
+    ranks = "pair 2 x node 4 x world 48 = 384 ranks"
+    assert first.startswith(f"{ranks}; weights pair, gradients node, ")
 
 
-def test_a_level_of_very_many_peers_is_warned_of_before_the_job_waits():
-    done = subprocess.run(
-        ["slurm/train.sbatch", "--dry-run", "--nodes=1024", CONFIG, "train.global_batch=8192",
-         "train.micro_batch=1"],
-        cwd=ROOT, env=os.environ | {"MEGAFRONTIER_PREFIX": sys.prefix}, check=True,
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert "warning: machine.levels.world: 1024 peers" in done.stderr
-    assert "frontier-large" in done.stderr
+def test_a_level_of_very_many_peers_is_warned_of_before_the_job_waits(describe):
+    code, lines, _ = describe(
+        "--nodes=1024", CONFIG, "train.global_batch=8192", "train.micro_batch=1"
+    )
+    assert code == 0
+    (line,) = (line for line in lines if line.startswith("warning: "))
+    assert line.startswith("warning: machine.levels.world: 1024 peers")
+    assert "frontier-large" in line
 
 
 def test_an_unknown_cluster_is_refused_in_one_line():
@@ -249,16 +280,13 @@ def test_an_unknown_cluster_is_refused_in_one_line():
     )
 
 
-def test_what_a_job_would_lack_is_warned_of_before_it_waits(tmp_path):
+def test_what_a_job_would_lack_is_warned_of_before_it_waits(tmp_path, describe):
     """A corpus, say, which may be on the nodes' own disks."""
-    command = [sys.executable, "slurm/describe.py", "--nodes=4", "configs/gpt-125m.yaml"]
 
     def warnings(*chosen):
-        done = subprocess.run(
-            [*command, *chosen], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        return [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
+        code, lines, errors = describe("--nodes=4", "configs/gpt-125m.yaml", *chosen)
+        assert (code, errors) == (0, "")
+        return [line for line in lines if line.startswith("warning: ")]
 
     assert warnings() == []
     corpus, *of_torch = warnings(f"data.train=[{{path: {tmp_path}/corpus}}]")
@@ -275,9 +303,9 @@ def test_what_a_job_would_lack_is_warned_of_before_it_waits(tmp_path):
 
 def test_a_submission_excludes_the_runs_bad_nodes_and_those_that_the_user_names(tmp_path):
     (tmp_path / "bad-nodes.txt").write_text("frontier00002 \r\nfrontier00001\nunknown\n\n")
-    run, path = f"run.directory={tmp_path}", with_tools(tmp_path, sinfo=SINFO)
+    chosen, path = (f"run.directory={tmp_path}", QUICK), with_tools(tmp_path, sinfo=SINFO)
     for own in (["--exclude=frontier0000[7-9]"], ["-x", "frontier0000[7-9]"], ["-N", "2"]):
-        words = shlex.split(dry_run("slurm/train.sbatch", *own, CONFIG, run, PATH=path)[0])
+        words = shlex.split(dry_run("slurm/train.sbatch", *own, CONFIG, *chosen, PATH=path)[0])
         excluded = [word for word in words if word.startswith("--exclude=")][-1]
         mine = "" if own[0] == "-N" else ",frontier0000[7-9]"
         assert excluded == f"--exclude=frontier00001,frontier00002{mine}"
@@ -346,7 +374,7 @@ def test_the_output_of_a_run_in_this_folder_is_named_whole(tmp_path):
 
 
 def test_a_folder_that_CDPATH_leads_to_does_not_become_the_repository(tmp_path):
-    said = dry_run("slurm/train.sbatch", "--nodes=48", CONFIG, CDPATH=".")
+    said = dry_run("slurm/train.sbatch", CONFIG, CDPATH=".")
     assert said[0].split()[-2:] == [str(ROOT / "slurm" / "train.sbatch"), CONFIG]
 
 

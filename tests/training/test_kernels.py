@@ -10,12 +10,13 @@ from tests.training import runs
 
 @pytest.fixture
 def train(tmp_path):
-    """Losses of a run of 4 ranks, and the lines of its log that are about kernels."""
+    """Losses of a run of 2 ranks, and the lines of its log that are about kernels."""
     path = runs.make_config_file(tmp_path)
 
     def run(name: str, *overrides: str) -> tuple[list[float], list[str]]:
-        directory = f"run.directory={tmp_path}/{name}"
-        lines = runs.run(path, 4, directory, "train.steps=3", "train.micro_batch=4", *overrides)
+        chosen = ("train.steps=3", "train.micro_batch=8", "evaluate.batches=0")
+        where = ("machine.levels.node.size=1", f"run.directory={tmp_path}/{name}")
+        lines = runs.run(path, 2, *where, *chosen, *overrides)
         log = runs.log(tmp_path / name).splitlines()
         return runs.losses(lines), [line for line in log if "blocks" in line]
 
