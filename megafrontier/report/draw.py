@@ -21,8 +21,10 @@ def draw_loss(runs: Sequence[Run], path: Path) -> None:
     """Training loss faint and smoothed, validation as diamonds; below, lr and gradient norm."""
     extras = _present(runs, {"lr": "learning\nrate", "grad_norm": "gradient\nnorm"})
     figure, (top, *rest) = _panels([4.2] + [1.2] * len(extras))
+    unsteady = [run for run in runs if run.skipped]
     for index, run in enumerate(runs):
-        _loss_of_run(top, run, run_look(index)["color"])
+        row = unsteady.index(run) if run.skipped else 0
+        _loss_of_run(top, run, run_look(index)["color"], row)
     _lines(top, runs, "loss")
     losses = [run.series("loss")[1] + [loss for _, loss in run.evaluations] for run in runs]
     _fit_view(top, losses)
@@ -73,6 +75,7 @@ def draw_traffic(runs: Sequence[Run], path: Path) -> None:
         return
     height = 1.5 + (0.32 * len(levels) + 0.2) * len(runs)
     figure, axes = plt.subplots(ncols=2, figsize=(10, height), sharey=True, layout="constrained")
+    figure.get_layout_engine().set(wspace=0.05)  # or the last tick of one stands at the other's 0
     titles = {"bytes": "sent by one rank in one step", "seconds": "time in one step"}
     for axis, (quantity, title) in zip(axes, titles.items(), strict=True):
         _bars(axis, runs, levels, quantity)
@@ -128,13 +131,16 @@ def _panels(heights: Sequence[float]) -> tuple[Any, list[Any]]:
     return figure, list(axes[:, 0])
 
 
-def _loss_of_run(axis: Any, run: Run, colour: str) -> None:
-    """Diamonds of the evaluations and, along the bottom, crosses of the skipped steps."""
+def _loss_of_run(axis: Any, run: Run, colour: str, row: int) -> None:
+    """Diamonds of the evaluations and, in this `row` from the bottom, crosses of the skipped steps:
+    in one row the crosses of the last run would hide those of the others."""
     if run.evaluations:
         steps, losses = zip(*run.evaluations, strict=True)
-        axis.plot(steps, losses, "D", color=colour, ms=6, mec="white", mew=1, zorder=3)
+        size = min(6, max(3, 500 / len(steps)))  # hundreds, so large, would hide the lines
+        axis.plot(steps, losses, "D", color=colour, ms=size, mec="white", mew=size / 6, zorder=3)
     along = axis.get_xaxis_transform()  # x in steps, y as a part of the axis
-    axis.plot(run.skipped, [0.02] * len(run.skipped), "x", color=colour, ms=6, transform=along)
+    heights = [0.02 + 0.03 * row] * len(run.skipped)
+    axis.plot(run.skipped, heights, "x", color=colour, ms=6, transform=along)
 
 
 def _loss_label(run: Run) -> str:

@@ -127,6 +127,38 @@ def test_the_points_said_to_be_outside_the_view_are_outside(make_run, tmp_path, 
     assert notes_of(figures[1]) == [outside, outside, []]
 
 
+def test_no_run_hides_what_another_skipped_nor_hundreds_of_evaluations_their_lines(
+    make_run, tmp_path, monkeypatch
+):
+    figures = []
+    monkeypatch.setattr(draw, "_save", lambda figure, path: figures.append(figure))
+    lines = [step_line(step, skipped=True) if step < 4 else step_line(step) for step in range(1, 9)]
+    many = [*lines, *({"step": step, "valid_loss": 2.0} for step in range(300))]
+    runs = read_runs([make_run("a", lines), make_run("b", many)])
+    draw.draw_loss(runs, tmp_path / "loss.png")
+    marks = {"x": [], "D": []}
+    for line in figures[0].axes[0].lines:
+        if len(line.get_xdata()):
+            marks.get(line.get_marker(), []).append(line)
+    first, second = (set(zip(*line.get_data(), strict=True)) for line in marks["x"])
+    assert first.isdisjoint(second)
+    assert marks["D"][0].get_markersize() <= 3
+
+
+def test_the_ticks_of_the_two_panels_of_traffic_stand_apart(make_run, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(draw, "_save", lambda figure, path: figures.append(figure))
+    lines = [step_line(1, comm={"world": {"bytes": 6_900_000_000, "seconds": 0.5}})]
+    draw.draw_traffic(read_runs([make_run("a", lines)]), tmp_path / "traffic.png")
+    figures[0].draw_without_rendering()
+    left, right = figures[0].axes
+    shown = [
+        text for text in left.get_xticklabels() if text.get_position()[0] <= left.get_xlim()[1]
+    ]
+    end, zero = (text.get_window_extent() for text in (shown[-1], right.get_xticklabels()[0]))
+    assert end.x1 + 0.15 * figures[0].dpi < zero.x0
+
+
 @pytest.mark.parametrize("name", ["a-long-name " * 20, "n" * 300, "short"])
 def test_a_legend_lies_inside_its_picture(make_run, tmp_path, monkeypatch, name):
     figures = []
