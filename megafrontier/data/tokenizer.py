@@ -45,6 +45,11 @@ class Tokenizer(Protocol):
     def bos(self) -> int:
         """Id that begins a text for models that expect one; `eod` where it has none of its own."""
 
+    @property
+    def pad(self) -> int | None:
+        """Id that `transformers` fills short rows of a batch with, where it has one for that alone:
+        a model there learns nothing of it."""
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without any special ones at its ends."""
 
@@ -65,6 +70,7 @@ class ByteTokenizer:
 
     vocab_size = needed_ids = 257
     eod = bos = 256
+    pad = None
 
     def encode(self, text: str) -> list[int]:
         """One id a byte."""
@@ -89,6 +95,8 @@ class SentencePieceTokenizer:
 
     Raises UserError when `path` is no SentencePiece model, or has nothing to end a document with.
     """
+
+    pad = None
 
     def __init__(self, path: str | Path) -> None:
         import sentencepiece
@@ -208,6 +216,8 @@ class HuggingFaceTokenizer:
         self.eod = self._find_eod(name)
         bos = self._tokenizer.bos_token_id
         self.bos = self.eod if bos is None else int(bos)
+        pad = self._tokenizer.pad_token_id
+        self.pad = None if pad in (None, self.eod, self.bos) else int(pad)
         added = self._tokenizer.added_tokens_decoder
         others = (i for i in vocabulary.values() if i not in added or not added[i].special)
         self.needed_ids = 1 + max(*others, self.eod, self.bos)

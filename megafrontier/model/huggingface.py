@@ -42,6 +42,10 @@ class SavedTokenizer(Protocol):
     def bos(self) -> int:
         """Id that begins a text."""
 
+    @property
+    def pad(self) -> int | None:
+        """Id that fills short rows of a batch and nothing else."""
+
     def save(self, folder: Path) -> None:
         """Write the files that `transformers` loads it from."""
 
@@ -117,6 +121,9 @@ def _config_json(
 ) -> dict[str, Any]:
     # Without this, transformers would fill in ids of the family's own tokenizer.
     begin, end = (None, None) if tokenizer is None else (tokenizer.bos, tokenizer.eod)
+    pad = None if tokenizer is None else tokenizer.pad
+    if pad is not None and pad >= config.vocab_size:  # the tokenizer's alone; refused over there
+        pad = None
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -125,6 +132,7 @@ def _config_json(
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": begin,
         "eos_token_id": end,
+        "pad_token_id": pad,
         "dtype": str(dtype).removeprefix("torch."),
     }
 

@@ -122,10 +122,14 @@ def test_a_tokenizer_that_transformers_has_saved_over_ours_is_the_one_that_count
     assert again.vocab_size == ours.vocab_size + 1
     assert again.encode("<|user|>") == [ours.vocab_size]
     assert again.eod == again.bos == ours.eod
-    theirs.add_special_tokens({"bos_token": "<s>"})
+    theirs.add_special_tokens({"bos_token": "<s>", "pad_token": theirs.eos_token})
     theirs.save_pretrained(tmp_path / "saved")
     again = load_tokenizer(str(tmp_path / "saved"))
     assert (again.bos, again.eod) == (ours.vocab_size + 1, ours.eod)
+    assert ours.pad is again.pad is None  # the end of a document is no token of its own for that
+    theirs.add_special_tokens({"pad_token": "<pad>"})
+    theirs.save_pretrained(tmp_path / "saved")
+    assert load_tokenizer(str(tmp_path / "saved")).pad == ours.vocab_size + 2
 
 
 def test_transformers_loads_a_trained_tokenizer_with_the_same_ids(trained: Path) -> None:

@@ -224,9 +224,15 @@ def test_weights_are_taken_one_at_a_time(make_config, make_model, tmp_path):
     assert sorted(asked) == sorted(stored)
 
 
-def test_type_tokenizer_and_end_of_document_are_written(make_config, make_model, tmp_path):
+@pytest.mark.parametrize(("pad", "told"), [(None, None), (9, 9), (10**6, None)])
+def test_type_tokenizer_and_its_tokens_are_written(make_config, make_model, tmp_path, pad, told):
+    """A padding token alone may lie beyond the model's: transformers would not open that."""
+
     class Tokenizer:
         bos, eod = 5, 7
+
+        def __init__(self):
+            self.pad = pad
 
         def save(self, folder):
             (folder / "tokenizer.json").write_text("{}")
@@ -237,6 +243,7 @@ def test_type_tokenizer_and_end_of_document_are_written(make_config, make_model,
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"]) == (5, 7)
+    assert written["pad_token_id"] == told
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert {t.dtype for t in stored.values()} == {torch.bfloat16}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
