@@ -176,9 +176,16 @@ def _evaluate(
 
 def text_bytes(tokenizer: Tokenizer, batch: Batch) -> int:
     """Bytes of UTF-8 that a batch's targets stand for."""
+    rows = zip(batch.tokens[:, :1].tolist(), batch.targets.tolist(), strict=True)
+    return sum(_bytes_after(tokenizer, before, row) for before, row in rows)
+
+
+def _bytes_after(tokenizer: Tokenizer, before: list[int], row: list[int]) -> int:
+    """Bytes of a row's targets, decoded behind the token `before` them: Llama's tokenizers leave
+    out a space that comes first."""
     # The end of a document is no text, though some tokenizers decode it to their name for it.
-    kept = (row[(row >= 0) & (row != tokenizer.eod)].tolist() for row in batch.targets.cpu())
-    return sum(_bytes_of(tokenizer.decode(ids)) for ids in kept)
+    before, row = ([i for i in ids if i >= 0 and i != tokenizer.eod] for ids in (before, row))
+    return _bytes_of(tokenizer.decode(before + row)) - _bytes_of(tokenizer.decode(before))
 
 
 def _bytes_of(row: str) -> int:
