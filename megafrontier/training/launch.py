@@ -38,7 +38,7 @@ from megafrontier.training.attempts import Attempt, attempted, note_interrupted
 from megafrontier.training.evaluation import Evaluate, describe_validation, owes_evaluation
 from megafrontier.training.garbage import garbage_collected
 from megafrontier.training.guard import Guard
-from megafrontier.training.kernels import describe_kernels
+from megafrontier.training.kernels import check_caches, describe_kernels
 from megafrontier.training.lease import hold
 from megafrontier.training.logbook import Log, Logbook, check_directory, open_logbook
 from megafrontier.training.loop import run
@@ -89,6 +89,7 @@ def _check(config: Config, identity: Identity | None, ranks: int) -> None:
 
 def _check_host(config: Config) -> None:
     """What each host's first rank looks for: each locks the folder for it."""
+    check_caches(config)
     check_resume(config)
     check_directory(config)  # last: it makes what it looks at
 

@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch._inductor import config as inductor
 
+from megafrontier.errors import UserError
 from megafrontier.model import backends, compile
+from megafrontier.training.kernels import check_caches
+from megafrontier.training.launch import train as train_config
 from tests.training import runs
 
 
@@ -53,3 +56,16 @@ def test_a_compiled_run_with_documents_has_the_losses_of_the_plain_one(train, mo
     found, said = train("compiled", *chosen, "train.activation_checkpointing=selective")
     assert found == pytest.approx(plain, rel=1e-5)
     assert said == ["attention: varlen flash; blocks: compiled"]
+
+
+@pytest.mark.parametrize("name", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"])
+def test_a_folder_in_which_compilers_cannot_write_is_named_before_the_run_starts(
+    name, tmp_path, monkeypatch
+):
+    config = runs.make_config_file(tmp_path)
+    (tmp_path / "taken").touch()
+    monkeypatch.setenv(name, f"{tmp_path}/taken/cache")
+    check_caches(runs.load(config))  # who compiles nothing needs none
+    with pytest.raises(UserError, match=f"{name}: {tmp_path}/taken/cache: Not a directory, need"):
+        train_config(runs.load(config, "train.compile=true"), 4)
+    assert not (tmp_path / "run").exists()
