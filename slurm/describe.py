@@ -2,7 +2,8 @@
 and with the number of nodes, where the machine file has their ranks, what runs there, and what the
 job will lack if it is not there for it either.
 
-    python slurm/describe.py [--nodes=N] [--tasks-per-node=N] [--submitting] CONFIG [key=value …]
+    python slurm/describe.py [--nodes=N] [--tasks-per-node=N] [--tasks=N] [--submitting] CONFIG \
+        [key=value …]
 
 Exit code 2 and one line when they are wrong, with --submitting also for want of training
 data, which nobody needs who looks at the sizes of a ready-made config; 70 where the storage
@@ -17,18 +18,20 @@ from megafrontier.errors import Ending, UserError, endings_told
 
 
 def describe(
-    config: Config, nodes: int | None, tasks: int | None, is_submitting: bool
+    config: Config,
+    nodes: int | None,
+    per_node: int | None,
+    tasks: int | None,
+    is_submitting: bool,
 ) -> list[str]:
-    """The lines. Raises UserError where that many nodes, or tasks on each, cannot train it."""
+    """The lines. Raises UserError where so many nodes and tasks cannot train it."""
     if is_submitting:
         from megafrontier.data.samples import refuse_no_corpus  # torch takes seconds to import
 
         refuse_no_corpus(config.data)
     per_host = load_machine(config.machine).device.ranks_per_host
-    if None not in (tasks, per_host) and tasks != per_host:
-        raise UserError(
-            f"--ntasks-per-node: {tasks}, need {per_host}, as machine.device.ranks_per_host says"
-        )
+    if per_host is not None:
+        check_tasks(nodes, per_node, tasks, per_host)
     lines = [config.run.name, config.run.directory, str(config.train.attempts)]
     if nodes is None:
         return lines
@@ -42,6 +45,21 @@ def describe(
             f"{nodes} nodes; need that of the cluster, as machine=frontier"
         )
     return lines
+
+
+def check_tasks(nodes: int | None, per_node: int | None, tasks: int | None, per_host: int) -> None:
+    """Raises UserError for other numbers of tasks than the machine file has ranks."""
+    if per_node is not None and per_node != per_host:
+        raise UserError(
+            f"--ntasks-per-node: {per_node}, need {per_host}, as machine.device.ranks_per_host says"
+        )
+    if tasks is None or tasks == per_host * (nodes or tasks // per_host):
+        return
+    fits = f"a multiple of {per_host}" if nodes is None else f"{per_host * nodes}"
+    raise UserError(
+        f"--ntasks: {tasks}, need {fits}, {per_host} on each node, as "
+        "machine.device.ranks_per_host says"
+    )
 
 
 def missing(config: Config, ranks: int) -> list[str]:
@@ -82,9 +100,11 @@ def taken(words: list[str], option: str) -> int | None:
 
 with endings_told("megafrontier"):
     words = sys.argv[1:]
-    nodes, tasks = taken(words, "--nodes"), taken(words, "--tasks-per-node")
+    nodes, per_node = taken(words, "--nodes"), taken(words, "--tasks-per-node")
+    tasks = taken(words, "--tasks")
     is_submitting = bool(words) and words[0] == "--submitting"
     if not words[is_submitting:]:
         raise UserError("CONFIG: not given, need the path of a config")
     file, *overrides = words[is_submitting:]
-    print("\n".join(describe(load_config(file, overrides), nodes, tasks, is_submitting)))
+    lines = describe(load_config(file, overrides), nodes, per_node, tasks, is_submitting)
+    print("\n".join(lines))

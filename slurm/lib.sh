@@ -77,6 +77,7 @@ show_help() {
 
 # Takes leading options off the arguments: sbatch's, and --dry-run. The rest is in `arguments`.
 split_options() {
+    local word
     options=()
     while [[ ${1:-} == -* ]]; do
         case $1 in
@@ -87,6 +88,11 @@ split_options() {
             -a?*) options+=("--array=${1#-a}") ;;
             -a)
                 options+=("--array=${2:-}")
+                shift
+                ;;
+            --tasks-per-node=*) options+=("--n${1#--}") ;;
+            --tasks-per-node)
+                options+=("--ntasks-per-node=${2:-}")
                 shift
                 ;;
             --chdir=*) go_to "${1#*=}" ;;
@@ -116,22 +122,36 @@ split_options() {
         [ $# = 0 ] || shift
     done
     arguments=("$@")
+    for word; do [ "$word" != : ] || refuse_parts; done
     [ -z "${SLURM_JOB_ID:-}" ] || [ -n "$dry_run" ] || [ ${#options[@]} = 0 ] ||
         fail "${options[*]}: options of sbatch, in job $SLURM_JOB_ID; need them where that is asked" \
             "for, or to submit another job from here: env -u SLURM_JOB_ID $0 …"
 }
 
-# --nodes=N, where sbatch's options say how many.
-asked_nodes() {
-    local option open='' found=''
+# srun would start ranks on the first part's nodes alone, and the others' would stand idle.
+refuse_parts() {
+    fail "heterogeneous job (\`:\` between options): ranks run on its first part alone, need one part"
+}
+
+# asked LETTER NAME OPTION…: the value of the last of sbatch's options that is -LETTER or --NAME.
+asked() {
+    local short=-$1 long=--$2 option open='' found=''
+    shift 2
     for option; do
         option=$open$option open=''
         case $option in
-            --nodes=*) found=${option#*=} ;;
-            -N) open=-N ;;
-            -N*) found=${option#-N} ;;
+            "$long="*) found=${option#*=} ;;
+            "$short") open=$short ;;
+            "$short"*) found=${option#"$short"} ;;
         esac
     done
+    echo "$found"
+}
+
+# --nodes=N, where sbatch's options say how many.
+asked_nodes() {
+    local found
+    found=$(asked N nodes "$@")
     if [[ $found =~ ^[0-9]+$ ]]; then
         echo "--nodes=$found"
     else
@@ -139,7 +159,7 @@ asked_nodes() {
     fi
 }
 
-# --tasks-per-node=N, where the batch file, the cluster or sbatch's options say how many.
+# --tasks-per-node=N and --tasks=N, where the batch file, the cluster or sbatch's options say how many.
 asked_tasks() {
     local option found=''
     if [ ${#sbatch_options[@]} = 0 ]; then
@@ -149,6 +169,8 @@ asked_tasks() {
         [[ $option != --ntasks-per-node=* ]] || found=${option#*=}
     done
     [[ ! $found =~ ^[0-9]+$ ]] || echo "--tasks-per-node=$found"
+    found=$(asked n ntasks "${sbatch_options[@]}" "$@")
+    [[ ! $found =~ ^[0-9]+$ ]] || echo "--tasks=$found"
 }
 
 # Whether a job with these options of sbatch gets all of the caller's variables.
@@ -205,6 +227,7 @@ know_job() {
         grep "^JobId=$SLURM_JOB_ID ") || return 0
     [[ ! $record =~ \ Restarts=([0-9]+)\  ]] || export SLURM_RESTART_COUNT=${BASH_REMATCH[1]}
     [[ $record == *" ArrayTaskId="* ]] || unset "${!SLURM_ARRAY_@}"
+    [[ $record == *" HetJobId="* ]] || unset SLURM_HET_SIZE
 }
 
 need_archive() {
@@ -220,6 +243,7 @@ need_python() {
 
 # The environment of a job on all its nodes.
 enter_job() {
+    [ -n "$dry_run" ] || [ -z "${SLURM_HET_SIZE:-}" ] || refuse_parts
     # Until a step runs, which then is told. Without this the signal would end the job.
     trap 'is_asked_to_stop=1' USR1
     # With --export=NONE sbatch has srun, too, hand on nothing of what follows.

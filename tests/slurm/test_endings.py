@@ -144,6 +144,7 @@ def test_the_variables_of_the_job_that_submitted_this_one_are_not_its_own(start)
     record = SCONTROL.replace("echo ' Restarts=0 JobState=RUNNING ' ;;", own)
     assert record != SCONTROL
     leaked = {"SLURM_RESTART_COUNT": "4", "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_JOB_ID": "2"}
+    leaked |= {"SLURM_HET_SIZE": "2"}
     ranks = 'echo "ranks of start $SLURM_RESTART_COUNT, array ${SLURM_ARRAY_JOB_ID-none}"; exit 75'
     done = start(ranks, scontrol=record, **leaked)
     assert "start 1 on" in done.out, done.err
@@ -152,6 +153,9 @@ def test_the_variables_of_the_job_that_submitted_this_one_are_not_its_own(start)
     done = start("", scontrol=record.replace("JobId=7", "JobId=7 ArrayTaskId=3"), **leaked)
     assert done.code == 2
     assert "--array: 3, need a job for each run" in done.err
+    done = start("", scontrol=record.replace("JobId=7", "JobId=7 HetJobId=7"), **leaked)
+    assert (done.code, done.requeued) == (2, False)
+    assert "heterogeneous job" in done.err
 
 
 @pytest.mark.parametrize(

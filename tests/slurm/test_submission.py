@@ -203,6 +203,8 @@ def test_frontiers_own_lines_reach_no_other_cluster():
             ["--nodes=4", "--tasks-per-node=4", CONFIG],
             "--ntasks-per-node: 4, need 8, as machine.device.ranks_per_host says",
         ),
+        (["--nodes=4", "--tasks=4", CONFIG], "--ntasks: 4, need 32, 8 on each node, as machine."),
+        (["--tasks=12", CONFIG], "--ntasks: 12, need a multiple of 8, 8 on each node, as machine."),
     ],
 )
 def test_what_cannot_be_described_is_refused_before_the_job_waits_in_the_queue(
@@ -228,6 +230,24 @@ def test_nodes_that_do_not_divide_the_batch_are_refused_before_the_job_waits():
     done = submit("-N3")
     assert done.returncode == 2
     assert done.stderr.startswith("megafrontier: train.global_batch: 256, need a multiple of ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--tasks-per-node=4"], "--ntasks-per-node: 4, need 8,"),
+        (["--tasks-per-node", "4"], "--ntasks-per-node: 4, need 8,"),
+        (["-n", "8"], "--ntasks: 8, need 16,"),
+        (["-n8"], "--ntasks: 8, need 16,"),
+        (["--ntasks", "8"], "--ntasks: 8, need 16,"),
+        ([":", "--nodes=1"], "heterogeneous job (`:` between options): ranks run on its first"),
+    ],
+)
+def test_other_tasks_than_the_machines_ranks_are_refused_before_the_job_waits(options, said):
+    done = submit("--nodes=2", *options)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"megafrontier: {said}")
     assert done.stderr.count("\n") == 1
 
 
