@@ -287,7 +287,7 @@ class LogConfig:
     """Write TensorBoard events into the run directory."""
     trace: bool = False
     """Write the first rank's timeline, one row a level, to trace.json in the run directory (open it
-    in ui.perfetto.dev). `train --trace` is short for it."""
+    in ui.perfetto.dev), of its first 200,000 bars. `train --trace` is short for it."""
 
 
 @dataclass

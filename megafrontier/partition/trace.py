@@ -8,11 +8,14 @@ from typing import Any
 
 WAITING = "waiting"
 LARGEST = 200_000
-"""Events kept; later ones are left out, so that a long run does not fill the memory."""
+"""Events kept, so that a long run does not fill the memory; later ones are only counted."""
 
 
 class Trace:
     """Collects what the ledger times; open the file in chrome://tracing or ui.perfetto.dev."""
+
+    left_out = 0
+    """Events that came after the LARGEST number."""
 
     def __init__(self, rows: Sequence[str]) -> None:
         self._rows = {name: number for number, name in enumerate((WAITING, *rows))}
@@ -32,6 +35,8 @@ class Trace:
         with self._lock:
             if len(self._events) < LARGEST:
                 self._events.append(event)
+            else:
+                self.left_out += 1
 
     def write(self, path: Path) -> None:
         """Write the file."""

@@ -31,3 +31,8 @@ class Timeline(Callback):
             self._trace.write(path)
         except OSError as error:  # after the run has been saved
             self._logbook.remark(f"warning: {path} is not written: {error.strerror}")
+            return
+        if self._trace.left_out:
+            self._logbook.remark(
+                f"{path} ends before the run: {self._trace.left_out} bars too many"
+            )
