@@ -15,6 +15,14 @@ SILENT_SECONDS = 86400.0
 """Without a new file in the folder; no export writes one for so long."""
 
 
+def looked_in(path: str | Path) -> str:
+    """` in FOLDER`, to be said of a relative path that is not there: a config may have been written
+    for another folder than this process's. Nothing of other paths."""
+    with suppress(FileNotFoundError):  # somebody has deleted it
+        return "" if os.path.isabs(path) else f" in {os.getcwd()}"
+    return ""
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file by rename, so that a kill leaves the old one or the new one; where `path` is a
     link, what it leads to. Raises OSError."""

@@ -80,6 +80,29 @@ def test_bad_input_is_code_2_and_one_line(line, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "train nowhere.yaml",
+        "train {config} machine=nowhere.yaml",
+        "train {config} machine=laptop tokenizer=texts/nowhere",
+        "train {config} machine=laptop data.train=[{{path: nowhere}}]",
+        "evaluate nowhere",
+    ],
+)
+def test_a_relative_path_that_is_not_there_is_told_with_where_it_was_looked_for(
+    line, tmp_path, capsys, monkeypatch
+):
+    """A config may name paths of the folder that it was written for."""
+    config = runs.make_config_file(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(line.format(config=config).split(" ", 3)) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "nowhere" in said
+    assert f" in {tmp_path}/elsewhere" in said
+
+
+@pytest.mark.parametrize(
     "line", ["fly", "merge nowhere --out {folder}/x", "train {folder}/config.yaml bogus.key=1"]
 )
 def test_bad_input_that_cannot_be_told_is_code_2(line, tmp_path):

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from megafrontier.checkpoint.manifest import FILE_NAME
 from megafrontier.errors import StorageFailed, UserError, of_os_error
+from megafrontier.files import looked_in
 
 Made = TypeVar("Made")
 
@@ -78,7 +79,7 @@ def find(path: Path) -> list[Path]:
     try:
         if not is_folder(path):
             fits = "need a run, its checkpoints or one checkpoint"
-            raise UserError(f"{path}: no such folder, {fits}")
+            raise UserError(f"{path}: no such folder{looked_in(path)}, {fits}")
         if step_of(path) is not None or _is(stat.S_ISREG, path / FILE_NAME):
             return [path]
         found = list(candidates(path / "checkpoints")) or list(candidates(path))

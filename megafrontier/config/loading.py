@@ -19,7 +19,7 @@ from megafrontier.config.fitting import MISSING, check_fit, missing_key
 from megafrontier.config.schema import Config, MachineConfig, RunConfig
 from megafrontier.config.spelling import as_spelled, kind_at
 from megafrontier.errors import UserError, of_os_error
-from megafrontier.files import write_whole
+from megafrontier.files import looked_in, write_whole
 
 _MACHINES = (
     Path("configs/machines"),
@@ -137,7 +137,8 @@ def _machine_file(name: str) -> Path:
         if path.is_file():
             return path
     known = sorted({path.stem for folder in _MACHINES for path in folder.glob("*.yaml")})
-    raise UserError(f"machine: {name}, need the path of a machine file or one of {known}")
+    said = f": no such file{looked_in(name)}" if name.endswith(".yaml") else ""
+    raise UserError(f"machine: {name}{said}, need the path of a machine file or one of {known}")
 
 
 def _read_yaml(path: Path, schema: type, children: tuple[Path, ...] = ()) -> DictConfig:
@@ -160,7 +161,8 @@ def _parse_yaml(path: Path, schema: type, asked: str) -> DictConfig:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        line = f"{path}{asked}: cannot read the config: {error.strerror}"
+        where = looked_in(path) if isinstance(error, FileNotFoundError) else ""
+        line = f"{path}{asked}: cannot read the config: {error.strerror}{where}"
         raise of_os_error(error, line) from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}{asked}: not valid YAML: {error}") from error

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megafrontier.errors import UserError, of_os_error
+from megafrontier.files import looked_in
 
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\x00\x00"
@@ -156,7 +157,8 @@ def _map(path: Path) -> mmap.mmap:
             return _map(path)
         line = f"{path}: cannot read the corpus: {error.strerror}"
         if error.errno == errno.ENOENT:
-            line += "; need the PREFIX of a PREFIX.bin and .idx, as `prepare` writes them"
+            need = "need the PREFIX of a PREFIX.bin and .idx, as `prepare` writes them"
+            line += f"{looked_in(path)}; {need}"
         raise of_os_error(error, line) from error
     except ValueError as error:  # mmap refuses to map nothing
         raise UserError(f"{path}: empty at byte 0, need a corpus with tokens") from error

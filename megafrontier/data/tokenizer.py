@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from megafrontier.data.hub import looked_up
 from megafrontier.errors import UserError, of_os_error
+from megafrontier.files import looked_in
 
 MARKER = "megafrontier_tokenizer.json"
 """File that tells a folder written by `save` which kind of tokenizer it holds."""
@@ -204,7 +205,8 @@ class HuggingFaceTokenizer:
             what = (
                 "no SentencePiece file, and not a Hugging Face tokenizer either"
                 if Path(name).exists()
-                else "no file or folder of that name here, and none to be had from the hub"
+                else f"no file or folder of that name{looked_in(name)}, and none to be had "
+                "from the hub"
             )
             raise UserError(f"tokenizer {name!r}: {what}: {error}") from error
         vocabulary = self._tokenizer.get_vocab()
@@ -314,8 +316,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if path.exists() or not _is_a_path(spec):
         return HuggingFaceTokenizer(spec)
     raise UserError(
-        f"tokenizer {spec!r}: no such file or folder; give a SentencePiece .model, a Hugging Face "
-        "tokenizer folder or name, or `bytes`"
+        f"tokenizer {spec!r}: no such file or folder{looked_in(spec)}; give a SentencePiece "
+        ".model, a Hugging Face tokenizer folder or name, or `bytes`"
     )
 
 
