@@ -183,6 +183,10 @@ def joined(
     identity = identify(os.environ)
     arrangement = arrange(config, identity.world_size)
     device = choose_device(identity, arrangement.machine.device.name)
+    if device.type == "cuda":
+        where = f"rank {identity.rank} on {identity.host}"
+        with out_of_memory_told(where, "a device without another process's memory"):
+            torch.cuda.set_device(device)  # takes some of its memory, if there is any
     prepare_allocator(device)
     waiting = {
         "timeout_seconds": collective_seconds(config.train.hang_seconds),

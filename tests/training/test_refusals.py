@@ -29,6 +29,21 @@ def test_more_local_ranks_than_devices_are_refused(monkeypatch):
         launch.choose_device(Identity(1, 4, 1, "local"), "any")
 
 
+def test_a_local_rank_whose_device_is_full_says_so_in_one_line(config_file, monkeypatch, capfd):
+    def set_device(device):
+        raise torch.AcceleratorError(f"CUDA error: out of memory, of {device}\nCompile with …\n")
+
+    def choose_device(identity, name):
+        return torch.device("cuda", 1) if identity.rank == 1 else torch.device("cpu")
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(launch, "choose_device", choose_device)
+    assert launch.train(runs.load(config_file), 4) == FAILED
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.startswith("megafrontier: rank 1 on ")
+    assert "CUDA error: out of memory, of cuda:1. Need a device without another" in said
+
+
 def test_a_machine_of_processors_leaves_accelerators_alone(monkeypatch):
     """README's quickstart, on a workstation with two of them and eight local ranks."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
