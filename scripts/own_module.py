@@ -23,6 +23,7 @@ from megafrontier.cluster.identity import identify
 from megafrontier.cluster.join import join
 from megafrontier.cluster.levels import Levels
 from megafrontier.config import OptimizerConfig, load_machine
+from megafrontier.errors import UserError, endings_told
 from megafrontier.optim.adamw import ShardedAdamW
 from megafrontier.optim.clipping import clip_factor, global_norm
 from megafrontier.partition import Engine, Placement, shard
@@ -144,4 +145,7 @@ def main(root: Path, machine: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *(sys.argv[2:] or ["laptop"]))
+    with endings_told("own_module.py"):
+        if not 2 <= len(sys.argv) <= 3:
+            raise UserError(f"{len(sys.argv) - 1} arguments, need OUT or OUT MACHINE")
+        main(Path(sys.argv[1]), *(sys.argv[2:] or ["laptop"]))

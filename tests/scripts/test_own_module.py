@@ -1,6 +1,8 @@
 """The example of an own nn.Module does what it says."""
 
 import re
+import runpy
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +21,25 @@ def test_every_sample_of_a_batch_is_some_ranks(ranks: int) -> None:
         for rank in range(ranks)
     ]
     assert torch.cat(seen).shape == (own_module.GLOBAL_BATCH, own_module.WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [([], "0 arguments, need OUT or OUT MACHINE"), (["{out}", "cray"], "machine: cray, need the ")],
+)
+def test_what_an_own_module_cannot_begin_with_is_one_line(
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["own_module.py", *(w.format(out=tmp_path) for w in words)])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(own_module.__file__), run_name="__main__")
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"own_module.py: {said}")
 
 
 def test_an_own_module_learns_and_goes_on_with_another_number_of_ranks(
