@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code, one of those in errors.py."""
     _open_closed_streams()
     arguments = _parse(argv)
+    if arguments.command not in (_train, _evaluate) and getattr(arguments, "part", None) is None:
+        _tell_of_copies()
     try:
         return arguments.command(arguments) or 0
     except Ending as error:
@@ -43,6 +46,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         tell(f"megafrontier: {error.filename}: {error.strerror}")
         return BAD_INPUT
+
+
+def _tell_of_copies() -> None:
+    """Warn where a launcher has started several of what is one process's work: each does all of it,
+    and of those that write the same files one can."""
+    from megafrontier.cluster.identity import identify
+
+    with suppress(UserError):  # only ranks need to know who they are
+        found = identify(os.environ)
+        if found.world_size > 1 and found.rank == 0:
+            said = f"each of {found.world_size} tasks of {found.source} does all of this"
+            tell(f"megafrontier: warning: {said}; need one, as by srun -n1")
 
 
 def _open_closed_streams() -> None:

@@ -103,6 +103,31 @@ def test_a_relative_path_that_is_not_there_is_told_with_where_it_was_looked_for(
 
 
 @pytest.mark.parametrize(
+    ("line", "rank", "is_told"),
+    [
+        ("export nowhere --out x", 0, True),
+        ("export nowhere --out x", 1, False),
+        ("prepare nowhere --tokenizer bytes --out x", 0, True),
+        ("prepare nowhere --tokenizer bytes --out x --part 1/4", 0, False),
+    ],
+)
+def test_tasks_that_all_do_the_work_of_one_are_told_of_once(
+    line, rank, is_told, capsys, monkeypatch
+):
+    """In an allocation of several tasks a node, srun starts as many of everything."""
+    step = {"PROCID": rank, "LOCALID": rank, "STEP_ID": 0, "STEP_NUM_TASKS": 4, "NTASKS": 16}
+    for name, value in step.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    monkeypatch.setenv("MASTER_ADDR", "host")
+    assert main(line.split()) == 2
+    *told, _ = capsys.readouterr().err.splitlines()
+    said = (
+        "megafrontier: warning: each of 4 tasks of slurm does all of this; need one, as by srun -n1"
+    )
+    assert told == [said] * is_told
+
+
+@pytest.mark.parametrize(
     "line", ["fly", "merge nowhere --out {folder}/x", "train {folder}/config.yaml bogus.key=1"]
 )
 def test_bad_input_that_cannot_be_told_is_code_2(line, tmp_path):
