@@ -2,11 +2,12 @@
 # Pack a Python environment once, for jobs to unpack onto each node's own disk, where a thousand
 # ranks import from it in seconds: export MEGAFRONTIER_ENV_TAR=OUT, then submit as always.
 #
-#   slurm/pack_env.sh OUT.tar.gz [PREFIX]     PREFIX: venv or conda environment; default: .venv
+#   slurm/pack_env.sh OUT.tar.gz [PREFIX]     PREFIX: venv or conda environment; default: the jobs'
+#                                             own, MEGAFRONTIER_PREFIX or .venv
 set -euo pipefail
 home=$(CDPATH='' cd -- "$(dirname "$0")/.." && pwd)
 out=${1:-}
-prefix=${2:-$home/.venv}
+prefix=${2:-${MEGAFRONTIER_PREFIX:-$home/.venv}}
 if [ -z "$out" ]; then
     echo "megafrontier: OUT: not given, need slurm/pack_env.sh OUT.tar.gz [PREFIX]" >&2
     exit 2

@@ -195,6 +195,18 @@ def test_an_environment_that_cannot_be_packed_is_refused_by_name(tmp_path, insid
     assert not archive.exists()
 
 
+def test_the_environment_that_is_packed_is_the_jobs_own(tmp_path):
+    """Not .venv, which the quickstart has made for CPUs."""
+    prefix, archive = tmp_path / "environment", tmp_path / "environment.tar.gz"
+    prefix.mkdir()
+    (prefix / "pyvenv.cfg").touch()
+    done = subprocess.run(
+        [ROOT / "slurm/pack_env.sh", archive], check=True, capture_output=True, text=True,
+        env=os.environ | {"MEGAFRONTIER_PREFIX": str(prefix)},
+    )  # fmt: skip
+    assert done.stdout.endswith(f"from {prefix}\n")
+
+
 def test_an_archive_that_cannot_be_written_is_named_before_tar_runs_in_one_line(tmp_path):
     (tmp_path / "pyvenv.cfg").touch()
     out = tmp_path / "none" / "env.tar.gz"
