@@ -27,7 +27,7 @@ def cluster(booted):
 
 @pytest.fixture(scope="session")
 def config(tmp_path_factory):
-    """A config for the two levels of a few ranks; config.yaml beside it has three."""
+    """The config for a rank on each node, beside those for more."""
     return make_configs(tmp_path_factory.mktemp("corpus"))
 
 

@@ -5,8 +5,9 @@ import re
 import signal
 import sys
 import tempfile
+import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from tests.training import runs
 STEP_BYTES = 1.2e5
 """What a node sends in one step of the tiny model, about."""
 OVERRIDES = ("train.steps=24", "checkpoint.every=4", "preflight.enabled=false")
+CONFIGS = {1: "one.yaml", 2: "two.yaml", 4: "config.yaml"}
+"""By ranks of a node."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 SRUN_WAIT_SECONDS = "15"
 """How long a rank that neither notices nor is told that another has died may take to end."""
@@ -67,11 +70,11 @@ class Job:
     def set_time_limit(self, minutes: int) -> None:
         self.cluster.run("scontrol", "update", f"JobId={self.number}", f"TimeLimit={minutes}")
 
-    def let_time_run_out(self) -> None:
-        """Set the limit so that 40 to 100 s are left. Slurm looks every 30 s, and gives the signal
-        up to 30 s early; limits are minutes."""
-        hours, minutes, seconds = map(int, self.fields["RunTime"].split(":"))
-        self.set_time_limit(hours * 60 + minutes + (seconds + 40) // 60 + 1)
+    def let_time_run_out(self, seconds: int) -> None:
+        """Let so many be left of its time. Slurm looks every 30 s, and gives the signal up to 30 s
+        early."""
+        end = time.strftime("%FT%T", time.localtime(time.time() + seconds))
+        self.cluster.run("scontrol", "update", f"JobId={self.number}", f"EndTime={end}")
 
     def signal(self, name: str) -> None:
         """As a user does: to all ranks, not to the batch script."""
@@ -117,18 +120,26 @@ def _rank_of(folder: Path, wanted: dict[bytes, str]) -> int | None:
 
 @dataclass(frozen=True)
 class Runs:
-    """One run directory, and the jobs that train in it."""
+    """One run directory, and the jobs that train in it, with so many ranks on each node: each of
+    them takes seconds of computing to import torch."""
 
     cluster: Cluster
     config: Path
     directory: Path
+    ranks_per_node: int = 1
+
+    def with_ranks(self, per_node: int) -> "Runs":
+        """The same with 1, 2 or 4 on each node, and as many levels as that."""
+        config = self.config.with_name(CONFIGS[per_node])
+        return replace(self, config=config, ranks_per_node=per_node)
 
     def submit(
         self, *overrides: str, options: tuple[str, ...] = ("--nodes=2",), **environment: str
     ) -> Job:
-        """`slurm/train.sbatch` as a user of a cluster like this one calls it: 2 ranks a node."""
+        """`slurm/train.sbatch` as a user of a cluster like this one calls it."""
+        tasks = f"--ntasks-per-node={self.ranks_per_node}"
         return self.call(
-            "train.sbatch", "--ntasks-per-node=2", "--time=20", *options, str(self.config),
+            "train.sbatch", tasks, "--time=20", *options, str(self.config),
             f"run.directory={self.directory}", *OVERRIDES, *overrides, **environment,
         )  # fmt: skip
 
@@ -141,7 +152,7 @@ class Runs:
     def submit_by_hand(self, *overrides: str) -> Job:
         """The same by plain sbatch, with the lines for Frontier that stand in the file."""
         said = self.cluster.run(
-            "sbatch", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1",
+            "sbatch", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1",
             str(ROOT / "slurm" / "train.sbatch"), str(self.config),
             f"run.directory={self.directory}", *OVERRIDES, *overrides,
             MEGAFRONTIER_CLUSTER="generic", MEGAFRONTIER_HOME=str(ROOT),
@@ -205,11 +216,12 @@ class Runs:
 
 
 def make_configs(folder: Path) -> Path:
-    """A corpus, config.yaml for three levels, and two.yaml, which is returned, for two."""
+    """A corpus and CONFIGS; the one for a rank a node."""
     text = runs.make_config_file(folder).read_text()
-    path = folder / "two.yaml"
-    path.write_text(text.replace("node: {size: 2}, ", ""))
-    return path
+    for levels, per_node in (("pair: {size: 2}, ", 2), ("", 1)):
+        changed = text.replace("pair: {size: 2}, node: {size: 2}, ", levels)
+        (folder / CONFIGS[per_node]).write_text(changed)
+    return folder / CONFIGS[1]
 
 
 @cache

@@ -69,7 +69,7 @@ def main() -> int:
         folder = Path(name)
         (folder / "slurm").mkdir()
         with boot(folder / "slurm", nodes=2) as cluster:
-            training = Runs(cluster, make_configs(folder), folder / "run")
+            training = Runs(cluster, make_configs(folder), folder / "run").with_ranks(2)
             storm(training, arguments.kills, arguments.seed)
     seconds = time.monotonic() - begin
     print(f"{arguments.kills} kills, {seconds:.0f} s: the losses of an unbroken run to the bit")

@@ -2,7 +2,6 @@
 losses."""
 
 import sys
-from dataclasses import replace
 
 import pytest
 
@@ -15,13 +14,12 @@ def assert_finished(training, job, restarts):
     to the last bit."""
     assert job.ended() == "COMPLETED", job.output
     assert job.restarts == restarts, job.output
-    assert training.losses == unbroken(training.config, 4)
+    assert training.losses == unbroken(training.config, 2 * training.ranks_per_node)
 
 
 def test_a_submitted_run_finishes(training):
-    training = replace(training, config=training.config.with_name("config.yaml"))
-    options = ("--nodes=2", "--ntasks-per-node=4")
-    job = training.submit("preflight.enabled=true", options=options)
+    training = training.with_ranks(4)
+    job = training.submit("preflight.enabled=true")
     assert job.ended() == "COMPLETED", job.output
     assert training.losses == unbroken(training.config, 8)
     assert f"start 1 on {job.fields['NodeList']}" in job.output
@@ -30,18 +28,18 @@ def test_a_submitted_run_finishes(training):
 
 def test_a_run_longer_than_its_jobs_time_limit_goes_on_in_the_next(training):
     """The first job's ranks stop when the limit is near, the second's do not stop before it."""
-    # The signal comes up to 70 s after the limit is set: the run must not be done before.
-    training.slow_down(seconds=6)
+    # The signal comes up to 30 s after the limit is set: the run must not be done before.
+    training.slow_down(seconds=3)
     job = training.submit(options=("--nodes=2", "--signal=B:USR1@30"))
     training.wait_for_step(job, 2)
-    job.let_time_run_out()
+    job.let_time_run_out(60)
     job.wait_for_restart(1)
     job.set_time_limit(minutes=20)
     training.wait_for_a_step_more(job)
     job.freeze_ranks()
-    job.let_time_run_out()
+    job.let_time_run_out(35)
     # Again and again: Slurm wakes them to let them end.
-    job.wait_until(lambda: job.freeze_ranks() or job.restarts == 2, "restart 2")
+    job.wait_until(lambda: job.freeze_ranks() or job.restarts == 2, "restart 2", 0.5)
     job.set_time_limit(minutes=20)
     training.speed_up()
     assert_finished(training, job, restarts=2)
@@ -83,7 +81,7 @@ def test_a_run_resumes_on_half_the_nodes(training):
     assert first.ended() == "COMPLETED"
     second = training.submit(options=("--nodes=1",))
     assert second.ended() == "COMPLETED", second.output
-    expected = unbroken(training.config, 4)
+    expected = unbroken(training.config, 2)
     assert training.losses[:6] == expected[:6]
     # Half the ranks add the same gradients in another order.
     assert training.losses == pytest.approx(expected, rel=1e-5)

@@ -9,6 +9,7 @@ from tests.slurm.test_life import assert_finished
 
 
 def test_a_killed_rank_costs_a_requeue(training):
+    training = training.with_ranks(2)
     training.slow_down()
     job = training.submit()
     training.wait_for_step(job, 5)
@@ -33,6 +34,7 @@ def test_a_lost_node_is_noticed_and_left_for_another(training, loss):
 
 
 def test_two_nodes_that_do_not_reach_each_other_are_named_and_left_out(training):
+    training = training.with_ranks(2)
     one, other = training.cluster.nodes[1:3]
     training.cluster.part(one, other)
     job = training.submit("train.hang_seconds=5", options=("--nodes=4",))
@@ -54,4 +56,6 @@ def test_a_checkpoint_torn_by_a_kill_is_not_resumed_from(training):
 
 
 def test_kills_at_random_moments_change_nothing(training):
-    storm(training, kills=int(os.environ.get("MEGAFRONTIER_STORM_KILLS", "2")), seed=0)
+    storm(
+        training.with_ranks(2), kills=int(os.environ.get("MEGAFRONTIER_STORM_KILLS", "2")), seed=0
+    )

@@ -164,7 +164,7 @@ class Quiet:
 
 def test_every_strategy_loads_every_other_strategys_checkpoint(config_file, tmp_path):
     """State by state and bit by bit, after two steps so that the moments hold something. Each has a
-    seed of its own: what an earlier load left behind would be seen. On a node of one pair each state
+    seed of its own: what an earlier load left behind would be seen. On nodes of one pair each state
     is still cut over none, some and all of the ranks."""
 
     configs = [
