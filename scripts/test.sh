@@ -23,10 +23,10 @@ fi
 # Whole runs wait much of their time, and those on Slurm most of it: side by side with the others.
 # A line here is one pytest session, in the order of its files; all of them take about as long.
 beside=(
-    "tests/training/test_[!l]*.py tests/cluster"
+    "tests/training/test_[!l]*.py"
     "tests/slurm/test_life.py tests/partition/test_[abdef]*.py"
     "tests/training/test_l*.py tests/scripts tests/partition/test_c*.py"
-    "tests/slurm/test_losses.py tests/model tests/checkpoint tests/data"
+    "tests/slurm/test_losses.py tests/partition/test_[hilop]*.py tests/model tests/checkpoint tests/data"
 )
 logs=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; wait; rm -r "$logs"' EXIT
