@@ -22,7 +22,7 @@ def compared(config: Path, *overrides: str, names: str = "exact,low") -> tuple[F
     """What the comparison wrote: the figures, and the rows of the table."""
     out = config.parent / "out"
     settings = ["train.steps=3", *overrides]
-    wire_quality.compare(names.split(","), str(config), settings, out, 8)
+    wire_quality.compare(names.split(","), str(config), settings, out, 4)
     figures = json.loads((out / "quality.json").read_text())
     return figures, (out / "quality.md").read_text().splitlines()[2:]
 

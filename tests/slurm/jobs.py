@@ -23,6 +23,8 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 SRUN_WAIT_SECONDS = "15"
 """How long a rank that neither notices nor is told that another has died may take to end."""
 PATIENCE_SECONDS = 300
+ASKING_SECONDS = 1.0
+"""Between two questions to Slurm, each of which is a handful of processes."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Job:
 
     def ended(self) -> str:
         """Its last state, when it has come to that."""
-        self.wait_until(lambda: self.state in ENDED, "its end", 0.5)
+        self.wait_until(lambda: self.state in ENDED, "its end", ASKING_SECONDS)
         return self.state
 
     def wait_until(self, ready, what: str, interval: float = 0.1) -> None:
@@ -65,7 +67,7 @@ class Job:
             raise AssertionError(f"{error}\n{self.fields}\n{self.output}") from None
 
     def wait_for_restart(self, count: int) -> None:
-        self.wait_until(lambda: self.restarts >= count, f"restart {count}", 0.5)
+        self.wait_until(lambda: self.restarts >= count, f"restart {count}", ASKING_SECONDS)
 
     def set_time_limit(self, minutes: int) -> None:
         self.cluster.run("scontrol", "update", f"JobId={self.number}", f"TimeLimit={minutes}")

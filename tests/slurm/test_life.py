@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.slurm.cluster import ROOT
-from tests.slurm.jobs import unbroken
+from tests.slurm.jobs import ASKING_SECONDS, unbroken
 
 
 def assert_finished(training, job, restarts):
@@ -39,7 +39,7 @@ def test_a_run_longer_than_its_jobs_time_limit_goes_on_in_the_next(training):
     job.freeze_ranks()
     job.let_time_run_out(35)
     # Again and again: Slurm wakes them to let them end.
-    job.wait_until(lambda: job.freeze_ranks() or job.restarts == 2, "restart 2", 0.5)
+    job.wait_until(lambda: job.freeze_ranks() or job.restarts == 2, "restart 2", ASKING_SECONDS)
     job.set_time_limit(minutes=20)
     training.speed_up()
     assert_finished(training, job, restarts=2)

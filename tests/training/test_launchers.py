@@ -83,9 +83,9 @@ def local(folder):
     return runs.run(folder / "config.yaml", RANKS, f"run.directory={folder}/local", *MACHINE)
 
 
-@pytest.mark.parametrize("identity", [torchrun, slurm])
-def test_a_launchers_ranks_give_the_losses_of_local_ones(folder, local, identity):
-    ended = launch(folder, identity.__name__, identity, make=interpreter)
+@pytest.mark.parametrize(("identity", "make"), [(torchrun, interpreter), (slurm, Forked)])
+def test_a_launchers_ranks_give_the_losses_of_local_ones(folder, local, identity, make):
+    ended = launch(folder, identity.__name__, identity, make=make)
     assert [code for code, _, _ in ended] == [0] * RANKS, ended
     found = runs.metrics(folder / identity.__name__)
     assert runs.losses(found) == runs.losses(local)
