@@ -26,7 +26,7 @@ beside=(
     "tests/training/test_[!l]*.py"
     "tests/slurm/test_life.py tests/partition/test_[abdef]*.py"
     "tests/training/test_l*.py tests/scripts tests/partition/test_c*.py"
-    "tests/slurm/test_losses.py tests/partition/test_[hilop]*.py tests/model tests/checkpoint tests/data"
+    "tests/slurm/test_losses.py tests/partition/test_[hilop]*.py tests/model tests/checkpoint"
 )
 logs=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; wait; rm -r "$logs"' EXIT
