@@ -225,9 +225,10 @@ def submit(*options):
     )  # fmt: skip
 
 
-def test_nodes_that_do_not_divide_the_batch_are_refused_before_the_job_waits():
+@pytest.mark.parametrize("nodes", ["--nodes=3", "-N3"])
+def test_nodes_that_do_not_divide_the_batch_are_refused_before_the_job_waits(nodes):
     """gpt-125m's 256 sequences on 24 ranks."""
-    done = submit("-N3")
+    done = submit(nodes)
     assert done.returncode == 2
     assert done.stderr.startswith("megafrontier: train.global_batch: 256, need a multiple of ")
     assert done.stderr.count("\n") == 1

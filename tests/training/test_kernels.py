@@ -17,7 +17,7 @@ def train(tmp_path):
     path = runs.make_config_file(tmp_path)
 
     def run(name: str, *overrides: str) -> tuple[list[float], list[str]]:
-        chosen = ("train.steps=3", "train.micro_batch=8", "evaluate.batches=0")
+        chosen = ("train.steps=3", "train.micro_batch=8")
         where = ("machine.levels.node.size=1", f"run.directory={tmp_path}/{name}")
         lines = runs.run(path, 2, *where, *chosen, *overrides)
         log = runs.log(tmp_path / name).splitlines()

@@ -11,7 +11,7 @@ from tests.data.corpora import write_corpus
 from tests.ranks import run_ranks
 from tests.training import runs
 
-STEPS = 30
+STEPS = 60
 SETTINGS = (
     "model.hidden=64",
     "model.heads=2",
@@ -19,8 +19,8 @@ SETTINGS = (
     "model.sequence_length=64",
     f"train.steps={STEPS}",
     "train.micro_batch=2",
-    "schedule.warmup_steps=3",
-    "optimizer.lr=2.0e-3",  # with more, rounding alone moves the loss
+    "schedule.warmup_steps=6",
+    "optimizer.lr=2.0e-3",  # twice as much, and rounding alone moves the loss by 0.5 %
     "evaluate.batches=16",
     "partition.strategy=topo",
 )
@@ -50,9 +50,9 @@ def final_loss(config):
 def test_low_bit_wires_learn_what_exact_ones_do(final_loss):
     exact = final_loss("exact", "partition.wires=exact")
     low = final_loss("low", "partition.wires=low")
-    assert exact < 3.7, "it must have learned something to lose"
+    assert exact < 3.3, "it must have learned something to lose"
     assert low != exact, "the wires must have had something to say"
-    assert low == pytest.approx(exact, rel=0.003)
+    assert low == pytest.approx(exact, rel=0.005)
 
 
 REPEATS = 8
