@@ -5,6 +5,7 @@ import itertools
 import os
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,13 @@ def looked_in(path: str | Path) -> str:
     with suppress(FileNotFoundError):  # somebody has deleted it
         return "" if os.path.isabs(path) else f" in {os.getcwd()}"
     return ""
+
+
+def try_room(folder: str | None, size: int) -> None:
+    """Write so many bytes into a folder, or where temporary files go, and leave nothing. Raises
+    OSError where that cannot be."""
+    with tempfile.TemporaryFile(dir=folder) as trial:
+        trial.write(bytes(size))
 
 
 def write_whole(path: Path, text: str) -> None:

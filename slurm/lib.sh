@@ -133,7 +133,8 @@ refuse_parts() {
     fail "heterogeneous job (\`:\` between options): ranks run on its first part alone, need one part"
 }
 
-# asked LETTER NAME OPTION…: the value of the last of sbatch's options that is -LETTER or --NAME.
+# asked LETTER NAME OPTION…: the value of the last of sbatch's options that is -LETTER or --NAME. Of an
+# option without a letter this is =, with which none begins.
 asked() {
     local short=-$1 long=--$2 option open='' found=''
     shift 2
@@ -161,13 +162,11 @@ asked_nodes() {
 
 # --tasks-per-node=N and --tasks=N, where the batch file, the cluster or sbatch's options say how many.
 asked_tasks() {
-    local option found=''
-    if [ ${#sbatch_options[@]} = 0 ]; then
+    local found
+    found=$(asked = ntasks-per-node "${sbatch_options[@]}" "$@")
+    if [ -z "$found" ] && [ ${#sbatch_options[@]} = 0 ]; then
         found=$(sed -n 's/^#SBATCH --ntasks-per-node=//p' "$home/slurm/train.sbatch")
     fi
-    for option in "${sbatch_options[@]}" "$@"; do
-        [[ $option != --ntasks-per-node=* ]] || found=${option#*=}
-    done
     [[ ! $found =~ ^[0-9]+$ ]] || echo "--tasks-per-node=$found"
     found=$(asked n ntasks "${sbatch_options[@]}" "$@")
     [[ ! $found =~ ^[0-9]+$ ]] || echo "--tasks=$found"

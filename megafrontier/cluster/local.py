@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megafrontier.errors import STOPPED, Ending, UserError, tell
+from megafrontier.files import try_room
 from megafrontier.signals import STOPPING, handled
 
 GRACE_SECONDS = 0.5
@@ -70,8 +71,7 @@ def _check_room_to_meet() -> None:
     where = "TMPDIR"
     try:
         where = f"TMPDIR: {tempfile.gettempdir()}"
-        with tempfile.TemporaryFile() as trial:
-            trial.write(bytes(MEETING_BYTES))
+        try_room(None, MEETING_BYTES)
     except OSError as error:
         need = f"need a folder with {MEETING_BYTES >> 20} MiB of room, where the ranks meet"
         raise UserError(f"{where}: {error.strerror}, {need}") from error

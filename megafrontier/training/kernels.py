@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Iterator
-from tempfile import TemporaryFile
 
 from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.config import Config
 from megafrontier.errors import of_os_error
+from megafrontier.files import try_room
 from megafrontier.model.backends import attention_backend, uncompilable_attention
 from megafrontier.model.compile import missing_compiler
 from megafrontier.partition.codec import BlockCodec, missing_kernels
@@ -19,14 +19,13 @@ _TRIAL_BYTES = 2**20
 def check_caches(config: Config) -> None:
     """Raises UserError, or StorageFailed, where compilers cannot write into the folders that their
     variables name, as a job's do: another user's, say. They would find out in the first step."""
-    for name in _CACHES:
-        folder = os.environ.get(name)
-        if not config.train.compile or not folder:
+    named = {name: os.environ.get(name) for name in _CACHES} if config.train.compile else {}
+    for name, folder in named.items():
+        if not folder:
             continue
         try:
             os.makedirs(folder, exist_ok=True)
-            with TemporaryFile(dir=folder) as trial:
-                trial.write(bytes(_TRIAL_BYTES))
+            try_room(folder, _TRIAL_BYTES)
         except OSError as error:
             need = "need a folder to write, or train.compile=false"
             raise of_os_error(error, f"{name}: {folder}: {error.strerror}, {need}") from error
