@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megafrontier.errors import BAD_INPUT, INTERRUPTED, Ending, UserError, discard, tell
-from megafrontier.signals import termination_raised
+from megafrontier.common.errors import BAD_INPUT, INTERRUPTED, Ending, UserError, discard, tell
+from megafrontier.common.signals import termination_raised
 
 _OF_A_PATH = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _tell_of_copies() -> None:
     """Warn where a launcher has started several of what is one process's work: each does all of it,
     and of those that write the same files one can."""
-    from megafrontier.cluster.identity import identify
+    from megafrontier.parallel.env import identify
 
     with suppress(UserError):  # only ranks need to know who they are
         found = identify(os.environ)
@@ -134,7 +134,7 @@ def _add_tokenizer(commands: Any) -> None:
 
 
 def _tokenizer(arguments: argparse.Namespace) -> None:
-    from megafrontier.data.train_tokenizer import train_tokenizer
+    from megafrontier.data.tokenizers.train import train_tokenizer
 
     a = arguments
     with termination_raised():
@@ -168,7 +168,7 @@ def _add_prepare(commands: Any) -> None:
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
-    from megafrontier.data.prepare import prepare
+    from megafrontier.data.text.prepare import prepare
 
     a = arguments
     part = _part(a.part or "1/1")
@@ -215,7 +215,7 @@ def _add_merge(commands: Any) -> None:
 
 
 def _merge(arguments: argparse.Namespace) -> None:
-    from megafrontier.data.merge import merge
+    from megafrontier.data.corpus.merge import merge
 
     with termination_raised():
         documents = merge(arguments.prefixes, arguments.out, arguments.workers)
@@ -245,12 +245,12 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from megafrontier.signals import stops_remembered
+    from megafrontier.common.signals import stops_remembered
 
     _quiet_torch()
     with stops_remembered():  # from here on: the imports alone take seconds
         from megafrontier.config import load_config
-        from megafrontier.training.launch import prepared, train
+        from megafrontier.launch.main import prepared, train
 
         overrides = [*arguments.overrides, *(["log.trace=true"] if arguments.trace else [])]
         load = partial(load_config, arguments.config, overrides)
@@ -279,7 +279,7 @@ def _add_evaluate(commands: Any) -> None:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     _quiet_torch()
-    from megafrontier.training.evaluating import evaluate_command
+    from megafrontier.commands.evaluate import evaluate_command
 
     a = arguments
     return evaluate_command(a.target, a.overrides, a.nproc, print)
@@ -304,7 +304,7 @@ def _add_generate(commands: Any) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    from megafrontier.training.standalone import generate_command
+    from megafrontier.commands.convert import generate_command
 
     def show(text: str) -> None:
         print(text, end="", flush=True)
@@ -326,7 +326,7 @@ def _add_export(commands: Any) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from megafrontier.training.standalone import export_command
+    from megafrontier.commands.convert import export_command
 
     name = export_command(arguments.checkpoint, arguments.out, arguments.precision)
     print(f"{arguments.out}: {name}")
@@ -346,7 +346,7 @@ def _add_import(commands: Any) -> None:
 
 
 def _import(arguments: argparse.Namespace) -> None:
-    from megafrontier.training.standalone import import_command
+    from megafrontier.commands.convert import import_command
 
     print(import_command(arguments.folder, arguments.out))
 

@@ -17,17 +17,17 @@ from torch import nn
 from megafrontier.checkpoint.folder import delete, prune
 from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.checkpoint.resume import open_newest
-from megafrontier.checkpoint.write import save
-from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.cluster.identity import identify
-from megafrontier.cluster.join import join
-from megafrontier.cluster.levels import Levels
+from megafrontier.checkpoint.save import save
+from megafrontier.common.errors import UserError, endings_told
 from megafrontier.config import OptimizerConfig, load_machine
-from megafrontier.errors import UserError, endings_told
+from megafrontier.launch.main import choose_device
+from megafrontier.launch.rendezvous import join
 from megafrontier.optim.adamw import ShardedAdamW
 from megafrontier.optim.clipping import clip_factor, global_norm
+from megafrontier.parallel.env import identify
+from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.levels import Levels
 from megafrontier.partition import Engine, Placement, shard
-from megafrontier.training.launch import choose_device
 
 STEPS, SAVE_EVERY, GLOBAL_BATCH, WIDTH = 60, 20, 64, 16
 

@@ -13,8 +13,8 @@ fails. A batch file asks before it starts a thousand ranks.
 import sys
 from functools import partial
 
+from megafrontier.common.errors import Ending, UserError, endings_told
 from megafrontier.config import Config, load_config, load_machine
-from megafrontier.errors import Ending, UserError, endings_told
 
 
 def describe(
@@ -26,7 +26,9 @@ def describe(
 ) -> list[str]:
     """The lines. Raises UserError where so many nodes and tasks cannot train it."""
     if is_submitting:
-        from megafrontier.data.samples import refuse_no_corpus  # torch takes seconds to import
+        from megafrontier.data.sampling.samples import (
+            refuse_no_corpus,
+        )  # torch takes seconds to import
 
         refuse_no_corpus(config.data)
     per_host = load_machine(config.machine).device.ranks_per_host
@@ -36,7 +38,7 @@ def describe(
     if nodes is None:
         return lines
     if per_host is not None:
-        from megafrontier.training.ranks import foresee  # torch takes seconds to import
+        from megafrontier.training.preview import foresee  # torch takes seconds to import
 
         return [*lines, *foresee(config, nodes * per_host), *missing(config, nodes * per_host)]
     if nodes > 1:
@@ -67,8 +69,8 @@ def missing(config: Config, ranks: int) -> list[str]:
     node may have on a disk of its own, and of a torch that cannot use the machine's devices."""
     import torch
 
-    from megafrontier.training.arrangement import check_training
-    from megafrontier.training.resuming import check_own
+    from megafrontier.training.plan import check_training
+    from megafrontier.training.resume.resume import check_own
 
     if not config.data.train:  # to look at the sizes of a ready-made config
         return []

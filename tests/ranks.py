@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.cluster.identity import identify
-from megafrontier.cluster.join import join
-from megafrontier.cluster.levels import Levels
-from megafrontier.cluster.local import fork_ranks
+from megafrontier.launch.local import fork_ranks
+from megafrontier.launch.rendezvous import join
+from megafrontier.parallel.env import identify
+from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.levels import Levels
 
 NAMES = ("pair", "node", "rack", "site", "world")
 

@@ -233,7 +233,7 @@ def test_a_name_too_long_and_a_folder_in_a_files_place_are_one_line(tmp_path, ca
     ],
 )
 def test_overrides_may_stand_anywhere(line, tmp_path, monkeypatch):
-    from megafrontier.training import launch
+    from megafrontier.launch import main as launch
 
     seen = []
     monkeypatch.setattr(launch, "train", lambda config, nproc: seen.append((config, nproc)) or 0)
@@ -250,7 +250,7 @@ def test_a_word_that_is_no_override_is_refused_beside_one_that_is(tmp_path, caps
 
 
 def test_an_interrupt_is_no_traceback(monkeypatch, tmp_path):
-    from megafrontier.training import launch
+    from megafrontier.launch import main as launch
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -261,7 +261,7 @@ def test_an_interrupt_is_no_traceback(monkeypatch, tmp_path):
 
 def test_a_run_that_stops_early_shows_its_last_step_and_the_time_until_then(tmp_path, capsys):
     from megafrontier.config import Config
-    from megafrontier.training.logbook import open_logbook
+    from megafrontier.training.logging.run_log import open_logbook
 
     config = Config()
     config.run.directory = str(tmp_path / "run")

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from megafrontier.data.train_tokenizer import train_tokenizer
+from megafrontier.data.tokenizers.train import train_tokenizer
 
 PACKAGES = ("datasets", "matplotlib", "numpy", "pandas", "sympy", "torch", "transformers")
 LIBRARY = Path(sysconfig.get_path("stdlib"))

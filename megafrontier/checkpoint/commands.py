@@ -6,10 +6,10 @@ from typing import Any
 
 from megafrontier.checkpoint.errors import CheckpointUnreadable
 from megafrontier.checkpoint.folder import of_each, of_newest, step_of
+from megafrontier.checkpoint.load import open_checkpoint, read_manifest
 from megafrontier.checkpoint.manifest import DTYPE_NAMES, Manifest
-from megafrontier.checkpoint.read import open_checkpoint, read_manifest
 from megafrontier.checkpoint.verify import VerifyReport, verify
-from megafrontier.errors import UserError, tell
+from megafrontier.common.errors import UserError, tell
 
 
 def list_command(path: Path, as_json: bool) -> int:

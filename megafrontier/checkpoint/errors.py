@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megafrontier.errors import Ending, StorageFailed, UserError
+from megafrontier.common.errors import Ending, StorageFailed, UserError
 
 
 class CheckpointCorrupt(UserError):

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from megafrontier.checkpoint.manifest import FILE_NAME
-from megafrontier.errors import StorageFailed, UserError, of_os_error
-from megafrontier.files import looked_in
+from megafrontier.common.errors import StorageFailed, UserError, of_os_error
+from megafrontier.common.files import looked_in
 
 Made = TypeVar("Made")
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
+from megafrontier.checkpoint.checksum import crc32_hex
 from megafrontier.checkpoint.errors import CheckpointCorrupt, not_read
 from megafrontier.checkpoint.folder import is_folder
 from megafrontier.checkpoint.manifest import FILE_NAME, Attached, Manifest, piece_file
 from megafrontier.checkpoint.piece import PieceFile, file_size
-from megafrontier.checkpoint.seal import crc32_hex
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
 from megafrontier.partition.layout import Layout
 
 OPEN_FILES = 16

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from megafrontier.checkpoint.checksum import BLANK, is_sealed, seal
 from megafrontier.checkpoint.errors import CheckpointCorrupt
-from megafrontier.checkpoint.seal import BLANK, is_sealed, seal
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
 from megafrontier.partition.layout import Entry, Layout
 
 FILE_NAME = "checkpoint.json"

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from megafrontier.checkpoint.checksum import BLANK, crc32_hex, is_sealed, seal
 from megafrontier.checkpoint.errors import CheckpointCorrupt, not_read
 from megafrontier.checkpoint.manifest import DTYPE_NAMES, DTYPES, Manifest
-from megafrontier.checkpoint.seal import BLANK, crc32_hex, is_sealed, seal
 
 LENGTH_BYTES = 8
 """safetensors: a file starts with the header's length, little-endian."""

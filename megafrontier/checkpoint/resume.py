@@ -4,11 +4,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from megafrontier.checkpoint.crowd import Crowd, from_rank_0
+from megafrontier.checkpoint.coordinator import Crowd, from_rank_0
 from megafrontier.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable
 from megafrontier.checkpoint.folder import candidates
-from megafrontier.checkpoint.read import Checkpoint, open_checkpoint
-from megafrontier.errors import PeersLost, UserError
+from megafrontier.checkpoint.load import Checkpoint, open_checkpoint
+from megafrontier.common.errors import PeersLost, UserError
 
 
 def open_newest(

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from megafrontier.checkpoint import folder
-from megafrontier.checkpoint.crowd import Crowd, from_rank_0
+from megafrontier.checkpoint.checksum import crc32_hex
+from megafrontier.checkpoint.coordinator import Crowd, from_rank_0
 from megafrontier.checkpoint.errors import CheckpointWriteError
 from megafrontier.checkpoint.manifest import (
     FILE_NAME,
@@ -26,8 +27,7 @@ from megafrontier.checkpoint.manifest import (
     piece_file,
 )
 from megafrontier.checkpoint.piece import write_piece
-from megafrontier.checkpoint.seal import crc32_hex
-from megafrontier.errors import STORAGE_FAULTS
+from megafrontier.common.errors import STORAGE_FAULTS
 
 Shards = Mapping[str, Sequence[torch.Tensor]]
 Attach = Callable[[Path], None]

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from megafrontier.checkpoint.errors import CheckpointUnreadable
+from megafrontier.checkpoint.load import attached_problems, read_manifest
 from megafrontier.checkpoint.manifest import Manifest, piece_file
 from megafrontier.checkpoint.piece import PieceFile, Stored
-from megafrontier.checkpoint.read import attached_problems, read_manifest
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
 
 UNSOUND = (UserError, CheckpointUnreadable)
 Covered = list[tuple[tuple[str, str], int, int]]

@@ -11,38 +11,38 @@ from typing import Any
 
 import torch
 
-from megafrontier.checkpoint.crowd import Alone
+from megafrontier.checkpoint.coordinator import Alone
 from megafrontier.checkpoint.errors import CheckpointCorrupt
 from megafrontier.checkpoint.folder import candidates, of_newest, step_folder, step_of
-from megafrontier.checkpoint.manifest import Manifest
-from megafrontier.checkpoint.read import (
+from megafrontier.checkpoint.load import (
     Checkpoint,
     attached_problems,
     open_checkpoint,
     read_manifest,
 )
-from megafrontier.checkpoint.write import save
+from megafrontier.checkpoint.manifest import Manifest
+from megafrontier.checkpoint.save import save
+from megafrontier.commands.generate import check_request, generate, stream_text
+from megafrontier.common.errors import UserError
 from megafrontier.config import (
     Config,
     config_from_dict,
     config_to_dict,
     load_machine,
 )
-from megafrontier.data.tokenizer import Tokenizer, kept_tokenizer, load_tokenizer
-from megafrontier.errors import UserError
-from megafrontier.model.generate import check_request, generate, stream_text
-from megafrontier.model.gpt import GPT, parameter_shapes
-from megafrontier.model.huggingface import (
+from megafrontier.data.tokenizers.tokenizer import Tokenizer, kept_tokenizer, load_tokenizer
+from megafrontier.launch.main import uses_accelerator
+from megafrontier.model.families.hf_io import (
     described_model,
     export_model,
     export_order,
     import_model,
 )
+from megafrontier.model.gpt import GPT, parameter_shapes
 from megafrontier.partition.layout import Layout
-from megafrontier.partition.wires import DTYPES
-from megafrontier.training.launch import uses_accelerator
+from megafrontier.partition.wires.wire import DTYPES
+from megafrontier.training.callbacks.save import attach_tokenizer
 from megafrontier.training.memory import out_of_memory_told
-from megafrontier.training.saving import attach_tokenizer
 
 IMPORTED_SLICE = 2**20
 """Elements; a quarter of other checkpoints', for its readers all want little of one large piece."""

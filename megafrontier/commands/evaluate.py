@@ -12,8 +12,8 @@ from typing import Any
 
 from megafrontier.checkpoint.folder import find, of_newest
 from megafrontier.checkpoint.resume import load_checkpoint
-from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.cluster.identity import identify
+from megafrontier.commands.convert import device_name, saved_config
+from megafrontier.common.errors import UserError
 from megafrontier.config import (
     Config,
     PartitionConfig,
@@ -21,19 +21,19 @@ from megafrontier.config import (
     load_config,
     load_machine,
 )
-from megafrontier.data.samples import Batch
-from megafrontier.data.tokenizer import Tokenizer, kept_tokenizer
-from megafrontier.errors import UserError
-from megafrontier.training.arrangement import Arrangement, check_training
-from megafrontier.training.compatibility import rotary_changes
-from megafrontier.training.evaluation import Evaluation, describe_validation, evaluate
-from megafrontier.training.launch import joined, launch, prepared
+from megafrontier.data.sampling.samples import Batch
+from megafrontier.data.tokenizers.tokenizer import Tokenizer, kept_tokenizer
+from megafrontier.launch.health.preflight import check_present
+from megafrontier.launch.health.watchdog import Watch, watched
+from megafrontier.launch.main import joined, launch, prepared
+from megafrontier.parallel.env import identify
+from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.training.callbacks.evaluate import Evaluation, describe_validation, evaluate
 from megafrontier.training.memory import out_of_memory_told
-from megafrontier.training.preflight import check_present
-from megafrontier.training.resuming import fill_shards, share_shards
-from megafrontier.training.standalone import device_name, saved_config
+from megafrontier.training.plan import Arrangement, check_training
+from megafrontier.training.resume.compatibility import rotary_changes
+from megafrontier.training.resume.resume import fill_shards, share_shards
 from megafrontier.training.trainer import build_model, open_loader
-from megafrontier.training.watch import Watch, watched
 
 
 @dataclass(frozen=True)

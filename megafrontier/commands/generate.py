@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from megafrontier.common.errors import UserError
 from megafrontier.config import ModelConfig
-from megafrontier.errors import UserError
 from megafrontier.model.cache import KVCache
 from megafrontier.model.gpt import GPT
 

@@ -4,6 +4,7 @@ from dataclasses import asdict
 from typing import Any, get_args
 from unicodedata import category
 
+from megafrontier.common.errors import UserError
 from megafrontier.config.schema import (
     Config,
     LevelConfig,
@@ -13,7 +14,6 @@ from megafrontier.config.schema import (
     WireFormat,
     WiresConfig,
 )
-from megafrontier.errors import UserError
 
 
 def check(config: Config) -> None:

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
 
 MISSING = "???"
 """OmegaConf's mark of a missing value."""

@@ -14,12 +14,12 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from megafrontier.common.errors import UserError, of_os_error
+from megafrontier.common.files import looked_in, write_whole
 from megafrontier.config.checks import check, check_machine
 from megafrontier.config.fitting import MISSING, check_fit, missing_key
 from megafrontier.config.schema import Config, MachineConfig, RunConfig
 from megafrontier.config.spelling import as_spelled, kind_at
-from megafrontier.errors import UserError, of_os_error
-from megafrontier.files import looked_in, write_whole
 
 _MACHINES = (
     Path("configs/machines"),

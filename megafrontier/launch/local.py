@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from megafrontier.errors import STOPPED, Ending, UserError, tell
-from megafrontier.files import try_room
-from megafrontier.signals import STOPPING, handled
+from megafrontier.common.errors import STOPPED, Ending, UserError, tell
+from megafrontier.common.files import try_room
+from megafrontier.common.signals import STOPPING, handled
 
 GRACE_SECONDS = 0.5
 """From the first failure to the end of all ranks: time for the one that speaks to say why."""

@@ -10,13 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.cluster.identity import Identity, identify
-from megafrontier.cluster.join import check_ranks_per_host, join, refuse
-from megafrontier.cluster.local import exit_code, flush_output, fork_ranks, import_early
-from megafrontier.cluster.rollcall import RollCall
-from megafrontier.config import Config, TrainConfig, load_machine, save_config
-from megafrontier.errors import (
+from megafrontier.common.errors import (
     STOPPED,
     Ending,
     RanksAbsent,
@@ -26,32 +20,38 @@ from megafrontier.errors import (
     of_any_os_error,
     of_os_error,
 )
-from megafrontier.training import bad_nodes
-from megafrontier.training.allocator import prepare_allocator
-from megafrontier.training.arrangement import (
+from megafrontier.config import Config, TrainConfig, load_machine, save_config
+from megafrontier.launch.allocator import prepare_allocator
+from megafrontier.launch.health import excluded_nodes
+from megafrontier.launch.health.liveness import RollCall
+from megafrontier.launch.health.preflight import check_present, preflight
+from megafrontier.launch.health.run_lock import hold
+from megafrontier.launch.health.storage import clear_room
+from megafrontier.launch.health.watchdog import Watch, collective_seconds, meeting_seconds, watched
+from megafrontier.launch.local import exit_code, flush_output, fork_ranks, import_early
+from megafrontier.launch.rendezvous import check_ranks_per_host, join, refuse
+from megafrontier.parallel.env import Identity, identify
+from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.training.callbacks.evaluate import Evaluate, describe_validation, owes_evaluation
+from megafrontier.training.callbacks.garbage_collection import garbage_collected
+from megafrontier.training.callbacks.guard import Guard
+from megafrontier.training.callbacks.save import Save
+from megafrontier.training.callbacks.stragglers import Stragglers
+from megafrontier.training.callbacks.trace import Timeline
+from megafrontier.training.kernels import check_caches, describe_kernels
+from megafrontier.training.logging.run_log import Log, Logbook, check_directory, open_logbook
+from megafrontier.training.loop import run
+from megafrontier.training.memory import check_memory, out_of_memory_told, room_for_training
+from megafrontier.training.plan import (
     Arrangement,
     arrange,
     check_training,
     describe_vocabulary,
 )
-from megafrontier.training.attempts import Attempt, attempted, note_interrupted
-from megafrontier.training.evaluation import Evaluate, describe_validation, owes_evaluation
-from megafrontier.training.garbage import garbage_collected
-from megafrontier.training.guard import Guard
-from megafrontier.training.kernels import check_caches, describe_kernels
-from megafrontier.training.lease import hold
-from megafrontier.training.logbook import Log, Logbook, check_directory, open_logbook
-from megafrontier.training.loop import run
-from megafrontier.training.memory import check_memory, out_of_memory_told, room_for_training
-from megafrontier.training.preflight import check_present, preflight
-from megafrontier.training.ranks import describe_ranks
-from megafrontier.training.resuming import check_resume, goes_on, resume
-from megafrontier.training.saving import Save
-from megafrontier.training.storage import clear_room
-from megafrontier.training.stragglers import Stragglers
-from megafrontier.training.timeline import Timeline
+from megafrontier.training.preview import describe_ranks
+from megafrontier.training.resume.restarts import Attempt, attempted, note_interrupted
+from megafrontier.training.resume.resume import check_resume, goes_on, resume
 from megafrontier.training.trainer import Trainer, build_trainer
-from megafrontier.training.watch import Watch, collective_seconds, meeting_seconds, watched
 
 Made = TypeVar("Made")
 Check = Callable[[int], object]
@@ -72,7 +72,7 @@ def train(config: Config, nproc: int | None) -> int:
             nproc,
             partial(_check, config, identity),
             partial(_check_host, config),
-            partial(bad_nodes.of_refused, directory=directory),
+            partial(excluded_nodes.of_refused, directory=directory),
         )
     except KeyboardInterrupt:  # as a parent, or with ranks that hear of it themselves
         if identity is None or identity.rank == 0:
@@ -143,7 +143,7 @@ def prepared(make: Callable[[], Made], nproc: int | None) -> Made:
 
 def _leave_launcher(identity: Identity, code: int) -> None:
     """End one of a launcher's ranks as it stands: a thread may wait in torch's store
-    (training/watch.py), and aborts a process that the interpreter ends once that is gone."""
+    (launch/health/watchdog.py), and aborts a process that the interpreter ends once it is gone."""
     if identity.has_launcher:
         flush_output()
         os._exit(code)
@@ -227,7 +227,7 @@ def _train_rank(config: Config) -> int:
     try:
         return _train_watched(config, identity, directory)
     except RanksAbsent as error:
-        raise bad_nodes.of_absent(error, directory, identity, os.environ) from error
+        raise excluded_nodes.of_absent(error, directory, identity, os.environ) from error
 
 
 def _train_watched(config: Config, identity: Identity, directory: Path) -> int:

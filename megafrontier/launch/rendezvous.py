@@ -16,13 +16,20 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megafrontier.cluster.groups import groups_of
-from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.cluster.identity import Identity
-from megafrontier.cluster.levels import Levels
-from megafrontier.cluster.links import connect, measure, reaching
-from megafrontier.cluster.rollcall import RollCall, within
-from megafrontier.errors import Ending, PeersLost, RankError, RanksAbsent, UserError, is_alike
+from megafrontier.common.errors import (
+    Ending,
+    PeersLost,
+    RankError,
+    RanksAbsent,
+    UserError,
+    is_alike,
+)
+from megafrontier.launch.health.links import connect, measure, reaching
+from megafrontier.launch.health.liveness import RollCall, within
+from megafrontier.parallel.env import Identity
+from megafrontier.parallel.groups import groups_of
+from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.levels import Levels
 
 ALL_PEERS = "connections to all"
 """Where gloo connects each rank to every other; NCCL and RCCL connect later."""

@@ -4,9 +4,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
-from megafrontier.model.backends import takes_groups
 from megafrontier.model.cache import LayerCache
-from megafrontier.model.documents import document_attention
+from megafrontier.model.kernels.backends import takes_groups
+from megafrontier.model.kernels.varlen import document_attention
 from megafrontier.model.positions import Rotary, rotate
 from megafrontier.model.sizes import head_size, kv_heads
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from megafrontier.config import ModelConfig
 from megafrontier.model.attention import Attention
 from megafrontier.model.cache import LayerCache
-from megafrontier.model.checkpointing import Mode, run_checkpointed
-from megafrontier.model.offload import Offload
 from megafrontier.model.positions import Rotary
+from megafrontier.model.recompute.checkpointing import Mode, run_checkpointed
+from megafrontier.model.recompute.offload import Offload
 from megafrontier.model.sizes import ffn_hidden
 
 

@@ -4,7 +4,7 @@ from math import prod
 
 from megafrontier.config import ModelConfig
 from megafrontier.model.gpt import parameter_shapes
-from megafrontier.model.initialise import parameter_kind
+from megafrontier.model.init import parameter_kind
 from megafrontier.model.sizes import head_size
 
 

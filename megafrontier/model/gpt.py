@@ -14,13 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
-from megafrontier.model.backends import skips_mask
 from megafrontier.model.block import Block, make_norm
 from megafrontier.model.cache import KVCache
-from megafrontier.model.checkpointing import Mode
-from megafrontier.model.compile import compiled, let_length_vary
+from megafrontier.model.kernels.backends import skips_mask
 from megafrontier.model.loss import Losses, chunk_losses, linear_cross_entropy
-from megafrontier.model.offload import Offload
 from megafrontier.model.positions import (
     Rotary,
     cached_mask,
@@ -28,6 +25,9 @@ from megafrontier.model.positions import (
     document_positions,
     rotary_tables,
 )
+from megafrontier.model.recompute.checkpointing import Mode
+from megafrontier.model.recompute.compile import compiled, let_length_vary
+from megafrontier.model.recompute.offload import Offload
 from megafrontier.model.sizes import padded_vocab, rotary_size
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from megafrontier.common.errors import UserError
 from megafrontier.config import OptimizerConfig
-from megafrontier.errors import UserError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

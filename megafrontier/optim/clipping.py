@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.parallel.hierarchy import Hierarchy
 
 ROW = 1 << 16
 """Elements that are summed in fp32. On a CPU torch adds one square after another, and to a long sum

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from megafrontier.common.async_copy import on_device
 from megafrontier.config import TrainConfig
-from megafrontier.training.deferred import on_device
 
 NAMES = ("losses", "norms")
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
 
 DEFAULT_PORT = 3442
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from megafrontier.cluster.levels import Levels
+from megafrontier.parallel.levels import Levels
 
 
 @cache

@@ -8,10 +8,10 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from megafrontier.cluster.activity import Activity
-from megafrontier.cluster.collectives import all_of
-from megafrontier.cluster.levels import Levels
-from megafrontier.errors import LOST, StorageFailed, UserError, of_any_os_error
+from megafrontier.common.errors import LOST, StorageFailed, UserError, of_any_os_error
+from megafrontier.parallel.collectives import all_of
+from megafrontier.parallel.levels import Levels
+from megafrontier.parallel.rank_status import Activity
 
 T = TypeVar("T")
 

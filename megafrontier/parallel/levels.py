@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from megafrontier.common.errors import UserError
 from megafrontier.config import LevelConfig
-from megafrontier.errors import UserError
 
 
 @dataclass(frozen=True)

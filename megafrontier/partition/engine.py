@@ -17,10 +17,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.partition.lanes import Lanes, Policy
-from megafrontier.partition.ledger import Ledger
-from megafrontier.partition.modules import (
+from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.partition.comm.collectives import Moves
+from megafrontier.partition.comm.ledger import Ledger
+from megafrontier.partition.comm.streams import Lanes, Policy
+from megafrontier.partition.hooks import Schedule
+from megafrontier.partition.placement import Placement, error_levels, traffic_bytes
+from megafrontier.partition.unit import InitialSlice, Unit
+from megafrontier.partition.unit_buffers import Pool
+from megafrontier.partition.wires.wire import Wires
+from megafrontier.partition.wrap import (
     assign,
     mark_sharded,
     move_buffers,
@@ -29,12 +35,6 @@ from megafrontier.partition.modules import (
     refuse_sharded,
     replace_parameters,
 )
-from megafrontier.partition.moves import Moves
-from megafrontier.partition.placement import Placement, error_levels, traffic_bytes
-from megafrontier.partition.pool import Pool
-from megafrontier.partition.schedule import Schedule
-from megafrontier.partition.unit import InitialSlice, Unit
-from megafrontier.partition.wires import Wires
 
 Decay = Callable[[str], bool]
 

@@ -2,8 +2,8 @@
 
 import torch
 
+from megafrontier.partition.comm.collectives import Moves
 from megafrontier.partition.layout import Layout
-from megafrontier.partition.moves import Moves
 
 
 class Feedback:

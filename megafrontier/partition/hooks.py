@@ -13,19 +13,19 @@ from weakref import ref
 import torch
 from torch import nn
 
-from megafrontier.errors import UserError
-from megafrontier.partition.lanes import Policy
-from megafrontier.partition.ledger import Ledger
-from megafrontier.partition.modules import (
+from megafrontier.common.errors import UserError
+from megafrontier.partition.backward_order import Run, Runs
+from megafrontier.partition.comm.collectives import Moves
+from megafrontier.partition.comm.ledger import Ledger
+from megafrontier.partition.comm.streams import Policy
+from megafrontier.partition.unit import ROOT, Phase, Unit
+from megafrontier.partition.wrap import (
     Copy,
     bases_of,
     in_backward,
     refuse_views,
     tensors_in,
 )
-from megafrontier.partition.moves import Moves
-from megafrontier.partition.runs import Run, Runs
-from megafrontier.partition.unit import ROOT, Phase, Unit
 
 
 class Schedule:

@@ -7,11 +7,11 @@ from math import prod
 
 import torch
 
-from megafrontier.cluster.levels import Levels
-from megafrontier.partition.changes import levels_of_changes
-from megafrontier.partition.lanes import Policy
+from megafrontier.parallel.levels import Levels
+from megafrontier.partition.comm.delta import levels_of_changes
+from megafrontier.partition.comm.streams import Policy
 from megafrontier.partition.placement import Placement
-from megafrontier.partition.wires import Wire, Wires
+from megafrontier.partition.wires.wire import Wire, Wires
 
 Need = tuple[int, str, int]
 """(level, purpose, bytes) of `Scratch` that a crossing takes."""

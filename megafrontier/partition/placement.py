@@ -7,10 +7,10 @@ from dataclasses import astuple, dataclass
 from itertools import pairwise
 from math import prod
 
-from megafrontier.cluster.levels import Levels
+from megafrontier.common.errors import UserError
 from megafrontier.config import PartitionConfig
-from megafrontier.errors import UserError
-from megafrontier.partition.wires import Wires
+from megafrontier.parallel.levels import Levels
+from megafrontier.partition.wires.wire import Wires
 
 STRATEGIES = {
     "ddp": ("none", "none", "none", "none"),

@@ -1,10 +1,10 @@
 """Which format each level gets: presets, single choices over them, and what cannot be."""
 
-from megafrontier.cluster.levels import Levels
+from megafrontier.common.errors import UserError
 from megafrontier.config import PartitionConfig, WiresConfig
-from megafrontier.errors import UserError
+from megafrontier.parallel.levels import Levels
 from megafrontier.partition.placement import Placement, node_depth
-from megafrontier.partition.wires import Wires, make_wire
+from megafrontier.partition.wires.wire import Wires, make_wire
 
 Formats = list[str]
 """One format a level, fastest first."""

@@ -7,14 +7,14 @@ from functools import cached_property, partial
 import torch
 from torch import nn
 
-from megafrontier.partition.feedback import Feedback
+from megafrontier.partition.comm.collectives import Moves
+from megafrontier.partition.comm.pending import Slot
+from megafrontier.partition.error_feedback import Feedback
 from megafrontier.partition.flat_gradient import FlatGradient
 from megafrontier.partition.layout import Layout
-from megafrontier.partition.moves import Moves
 from megafrontier.partition.parameters import Parameters
 from megafrontier.partition.placement import Placement
-from megafrontier.partition.pool import Pool, UnitBuffer
-from megafrontier.partition.slot import Slot
+from megafrontier.partition.unit_buffers import Pool, UnitBuffer
 
 ROOT = "root"
 """The unit of all that no block owns; it is whole for the whole pass."""

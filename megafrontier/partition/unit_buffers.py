@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from megafrontier.shelf import Shelf, empty
+from megafrontier.common.buffer_pool import Shelf, empty
 
 
 class Owner(Protocol):

@@ -4,7 +4,7 @@ from math import prod
 
 import torch
 
-from megafrontier.shelf import empty
+from megafrontier.common.buffer_pool import empty
 
 
 class Scratch:

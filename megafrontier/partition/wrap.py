@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
+from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.partition.unit import ROOT, InitialSlice, Named, Unit
 
 _MARK = "_megafrontier_is_sharded"

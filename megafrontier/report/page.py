@@ -5,7 +5,7 @@ import html
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
 from megafrontier.report.draw import draw_loss, draw_throughput, draw_traffic, last_smooth
 from megafrontier.report.read import Run, all_levels, levels_of, read_runs, strategy_of
 from megafrontier.report.style import level_colours, run_look, short

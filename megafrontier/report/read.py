@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from megafrontier.common.errors import UserError
 from megafrontier.config import Config, config_from_dict, load_machine
-from megafrontier.errors import UserError
 
 Metrics = dict[str, Any]
 _NUMBERS = {

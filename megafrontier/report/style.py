@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
 
 # Okabe and Ito's palette, told apart with any colour vision; its yellow is too pale for lines.
 RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

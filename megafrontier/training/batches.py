@@ -4,11 +4,11 @@ from typing import Literal
 
 import torch
 
+from megafrontier.common.errors import RankError, UserError
 from megafrontier.config import Config
-from megafrontier.data.loader import Loader
-from megafrontier.data.samples import Batch, Samples, open_samples
-from megafrontier.data.tokenizer import kept_tokenizer
-from megafrontier.errors import RankError, UserError
+from megafrontier.data.sampling.loader import Loader
+from megafrontier.data.sampling.samples import Batch, Samples, open_samples
+from megafrontier.data.tokenizers.tokenizer import kept_tokenizer
 
 Part = Literal["train", "valid"]
 PARTS: tuple[Part, ...] = ("train", "valid")

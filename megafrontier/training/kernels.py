@@ -3,14 +3,14 @@
 import os
 from collections.abc import Iterator
 
-from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.common.errors import of_os_error
+from megafrontier.common.files import try_room
 from megafrontier.config import Config
-from megafrontier.errors import of_os_error
-from megafrontier.files import try_room
-from megafrontier.model.backends import attention_backend, uncompilable_attention
-from megafrontier.model.compile import missing_compiler
-from megafrontier.partition.codec import BlockCodec, missing_kernels
-from megafrontier.partition.wires import DTYPES, Wires
+from megafrontier.model.kernels.backends import attention_backend, uncompilable_attention
+from megafrontier.model.recompute.compile import missing_compiler
+from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.partition.wires.block import BlockCodec, missing_kernels
+from megafrontier.partition.wires.wire import DTYPES, Wires
 
 _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _TRIAL_BYTES = 2**20

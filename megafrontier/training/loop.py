@@ -4,17 +4,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.data.samples import Batch
-from megafrontier.errors import is_alike
+from megafrontier.common.async_copy import Moment
+from megafrontier.common.errors import is_alike
+from megafrontier.common.signals import stop_requested
+from megafrontier.data.sampling.samples import Batch
 from megafrontier.optim.schedule import learning_rate
-from megafrontier.signals import stop_requested
+from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.training.batches import read_step
-from megafrontier.training.callback import Callback
-from megafrontier.training.deferred import Moment
-from megafrontier.training.result import Pending, StepResult
+from megafrontier.training.callbacks.base import Callback
+from megafrontier.training.step import judge
+from megafrontier.training.step_result import Pending, StepResult
 from megafrontier.training.trainer import Trainer
-from megafrontier.training.verdict import judge
 
 Beat = Callable[[int | None], None]
 LATE_MICRO_BATCHES = 8

@@ -6,14 +6,14 @@ from dataclasses import fields, replace
 
 import torch
 
-from megafrontier.cluster.levels import Levels
+from megafrontier.common.errors import RunFailed, UserError
 from megafrontier.config import Config
-from megafrontier.errors import RunFailed, UserError
 from megafrontier.model.flops import parameter_count, unit_parameters
-from megafrontier.partition.buffers import MessageBuffers, unit_buffer_bytes
+from megafrontier.parallel.levels import Levels
+from megafrontier.partition.memory import MessageBuffers, unit_buffer_bytes
 from megafrontier.partition.placement import Placement, node_depth, state_bytes
-from megafrontier.partition.wires import DTYPES
-from megafrontier.training.arrangement import Arrangement
+from megafrontier.partition.wires.wire import DTYPES
+from megafrontier.training.plan import Arrangement
 
 GIB = 2**30
 _SAID_WITHOUT_TYPE = ("DefaultCPUAllocator", "out of memory", "_STATUS_ALLOC_FAILED")

@@ -4,15 +4,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from megafrontier.cluster.levels import Levels
+from megafrontier.common.errors import UserError
 from megafrontier.config import Config, MachineConfig, load_machine
-from megafrontier.data.tokenizer import kept_tokenizer
-from megafrontier.errors import UserError
+from megafrontier.data.tokenizers.tokenizer import kept_tokenizer
 from megafrontier.optim.adamw import find_apex
+from megafrontier.parallel.levels import Levels
 from megafrontier.partition import Placement, Wires
 from megafrontier.partition.presets import choose_wires, has_error_feedback
 from megafrontier.training.batches import PARTS, Part, make_loader, open_part
-from megafrontier.training.sinks import missing_package
+from megafrontier.training.logging.sinks import missing_package
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,15 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from megafrontier.cluster.levels import Levels
+from megafrontier.common.errors import UserError
 from megafrontier.config import Config, ModelConfig
-from megafrontier.data.loader import micro_batches
-from megafrontier.errors import UserError
+from megafrontier.data.sampling.loader import micro_batches
 from megafrontier.model.families import family_for
+from megafrontier.parallel.levels import Levels
 from megafrontier.partition.placement import error_levels
-from megafrontier.partition.wires import Wire
-from megafrontier.training.arrangement import Arrangement, arrange
+from megafrontier.partition.wires.wire import Wire
 from megafrontier.training.memory import buffer_gib, check_memory, state_gib
+from megafrontier.training.plan import Arrangement, arrange
 
 MANY_PEERS = 512
 RCCL_DEVICES = ("MI250X", "AMD")

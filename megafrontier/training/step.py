@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from megafrontier.common.async_copy import on_device
+from megafrontier.common.signals import stop_requested
 from megafrontier.optim.clipping import clip_factor, square_sum
-from megafrontier.signals import stop_requested
-from megafrontier.training.deferred import on_device
 from megafrontier.training.memory import GIB
 from megafrontier.training.trainer import Trainer
 

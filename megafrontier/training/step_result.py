@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megafrontier.training.deferred import DeferredRead, Moment
+from megafrontier.common.async_copy import DeferredRead, Moment
+from megafrontier.training.step import Verdict
 from megafrontier.training.trainer import Trainer
-from megafrontier.training.verdict import Verdict
 
 
 @dataclass(frozen=True)

@@ -6,21 +6,21 @@ from functools import partial
 
 import torch
 
-from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.common.signals import stops_held_back
 from megafrontier.config import Config
-from megafrontier.data.loader import Loader
-from megafrontier.model.compile import start_workers
+from megafrontier.data.sampling.loader import Loader
 from megafrontier.model.gpt import GPT
-from megafrontier.model.initialise import initial_slice, parameter_kind
+from megafrontier.model.init import initial_slice, parameter_kind
+from megafrontier.model.recompute.compile import start_workers
 from megafrontier.optim.adamw import ShardedAdamW
 from megafrontier.optim.loss_scale import LossScale
+from megafrontier.optim.spikes import SpikeRule
+from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.partition import Engine, shard
-from megafrontier.partition.wires import DTYPES
-from megafrontier.signals import stops_held_back
-from megafrontier.training.arrangement import Arrangement
+from megafrontier.partition.wires.wire import DTYPES
 from megafrontier.training.batches import PARTS, Part, make_loader, open_part
 from megafrontier.training.kernels import uncompiled_because
-from megafrontier.training.spikes import SpikeRule
+from megafrontier.training.plan import Arrangement
 
 
 @dataclass

@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from measuring import at_least, in_a_folder
 
-from megafrontier.partition.codec import INT4, INT8, BlockCodec, missing_kernels
-from megafrontier.partition.scratch import Scratch
-from megafrontier.partition.wires import Wire
+from megafrontier.partition.wires.block import INT4, INT8, BlockCodec, missing_kernels
+from megafrontier.partition.wires.wire import Wire
+from megafrontier.partition.workspace import Scratch
 
 CODECS = {"int8": INT8, "int4": INT4}
 ROTATING = {f"{name} rotated": replace(codec, rotates=True) for name, codec in CODECS.items()}

@@ -15,7 +15,7 @@ from fsdp2 import adamw
 from measuring import use_packages
 
 from megafrontier.config import Config
-from megafrontier.data.samples import Batch
+from megafrontier.data.sampling.samples import Batch
 from megafrontier.model.gpt import GPT
 
 BLOCK_AT_20B = 453e6

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megafrontier.config import Config
-from megafrontier.data.samples import Batch
+from megafrontier.data.sampling.samples import Batch
 from megafrontier.model.gpt import GPT
-from megafrontier.partition.wires import DTYPES
+from megafrontier.partition.wires.wire import DTYPES
 
 
 class Fsdp2:

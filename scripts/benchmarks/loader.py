@@ -25,8 +25,8 @@ from rounds import Results, Task, add_options, markdown, measure, middle_of, spr
 from rounds_child import Span
 
 from megafrontier.config import CorpusConfig, DataConfig
-from megafrontier.data.samples import open_samples
-from megafrontier.training.launch import joined
+from megafrontier.data.sampling.samples import open_samples
+from megafrontier.launch.main import joined
 from megafrontier.training.loop import train_step
 from megafrontier.training.trainer import build_trainer
 

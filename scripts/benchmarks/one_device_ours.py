@@ -17,11 +17,11 @@ from megafrontier.config import (
     TrainConfig,
     check,
 )
-from megafrontier.model.checkpointing import Mode
-from megafrontier.training.callback import Callback
-from megafrontier.training.launch import joined
+from megafrontier.launch.main import joined
+from megafrontier.model.recompute.checkpointing import Mode
+from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.loop import run
-from megafrontier.training.result import StepResult
+from megafrontier.training.step_result import StepResult
 from megafrontier.training.trainer import Trainer, build_trainer
 
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from rounds_child import Clock, Finished
 
 from megafrontier.config import ModelConfig
-from megafrontier.data.indexed import IndexedDataset, token_dtype
-from megafrontier.data.writer import Corpus, DocumentWriter
+from megafrontier.data.corpus.indexed import IndexedDataset, token_dtype
+from megafrontier.data.corpus.writer import Corpus, DocumentWriter
 
 LR, BETAS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
 CORPUS_TOKENS = 1 << 24

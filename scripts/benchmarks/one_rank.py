@@ -14,15 +14,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from megafrontier.common.errors import endings_told
 from megafrontier.config import Config, load_config
-from megafrontier.errors import endings_told
+from megafrontier.launch.main import joined
 from megafrontier.model.gpt import GPT
-from megafrontier.model.initialise import initialise, parameter_kind
+from megafrontier.model.init import initialise, parameter_kind
 from megafrontier.optim.schedule import learning_rate
-from megafrontier.partition.wires import DTYPES
-from megafrontier.training.arrangement import check_training
-from megafrontier.training.launch import joined
+from megafrontier.partition.wires.wire import DTYPES
 from megafrontier.training.loop import train_step
+from megafrontier.training.plan import check_training
 from megafrontier.training.trainer import Trainer, build_trainer, open_loader
 
 WARM_UP = 3

@@ -38,12 +38,12 @@ from rounds import Results, Task, add_options, chosen, markdown, measure, spread
 from rounds_child import Unable, device, repeat
 from torch import Tensor
 
+from megafrontier.common.errors import UserError, endings_told
 from megafrontier.config import OptimizerConfig
-from megafrontier.errors import UserError, endings_told
-from megafrontier.model.checkpointing import Mode
-from megafrontier.model.documents import document_attention
+from megafrontier.model.kernels.varlen import document_attention
 from megafrontier.model.loss import linear_cross_entropy
 from megafrontier.model.positions import document_mask
+from megafrontier.model.recompute.checkpointing import Mode
 from megafrontier.optim.adamw import ShardedAdamW
 
 ON_GPU = torch.cuda.is_available()

@@ -20,14 +20,14 @@ from pathlib import Path
 
 from measuring import in_a_folder, tensor_bytes
 
-from megafrontier.cluster.local import fork_ranks
+from megafrontier.common.errors import endings_told
 from megafrontier.config import Config, load_config
-from megafrontier.errors import endings_told
+from megafrontier.launch.local import fork_ranks
+from megafrontier.launch.main import joined
 from megafrontier.partition import STRATEGIES, Engine
 from megafrontier.partition.placement import state_bytes
-from megafrontier.training.arrangement import Arrangement, check_training
-from megafrontier.training.launch import joined
 from megafrontier.training.loop import train_step
+from megafrontier.training.plan import Arrangement, check_training
 from megafrontier.training.trainer import Trainer, build_trainer
 
 

@@ -82,8 +82,8 @@ def make_tokenizer(kind: str, folder: Path, text: Path) -> None:
 
 def ours(text: str, tokenizer: str, workers: int) -> dict[str, float]:
     """`megafrontier prepare`, to a corpus."""
-    from megafrontier.data.prepare import prepare
-    from megafrontier.data.tokenizer import load_tokenizer
+    from megafrontier.data.text.prepare import prepare
+    from megafrontier.data.tokenizers.tokenizer import load_tokenizer
 
     load_tokenizer(tokenizer)  # imported before the span, as by the others
     with Span() as span:
@@ -114,8 +114,8 @@ def datasets_map(text: str, tokenizer: str, workers: int, indexed: bool) -> dict
 
 def _write_indexed(table: Any, vocab_size: int) -> None:
     """Each document added by itself, as Megatron's own tool does."""
-    from megafrontier.data.indexed import token_dtype
-    from megafrontier.data.writer import Corpus, DocumentWriter
+    from megafrontier.data.corpus.indexed import token_dtype
+    from megafrontier.data.corpus.writer import Corpus, DocumentWriter
 
     dtype, yes = token_dtype(vocab_size), np.ones(1, bool)
     with Corpus("corpus", dtype) as corpus:

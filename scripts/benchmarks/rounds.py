@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from measuring import PACKAGES, at_least, code_version, cpu_name
 
-from megafrontier.errors import UserError, endings_told
-from megafrontier.files import write_whole
+from megafrontier.common.errors import UserError, endings_told
+from megafrontier.common.files import write_whole
 
 CHILD = Path(__file__).with_name("rounds_child.py")
 TIMEOUT_SECONDS = 1800.0

@@ -45,11 +45,11 @@ from slow_network_links import Unable, links
 from slow_network_report import ALONE, Row, load, row_of, write_report
 
 from megafrontier.cli import split_overrides
+from megafrontier.common.errors import UserError
+from megafrontier.common.files import write_whole
 from megafrontier.config import PartitionConfig, load_config
-from megafrontier.data.writer import Corpus
-from megafrontier.errors import UserError
-from megafrontier.files import write_whole
-from megafrontier.training.arrangement import check_training
+from megafrontier.data.corpus.writer import Corpus
+from megafrontier.training.plan import check_training
 
 PER_NODE = 4
 PASS_OF_COMPUTE = 0.12

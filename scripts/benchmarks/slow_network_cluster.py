@@ -17,7 +17,7 @@ from typing import Self
 from slow_network_job import Answer, Job
 from slow_network_links import Links, machine_cpu_seconds
 
-from megafrontier.signals import handled
+from megafrontier.common.signals import handled
 
 FIRST_PORT = 20_000
 HERE = Path(__file__).resolve().parent

@@ -16,18 +16,18 @@ from slow_network_device import occupy
 from slow_network_job import Answer, Job
 from slow_network_links import machine_cpu_seconds, sent
 
-from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.config import Config, load_config
-from megafrontier.data.loader import Loader
-from megafrontier.data.samples import Batch
+from megafrontier.data.sampling.loader import Loader
+from megafrontier.data.sampling.samples import Batch
+from megafrontier.launch.main import joined
 from megafrontier.model.gpt import GPT
-from megafrontier.model.initialise import initialise
-from megafrontier.partition.trace import Trace
-from megafrontier.partition.wires import DTYPES, Wires
-from megafrontier.training.arrangement import Arrangement
-from megafrontier.training.launch import joined
+from megafrontier.model.init import initialise
+from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.partition.comm.trace import Trace
+from megafrontier.partition.wires.wire import DTYPES, Wires
 from megafrontier.training.loop import train_step
-from megafrontier.training.result import StepResult
+from megafrontier.training.plan import Arrangement
+from megafrontier.training.step_result import StepResult
 from megafrontier.training.trainer import Trainer, build_trainer, open_loader
 
 

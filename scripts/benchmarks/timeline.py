@@ -14,8 +14,8 @@ from typing import Any
 
 from measuring import in_a_folder
 
-from megafrontier.errors import UserError, endings_told
-from megafrontier.partition.trace import WAITING
+from megafrontier.common.errors import UserError, endings_told
+from megafrontier.partition.comm.trace import WAITING
 from megafrontier.report.style import level_colours, pyplot
 
 WAITING_COLOUR = "#BBBBBB"

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from wire_quality_report import BASE, draw, figures, table
 
+from megafrontier.common.errors import UserError, endings_told
 from megafrontier.config import load_config
-from megafrontier.errors import UserError, endings_told
+from megafrontier.launch.main import train
 from megafrontier.report import write_report
 from megafrontier.report.read import read_runs
-from megafrontier.training.launch import train
 
 VARIANTS = {
     "exact": ["partition.strategy=topo", "partition.wires=exact"],

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from megafrontier.checkpoint.load import Checkpoint
 from megafrontier.checkpoint.manifest import Manifest
-from megafrontier.checkpoint.read import Checkpoint
-from megafrontier.checkpoint.write import Attach, save
+from megafrontier.checkpoint.save import Attach, save
 from megafrontier.partition.layout import Layout
 
 Tensors = dict[str, dict[str, torch.Tensor]]

@@ -11,7 +11,7 @@ import pytest
 
 from megafrontier.checkpoint.manifest import FILE_NAME, piece_file
 from megafrontier.cli import main
-from megafrontier.errors import LOST
+from megafrontier.common.errors import LOST
 from tests.checkpoint.helpers import SHAPES, flip, save_all
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megafrontier.checkpoint import folder, piece, write
-from megafrontier.checkpoint.crowd import Alone
+from megafrontier.checkpoint import folder, piece
+from megafrontier.checkpoint import save as write
+from megafrontier.checkpoint.coordinator import Alone
 from megafrontier.checkpoint.errors import CheckpointWriteError
 from megafrontier.checkpoint.folder import list_checkpoints
-from megafrontier.checkpoint.read import open_checkpoint
+from megafrontier.checkpoint.load import open_checkpoint
+from megafrontier.checkpoint.save import save
 from megafrontier.checkpoint.verify import verify
-from megafrontier.checkpoint.write import save
 from tests.checkpoint.helpers import (
     ALL_IN_ONE,
     BY_BLOCK,

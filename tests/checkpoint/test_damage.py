@@ -10,14 +10,14 @@ import torch
 
 import megafrontier.checkpoint
 from megafrontier.checkpoint import piece
-from megafrontier.checkpoint.crowd import Alone
+from megafrontier.checkpoint.checksum import seal
+from megafrontier.checkpoint.coordinator import Alone
 from megafrontier.checkpoint.errors import CheckpointCorrupt
+from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.checkpoint.manifest import FILE_NAME, SEAL_PREFIX, Manifest, piece_file
-from megafrontier.checkpoint.read import open_checkpoint
-from megafrontier.checkpoint.seal import seal
+from megafrontier.checkpoint.save import save
 from megafrontier.checkpoint.verify import verify
-from megafrontier.checkpoint.write import save
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
 from megafrontier.partition.layout import Layout
 from tests.checkpoint.helpers import BY_BLOCK, flip, load_all, save_all
 

@@ -16,7 +16,7 @@ from megafrontier.checkpoint.folder import (
     step_of,
 )
 from megafrontier.checkpoint.manifest import FILE_NAME
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
 
 
 @pytest.fixture

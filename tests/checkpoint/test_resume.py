@@ -5,12 +5,12 @@ import os
 import pytest
 import torch
 
-from megafrontier.checkpoint.crowd import Alone
+from megafrontier.checkpoint.coordinator import Alone
 from megafrontier.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable
 from megafrontier.checkpoint.manifest import FILE_NAME, Manifest, piece_file
 from megafrontier.checkpoint.resume import load_checkpoint, open_newest
 from megafrontier.checkpoint.verify import verify
-from megafrontier.errors import PeersLost, UserError
+from megafrontier.common.errors import PeersLost, UserError
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import (
     BY_BLOCK,

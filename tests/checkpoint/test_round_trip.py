@@ -8,14 +8,14 @@ import torch
 from measuring import resident_bytes
 from safetensors import safe_open
 
-from megafrontier.checkpoint import read
-from megafrontier.checkpoint.crowd import Alone
+from megafrontier.checkpoint import load as read
+from megafrontier.checkpoint.coordinator import Alone
+from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.checkpoint.manifest import Manifest, piece_file
 from megafrontier.checkpoint.piece import PieceFile, file_size
-from megafrontier.checkpoint.read import open_checkpoint
+from megafrontier.checkpoint.save import save
 from megafrontier.checkpoint.verify import verify
-from megafrontier.checkpoint.write import save
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
 from megafrontier.partition.layout import Layout
 from tests.checkpoint.helpers import (
     ALL_IN_ONE,

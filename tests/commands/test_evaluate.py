@@ -2,9 +2,9 @@
 
 import torch
 
-from megafrontier.data.samples import IGNORED, Batch
-from megafrontier.data.tokenizer import ByteTokenizer
-from megafrontier.training.evaluating import text_bytes
+from megafrontier.commands.evaluate import text_bytes
+from megafrontier.data.sampling.samples import IGNORED, Batch
+from megafrontier.data.tokenizers.tokenizer import ByteTokenizer
 
 
 def batch_of(rows, before):

@@ -5,15 +5,15 @@ from itertools import islice
 import pytest
 import torch
 
-from megafrontier.errors import UserError
-from megafrontier.model import generate as generate_module
-from megafrontier.model.generate import (
+from megafrontier.commands import generate as generate_module
+from megafrontier.commands.generate import (
     KVCache,
     generate,
     next_token_probabilities,
     stream_text,
 )
-from megafrontier.model.huggingface import export_model
+from megafrontier.common.errors import UserError
+from megafrontier.model.families.hf_io import export_model
 
 PROMPT = [3, 1, 4, 1, 5]
 

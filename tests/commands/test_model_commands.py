@@ -13,16 +13,17 @@ import pytest
 import torch
 
 from megafrontier.cli import main
+from megafrontier.commands import convert as standalone
+from megafrontier.commands import evaluate as evaluating
+from megafrontier.common.errors import FAILED
 from megafrontier.config import load_config
-from megafrontier.data.prepare import prepare
-from megafrontier.data.tokenizer import ByteTokenizer
-from megafrontier.errors import FAILED
-from megafrontier.training import evaluating, standalone
+from megafrontier.data.text.prepare import prepare
+from megafrontier.data.tokenizers.tokenizer import ByteTokenizer
 from tests.data.corpora import write_corpus
 from tests.training import runs
 
 TEXT = "Der Fluß ist breit, 3 € sind viel; a stitch in time saves nine.\n" * 60
-STANDALONE, EVALUATING = "megafrontier.training.standalone.", "megafrontier.training.evaluating."
+STANDALONE, EVALUATING = "megafrontier.commands.convert.", "megafrontier.commands.evaluate."
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +63,8 @@ def numbers(line):
 def whole_model_loss(life, model_loss):
     """Nats, tokens and text of the same validation samples, by another road."""
     from megafrontier.checkpoint.folder import newest
+    from megafrontier.commands.convert import saved_config
     from megafrontier.training.batches import open_part
-    from megafrontier.training.standalone import saved_config
 
     config = saved_config(newest(life / "run"))
     samples = open_part(config, "valid")
@@ -73,8 +74,8 @@ def whole_model_loss(life, model_loss):
 
 def test_evaluate_tells_the_loss_perplexity_and_bits_per_byte_of_one_whole_model(life, capfd):
     from megafrontier.checkpoint.folder import newest
-    from megafrontier.data.tokenizer import load_tokenizer
-    from megafrontier.training.standalone import load_model, saved_config
+    from megafrontier.commands.convert import load_model, saved_config
+    from megafrontier.data.tokenizers.tokenizer import load_tokenizer
 
     path = newest(life / "run")
     model = load_model(path, saved_config(path), torch.device("cpu"))
@@ -194,8 +195,8 @@ def test_the_end_of_a_document_is_no_text_to_evaluate(life, capfd, tmp_path):
 
 
 def test_generated_text_keeps_its_space_behind_the_prompt(life, capfd, monkeypatch):
-    from megafrontier.data.tokenizer import SentencePieceTokenizer
-    from megafrontier.training import standalone
+    from megafrontier.commands import convert as standalone
+    from megafrontier.data.tokenizers.tokenizer import SentencePieceTokenizer
 
     decode = SentencePieceTokenizer.decode
     monkeypatch.setattr(  # as Llama's does
@@ -348,7 +349,7 @@ def test_a_trace_has_a_row_a_level_and_costs_no_run_its_end(life, capfd, tmp_pat
 
 
 def test_generated_tokens_are_the_tokenizers(life, capfd, monkeypatch):
-    from megafrontier.training import standalone
+    from megafrontier.commands import convert as standalone
 
     found = {}
 
@@ -507,8 +508,8 @@ def test_what_is_exported_gives_transformers_the_same_loss_and_comes_back_to_tra
 
 def test_a_model_in_bf16_as_on_a_gpu_gives_the_logits_of_fp32(life, monkeypatch):
     from megafrontier.checkpoint.folder import newest
-    from megafrontier.training import standalone
-    from megafrontier.training.standalone import load_model, saved_config
+    from megafrontier.commands import convert as standalone
+    from megafrontier.commands.convert import load_model, saved_config
 
     path, cpu = newest(life / "run"), torch.device("cpu")
     config, tokens = saved_config(path), torch.arange(16).view(1, -1)

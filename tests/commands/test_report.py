@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from megafrontier.cli import main
+from megafrontier.common.errors import UserError
 from megafrontier.config import Config, config_from_dict, save_config
-from megafrontier.errors import UserError
 from megafrontier.report import draw, write_report
 from megafrontier.report.draw import last_smooth, smooth
 from megafrontier.report.read import all_levels, levels_of, read_runs, strategy_of

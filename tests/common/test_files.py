@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megafrontier.files import in_work, write_whole
+from megafrontier.common.files import in_work, write_whole
 from tests.processes import in_child
 
 NOBODY = 2**30

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
 
 
 def refusal(call, *arguments):

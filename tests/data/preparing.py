@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from megafrontier.data.indexed import IndexedDataset
-from megafrontier.data.prepare import prepare
+from megafrontier.data.corpus.indexed import IndexedDataset
+from megafrontier.data.text.prepare import prepare
 
 
 def prepared(folder: Path, *inputs: str | Path, **options) -> list[str]:

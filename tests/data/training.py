@@ -8,10 +8,10 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
-from megafrontier.data import train_tokenizer as module
+from megafrontier.data.tokenizers import train as module
 
 
 def train_tokenizer(*arguments: Any, **options: Any) -> Any:
-    """`megafrontier.data.train_tokenizer.train_tokenizer` in a process of its own."""
+    """`megafrontier.data.tokenizers.train.train_tokenizer` in a process of its own."""
     with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
         return pool.submit(module.train_tokenizer, *arguments, **options).result()

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from megafrontier.errors import BAD_INPUT, BAD_NODE, LOST
+from megafrontier.common.errors import BAD_INPUT, BAD_NODE, LOST
 from tests.processes import COMMAND, Forked
 from tests.training import runs
 
@@ -98,7 +98,7 @@ def test_a_launchers_ranks_give_the_losses_of_local_ones(folder, local, identity
 UNMET = """
 import sys
 from megafrontier import cli
-from megafrontier.cluster import join
+from megafrontier.launch import rendezvous as join
 def meet(identity, seconds):
     sys.exit("ready" if "torch._dynamo" in sys.modules else "not ready")
 join._meet = meet
@@ -183,8 +183,8 @@ def test_what_one_rank_a_host_finds_on_all_hosts_blames_no_node(folder, hosts):
 FAILING = """
 import os, sys
 from megafrontier import cli
-from megafrontier.errors import StorageFailed, UserError
-from megafrontier.training import launch
+from megafrontier.common.errors import StorageFailed, UserError
+from megafrontier.launch import main as launch
 def fail(*_):
     if {where}:
         raise {error}

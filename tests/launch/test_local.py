@@ -12,11 +12,11 @@ import time
 
 import pytest
 
-from megafrontier.cluster import local
-from megafrontier.cluster.identity import identify
-from megafrontier.cluster.local import fork_ranks
-from megafrontier.errors import STOPPED, RankError, RunFailed, UserError
-from megafrontier.signals import stops_remembered
+from megafrontier.common.errors import STOPPED, RankError, RunFailed, UserError
+from megafrontier.common.signals import stops_remembered
+from megafrontier.launch import local
+from megafrontier.launch.local import fork_ranks
+from megafrontier.parallel.env import identify
 from tests.processes import alive, children, wait_for
 from tests.ranks import run_ranks
 
@@ -218,7 +218,7 @@ sys.modules["torch._dynamo"] = types.ModuleType("torch._dynamo")
 # A shell's background jobs, and so whoever runs these tests, may have Ctrl-C ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
-from megafrontier.cluster.local import fork_ranks
+from megafrontier.launch.local import fork_ranks
 def body():
     Path(sys.argv[1], "pid-" + os.environ["MEGAFRONTIER_LOCAL"][0]).write_text(str(os.getpid()))
     {body}
@@ -268,7 +268,10 @@ def test_ranks_whose_output_nobody_reads_any_more_still_end(tmp_path):
     ("body", "code"),
     [
         ("if os.environ['MEGAFRONTIER_LOCAL'] == '1/3': os.kill(os.getpid(), signal.SIGKILL)", 137),
-        ("from megafrontier.errors import RunFailed; raise RunFailed('a reason')", RunFailed.code),
+        (
+            "from megafrontier.common.errors import RunFailed; raise RunFailed('a reason')",
+            RunFailed.code,
+        ),
     ],
 )
 def test_an_end_that_cannot_be_told_keeps_its_code(tmp_path, body, code):

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafrontier.cluster import join
-from megafrontier.cluster.identity import Identity
-from megafrontier.errors import PeersLost, UserError
+from megafrontier.common.errors import PeersLost, UserError
+from megafrontier.launch import rendezvous as join
+from megafrontier.parallel.env import Identity
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megafrontier.training.arrangement import arrange
+from megafrontier.training.plan import arrange
 from megafrontier.training.trainer import build_trainer
 from tests.ranks import run_ranks
 from tests.training import runs

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megafrontier.data.samples import document_starts
+from megafrontier.data.sampling.samples import document_starts
 from megafrontier.model.gpt import GPT
-from megafrontier.model.initialise import initial_slice, initialise
+from megafrontier.model.init import initial_slice, initialise
 from megafrontier.partition import Placement, shard
 from tests.model.conftest import SHAPES, small_config
 from tests.ranks import run_ranks

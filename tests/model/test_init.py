@@ -6,9 +6,9 @@ from math import prod, sqrt
 import pytest
 import torch
 
-from megafrontier.model import initialise as module
+from megafrontier.model import init as module
 from megafrontier.model.gpt import GPT, parameter_shapes
-from megafrontier.model.initialise import initial_slice, initialise, parameter_kind
+from megafrontier.model.init import initial_slice, initialise, parameter_kind
 
 KNOWN = [0.002406746, 0.02491387, -0.005563564]
 

@@ -7,8 +7,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from megafrontier.common.errors import UserError
 from megafrontier.config import OptimizerConfig
-from megafrontier.errors import UserError
 from megafrontier.optim.adamw import ShardedAdamW, find_apex
 
 NUMEL, DECAYED = 96, 50

@@ -9,8 +9,8 @@ import torch
 
 from megafrontier.config import TrainConfig
 from megafrontier.model.gpt import GPT
+from megafrontier.optim.spikes import SpikeRule
 from megafrontier.training import loop
-from megafrontier.training.spikes import SpikeRule
 from tests.training import runs
 
 CHOSEN = ("train.steps=12", "evaluate.batches=0", "machine=laptop", "train.spike_window=4")

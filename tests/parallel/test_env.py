@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megafrontier.cluster import identity
-from megafrontier.cluster.identity import Identity, identify
-from megafrontier.cluster.join import misplaced
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
+from megafrontier.launch.rendezvous import misplaced
+from megafrontier.parallel import env as identity
+from megafrontier.parallel.env import Identity, identify
 
 SLURM = {
     "SLURM_PROCID": "11",

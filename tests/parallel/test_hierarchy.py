@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafrontier.cluster import collectives
-from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.cluster.identity import Identity, identify
-from megafrontier.cluster.join import give_up, join
-from megafrontier.cluster.local import fork_ranks
-from megafrontier.errors import LOST, StorageFailed, UserError
+from megafrontier.common.errors import LOST, StorageFailed, UserError
+from megafrontier.launch.local import fork_ranks
+from megafrontier.launch.rendezvous import give_up, join
+from megafrontier.parallel import collectives
+from megafrontier.parallel.env import Identity, identify
+from megafrontier.parallel.hierarchy import Hierarchy
 from tests.ranks import make_levels, run_ranks
 
 CPU = torch.device("cpu")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from megafrontier.cluster.levels import Levels
+from megafrontier.common.errors import UserError
 from megafrontier.config import LevelConfig
-from megafrontier.errors import UserError
+from megafrontier.parallel.levels import Levels
 
 FRONTIER = Levels(("pair", "node", "world"), (2, 4, 3))
 

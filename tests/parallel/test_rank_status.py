@@ -2,7 +2,7 @@
 
 import pytest
 
-from megafrontier.cluster.activity import Activity, Place, culprits, decode
+from megafrontier.parallel.rank_status import Activity, Place, culprits, decode
 
 LINK, STORAGE = "link world", "run.directory"
 

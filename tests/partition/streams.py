@@ -9,10 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megafrontier.partition.lanes import DONE
-from megafrontier.partition.pool import UnitBuffer
-from megafrontier.partition.scratch import Scratch
-from megafrontier.shelf import Shelf
+from megafrontier.common.buffer_pool import Shelf
+from megafrontier.partition.comm.streams import DONE
+from megafrontier.partition.unit_buffers import UnitBuffer
+from megafrontier.partition.workspace import Scratch
 
 COMPUTATION = -1
 """The number, among the lanes', of where the model runs."""

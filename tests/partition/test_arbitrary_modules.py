@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megafrontier.common.errors import UserError
 from megafrontier.config import WiresConfig
-from megafrontier.errors import UserError
 from megafrontier.partition import Placement, shard
 from megafrontier.partition.presets import choose_wires
 from tests.partition.tiny import TinyModel, batch

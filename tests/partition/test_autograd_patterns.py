@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megafrontier.config import WiresConfig
 from megafrontier.partition import Placement, shard
-from megafrontier.partition.modules import tensors_in
 from megafrontier.partition.presets import choose_wires
+from megafrontier.partition.wrap import tensors_in
 from tests.ranks import make_levels, run_ranks
 
 Call = Callable[[nn.Module, torch.Tensor], torch.Tensor]

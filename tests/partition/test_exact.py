@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megafrontier.cluster.hierarchy import Hierarchy
 from megafrontier.config import WiresConfig
+from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.partition import STRATEGIES, Placement
 from megafrontier.partition.presets import choose_wires
 from tests.partition.tiny import train_alone, train_sharded

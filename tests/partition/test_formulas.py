@@ -11,8 +11,8 @@ from megafrontier.config import WiresConfig
 from megafrontier.partition import STRATEGIES, Placement, Wires
 from megafrontier.partition.placement import state_bytes, traffic_bytes
 from megafrontier.partition.presets import choose_wires
-from megafrontier.partition.rotation import rotate, rotate_back
 from megafrontier.partition.unit import Phase
+from megafrontier.partition.wires.rotation import rotate, rotate_back
 from tests.partition.tiny import (
     LENGTH,
     VOCABULARY,

@@ -6,7 +6,7 @@ Where there are fewer GPUs than ranks, ranks share them.
 import pytest
 import torch
 
-from tests.partition.test_overlap import CASES, POLICIES, train
+from tests.partition.comm.test_overlap import CASES, POLICIES, train
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("unused_gpus")

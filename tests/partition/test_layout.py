@@ -5,9 +5,9 @@ from math import prod
 
 import pytest
 
-from megafrontier.cluster.levels import Levels
+from megafrontier.common.errors import UserError
 from megafrontier.config import PartitionConfig
-from megafrontier.errors import UserError
+from megafrontier.parallel.levels import Levels
 from megafrontier.partition.layout import SHARD_ALIGNMENT, Layout, shard_range
 from megafrontier.partition.placement import STRATEGIES, Placement
 from tests.ranks import make_levels

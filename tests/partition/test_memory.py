@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from megafrontier.partition import STRATEGIES
-from megafrontier.partition import wires as wires_module
-from megafrontier.partition.buffers import MessageBuffers
-from megafrontier.partition.pool import Pool
-from megafrontier.partition.wires import Wire
+from megafrontier.partition.memory import MessageBuffers
+from megafrontier.partition.unit_buffers import Pool
+from megafrontier.partition.wires import wire as wires_module
+from megafrontier.partition.wires.wire import Wire
 from tests.partition.tiny import (
     LEVELS,
     engine_step,

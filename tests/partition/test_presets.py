@@ -2,9 +2,9 @@
 
 import pytest
 
-from megafrontier.cluster.levels import Levels
+from megafrontier.common.errors import UserError
 from megafrontier.config import PartitionConfig, WiresConfig
-from megafrontier.errors import UserError
+from megafrontier.parallel.levels import Levels
 from megafrontier.partition import Placement
 from megafrontier.partition.presets import has_error_feedback
 from tests.partition.tiny import LEVELS, preset

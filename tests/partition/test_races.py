@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megafrontier.partition import engine as engine_module
-from megafrontier.partition.wires import DTYPES
+from megafrontier.partition.wires.wire import DTYPES
 from tests.partition.races import Races
 from tests.partition.streams import COMPUTATION, Ticket
 from tests.partition.tiny import LEVELS, batch, place, preset

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
 from megafrontier.partition import Placement, shard
 from tests.ranks import run_ranks
 

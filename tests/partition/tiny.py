@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.cluster.levels import Levels
 from megafrontier.config import WiresConfig
+from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.levels import Levels
 from megafrontier.partition import Placement, Wires, shard
-from megafrontier.partition.buffers import unit_buffer_bytes
 from megafrontier.partition.engine import Engine
+from megafrontier.partition.memory import unit_buffer_bytes
 from megafrontier.partition.presets import choose_wires
 from megafrontier.partition.unit import ROOT
 from tests.ranks import make_levels

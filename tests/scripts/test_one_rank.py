@@ -5,7 +5,7 @@ from pathlib import Path
 import one_rank
 import pytest
 
-from megafrontier.training.launch import joined
+from megafrontier.launch.main import joined
 from megafrontier.training.loop import train_step
 from megafrontier.training.trainer import build_trainer
 from tests.training import runs

@@ -10,7 +10,7 @@ import own_module
 import pytest
 import torch
 
-from megafrontier.cluster.local import fork_ranks
+from megafrontier.launch.local import fork_ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 9, 48, 100])

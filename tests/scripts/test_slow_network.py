@@ -14,7 +14,7 @@ from slow_network_job import Answer
 from slow_network_node import wait_for
 from slow_network_report import ALONE, Figures, Row, load, row_of, table
 
-from megafrontier.signals import handled
+from megafrontier.common.signals import handled
 
 
 def why_no_links():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import wire_quality
 
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
 from tests.training import runs
 
 Figures = dict[str, dict[str, Any]]

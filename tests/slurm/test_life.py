@@ -105,7 +105,7 @@ def test_what_only_the_ranks_can_refuse_is_not_requeued_either(training):
 
 def test_ranks_that_srun_starts_from_a_login_node_meet_on_the_first_of_their_own(cluster):
     script = (
-        "import os; from megafrontier.cluster.identity import identify; "
+        "import os; from megafrontier.parallel.env import identify; "
         "print(identify(os.environ).rendezvous)"
     )
     nodes = cluster.nodes[1:3]

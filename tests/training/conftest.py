@@ -2,7 +2,7 @@
 
 import pytest
 
-from megafrontier.training import launch
+from megafrontier.launch import main as launch
 from tests.training import runs
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megafrontier.config import Config, load_config
-from megafrontier.training.launch import train
+from megafrontier.launch.main import train
 from tests.data.corpora import write_corpus
 
 VOCABULARY = 61

@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from megafrontier.errors import UserError
-from megafrontier.training.arrangement import arrange
+from megafrontier.common.errors import UserError
+from megafrontier.training.plan import arrange
 from tests.ranks import make_levels
 from tests.training import runs
 

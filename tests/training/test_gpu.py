@@ -5,13 +5,13 @@ Where there are fewer GPUs than ranks, ranks share them.
 
 import pytest
 
-from megafrontier.errors import FAILED, LOST
+from megafrontier.common.errors import FAILED, LOST
 from tests import processes
+from tests.launch.health.test_watchdog import AT_STEP, FREEZE, KILL, launched
+from tests.launch.test_launchers import start, torchrun, wait_for
 from tests.processes import COMMAND
 from tests.ranks import share_devices
 from tests.training import runs
-from tests.training.test_launchers import start, torchrun, wait_for
-from tests.training.test_lost import AT_STEP, FREEZE, KILL, launched
 
 pytestmark = pytest.mark.usefixtures("unused_gpus")
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch._inductor import config as inductor
 
-from megafrontier.errors import UserError
-from megafrontier.model import backends, compile
+from megafrontier.common.errors import UserError
+from megafrontier.launch.main import train as train_config
+from megafrontier.model.kernels import backends
+from megafrontier.model.recompute import compile
 from megafrontier.training.kernels import check_caches
-from megafrontier.training.launch import train as train_config
 from tests.training import runs
 
 

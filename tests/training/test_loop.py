@@ -12,15 +12,19 @@ import torch
 from measuring import tensor_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megafrontier.errors import RunFailed
+from megafrontier.common import async_copy as deferred
+from megafrontier.common.errors import RunFailed
 from megafrontier.optim import loss_scale
-from megafrontier.training import deferred, evaluation, loop, saving, verdict
+from megafrontier.training import loop
+from megafrontier.training import step as verdict
 from megafrontier.training import trainer as trainer_module
-from megafrontier.training.arrangement import arrange
-from megafrontier.training.callback import Callback
-from megafrontier.training.evaluation import Evaluate
-from megafrontier.training.garbage import garbage_collected
-from megafrontier.training.sinks import JsonLines
+from megafrontier.training.callbacks import evaluate as evaluation
+from megafrontier.training.callbacks import save as saving
+from megafrontier.training.callbacks.base import Callback
+from megafrontier.training.callbacks.evaluate import Evaluate
+from megafrontier.training.callbacks.garbage_collection import garbage_collected
+from megafrontier.training.logging.sinks import JsonLines
+from megafrontier.training.plan import arrange
 from megafrontier.training.trainer import build_trainer
 from tests.ranks import run_ranks
 from tests.training import runs

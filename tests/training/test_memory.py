@@ -6,10 +6,9 @@ from math import prod
 import pytest
 import torch
 
+from megafrontier.common.errors import UserError
 from megafrontier.config import load_config
-from megafrontier.errors import UserError
 from megafrontier.model.flops import parameter_count, unit_parameters
-from megafrontier.training.arrangement import arrange
 from megafrontier.training.memory import (
     OutOfMemory,
     buffer_gib,
@@ -17,7 +16,8 @@ from megafrontier.training.memory import (
     out_of_memory_told,
     state_gib,
 )
-from megafrontier.training.ranks import foresee
+from megafrontier.training.plan import arrange
+from megafrontier.training.preview import foresee
 
 GIB = 2**30
 LAYERS = "model.layers=43"

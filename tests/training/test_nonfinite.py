@@ -6,14 +6,14 @@ import signal
 import pytest
 import torch
 
-from megafrontier.errors import STOPPED
+from megafrontier.common.errors import STOPPED
+from megafrontier.common.signals import stops_remembered
+from megafrontier.launch.main import train
 from megafrontier.model.gpt import GPT
-from megafrontier.signals import stops_remembered
 from megafrontier.training import loop
-from megafrontier.training.arrangement import arrange
-from megafrontier.training.evaluation import evaluate
-from megafrontier.training.launch import train
+from megafrontier.training.callbacks.evaluate import evaluate
 from megafrontier.training.loop import train_step
+from megafrontier.training.plan import arrange
 from megafrontier.training.trainer import build_trainer
 from tests.ranks import run_ranks
 from tests.training import runs

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megafrontier.training.arrangement import arrange
-from megafrontier.training.ranks import describe_ranks, describe_wires, foresee
+from megafrontier.training.plan import arrange
+from megafrontier.training.preview import describe_ranks, describe_wires, foresee
 from tests.training import runs
 
 CPU = torch.device("cpu")

@@ -9,14 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from megafrontier.checkpoint import write
+from megafrontier.checkpoint import save as write
 from megafrontier.cli import main
-from megafrontier.cluster.identity import Identity
+from megafrontier.common.errors import FAILED, LOST, STOPPED, UserError
+from megafrontier.common.signals import stops_remembered
 from megafrontier.config import load_config, load_machine
-from megafrontier.data.tokenizer import load_tokenizer
-from megafrontier.errors import FAILED, LOST, STOPPED, UserError
-from megafrontier.signals import stops_remembered
-from megafrontier.training import arrangement, launch, logbook, loop, saving
+from megafrontier.data.tokenizers.tokenizer import load_tokenizer
+from megafrontier.launch import main as launch
+from megafrontier.parallel.env import Identity
+from megafrontier.training import loop
+from megafrontier.training import plan as arrangement
+from megafrontier.training.callbacks import save as saving
+from megafrontier.training.logging import run_log as logbook
 from tests.data.corpora import write_corpus
 from tests.training import runs
 

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from megafrontier.errors import STOPPED
+from megafrontier.common.errors import STOPPED
 from tests import processes
+from tests.launch.test_launchers import slurm, start
 from tests.training import runs
-from tests.training.test_launchers import slurm, start
 
 RANKS = 2
 SMALL = ("machine=laptop", "train.steps=12")
@@ -20,8 +20,9 @@ SMALL = ("machine=laptop", "train.steps=12")
 # Where a run is told to stop must not depend on timing, so the ranks signal themselves.
 SIGNAL_AT = """
 import os, signal, sys
-from megafrontier import cli, signals
-from megafrontier.cluster import local
+from megafrontier.common import signals
+from megafrontier import cli
+from megafrontier.launch import local
 from megafrontier.training import {module} as module
 where = module.{name}
 def signalled(*arguments, **options):
@@ -124,7 +125,7 @@ def test_more_signals_during_the_save_change_nothing(folder, unbroken):
 
 PESTER = """
 import importlib
-write = importlib.import_module("megafrontier.checkpoint.write")
+write = importlib.import_module("megafrontier.checkpoint.save")
 def pestered(act):
     def wrapped(*arguments):
         for number in (signal.SIGTERM, signal.SIGUSR1):

@@ -5,7 +5,7 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 
-from megafrontier.training.arrangement import arrange
+from megafrontier.training.plan import arrange
 from megafrontier.training.trainer import build_trainer
 from tests.data.corpora import write_corpus
 from tests.ranks import run_ranks

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megafrontier.errors import UserError, of_os_error
-from megafrontier.files import looked_in
+from megafrontier.common.errors import UserError, of_os_error
+from megafrontier.common.files import looked_in
 
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\x00\x00"

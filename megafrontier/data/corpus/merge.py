@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megafrontier.data.indexed import IndexedDataset, bin_path, idx_path, is_empty
-from megafrontier.data.writer import Corpus, IndexSpool
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
+from megafrontier.data.corpus.indexed import IndexedDataset, bin_path, idx_path, is_empty
+from megafrontier.data.corpus.writer import Corpus, IndexSpool
 
 _RANGE_BYTES = 256 << 20  # copied by one thread at a time
 _COPY_BYTES = 4 << 20  # in memory at a time, a thread

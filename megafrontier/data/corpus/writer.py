@@ -12,8 +12,8 @@ from typing import BinaryIO, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from megafrontier.data.indexed import HEADER, MAGIC, VERSION, bin_path, dtype_code, idx_path
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
+from megafrontier.data.corpus.indexed import HEADER, MAGIC, VERSION, bin_path, dtype_code, idx_path
 
 _FULL = {
     errno.ENOSPC: "no space left on the disk",

@@ -6,8 +6,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from megafrontier.data.samples import Batch, Samples
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
+from megafrontier.data.sampling.samples import Batch, Samples
 
 
 def data_step(steps: int, skip: Sequence[Sequence[int]], first: int = 0) -> int:

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megafrontier.common.errors import UserError
 from megafrontier.config import CorpusConfig, DataConfig
-from megafrontier.data.indexed import IndexedDataset, bin_path
-from megafrontier.data.order import Blend, make_key, permute
-from megafrontier.errors import UserError
+from megafrontier.data.corpus.indexed import IndexedDataset, bin_path
+from megafrontier.data.sampling.order import Blend, make_key, permute
 
 IGNORED = -100
 """Target that gets no loss."""

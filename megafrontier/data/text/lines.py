@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from megafrontier.data.sources import Piece
+from megafrontier.data.text.sources import Piece
 
 
 class BadText(Exception):

@@ -4,7 +4,7 @@ import sys
 import time
 from typing import Any, Self
 
-from megafrontier.errors import tell
+from megafrontier.common.errors import tell
 
 _LINE_SECONDS = 10.0
 _SHOWN = 10  # bad texts told one by one

@@ -15,8 +15,9 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, Literal
 
-from megafrontier.data.hub import looked_up
-from megafrontier.data.listing import (
+from megafrontier.common.errors import UserError
+from megafrontier.data.text.hub import looked_up
+from megafrontier.data.text.listing import (
     LINE_SUFFIXES,
     NO_PACKING,
     TEXT_SUFFIXES,
@@ -25,9 +26,8 @@ from megafrontier.data.listing import (
     suffix,
     texts_in,
 )
-from megafrontier.data.streams import BLOCK_BYTES, Stream, cut_characters
-from megafrontier.data.tables import Rows, dataset_rows, parquet_rows
-from megafrontier.errors import UserError
+from megafrontier.data.text.streams import BLOCK_BYTES, Stream, cut_characters
+from megafrontier.data.text.tables import Rows, dataset_rows, parquet_rows
 
 _KINDS: dict[str, Literal["text", "lines", "parquet"]] = {
     **dict.fromkeys(TEXT_SUFFIXES, "text"),

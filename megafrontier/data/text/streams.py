@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
 
 BLOCK_BYTES = 1 << 20
 """Text read, shipped and tokenised at a time; a longer line or document row is taken whole."""

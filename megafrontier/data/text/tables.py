@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
 
 Rows = list[Any]
 _ROWS = 512  # read and shipped at a time

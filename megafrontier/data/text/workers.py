@@ -11,7 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
 from typing import Self, TypeVar
 
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")

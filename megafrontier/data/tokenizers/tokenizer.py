@@ -9,9 +9,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from megafrontier.data.hub import looked_up
-from megafrontier.errors import UserError, of_os_error
-from megafrontier.files import looked_in
+from megafrontier.common.errors import UserError, of_os_error
+from megafrontier.common.files import looked_in
+from megafrontier.data.text.hub import looked_up
 
 MARKER = "megafrontier_tokenizer.json"
 """File that tells a folder written by `save` which kind of tokenizer it holds."""
@@ -152,7 +152,7 @@ class SentencePieceTokenizer:
         character U+2581, which it takes for a space, and for the text of the eod piece, which it
         takes for the end. A model that `transformers` cannot convert is saved alone.
         """
-        from megafrontier.data.hugging_face import save_fast_tokenizer
+        from megafrontier.data.tokenizers.hf import save_fast_tokenizer
 
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MODEL_FILE).write_bytes(self._proto)

@@ -9,12 +9,12 @@ from pathlib import Path
 from random import Random
 from typing import BinaryIO, Literal
 
-from megafrontier.data.sources import Reader, find_sources
-from megafrontier.data.texts import BadText, read_texts
-from megafrontier.data.tokenizer import MARKER, SAVED_FILES, SentencePieceTokenizer
-from megafrontier.data.workers import Workers
-from megafrontier.errors import UserError
-from megafrontier.files import in_work
+from megafrontier.common.errors import UserError
+from megafrontier.common.files import in_work
+from megafrontier.data.text.lines import BadText, read_texts
+from megafrontier.data.text.sources import Reader, find_sources
+from megafrontier.data.text.workers import Workers
+from megafrontier.data.tokenizers.tokenizer import MARKER, SAVED_FILES, SentencePieceTokenizer
 
 EOD_PIECE = "<|endoftext|>"
 

@@ -6,9 +6,9 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from megafrontier.cluster.identity import Identity, planned_hosts
-from megafrontier.cluster.rollcall import Missing, describe
-from megafrontier.errors import Ending, NodesUnfit, RanksAbsent, RanksRefused, RunFailed
+from megafrontier.common.errors import Ending, NodesUnfit, RanksAbsent, RanksRefused, RunFailed
+from megafrontier.launch.health.liveness import Missing, describe
+from megafrontier.parallel.env import Identity, planned_hosts
 
 NAME = "bad-nodes.txt"
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.errors import Unconnected
+from megafrontier.common.errors import Unconnected
+from megafrontier.parallel.hierarchy import Hierarchy
 
 REPEATS = 4
 """The best of them counts: the first opens the connection, and others may be disturbed."""

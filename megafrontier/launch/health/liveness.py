@@ -23,9 +23,9 @@ from typing import TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
-from megafrontier.cluster.activity import Activity, culprits, decode
-from megafrontier.cluster.identity import Identity
-from megafrontier.errors import Ending, RanksRefused, Refusal
+from megafrontier.common.errors import Ending, RanksRefused, Refusal
+from megafrontier.parallel.env import Identity
+from megafrontier.parallel.rank_status import Activity, culprits, decode
 
 ANSWER_SECONDS = 3.0
 VERDICT_SECONDS = 10.0

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from megafrontier.cluster.identity import Identity
+from megafrontier.parallel.env import Identity
 
 _FAREWELL = b"."
 

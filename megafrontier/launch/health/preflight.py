@@ -13,26 +13,26 @@ from pathlib import Path
 
 import torch
 
-from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.cluster.identity import Identity
-from megafrontier.cluster.links import measure
-from megafrontier.config import Config, DeviceConfig
-from megafrontier.errors import (
+from megafrontier.common.errors import (
     NodesUnfit,
     RunFailed,
     StorageFailed,
     UserError,
 )
-from megafrontier.training import bad_nodes
-from megafrontier.training.arrangement import Arrangement
-from megafrontier.training.memory import GIB
-from megafrontier.training.storage import (
+from megafrontier.config import Config, DeviceConfig
+from megafrontier.launch.health import excluded_nodes
+from megafrontier.launch.health.links import measure
+from megafrontier.launch.health.storage import (
     STORAGE,
     Problem,
     check_checkpoints,
     check_shared,
     check_storage,
 )
+from megafrontier.parallel.env import Identity
+from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.training.memory import GIB
+from megafrontier.training.plan import Arrangement
 
 MEMORY_PART = 0.9
 """Drivers and firmware keep some of what is sold; a process of an earlier job keeps more."""
@@ -231,9 +231,9 @@ def _list(directory: Path, hosts: Iterable[str], line: str, hierarchy: Hierarchy
     if hierarchy.rank:
         return
     try:
-        bad_nodes.add(directory, hosts)
+        excluded_nodes.add(directory, hosts)
     except OSError as error:
-        not_listed = f"not listed, {directory / bad_nodes.NAME}: {error.strerror}"
+        not_listed = f"not listed, {directory / excluded_nodes.NAME}: {error.strerror}"
         raise StorageFailed(f"preflight: {line}; {not_listed}") from error
 
 

@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.cluster.identity import Identity
-from megafrontier.errors import StorageFailed, UserError, of_run_directory
+from megafrontier.common.errors import StorageFailed, UserError, of_run_directory
+from megafrontier.parallel.env import Identity
+from megafrontier.parallel.hierarchy import Hierarchy
 
 BEAT_SECONDS = 5.0
 EXPIRY_SECONDS = 120.0

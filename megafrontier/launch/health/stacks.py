@@ -5,8 +5,8 @@ import os
 from datetime import UTC, datetime
 from pathlib import Path
 
-from megafrontier.cluster.identity import Identity
-from megafrontier.partition.ledger import Ledger
+from megafrontier.parallel.env import Identity
+from megafrontier.partition.comm.ledger import Ledger
 
 
 def hang_folder(directory: Path, step: int) -> Path:

@@ -8,22 +8,22 @@ from math import ceil
 from pathlib import Path
 from tempfile import mkstemp
 
-from megafrontier.checkpoint.crowd import from_rank_0
+from megafrontier.checkpoint.coordinator import from_rank_0
 from megafrontier.checkpoint.folder import clean_partials, list_checkpoints, step_of
-from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.cluster.identity import Identity
-from megafrontier.config import Config
-from megafrontier.errors import (
+from megafrontier.common.errors import (
     StorageFailed,
     UserError,
     of_os_error,
     of_run_directory,
 )
+from megafrontier.config import Config
 from megafrontier.model.flops import parameter_count
-from megafrontier.partition.wires import DTYPES
-from megafrontier.training.arrangement import Arrangement
+from megafrontier.parallel.env import Identity
+from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.partition.wires.wire import DTYPES
+from megafrontier.training.callbacks.save import checkpoint_root
 from megafrontier.training.memory import GIB
-from megafrontier.training.saving import checkpoint_root
+from megafrontier.training.plan import Arrangement
 
 STORAGE = "run.directory"
 SEEN_SECONDS = 10.0

@@ -2,9 +2,10 @@
 
 Four things set it off: an exception of this rank, another rank's alarm, the end of a rank beside it
 on its host, or a step that does not end. Each leads to the same roll call (see
-`cluster/rollcall.py`), and after it every rank leaves: rank 0 with the line that says who was lost
-or that the run hung, the others without a word. The main thread may be stuck in a collective for
-good, so the threads here end the process themselves; and where these cannot run, the backstop does.
+`launch/health/liveness.py`), and after it every rank leaves: rank 0 with the line that says who was
+lost or that the run hung, the others without a word. The main thread may be stuck in a collective
+for good, so the threads here end the process themselves; and where these cannot run, the backstop
+does.
 
 Before the first step only the nodes and their links are tried, which takes seconds. Where that does
 not end, the hosts that do not answer the roll call are listed in bad-nodes.txt; where all answer,
@@ -23,11 +24,10 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
-from megafrontier.cluster.identity import Identity
-from megafrontier.cluster.join import ALL_PEERS
-from megafrontier.cluster.local import PEER_SECONDS
-from megafrontier.cluster.neighbours import Neighbours
-from megafrontier.cluster.rollcall import (
+from megafrontier.common.errors import BAD_NODE, LOST, Ending, Unconnected, is_alike, tell
+from megafrontier.launch.health import excluded_nodes
+from megafrontier.launch.health.hard_timeout import Backstop
+from megafrontier.launch.health.liveness import (
     Alarm,
     Answers,
     Missing,
@@ -37,11 +37,12 @@ from megafrontier.cluster.rollcall import (
     verdict_seconds,
     within,
 )
-from megafrontier.errors import BAD_NODE, LOST, Ending, Unconnected, is_alike, tell
-from megafrontier.partition.ledger import Ledger
-from megafrontier.training import bad_nodes
-from megafrontier.training.backstop import Backstop
-from megafrontier.training.stacks import hang_folder, write_stacks
+from megafrontier.launch.health.peer_monitor import Neighbours
+from megafrontier.launch.health.stacks import hang_folder, write_stacks
+from megafrontier.launch.local import PEER_SECONDS
+from megafrontier.launch.rendezvous import ALL_PEERS
+from megafrontier.parallel.env import Identity
+from megafrontier.partition.comm.ledger import Ledger
 
 START_FACTOR = 3
 """Start-up and first step (kernels, connections, compilation) may take so many times as long."""
@@ -289,7 +290,8 @@ class Watch:
     def _listed(self, line: str, ranks: Missing) -> tuple[int, str]:
         """Without the list, which rank 0 writes, another start would meet the same nodes."""
         who = self._identity
-        said = within(STORAGE_SECONDS, lambda: bad_nodes.list_hosts(self._directory, ranks, who))
+        folder = self._directory
+        said = within(STORAGE_SECONDS, lambda: excluded_nodes.list_hosts(folder, ranks, who))
         return (LOST, line) if said is None else (BAD_NODE, line + said)
 
     def _where(self, alarm: Alarm) -> str:

@@ -1,7 +1,7 @@
 """The Hugging Face families that a GPT can be written as and read from."""
 
+from megafrontier.common.errors import UserError
 from megafrontier.config import ModelConfig
-from megafrontier.errors import UserError
 from megafrontier.model.families.base import Family, Settings
 from megafrontier.model.families.gpt2 import GPT2
 from megafrontier.model.families.llama import Llama

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megafrontier.common.errors import UserError
 from megafrontier.config import ModelConfig, RotaryScalingConfig
-from megafrontier.errors import UserError
 from megafrontier.model.sizes import head_size, padded_vocab
 
 HEAD = "head"

@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megafrontier.common.errors import UserError
+from megafrontier.common.files import in_work
 from megafrontier.config import Config, ModelConfig, check
-from megafrontier.errors import UserError
-from megafrontier.files import in_work
 from megafrontier.model.families import Family, Settings, family_for, family_of
 from megafrontier.model.families.base import HEAD, Translation
 from megafrontier.model.gpt import parameter_shapes

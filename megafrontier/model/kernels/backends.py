@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from megafrontier.config import ModelConfig
-from megafrontier.model.documents import has_document_kernel, has_promised_shape
+from megafrontier.model.kernels.varlen import has_document_kernel, has_promised_shape
 from megafrontier.model.sizes import head_size, kv_heads
 
 _NAMES = {

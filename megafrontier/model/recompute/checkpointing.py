@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from megafrontier.model import documents
+from megafrontier.model.kernels import varlen
 
 Mode = Literal["none", "block", "selective", "offload"]
 
 _aten = torch.ops.aten
 # No bmm: those are attention without a fused kernel, whose scores are too many to keep.
-_PRODUCTS = [_aten.mm.default, _aten.addmm.default, documents.operator]
+_PRODUCTS = [_aten.mm.default, _aten.addmm.default, varlen.operator]
 _ATTENTION = [
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,

@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from megafrontier.shelf import Shelf
+from megafrontier.common.buffer_pool import Shelf
 
 
 class Offload:

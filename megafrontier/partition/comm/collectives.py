@@ -14,16 +14,16 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
-from megafrontier.cluster.collectives import all_of
-from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.partition.changes import Change, levels_of_changes
-from megafrontier.partition.lanes import DONE, Lanes, Ticket
+from megafrontier.common.buffer_pool import Shelf
+from megafrontier.parallel.collectives import all_of
+from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.partition.comm.delta import Change, levels_of_changes
+from megafrontier.partition.comm.ledger import Ledger
+from megafrontier.partition.comm.pending import Slot, Step, Work, weave
+from megafrontier.partition.comm.streams import DONE, Lanes, Ticket
 from megafrontier.partition.layout import shard_range
-from megafrontier.partition.ledger import Ledger
-from megafrontier.partition.scratch import Scratch
-from megafrontier.partition.slot import Slot, Step, Work, weave
-from megafrontier.partition.wires import Wire, Wires, pass_on
-from megafrontier.shelf import Shelf
+from megafrontier.partition.wires.wire import Wire, Wires, pass_on
+from megafrontier.partition.workspace import Scratch
 
 LABEL_BYTES = 128
 NO_ERRORS: Mapping[int, torch.Tensor] = MappingProxyType({})

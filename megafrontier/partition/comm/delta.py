@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megafrontier.partition.scratch import Scratch
-from megafrontier.partition.wires import Wire, Wires
+from megafrontier.partition.wires.wire import Wire, Wires
+from megafrontier.partition.workspace import Scratch
 
 
 def levels_of_changes(wires: Wires, sizes: Sequence[int], start: int, stop: int) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megafrontier.partition.trace import WAITING, Trace
+from megafrontier.partition.comm.trace import WAITING, Trace
 
 MOST_EVENTS = 20_000
 """On a GPU, crossings and waits that have not been read: several times those of a large step."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megafrontier.partition.lanes import DONE, Ticket
-from megafrontier.shelf import Shelf
+from megafrontier.common.buffer_pool import Shelf
+from megafrontier.partition.comm.streams import DONE, Ticket
 
 Work = Callable[[torch.Tensor], torch.Tensor]
 """A crossing, or work beside one: what it makes of the tensor on its way."""

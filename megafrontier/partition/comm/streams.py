@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from megafrontier.cluster.hierarchy import Turn
+from megafrontier.parallel.hierarchy import Turn
 
 Policy = Literal["none", "safe", "full"]
 Task = Callable[[], object]

@@ -13,7 +13,7 @@ is skipped. So a code times its scale is always exact in fp32. A block whose sca
 subnormal (largest magnitude below q · 2^-126, about 1e-36) is sent as zeros: a subnormal bf16 has
 so few bits that the largest code would not fit any more.
 
-On a GPU with Triton the same messages, to the byte, come from `codec_triton.py`.
+On a GPU with Triton the same messages, to the byte, come from `block_triton.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from types import ModuleType
 import torch
 
 from megafrontier.partition.layout import SHARD_ALIGNMENT
-from megafrontier.partition.rotation import rotate, rotate_back
+from megafrontier.partition.wires.rotation import rotate, rotate_back
 
 MESSAGE_ALIGNMENT = 16
 """Bytes. RCCL and NCCL copy in 16-byte units and are slow on the rest."""
@@ -243,10 +243,10 @@ def _find_kernels(device_type: str, codec: BlockCodec) -> ModuleType | str | Non
         return None
     if find_spec("triton") is None:
         return "no Triton"
-    from megafrontier.partition import codec_triton
+    from megafrontier.partition.wires import block_triton
 
     try:
-        return _difference(codec_triton, codec, device_type) or codec_triton
+        return _difference(block_triton, codec, device_type) or block_triton
     except Exception as error:  # of Triton's driver, its compiler, or the C compiler
         return " ".join(str(error).split())
 

@@ -34,10 +34,10 @@ import torch
 import triton
 import triton.language as tl
 
-from megafrontier.partition import rotation
+from megafrontier.partition.wires import rotation
 
 if TYPE_CHECKING:
-    from megafrontier.partition.codec import BlockCodec
+    from megafrontier.partition.wires.block import BlockCodec
 
 ENCODED = 4096
 """Elements of a program: whole blocks, and per thread 16 bytes or more of fp32 at a time."""

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megafrontier.cluster.collectives import all_gather, all_to_all
-from megafrontier.partition.codec import INT4, INT8, BlockCodec
-from megafrontier.partition.scratch import Scratch
+from megafrontier.parallel.collectives import all_gather, all_to_all
+from megafrontier.partition.wires.block import INT4, INT8, BlockCodec
+from megafrontier.partition.workspace import Scratch
 
 
 class Codec(Protocol):

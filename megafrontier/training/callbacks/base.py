@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megafrontier.training.result import StepResult
+    from megafrontier.training.step_result import StepResult
     from megafrontier.training.trainer import Trainer
 
 

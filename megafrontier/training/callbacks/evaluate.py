@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
-from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.data.loader import Loader
-from megafrontier.data.samples import Batch
+from megafrontier.data.sampling.loader import Loader
+from megafrontier.data.sampling.samples import Batch
 from megafrontier.model.gpt import GPT
-from megafrontier.training.attempts import last_lines
+from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.training.batches import read_step
-from megafrontier.training.callback import Callback, is_due
-from megafrontier.training.logbook import Logbook
+from megafrontier.training.callbacks.base import Callback, is_due
+from megafrontier.training.logging.run_log import Logbook
 from megafrontier.training.loop import stop_agreed
-from megafrontier.training.result import StepResult
+from megafrontier.training.resume.restarts import last_lines
+from megafrontier.training.step_result import StepResult
 from megafrontier.training.trainer import Trainer
 
 

@@ -4,8 +4,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megafrontier.training.callback import Callback, is_due
-from megafrontier.training.result import StepResult
+from megafrontier.training.callbacks.base import Callback, is_due
+from megafrontier.training.step_result import StepResult
 from megafrontier.training.trainer import Trainer
 
 

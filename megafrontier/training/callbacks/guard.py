@@ -1,11 +1,11 @@
 """Tell of skipped steps, and stop a run that has ceased to learn: too many non-finite in a row."""
 
-from megafrontier.data.loader import Loader
-from megafrontier.errors import RunFailed
+from megafrontier.common.errors import RunFailed
+from megafrontier.data.sampling.loader import Loader
 from megafrontier.optim.loss_scale import asks_for_less
-from megafrontier.training.callback import Callback
-from megafrontier.training.logbook import Logbook
-from megafrontier.training.result import StepResult
+from megafrontier.training.callbacks.base import Callback
+from megafrontier.training.logging.run_log import Logbook
+from megafrontier.training.step_result import StepResult
 from megafrontier.training.trainer import Trainer
 
 

@@ -12,14 +12,14 @@ import torch
 from megafrontier.checkpoint.errors import CheckpointWriteError
 from megafrontier.checkpoint.folder import delete, prune
 from megafrontier.checkpoint.manifest import Manifest
-from megafrontier.checkpoint.write import save
-from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.checkpoint.save import save
+from megafrontier.common.errors import RunFailed, StorageFailed
 from megafrontier.config import Config, config_to_dict
-from megafrontier.data.tokenizer import save_kept
-from megafrontier.errors import RunFailed, StorageFailed
-from megafrontier.training.callback import Callback, is_due
-from megafrontier.training.logbook import Logbook
-from megafrontier.training.result import StepResult
+from megafrontier.data.tokenizers.tokenizer import save_kept
+from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.training.callbacks.base import Callback, is_due
+from megafrontier.training.logging.run_log import Logbook
+from megafrontier.training.step_result import StepResult
 from megafrontier.training.trainer import Trainer
 
 DELETING_SECONDS = 1.0

@@ -2,9 +2,9 @@
 
 import torch
 
-from megafrontier.training.callback import Callback, is_due
-from megafrontier.training.logbook import Logbook
-from megafrontier.training.result import StepResult
+from megafrontier.training.callbacks.base import Callback, is_due
+from megafrontier.training.logging.run_log import Logbook
+from megafrontier.training.step_result import StepResult
 from megafrontier.training.trainer import Trainer
 
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from megafrontier.partition.trace import Trace
-from megafrontier.training.callback import Callback
-from megafrontier.training.logbook import Logbook
+from megafrontier.partition.comm.trace import Trace
+from megafrontier.training.callbacks.base import Callback
+from megafrontier.training.logging.run_log import Logbook
 from megafrontier.training.trainer import Trainer
 
 

@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from megafrontier.common.errors import of_run_directory
 from megafrontier.config import Config
-from megafrontier.errors import of_run_directory
-from megafrontier.training.callback import Callback
-from megafrontier.training.metrics import step_metrics
-from megafrontier.training.progress import Progress
-from megafrontier.training.result import StepResult
-from megafrontier.training.sinks import JsonLines, Sink, open_sinks
+from megafrontier.training.callbacks.base import Callback
+from megafrontier.training.logging.metrics import step_metrics
+from megafrontier.training.logging.progress import Progress
+from megafrontier.training.logging.sinks import JsonLines, Sink, open_sinks
+from megafrontier.training.step_result import StepResult
 from megafrontier.training.trainer import Trainer
 
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from megafrontier.common.errors import UserError, of_os_error
+from megafrontier.common.files import write_whole
+from megafrontier.common.signals import stops_held_back
 from megafrontier.config import Config, config_to_dict
-from megafrontier.errors import UserError, of_os_error
-from megafrontier.files import write_whole
-from megafrontier.signals import stops_held_back
 
 FINISH_SECONDS = 120.0
 """How long W&B may take at the end to send what it has not: its files stay, for `wandb sync`."""

@@ -5,8 +5,9 @@ from dataclasses import asdict, fields
 from math import isclose
 from typing import Any, TypeVar
 
+from megafrontier.checkpoint.load import Checkpoint
 from megafrontier.checkpoint.manifest import Manifest
-from megafrontier.checkpoint.read import Checkpoint
+from megafrontier.common.errors import UserError
 from megafrontier.config import (
     Config,
     ModelConfig,
@@ -15,8 +16,7 @@ from megafrontier.config import (
     TrainConfig,
     config_to_dict,
 )
-from megafrontier.data.loader import data_step
-from megafrontier.errors import UserError
+from megafrontier.data.sampling.loader import data_step
 from megafrontier.model.sizes import head_size, kv_heads, rotary_size
 from megafrontier.optim.schedule import learning_rate
 from megafrontier.training.trainer import Trainer

@@ -19,10 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.cluster.identity import Identity
-from megafrontier.config import Config
-from megafrontier.errors import (
+from megafrontier.common.errors import (
     BAD_INPUT,
     FAILED,
     INTERRUPTED,
@@ -31,7 +28,10 @@ from megafrontier.errors import (
     RunFailed,
     StorageFailed,
 )
-from megafrontier.training import bad_nodes
+from megafrontier.config import Config
+from megafrontier.launch.health import excluded_nodes
+from megafrontier.parallel.env import Identity
+from megafrontier.parallel.hierarchy import Hierarchy
 
 _TAIL_BYTES = 65536
 
@@ -83,7 +83,7 @@ def attempted(
     first = hierarchy.rank == 0
     attempt = Attempt(directory / "attempts.jsonl" if first else None, remark)
     reached = reached_step(directory / "metrics.jsonl") if first else 0
-    listed = len(bad_nodes.listed(directory)) if first else 0
+    listed = len(excluded_nodes.listed(directory)) if first else 0
     refusal = _refusal(directory, reached, listed, config.train.attempts) if first else None
     who = {"host": identity.host, "ranks": identity.world_size, **_start()}
     attempt.note(reached=reached, bad_nodes=listed, **who)

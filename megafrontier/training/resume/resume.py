@@ -17,17 +17,17 @@ from megafrontier.checkpoint.folder import (
     step_of,
     take_back,
 )
+from megafrontier.checkpoint.load import Checkpoint, read_manifest
 from megafrontier.checkpoint.manifest import Manifest
-from megafrontier.checkpoint.read import Checkpoint, read_manifest
 from megafrontier.checkpoint.resume import load_checkpoint, open_newest
+from megafrontier.common.errors import StorageFailed, UserError, of_os_error
 from megafrontier.config import Config, ModelConfig
-from megafrontier.errors import StorageFailed, UserError, of_os_error
 from megafrontier.model.gpt import parameter_shapes
 from megafrontier.partition import Engine
-from megafrontier.training.attempts import has_begun, note_begun, reached_step
-from megafrontier.training.compatibility import changes, check_model, old_position
-from megafrontier.training.logbook import Logbook
-from megafrontier.training.saving import checkpoint_root, shards
+from megafrontier.training.callbacks.save import checkpoint_root, shards
+from megafrontier.training.logging.run_log import Logbook
+from megafrontier.training.resume.compatibility import changes, check_model, old_position
+from megafrontier.training.resume.restarts import has_begun, note_begun, reached_step
 from megafrontier.training.trainer import Trainer
 
 

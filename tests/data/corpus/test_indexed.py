@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megafrontier.data.indexed import HEADER, IndexedDataset, token_dtype
-from megafrontier.data.writer import IndexSpool
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
+from megafrontier.data.corpus.indexed import HEADER, IndexedDataset, token_dtype
+from megafrontier.data.corpus.writer import IndexSpool
 from tests.data.corpora import write_corpus
 
 DOCUMENTS = [[[5, 6, 7]], [[8], [9, 10]], [[11, 12, 13, 14]]]
@@ -94,7 +94,7 @@ def test_a_corpus_of_a_hundred_million_documents_opens_at_once(tmp_path: Path) -
     code = f"""
 import time
 {PEAK_BYTES}
-from megafrontier.data.indexed import IndexedDataset
+from megafrontier.data.corpus.indexed import IndexedDataset
 start = time.perf_counter()
 corpus = IndexedDataset({str(tmp_path / "c")!r})
 assert len(corpus) == {documents} and len(corpus.tokens) == {10 * documents}
@@ -127,7 +127,7 @@ def test_the_index_is_written_in_flat_memory(tmp_path: Path) -> None:
 {PEAK_BYTES}
 from pathlib import Path
 import numpy as np
-from megafrontier.data.writer import IndexSpool
+from megafrontier.data.corpus.writer import IndexSpool
 spool = IndexSpool(Path({str(tmp_path)!r}))
 before = peak_bytes()
 for part in range(100):
@@ -145,7 +145,7 @@ print(peak_bytes() - before)
 def test_pointers_go_on_from_chunk_to_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megafrontier.data.writer._CHUNK", 2)
+    monkeypatch.setattr("megafrontier.data.corpus.writer._CHUNK", 2)
     expected = write_corpus(tmp_path / "c", DOCUMENTS)
     spool = IndexSpool(tmp_path)
     spool.add(np.array([3, 1, 2, 4], np.int32), np.array([1, 3, 4]))

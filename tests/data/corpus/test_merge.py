@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megafrontier.cli import main
-from megafrontier.data.sources import Source, share
+from megafrontier.data.text.sources import Source, share
 from tests.data.corpora import read_corpus
 
 

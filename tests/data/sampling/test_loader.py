@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megafrontier.common.errors import UserError
 from megafrontier.config import CorpusConfig, DataConfig
-from megafrontier.data.loader import Loader, data_step
-from megafrontier.data.samples import Batch, Samples, open_samples
-from megafrontier.errors import UserError
+from megafrontier.data.sampling.loader import Loader, data_step
+from megafrontier.data.sampling.samples import Batch, Samples, open_samples
 from tests.data.corpora import write_counting
 from tests.processes import in_child
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megafrontier.data.order import Blend, make_key, permute
+from megafrontier.data.sampling.order import Blend, make_key, permute
 
 
 def order(size: int, seed: int = 1, corpus: int = 0, epoch: int = 0) -> list[int]:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megafrontier.common.errors import UserError
 from megafrontier.config import CorpusConfig, DataConfig
-from megafrontier.data.samples import Samples, open_samples
-from megafrontier.errors import UserError
+from megafrontier.data.sampling.samples import Samples, open_samples
 from tests.data.corpora import write_corpus, write_counting
 
 S = 8

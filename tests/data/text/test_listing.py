@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megafrontier.data.sources import find_sources
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
+from megafrontier.data.text.sources import find_sources
 from tests.data.preparing import prepared
 
 

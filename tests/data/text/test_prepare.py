@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from megafrontier.cli import main
-from megafrontier.data.indexed import HEADER, IndexedDataset
-from megafrontier.data.merge import merge
-from megafrontier.data.prepare import prepare
-from megafrontier.data.report import Progress
-from megafrontier.data.tokenizer import MARKER, ByteTokenizer, load_tokenizer
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
+from megafrontier.data.corpus.indexed import HEADER, IndexedDataset
+from megafrontier.data.corpus.merge import merge
+from megafrontier.data.text.prepare import prepare
+from megafrontier.data.text.progress import Progress
+from megafrontier.data.tokenizers.tokenizer import MARKER, ByteTokenizer, load_tokenizer
 from tests.data.corpora import read_corpus, write_corpus
 from tests.processes import alive, children, wait_for
 
@@ -55,7 +55,7 @@ def test_without_append_eod_there_is_none(tmp_path: Path) -> None:
 def test_a_large_vocabulary_takes_four_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megafrontier.data.tokenizer.ByteTokenizer.vocab_size", 70_000)
+    monkeypatch.setattr("megafrontier.data.tokenizers.tokenizer.ByteTokenizer.vocab_size", 70_000)
     prepare([write_lines(tmp_path / "x.jsonl", ["ab", "c"])], "bytes", tmp_path / "made", 1)
     expected = write_corpus(tmp_path / "expected", [[[97, 98]], [[99]]], "int32")
     assert read_corpus(tmp_path / "made") == read_corpus(expected)
@@ -64,8 +64,8 @@ def test_a_large_vocabulary_takes_four_bytes(
 def test_any_number_of_workers_gives_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megafrontier.data.sources.BLOCK_BYTES", 10_000)
-    monkeypatch.setattr("megafrontier.data.streams.BLOCK_BYTES", 10_000)
+    monkeypatch.setattr("megafrontier.data.text.sources.BLOCK_BYTES", 10_000)
+    monkeypatch.setattr("megafrontier.data.text.streams.BLOCK_BYTES", 10_000)
     texts = some_texts(500)
     inputs = [write_lines(tmp_path / "x.jsonl", texts)]
     for workers in (1, 3):
@@ -134,7 +134,7 @@ def test_a_long_text_has_the_tokens_that_it_has_in_one_piece(
 ) -> None:
     for module in ("sources", "streams"):
         monkeypatch.setattr(f"megafrontier.data.{module}.BLOCK_BYTES", 3000)
-    monkeypatch.setattr("megafrontier.data.streams._READ_BYTES", 1000)
+    monkeypatch.setattr("megafrontier.data.text.streams._READ_BYTES", 1000)
     spec = GENERAL if kind == "ours" else save_tokenizer(tmp_path / "tok", kind == "as Llama")
     text = spread_lines()
     (tmp_path / "long.txt").write_text(text)
@@ -162,7 +162,7 @@ def test_a_long_text_that_ends_in_nothing_to_say_ends_all_the_same(
 def test_a_document_longer_than_int32_has_several_sequences(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megafrontier.data.writer.LONGEST_SEQUENCE", 700_000)
+    monkeypatch.setattr("megafrontier.data.corpus.writer.LONGEST_SEQUENCE", 700_000)
     (tmp_path / "long.txt").write_bytes(b"word " * 400_000)
     prepare([str(tmp_path / "long.txt")], "bytes", tmp_path / "made", 1)
     corpus = IndexedDataset(tmp_path / "made")
@@ -177,7 +177,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
         path = tmp_path / f"{lines}.jsonl"
         path.write_text(line * lines)
         code = f"""
-from megafrontier.data.prepare import prepare
+from megafrontier.data.text.prepare import prepare
 prepare([{str(path)!r}], "bytes", {str(tmp_path / "made")!r}, 1)
 print(next(l.split()[1] for l in open("/proc/self/status") if l.startswith("VmHWM")))
 """
@@ -282,7 +282,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     def full(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("megafrontier.data.writer.DocumentWriter.write_runs", full)
+    monkeypatch.setattr("megafrontier.data.corpus.writer.DocumentWriter.write_runs", full)
     with pytest.raises(UserError, match=rf"made\.bin: {said}; nothing written"):
         prepare([write_lines(tmp_path / "x.jsonl", ["x"])], "bytes", tmp_path / "made", 1)
     assert os.listdir(tmp_path) == ["x.jsonl"]
@@ -309,7 +309,7 @@ def test_a_corpus_that_would_take_the_place_of_an_input_is_refused(
 def test_progress_is_a_line_now_and_then_without_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megafrontier.data.report._LINE_SECONDS", 0.0)
+    monkeypatch.setattr("megafrontier.data.text.progress._LINE_SECONDS", 0.0)
     prepare([write_lines(tmp_path / "x.jsonl", some_texts(50))], "bytes", tmp_path / "made", 1)
     told = capsys.readouterr().err
     assert re.search(r"^\d+\.\d of \d+\.\d MB read, \d+\.\d+ MB/s, [\d,]+ tokens/s$", told, re.M)
@@ -331,7 +331,7 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_two_writers_of_one_corpus_do_not_meet(tmp_path: Path) -> None:
-    from megafrontier.data.writer import Corpus
+    from megafrontier.data.corpus.writer import Corpus
 
     with (
         Corpus(tmp_path / "c", np.dtype(np.uint16)),
@@ -342,7 +342,7 @@ def test_two_writers_of_one_corpus_do_not_meet(tmp_path: Path) -> None:
 
 def test_a_writer_that_has_published_leaves_the_next_ones_files_alone(tmp_path: Path) -> None:
     """Which may have begun while the first waited for a slow folder."""
-    from megafrontier.data.writer import Corpus
+    from megafrontier.data.corpus.writer import Corpus
 
     dtype = np.dtype(np.uint16)
     first = Corpus(tmp_path / "c", dtype)
@@ -357,9 +357,9 @@ def test_a_writer_that_has_published_leaves_the_next_ones_files_alone(tmp_path: 
 def test_merging_equals_preparing_everything_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megafrontier.data.merge._RANGE_BYTES", 1000)
-    monkeypatch.setattr("megafrontier.data.merge._COPY_BYTES", 300)
-    monkeypatch.setattr("megafrontier.data.merge._ENTRIES", 7)
+    monkeypatch.setattr("megafrontier.data.corpus.merge._RANGE_BYTES", 1000)
+    monkeypatch.setattr("megafrontier.data.corpus.merge._COPY_BYTES", 300)
+    monkeypatch.setattr("megafrontier.data.corpus.merge._ENTRIES", 7)
     inputs = [
         write_lines(tmp_path / f"{i}.jsonl", some_texts(20 * i + 20, 20 * i)) for i in range(3)
     ]
@@ -405,7 +405,7 @@ def test_a_damaged_index_is_not_merged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, byte: int, bit: int
 ) -> None:
     """The inputs may be deleted afterwards."""
-    monkeypatch.setattr("megafrontier.data.merge._ENTRIES", 2)
+    monkeypatch.setattr("megafrontier.data.corpus.merge._ENTRIES", 2)
     sound = write_corpus(tmp_path / "sound", [[[1]]])
     damaged = write_corpus(tmp_path / "damaged", [[[1, 2], [3]], [[4]], [[5, 6]], [[7]]])
     index = bytearray(Path(f"{damaged}.idx").read_bytes())

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from megafrontier.cli import main
-from megafrontier.data import sources
-from megafrontier.data.indexed import IndexedDataset
-from megafrontier.data.prepare import Summary, prepare
-from megafrontier.data.sources import Reader, find_sources
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
+from megafrontier.data.corpus.indexed import IndexedDataset
+from megafrontier.data.text import sources
+from megafrontier.data.text.prepare import Summary, prepare
+from megafrontier.data.text.sources import Reader, find_sources
 from tests.data.preparing import prepared
 
 TEXTS = ["first text\n", "zweiter Text é", "3"]

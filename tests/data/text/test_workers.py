@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from megafrontier.data.prepare import prepare
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
+from megafrontier.data.text.prepare import prepare
 from tests.processes import alive, children, wait_for
 
 BUSY = """
 import signal, sys, time
 from pathlib import Path
 from megafrontier.cli import main
-from megafrontier.data import tokenizer, train_tokenizer
+from megafrontier.data.tokenizers import tokenizer
+from megafrontier.data.tokenizers import train as train_tokenizer
 
 def be_busy(*_):
     \"\"\"As a library is that hears of no signal until it is done.\"\"\"
@@ -57,7 +58,9 @@ def test_a_command_that_is_interrupted_ends_at_once_whatever_its_workers_have_in
 def test_a_worker_that_is_killed_is_an_error_and_not_a_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megafrontier.data.prepare.Job.encode", lambda job, pieces: os._exit(9))
+    monkeypatch.setattr(
+        "megafrontier.data.text.prepare.Job.encode", lambda job, pieces: os._exit(9)
+    )
     text = tmp_path / "x.txt"
     text.write_text("x")
     with pytest.raises(UserError, match="a worker was killed"):

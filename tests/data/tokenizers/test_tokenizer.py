@@ -12,7 +12,8 @@ from typing import Any, Literal
 import pytest
 
 from megafrontier.cli import main
-from megafrontier.data.tokenizer import (
+from megafrontier.common.errors import UserError
+from megafrontier.data.tokenizers.tokenizer import (
     MARKER,
     ByteTokenizer,
     Tokenizer,
@@ -20,8 +21,7 @@ from megafrontier.data.tokenizer import (
     load_tokenizer,
     save_kept,
 )
-from megafrontier.data.train_tokenizer import Sample
-from megafrontier.errors import UserError
+from megafrontier.data.tokenizers.train import Sample
 from tests.data.training import train_tokenizer
 from tests.processes import in_child
 

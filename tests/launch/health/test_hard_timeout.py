@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from megafrontier.cluster.identity import Identity
-from megafrontier.cluster.rollcall import Alarm
-from megafrontier.training import watch
-from megafrontier.training.watch import Watch
+from megafrontier.launch.health import watchdog as watch
+from megafrontier.launch.health.liveness import Alarm
+from megafrontier.launch.health.watchdog import Watch
+from megafrontier.parallel.env import Identity
 from tests.processes import in_child
 
 HANG_SECONDS = 0.4

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.cluster.links import connect, measure, neighbours
-from megafrontier.errors import Unconnected
+from megafrontier.common.errors import Unconnected
+from megafrontier.launch.health.links import connect, measure, neighbours
+from megafrontier.parallel.hierarchy import Hierarchy
 from tests.ranks import make_levels, run_ranks
 
 

@@ -7,9 +7,16 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megafrontier.cluster import rollcall
-from megafrontier.cluster.identity import Identity
-from megafrontier.cluster.rollcall import ANSWER_SECONDS, Alarm, Answers, RollCall, describe, within
+from megafrontier.launch.health import liveness as rollcall
+from megafrontier.launch.health.liveness import (
+    ANSWER_SECONDS,
+    Alarm,
+    Answers,
+    RollCall,
+    describe,
+    within,
+)
+from megafrontier.parallel.env import Identity
 
 SIZE = 200  # more than one block
 

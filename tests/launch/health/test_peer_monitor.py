@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from megafrontier.cluster.identity import Identity
-from megafrontier.cluster.neighbours import Neighbours
+from megafrontier.launch.health.peer_monitor import Neighbours
+from megafrontier.parallel.env import Identity
 
 
 def identity(rank, port):

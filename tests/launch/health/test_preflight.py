@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from megafrontier.cli import main
+from megafrontier.common.errors import BAD_INPUT, BAD_NODE, FAILED, LOST, UserError
 from megafrontier.config import DeviceConfig
-from megafrontier.errors import BAD_INPUT, BAD_NODE, FAILED, LOST, UserError
-from megafrontier.training import launch, preflight, storage
-from megafrontier.training.arrangement import arrange
-from megafrontier.training.preflight import check_device, check_present
+from megafrontier.launch import main as launch
+from megafrontier.launch.health import preflight, storage
+from megafrontier.launch.health.preflight import check_device, check_present
+from megafrontier.training.plan import arrange
 from tests.training import runs
 
 pytestmark = pytest.mark.usefixtures("no_training")

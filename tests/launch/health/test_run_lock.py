@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megafrontier.cli import main
-from megafrontier.errors import UserError
-from megafrontier.training import lease
-from megafrontier.training.lease import Holder, acquire
+from megafrontier.common.errors import UserError
+from megafrontier.launch.health import run_lock as lease
+from megafrontier.launch.health.run_lock import Holder, acquire
 from tests.training import runs
 
 HERE = Holder.present("here", {})

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from megafrontier.cli import main
-from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.errors import BAD_INPUT
-from megafrontier.training import storage
-from megafrontier.training.arrangement import arrange
-from megafrontier.training.saving import save_trainer
-from megafrontier.training.storage import checkpoint_bytes
+from megafrontier.common.errors import BAD_INPUT
+from megafrontier.launch.health import storage
+from megafrontier.launch.health.storage import checkpoint_bytes
+from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.training.callbacks.save import save_trainer
+from megafrontier.training.plan import arrange
 from megafrontier.training.trainer import build_trainer
 from tests.training import runs
 

@@ -11,17 +11,18 @@ import time
 import pytest
 import torch.distributed as dist
 
-from megafrontier.cluster import rollcall
-from megafrontier.cluster.identity import Identity
-from megafrontier.cluster.join import ALL_PEERS
-from megafrontier.cluster.rollcall import Alarm, Answers, RollCall
-from megafrontier.errors import BAD_NODE, FAILED, LOST, RanksAbsent, RunFailed
-from megafrontier.training import bad_nodes, watch
-from megafrontier.training.watch import Watch
+from megafrontier.common.errors import BAD_NODE, FAILED, LOST, RanksAbsent, RunFailed
+from megafrontier.launch.health import excluded_nodes as bad_nodes
+from megafrontier.launch.health import liveness as rollcall
+from megafrontier.launch.health import watchdog as watch
+from megafrontier.launch.health.liveness import Alarm, Answers, RollCall
+from megafrontier.launch.health.watchdog import Watch
+from megafrontier.launch.rendezvous import ALL_PEERS
+from megafrontier.parallel.env import Identity
 from tests import processes
+from tests.launch.test_launchers import MACHINE, slurm, start
 from tests.tools import with_tools
 from tests.training import runs
-from tests.training.test_launchers import MACHINE, slurm, start
 
 HOST = socket.gethostname()
 # Freezes or kills a rank in a step's midst: the others wait for it in a collective.
@@ -41,7 +42,7 @@ sys.exit(cli.main(sys.argv[1:]))
 EVALUATE = """
 import sys
 from megafrontier import cli
-from megafrontier.training import evaluating
+from megafrontier.commands import evaluate as evaluating
 evaluate = evaluating.evaluate
 def strike(model, loader, hierarchy, *rest):
     return 1 / 0 if hierarchy.rank else evaluate(model, loader, hierarchy, *rest)
@@ -53,8 +54,8 @@ sys.exit(cli.main(["evaluate", *words]))
 UNFIT = """
 import sys, time
 from megafrontier import cli
-from megafrontier.errors import NodesUnfit
-from megafrontier.training import launch
+from megafrontier.common.errors import NodesUnfit
+from megafrontier.launch import main as launch
 def unfit(config, arrangement, identity, *_):
     time.sleep(0 if identity.rank else 2)
     raise NodesUnfit("preflight: frontier00001 is slow")
@@ -65,8 +66,9 @@ sys.exit(cli.main(sys.argv[1:]))
 WHILE_TRIED = """
 import os, signal, sys
 from megafrontier import cli
-from megafrontier.cluster import join, links
-from megafrontier.training import preflight
+from megafrontier.launch import rendezvous as join
+from megafrontier.launch.health import links
+from megafrontier.launch.health import preflight
 {name} = {module}.{name}
 RANK = int(os.environ["SLURM_PROCID"])
 def strike(first, *others):

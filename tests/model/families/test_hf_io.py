@@ -10,11 +10,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from megafrontier.common.errors import UserError
 from megafrontier.config import RotaryScalingConfig
-from megafrontier.errors import UserError
-from megafrontier.model import huggingface
+from megafrontier.model.families import hf_io as huggingface
+from megafrontier.model.families.hf_io import export_model, import_model
 from megafrontier.model.gpt import GPT
-from megafrontier.model.huggingface import export_model, import_model
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -4,15 +4,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megafrontier.data.samples import document_starts
-from megafrontier.model import backends
-from megafrontier.model.backends import (
+from megafrontier.data.sampling.samples import document_starts
+from megafrontier.model.kernels import backends
+from megafrontier.model.kernels.backends import (
     attention_backend,
     skips_mask,
     takes_groups,
     uncompilable_attention,
 )
-from megafrontier.model.documents import document_attention
+from megafrontier.model.kernels.varlen import document_attention
 from megafrontier.model.positions import document_mask, document_positions
 
 CPU = torch.device("cpu")
@@ -100,7 +100,7 @@ def test_cost_is_the_sum_of_the_squares_of_the_lengths(monkeypatch):
         seen.append(query.shape[2])
         return kernel(query, *rest, **options)
 
-    monkeypatch.setattr("megafrontier.model.documents._cpu_forward", watch)
+    monkeypatch.setattr("megafrontier.model.kernels.varlen._cpu_forward", watch)
     document_attention(*heads(4), starts(), LENGTH)
     assert seen == [length for row in LENGTHS for length in row]
 

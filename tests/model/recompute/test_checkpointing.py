@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megafrontier.model.checkpointing import run_checkpointed
+from megafrontier.model.recompute.checkpointing import run_checkpointed
 
 
 class Counting(TorchDispatchMode):

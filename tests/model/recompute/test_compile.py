@@ -11,8 +11,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config as inductor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megafrontier.model import compile
-from megafrontier.model.generate import generate
+from megafrontier.commands.generate import generate
+from megafrontier.model.recompute import compile
 from tests.model.conftest import SHAPES, small_config
 from tests.model.test_gpt_sharded import losses_alone, losses_sharded
 from tests.ranks import run_ranks

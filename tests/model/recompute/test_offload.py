@@ -8,8 +8,8 @@ from weakref import ref
 import pytest
 import torch
 
-from megafrontier.model import compile, offload
-from megafrontier.shelf import Shelf
+from megafrontier.common.buffer_pool import Shelf
+from megafrontier.model.recompute import compile, offload
 
 
 class Clones:

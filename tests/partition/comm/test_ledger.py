@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from megafrontier.partition import ledger as module
-from megafrontier.partition.ledger import Ledger
-from megafrontier.partition.trace import Trace
+from megafrontier.partition.comm import ledger as module
+from megafrontier.partition.comm.ledger import Ledger
+from megafrontier.partition.comm.trace import Trace
 
 
 class Event:

@@ -8,7 +8,7 @@ import torch
 
 from megafrontier.partition import Placement, shard
 from megafrontier.partition import engine as engine_module
-from megafrontier.partition.wires import DTYPES
+from megafrontier.partition.wires.wire import DTYPES
 from tests.partition.streams import Streams
 from tests.partition.tiny import (
     GLOBAL_BATCH,

@@ -2,8 +2,8 @@
 
 import torch
 
-from megafrontier.partition.slot import Slot
-from megafrontier.shelf import Shelf
+from megafrontier.common.buffer_pool import Shelf
+from megafrontier.partition.comm.pending import Slot
 
 
 def test_what_was_borrowed_goes_back_once_however_often_its_end_is_waited_for():

@@ -7,9 +7,9 @@ import weakref
 import pytest
 import torch
 
-from megafrontier.cluster.hierarchy import Turn
-from megafrontier.partition import lanes as lanes_module
-from megafrontier.partition.lanes import DONE, Lanes, StreamLane
+from megafrontier.parallel.hierarchy import Turn
+from megafrontier.partition.comm import streams as lanes_module
+from megafrontier.partition.comm.streams import DONE, Lanes, StreamLane
 from tests.partition.tiny import batch, place
 from tests.ranks import run_ranks
 

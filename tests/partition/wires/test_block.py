@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from megafrontier import partition
-from megafrontier.partition import codec, rotation
-from megafrontier.partition.codec import INT4, INT8, MESSAGE_ALIGNMENT, TOO_LARGE
-from megafrontier.partition.rotation import BACK, rotate, rotate_back
+from megafrontier.partition.wires import block as codec
+from megafrontier.partition.wires import rotation
+from megafrontier.partition.wires.block import INT4, INT8, MESSAGE_ALIGNMENT, TOO_LARGE
+from megafrontier.partition.wires.rotation import BACK, rotate, rotate_back
 from tests.partition.codecs import read, turn, write
 
 
@@ -240,7 +241,7 @@ def test_a_long_message_is_the_same_made_in_slabs_and_whole(codec, count, monkey
 
     values = random(3, count)
     whole = everything()
-    monkeypatch.setattr("megafrontier.partition.codec._SLAB", {"cpu": 3 * 512})
+    monkeypatch.setattr("megafrontier.partition.wires.block._SLAB", {"cpu": 3 * 512})
     assert all(map(torch.equal, everything(), whole))
 
 
@@ -284,7 +285,7 @@ ROTATING = pytest.mark.parametrize("codec", ROTATING_CODECS)
 @pytest.mark.parametrize("count", [1, 127, 128, 300, 1024, 5001])
 @pytest.mark.parametrize("slab", [1 << 19, 512])
 def test_a_rotating_message_holds_the_rotated_values(codec, count, slab, monkeypatch):
-    monkeypatch.setattr("megafrontier.partition.codec._SLAB", {"cpu": slab})
+    monkeypatch.setattr("megafrontier.partition.wires.block._SLAB", {"cpu": slab})
     plain = replace(codec, rotates=False)
     values = torch.randint(-100, 100, (3, count)).float()  # sums of which are exact
     messages = write(codec, values)

@@ -15,9 +15,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from megafrontier.partition.codec import INT4, INT8, SMALLEST_SCALE, TOO_LARGE
-from megafrontier.partition.rotation import BACK, THERE
-from megafrontier.partition.wires import DTYPES as DTYPES_BY_NAME
+from megafrontier.partition.wires.block import INT4, INT8, SMALLEST_SCALE, TOO_LARGE
+from megafrontier.partition.wires.rotation import BACK, THERE
+from megafrontier.partition.wires.wire import DTYPES as DTYPES_BY_NAME
 from tests.partition.codecs import read, turn, write
 from tests.partition.tiny import build, engine_step, preset
 from tests.ranks import make_levels, run_ranks
@@ -71,7 +71,7 @@ def same_bits(a, b):
 def assert_same_as_reference(codec, values):
     """Messages, decoded values and sums of `values` [rows, n] in both implementations; of a codec
     that rotates, with the sums of both rotations in the kernels' order."""
-    from megafrontier.partition import codec_triton as kernels
+    from megafrontier.partition.wires import block_triton as kernels
 
     count = values.shape[1]
     plain = replace(codec, rotates=False)
@@ -99,7 +99,7 @@ def assert_same_as_reference(codec, values):
 
 def assert_same_errors(codec, values):
     """What is fed back, and what is left then, of `values` [rows, n] and some errors."""
-    from megafrontier.partition import codec_triton as kernels
+    from megafrontier.partition.wires import block_triton as kernels
 
     there = random(*values.shape, torch.bfloat16, seed=7)
     errors = there.clone().to(DEVICE)
@@ -205,7 +205,7 @@ def test_scales_at_ties_of_bf16(codec):
 @needs_kernels
 @CODECS
 def test_rows_that_do_not_follow_on_and_nothing_at_all(codec):
-    from megafrontier.partition import codec_triton as kernels
+    from megafrontier.partition.wires import block_triton as kernels
 
     values = random(4, 1000)
     for view in (values[:, 100:777], values[::2], values.t()[:9, :3]):
@@ -218,8 +218,8 @@ def test_rows_that_do_not_follow_on_and_nothing_at_all(codec):
 @needs_kernels
 @ALL
 def test_a_run_that_compares_them_first_finds_no_difference(codec):
-    from megafrontier.partition import codec_triton as kernels
-    from megafrontier.partition.codec import _difference
+    from megafrontier.partition.wires import block_triton as kernels
+    from megafrontier.partition.wires.block import _difference
 
     assert _difference(kernels, codec, DEVICE) is None
 
@@ -267,8 +267,8 @@ def test_all_that_training_launches_has_been_compared_at_its_start(
     strategy, name, sizes, precision, monkeypatch
 ):
     """With lengths that no shard has, other kernels would be compiled, and compared in vain."""
-    from megafrontier.partition import codec as module
-    from megafrontier.partition import codec_triton as kernels
+    from megafrontier.partition.wires import block as module
+    from megafrontier.partition.wires import block_triton as kernels
 
     levels = make_levels(sizes)
     wires = preset(name, strategy, levels, precision)
@@ -307,7 +307,7 @@ def test_all_that_training_launches_has_been_compared_at_its_start(
 
 @needs_kernels
 def test_sums_and_values_refuse_memory_that_they_would_not_fill_right():
-    from megafrontier.partition import codec_triton as kernels
+    from megafrontier.partition.wires import block_triton as kernels
 
     messages = write(INT8, random(2, 64)).to(DEVICE)
     with pytest.raises(ValueError, match="sums need fp32"):
@@ -327,8 +327,8 @@ def test_sums_and_values_refuse_memory_that_they_would_not_fill_right():
 @pytest.mark.skipif(not HAS_GPU, reason="no GPU")
 @ALL
 def test_a_gpu_chooses_the_kernels_and_its_plain_torch_agrees_with_them(codec, monkeypatch):
-    from megafrontier.partition import codec as module
-    from megafrontier.partition import codec_triton as kernels
+    from megafrontier.partition.wires import block as module
+    from megafrontier.partition.wires import block_triton as kernels
 
     values = random(8, 100_003, torch.bfloat16).cuda()
     assert module._kernels("cuda", codec) is kernels
@@ -415,7 +415,7 @@ def compile_for(target, codec, name, is_launched, out="*fp32", adds=False):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megafrontier.partition import codec_triton as kernels
+    from megafrontier.partition.wires import block_triton as kernels
 
     if target.startswith("sm_"):
         gpu = GPUTarget("cuda", int(target[3:]), 32)

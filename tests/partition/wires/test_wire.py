@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megafrontier.partition import STRATEGIES, Placement
-from megafrontier.partition import wires as wires_module
-from megafrontier.partition.codec import INT4, INT8
 from megafrontier.partition.placement import traffic_bytes
-from megafrontier.partition.scratch import Scratch
-from megafrontier.partition.wires import make_wire
+from megafrontier.partition.wires import wire as wires_module
+from megafrontier.partition.wires.block import INT4, INT8
+from megafrontier.partition.wires.wire import make_wire
+from megafrontier.partition.workspace import Scratch
 from tests.partition.codecs import read, write
 from tests.partition.tiny import (
     LEVELS,

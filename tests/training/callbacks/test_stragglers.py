@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megafrontier.training import launch, loop
-from megafrontier.training.stragglers import Stragglers
+from megafrontier.launch import main as launch
+from megafrontier.training import loop
+from megafrontier.training.callbacks.stragglers import Stragglers
 from tests.ranks import run_ranks
 from tests.training import runs
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import torch
 
 from megafrontier.config import Config
-from megafrontier.partition import trace
-from megafrontier.partition.ledger import Ledger
-from megafrontier.training.timeline import Timeline
+from megafrontier.partition.comm import trace
+from megafrontier.partition.comm.ledger import Ledger
+from megafrontier.training.callbacks.trace import Timeline
 
 
 def test_bars_that_a_trace_has_no_room_for_are_told(tmp_path, monkeypatch):

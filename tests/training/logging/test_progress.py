@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from megafrontier.training.progress import (
+from megafrontier.training.logging.progress import (
     Progress,
     format_count,
     format_duration,

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from megafrontier.common.errors import StorageFailed, UserError
 from megafrontier.config import Config
-from megafrontier.errors import StorageFailed, UserError
-from megafrontier.training import logbook
-from megafrontier.training.sinks import (
+from megafrontier.training.logging import run_log as logbook
+from megafrontier.training.logging.sinks import (
     FINISH_SECONDS,
     JsonLines,
     TensorboardSink,

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from megafrontier.checkpoint.read import open_checkpoint
-from megafrontier.errors import StorageFailed, UserError
-from megafrontier.training import resuming
+from megafrontier.checkpoint.load import open_checkpoint
+from megafrontier.common.errors import StorageFailed, UserError
+from megafrontier.training.resume import resume as resuming
 from tests.training import runs
 
 

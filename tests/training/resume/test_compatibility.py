@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from megafrontier.checkpoint.load import read_manifest
 from megafrontier.checkpoint.manifest import FILE_NAME
-from megafrontier.checkpoint.read import read_manifest
-from megafrontier.data.indexed import IndexedDataset
-from megafrontier.data.loader import Loader
-from megafrontier.training.compatibility import _corpus_changes
+from megafrontier.data.corpus.indexed import IndexedDataset
+from megafrontier.data.sampling.loader import Loader
+from megafrontier.training.resume.compatibility import _corpus_changes
 from tests.data.corpora import write_corpus
 from tests.training import runs
 

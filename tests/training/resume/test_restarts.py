@@ -5,13 +5,21 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from megafrontier.cluster.hierarchy import Hierarchy
-from megafrontier.cluster.identity import Identity
-from megafrontier.cluster.levels import Levels
+from megafrontier.common.errors import (
+    BAD_INPUT,
+    BAD_NODE,
+    FAILED,
+    LOST,
+    STOPPED,
+    NodesUnfit,
+    RunFailed,
+)
 from megafrontier.config import Config
-from megafrontier.errors import BAD_INPUT, BAD_NODE, FAILED, LOST, STOPPED, NodesUnfit, RunFailed
-from megafrontier.training import bad_nodes
-from megafrontier.training.attempts import (
+from megafrontier.launch.health import excluded_nodes as bad_nodes
+from megafrontier.parallel.env import Identity
+from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.levels import Levels
+from megafrontier.training.resume.restarts import (
     attempted,
     has_begun,
     note_begun,

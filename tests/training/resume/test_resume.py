@@ -7,13 +7,13 @@ from itertools import product
 import pytest
 import torch
 
-from megafrontier.checkpoint.read import Checkpoint, open_checkpoint
-from megafrontier.cluster.hierarchy import Hierarchy
+from megafrontier.checkpoint.load import Checkpoint, open_checkpoint
+from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.partition import STRATEGIES
-from megafrontier.training.arrangement import arrange
+from megafrontier.training.callbacks.save import checkpoint_root, save_trainer, shards
 from megafrontier.training.loop import train_step
-from megafrontier.training.resuming import resume
-from megafrontier.training.saving import checkpoint_root, save_trainer, shards
+from megafrontier.training.plan import arrange
+from megafrontier.training.resume.resume import resume
 from megafrontier.training.trainer import build_trainer
 from tests.ranks import run_ranks
 from tests.training import runs
