@@ -15,7 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megafrontier.common.errors import BAD_INPUT, INTERRUPTED, Ending, UserError, discard, tell
+from megafrontier.common.errors import (
+    BAD_INPUT,
+    INTERRUPTED,
+    FatalError,
+    UserError,
+    discard,
+    print_error,
+)
 from megafrontier.common.signals import termination_raised
 
 _OF_A_PATH = (
@@ -32,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _tell_of_copies()
     try:
         return arguments.command(arguments) or 0
-    except Ending as error:
-        tell(f"megafrontier: {error}")
+    except FatalError as error:
+        print_error(f"megafrontier: {error}")
         return error.code
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -44,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # of whichever path among the arguments or in the config
         if error.filename is None or error.errno not in _OF_A_PATH:
             raise
-        tell(f"megafrontier: {error.filename}: {error.strerror}")
+        print_error(f"megafrontier: {error.filename}: {error.strerror}")
         return BAD_INPUT
 
 
@@ -57,7 +64,7 @@ def _tell_of_copies() -> None:
         found = identify(os.environ)
         if found.world_size > 1 and found.rank == 0:
             said = f"each of {found.world_size} tasks of {found.source} does all of this"
-            tell(f"megafrontier: warning: {said}; need one, as by srun -n1")
+            print_error(f"megafrontier: warning: {said}; need one, as by srun -n1")
 
 
 def _open_closed_streams() -> None:
@@ -73,7 +80,7 @@ def _open_closed_streams() -> None:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line, where argparse would print the usage too."""
-        tell(f"megafrontier: {message}; see `{self.prog} --help`")
+        print_error(f"megafrontier: {message}; see `{self.prog} --help`")
         self.exit(BAD_INPUT)
 
 
@@ -314,7 +321,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     note = generate_command(arguments.checkpoint, arguments.prompt, show, **chosen)
     print()
     if note:
-        tell(f"megafrontier: {note}")
+        print_error(f"megafrontier: {note}")
 
 
 def _add_export(commands: Any) -> None:

@@ -18,7 +18,7 @@ from megafrontier.checkpoint.folder import delete, prune
 from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.checkpoint.resume import open_newest
 from megafrontier.checkpoint.save import save
-from megafrontier.common.errors import UserError, endings_told
+from megafrontier.common.errors import UserError, exit_on_fatal_error
 from megafrontier.config import OptimizerConfig, load_machine
 from megafrontier.launch.main import choose_device
 from megafrontier.launch.rendezvous import join
@@ -145,7 +145,7 @@ def main(root: Path, machine: str) -> None:
 
 
 if __name__ == "__main__":
-    with endings_told("own_module.py"):
+    with exit_on_fatal_error("own_module.py"):
         if not 2 <= len(sys.argv) <= 3:
             raise UserError(f"{len(sys.argv) - 1} arguments, need OUT or OUT MACHINE")
         main(Path(sys.argv[1]), *(sys.argv[2:] or ["laptop"]))

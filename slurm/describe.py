@@ -13,7 +13,7 @@ fails. A batch file asks before it starts a thousand ranks.
 import sys
 from functools import partial
 
-from megafrontier.common.errors import Ending, UserError, endings_told
+from megafrontier.common.errors import FatalError, UserError, exit_on_fatal_error
 from megafrontier.config import Config, load_config, load_machine
 
 
@@ -38,9 +38,9 @@ def describe(
     if nodes is None:
         return lines
     if per_host is not None:
-        from megafrontier.training.preview import foresee  # torch takes seconds to import
+        from megafrontier.training.preview import preview_run  # torch takes seconds to import
 
-        return [*lines, *foresee(config, nodes * per_host), *missing(config, nodes * per_host)]
+        return [*lines, *preview_run(config, nodes * per_host), *missing(config, nodes * per_host)]
     if nodes > 1:
         lines.append(
             "warning: machine: states no device.ranks_per_host, so nothing is checked for "
@@ -78,7 +78,7 @@ def missing(config: Config, ranks: int) -> list[str]:
     for check in partial(check_training, config, ranks), partial(check_own, config):
         try:
             check()
-        except (Ending, OSError) as error:
+        except (FatalError, OSError) as error:
             found.append(f"warning: here {error}")
     device = load_machine(config.machine).device
     if device.is_accelerator and torch.version.cuda is None and torch.version.hip is None:
@@ -100,7 +100,7 @@ def taken(words: list[str], option: str) -> int | None:
     return int(said)
 
 
-with endings_told("megafrontier"):
+with exit_on_fatal_error("megafrontier"):
     words = sys.argv[1:]
     nodes, per_node = taken(words, "--nodes"), taken(words, "--tasks-per-node")
     tasks = taken(words, "--tasks")

@@ -261,12 +261,12 @@ def test_an_interrupt_is_no_traceback(monkeypatch, tmp_path):
 
 def test_a_run_that_stops_early_shows_its_last_step_and_the_time_until_then(tmp_path, capsys):
     from megafrontier.config import Config
-    from megafrontier.training.logging.run_log import open_logbook
+    from megafrontier.training.logging.run_log import open_run_logger
 
     config = Config()
     config.run.directory = str(tmp_path / "run")
     config.train.steps, config.train.stop_at, config.log.every = 300, 15, 10
-    with open_logbook(config, True) as logbook:
+    with open_run_logger(config, True) as run_logger:
         for step in range(1, 16):
-            logbook.write({"step": step, "step_seconds": 2.0})
+            run_logger.write({"step": step, "step_seconds": 2.0})
     assert capsys.readouterr().out == "step 10/300  ETA 10s\nstep 15/300  ETA 0s\n"

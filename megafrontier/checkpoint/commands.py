@@ -9,7 +9,7 @@ from megafrontier.checkpoint.folder import of_each, of_newest, step_of
 from megafrontier.checkpoint.load import open_checkpoint, read_manifest
 from megafrontier.checkpoint.manifest import DTYPE_NAMES, Manifest
 from megafrontier.checkpoint.verify import VerifyReport, verify
-from megafrontier.common.errors import UserError, tell
+from megafrontier.common.errors import UserError, print_error
 
 
 def list_command(path: Path, as_json: bool) -> int:
@@ -25,7 +25,7 @@ def list_command(path: Path, as_json: bool) -> int:
             print(f"{step:>10}  {row['gib']:>10.3f} GiB  {row['saved_at']:<25}  {state}")
     broken = sum(not row["whole"] for row in rows)
     if broken:
-        tell(f"megafrontier: {path}: {broken} of {len(rows)} are not whole")
+        print_error(f"megafrontier: {path}: {broken} of {len(rows)} are not whole")
     return 2 if broken else 0
 
 
@@ -84,7 +84,7 @@ def verify_command(path: Path, as_json: bool) -> int:
         print(json.dumps([_report(report) for report in reports], indent=2))
     for report in reports:
         for problem in report.problems:
-            tell(f"megafrontier: {problem}")
+            print_error(f"megafrontier: {problem}")
         if report.whole and not as_json:
             gib = report.payload_bytes / 2**30
             print(f"{report.path}: whole, {report.files} files, {gib:.3f} GiB")

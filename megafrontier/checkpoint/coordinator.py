@@ -3,7 +3,7 @@
 from typing import Protocol
 
 
-class Crowd(Protocol):
+class Coordinator(Protocol):
     """All ranks that save or load together. Every rank makes the same calls in the same order."""
 
     @property
@@ -22,7 +22,7 @@ class Crowd(Protocol):
         ...
 
 
-class Alone:
+class SingleProcess:
     """A crowd of one process."""
 
     rank = 0
@@ -35,12 +35,12 @@ class Alone:
         return message
 
 
-def from_rank_0(crowd: Crowd, text: str) -> str:
+def from_rank_0(coordinator: Coordinator, text: str) -> str:
     """Rank 0's `text`, on every rank.
 
     Where rank 0 alone has a message, the lowest rank's message is a broadcast; that spares every
-    implementation of Crowd a third method.
+    implementation of Coordinator a third method.
     """
-    told = crowd.first_error(text if crowd.rank == 0 else None)
+    told = coordinator.first_error(text if coordinator.rank == 0 else None)
     assert told is not None
     return told

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megafrontier.common.errors import Ending, StorageFailed, UserError
+from megafrontier.common.errors import FatalError, StorageFailed, UserError
 
 
 class CheckpointCorrupt(UserError):
@@ -13,7 +13,7 @@ class CheckpointUnreadable(StorageFailed):
     """The storage does not let a checkpoint be read; it may well be whole."""
 
 
-def not_read(path: Path, error: OSError) -> Ending:
+def not_read(path: Path, error: OSError) -> FatalError:
     """Why a checkpoint's file could not be read: its own fault, the user's, or the storage's."""
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         return CheckpointCorrupt(f"{path}: missing: {error.strerror}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megafrontier.checkpoint.manifest import FILE_NAME
-from megafrontier.common.errors import StorageFailed, UserError, of_os_error
+from megafrontier.common.errors import StorageFailed, UserError, as_fatal_error
 from megafrontier.common.files import looked_in
 
 Made = TypeVar("Made")
@@ -84,7 +84,7 @@ def find(path: Path) -> list[Path]:
             return [path]
         found = list(candidates(path / "checkpoints")) or list(candidates(path))
     except OSError as error:
-        raise of_os_error(error, f"{path}: {error.strerror}, need a folder to read") from error
+        raise as_fatal_error(error, f"{path}: {error.strerror}, need a folder to read") from error
     if not found:
         raise UserError(f"{path}: no checkpoints, need a folder with step-00000100 or the like")
     return found[::-1]

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from megafrontier.checkpoint.coordinator import Crowd, from_rank_0
+from megafrontier.checkpoint.coordinator import Coordinator, from_rank_0
 from megafrontier.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable
 from megafrontier.checkpoint.folder import candidates
 from megafrontier.checkpoint.load import Checkpoint, open_checkpoint
@@ -14,7 +14,7 @@ from megafrontier.common.errors import PeersLost, UserError
 def open_newest(
     root: Path,
     load: Callable[[Checkpoint], None],
-    crowd: Crowd,
+    coordinator: Coordinator,
     warn: Callable[[str], None],
 ) -> Checkpoint | None:
     """Load the newest whole checkpoint in `root`. All ranks call it and get the same one; None
@@ -31,12 +31,12 @@ def open_newest(
     on all ranks where the storage fails one of them.
     """
     refused = []
-    for name in _names(root, crowd):
-        checkpoint, problem = _attempt(root / name, load, crowd)
+    for name in _names(root, coordinator):
+        checkpoint, problem = _attempt(root / name, load, coordinator)
         if checkpoint is not None:
             return checkpoint
         refused.append(problem)
-        if crowd.rank == 0:
+        if coordinator.rank == 0:
             warn(f"checkpoint refused, trying the one before: {problem}")
     if refused:
         raise UserError(
@@ -46,50 +46,52 @@ def open_newest(
     return None
 
 
-def _names(root: Path, crowd: Crowd) -> list[str]:
+def _names(root: Path, coordinator: Coordinator) -> list[str]:
     """The candidates, by one rank's listing for all: file systems do not show all nodes the same at
     every moment."""
     names, unread = [], None
-    if crowd.rank == 0:
+    if coordinator.rank == 0:
         try:
             names = [path.name for path in candidates(root)]
         except OSError as error:
             unread = f"{root}: {error.strerror}"
-    names, unread = json.loads(from_rank_0(crowd, json.dumps([names, unread])))
+    names, unread = json.loads(from_rank_0(coordinator, json.dumps([names, unread])))
     if unread is not None:
         raise CheckpointUnreadable(unread)
     return names
 
 
-def load_checkpoint(path: Path, load: Callable[[Checkpoint], None], crowd: Crowd) -> Checkpoint:
+def load_checkpoint(
+    path: Path, load: Callable[[Checkpoint], None], coordinator: Coordinator
+) -> Checkpoint:
     """Load the checkpoint at `path`, `load` as in `open_newest`. Raises UserError on all ranks
     alike when any of them cannot (CheckpointCorrupt where it is damaged)."""
-    checkpoint, problem = _attempt(path, load, crowd)
+    checkpoint, problem = _attempt(path, load, coordinator)
     if checkpoint is None:
         raise CheckpointCorrupt(problem)
     return checkpoint
 
 
 def _attempt(
-    path: Path, load: Callable[[Checkpoint], None], crowd: Crowd
+    path: Path, load: Callable[[Checkpoint], None], coordinator: Coordinator
 ) -> tuple[Checkpoint | None, str]:
     """The checkpoint, or None and why it is damaged; every other failure is raised by all."""
     checkpoint: Checkpoint | None = None
 
     def open_share() -> None:
         nonlocal checkpoint
-        checkpoint = open_checkpoint(path, crowd.rank, crowd.size)
+        checkpoint = open_checkpoint(path, coordinator.rank, coordinator.size)
 
     def load_share() -> None:
         assert checkpoint is not None
         load(checkpoint)
         checkpoint.close()
 
-    problem = _agree(open_share, crowd) or _agree(load_share, crowd)
+    problem = _agree(open_share, coordinator) or _agree(load_share, coordinator)
     return (None, problem) if problem else (checkpoint, "")
 
 
-def _agree(act: Callable[[], None], crowd: Crowd) -> str | None:
+def _agree(act: Callable[[], None], coordinator: Coordinator) -> str | None:
     """Act on every rank. Returns the first rank's word of damage, raises any other failure; that of
     the storage on all ranks alike, for to take an older checkpoint would give up a whole one. Of a
     rank that breaks (a device, its memory) the others know that it is lost."""
@@ -105,16 +107,16 @@ def _agree(act: Callable[[], None], crowd: Crowd) -> str | None:
     except Exception as error:
         failure = error
     is_input = isinstance(failure, UserError)
-    broken = None if failure is None or is_input else f"rank {crowd.rank}: {failure!r}"
-    broken = crowd.first_error(broken)
-    fatal = crowd.first_error(str(failure) if is_input else None)
+    broken = None if failure is None or is_input else f"rank {coordinator.rank}: {failure!r}"
+    broken = coordinator.first_error(broken)
+    fatal = coordinator.first_error(str(failure) if is_input else None)
     if failure is not None and not is_input:
         raise failure
     if broken is not None:
         raise PeersLost(broken)
     if fatal is not None:
         raise UserError(fatal)
-    lost = crowd.first_error(unread)
+    lost = coordinator.first_error(unread)
     if lost is not None:
         raise CheckpointUnreadable(lost)
-    return crowd.first_error(corrupt)
+    return coordinator.first_error(corrupt)

@@ -17,7 +17,7 @@ import torch
 
 from megafrontier.checkpoint import folder
 from megafrontier.checkpoint.checksum import crc32_hex
-from megafrontier.checkpoint.coordinator import Crowd, from_rank_0
+from megafrontier.checkpoint.coordinator import Coordinator, from_rank_0
 from megafrontier.checkpoint.errors import CheckpointWriteError
 from megafrontier.checkpoint.manifest import (
     FILE_NAME,
@@ -39,7 +39,7 @@ def save(
     shards: Shards,
     piece: int,
     writer: bool,
-    crowd: Crowd,
+    coordinator: Coordinator,
     attach: Attach | None = None,
 ) -> Path:
     """Write a checkpoint into `root`. All ranks call it alike; returns its folder.
@@ -60,16 +60,18 @@ def save(
     manifest.encode()  # What JSON cannot hold is to be found before anything is written.
     partial = folder.partial_folder(root, manifest.step)
     try:
-        _together(root, crowd, crowd.rank == 0, lambda: _start(root, partial))
-        manifest = replace(manifest, id=from_rank_0(crowd, secrets.token_hex(8)))
-        _together(root, crowd, writer, lambda: _write_own(partial, manifest, piece, shards))
-        _together(root, crowd, crowd.rank == 0, lambda: _finish(partial, manifest, attach))
+        _together(root, coordinator, coordinator.rank == 0, lambda: _start(root, partial))
+        manifest = replace(manifest, id=from_rank_0(coordinator, secrets.token_hex(8)))
+        _together(root, coordinator, writer, lambda: _write_own(partial, manifest, piece, shards))
+        _together(
+            root, coordinator, coordinator.rank == 0, lambda: _finish(partial, manifest, attach)
+        )
         final = folder.step_folder(root, manifest.step)
-        _together(root, crowd, crowd.rank == 0, lambda: _publish(partial, final))
+        _together(root, coordinator, coordinator.rank == 0, lambda: _publish(partial, final))
     except CheckpointWriteError:
-        if crowd.rank == 0:
+        if coordinator.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        crowd.all_true(True)
+        coordinator.all_true(True)
         raise
     return final
 
@@ -88,7 +90,7 @@ def _check_shards(manifest: Manifest, shards: Shards, piece: int) -> None:
                 raise ValueError(f"{state} of unit {unit.name}: shard {found}, need {need}")
 
 
-def _together(root: Path, crowd: Crowd, mine: bool, act: Callable[[], None]) -> None:
+def _together(root: Path, coordinator: Coordinator, mine: bool, act: Callable[[], None]) -> None:
     """Let the ranks that have this part of writing into `root` do it, and all fail where one did.
 
     Every exception counts, not only OSError: a rank that left here with its own would leave the
@@ -101,8 +103,10 @@ def _together(root: Path, crowd: Crowd, mine: bool, act: Callable[[], None]) -> 
         except Exception as error:
             failure = error
     is_storages = isinstance(failure, OSError) and failure.errno in STORAGE_FAULTS
-    message = f"{is_storages:d} rank {crowd.rank}: {_reason(failure, root)}" if failure else None
-    agreed = crowd.first_error(message)
+    message = (
+        f"{is_storages:d} rank {coordinator.rank}: {_reason(failure, root)}" if failure else None
+    )
+    agreed = coordinator.first_error(message)
     if agreed is not None:
         line = f"checkpoint not saved: {agreed[2:]}"
         raise CheckpointWriteError(line, agreed.startswith("1")) from failure

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megafrontier.checkpoint.coordinator import Alone
+from megafrontier.checkpoint.coordinator import SingleProcess
 from megafrontier.checkpoint.errors import CheckpointCorrupt
 from megafrontier.checkpoint.folder import candidates, of_newest, step_folder, step_of
 from megafrontier.checkpoint.load import (
@@ -236,7 +236,13 @@ def import_command(folder: Path, out: Path) -> Path:
     saved = config_to_dict(config)
     manifest = Manifest(0, 0, [layout], 1, states, saved, slice_elements=IMPORTED_SLICE)
     return save(
-        out, manifest, {"weight": [flat]}, 0, True, Alone(), partial(attach_tokenizer, str(folder))
+        out,
+        manifest,
+        {"weight": [flat]},
+        0,
+        True,
+        SingleProcess(),
+        partial(attach_tokenizer, str(folder)),
     )
 
 

@@ -24,13 +24,13 @@ from megafrontier.config import (
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.data.tokenizers.tokenizer import Tokenizer, kept_tokenizer
 from megafrontier.launch.health.preflight import check_present
-from megafrontier.launch.health.watchdog import Watch, watched
+from megafrontier.launch.health.watchdog import Watchdog, watched
 from megafrontier.launch.main import joined, launch, prepared
 from megafrontier.parallel.env import identify
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.training.callbacks.evaluate import Evaluation, describe_validation, evaluate
 from megafrontier.training.memory import out_of_memory_told
-from megafrontier.training.plan import Arrangement, check_training
+from megafrontier.training.plan import RunPlan, check_training
 from megafrontier.training.resume.compatibility import rotary_changes
 from megafrontier.training.resume.resume import fill_shards, share_shards
 from megafrontier.training.trainer import build_model, open_loader
@@ -103,13 +103,13 @@ def evaluate_command(
         need = f"a smaller train.micro_batch ({config.train.micro_batch}), or more ranks"
         identity, patience = identify(os.environ), config.train.hang_seconds
         with (
-            closing(Watch(identity, target.directory, patience)) as watch,
-            joined(config, watch.start, watch.fail) as (arrangement, hierarchy),
+            closing(Watchdog(identity, target.directory, patience)) as watch,
+            joined(config, watch.start, watch.fail) as (plan, hierarchy),
             watched(watch),
         ):
             _agree_on(config, hierarchy)
             with out_of_memory_told(f"rank {hierarchy.rank}", need):
-                checkpoint, found = _evaluate(target, arrangement, hierarchy, show, watch.beat)
+                checkpoint, found = _evaluate(target, plan, hierarchy, show, watch.beat)
             if hierarchy.rank == 0:
                 show(describe(checkpoint, found))
         return 0
@@ -126,7 +126,7 @@ def _agree_on(config: Config, hierarchy: Hierarchy) -> None:
     """Raises UserError on all ranks where some have found another configuration: the run may have
     been resumed with it meanwhile. The tokenizer lies in each checkpoint anew."""
     mine = json.dumps(config_to_dict(replace(config, tokenizer="")), sort_keys=True, default=str)
-    first = hierarchy.seen_by_rank_0(lambda: mine)
+    first = hierarchy.broadcast_from_rank_0(lambda: mine)
     if hierarchy.first_error(None if mine == first else "another") is not None:
         raise UserError(
             f"{config.run.name}: ranks have found checkpoints of different configurations; need "
@@ -143,21 +143,21 @@ def _refuse_unused(overrides: Sequence[str], unused: Sequence[str]) -> None:
 
 def _evaluate(
     target: Target,
-    arrangement: Arrangement,
+    plan: RunPlan,
     hierarchy: Hierarchy,
     show: Callable[[str], Any],
     beat: Callable[[], None],
 ) -> tuple[Path, Evaluation]:
     """The checkpoint that is the newest now, and what it comes to."""
     config = target.config
-    model, engine = build_model(config, arrangement, hierarchy)
+    model, engine = build_model(config, plan, hierarchy)
     weights = {"weight": [unit.master for unit in engine.units]}
     load = partial(fill_shards, model=config.model, engine=engine, states=weights)
-    load_it = partial(load_checkpoint, load=load, crowd=hierarchy)
-    checkpoint = of_newest(target.path, load_it, hierarchy.seen_by_rank_0)
+    load_it = partial(load_checkpoint, load=load, coordinator=hierarchy)
+    checkpoint = of_newest(target.path, load_it, hierarchy.broadcast_from_rank_0)
     share_shards(engine, weights)
     engine.restore(has_published=False)
-    loader = hierarchy.together(lambda: open_loader(config, "valid", hierarchy))
+    loader = hierarchy.run_on_all(lambda: open_loader(config, "valid", hierarchy))
     if loader is None:
         raise UserError("data.split: keeps nothing for validation; need data.valid or a part")
     if hierarchy.rank == 0:

@@ -12,7 +12,7 @@ def on_device(values: Sequence[float], device: torch.device) -> torch.Tensor:
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 
-class Moment:
+class DeviceTimer:
     """Now, or on a GPU: when it has done all that it was given until now."""
 
     def __init__(self, device: torch.device) -> None:
@@ -26,14 +26,14 @@ class Moment:
         if self._reached is not None:
             self._reached.synchronize()
 
-    def seconds_since(self, earlier: "Moment") -> float:
+    def seconds_since(self, earlier: "DeviceTimer") -> float:
         """From an earlier moment of the same device to this one, which has been waited for."""
         if self._reached is None or earlier._reached is None:
             return self._at - earlier._at
         return earlier._reached.elapsed_time(self._reached) / 1e3
 
 
-class DeferredRead:
+class AsyncHostCopy:
     """float64 [n] that the host reads later. On a GPU they are copied to it behind the work that
     makes them, so that only `read` waits, and only if that work is not over."""
 
@@ -42,7 +42,7 @@ class DeferredRead:
         if values.is_cuda:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-        self.ready = Moment(values.device)
+        self.ready = DeviceTimer(values.device)
 
     def read(self) -> list[float]:
         """The numbers, as soon as they are there."""

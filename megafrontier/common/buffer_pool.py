@@ -5,7 +5,7 @@ from collections import defaultdict
 import torch
 
 
-class Shelf:
+class BufferPool:
     """Buffers by type and size; of each as many are made as are out at a time."""
 
     def __init__(self, device: torch.device, pinned: bool = False) -> None:

@@ -27,19 +27,19 @@ STOPPED = 75
 INTERRUPTED = 130
 
 
-class Ending(Exception):
+class FatalError(Exception):
     """An end with one line for the user: the command prints the message alone and exits with
     `code`. Every other exception is a bug and keeps its traceback.
 
-    All ranks raise it alike, and one of them speaks, unless `is_one_ranks`: then the rank that met
+    All ranks raise it alike, and one of them speaks, unless `is_rank_local`: then the rank that met
     it has to say so itself.
     """
 
     code: int
-    is_one_ranks = False
+    is_rank_local = False
 
 
-def tell(line: str) -> None:
+def print_error(line: str) -> None:
     """Print a line on stderr. Where that cannot be, on a full disk or in a pipe that nobody reads
     any more, the line is lost, and the command's exit code is what it would have been."""
     try:
@@ -57,21 +57,21 @@ def discard(stream: TextIO) -> None:
 
 
 @contextmanager
-def endings_told(program: str) -> Iterator[None]:
-    """An `Ending` within prints its line, after the program's name, and exits with its code."""
+def exit_on_fatal_error(program: str) -> Iterator[None]:
+    """An `FatalError` within prints its line, after the program's name, and exits with its code."""
     try:
         yield
-    except Ending as error:
-        tell(f"{program}: {error}")
+    except FatalError as error:
+        print_error(f"{program}: {error}")
         sys.exit(error.code)
 
 
-def is_alike(error: BaseException) -> bool:
+def is_collective(error: BaseException) -> bool:
     """Whether all ranks raise it, and so leave together."""
-    return isinstance(error, Ending) and not error.is_one_ranks
+    return isinstance(error, FatalError) and not error.is_rank_local
 
 
-class UserError(Ending):
+class UserError(FatalError):
     """Bad input: the line names the thing, its value, and what would fit."""
 
     code = BAD_INPUT
@@ -107,10 +107,10 @@ class RanksRefused(UserError):
 class RankError(UserError):
     """Bad input that one rank met and the others did not."""
 
-    is_one_ranks = True
+    is_rank_local = True
 
 
-class RunFailed(Ending):
+class RunFailed(FatalError):
     """Training cannot go on, though nothing is wrong with the input's form.
 
     Distinct from UserError so that a script can tell "fix the command" from "look at the run".
@@ -119,7 +119,7 @@ class RunFailed(Ending):
     code = FAILED
 
 
-class PeersLost(Ending):
+class PeersLost(FatalError):
     """Other ranks cannot be reached any more. Nothing is wrong with the run, so a script may start
     it again."""
 
@@ -138,10 +138,10 @@ class RanksAbsent(PeersLost):
 class Unconnected(PeersLost):
     """This rank does not reach another one, though both have met the others."""
 
-    is_one_ranks = True
+    is_rank_local = True
 
 
-class StorageFailed(Ending):
+class StorageFailed(FatalError):
     """Files that are there could not be read, or nothing be written. Another start may find the
     storage well."""
 
@@ -163,25 +163,25 @@ STORAGE_FAULTS = frozenset(
 away, NFS of a handle that is old."""
 
 
-def of_os_error(error: OSError, line: str) -> UserError | StorageFailed:
+def as_fatal_error(error: OSError, line: str) -> UserError | StorageFailed:
     """What a path that cannot be used is to the run: bad input, or the storage's failure."""
     return StorageFailed(line) if error.errno in STORAGE_FAULTS else UserError(line)
 
 
-def of_run_directory(error: OSError, path: object) -> UserError | StorageFailed:
-    """`of_os_error` for `path`, the run directory or what lies in it, which cannot be written."""
-    return of_os_error(error, f"run.directory: {path}: {error.strerror}, need a folder to write")
+def as_run_directory_error(error: OSError, path: object) -> UserError | StorageFailed:
+    """`as_fatal_error` for `path`, in the run directory, which cannot be written."""
+    return as_fatal_error(error, f"run.directory: {path}: {error.strerror}, need a folder to write")
 
 
-def of_any_os_error(error: OSError) -> UserError | StorageFailed:
-    """`of_os_error` for one that nobody has worded. Raises `error` itself where it names no path
+def as_generic_fatal_error(error: OSError) -> UserError | StorageFailed:
+    """`as_fatal_error` for one that nobody has worded. Raises `error` itself where it names no path
     and is no fault of the storage: that is a bug."""
     if error.filename is None and error.errno not in STORAGE_FAULTS:
         raise error
-    return of_os_error(error, f"{error.filename or 'storage'}: {error.strerror}")
+    return as_fatal_error(error, f"{error.filename or 'storage'}: {error.strerror}")
 
 
-class NodesUnfit(Ending):
+class NodesUnfit(FatalError):
     """Nodes on which the run cannot start; the line names them."""
 
     code = BAD_NODE

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from megafrontier.common.errors import UserError, of_os_error
+from megafrontier.common.errors import UserError, as_fatal_error
 from megafrontier.common.files import looked_in, write_whole
 from megafrontier.config.checks import check, check_machine
 from megafrontier.config.fitting import MISSING, check_fit, missing_key
@@ -163,7 +163,7 @@ def _parse_yaml(path: Path, schema: type, asked: str) -> DictConfig:
     except OSError as error:
         where = looked_in(path) if isinstance(error, FileNotFoundError) else ""
         line = f"{path}{asked}: cannot read the config: {error.strerror}{where}"
-        raise of_os_error(error, line) from error
+        raise as_fatal_error(error, line) from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}{asked}: not valid YAML: {error}") from error
     try:

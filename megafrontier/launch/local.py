@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from megafrontier.common.errors import STOPPED, Ending, UserError, tell
+from megafrontier.common.errors import STOPPED, FatalError, UserError, print_error
 from megafrontier.common.files import try_room
 from megafrontier.common.signals import STOPPING, handled
 
@@ -140,9 +140,9 @@ def exit_code(
     """
     try:
         return body()
-    except Ending as error:
-        if speaks or error.is_one_ranks:
-            tell(f"megafrontier: {error}")
+    except FatalError as error:
+        if speaks or error.is_rank_local:
+            print_error(f"megafrontier: {error}")
         else:
             stay()
         return error.code
@@ -197,7 +197,7 @@ def _tell_of_signal(rank: int, status: int, passed_on: set[int]) -> None:
     we end the others."""
     if status < 0 and -status not in passed_on:
         why = f"signal {-status}, {signal.strsignal(-status)}"
-        tell(f"megafrontier: rank {rank} on {socket.gethostname()} was lost: {why}")
+        print_error(f"megafrontier: rank {rank} on {socket.gethostname()} was lost: {why}")
 
 
 def _forward_to(living: dict[int, int], passed_on: set[int]) -> Callable[[int, Any], None]:

@@ -12,22 +12,27 @@ import torch
 
 from megafrontier.common.errors import (
     STOPPED,
-    Ending,
+    FatalError,
     RanksAbsent,
     RanksRefused,
     StorageFailed,
     UserError,
-    of_any_os_error,
-    of_os_error,
+    as_fatal_error,
+    as_generic_fatal_error,
 )
 from megafrontier.config import Config, TrainConfig, load_machine, save_config
 from megafrontier.launch.allocator import prepare_allocator
 from megafrontier.launch.health import excluded_nodes
-from megafrontier.launch.health.liveness import RollCall
+from megafrontier.launch.health.liveness import LivenessCheck
 from megafrontier.launch.health.preflight import check_present, preflight
 from megafrontier.launch.health.run_lock import hold
 from megafrontier.launch.health.storage import clear_room
-from megafrontier.launch.health.watchdog import Watch, collective_seconds, meeting_seconds, watched
+from megafrontier.launch.health.watchdog import (
+    Watchdog,
+    collective_seconds,
+    meeting_seconds,
+    watched,
+)
 from megafrontier.launch.local import exit_code, flush_output, fork_ranks, import_early
 from megafrontier.launch.rendezvous import check_ranks_per_host, join, refuse
 from megafrontier.parallel.env import Identity, identify
@@ -39,14 +44,14 @@ from megafrontier.training.callbacks.save import Save
 from megafrontier.training.callbacks.stragglers import Stragglers
 from megafrontier.training.callbacks.trace import Timeline
 from megafrontier.training.kernels import check_caches, describe_kernels
-from megafrontier.training.logging.run_log import Log, Logbook, check_directory, open_logbook
+from megafrontier.training.logging.run_log import Log, RunLogger, check_directory, open_run_logger
 from megafrontier.training.loop import run
 from megafrontier.training.memory import check_memory, out_of_memory_told, room_for_training
 from megafrontier.training.plan import (
-    Arrangement,
-    arrange,
+    RunPlan,
     check_training,
     describe_vocabulary,
+    resolve_plan,
 )
 from megafrontier.training.preview import describe_ranks
 from megafrontier.training.resume.restarts import Attempt, attempted, note_interrupted
@@ -100,7 +105,7 @@ def launch(
     nproc: int | None,
     check: Check,
     check_host: Callable[[], object] = lambda: None,
-    of_refused: Callable[..., Ending] = lambda error, identity: error,
+    of_refused: Callable[..., FatalError] = lambda error, identity: error,
 ) -> int:
     """Run `body` on every rank, after `check` with their number and, on one rank a host,
     `check_host`. `of_refused` makes the error to end with where some of a launcher's ranks did not
@@ -154,7 +159,7 @@ def _passed(check: Callable[..., object], *arguments: object) -> None:
     try:
         check(*arguments)
     except OSError as error:
-        raise of_any_os_error(error) from error
+        raise as_generic_fatal_error(error) from error
 
 
 def _check_among_others(
@@ -175,14 +180,14 @@ def _check_among_others(
 @contextmanager
 def joined(
     config: Config,
-    met: Callable[[RollCall | None], None] = lambda roll: None,
+    met: Callable[[LivenessCheck | None], None] = lambda roll: None,
     failed: Callable[[Exception], None] = lambda error: None,
-) -> Iterator[tuple[Arrangement, Hierarchy]]:
+) -> Iterator[tuple[RunPlan, Hierarchy]]:
     """This rank's place in the machine that a configuration describes; `met` and `failed` as in
     `join`."""
     identity = identify(os.environ)
-    arrangement = arrange(config, identity.world_size)
-    device = choose_device(identity, arrangement.machine.device.name)
+    plan = resolve_plan(config, identity.world_size)
+    device = choose_device(identity, plan.machine.device.name)
     if device.type == "cuda":
         where = f"rank {identity.rank} on {identity.host}"
         with out_of_memory_told(where, "a device without another process's memory"):
@@ -192,9 +197,9 @@ def joined(
         "timeout_seconds": collective_seconds(config.train.hang_seconds),
         "meeting_seconds": meeting_seconds(config.train.hang_seconds),
     }
-    with join(identity, arrangement.levels, device, met=met, failed=failed, **waiting) as hierarchy:
-        check_ranks_per_host(hierarchy, identity, arrangement.machine.device.ranks_per_host)
-        yield arrangement, hierarchy
+    with join(identity, plan.levels, device, met=met, failed=failed, **waiting) as hierarchy:
+        check_ranks_per_host(hierarchy, identity, plan.machine.device.ranks_per_host)
+        yield plan, hierarchy
 
 
 def uses_accelerator(name: str) -> bool:
@@ -232,57 +237,57 @@ def _train_rank(config: Config) -> int:
 
 def _train_watched(config: Config, identity: Identity, directory: Path) -> int:
     with (
-        closing(Watch(identity, directory, config.train.hang_seconds)) as watch,
-        joined(config, watch.start, watch.fail) as (arrangement, hierarchy),
-        open_logbook(config, hierarchy.rank == 0) as logbook,
+        closing(Watchdog(identity, directory, config.train.hang_seconds)) as watch,
+        joined(config, watch.start, watch.fail) as (plan, hierarchy),
+        open_run_logger(config, hierarchy.rank == 0) as run_logger,
         watched(watch),
-        hold(directory, identity, hierarchy, logbook.remark, config.train.hang_seconds),
-        attempted(config, identity, hierarchy, logbook.remark) as attempt,
+        hold(directory, identity, hierarchy, run_logger.info, config.train.hang_seconds),
+        attempted(config, identity, hierarchy, run_logger.info) as attempt,
     ):
         watch.last_words = attempt.ended
         if config.preflight.enabled:
             clear_room(config, hierarchy)
             with watch.trying_nodes():
-                preflight(config, arrangement, identity, hierarchy, logbook.remark)
+                preflight(config, plan, identity, hierarchy, run_logger.info)
         where = f"rank {identity.rank} on {identity.host}"
         with out_of_memory_told(where, room_for_training(config)):
-            code = _run(config, arrangement, hierarchy, logbook, watch, attempt)
+            code = _run(config, plan, hierarchy, run_logger, watch, attempt)
         attempt.ended(code)
         return code
 
 
 def _run(
     config: Config,
-    arrangement: Arrangement,
+    plan: RunPlan,
     hierarchy: Hierarchy,
-    logbook: Logbook,
-    watch: Watch,
+    run_logger: RunLogger,
+    watch: Watchdog,
     attempt: Attempt,
 ) -> int:
-    trainer = build_trainer(config, arrangement, hierarchy)
+    trainer = build_trainer(config, plan, hierarchy)
     for line in (
         *describe_vocabulary(config),
-        *describe_ranks(config, arrangement, hierarchy.device),
-        *describe_kernels(config, hierarchy, arrangement.wires),
+        *describe_ranks(config, plan, hierarchy.device),
+        *describe_kernels(config, hierarchy, plan.wires),
         *describe_validation(trainer.valid_loader, config.evaluate.batches),
     ):
-        logbook.remark(line)
+        run_logger.info(line)
     try:
-        resume(trainer, logbook)
+        resume(trainer, run_logger)
         attempt.note(resumed=trainer.step)
         is_owed = owes_evaluation(trainer)
-        hierarchy.together(partial(_keep_books, trainer, logbook))
-        save = Save(logbook, trainer.step, watch.beat)
+        hierarchy.run_on_all(partial(_keep_books, trainer, run_logger))
+        save = Save(run_logger, trainer.step, watch.beat)
         # Placing the first weights is no step's traffic.
         trainer.engine.ledger.take()
         trainer.engine.ledger.take_waited()
-        timeline = Timeline(trainer, logbook)
-        stragglers = Stragglers(identify(os.environ).host, logbook)
+        timeline = Timeline(trainer, run_logger)
+        stragglers = Stragglers(identify(os.environ).host, run_logger)
         # The checkpoint first: what comes after it may be cut short.
-        evaluate = Evaluate(logbook, watch.beat, is_owed)
+        evaluate = Evaluate(run_logger, watch.beat, is_owed)
         watch.begin(trainer.step, trainer.engine.ledger)
         with garbage_collected(config.train.gc_every) as garbage:
-            callbacks = [Log(logbook), save, evaluate, timeline, Guard(logbook), stragglers]
+            callbacks = [Log(run_logger), save, evaluate, timeline, Guard(run_logger), stragglers]
             run(trainer, [*callbacks, garbage], watch.beat)
         save.finish(hierarchy)
         if trainer.step >= trainer.last_step:
@@ -293,20 +298,20 @@ def _run(
             )
             # There may have been no room for it.
             saved = "" if save.saved_step == trainer.step else f", saved at step {save.saved_step}"
-            logbook.remark(f"stopped on request at step {trainer.step}{saved}; {how}")
+            run_logger.info(f"stopped on request at step {trainer.step}{saved}; {how}")
         return STOPPED
     finally:
         trainer.close()
 
 
-def _keep_books(trainer: Trainer, logbook: Logbook) -> None:
+def _keep_books(trainer: Trainer, run_logger: RunLogger) -> None:
     """The first rank begins to keep metrics, and notes the configuration."""
     config, folder = trainer.config, Path(trainer.config.run.directory)
     if not trainer.is_first:
         return
-    logbook.open_sinks(config, trainer.step)
+    run_logger.open_sinks(config, trainer.step)
     try:
         save_config(config, folder / "config.yaml")
     except OSError as error:
         line = f"run.directory: {folder}: {error.strerror}, need room to write"
-        raise of_os_error(error, line) from error
+        raise as_fatal_error(error, line) from error

@@ -17,17 +17,17 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from megafrontier.common.errors import (
-    Ending,
+    FatalError,
     PeersLost,
     RankError,
     RanksAbsent,
     UserError,
-    is_alike,
+    is_collective,
 )
 from megafrontier.launch.health.links import connect, measure, reaching
-from megafrontier.launch.health.liveness import RollCall, within
+from megafrontier.launch.health.liveness import LivenessCheck, within
 from megafrontier.parallel.env import Identity
-from megafrontier.parallel.groups import groups_of
+from megafrontier.parallel.groups import make_groups
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.parallel.levels import Levels
 
@@ -48,7 +48,7 @@ def join(
     device: torch.device,
     timeout_seconds: float = 1800,
     meeting_seconds: float = 600,
-    met: Callable[[RollCall | None], None] = lambda roll: None,
+    met: Callable[[LivenessCheck | None], None] = lambda roll: None,
     failed: Callable[[Exception], None] = lambda error: None,
 ) -> Iterator[Hierarchy]:
     """Meet the other ranks, make a group for each level, and leave in order at the end.
@@ -82,7 +82,7 @@ def join(
         yield hierarchy
         hierarchy.turn.end()  # a lane may not outlive the process groups
     except BaseException as error:
-        if isinstance(error, Exception) and not is_alike(error):
+        if isinstance(error, Exception) and not is_collective(error):
             failed(error)
         if dist.is_initialized():
             give_up(device)
@@ -110,7 +110,9 @@ def _let_gloo_end() -> None:
     atexit.register(time.sleep, 0.1)
 
 
-def _connect(roll: RollCall, levels: Levels, device: torch.device, timeout: timedelta) -> Hierarchy:
+def _connect(
+    roll: LivenessCheck, levels: Levels, device: torch.device, timeout: timedelta
+) -> Hierarchy:
     """Reach all that this rank is going to talk to."""
     rank = roll.identity.rank
     with reaching(f"rank {rank}: {ALL_PEERS}"), roll.activity.at(ALL_PEERS):
@@ -122,8 +124,8 @@ def _connect(roll: RollCall, levels: Levels, device: torch.device, timeout: time
             timeout=timeout,
         )
     with reaching(f"rank {rank}: groups of the levels"):
-        groups = groups_of(levels, rank, device, timeout)
-        control = groups_of(levels, rank, device, timeout, has_small_messages=True)
+        groups = make_groups(levels, rank, device, timeout)
+        control = make_groups(levels, rank, device, timeout, has_small_messages=True)
     hierarchy = Hierarchy(levels, rank, groups, device, control, roll.activity)
     # Neighbours at each level before other collectives: where these waited for a link that is dead,
     # nobody could say which it is.
@@ -144,7 +146,9 @@ def give_up(device: torch.device) -> None:
         within(ABORT_SECONDS, dist.distributed_c10d._abort_process_group)
 
 
-def refuse(identity: Identity, error: Ending, meeting_seconds: float, is_hosts: bool) -> NoReturn:
+def refuse(
+    identity: Identity, error: FatalError, meeting_seconds: float, is_hosts: bool
+) -> NoReturn:
     """Come where all ranks meet, to say why this one cannot start: a file may be on one node and
     not on another (`is_hosts`: one rank a host looks). Raises RanksRefused, as all then do, or
     where they do not meet `error`."""
@@ -152,22 +156,22 @@ def refuse(identity: Identity, error: Ending, meeting_seconds: float, is_hosts: 
         _roll(identity, meeting_seconds).meet(meeting_seconds, error, is_hosts)
     except RuntimeError:  # torch's, of the store
         own = RankError(f"rank {identity.rank} on {identity.host}: {error}")
-        own.is_one_ranks = identity.local_rank == 0  # as many as there are hosts, not ranks
+        own.is_rank_local = identity.local_rank == 0  # as many as there are hosts, not ranks
         raise own from error
     raise AssertionError("met in spite of a refusal")
 
 
-def _roll(identity: Identity, seconds: float) -> RollCall:
+def _roll(identity: Identity, seconds: float) -> LivenessCheck:
     _allow_sockets(SOCKETS * identity.world_size, identity.rank == 0)
     # Told the number of ranks, torch's store would wait for so many, and could not say for whom.
     file = identity.rendezvous.removeprefix("file://")
     if file != identity.rendezvous:  # any name, of which an address would take # and ? for its own
-        return RollCall(dist.FileStore(file, -1), identity)  # type: ignore[attr-defined]
+        return LivenessCheck(dist.FileStore(file, -1), identity)  # type: ignore[attr-defined]
     store = _store_at(f"{identity.rendezvous}?rank={identity.rank}&world_size=-1", seconds)
     _check_owner(store, identity)
     # torchrun keeps its store, with all that was said before.
     start = identity.restarts if identity.is_counted else store.add(f"starts/{identity.rank}", 1)
-    return RollCall(PrefixStore(f"start {start}", store), identity)
+    return LivenessCheck(PrefixStore(f"start {start}", store), identity)
 
 
 def _store_at(place: str, seconds: float) -> Store:
@@ -226,7 +230,7 @@ def _allow_sockets(count: int, is_first: bool) -> None:
         resource.prlimit(process, resource.RLIMIT_NOFILE, (need, hard))
 
 
-def _meet(identity: Identity, seconds: float) -> RollCall:
+def _meet(identity: Identity, seconds: float) -> LivenessCheck:
     """The roll of all ranks, which are there. Raises RanksAbsent or PeersLost when they are not."""
     try:
         roll = _roll(identity, seconds)
@@ -247,7 +251,7 @@ def _unmet(identity: Identity, error: RuntimeError) -> PeersLost:
         return PeersLost(f"rank 0: cannot wait at {identity.rendezvous}: {why}")
     lost = PeersLost(f"rank 0: no answer at {identity.rendezvous}: {why}")
     # It is not there to say so. Two a host do: one of them may be lost too.
-    lost.is_one_ranks = identity.local_rank < 2
+    lost.is_rank_local = identity.local_rank < 2
     return lost
 
 

@@ -28,7 +28,7 @@ def all_gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup)
     _all_gather(out, shard, group=group)
 
 
-def all_of(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_gather_stacked(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Every peer's tensor [...] as [peers, ...], in one buffer: there may be thousands of them."""
     out = values.new_empty(dist.get_world_size(group), *values.shape)
     all_gather(out.view(-1), values.contiguous().view(-1), group)

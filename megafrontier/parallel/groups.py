@@ -40,7 +40,7 @@ def _one_channel(timeout: timedelta) -> Any:
     return options
 
 
-def groups_of(
+def make_groups(
     levels: Levels,
     rank: int,
     device: torch.device,

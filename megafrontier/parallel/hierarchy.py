@@ -8,10 +8,10 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from megafrontier.common.errors import LOST, StorageFailed, UserError, of_any_os_error
-from megafrontier.parallel.collectives import all_of
+from megafrontier.common.errors import LOST, StorageFailed, UserError, as_generic_fatal_error
+from megafrontier.parallel.collectives import all_gather_stacked
 from megafrontier.parallel.levels import Levels
-from megafrontier.parallel.rank_status import Activity
+from megafrontier.parallel.rank_status import RankStatus
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ class Waiting(Protocol):
         ...
 
 
-class Turn:
+class CommArbiter:
     """Lets one engine at a time have collectives under way on the shared groups; those of two could
     be in another order on every rank."""
 
@@ -57,8 +57,8 @@ class Hierarchy:
     groups: tuple[dist.ProcessGroup | None, ...]
     device: torch.device
     control: tuple[dist.ProcessGroup | None, ...] = ()
-    activity: Activity = field(default_factory=Activity)
-    turn: Turn = field(default_factory=Turn)
+    activity: RankStatus = field(default_factory=RankStatus)
+    turn: CommArbiter = field(default_factory=CommArbiter)
     coordinates: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class Hierarchy:
         """Whether this rank is the first of those that hold the same piece at `depth`."""
         return all(coordinate == 0 for coordinate in self.coordinates[depth:])
 
-    def to_replicas(self, tensors: Iterable[torch.Tensor], depth: int) -> None:
+    def broadcast_to_replicas(self, tensors: Iterable[torch.Tensor], depth: int) -> None:
         """Give all that hold the same piece at `depth` the first replica's tensors, in place: the
         outermost level first, so that a source has them when its level's turn comes."""
         self.turn.end()
@@ -99,7 +99,7 @@ class Hierarchy:
         """
         for group in self.control[:depth]:
             if group is not None:
-                values = all_of(values, group).sum(0)
+                values = all_gather_stacked(values, group).sum(0)
         return values
 
     def sum_and_maximum(
@@ -110,7 +110,7 @@ class Hierarchy:
         count = len(sums)
         for group in self.control:
             if group is not None:
-                found = all_of(torch.cat([sums, maxima]), group)
+                found = all_gather_stacked(torch.cat([sums, maxima]), group)
                 sums, maxima = found[:, :count].sum(0), found[:, count:].amax(0)
         return sums, maxima
 
@@ -119,10 +119,10 @@ class Hierarchy:
         found = values.view(1, -1)
         for group in self.control:
             if group is not None:
-                found = all_of(found, group).flatten(0, 1)
+                found = all_gather_stacked(found, group).flatten(0, 1)
         return found
 
-    def settle(self) -> None:
+    def drain_and_barrier(self) -> None:
         """Return when no rank has any collective under way."""
         self.turn.end()
         self.all_true(True)
@@ -140,7 +140,7 @@ class Hierarchy:
         lowest = -int(self.maximum(torch.tensor([-mine], device=self.device)).item())
         return self._broadcast_text(message if self.rank == lowest else None)
 
-    def together(self, act: Callable[[], T]) -> T:
+    def run_on_all(self, act: Callable[[], T]) -> T:
         """What `act` returns; where it raises UserError or StorageFailed on some ranks, or a file
         system's error, which is one or the other, all raise the lowest one's."""
         problem: UserError | StorageFailed | None = None
@@ -149,7 +149,7 @@ class Hierarchy:
         except (UserError, StorageFailed) as error:
             problem = error
         except OSError as error:
-            problem = of_any_os_error(error)
+            problem = as_generic_fatal_error(error)
         self.raise_first(problem)
         return found
 
@@ -161,10 +161,13 @@ class Hierarchy:
             code, _, line = agreed.partition(" ")
             raise StorageFailed(line) if int(code) == LOST else UserError(line)
 
-    def seen_by_rank_0(self, look: Callable[[], str]) -> str:
-        """What `look` returns on rank 0, on every rank: file systems do not show all nodes the same
-        at every moment, and another run may be writing. All raise what it raises, as `together`."""
-        return self._broadcast_text(self.together(lambda: look() if self.rank == 0 else None))
+    def broadcast_from_rank_0(self, look: Callable[[], str]) -> str:
+        """What `look` returns on rank 0, on every rank.
+
+        File systems do not show all nodes the same at every moment, and another run may be writing.
+        All ranks raise what it raises, as in `run_on_all`.
+        """
+        return self._broadcast_text(self.run_on_all(lambda: look() if self.rank == 0 else None))
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
         """Elementwise largest value of a small tensor [n] over all ranks."""

@@ -14,7 +14,7 @@ class Place:
     peer: int | None = None
 
 
-class Activity:
+class RankStatus:
     """One rank's `Place`, written by the thread that works and read by those that watch it."""
 
     def __init__(self) -> None:
@@ -33,11 +33,11 @@ class Activity:
 
 
 def decode(text: bytes) -> Place:
-    """The place that `Activity.encode` has written."""
+    """The place that `RankStatus.encode` has written."""
     return Place(*json.loads(text))
 
 
-def culprits(places: Mapping[int, Place]) -> dict[int, str]:
+def blockers(places: Mapping[int, Place]) -> dict[int, str]:
     """By rank, in rank order, what it is stuck in for whom the others wait: something that it does
     alone, or with a peer that is at the same with it. One whose peer is elsewhere waits as well."""
 

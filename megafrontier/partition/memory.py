@@ -43,7 +43,7 @@ def unit_buffer_bytes(
 @dataclass(frozen=True)
 class MessageBuffers:
     """Where the messages of all levels stand, by formula: those of one crossing at a time on each
-    lane (`Scratch`), and those of changes on their way from one level to the next (`Shelf`).
+    lane (`Scratch`), and those of changes on their way from one level to the next (`BufferPool`).
 
     `placement` is `Placement.on` the levels, `dtype` the computing type.
     """

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from megafrontier.common.buffer_pool import Shelf, empty
+from megafrontier.common.buffer_pool import BufferPool, empty
 
 
 class Owner(Protocol):
@@ -57,7 +57,7 @@ class Pool:
         self.device = device
         self._buffers = [UnitBuffer(dtype, device) for _ in range(whole)]
         self._shared = cycle(self._buffers[:])
-        self._gradients = Shelf(device)
+        self._gradients = BufferPool(device)
 
     @property
     def held_bytes(self) -> int:

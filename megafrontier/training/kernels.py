@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 
-from megafrontier.common.errors import of_os_error
+from megafrontier.common.errors import as_fatal_error
 from megafrontier.common.files import try_room
 from megafrontier.config import Config
 from megafrontier.model.kernels.backends import attention_backend, uncompilable_attention
@@ -28,7 +28,7 @@ def check_caches(config: Config) -> None:
             try_room(folder, _TRIAL_BYTES)
         except OSError as error:
             need = "need a folder to write, or train.compile=false"
-            raise of_os_error(error, f"{name}: {folder}: {error.strerror}, {need}") from error
+            raise as_fatal_error(error, f"{name}: {folder}: {error.strerror}, {need}") from error
 
 
 def uncompiled_because(config: Config, hierarchy: Hierarchy) -> str | None:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megafrontier.common.async_copy import Moment
-from megafrontier.common.errors import is_alike
+from megafrontier.common.async_copy import DeviceTimer
+from megafrontier.common.errors import is_collective
 from megafrontier.common.signals import stop_requested
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.optim.schedule import learning_rate
@@ -88,8 +88,8 @@ def _tell(trainer: Trainer, callbacks: Sequence[Callback], step: Pending, beat: 
             callback.after_step(trainer, result)
             beat(result.step)
     except Exception as error:
-        if is_alike(error):
-            trainer.hierarchy.settle()
+        if is_collective(error):
+            trainer.hierarchy.drain_and_barrier()
         raise
     return result.stop
 
@@ -107,7 +107,7 @@ def start_step(trainer: Trainer, beat: Beat = _nothing, after: Pending | None = 
     tokens in the global batch. A step with a non-finite loss or gradient changes no weight, nor
     does one that the spike rule finds. On a GPU nothing here waits for the device.
     """
-    begin = after.ended if after is not None else Moment(trainer.hierarchy.device)
+    begin = after.ended if after is not None else DeviceTimer(trainer.hierarchy.device)
     config, engine = trainer.config, trainer.engine
     _, first_sample = trainer.loader.position(trainer.step)
     lr = learning_rate(trainer.step, config.train.steps, config.optimizer, config.schedule)

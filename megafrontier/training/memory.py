@@ -13,7 +13,7 @@ from megafrontier.parallel.levels import Levels
 from megafrontier.partition.memory import MessageBuffers, unit_buffer_bytes
 from megafrontier.partition.placement import Placement, node_depth, state_bytes
 from megafrontier.partition.wires.wire import DTYPES
-from megafrontier.training.plan import Arrangement
+from megafrontier.training.plan import RunPlan
 
 GIB = 2**30
 _SAID_WITHOUT_TYPE = ("DefaultCPUAllocator", "out of memory", "_STATUS_ALLOC_FAILED")
@@ -24,27 +24,27 @@ and of NCCL's or RCCL's buffers; cuBLAS's and its like."""
 class OutOfMemory(RunFailed):
     """A rank's device has no more; another start would meet the same."""
 
-    is_one_ranks = True
+    is_rank_local = True
 
 
-def state_gib(config: Config, arrangement: Arrangement) -> float:
+def state_gib(config: Config, plan: RunPlan) -> float:
     """GiB that each rank holds from step to step, by the formulas: weights, gradients, optimizer
     state, errors. Buffers (`buffer_gib`), activations and the allocator's overhead come on top."""
     numel = parameter_count(config.model)
     itemsize = DTYPES[config.train.precision].itemsize
-    feedback_wires = arrangement.wires if arrangement.error_feedback else None
-    found = state_bytes(numel, arrangement.placement, arrangement.levels, itemsize, feedback_wires)
+    feedback_wires = plan.wires if plan.error_feedback else None
+    found = state_bytes(numel, plan.placement, plan.levels, itemsize, feedback_wires)
     return sum(found.values()) / GIB
 
 
-def buffer_gib(config: Config, arrangement: Arrangement) -> float:
+def buffer_gib(config: Config, plan: RunPlan) -> float:
     """GiB of the buffers that a rank's units take turns in, by the formulas: whole weights,
     gradients on their way, and messages."""
     numels, root = unit_parameters(config.model)
     dtype, overlap = DTYPES[config.train.precision], config.partition.overlap
     prefetch = None if overlap == "none" else config.partition.prefetch
-    levels, placement = arrangement.levels, arrangement.placement.on(arrangement.levels)
-    messages = MessageBuffers(placement, levels, arrangement.wires, dtype, overlap, prefetch or 0)
+    levels, placement = plan.levels, plan.placement.on(plan.levels)
+    messages = MessageBuffers(placement, levels, plan.wires, dtype, overlap, prefetch or 0)
     units = unit_buffer_bytes(numels, root, placement, dtype.itemsize, prefetch)
     return (units + messages.held_bytes([root, *numels])) / GIB
 
@@ -58,43 +58,43 @@ def _inputs_gib(config: Config) -> float:
     return model.layers * tokens * model.hidden * itemsize / GIB
 
 
-def _parts_gib(config: Config, arrangement: Arrangement) -> tuple[float, float, float]:
+def _parts_gib(config: Config, plan: RunPlan) -> tuple[float, float, float]:
     """State, buffers, blocks' inputs."""
-    return state_gib(config, arrangement), buffer_gib(config, arrangement), _inputs_gib(config)
+    return state_gib(config, plan), buffer_gib(config, plan), _inputs_gib(config)
 
 
-def check_memory(config: Config, arrangement: Arrangement) -> None:
+def check_memory(config: Config, plan: RunPlan) -> None:
     """Raises UserError where what a rank is known to need is more than the machine file's device
     holds."""
-    device = arrangement.machine.device
+    device = plan.machine.device
     if device.memory_gib is None:
         return
-    state, buffers, inputs = parts = _parts_gib(config, arrangement)
+    state, buffers, inputs = parts = _parts_gib(config, plan)
     if sum(parts) > device.memory_gib:
         raise UserError(
             f"machine.device.memory_gib: {device.memory_gib:g}, need {sum(parts):.3g} at least on "
-            f"{arrangement.levels.ranks} ranks: state {state:.3g}, buffers {buffers:.3g}, inputs "
-            f"of the blocks {inputs:.3g}; take {_remedies(config, arrangement, device.memory_gib)}"
+            f"{plan.levels.ranks} ranks: state {state:.3g}, buffers {buffers:.3g}, inputs "
+            f"of the blocks {inputs:.3g}; take {_remedies(config, plan, device.memory_gib)}"
         )
 
 
-def _remedies(config: Config, arrangement: Arrangement, memory_gib: float) -> str:
+def _remedies(config: Config, plan: RunPlan, memory_gib: float) -> str:
     """What would fit, of what keeps the model: nodes without end, other placements, offloading."""
-    levels = arrangement.levels
+    levels = plan.levels
     endless = replace(levels, sizes=(*levels.sizes[:-1], levels.sizes[-1] << 20))
     node, world = node_depth(levels), len(levels.names)
     offloading = replace(config.train, activation_checkpointing="offload")
 
-    def placed(*depths: int) -> Arrangement:
-        return replace(arrangement, placement=Placement(*depths))
+    def placed(*depths: int) -> RunPlan:
+        return replace(plan, placement=Placement(*depths))
 
     ways = {
         _over_the_node(config, levels): (config, placed(node, node, node, world)),
         _over_everything(config): (config, placed(world, world, world, world)),
-        "train.activation_checkpointing=offload": (replace(config, train=offloading), arrangement),
+        "train.activation_checkpointing=offload": (replace(config, train=offloading), plan),
     }
-    if list(arrangement.machine.levels.values())[-1].size is None:
-        ways = {"more nodes": (config, replace(arrangement, levels=endless))} | ways
+    if list(plan.machine.levels.values())[-1].size is None:
+        ways = {"more nodes": (config, replace(plan, levels=endless))} | ways
     found = [way for way, tried in ways.items() if sum(_parts_gib(*tried)) < memory_gib]
     return ", or ".join(found) or "a smaller model or train.micro_batch"
 

@@ -16,7 +16,7 @@ from megafrontier.training.logging.sinks import missing_package
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class RunPlan:
     """A machine's levels for this many ranks, the placement on them, and their wires, whose
     gradients may carry error feedback."""
 
@@ -27,7 +27,7 @@ class Arrangement:
     error_feedback: bool
 
 
-def arrange(config: Config, ranks: int) -> Arrangement:
+def resolve_plan(config: Config, ranks: int) -> RunPlan:
     """Raises UserError when the machine cannot hold the ranks or the placement does not fit."""
     machine = load_machine(config.machine)
     levels = Levels.resolve(machine.levels, ranks)
@@ -35,16 +35,16 @@ def arrange(config: Config, ranks: int) -> Arrangement:
     precision = config.train.precision
     wires = choose_wires(config.partition.wires, placement, levels, precision)
     feeds_back = has_error_feedback(config.partition, wires, placement, levels)
-    return Arrangement(machine, levels, placement, wires, feeds_back)
+    return RunPlan(machine, levels, placement, wires, feeds_back)
 
 
-def check_training(config: Config, ranks: int, parts: Sequence[Part] = PARTS) -> Arrangement:
+def check_training(config: Config, ranks: int, parts: Sequence[Part] = PARTS) -> RunPlan:
     """Refuse what would fail later: placement, batch, vocabulary, corpora of `parts`, packages.
-    Returns what `arrange` does.
+    Returns what `resolve_plan` does.
 
     Reads files but computes nothing, so that ranks may be forked after it. Raises UserError.
     """
-    arrangement = arrange(config, ranks)
+    plan = resolve_plan(config, ranks)
     check_vocabulary(config)
     for part in parts:
         samples = open_part(config, part)
@@ -53,7 +53,7 @@ def check_training(config: Config, ranks: int, parts: Sequence[Part] = PARTS) ->
             samples.batch(0, 1)  # one is enough to tell most wrong tokenizers
     if "train" in parts:
         _check_packages(config)
-    return arrangement
+    return plan
 
 
 def _check_packages(config: Config) -> None:

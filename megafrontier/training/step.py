@@ -18,7 +18,7 @@ from megafrontier.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepStats:
     """Each float64 [] but `costs`, the same bits on every rank.
 
     A step `is_bad` where its loss or gradient is not finite, and a spike where the spike rule finds
@@ -45,7 +45,7 @@ class Verdict:
         return torch.maximum(self.is_bad, self.is_spike)
 
 
-def judge(trainer: Trainer, totals: torch.Tensor, gradients: Sequence[torch.Tensor]) -> Verdict:
+def judge(trainer: Trainer, totals: torch.Tensor, gradients: Sequence[torch.Tensor]) -> StepStats:
     """The verdict on a step. `totals` float64 [2] is this rank's loss and tokens, `gradients` its
     1-D shards, summed over all ranks and tokens, and scaled."""
     hierarchy, engine = trainer.hierarchy, trainer.engine
@@ -66,7 +66,7 @@ def judge(trainer: Trainer, totals: torch.Tensor, gradients: Sequence[torch.Tens
     is_spike = trainer.spikes.judge(loss, norm, is_bad)
     divisor = divisor / clip_factor(norm, trainer.config.train.clip_grad_norm)
     costs = sums[4:] / hierarchy.size
-    return Verdict(loss, norm, tokens, stops, is_bad, is_spike, divisor, memory[0], costs, waited)
+    return StepStats(loss, norm, tokens, stops, is_bad, is_spike, divisor, memory[0], costs, waited)
 
 
 def peak_memory_gib(device: torch.device) -> float:

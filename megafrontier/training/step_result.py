@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megafrontier.common.async_copy import DeferredRead, Moment
-from megafrontier.training.step import Verdict
+from megafrontier.common.async_copy import AsyncHostCopy, DeviceTimer
+from megafrontier.training.step import StepStats
 from megafrontier.training.trainer import Trainer
 
 
@@ -45,7 +45,7 @@ class Pending:
     """A step whose work has been handed to the device; `read` waits for its end."""
 
     def __init__(
-        self, trainer: Trainer, begin: Moment, lr: float, first: int, found: Verdict
+        self, trainer: Trainer, begin: DeviceTimer, lr: float, first: int, found: StepStats
     ) -> None:
         """`first` is the step's first sample."""
         self._trainer, self._begin, self._lr = trainer, begin, lr
@@ -55,11 +55,11 @@ class Pending:
             found.loss, found.norm, found.tokens, found.stops, found.skip, found.is_spike,
             trainer.loss_scale.scale.double(), found.memory,
         ]  # fmt: skip
-        self._deferred = DeferredRead(torch.cat([torch.stack(numbers), found.costs]))
+        self._deferred = AsyncHostCopy(torch.cat([torch.stack(numbers), found.costs]))
         self._waited = found.waited
 
     @property
-    def ended(self) -> Moment:
+    def ended(self) -> DeviceTimer:
         """When the device has done the step."""
         return self._deferred.ready
 

@@ -20,7 +20,7 @@ from megafrontier.partition import Engine, shard
 from megafrontier.partition.wires.wire import DTYPES
 from megafrontier.training.batches import PARTS, Part, make_loader, open_part
 from megafrontier.training.kernels import uncompiled_because
-from megafrontier.training.plan import Arrangement
+from megafrontier.training.plan import RunPlan
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Trainer:
     `tokens` what the host knows of."""
 
     config: Config
-    arrangement: Arrangement
+    plan: RunPlan
     hierarchy: Hierarchy
     model: GPT
     engine: Engine
@@ -58,7 +58,7 @@ class Trainer:
                 loader.close()
 
 
-def build_trainer(config: Config, arrangement: Arrangement, hierarchy: Hierarchy) -> Trainer:
+def build_trainer(config: Config, plan: RunPlan, hierarchy: Hierarchy) -> Trainer:
     """Model, optimizer and data at step 0, sharded; no rank ever holds the whole model."""
     if config.train.deterministic:
         # cuBLAS's own condition, without which torch refuses every matrix product.
@@ -66,15 +66,15 @@ def build_trainer(config: Config, arrangement: Arrangement, hierarchy: Hierarchy
         torch.use_deterministic_algorithms(True)
         # Or all new memory is filled, pinned memory by the CPU. None is read before it is written.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    model, engine = build_model(config, arrangement, hierarchy)
+    model, engine = build_model(config, plan, hierarchy)
     masters = [unit.master for unit in engine.units]
     optimizer = ShardedAdamW(masters, [u.decay_stop for u in engine.units], config.optimizer)
     # Together: a rank whose storage fails would leave the others waiting for it.
-    loaders = hierarchy.together(lambda: {p: open_loader(config, p, hierarchy) for p in PARTS})
+    loaders = hierarchy.run_on_all(lambda: {p: open_loader(config, p, hierarchy) for p in PARTS})
     assert loaders["train"] is not None
     return Trainer(
         config,
-        arrangement,
+        plan,
         hierarchy,
         model,
         engine,
@@ -88,7 +88,7 @@ def build_trainer(config: Config, arrangement: Arrangement, hierarchy: Hierarchy
 
 def build_model(
     config: Config,
-    arrangement: Arrangement,
+    plan: RunPlan,
     hierarchy: Hierarchy,
 ) -> tuple[GPT, Engine]:
     """A GPT sharded over the hierarchy, with its seeded first values."""
@@ -106,11 +106,11 @@ def build_model(
     engine = shard(
         model,
         model.units(),
-        arrangement.placement,
+        plan.placement,
         hierarchy,
         dtype=DTYPES[config.train.precision],
-        wires=arrangement.wires,
-        error_feedback=arrangement.error_feedback,
+        wires=plan.wires,
+        error_feedback=plan.error_feedback,
         overlap=config.partition.overlap,
         prefetch=config.partition.prefetch,
         check_order=config.partition.check_order,

@@ -44,9 +44,9 @@ def ours(setting: dict[str, Any], compiled: bool, checkpointing: Mode = "none") 
     """The framework's own loop, on one rank."""
     chosen = Setting(**setting)
     config = our_config(chosen, compiled, checkpointing)
-    with joined(config) as (arrangement, hierarchy):
+    with joined(config) as (plan, hierarchy):
         clock = Clock(chosen.warm_up, chosen.steps)
-        trainer = build_trainer(config, arrangement, hierarchy)
+        trainer = build_trainer(config, plan, hierarchy)
         tick = Tick(clock)
         with suppress(Finished), closing(trainer):
             run(trainer, [tick])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megafrontier.common.errors import endings_told
+from megafrontier.common.errors import exit_on_fatal_error
 from megafrontier.config import Config, load_config
 from megafrontier.launch.main import joined
 from megafrontier.model.gpt import GPT
@@ -134,11 +134,11 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     if arguments.pairs < 2:  # which have no quartiles
         parser.error(f"--pairs {arguments.pairs}: need at least 2")
-    with endings_told("one_rank"):
+    with exit_on_fatal_error("one_rank"):
         config = load_config(arguments.config, [*arguments.overrides, "machine=laptop"])
         check_training(config, 1)
-    with joined(config) as (arrangement, hierarchy):
-        trainer = build_trainer(config, arrangement, hierarchy)
+    with joined(config) as (plan, hierarchy):
+        trainer = build_trainer(config, plan, hierarchy)
         try:
             print(report(*compare(trainer, arguments.pairs)))
         finally:

@@ -38,7 +38,7 @@ from rounds import Results, Task, add_options, chosen, markdown, measure, spread
 from rounds_child import Unable, device, repeat
 from torch import Tensor
 
-from megafrontier.common.errors import UserError, endings_told
+from megafrontier.common.errors import UserError, exit_on_fatal_error
 from megafrontier.config import OptimizerConfig
 from megafrontier.model.kernels.varlen import document_attention
 from megafrontier.model.loss import linear_cross_entropy
@@ -314,7 +314,7 @@ def main() -> None:
         *norm_tasks(),
         *adamw_tasks(),
     ]
-    with endings_told("parts"):
+    with exit_on_fatal_error("parts"):
         wanted = chosen(tasks, arguments)
     for task in wanted:
         if "setting" in task.arguments:

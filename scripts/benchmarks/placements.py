@@ -20,14 +20,14 @@ from pathlib import Path
 
 from measuring import in_a_folder, tensor_bytes
 
-from megafrontier.common.errors import endings_told
+from megafrontier.common.errors import exit_on_fatal_error
 from megafrontier.config import Config, load_config
 from megafrontier.launch.local import fork_ranks
 from megafrontier.launch.main import joined
 from megafrontier.partition import STRATEGIES, Engine
 from megafrontier.partition.placement import state_bytes
 from megafrontier.training.loop import train_step
-from megafrontier.training.plan import Arrangement, check_training
+from megafrontier.training.plan import RunPlan, check_training
 from megafrontier.training.trainer import Trainer, build_trainer
 
 
@@ -49,8 +49,8 @@ def measure(config: Config, steps: int) -> Row | None:
     """Run on every rank; the first one's row."""
     gc.collect()
     before = tensor_bytes()
-    with joined(config) as (arrangement, hierarchy):
-        trainer = build_trainer(config, arrangement, hierarchy)
+    with joined(config) as (plan, hierarchy):
+        trainer = build_trainer(config, plan, hierarchy)
         trainer.engine.ledger.take()
         results = [train_step(trainer) for _ in range(steps)]
         trainer.close()
@@ -63,7 +63,7 @@ def measure(config: Config, steps: int) -> Row | None:
             expected_state(trainer.engine),
             buffers,
             {name: int(level["bytes"]) for name, level in results[-1].comm.items()},
-            expected_traffic(trainer, arrangement),
+            expected_traffic(trainer, plan),
             statistics.median(result.seconds for result in results[1:] or results),
             results[-1].memory_gib,
         )
@@ -85,10 +85,10 @@ def expected_state(engine: Engine) -> int:
     )
 
 
-def expected_traffic(trainer: Trainer, arrangement: Arrangement) -> dict[str, int]:
+def expected_traffic(trainer: Trainer, plan: RunPlan) -> dict[str, int]:
     """Bytes one rank sends over each level in a step by the formula."""
     totals = trainer.engine.step_bytes(trainer.loader.micro_batches)
-    return dict(zip(arrangement.levels.names, totals, strict=True))
+    return dict(zip(plan.levels.names, totals, strict=True))
 
 
 def run_strategy(config: Config, nproc: int, steps: int) -> Row:
@@ -138,7 +138,7 @@ def main() -> None:
     rows = []
     for strategy in STRATEGIES:
         overrides = [*arguments.overrides, f"partition.strategy={strategy}"]
-        with endings_told("placements"):
+        with exit_on_fatal_error("placements"):
             config = load_config(arguments.config, overrides)
             check_training(config, arguments.nproc)
         rows.append(run_strategy(config, arguments.nproc, arguments.steps))

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from measuring import PACKAGES, at_least, code_version, cpu_name
 
-from megafrontier.common.errors import UserError, endings_told
+from megafrontier.common.errors import UserError, exit_on_fatal_error
 from megafrontier.common.files import write_whole
 
 CHILD = Path(__file__).with_name("rounds_child.py")
@@ -194,7 +194,7 @@ def measure(
     Groups come one after the other, so that what is compared was measured close together. A row
     that gives no figures is asked for once only.
     """
-    with endings_told(BENCHMARK):
+    with exit_on_fatal_error(BENCHMARK):
         results = Results(arguments.out, [task.variant for task in tasks])
         wanted = chosen(tasks, arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with the turn's process

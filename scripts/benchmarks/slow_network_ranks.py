@@ -26,7 +26,7 @@ from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.partition.comm.trace import Trace
 from megafrontier.partition.wires.wire import DTYPES, Wires
 from megafrontier.training.loop import train_step
-from megafrontier.training.plan import Arrangement
+from megafrontier.training.plan import RunPlan
 from megafrontier.training.step_result import StepResult
 from megafrontier.training.trainer import Trainer, build_trainer, open_loader
 
@@ -60,8 +60,8 @@ def run(job: Job) -> Answer:
     torch.set_num_threads(1)
     resident = _reset_peak_memory()
     config = load_config(job.config, job.overrides)
-    with joined(config) as (arrangement, hierarchy):
-        stepper = STEPPERS[job.kind](job, config, arrangement, hierarchy)
+    with joined(config) as (plan, hierarchy):
+        stepper = STEPPERS[job.kind](job, config, plan, hierarchy)
         answer = _measure(job, config, hierarchy, stepper, resident)
         hierarchy.all_true(True)  # nobody leaves while a peer still needs it
         if stepper.trainer is not None:
@@ -133,9 +133,9 @@ def _comm(results: Sequence[StepResult]) -> tuple[int | None, dict[str, float]]:
 # Bodies
 
 
-def ours(job: Job, config: Config, arrangement: Arrangement, hierarchy: Hierarchy) -> Stepper:
+def ours(job: Job, config: Config, plan: RunPlan, hierarchy: Hierarchy) -> Stepper:
     """The engine, as `megafrontier train` runs it."""
-    trainer = build_trainer(config, arrangement, hierarchy)
+    trainer = build_trainer(config, plan, hierarchy)
     occupy(trainer.model, job.block_seconds)
     results: list[StepResult] = []
 
@@ -147,7 +147,7 @@ def ours(job: Job, config: Config, arrangement: Arrangement, hierarchy: Hierarch
         step,
         sum(entry.numel for unit in trainer.engine.units for entry in unit.layout.entries),
         lambda: trainer.engine.step_bytes(trainer.loader.micro_batches)[-1],
-        lambda: _gloo_bytes(trainer, arrangement),
+        lambda: _gloo_bytes(trainer, plan),
         trainer,
         settle=trainer.engine.finish_publishing,
         results=results,
@@ -169,17 +169,17 @@ class Preambles:
         return self._bytes
 
 
-def _gloo_bytes(trainer: Trainer, arrangement: Arrangement) -> int:
+def _gloo_bytes(trainer: Trainer, plan: RunPlan) -> int:
     """What gloo adds over the slowest level: its all-gather sends each piece in two messages, and
     one small sum, of loss and norm, is all-gathered in each step."""
-    levels = arrangement.levels
+    levels = plan.levels
     count = len(levels.names)
     wires: Any = Wires((Preambles(2),) * count, (Preambles(1),) * count)
     sums = (levels.sizes[-1] - 1) * Preambles(2).message_bytes(1)
     return trainer.engine.step_bytes(trainer.loader.micro_batches, wires)[-1] + sums
 
 
-def alone(job: Job, config: Config, _: Arrangement, hierarchy: Hierarchy) -> Stepper:
+def alone(job: Job, config: Config, _: RunPlan, hierarchy: Hierarchy) -> Stepper:
     """Computing without communication: plain PyTorch, and this rank's share of the update."""
     model = whole_model(job, config).to(DTYPES[config.train.precision])
     _, batches = feed(job, config, hierarchy)
@@ -202,7 +202,7 @@ def alone(job: Job, config: Config, _: Arrangement, hierarchy: Hierarchy) -> Ste
     return Stepper(step, parameters, lambda: 0, between=lambda: hierarchy.all_true(True))
 
 
-def fsdp2(job: Job, config: Config, _: Arrangement, hierarchy: Hierarchy) -> Stepper:
+def fsdp2(job: Job, config: Config, _: RunPlan, hierarchy: Hierarchy) -> Stepper:
     """torch's own sharding, `mode` full or hybrid; see fsdp2.py."""
     loader, batches = feed(job, config, hierarchy)
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -216,7 +216,7 @@ def fsdp2(job: Job, config: Config, _: Arrangement, hierarchy: Hierarchy) -> Ste
     )
 
 
-def deepspeed(job: Job, config: Config, _: Arrangement, hierarchy: Hierarchy) -> Stepper:
+def deepspeed(job: Job, config: Config, _: RunPlan, hierarchy: Hierarchy) -> Stepper:
     """DeepSpeed's sharding, `mode` zero3 or hpz; see deepspeed_zero.py."""
     loader, batches = feed(job, config, hierarchy)
     model = whole_model(job, config)
@@ -227,7 +227,7 @@ def deepspeed(job: Job, config: Config, _: Arrangement, hierarchy: Hierarchy) ->
     return Stepper(lambda: trained.step(next(batches)), parameters, lambda: 0)
 
 
-STEPPERS: dict[str, Callable[[Job, Config, Arrangement, Hierarchy], Stepper]] = {
+STEPPERS: dict[str, Callable[[Job, Config, RunPlan, Hierarchy], Stepper]] = {
     "ours": ours,
     "alone": alone,
     "fsdp2": fsdp2,

@@ -14,7 +14,7 @@ from typing import Any
 
 from measuring import in_a_folder
 
-from megafrontier.common.errors import UserError, endings_told
+from megafrontier.common.errors import UserError, exit_on_fatal_error
 from megafrontier.partition.comm.trace import WAITING
 from megafrontier.report.style import level_colours, pyplot
 
@@ -77,7 +77,7 @@ def main() -> None:
             titles[list(titles)[-1]] = word
     if not titles:
         parser.error("TRACE.json: need at least one file with this ending")
-    with endings_told("timeline"):
+    with exit_on_fatal_error("timeline"):
         found = {path: read(path) for path in titles}
     ends = (at + length for bars in found.values() for row in bars.values() for at, length in row)
     seconds = arguments.seconds or max(ends) - arguments.begin

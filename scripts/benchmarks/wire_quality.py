@@ -16,7 +16,7 @@ from pathlib import Path
 
 from wire_quality_report import BASE, draw, figures, table
 
-from megafrontier.common.errors import UserError, endings_told
+from megafrontier.common.errors import UserError, exit_on_fatal_error
 from megafrontier.config import load_config
 from megafrontier.launch.main import train
 from megafrontier.report import write_report
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/wire-quality"))
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated")
     arguments = parser.parse_intermixed_args()
-    with endings_told("wire_quality"):
+    with exit_on_fatal_error("wire_quality"):
         compare(
             arguments.variants.split(","),
             arguments.config, arguments.overrides, arguments.out, arguments.nproc,

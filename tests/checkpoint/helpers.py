@@ -114,9 +114,9 @@ def save_all(
     tensors = make_tensors(step) if tensors is None else tensors
     manifest = make_manifest(step, layouts, pieces, **more)
 
-    def body(crowd: Threads) -> Path:
-        shards = cut(layouts, tensors, crowd.rank, pieces)
-        return save(root, manifest, shards, crowd.rank, True, crowd, attach)
+    def body(coordinator: Threads) -> Path:
+        shards = cut(layouts, tensors, coordinator.rank, pieces)
+        return save(root, manifest, shards, coordinator.rank, True, coordinator, attach)
 
     results = run_crowd(pieces, body)
     for result in results:

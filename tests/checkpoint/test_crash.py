@@ -11,7 +11,7 @@ import pytest
 
 from megafrontier.checkpoint import folder, piece
 from megafrontier.checkpoint import save as write
-from megafrontier.checkpoint.coordinator import Alone
+from megafrontier.checkpoint.coordinator import SingleProcess
 from megafrontier.checkpoint.errors import CheckpointWriteError
 from megafrontier.checkpoint.folder import list_checkpoints
 from megafrontier.checkpoint.load import open_checkpoint
@@ -37,9 +37,9 @@ def _save_on_ranks(root: Path, step: int, pieces: int = 4, attach=None) -> list:
     layouts = make_layouts(BY_BLOCK, pieces)
     manifest = make_manifest(step, layouts, pieces)
 
-    def body(crowd):
-        shards = cut(layouts, make_tensors(step), crowd.rank, pieces)
-        return save(root, manifest, shards, crowd.rank, True, crowd, attach)
+    def body(coordinator):
+        shards = cut(layouts, make_tensors(step), coordinator.rank, pieces)
+        return save(root, manifest, shards, coordinator.rank, True, coordinator, attach)
 
     return run_crowd(pieces, body)
 
@@ -131,10 +131,10 @@ def test_a_piece_without_a_writer_or_with_two_is_not_published(tmp_path):
     layouts = make_layouts(BY_BLOCK, 2)
     manifest = make_manifest(1, layouts, 2)
 
-    def body(crowd):
-        number = piece_of[crowd.rank]
+    def body(coordinator):
+        number = piece_of[coordinator.rank]
         shards = cut(layouts, make_tensors(), number, 2)
-        return save(tmp_path, manifest, shards, number, number in writers, crowd)
+        return save(tmp_path, manifest, shards, number, number in writers, coordinator)
 
     piece_of, writers = [0, 1], {0}
     _assert_all_refused(run_crowd(2, body), "1 piece files, need 2")
@@ -180,7 +180,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_only_whole_checkpoints(tmp_path):
                 (piece, "crc32_hex"),
             ]:
                 _kill_at(owner, name, counter, at)
-            save(root, manifest, shards, 0, True, Alone())
+            save(root, manifest, shards, 0, True, SingleProcess())
             return True
 
         return in_child(child)

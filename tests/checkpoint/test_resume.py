@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from megafrontier.checkpoint.coordinator import Alone
+from megafrontier.checkpoint.coordinator import SingleProcess
 from megafrontier.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable
 from megafrontier.checkpoint.manifest import FILE_NAME, Manifest, piece_file
 from megafrontier.checkpoint.resume import load_checkpoint, open_newest
@@ -28,17 +28,17 @@ def resume(root, ranks=4):
     warnings = []
     layouts = make_layouts(BY_BLOCK, ranks)
 
-    def body(crowd):
-        shards = cut(layouts, make_tensors(0), crowd.rank, ranks)
+    def body(coordinator):
+        shards = cut(layouts, make_tensors(0), coordinator.rank, ranks)
         checkpoint = open_newest(
             root,
-            lambda found: found.fill(layouts, shards, crowd.rank, ranks),
-            crowd,
+            lambda found: found.fill(layouts, shards, coordinator.rank, ranks),
+            coordinator,
             warnings.append,
         )
         if checkpoint is None:
             return None
-        need = cut(layouts, make_tensors(checkpoint.manifest.step), crowd.rank, ranks)
+        need = cut(layouts, make_tensors(checkpoint.manifest.step), coordinator.rank, ranks)
         for state in need:
             assert all(map(torch.equal, shards[state], need[state]))
         return checkpoint.manifest.step
@@ -112,12 +112,12 @@ def test_a_checkpoint_of_another_model_stops_all_ranks_and_is_no_reason_to_go_ba
 def test_a_failure_of_one_rank_alone_stops_all(tmp_path):
     save_all(tmp_path, 100)
 
-    def body(crowd):
+    def body(coordinator):
         def load(checkpoint):
-            if crowd.rank == 1:
+            if coordinator.rank == 1:
                 raise RuntimeError("out of memory")
 
-        return open_newest(tmp_path, load, crowd, print)
+        return open_newest(tmp_path, load, coordinator, print)
 
     results = run_crowd(3, body)
     assert [type(result) for result in results] == [PeersLost, RuntimeError, PeersLost], (
@@ -151,7 +151,7 @@ def test_a_storage_that_does_not_list_checkpoints_is_not_one_without(tmp_path, m
         raise OSError(5, "Input/output error", str(path))
 
     monkeypatch.setattr(os, "listdir", listdir)
-    results = run_crowd(ranks, lambda crowd: open_newest(tmp_path, print, crowd, print))
+    results = run_crowd(ranks, lambda coordinator: open_newest(tmp_path, print, coordinator, print))
     assert [type(result) for result in results] == [CheckpointUnreadable] * ranks
     assert str(results[-1]) == f"{tmp_path}: Input/output error"
 
@@ -161,10 +161,10 @@ def test_a_checkpoint_given_by_path_is_loaded_or_refused_but_never_replaced(tmp_
     path = save_all(tmp_path, 200)
     steps = []
     load = lambda checkpoint: steps.append(checkpoint.manifest.step)  # noqa: E731
-    assert load_checkpoint(tmp_path / "step-00000100", load, Alone()).manifest.step == 100
+    assert load_checkpoint(tmp_path / "step-00000100", load, SingleProcess()).manifest.step == 100
     _truncate(path)
     with pytest.raises(CheckpointCorrupt, match="step-00000200"):
-        load_checkpoint(path, load, Alone())
+        load_checkpoint(path, load, SingleProcess())
     assert steps == [100]
 
 

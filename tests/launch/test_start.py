@@ -5,13 +5,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megafrontier.training.plan import arrange
+from megafrontier.training.plan import resolve_plan
 from megafrontier.training.trainer import build_trainer
 from tests.ranks import run_ranks
 from tests.training import runs
 
 
-class Watch(TorchDispatchMode):
+class Watchdog(TorchDispatchMode):
     """Notes the most bytes of tensors that were alive at one time."""
 
     def __init__(self):
@@ -37,8 +37,8 @@ def test_at_the_start_a_rank_holds_its_shards_and_at_most_a_unit_more(tmp_path):
     )  # fmt: skip
 
     def body(hierarchy):
-        with Watch() as watch:
-            trainer = build_trainer(config, arrange(config, 4), hierarchy)
+        with Watchdog() as watch:
+            trainer = build_trainer(config, resolve_plan(config, 4), hierarchy)
         units = [4 * unit.layout.numel for unit in trainer.engine.units]
         trainer.close()
         return watch.peak, units

@@ -56,12 +56,12 @@ def test_documents_in_one_sequence_are_as_documents_alone(shape, make_model, tok
     documents = torch.tensor([0, 5, 16, 24], dtype=torch.int32)
     targets = row.roll(-1, 1)
     targets[:, [4, 15, 23]] = -100
-    together = model(row, targets, documents)
+    run_on_all = model(row, targets, documents)
     parts = zip(row.split(lengths, 1), targets.split(lengths, 1), strict=True)
     apart = sum(model(part, goal) for part, goal in parts)
-    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
-    assert_same(gradients(model, together), gradients(model, apart), rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(together, model(row, targets))
+    torch.testing.assert_close(run_on_all, apart, rtol=1e-5, atol=1e-5)
+    assert_same(gradients(model, run_on_all), gradients(model, apart), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(run_on_all, model(row, targets))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -145,7 +145,7 @@ def test_a_unit_touches_its_parameters_only_inside_its_own_forward(shape, make_m
     running = []
     owner = {id(p): name for name, unit in model.units() for p in unit.parameters()}
 
-    class Watch(torch.overrides.TorchFunctionMode):
+    class Watchdog(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             for argument in args:
                 assert owner.get(id(argument)) in (None, *running)
@@ -154,7 +154,7 @@ def test_a_unit_touches_its_parameters_only_inside_its_own_forward(shape, make_m
     for name, unit in model.units():
         unit.register_forward_pre_hook(lambda *_, name=name: running.append(name))
         unit.register_forward_hook(lambda *_: running.pop() and None)
-    with Watch():
+    with Watchdog():
         torch.testing.assert_close(model(tokens, tokens), expected)
 
 

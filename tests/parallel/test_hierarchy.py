@@ -55,8 +55,8 @@ def agreements(hierarchy):
         "several": hierarchy.first_error(f"rank {rank}" if rank in (3, 4, 7) else None),
         "long": hierarchy.first_error(LONG if rank == 7 else "no" * 9000 if rank > 7 else None),
         "empty": hierarchy.first_error("" if rank == 2 else None),
-        "together": hierarchy.together(lambda: rank),
-        "not together": ended(lambda: hierarchy.together(partial(fail_on, rank))),
+        "together": hierarchy.run_on_all(lambda: rank),
+        "not together": ended(lambda: hierarchy.run_on_all(partial(fail_on, rank))),
         "sum and maximum": [
             found.tolist()
             for found in hierarchy.sum_and_maximum(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megafrontier.parallel.rank_status import Activity, Place, culprits, decode
+from megafrontier.parallel.rank_status import Place, RankStatus, blockers, decode
 
 LINK, STORAGE = "link world", "run.directory"
 
@@ -20,11 +20,11 @@ LINK, STORAGE = "link world", "run.directory"
     ],
 )
 def test_who_is_stuck_alone_or_with_a_peer_that_is_too_is_one_of_them(places, found):
-    assert culprits(places) == found
+    assert blockers(places) == found
 
 
 def test_a_place_is_left_but_by_who_fails_there():
-    activity = Activity()
+    activity = RankStatus()
     told = []
     with activity.at(LINK, 3):
         told.append(decode(activity.encode().encode()))

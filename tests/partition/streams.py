@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megafrontier.common.buffer_pool import Shelf
+from megafrontier.common.buffer_pool import BufferPool
 from megafrontier.partition.comm.streams import DONE
 from megafrontier.partition.unit_buffers import UnitBuffer
 from megafrontier.partition.workspace import Scratch
@@ -73,7 +73,7 @@ class Streams:
 
     def watch(self, monkeypatch):
         """See what changes hands by itself, too."""
-        take, give, scratch = UnitBuffer.take, Shelf.give, Scratch.take
+        take, give, scratch = UnitBuffer.take, BufferPool.give, Scratch.take
 
         def taking(buffer, owner):
             take(buffer, owner)
@@ -92,7 +92,7 @@ class Streams:
             return memory
 
         monkeypatch.setattr(UnitBuffer, "take", taking)
-        monkeypatch.setattr(Shelf, "give", giving)
+        monkeypatch.setattr(BufferPool, "give", giving)
         monkeypatch.setattr(Scratch, "take", taking_scratch)
 
     def _hand_over(self, memory, name):

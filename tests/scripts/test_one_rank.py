@@ -14,8 +14,8 @@ from tests.training import runs
 @pytest.fixture
 def trainer(tmp_path: Path):
     config = runs.load(runs.make_config_file(tmp_path), *runs.ONE, "train.micro_batch=8")
-    with joined(config) as (arrangement, hierarchy):
-        trainer = build_trainer(config, arrangement, hierarchy)
+    with joined(config) as (plan, hierarchy):
+        trainer = build_trainer(config, plan, hierarchy)
         yield trainer
         trainer.close()
 

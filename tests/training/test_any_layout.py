@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from megafrontier.common.errors import UserError
-from megafrontier.training.plan import arrange
+from megafrontier.training.plan import resolve_plan
 from tests.ranks import make_levels
 from tests.training import runs
 
@@ -43,7 +43,7 @@ def draw(rng: Random, config_file) -> Drawn:
     while True:
         found = _draw(rng)
         try:
-            arrange(runs.load(config_file, *found.partition, *found.run), found.ranks)
+            resolve_plan(runs.load(config_file, *found.partition, *found.run), found.ranks)
         except UserError:
             continue  # a change that is not published, say
         return found

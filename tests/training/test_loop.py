@@ -24,7 +24,7 @@ from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.callbacks.evaluate import Evaluate
 from megafrontier.training.callbacks.garbage_collection import garbage_collected
 from megafrontier.training.logging.sinks import JsonLines
-from megafrontier.training.plan import arrange
+from megafrontier.training.plan import resolve_plan
 from megafrontier.training.trainer import build_trainer
 from tests.ranks import run_ranks
 from tests.training import runs
@@ -68,7 +68,7 @@ def test_the_host_looks_at_nothing_before_the_step_is_handed_over(config_file, w
     config = runs.load(config_file, *chosen, "train.spike_loss=2", "train.spike_window=1")
 
     def body(hierarchy):
-        trainer = build_trainer(config, arrange(config, hierarchy.size), hierarchy)
+        trainer = build_trainer(config, resolve_plan(config, hierarchy.size), hierarchy)
         loop.train_step(trainer)
         found = []
         with spying(found), Looking() as looking:
@@ -104,7 +104,7 @@ def test_results_that_are_read_late_are_the_same_and_a_callback_can_have_one_at_
     def body(hierarchy):
         found = []
         for read_late in (False, True):
-            trainer = build_trainer(config, arrange(config, hierarchy.size), hierarchy)
+            trainer = build_trainer(config, resolve_plan(config, hierarchy.size), hierarchy)
             collect = Collect(every=3)
             loop.run(trainer, [collect], read_late=read_late)
             trainer.close()
@@ -140,7 +140,7 @@ def test_each_step_has_its_own_seconds_however_late_its_results_are_read(config_
     def body(hierarchy):
         found = []
         for read_late in (False, True):
-            trainer = build_trainer(config, arrange(config, 1), hierarchy)
+            trainer = build_trainer(config, resolve_plan(config, 1), hierarchy)
             note = Note(every=6)
             loop.run(trainer, [note], read_late=read_late)
             trainer.close()
@@ -157,7 +157,7 @@ def test_the_engine_hears_which_micro_batch_is_the_steps_last(config_file):
     config = runs.load(config_file, "machine=laptop", "train.global_batch=3")
 
     def body(hierarchy):
-        trainer = build_trainer(config, arrange(config, 1), hierarchy)
+        trainer = build_trainer(config, resolve_plan(config, 1), hierarchy)
         heard, backward = [], trainer.engine.backward
         trainer.engine.backward = lambda loss, is_last: (
             heard.append(is_last),
@@ -186,7 +186,7 @@ def test_the_engine_is_as_the_configuration_has_it(config_file, monkeypatch):
     )  # fmt: skip
 
     def body(hierarchy):
-        trainer = build_trainer(config, arrange(config, 8), hierarchy)
+        trainer = build_trainer(config, resolve_plan(config, 8), hierarchy)
         levels = [set(unit.feedback.errors) for unit in trainer.engine.units]
         before = runs.load(config_file).partition  # nothing above is by chance what it would be
         loop.train_step(trainer)
@@ -215,7 +215,7 @@ def test_what_compiles_is_started_with_the_jobs_signals_held_back(config_file, m
     def body(hierarchy):
         for compiles in ("false", "true"):
             config = runs.load(config_file, "machine=laptop", f"train.compile={compiles}")
-            build_trainer(config, arrange(config, 1), hierarchy).close()
+            build_trainer(config, resolve_plan(config, 1), hierarchy).close()
         return held_back
 
     (((*blocked,),),) = run_ranks((1,), body)
@@ -232,7 +232,7 @@ def test_a_run_that_is_to_stop_before_its_first_step_does_nothing_but_end(config
 
     def body(hierarchy):
         config = runs.load(config_file, "machine=laptop", "evaluate.batches=1")
-        trainer = build_trainer(config, arrange(config, 1), hierarchy)
+        trainer = build_trainer(config, resolve_plan(config, 1), hierarchy)
         monkeypatch.setattr(Evaluate, "_run", lambda *_: seen.append("evaluation"))
         for stops in (True, False):
             monkeypatch.setattr(loop, "stop_requested", lambda stops=stops: stops)
@@ -251,7 +251,7 @@ def test_who_watches_hears_of_every_micro_batch(config_file):
 
     def body(hierarchy):
         heard = []
-        trainer = build_trainer(config, arrange(config, 1), hierarchy)
+        trainer = build_trainer(config, resolve_plan(config, 1), hierarchy)
         loop.run(trainer, [], heard.append)
         trainer.close()
         return heard
@@ -264,7 +264,7 @@ def test_who_watches_hears_of_every_micro_batch_of_an_evaluation(config_file):
 
     def body(hierarchy):
         heard = []
-        trainer = build_trainer(config, arrange(config, 1), hierarchy)
+        trainer = build_trainer(config, resolve_plan(config, 1), hierarchy)
         books = SimpleNamespace(write=lambda line: heard.append(sorted(line)))
         Evaluate(books, lambda: heard.append("batch"), is_owed=True).at_start(trainer)
         trainer.close()
@@ -281,7 +281,7 @@ def test_errors_of_messages_grow_with_the_loss_scale(config_file, monkeypatch):
     config = runs.load(config_file, *chosen)
 
     def body(hierarchy):
-        trainer = build_trainer(config, arrange(config, hierarchy.size), hierarchy)
+        trainer = build_trainer(config, resolve_plan(config, hierarchy.size), hierarchy)
         scale_errors, factors, scales = trainer.engine.scale_errors, [], []
         trainer.engine.scale_errors = lambda f: (factors.append(float(f)), scale_errors(f))
         for _ in range(2):
@@ -318,7 +318,7 @@ def test_what_is_asked_to_be_deterministic_is(config_file):
         found = []
         for word in ("false", "true"):
             config = runs.load(config_file, "machine=laptop", f"train.deterministic={word}")
-            build_trainer(config, arrange(config, 1), hierarchy).close()
+            build_trainer(config, resolve_plan(config, 1), hierarchy).close()
             found.append(torch.are_deterministic_algorithms_enabled())
         return found
 
@@ -355,7 +355,7 @@ def test_what_all_ranks_raise_leaves_nothing_of_the_next_step_under_way(config_f
     config = runs.load(config_file, f"partition.overlap={policy}")
 
     def body(hierarchy):
-        trainer = build_trainer(config, arrange(config, hierarchy.size), hierarchy)
+        trainer = build_trainer(config, resolve_plan(config, hierarchy.size), hierarchy)
         give_up = GiveUp()
         with pytest.raises(RunFailed, match="enough"):
             loop.run(trainer, [give_up], read_late=True)
@@ -390,7 +390,7 @@ def test_a_request_to_stop_is_heard_one_step_later_where_results_are_read_late(
     def body(hierarchy):
         reached = []
         for read_late in (False, True):
-            trainer = build_trainer(config, arrange(config, 1), hierarchy)
+            trainer = build_trainer(config, resolve_plan(config, 1), hierarchy)
             monkeypatch.setattr(verdict, "stop_requested", lambda t=trainer: t.step == 3)
             loop.run(trainer, [], read_late=read_late)
             trainer.close()
@@ -413,12 +413,12 @@ def test_a_request_to_stop_breaks_off_an_evaluation_and_no_step_follows(config_f
         return read_step(*arguments)
 
     monkeypatch.setattr(evaluation, "read_step", read_and_count)
-    logbook = SimpleNamespace(write=lines.append)
+    run_logger = SimpleNamespace(write=lines.append)
 
     def body(hierarchy):
-        trainer = build_trainer(config, arrange(config, 1), hierarchy)
+        trainer = build_trainer(config, resolve_plan(config, 1), hierarchy)
         monkeypatch.setattr(loop, "stop_requested", lambda: len(read) >= 2)
-        loop.run(trainer, [evaluation.Evaluate(logbook)], read_late=True)
+        loop.run(trainer, [evaluation.Evaluate(run_logger)], read_late=True)
         trainer.close()
         return trainer.step, len(read), len(lines), trainer.model.training
 
@@ -439,7 +439,7 @@ def test_memory_is_flat_after_the_second_step_without_pythons_collector(config_f
     config = runs.load(config_file, f"partition.overlap={overlap}", "partition.wires=low")
 
     def body(hierarchy):
-        trainer = build_trainer(config, arrange(config, hierarchy.size), hierarchy)
+        trainer = build_trainer(config, resolve_plan(config, hierarchy.size), hierarchy)
         held = []
         with garbage_collected(every=100):
             for _ in range(6):

@@ -17,7 +17,7 @@ from megafrontier.training.callbacks import evaluate as evaluation
 from megafrontier.training.callbacks import save as saving
 from megafrontier.training.logging.metrics import step_metrics
 from megafrontier.training.loop import train_step
-from megafrontier.training.plan import arrange
+from megafrontier.training.plan import resolve_plan
 from megafrontier.training.trainer import build_trainer
 from tests.partition.tiny import watch_crossings
 from tests.ranks import run_ranks
@@ -237,7 +237,7 @@ def test_errors_are_folded_into_a_checkpoint_outside_of_any_steps_traffic(folder
     config = runs.load(folder / "config.yaml", *chosen)
 
     def body(hierarchy):
-        trainer = build_trainer(config, arrange(config, hierarchy.size), hierarchy)
+        trainer = build_trainer(config, resolve_plan(config, hierarchy.size), hierarchy)
         train_step(trainer)
         trainer.engine.finish_publishing()
         trainer.engine.ledger.take(wait=True)
@@ -271,7 +271,7 @@ def test_the_saved_config_is_the_resolved_one_and_loads_again(four, folder):
     assert saved.model == asked.model
     assert saved.train.micro_batch == 2
     assert saved.log.tensorboard
-    assert arrange(saved, 4).levels.names == ("pair", "node", "world")
+    assert resolve_plan(saved, 4).levels.names == ("pair", "node", "world")
 
 
 def test_wandb_and_tensorboard_take_part_in_a_run(four, folder):
@@ -292,7 +292,7 @@ def test_bytes_in_the_metrics_are_the_formulas(folder, precision):
     config = runs.load(folder / "config.yaml", f"train.precision={precision}")
 
     def body(hierarchy):
-        trainer = build_trainer(config, arrange(config, 4), hierarchy)
+        trainer = build_trainer(config, resolve_plan(config, 4), hierarchy)
         step_metrics(trainer, train_step(trainer))  # what it publishes crosses in the next step
         line = step_metrics(trainer, train_step(trainer))
         trainer.close()
@@ -317,7 +317,7 @@ def test_weight_decay_falls_on_the_configured_kinds_alone(folder, no_decay, deca
     )  # fmt: skip
 
     def body(hierarchy):
-        trainer = build_trainer(config, arrange(config, 1), hierarchy)
+        trainer = build_trainer(config, resolve_plan(config, 1), hierarchy)
         before = [unit.master.clone() for unit in trainer.engine.units]
         zeros = [torch.zeros_like(master) for master in before]
         trainer.optimizer.step(zeros, 0.1, torch.tensor(1.0), torch.tensor(0.0))

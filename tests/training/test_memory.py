@@ -16,8 +16,8 @@ from megafrontier.training.memory import (
     out_of_memory_told,
     state_gib,
 )
-from megafrontier.training.plan import arrange
-from megafrontier.training.preview import foresee
+from megafrontier.training.plan import resolve_plan
+from megafrontier.training.preview import preview_run
 
 GIB = 2**30
 LAYERS = "model.layers=43"
@@ -25,7 +25,7 @@ LAYERS = "model.layers=43"
 
 def refusal(ranks, *chosen):
     with pytest.raises(UserError) as caught:
-        foresee(load_config("configs/gpt-20b.yaml", chosen), ranks)
+        preview_run(load_config("configs/gpt-20b.yaml", chosen), ranks)
     return str(caught.value)
 
 
@@ -39,14 +39,14 @@ def test_what_a_rank_needs_at_least_is_state_buffers_and_inputs_of_blocks():
     config = load_config("configs/gpt-20b.yaml", [LAYERS])
     model = config.model
     inputs = model.layers * config.train.micro_batch * model.sequence_length * model.hidden * 2
-    arrangement = arrange(config, 8)
+    plan = resolve_plan(config, 8)
     assert found[0] + found[1] < 64
-    assert found[0] == pytest.approx(state_gib(config, arrangement), rel=5e-3)
-    assert found[1] == pytest.approx(buffer_gib(config, arrangement), rel=5e-3)
+    assert found[0] == pytest.approx(state_gib(config, plan), rel=5e-3)
+    assert found[1] == pytest.approx(buffer_gib(config, plan), rel=5e-3)
     assert found[2] == pytest.approx(inputs / GIB, rel=5e-3)
     assert need == pytest.approx(sum(found), rel=5e-3)
     kept = (LAYERS, "train.activation_checkpointing=offload")
-    assert foresee(load_config("configs/gpt-20b.yaml", kept), 8)
+    assert preview_run(load_config("configs/gpt-20b.yaml", kept), 8)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -66,7 +66,7 @@ def test_remedies_are_those_that_would_help():
     pair = "partition={strategy: null, weights: pair, gradients: pair, optimizer: pair}"
     ways = refusal(8, LAYERS, pair).partition("; take ")[2].split(", or ")
     instead = next(way for way in ways if "zero3" in way)
-    assert foresee(load_config("configs/gpt-20b.yaml", [LAYERS, pair, instead]), 8)
+    assert preview_run(load_config("configs/gpt-20b.yaml", [LAYERS, pair, instead]), 8)
     # Weights over the pair and gradients over the node alone take more than the device has.
     many = refusal(8 * 256, "model.layers=120", "train.global_batch=4096")
     assert many.endswith(f"; take {further}, or {zero3}")
@@ -87,8 +87,8 @@ def test_memory_that_is_stated_counts_whatever_the_device_is_called(name):
 
 def test_a_device_whose_memory_is_not_stated_refuses_nothing():
     config = load_config("configs/gpt-20b.yaml", ["machine=laptop", "train.global_batch=8"])
-    check_memory(config, arrange(config, 1))
-    assert prod(arrange(config, 1).levels.sizes) == 1
+    check_memory(config, resolve_plan(config, 1))
+    assert prod(resolve_plan(config, 1).levels.sizes) == 1
 
 
 def test_an_allocation_that_a_processor_has_no_room_for_is_told_in_one_line():

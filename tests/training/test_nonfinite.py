@@ -13,7 +13,7 @@ from megafrontier.model.gpt import GPT
 from megafrontier.training import loop
 from megafrontier.training.callbacks.evaluate import evaluate
 from megafrontier.training.loop import train_step
-from megafrontier.training.plan import arrange
+from megafrontier.training.plan import resolve_plan
 from megafrontier.training.trainer import build_trainer
 from tests.ranks import run_ranks
 from tests.training import runs
@@ -101,7 +101,7 @@ def test_a_skipped_step_leaves_nothing_unsaid_for_the_next(config_file, strategy
         wide = "model.ffn_hidden=48"
         chosen = (f"partition.strategy={strategy}", "partition.wires=low")
         config = runs.load(config_file, wide, *chosen, "evaluate.batches=0")
-        trainer = build_trainer(config, arrange(config, hierarchy.size), hierarchy)
+        trainer = build_trainer(config, resolve_plan(config, hierarchy.size), hierarchy)
         judged, sizes = trainer.spikes.judge, []
         for is_spike in (0.0, 1.0):
             trainer.spikes.judge = lambda *found, spike=is_spike: judged(*found) + spike
@@ -184,7 +184,7 @@ def test_a_skipped_step_changes_nothing_and_the_next_is_as_if_it_had_not_been(co
         return [tensor.clone() for tensor in tensors], (trainer.optimizer.steps, loss)
 
     def body(hierarchy):
-        trainer = build_trainer(config, arrange(config, 4), hierarchy)
+        trainer = build_trainer(config, resolve_plan(config, 4), hierarchy)
         train_step(trainer)
         before, expected = state(trainer)
         forward = trainer.model.head.forward
@@ -210,7 +210,7 @@ def test_fp16_finds_its_scale_by_skipping_alike_on_all_ranks_and_then_learns(con
     )  # fmt: skip
 
     def body(hierarchy):
-        trainer = build_trainer(config, arrange(config, 4), hierarchy)
+        trainer = build_trainer(config, resolve_plan(config, 4), hierarchy)
         results, scales, unchanged = [], [], []
         for _ in range(45):
             before = [unit.master.clone() for unit in trainer.engine.units]

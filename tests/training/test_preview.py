@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megafrontier.training.plan import arrange
-from megafrontier.training.preview import describe_ranks, describe_wires, foresee
+from megafrontier.training.plan import resolve_plan
+from megafrontier.training.preview import describe_ranks, describe_wires, preview_run
 from tests.training import runs
 
 CPU = torch.device("cpu")
@@ -38,18 +38,18 @@ CPU = torch.device("cpu")
 )  # fmt: skip
 def test_the_wires_of_each_level_are_told_as_they_come_out(tmp_path, chosen, ranks, said):
     config = runs.load(runs.make_config_file(tmp_path), *chosen)
-    wires = describe_wires(config, arrange(config, ranks))
+    wires = describe_wires(config, resolve_plan(config, ranks))
     assert wires == f"wires: {said}"
-    assert wires in describe_ranks(config, arrange(config, ranks), CPU)
-    assert wires in foresee(config, ranks)
+    assert wires in describe_ranks(config, resolve_plan(config, ranks), CPU)
+    assert wires in preview_run(config, ranks)
 
 
 def test_several_communicators_at_once_are_warned_of_where_they_have_hung(tmp_path):
     path = runs.make_config_file(tmp_path)
     for overlap, warnings in (("safe", 0), ("full", 1)):
         config = runs.load(path, "machine=frontier", f"partition.overlap={overlap}")
-        told = [line for line in foresee(config, 16) if line.startswith("warning: ")]
+        told = [line for line in preview_run(config, 16) if line.startswith("warning: ")]
         assert len(told) == warnings
     assert told[0].startswith("warning: partition.overlap: full, but RCCL ")
     config = runs.load(path, "machine=nvlink8", "partition.overlap=full")
-    assert not [line for line in foresee(config, 8) if line.startswith("warning: ")]
+    assert not [line for line in preview_run(config, 8) if line.startswith("warning: ")]

@@ -18,9 +18,9 @@ from megafrontier.data.tokenizers.tokenizer import load_tokenizer
 from megafrontier.launch import main as launch
 from megafrontier.parallel.env import Identity
 from megafrontier.training import loop
-from megafrontier.training import plan as arrangement
+from megafrontier.training import plan as plan
 from megafrontier.training.callbacks import save as saving
-from megafrontier.training.logging import run_log as logbook
+from megafrontier.training.logging import run_log as run_logger
 from tests.data.corpora import write_corpus
 from tests.training import runs
 
@@ -110,7 +110,7 @@ def test_bad_input_is_refused_in_one_line_before_any_rank_starts(
         raise AssertionError("ranks were started")
 
     monkeypatch.setattr(launch, "fork_ranks", fork_nothing)
-    monkeypatch.setattr(arrangement, "find_spec", lambda package: None)
+    monkeypatch.setattr(plan, "find_spec", lambda package: None)
     chosen = [override.replace("{folder}", str(tmp_path)) for override in chosen]
     assert main(["train", str(config_file), "--nproc", "4", *chosen]) == 2
     error = capfd.readouterr().err
@@ -358,5 +358,5 @@ def test_a_config_that_cannot_be_kept_is_one_line(config_file, tmp_path, capfd):
 def test_the_log_is_closed_where_opening_it_was_all(config_file):
     config = runs.load(config_file)
     before = len(os.listdir("/proc/self/fd"))
-    logbook.check_directory(config)
+    run_logger.check_directory(config)
     assert len(os.listdir("/proc/self/fd")) == before

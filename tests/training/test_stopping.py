@@ -23,7 +23,7 @@ import os, signal, sys
 from megafrontier.common import signals
 from megafrontier import cli
 from megafrontier.launch import local
-from megafrontier.training import {module} as module
+import megafrontier.training.{module} as module
 where = module.{name}
 def signalled(*arguments, **options):
     {condition}
@@ -142,7 +142,7 @@ for name in ("_start", "_write_own", "_finish", "_publish"):
 def test_a_signal_during_evaluation_breaks_it_off_for_the_next_start_to_make(folder, unbroken):
     """There may be no time for it, nor for another step."""
     plant = SIGNAL_AT.format(
-        module="evaluation", name="evaluate", condition="if True:",
+        module="callbacks.evaluate", name="evaluate", condition="if True:",
         act=KILL.format(whom="getpid", signal="SIGTERM"),
     )  # fmt: skip
     ended = train(folder, "evaluating", plant, "evaluate.every=5")

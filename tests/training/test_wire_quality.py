@@ -5,7 +5,7 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 
-from megafrontier.training.plan import arrange
+from megafrontier.training.plan import resolve_plan
 from megafrontier.training.trainer import build_trainer
 from tests.data.corpora import write_corpus
 from tests.ranks import run_ranks
@@ -61,7 +61,7 @@ REPEATS = 8
 def finished(config, hierarchy, repeats, *chosen):
     """This rank's shards of the same batch's gradient, so many times over."""
     settings = runs.load(config, *SETTINGS, *chosen)
-    trainer = build_trainer(settings, arrange(settings, hierarchy.size), hierarchy)
+    trainer = build_trainer(settings, resolve_plan(settings, hierarchy.size), hierarchy)
     found = []
     for _ in range(repeats):
         for batch in trainer.loader.step(0):

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megafrontier.common.errors import UserError, of_os_error
+from megafrontier.common.errors import UserError, as_fatal_error
 from megafrontier.common.files import looked_in
 
 HEADER = struct.Struct("<9sQBQQ")
@@ -159,7 +159,7 @@ def _map(path: Path) -> mmap.mmap:
         if error.errno == errno.ENOENT:
             need = "need the PREFIX of a PREFIX.bin and .idx, as `prepare` writes them"
             line += f"{looked_in(path)}; {need}"
-        raise of_os_error(error, line) from error
+        raise as_fatal_error(error, line) from error
     except ValueError as error:  # mmap refuses to map nothing
         raise UserError(f"{path}: empty at byte 0, need a corpus with tokens") from error
 

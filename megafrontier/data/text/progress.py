@@ -4,7 +4,7 @@ import sys
 import time
 from typing import Any, Self
 
-from megafrontier.common.errors import tell
+from megafrontier.common.errors import print_error
 
 _LINE_SECONDS = 10.0
 _SHOWN = 10  # bad texts told one by one
@@ -30,7 +30,7 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
         if self._bad > _SHOWN:
-            tell(f"… and {self._bad - _SHOWN} more skipped")
+            print_error(f"… and {self._bad - _SHOWN} more skipped")
 
     def update(self, done_bytes: int, text_bytes: int, tokens: int) -> None:
         """Tell bytes read from disk, and bytes of text and tokens made of them, all so far."""
@@ -41,13 +41,15 @@ class Progress:
             self._bar.update(self._task, completed=done_bytes, rates=rates)
         elif now - self._last >= _LINE_SECONDS:
             self._last = now
-            tell(f"{done_bytes / 1e6:.1f} of {self._total / 1e6:.1f} MB read, {rates}")
+            print_error(f"{done_bytes / 1e6:.1f} of {self._total / 1e6:.1f} MB read, {rates}")
 
     def skipped(self, message: str) -> None:
         """Tell of a bad text; after a few they are only counted."""
         self._bad += 1
         if self._bad <= _SHOWN:
-            (self._bar.console.print if self._bar is not None else tell)(f"skipped {message}")
+            (self._bar.console.print if self._bar is not None else print_error)(
+                f"skipped {message}"
+            )
 
 
 def _bar() -> Any:

@@ -9,7 +9,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from megafrontier.common.errors import UserError, of_os_error
+from megafrontier.common.errors import UserError, as_fatal_error
 from megafrontier.common.files import looked_in
 from megafrontier.data.text.hub import looked_up
 
@@ -109,7 +109,7 @@ class SentencePieceTokenizer:
             self._model.LoadFromSerializedProto(self._proto)
         except OSError as error:
             line = f"tokenizer {str(path)!r}: cannot read: {error.strerror}"
-            raise of_os_error(error, line) from error
+            raise as_fatal_error(error, line) from error
         except (RuntimeError, UnicodeDecodeError) as error:
             what = "no SentencePiece model, and no tokenizer.json by its name"
             raise UserError(f"tokenizer {str(path)!r}: {what}: {error}") from error

@@ -6,7 +6,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from megafrontier.common.errors import Ending, NodesUnfit, RanksAbsent, RanksRefused, RunFailed
+from megafrontier.common.errors import FatalError, NodesUnfit, RanksAbsent, RanksRefused, RunFailed
 from megafrontier.launch.health.liveness import Missing, describe
 from megafrontier.parallel.env import Identity, planned_hosts
 
@@ -46,7 +46,7 @@ def list_hosts(
     return f"; listed in {directory / NAME}: {', '.join(sorted(hosts))}"
 
 
-def of_refused(error: RanksRefused, directory: Path, identity: Identity) -> Ending:
+def of_refused(error: RanksRefused, directory: Path, identity: Identity) -> FatalError:
     """The same error; where a few ranks of a Slurm job cannot start, one that names their hosts,
     which are listed: what most ranks refuse is no matter of nodes."""
     if identity.source != "slurm" or not error.are_few:
@@ -60,7 +60,7 @@ def of_refused(error: RanksRefused, directory: Path, identity: Identity) -> Endi
 
 def of_absent(
     error: RanksAbsent, directory: Path, identity: Identity, environment: Mapping[str, str]
-) -> Ending:
+) -> FatalError:
     """The same error; where Slurm can tell on which hosts the absent ranks were to run, one that
     names these, which then are listed. That most ranks do not come is no matter of nodes."""
     if 2 * len(error.ranks) > identity.world_size:

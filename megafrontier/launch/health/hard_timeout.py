@@ -11,7 +11,7 @@ import threading
 STDERR = 2
 
 
-class Backstop:
+class HardTimeout:
     """Ends the process with exit code 1 and all stacks on stderr when it has not been armed again
     for so long."""
 

@@ -23,9 +23,9 @@ from typing import TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
-from megafrontier.common.errors import Ending, RanksRefused, Refusal
+from megafrontier.common.errors import FatalError, RanksRefused, Refusal
 from megafrontier.parallel.env import Identity
-from megafrontier.parallel.rank_status import Activity, culprits, decode
+from megafrontier.parallel.rank_status import RankStatus, blockers, decode
 
 ANSWER_SECONDS = 3.0
 VERDICT_SECONDS = 10.0
@@ -76,17 +76,17 @@ class Answers:
     hosts: int = 0
 
 
-class RollCall:
+class LivenessCheck:
     """One rank's part. A thread that blocks in it needs one of its own, which `clone` gives."""
 
     def __init__(self, store: Store, identity: Identity) -> None:
         self.identity = identity
         self.store = store
         self.first_host = identity.host
-        self.activity = Activity()
+        self.activity = RankStatus()
 
     def meet(
-        self, seconds: float, refusal: Ending | None = None, is_hosts: bool = False
+        self, seconds: float, refusal: FatalError | None = None, is_hosts: bool = False
     ) -> list[int]:
         """Wait for all ranks, so many seconds by rank 0's clock, and the others a little longer for
         its word. Returns those that have not come, the same to every rank that has. Raises
@@ -120,7 +120,7 @@ class RollCall:
             raise RanksRefused([Refusal(*row) for row in refusals], count, size, part)
         return list(absent)
 
-    def _refuse(self, error: Ending, is_hosts: bool) -> None:
+    def _refuse(self, error: FatalError, is_hosts: bool) -> None:
         number = self.store.add("refusals", 1)
         if is_hosts:
             self.store.add("refusing hosts", 1)
@@ -144,10 +144,10 @@ class RollCall:
         except RuntimeError:  # torch's, at the end of the time
             self._publish_absent(self._without("host", self._incomplete("come", self._blocks())))
 
-    def clone(self) -> "RollCall":
+    def clone(self) -> "LivenessCheck":
         """The same over another connection."""
         store = self.store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
-        other = RollCall(store, self.identity)
+        other = LivenessCheck(store, self.identity)
         other.first_host, other.activity = self.first_host, self.activity
         return other
 
@@ -199,7 +199,7 @@ class RollCall:
 
     def _look_round(self) -> Answers:
         hosts = [text.decode() for text in self._texts("host")]
-        found = culprits({rank: decode(text) for rank, text in enumerate(self._texts("here"))})
+        found = blockers({rank: decode(text) for rank, text in enumerate(self._texts("here"))})
         return Answers([], [(rank, hosts[rank], at) for rank, at in found.items()], len({*hosts}))
 
     def _texts(self, key: str) -> Iterator[bytes]:

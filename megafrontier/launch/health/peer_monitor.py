@@ -19,7 +19,7 @@ from megafrontier.parallel.env import Identity
 _FAREWELL = b"."
 
 
-class Neighbours:
+class PeerMonitor:
     """One rank's socket, and its connections to the ranks beside it. To be made before the ranks
     meet: afterwards every neighbour's socket is there."""
 

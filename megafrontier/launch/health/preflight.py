@@ -32,7 +32,7 @@ from megafrontier.launch.health.storage import (
 from megafrontier.parallel.env import Identity
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.training.memory import GIB
-from megafrontier.training.plan import Arrangement
+from megafrontier.training.plan import RunPlan
 
 MEMORY_PART = 0.9
 """Drivers and firmware keep some of what is sold; a process of an earlier job keeps more."""
@@ -71,7 +71,7 @@ class Place:
 
 def preflight(
     config: Config,
-    arrangement: Arrangement,
+    plan: RunPlan,
     identity: Identity,
     hierarchy: Hierarchy,
     warn: Callable[[str], None],
@@ -83,16 +83,16 @@ def preflight(
     where the storage lacks room.
     """
     directory = Path(config.run.directory)
-    hierarchy.together(partial(check_checkpoints, config, arrangement, hierarchy))
-    table = _tell(arrangement, identity, hierarchy)
-    if slow_links(config, arrangement, table, hierarchy):  # perhaps only disturbed for a moment
-        again = _tell(arrangement, identity, hierarchy)
+    hierarchy.run_on_all(partial(check_checkpoints, config, plan, hierarchy))
+    table = _tell(plan, identity, hierarchy)
+    if slow_links(config, plan, table, hierarchy):  # perhaps only disturbed for a moment
+        again = _tell(plan, identity, hierarchy)
         table = replace(table, rates=torch.maximum(table.rates, again.rates))
     problem: Problem | None = None
     with hierarchy.activity.at("its device"):
         # A launcher's have tried their accelerators before they met.
         if hierarchy.device.type != "cuda" or not identity.has_launcher:
-            lacking = check_device(arrangement.machine.device, hierarchy.device)
+            lacking = check_device(plan.machine.device, hierarchy.device)
             problem = UserError(lacking) if lacking else None
     with hierarchy.activity.at(STORAGE):
         problem = problem or check_storage(directory, identity)
@@ -100,7 +100,7 @@ def preflight(
         problem = check_shared(directory, identity, hierarchy) or problem
     place = Place(table, identity, hierarchy)
     _refuse(problem, place, directory)
-    slow, skewed = slow_links(config, arrangement, table, hierarchy), clock_skew(table)
+    slow, skewed = slow_links(config, plan, table, hierarchy), clock_skew(table)
     if config.preflight.if_slow == "fail":
         _refuse(slow.get(hierarchy.rank), place, directory)
     for found in filter(None, (slow, skewed)):
@@ -108,9 +108,9 @@ def preflight(
             warn(f"warning: preflight: {line}")
 
 
-def _tell(arrangement: Arrangement, identity: Identity, hierarchy: Hierarchy) -> Table:
+def _tell(plan: RunPlan, identity: Identity, hierarchy: Hierarchy) -> Table:
     levels = range(len(hierarchy.levels.sizes))
-    stated = stated_rates(arrangement, hierarchy)
+    stated = stated_rates(plan, hierarchy)
     rates = [measure(hierarchy, level, _size_bytes(stated[level])) for level in levels]
     hierarchy.all_true(True)  # so that all read their clocks at one time
     mine = torch.tensor([identity.host_number, time.time(), *rates], dtype=torch.float64)
@@ -118,10 +118,10 @@ def _tell(arrangement: Arrangement, identity: Identity, hierarchy: Hierarchy) ->
     return Table(told[:, 0], told[:, 1], told[:, 2:])
 
 
-def stated_rates(arrangement: Arrangement, hierarchy: Hierarchy) -> list[float | None]:
+def stated_rates(plan: RunPlan, hierarchy: Hierarchy) -> list[float | None]:
     """The machine file's GB/s of each level. None are expected of CPUs that stand in for its
     devices."""
-    machine = arrangement.machine
+    machine = plan.machine
     rates = [level.gigabytes_per_second for level in machine.levels.values()]
     stands_in = machine.device.is_stood_in_for_by(hierarchy.device.type)
     return [None] * len(rates) if stands_in else rates
@@ -156,12 +156,12 @@ def _free_gib(found: torch.device) -> float:
 
 
 def slow_links(
-    config: Config, arrangement: Arrangement, table: Table, hierarchy: Hierarchy
+    config: Config, plan: RunPlan, table: Table, hierarchy: Hierarchy
 ) -> dict[int, Problem]:
     """What is slow, by rank. Ranks of one host are not compared among each other: what differs
     there is whose turn it was on the cores."""
     found: dict[int, Problem] = {}
-    for level, stated in enumerate(stated_rates(arrangement, hierarchy)):
+    for level, stated in enumerate(stated_rates(plan, hierarchy)):
         if hierarchy.levels.sizes[level] == 1 or (stated is None and table.hosts == 1):
             continue
         rates, name = table.rates[:, level], hierarchy.levels.names[level]
@@ -222,7 +222,7 @@ def _refuse(problem: Problem | None, place: Place, directory: Path) -> None:
     if is_general:
         kind = StorageFailed if 2 * of_storage > hosts else RunFailed
         raise kind(f"preflight: {count} of {hosts} hosts fail: {line}")
-    hierarchy.together(partial(_list, directory, named, line, hierarchy))
+    hierarchy.run_on_all(partial(_list, directory, named, line, hierarchy))
     raise NodesUnfit(f"preflight: {line}")
 
 

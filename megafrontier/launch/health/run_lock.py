@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from megafrontier.common.errors import StorageFailed, UserError, of_run_directory
+from megafrontier.common.errors import StorageFailed, UserError, as_run_directory_error
 from megafrontier.parallel.env import Identity
 from megafrontier.parallel.hierarchy import Hierarchy
 
@@ -93,7 +93,7 @@ def start_of(pid: int) -> str:
     return "" if fields[0] in "ZX" else fields[19]
 
 
-class Lease:
+class RunLock:
     """A lease that is held: a thread beats until `release`."""
 
     def __init__(self, folder: Path, number: int, file: int, holder: Holder) -> None:
@@ -145,33 +145,33 @@ class Lease:
 
 
 def acquire(
-    folder: Path, me: Holder, tell: Callable[[str], None], patience: float = float("inf")
-) -> Lease:
+    folder: Path, me: Holder, print_error: Callable[[str], None], patience: float = float("inf")
+) -> RunLock:
     """The lease on `folder`, waited for, with so many seconds' `patience`, where its holder shows
     no sign of life.
 
-    `tell` gets one line before such a wait. Raises UserError when the holder is alive, and as
-    `of_run_directory` says when the folder cannot be written.
+    One line is printed before such a wait. Raises UserError when the holder is alive, and as
+    `as_run_directory_error` says when the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while True:
             number = _newest(folder)
-            _await_end(_path(folder, number), me, tell, min(EXPIRY_SECONDS, patience))
+            _await_end(_path(folder, number), me, print_error, min(EXPIRY_SECONDS, patience))
             lease = _claim(folder, number + 1, me)
             if lease is not None:
                 return lease
     except OSError as error:
-        raise of_run_directory(error, folder) from error
+        raise as_run_directory_error(error, folder) from error
 
 
-def _claim(folder: Path, number: int, me: Holder) -> Lease | None:
+def _claim(folder: Path, number: int, me: Holder) -> RunLock | None:
     try:
         file = os.open(_path(folder, number), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
     except FileExistsError:
         return None
     try:
-        lease = Lease(folder, number, file, me)
+        lease = RunLock(folder, number, file, me)
     except OSError:  # a full disk: or the next start would wait for a holder without a name
         os.close(file)
         with suppress(OSError):
@@ -183,7 +183,7 @@ def _claim(folder: Path, number: int, me: Holder) -> Lease | None:
     return lease
 
 
-def _await_end(path: Path, me: Holder, tell: Callable[[str], None], expiry: float) -> None:
+def _await_end(path: Path, me: Holder, print_error: Callable[[str], None], expiry: float) -> None:
     """Return when nobody holds the lease at `path` any more. Raises UserError when one does."""
     holder, beat = _read(path)
     if beat in ("", _RELEASED) or holder.is_dead(me):
@@ -191,7 +191,7 @@ def _await_end(path: Path, me: Holder, tell: Callable[[str], None], expiry: floa
     if holder.is_near(me) and not _has_open(holder.pid, path):
         return  # a copy of a run's directory, in which its process holds nothing
     if not holder.is_near(me):
-        tell(f"waiting up to {expiry:g} s for the lease of {holder}, if it is dead")
+        print_error(f"waiting up to {expiry:g} s for the lease of {holder}, if it is dead")
         found = _watch(path, beat, expiry)
         if found is None:
             return
@@ -266,19 +266,19 @@ def hold(
     directory: Path,
     identity: Identity,
     hierarchy: Hierarchy,
-    tell: Callable[[str], None],
+    print_error: Callable[[str], None],
     hang_seconds: float,
 ) -> Iterator[None]:
     """Keep other jobs away from a run directory. Raises UserError, on every rank alike, while
     another is on it, StorageFailed where the storage fails. The ranks wait for the first to look,
     and after `hang_seconds` (0: never) are taken for hung."""
-    lease: Lease | None = None
+    lease: RunLock | None = None
     problem: UserError | StorageFailed | None = None
     if hierarchy.rank == 0:
         try:
             me = Holder.present(identity.host, os.environ)
             patience = max(2 * BEAT_SECONDS, hang_seconds) if hang_seconds else float("inf")
-            lease = acquire(directory / "lease", me, tell, patience)
+            lease = acquire(directory / "lease", me, print_error, patience)
         except (UserError, StorageFailed) as error:
             problem = error
     try:

@@ -13,8 +13,8 @@ from megafrontier.checkpoint.folder import clean_partials, list_checkpoints, ste
 from megafrontier.common.errors import (
     StorageFailed,
     UserError,
-    of_os_error,
-    of_run_directory,
+    as_fatal_error,
+    as_run_directory_error,
 )
 from megafrontier.config import Config
 from megafrontier.model.flops import parameter_count
@@ -23,7 +23,7 @@ from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.partition.wires.wire import DTYPES
 from megafrontier.training.callbacks.save import checkpoint_root
 from megafrontier.training.memory import GIB
-from megafrontier.training.plan import Arrangement
+from megafrontier.training.plan import RunPlan
 
 STORAGE = "run.directory"
 SEEN_SECONDS = 10.0
@@ -54,7 +54,7 @@ def _write_trial(directory: Path, rank: int) -> Problem | None:
             os.fsync(file.fileno())
         trial.unlink()
     except OSError as error:
-        return of_run_directory(error, directory)
+        return as_run_directory_error(error, directory)
     return None
 
 
@@ -88,20 +88,20 @@ def _look_for(path: Path) -> Problem | None:
             path.stat()
             return None
         except OSError as error:
-            failed = of_os_error(error, f"{where}: {error.strerror}")
+            failed = as_fatal_error(error, f"{where}: {error.strerror}")
             if isinstance(failed, StorageFailed):
                 return failed
         time.sleep(0.1)
     return UserError(f"{where}: not the folder that rank 0 sees, need one that hosts share")
 
 
-def checkpoint_bytes(config: Config, arrangement: Arrangement) -> int:
+def checkpoint_bytes(config: Config, plan: RunPlan) -> int:
     """Bytes of one checkpoint: fp32 masters and two moments, and what low-bit wires add."""
-    deltas = DTYPES[config.train.precision].itemsize if arrangement.wires.have_deltas else 0
-    return parameter_count(config.model) * (12 + deltas + (2 if arrangement.error_feedback else 0))
+    deltas = DTYPES[config.train.precision].itemsize if plan.wires.have_deltas else 0
+    return parameter_count(config.model) * (12 + deltas + (2 if plan.error_feedback else 0))
 
 
-def check_checkpoints(config: Config, arrangement: Arrangement, hierarchy: Hierarchy) -> None:
+def check_checkpoints(config: Config, plan: RunPlan, hierarchy: Hierarchy) -> None:
     """Raises UserError without room for the checkpoints to keep that are not there yet, and for the
     next one beside them until the oldest goes; of as many as are saved. Raises it or StorageFailed
     where their folder is there and cannot be written."""
@@ -115,7 +115,7 @@ def check_checkpoints(config: Config, arrangement: Arrangement, hierarchy: Hiera
         where = root if is_there else Path(config.run.directory)
         free = _free_gib(where)
         problem = _write_trial(root, hierarchy.rank) if is_there else None
-    need = count * checkpoint_bytes(config, arrangement) / GIB
+    need = count * checkpoint_bytes(config, plan) / GIB
     if free < need:
         raise UserError(
             f"run.directory: {where}: {free:.3g} GiB free, need {need:.3g} for "

@@ -24,20 +24,27 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
-from megafrontier.common.errors import BAD_NODE, LOST, Ending, Unconnected, is_alike, tell
+from megafrontier.common.errors import (
+    BAD_NODE,
+    LOST,
+    FatalError,
+    Unconnected,
+    is_collective,
+    print_error,
+)
 from megafrontier.launch.health import excluded_nodes
-from megafrontier.launch.health.hard_timeout import Backstop
+from megafrontier.launch.health.hard_timeout import HardTimeout
 from megafrontier.launch.health.liveness import (
     Alarm,
     Answers,
+    LivenessCheck,
     Missing,
-    RollCall,
     answer_seconds,
     describe,
     verdict_seconds,
     within,
 )
-from megafrontier.launch.health.peer_monitor import Neighbours
+from megafrontier.launch.health.peer_monitor import PeerMonitor
 from megafrontier.launch.health.stacks import hang_folder, write_stacks
 from megafrontier.launch.local import PEER_SECONDS
 from megafrontier.launch.rendezvous import ALL_PEERS
@@ -77,7 +84,7 @@ def meeting_seconds(hang_seconds: float) -> float:
     return min(MEETING_SECONDS, START_FACTOR * hang_seconds or MEETING_SECONDS)
 
 
-class Watch:
+class Watchdog:
     """One rank's. `beat` tells it that something has been finished."""
 
     def __init__(self, identity: Identity, directory: Path, hang_seconds: float) -> None:
@@ -86,7 +93,7 @@ class Watch:
         self.last_words: Callable[[int, str], None] = lambda code, line: None
         """Told, on rank 0, with which code and why the run ends."""
         self._identity, self._directory = identity, directory
-        self._roll: RollCall | None = None
+        self._roll: LivenessCheck | None = None
         self._hang_seconds = hang_seconds
         self._limit_seconds = START_FACTOR * hang_seconds
         self._answer_seconds = answer_seconds(identity.world_size)
@@ -94,16 +101,16 @@ class Watch:
         self._trial_seconds = TRIAL_SECONDS + identity.world_size / TRIAL_RANKS
         self._tries_nodes = self._has_failed = False
         self._step, self._last = 0, time.monotonic()
-        self._neighbours = Neighbours(identity) if identity.has_launcher else None
+        self._neighbours = PeerMonitor(identity) if identity.has_launcher else None
         self._closed = threading.Event()
         self._ending = threading.Lock()
-        self._backstop = Backstop()
+        self._backstop = HardTimeout()
 
     @property
     def _is_local(self) -> bool:
         return self._identity.source == "local"
 
-    def start(self, roll: RollCall | None) -> None:
+    def start(self, roll: LivenessCheck | None) -> None:
         """The ranks have met, and connect to each other: begin to watch and listen."""
         if roll is not None:
             # To connect, the main thread waits in the store and keeps others out meanwhile.
@@ -167,7 +174,7 @@ class Watch:
         if isinstance(error, Unconnected):
             time.sleep(self._answer_seconds)  # the others come as far as they can, and no farther
             self._call(Alarm(rank, str(error), LOST, hang=True))
-        code = error.code if isinstance(error, Ending) else 1
+        code = error.code if isinstance(error, FatalError) else 1
         self._call(Alarm(rank, "", code))
 
     def _look(self) -> None:
@@ -206,7 +213,7 @@ class Watch:
             return self._roll.alarm()
         return None
 
-    def _listen(self, ear: RollCall) -> None:
+    def _listen(self, ear: LivenessCheck) -> None:
         try:
             alarm = ear.wait_for_alarm()
         except RuntimeError:
@@ -311,7 +318,7 @@ class Watch:
         try:
             # Two a host speak where rank 0 cannot: one of them may have died too.
             if line and (first or (first_is_lost and self._identity.local_rank < 2)):
-                tell(f"megafrontier: {line}")
+                print_error(f"megafrontier: {line}")
             if line and first:
                 within(STORAGE_SECONDS, lambda: self.last_words(code, line))
             sys.stdout.flush()
@@ -320,7 +327,7 @@ class Watch:
 
 
 @contextmanager
-def watched(watch: Watch) -> Iterator[None]:
+def watched(watch: Watchdog) -> Iterator[None]:
     """Watch over connected ranks to the end of the body.
 
     What all ranks raise alike (bad input, unfit nodes, a failed run) they also leave with alike.
@@ -329,7 +336,7 @@ def watched(watch: Watch) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not is_alike(error):
+        if not is_collective(error):
             watch.fail(error)
         raise
     finally:

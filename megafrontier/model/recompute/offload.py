@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from megafrontier.common.buffer_pool import Shelf
+from megafrontier.common.buffer_pool import BufferPool
 
 
 class Offload:
@@ -96,7 +96,7 @@ class Copies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._shelf = Shelf(torch.device("cpu"), pinned=True)
+        self._shelf = BufferPool(torch.device("cpu"), pinned=True)
         self._going: tuple[Tensor, torch.cuda.Event] | None = None
 
     def to_host(self, tensor: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
-from megafrontier.common.buffer_pool import Shelf
-from megafrontier.parallel.collectives import all_of
+from megafrontier.common.buffer_pool import BufferPool
+from megafrontier.parallel.collectives import all_gather_stacked
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.partition.comm.delta import Change, levels_of_changes
 from megafrontier.partition.comm.ledger import Ledger
@@ -51,7 +51,7 @@ class Moves:
         self._way_back: list[Step] = []
         count = len(hierarchy.levels.sizes)
         self._scratch = {lanes.number(level): Scratch(hierarchy.device) for level in range(count)}
-        self._shelf = Shelf(hierarchy.device)
+        self._shelf = BufferPool(hierarchy.device)
 
     @property
     def held_bytes(self) -> int:
@@ -297,7 +297,7 @@ class Moves:
             if group is None:
                 continue
             peers = self.hierarchy.levels.peers(rank, level)
-            theirs = zip(peers, map(bytes, all_of(sent, group).tolist()), strict=True)
+            theirs = zip(peers, map(bytes, all_gather_stacked(sent, group).tolist()), strict=True)
             found += [(peer, row) for peer, row in theirs if row != raw]
         if found:
             peer, row = found[0]

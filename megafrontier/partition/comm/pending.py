@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megafrontier.common.buffer_pool import Shelf
+from megafrontier.common.buffer_pool import BufferPool
 from megafrontier.partition.comm.streams import DONE, Ticket
 
 Work = Callable[[torch.Tensor], torch.Tensor]
@@ -27,9 +27,9 @@ class Slot:
     value: torch.Tensor
     label: str
     ticket: Ticket = DONE
-    _borrowed: list[tuple[Shelf, torch.Tensor]] = field(default_factory=list)
+    _borrowed: list[tuple[BufferPool, torch.Tensor]] = field(default_factory=list)
 
-    def borrow(self, shelf: Shelf, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def borrow(self, shelf: BufferPool, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A buffer [numel] until the end of the chain."""
         buffer = shelf.take(numel, dtype)
         self._borrowed.append((shelf, buffer))

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from megafrontier.parallel.hierarchy import Turn
+from megafrontier.parallel.hierarchy import CommArbiter
 
 Policy = Literal["none", "safe", "full"]
 Task = Callable[[], object]
@@ -151,7 +151,9 @@ class StreamLane:
 class Lanes:
     """The lanes of a policy, by number. Those of other engines use the same groups, in `turn`."""
 
-    def __init__(self, policy: Policy, levels: int, device: torch.device, turn: Turn) -> None:
+    def __init__(
+        self, policy: Policy, levels: int, device: torch.device, turn: CommArbiter
+    ) -> None:
         self._turn = turn
         self._newest: dict[int, Ticket] = {}
         if policy == "full":

@@ -13,7 +13,7 @@ from megafrontier.model.gpt import GPT
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.training.batches import read_step
 from megafrontier.training.callbacks.base import Callback, is_due
-from megafrontier.training.logging.run_log import Logbook
+from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.loop import stop_agreed
 from megafrontier.training.resume.restarts import last_lines
 from megafrontier.training.step_result import StepResult
@@ -105,10 +105,10 @@ class Evaluate(Callback):
     """
 
     def __init__(
-        self, logbook: Logbook, beat: Callable[[], None] = lambda: None, is_owed: bool = False
+        self, run_logger: RunLogger, beat: Callable[[], None] = lambda: None, is_owed: bool = False
     ) -> None:
         """`is_owed`: see `owes_evaluation`."""
-        self._logbook = logbook
+        self._logbook = run_logger
         self._beat = beat
         self._is_owed = is_owed
 

@@ -4,7 +4,7 @@ from megafrontier.common.errors import RunFailed
 from megafrontier.data.sampling.loader import Loader
 from megafrontier.optim.loss_scale import asks_for_less
 from megafrontier.training.callbacks.base import Callback
-from megafrontier.training.logging.run_log import Logbook
+from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.step_result import StepResult
 from megafrontier.training.trainer import Trainer
 
@@ -13,8 +13,8 @@ class Guard(Callback):
     """Says how `data.skip` leaves out what a skipped step read; counts the non-finite ones and
     raises RunFailed, on every rank alike, at the configured number."""
 
-    def __init__(self, logbook: Logbook) -> None:
-        self._logbook = logbook
+    def __init__(self, run_logger: RunLogger) -> None:
+        self._logbook = run_logger
         self._in_a_row = 0
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
@@ -25,7 +25,7 @@ class Guard(Callback):
             return  # the progress line says so, and its samples are as good as any
         self._in_a_row = 0 if is_finite else self._in_a_row + 1
         if result.skipped:
-            self._logbook.remark(_how_to_leave_out(result, trainer.loader))
+            self._logbook.info(_how_to_leave_out(result, trainer.loader))
         limit = trainer.config.train.nonfinite_limit
         if self._in_a_row >= limit:
             first, last = result.samples

@@ -18,7 +18,7 @@ from megafrontier.config import Config, config_to_dict
 from megafrontier.data.tokenizers.tokenizer import save_kept
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.training.callbacks.base import Callback, is_due
-from megafrontier.training.logging.run_log import Logbook
+from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.step_result import StepResult
 from megafrontier.training.trainer import Trainer
 
@@ -94,10 +94,10 @@ class Save(Callback):
     """Checkpoint every so many steps and at the end; what cannot be written on the way is reported
     and the run goes on, the older checkpoints intact."""
 
-    def __init__(self, logbook: Logbook, resumed_step: int, beat: Callable[[], None]) -> None:
+    def __init__(self, run_logger: RunLogger, resumed_step: int, beat: Callable[[], None]) -> None:
         """`beat` hears that deletions go on, which may take minutes. `saved_step` is where another
         start goes on."""
-        self._logbook, self._beat = logbook, beat
+        self._logbook, self._beat = run_logger, beat
         self.saved_step = self._resumed_step = resumed_step
         self._is_sound = True  # by the newest step's loss, as far as a loss can tell
         self._is_late = False  # for want of a step with a finite loss
@@ -119,7 +119,7 @@ class Save(Callback):
         if not self._is_late:
             self._save(trainer)
         elif not is_late:
-            self._logbook.remark(
+            self._logbook.info(
                 f"no checkpoint at step {result.step}, whose loss is not finite: after the next "
                 "step whose loss is"
             )
@@ -142,11 +142,11 @@ class Save(Callback):
         try:
             path = save_trainer(trainer)
         except CheckpointWriteError as error:
-            self._logbook.remark(f"warning: no checkpoint at step {trainer.step}: {error}")
+            self._logbook.info(f"warning: no checkpoint at step {trainer.step}: {error}")
             self._is_storages = error.is_storages
             return False
         self.saved_step = trainer.step
-        self._logbook.remark(f"checkpoint {path}")
+        self._logbook.info(f"checkpoint {path}")
         if trainer.is_first and self._is_sound:
             self._prune(trainer)
         return True
@@ -175,4 +175,4 @@ class Save(Callback):
         try:
             yield
         except OSError as error:
-            self._logbook.remark(f"warning: old checkpoints not deleted: {error}")
+            self._logbook.info(f"warning: old checkpoints not deleted: {error}")

@@ -11,7 +11,7 @@ from megafrontier.training.trainer import Trainer
 def peak_tflops(trainer: Trainer) -> float | None:
     """What the machine file states of the device, where that says something of this run: of an
     accelerator it is the peak in 16 bits, and a CPU may stand in for it."""
-    device = trainer.arrangement.machine.device
+    device = trainer.plan.machine.device
     is_anothers = device.is_stood_in_for_by(trainer.hierarchy.device.type)
     if is_anothers or (device.is_accelerator and trainer.config.train.precision == "fp32"):
         return None

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from megafrontier.common.errors import of_run_directory
+from megafrontier.common.errors import as_run_directory_error
 from megafrontier.config import Config
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.logging.metrics import step_metrics
@@ -17,7 +17,7 @@ from megafrontier.training.step_result import StepResult
 from megafrontier.training.trainer import Trainer
 
 
-class Logbook:
+class RunLogger:
     """Takes metrics and remarks; on all ranks but the first it keeps nothing.
 
     A full disk costs lines, not the run: what cannot be written is reported once for each place.
@@ -32,7 +32,7 @@ class Logbook:
         """Begin to keep metrics, after `resume_step`."""
         if self._progress is not None:
             directory = Path(config.run.directory)
-            self._sinks = open_sinks(config, directory, resume_step, self.remark)
+            self._sinks = open_sinks(config, directory, resume_step, self.info)
 
     def write(self, values: dict[str, Any], **shown: float) -> None:
         """Keep one line of metrics; what is `shown` the progress line has beside."""
@@ -47,7 +47,7 @@ class Logbook:
             if isinstance(sink, JsonLines):
                 self._attempt(sink, sink.sync)
 
-    def remark(self, line: str) -> None:
+    def info(self, line: str) -> None:
         """Tell the reader something that is not a number."""
         if self._progress is not None:
             self._progress.note(line)
@@ -68,23 +68,23 @@ class Logbook:
                 self._failed.add(sink.name)
                 why = getattr(error, "strerror", None) or str(error) or type(error).__name__
                 said = " ".join(why.split())
-                self.remark(f"warning: metrics are not written to {sink.name}: {said}")
+                self.info(f"warning: metrics are not written to {sink.name}: {said}")
 
 
 @contextmanager
-def open_logbook(config: Config, is_first: bool) -> Iterator[Logbook]:
+def open_run_logger(config: Config, is_first: bool) -> Iterator[RunLogger]:
     """The logbook of a run directory. Raises UserError when that cannot be written."""
     if not is_first:
-        yield Logbook(None)
+        yield RunLogger(None)
         return
     with (
         _open_log(config) as log,
         Progress(
             config.train.steps, sys.stdout, config.log.every, log, config.train.stop_at
         ) as progress,
-        closing(Logbook(progress)) as logbook,
+        closing(RunLogger(progress)) as run_logger,
     ):
-        yield logbook
+        yield run_logger
 
 
 def check_directory(config: Config) -> None:
@@ -101,7 +101,7 @@ def _open_log(config: Config) -> Iterator[TextIO]:
         log = (folder / "log.txt").open("a", encoding="utf-8")
     except OSError as error:
         # Perhaps not of the folder: of another user's log in it.
-        raise of_run_directory(error, error.filename) from error
+        raise as_run_directory_error(error, error.filename) from error
     try:
         yield log
     finally:
@@ -112,8 +112,8 @@ def _open_log(config: Config) -> Iterator[TextIO]:
 class Log(Callback):
     """Write every step's metrics."""
 
-    def __init__(self, logbook: Logbook) -> None:
-        self._logbook = logbook
+    def __init__(self, run_logger: RunLogger) -> None:
+        self._logbook = run_logger
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         if not trainer.is_first:

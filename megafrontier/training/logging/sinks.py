@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from megafrontier.common.errors import UserError, of_os_error
+from megafrontier.common.errors import UserError, as_fatal_error
 from megafrontier.common.files import write_whole
 from megafrontier.common.signals import stops_held_back
 from megafrontier.config import Config, config_to_dict
@@ -76,7 +76,7 @@ class JsonLines:
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             line = f"{path}: cannot write metrics: {error.strerror}"
-            raise of_os_error(error, line) from error
+            raise as_fatal_error(error, line) from error
 
     def write(self, values: dict[str, Any]) -> None:
         """Append one line and flush it; NaN and infinity, which JSON lacks, become null."""

@@ -24,7 +24,7 @@ from megafrontier.common.errors import (
     FAILED,
     INTERRUPTED,
     STOPPED,
-    Ending,
+    FatalError,
     RunFailed,
     StorageFailed,
 )
@@ -39,8 +39,8 @@ _TAIL_BYTES = 65536
 class Attempt:
     """The present one. On all ranks but the first it keeps nothing."""
 
-    def __init__(self, path: Path | None, remark: Callable[[str], None]) -> None:
-        self._path, self._remark = path, remark
+    def __init__(self, path: Path | None, info: Callable[[str], None]) -> None:
+        self._path, self._remark = path, info
 
     def note(self, **values: Any) -> None:
         """Add a line; the first that cannot be written is told, and no more are."""
@@ -75,13 +75,13 @@ def _stamp(moment: datetime) -> str:
 
 @contextmanager
 def attempted(
-    config: Config, identity: Identity, hierarchy: Hierarchy, remark: Callable[[str], None]
+    config: Config, identity: Identity, hierarchy: Hierarchy, info: Callable[[str], None]
 ) -> Iterator[Attempt]:
     """Note this attempt's start, and the end where the body raises it. Raises RunFailed, on every
     rank alike, after as many failures at one step as `train.attempts` says."""
     directory = Path(config.run.directory)
     first = hierarchy.rank == 0
-    attempt = Attempt(directory / "attempts.jsonl" if first else None, remark)
+    attempt = Attempt(directory / "attempts.jsonl" if first else None, info)
     reached = reached_step(directory / "metrics.jsonl") if first else 0
     listed = len(excluded_nodes.listed(directory)) if first else 0
     refusal = _refusal(directory, reached, listed, config.train.attempts) if first else None
@@ -92,7 +92,7 @@ def attempted(
         if agreed is not None:
             raise RunFailed(agreed)
         yield attempt
-    except Ending as error:
+    except FatalError as error:
         attempt.ended(error.code, str(error))
         raise
 

@@ -20,12 +20,12 @@ from megafrontier.checkpoint.folder import (
 from megafrontier.checkpoint.load import Checkpoint, read_manifest
 from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.checkpoint.resume import load_checkpoint, open_newest
-from megafrontier.common.errors import StorageFailed, UserError, of_os_error
+from megafrontier.common.errors import StorageFailed, UserError, as_fatal_error
 from megafrontier.config import Config, ModelConfig
 from megafrontier.model.gpt import parameter_shapes
 from megafrontier.partition import Engine
 from megafrontier.training.callbacks.save import checkpoint_root, shards
-from megafrontier.training.logging.run_log import Logbook
+from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.resume.compatibility import changes, check_model, old_position
 from megafrontier.training.resume.restarts import has_begun, note_begun, reached_step
 from megafrontier.training.trainer import Trainer
@@ -124,7 +124,7 @@ def goes_on(config: Config) -> bool:
         return False
 
 
-def resume(trainer: Trainer, logbook: Logbook) -> None:
+def resume(trainer: Trainer, run_logger: RunLogger) -> None:
     """Take up the checkpoint that `checkpoint.resume` asks for, if any.
 
     A path is where a run begins: once it has checkpoints of its own it goes on from them, or a job
@@ -137,32 +137,32 @@ def resume(trainer: Trainer, logbook: Logbook) -> None:
     config, root = trainer.config, checkpoint_root(trainer.config)
     load = partial(_fill, trainer)
     path = named_checkpoint(config)
-    is_begun_now = trainer.hierarchy.seen_by_rank_0(lambda: str(is_begun(config))) == "True"
+    is_begun_now = trainer.hierarchy.broadcast_from_rank_0(lambda: str(is_begun(config))) == "True"
     is_back = leads_back(config) and not is_begun_now
     if config.checkpoint.resume == "never" and not is_begun_now:
         refuse = partial(_refuse_old_checkpoints, root)
-        trainer.hierarchy.together(refuse if trainer.is_first else lambda: None)
-        trainer.hierarchy.together(partial(_note_begun, trainer))
+        trainer.hierarchy.run_on_all(refuse if trainer.is_first else lambda: None)
+        trainer.hierarchy.run_on_all(partial(_note_begun, trainer))
         return
-    trainer.hierarchy.together(partial(_refuse_loose_link, trainer, root))
-    found = None if is_back else open_newest(root, load, trainer.hierarchy, logbook.remark)
+    trainer.hierarchy.run_on_all(partial(_refuse_loose_link, trainer, root))
+    found = None if is_back else open_newest(root, load, trainer.hierarchy, run_logger.info)
     if found is not None and path is not None and not leads_back(config):
-        logbook.remark(f"checkpoint.resume: {path}: not used, the run has checkpoints of its own")
+        run_logger.info(f"checkpoint.resume: {path}: not used, the run has checkpoints of its own")
     is_start = found is None and not is_back
     if found is None and path is not None:
         load = partial(load, is_start=is_start)
-        load_it = partial(load_checkpoint, load=load, crowd=trainer.hierarchy)
-        found = of_newest(path, load_it, trainer.hierarchy.seen_by_rank_0)
+        load_it = partial(load_checkpoint, load=load, coordinator=trainer.hierarchy)
+        found = of_newest(path, load_it, trainer.hierarchy.broadcast_from_rank_0)
     if found is None:
-        _say_lost(trainer, root, logbook)
+        _say_lost(trainer, root, run_logger)
         return
-    _go_on_from(found, trainer, is_start, logbook)
+    _go_on_from(found, trainer, is_start, run_logger)
     if is_back:
-        trainer.hierarchy.together(partial(_give_up_later, trainer, root, found.path, logbook))
-        trainer.hierarchy.together(partial(_note_begun, trainer))
+        trainer.hierarchy.run_on_all(partial(_give_up_later, trainer, root, found.path, run_logger))
+        trainer.hierarchy.run_on_all(partial(_note_begun, trainer))
 
 
-def _go_on_from(found: Checkpoint, trainer: Trainer, is_start: bool, logbook: Logbook) -> None:
+def _go_on_from(found: Checkpoint, trainer: Trainer, is_start: bool, run_logger: RunLogger) -> None:
     """After this rank's part of it has been read."""
     manifest = _taken(trainer.config, found.manifest, is_start)
     states = restored(trainer, manifest)
@@ -170,12 +170,12 @@ def _go_on_from(found: Checkpoint, trainer: Trainer, is_start: bool, logbook: Lo
     trainer.engine.restore("published" in states)
     _take_up(trainer, manifest)
     of = "" if manifest is found.manifest else "the weights of "
-    logbook.remark(f"resumed from {of}{found.path} at step {trainer.step}")
+    run_logger.info(f"resumed from {of}{found.path} at step {trainer.step}")
     if trainer.step >= trainer.last_step:
-        _say_done(trainer, found.path, is_start, logbook)
+        _say_done(trainer, found.path, is_start, run_logger)
         return
     for line in changes(trainer, manifest):
-        logbook.remark(line)
+        run_logger.info(line)
 
 
 def _taken(config: Config, manifest: Manifest, is_start: bool) -> Manifest:
@@ -193,18 +193,18 @@ def _refuse_loose_link(trainer: Trainer, root: Path) -> None:
         raise StorageFailed(f"{root}: leads to {root.readlink()}, which is not there")
 
 
-def _say_lost(trainer: Trainer, root: Path, logbook: Logbook) -> None:
+def _say_lost(trainer: Trainer, root: Path, run_logger: RunLogger) -> None:
     """That a run which has been further begins at step 0: perhaps its checkpoints are away."""
     if trainer.is_first:
         reached = reached_step(Path(trainer.config.run.directory) / "metrics.jsonl")
         if reached:
-            logbook.remark(
+            run_logger.info(
                 f"warning: {root}: no checkpoints, though metrics.jsonl has step {reached}; "
                 "beginning at step 0"
             )
 
 
-def _say_done(trainer: Trainer, path: Path, is_start: bool, logbook: Logbook) -> None:
+def _say_done(trainer: Trainer, path: Path, is_start: bool, run_logger: RunLogger) -> None:
     """Nothing is left to do: right for a run that is started once more, wrong for a new one."""
     key = "stop_at" if trainer.config.train.stop_at else "steps"
     problem = f"train.{key}: {trainer.last_step}"
@@ -213,7 +213,7 @@ def _say_done(trainer: Trainer, path: Path, is_start: bool, logbook: Logbook) ->
             f"{problem}, need more than {trainer.step}, the step of {path}, or "
             "checkpoint.weights_only=true"
         )
-    logbook.remark(f"{problem}: reached, nothing left to do; another run.name begins anew")
+    run_logger.info(f"{problem}: reached, nothing left to do; another run.name begins anew")
 
 
 def _note_begun(trainer: Trainer) -> None:
@@ -225,24 +225,24 @@ def _refuse_old_checkpoints(root: Path) -> None:
     try:
         old = next(candidates(root), None)
     except OSError as error:
-        raise of_os_error(error, f"checkpoint.resume: {root}: {error.strerror}") from error
+        raise as_fatal_error(error, f"checkpoint.resume: {root}: {error.strerror}") from error
     if old is not None:
         raise UserError(
             f"checkpoint.resume: never, but {old} is there; need another run.name, or move it"
         )
 
 
-def _give_up_later(trainer: Trainer, root: Path, path: Path, logbook: Logbook) -> None:
+def _give_up_later(trainer: Trainer, root: Path, path: Path, run_logger: RunLogger) -> None:
     """Begin a line of training at the checkpoint at `path`: of those in `root` it is the newest."""
     if not trainer.is_first:
         return
     try:
         set_later_aside(root, trainer.step)
         if is_set_aside(path):
-            logbook.remark(f"{path} is {take_back(path, trainer.step).name} again")
+            run_logger.info(f"{path} is {take_back(path, trainer.step).name} again")
     except OSError as error:
         line = f"checkpoint.resume: {root}: {error.strerror}, need to set checkpoints aside"
-        raise of_os_error(error, line) from error
+        raise as_fatal_error(error, line) from error
 
 
 def _fill(trainer: Trainer, checkpoint: Checkpoint, is_start: bool = False) -> None:
@@ -283,7 +283,7 @@ def share_shards(engine: Engine, states: Mapping[str, Sequence[torch.Tensor]]) -
     """Give the replicas what the first one has loaded. All ranks call it."""
     for state, tensors in states.items():
         if state != "error":  # which the first replica alone is to send
-            engine.hierarchy.to_replicas(tensors, engine.placement.optimizer)
+            engine.hierarchy.broadcast_to_replicas(tensors, engine.placement.optimizer)
 
 
 def restored(trainer: Trainer, manifest: Manifest) -> dict[str, Sequence[torch.Tensor]]:

@@ -41,8 +41,8 @@ def test_a_step_has_the_same_samples_at_any_number_of_ranks(
 ) -> None:
     for step in (0, 1, 9):
         loaders = [Loader(samples, GLOBAL_BATCH, micro_batch, d, ranks) for d in range(ranks)]
-        together = torch.cat([read(loader, step) for loader in loaders])
-        assert torch.equal(together, samples.batch(step * GLOBAL_BATCH, GLOBAL_BATCH).tokens)
+        run_on_all = torch.cat([read(loader, step) for loader in loaders])
+        assert torch.equal(run_on_all, samples.batch(step * GLOBAL_BATCH, GLOBAL_BATCH).tokens)
         for loader in loaders:
             loader.close()
 

@@ -42,9 +42,9 @@ def test_a_sample_is_a_window_and_its_targets_are_the_next_tokens(corpus: Corpus
 
 
 def test_the_same_sample_comes_however_it_is_asked_for(corpus: CorpusConfig) -> None:
-    together = opened(train=[corpus]).batch(0, 250).tokens
+    run_on_all = opened(train=[corpus]).batch(0, 250).tokens
     for n in (249, 0, 99, 100, 101):
-        assert torch.equal(together[n : n + 1], opened(train=[corpus]).batch(n, 1).tokens)
+        assert torch.equal(run_on_all[n : n + 1], opened(train=[corpus]).batch(n, 1).tokens)
 
 
 def test_epochs_differ_in_order_and_each_has_every_window_once(corpus: CorpusConfig) -> None:

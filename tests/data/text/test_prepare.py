@@ -89,7 +89,7 @@ def test_the_same_tokenizer_in_hugging_faces_form_gives_the_same_corpus(tmp_path
 
 def test_a_long_text_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("sources", "streams"):
-        monkeypatch.setattr(f"megafrontier.data.{module}.BLOCK_BYTES", 3000)
+        monkeypatch.setattr(f"megafrontier.data.text.{module}.BLOCK_BYTES", 3000)
     text = "one line é\n" * 50_000 + "日本" * 100_000 + " x" * 10_000
     (tmp_path / "long.txt").write_text(text)
     (tmp_path / "short.txt").write_text("short")
@@ -133,7 +133,7 @@ def test_a_long_text_has_the_tokens_that_it_has_in_one_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     for module in ("sources", "streams"):
-        monkeypatch.setattr(f"megafrontier.data.{module}.BLOCK_BYTES", 3000)
+        monkeypatch.setattr(f"megafrontier.data.text.{module}.BLOCK_BYTES", 3000)
     monkeypatch.setattr("megafrontier.data.text.streams._READ_BYTES", 1000)
     spec = GENERAL if kind == "ours" else save_tokenizer(tmp_path / "tok", kind == "as Llama")
     text = spread_lines()
@@ -149,7 +149,7 @@ def test_a_long_text_that_ends_in_nothing_to_say_ends_all_the_same(
 ) -> None:
     """Its last piece is blank, and some tokenizers have no token for that."""
     for module in ("sources", "streams"):
-        monkeypatch.setattr(f"megafrontier.data.{module}.BLOCK_BYTES", 3000)
+        monkeypatch.setattr(f"megafrontier.data.text.{module}.BLOCK_BYTES", 3000)
     encode = ByteTokenizer.encode
     monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: encode(self, text.strip()))
     (tmp_path / "long.txt").write_text("word " * 600 + " " * 5000)

@@ -7,7 +7,7 @@ import pytest
 
 from megafrontier.launch.health import watchdog as watch
 from megafrontier.launch.health.liveness import Alarm
-from megafrontier.launch.health.watchdog import Watch
+from megafrontier.launch.health.watchdog import Watchdog
 from megafrontier.parallel.env import Identity
 from tests.processes import in_child
 
@@ -29,7 +29,7 @@ def soon(monkeypatch):
 
 
 def started(folder):
-    one = Watch(Identity(0, 1, 0, "alone"), folder, HANG_SECONDS)
+    one = Watchdog(Identity(0, 1, 0, "alone"), folder, HANG_SECONDS)
     one.start(None)
     one.connected()
     time.sleep(HANG_SECONDS / 2)  # it has looked once

@@ -12,7 +12,7 @@ from megafrontier.launch.health.liveness import (
     ANSWER_SECONDS,
     Alarm,
     Answers,
-    RollCall,
+    LivenessCheck,
     describe,
     within,
 )
@@ -25,7 +25,9 @@ SIZE = 200  # more than one block
 def rolls():
     store = dist.HashStore()
     hosts = [f"frontier{rank // 8:05d}" for rank in range(SIZE)]
-    found = [RollCall(store, Identity(r, SIZE, r % 8, "slurm", "", hosts[r])) for r in range(SIZE)]
+    found = [
+        LivenessCheck(store, Identity(r, SIZE, r % 8, "slurm", "", hosts[r])) for r in range(SIZE)
+    ]
     assert each(found, lambda roll: roll.meet(60)) == {rank: [] for rank in range(SIZE)}
     return found
 
@@ -53,7 +55,7 @@ def each(rolls, ask):
 
 def test_those_that_do_not_come_are_named_to_every_rank_that_has():
     store = dist.HashStore()
-    came = [RollCall(store, Identity(r, 6, r, "slurm")) for r in (0, 1, 3, 4)]
+    came = [LivenessCheck(store, Identity(r, 6, r, "slurm")) for r in (0, 1, 3, 4)]
     begin = time.monotonic()
     assert each(came, lambda roll: roll.meet(0.5)) == {r: [2, 5] for r in (0, 1, 3, 4)}
     assert time.monotonic() - begin < ANSWER_SECONDS, "rank 0 leaves when the others know"
@@ -62,13 +64,13 @@ def test_those_that_do_not_come_are_named_to_every_rank_that_has():
 def test_where_rank_0_does_not_come_nobody_waits_for_ever(monkeypatch):
     monkeypatch.setattr(rollcall, "VERDICT_SECONDS", 0.5)
     with pytest.raises(RuntimeError):
-        RollCall(dist.HashStore(), Identity(1, 2, 1, "slurm")).meet(0.1)
+        LivenessCheck(dist.HashStore(), Identity(1, 2, 1, "slurm")).meet(0.1)
 
 
 def test_an_alarm_is_heard_though_the_longest_wait_of_the_store_has_passed(monkeypatch):
     monkeypatch.setattr(rollcall, "_LONGEST", timedelta(milliseconds=50))
     store = dist.HashStore()
-    ear, other = (RollCall(store, Identity(rank, 2, rank, "torchrun")) for rank in (0, 1))
+    ear, other = (LivenessCheck(store, Identity(rank, 2, rank, "torchrun")) for rank in (0, 1))
     alarm = Alarm(1, "late", 70)
     later = threading.Timer(0.3, lambda: other.raise_alarm(alarm))
     later.start()

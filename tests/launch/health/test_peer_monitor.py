@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megafrontier.launch.health.peer_monitor import Neighbours
+from megafrontier.launch.health.peer_monitor import PeerMonitor
 from megafrontier.parallel.env import Identity
 
 
@@ -18,7 +18,7 @@ def identity(rank, port):
 def be_a_neighbour(who, writer):
     """What a child does until it is killed, or asked to leave in order."""
     try:
-        beside = Neighbours(who)
+        beside = PeerMonitor(who)
         signal.signal(signal.SIGTERM, lambda *_: (beside.leave(), os._exit(0)))
         os.write(writer, b".")
         time.sleep(60)
@@ -56,7 +56,7 @@ def others():
 )
 def test_a_neighbour_that_is_killed_is_noticed_at_once(others, rank, victim, how, noticed):
     heard = queue.Queue()
-    me = Neighbours(identity(rank, os.getpid()))
+    me = PeerMonitor(identity(rank, os.getpid()))
     me.watch(heard.put)
     os.kill(others[victim], how)
     found = []
@@ -71,7 +71,7 @@ def test_a_neighbour_that_is_killed_is_noticed_at_once(others, rank, victim, how
 
 def test_who_leaves_tells_all_though_one_of_them_has_gone_before():
     heard = queue.Queue()
-    first, middle, last = (Neighbours(identity(rank, os.getpid())) for rank in (4, 5, 6))
+    first, middle, last = (PeerMonitor(identity(rank, os.getpid())) for rank in (4, 5, 6))
     first._connect(5).close()
     last.watch(heard.put)
     middle.leave()
@@ -87,7 +87,7 @@ def test_torchruns_of_one_port_and_two_addresses_are_two_runs(monkeypatch):
     pairs = []
     for address in ("frontier00001", "frontier00002"):
         monkeypatch.setenv("MASTER_ADDR", address)
-        pairs.append([Neighbours(Identity(r, 8, r, "torchrun", "env://", "")) for r in (1, 2)])
+        pairs.append([PeerMonitor(Identity(r, 8, r, "torchrun", "env://", "")) for r in (1, 2)])
         pairs[-1][0].watch(heard.put)
     pairs[0][1]._own.close()  # as the kernel does
     assert heard.get(timeout=5) == 2
@@ -97,7 +97,7 @@ def test_torchruns_of_one_port_and_two_addresses_are_two_runs(monkeypatch):
 
 def test_a_run_beside_another_one_does_not_hear_of_it(others):
     heard = queue.Queue()
-    Neighbours(identity(2, 1)).watch(heard.put)
+    PeerMonitor(identity(2, 1)).watch(heard.put)
     os.kill(others[1], signal.SIGKILL)
     with pytest.raises(queue.Empty):
         heard.get(timeout=0.3)

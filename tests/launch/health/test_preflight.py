@@ -15,7 +15,7 @@ from megafrontier.config import DeviceConfig
 from megafrontier.launch import main as launch
 from megafrontier.launch.health import preflight, storage
 from megafrontier.launch.health.preflight import check_device, check_present
-from megafrontier.training.plan import arrange
+from megafrontier.training.plan import resolve_plan
 from tests.training import runs
 
 pytestmark = pytest.mark.usefixtures("no_training")
@@ -165,7 +165,7 @@ def test_what_most_hosts_fail_is_no_matter_of_nodes(config_file, hosts, capfd):
 
 
 def test_the_hosts_own_memory_is_looked_at_where_it_is_stated(config_file):
-    device = arrange(runs.load(config_file, "machine=laptop"), 1).machine.device
+    device = resolve_plan(runs.load(config_file, "machine=laptop"), 1).machine.device
     cpu = torch.device("cpu")
     assert check_device(device, cpu) is None
     assert check_device(replace(device, memory_gib=0.1), cpu) is None
@@ -176,7 +176,7 @@ def test_the_hosts_own_memory_is_looked_at_where_it_is_stated(config_file):
 def test_a_rank_without_the_accelerator_that_the_machine_has_cannot_start(config_file, monkeypatch):
     """It comes to the meeting to say so, as with any input it lacks: where most ranks say the same,
     an environment with a CPU's torch, no node is to blame."""
-    device = arrange(runs.load(config_file, "machine=frontier"), 8).machine.device
+    device = resolve_plan(runs.load(config_file, "machine=frontier"), 8).machine.device
     identity = launch.Identity(3, 8, 3, "slurm", "tcp://x:1", "frontier00012")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="name: MI250X GCD, but torch finds no accelerator"):
@@ -190,7 +190,7 @@ def test_an_accelerator_whose_memory_another_process_has_is_found_before_the_ran
     config_file, monkeypatch
 ):
     """RCCL takes some for each communicator: then it would not be seen who has it."""
-    device = arrange(runs.load(config_file, "machine=frontier"), 8).machine.device
+    device = resolve_plan(runs.load(config_file, "machine=frontier"), 8).machine.device
     identity = launch.Identity(3, 8, 3, "slurm", "tcp://x:1", "frontier00012")
     free = [62.0, 62.0, 62.0, 31.0]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -210,7 +210,7 @@ def test_an_accelerator_that_does_not_even_answer_is_named(config_file, monkeypa
     def answer(_device):
         raise torch.AcceleratorError(f"CUDA error: {said}\nCompile with `TORCH_USE_CUDA_DSA`.\n")
 
-    device = arrange(runs.load(config_file, "machine=frontier"), 8).machine.device
+    device = resolve_plan(runs.load(config_file, "machine=frontier"), 8).machine.device
     identity = launch.Identity(3, 8, 3, "slurm", "tcp://x:1", "frontier00012")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

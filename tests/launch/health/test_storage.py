@@ -11,7 +11,7 @@ from megafrontier.launch.health import storage
 from megafrontier.launch.health.storage import checkpoint_bytes
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.training.callbacks.save import save_trainer
-from megafrontier.training.plan import arrange
+from megafrontier.training.plan import resolve_plan
 from megafrontier.training.trainer import build_trainer
 from tests.training import runs
 
@@ -25,7 +25,7 @@ def train(config_file, ranks, *overrides):
 
 def test_storage_without_room_is_refused_with_what_is_needed(config_file, monkeypatch, capfd):
     config = runs.load(config_file)
-    size = checkpoint_bytes(config, arrange(config, 4))
+    size = checkpoint_bytes(config, resolve_plan(config, 4))
     monkeypatch.setattr(storage, "_free_gib", lambda _: 2.5 * size / 2**30)
     assert train(config_file, 4, "train.steps=8", "checkpoint.every=3") == BAD_INPUT
     error = capfd.readouterr().err
@@ -66,7 +66,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_written_is_told_before_the_first
 
 def test_the_room_of_a_save_that_was_killed_is_room(config_file, monkeypatch):
     config = runs.load(config_file)
-    size = checkpoint_bytes(config, arrange(config, 4))
+    size = checkpoint_bytes(config, resolve_plan(config, 4))
     torn = Path(config.run.directory) / "checkpoints" / ".step-00000003.partial"
     torn.mkdir(parents=True)
     free = lambda _: (2.5 if torn.exists() else 3.5) * size / 2**30  # noqa: E731
@@ -76,11 +76,9 @@ def test_the_room_of_a_save_that_was_killed_is_room(config_file, monkeypatch):
 
 def test_a_checkpoint_is_as_large_as_it_is_taken_to_be(config_file):
     config = runs.load(config_file, "machine=laptop")
-    arrangement = arrange(config, 1)
-    trainer = build_trainer(
-        config, arrangement, Hierarchy(arrangement.levels, 0, (None,), torch.device("cpu"))
-    )
+    plan = resolve_plan(config, 1)
+    trainer = build_trainer(config, plan, Hierarchy(plan.levels, 0, (None,), torch.device("cpu")))
     folder = save_trainer(trainer)
     trainer.close()
     found = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    assert found == pytest.approx(checkpoint_bytes(config, arrangement), rel=0.25)
+    assert found == pytest.approx(checkpoint_bytes(config, plan), rel=0.25)

@@ -15,8 +15,8 @@ from megafrontier.common.errors import BAD_NODE, FAILED, LOST, RanksAbsent, RunF
 from megafrontier.launch.health import excluded_nodes as bad_nodes
 from megafrontier.launch.health import liveness as rollcall
 from megafrontier.launch.health import watchdog as watch
-from megafrontier.launch.health.liveness import Alarm, Answers, RollCall
-from megafrontier.launch.health.watchdog import Watch
+from megafrontier.launch.health.liveness import Alarm, Answers, LivenessCheck
+from megafrontier.launch.health.watchdog import Watchdog
 from megafrontier.launch.rendezvous import ALL_PEERS
 from megafrontier.parallel.env import Identity
 from tests import processes
@@ -56,7 +56,7 @@ import sys, time
 from megafrontier import cli
 from megafrontier.common.errors import NodesUnfit
 from megafrontier.launch import main as launch
-def unfit(config, arrangement, identity, *_):
+def unfit(config, plan, identity, *_):
     time.sleep(0 if identity.rank else 2)
     raise NodesUnfit("preflight: frontier00001 is slow")
 launch.preflight = unfit
@@ -264,7 +264,7 @@ def test_a_rank_that_fails_before_all_are_connected_ends_all_at_once(folder):
 def test_a_silent_rank_is_its_hosts_matter_only_where_a_launcher_chose_that(
     tmp_path, capsys, codes, source
 ):
-    one = Watch(Identity(0, 64, 0, source, host="host0"), tmp_path, 60)
+    one = Watchdog(Identity(0, 64, 0, source, host="host0"), tmp_path, 60)
     one._answers = lambda hang: Answers([(3, "host3")], [], 64)
     alarm = Alarm(0, "why", BAD_NODE, True)
     threading.Thread(target=one._end, args=(alarm,), daemon=True).start()
@@ -361,7 +361,7 @@ def test_hosts_that_hold_up_the_others_are_listed_where_they_are_few_and_known(
     tmp_path, capsys, codes, stuck, hosts, code
 ):
     for rank in (1, 0):
-        one = Watch(Identity(rank, 64, rank, "slurm", host="host0"), tmp_path, 60)
+        one = Watchdog(Identity(rank, 64, rank, "slurm", host="host0"), tmp_path, 60)
         one._answers = lambda hang: Answers([], stuck, hosts)
         threading.Thread(target=one._end, args=(Alarm(0, "why", LOST, True),), daemon=True).start()
         assert codes.get(timeout=60) == code
@@ -379,14 +379,16 @@ def test_who_hears_from_less_than_half_is_itself_the_silent_one(
 ):
     monkeypatch.setattr(rollcall, "ANSWER_SECONDS", 0.5)
     store = dist.HashStore()
-    others = [RollCall(store, Identity(r, 4, 0, "slurm", host=f"host{r}")) for r in range(1, 4)]
+    others = [
+        LivenessCheck(store, Identity(r, 4, 0, "slurm", host=f"host{r}")) for r in range(1, 4)
+    ]
     for other in others:
         threading.Thread(target=other.meet, args=(60,)).start()
-    first = RollCall(store, Identity(0, 4, 0, "slurm", host="host0"))
+    first = LivenessCheck(store, Identity(0, 4, 0, "slurm", host="host0"))
     assert first.meet(60) == []
     for rank in answering:
         threading.Thread(target=others[rank - 1].answer, args=(True,), daemon=True).start()
-    Watch(first.identity, tmp_path, 0.1).start(first)
+    Watchdog(first.identity, tmp_path, 0.1).start(first)
     assert codes.get(timeout=60) == BAD_NODE
     assert (tmp_path / "bad-nodes.txt").read_text().split() == listed
 
@@ -409,7 +411,7 @@ def test_a_rank_ends_also_where_the_storage_hangs(tmp_path, monkeypatch, codes, 
     """Neither its stacks nor its last words can be written."""
     monkeypatch.setattr(watch, "write_stacks", lambda *_: threading.Event().wait())
     monkeypatch.setattr(watch, "STORAGE_SECONDS", 0.1)
-    hanging = Watch(Identity(0, 1, 0, "alone"), tmp_path, 0.1)
+    hanging = Watchdog(Identity(0, 1, 0, "alone"), tmp_path, 0.1)
     hanging.last_words = lambda *_: threading.Event().wait()
     hanging.start(None)
     hanging.connected()
@@ -419,7 +421,7 @@ def test_a_rank_ends_also_where_the_storage_hangs(tmp_path, monkeypatch, codes, 
 
 def test_time_in_which_a_run_was_suspended_is_no_hang(tmp_path, monkeypatch):
     """By Ctrl-Z or Slurm: the watch waits for longer than it asked to."""
-    one = Watch(Identity(0, 1, 0, "alone"), tmp_path, 60)
+    one = Watchdog(Identity(0, 1, 0, "alone"), tmp_path, 60)
     clock = [1000.0]
     monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
     one.connected()
@@ -437,8 +439,8 @@ def test_time_in_which_a_run_was_suspended_is_no_hang(tmp_path, monkeypatch):
 def test_local_ranks_train_on_where_their_common_file_is_tidied_away(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "FILE_SECONDS", 0.2)
     identity = Identity(0, 2, 0, "local", f"file://{tmp_path}/store", HOST)
-    roll = RollCall(dist.FileStore(f"{tmp_path}/store", -1), identity)
-    one = Watch(identity, tmp_path, 60)
+    roll = LivenessCheck(dist.FileStore(f"{tmp_path}/store", -1), identity)
+    one = Watchdog(identity, tmp_path, 60)
     one.start(roll)
     assert one._alarm_in_file() is None
     (tmp_path / "store").unlink()

@@ -8,7 +8,7 @@ from weakref import ref
 import pytest
 import torch
 
-from megafrontier.common.buffer_pool import Shelf
+from megafrontier.common.buffer_pool import BufferPool
 from megafrontier.model.recompute import compile, offload
 
 
@@ -22,7 +22,7 @@ class Clones:
         self.asked.clear()
         self.given.clear()
         self.numbers = {}
-        self.shelf = Shelf(device)
+        self.shelf = BufferPool(device)
 
     def note(self, what, tensor):
         number = self.numbers.setdefault(tensor.sum().item(), len(self.numbers))

@@ -2,13 +2,13 @@
 
 import torch
 
-from megafrontier.common.buffer_pool import Shelf
+from megafrontier.common.buffer_pool import BufferPool
 from megafrontier.partition.comm.pending import Slot
 
 
 def test_what_was_borrowed_goes_back_once_however_often_its_end_is_waited_for():
     """Given back twice, one buffer would be lent to two at a time."""
-    shelf = Shelf(torch.device("cpu"))
+    shelf = BufferPool(torch.device("cpu"))
     slot = Slot(torch.zeros(3), "publish blocks.0")
     lent = slot.borrow(shelf, 8, torch.float32)
     for _ in range(3):
@@ -20,7 +20,7 @@ def test_what_was_borrowed_goes_back_once_however_often_its_end_is_waited_for():
 
 
 def test_what_is_borrowed_is_nobody_elses_before_the_end():
-    shelf = Shelf(torch.device("cpu"))
+    shelf = BufferPool(torch.device("cpu"))
     slots = [Slot(torch.zeros(3), label) for label in ("publish blocks.0", "publish blocks.1")]
     buffers = [slot.borrow(shelf, 8, torch.float32) for slot in slots]
     assert buffers[0].data_ptr() != buffers[1].data_ptr()

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from megafrontier.parallel.hierarchy import Turn
+from megafrontier.parallel.hierarchy import CommArbiter
 from megafrontier.partition.comm import streams as lanes_module
 from megafrontier.partition.comm.streams import DONE, Lanes, StreamLane
 from tests.partition.tiny import batch, place
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_lane_runs_tasks_in_order_and_after_what_they_wait_for():
-    lanes = Lanes("full", 2, CPU, Turn())
+    lanes = Lanes("full", 2, CPU, CommArbiter())
     gate, seen = threading.Event(), []
     first = lanes.run(0, lambda: (gate.wait(), seen.append("gate")), DONE)
     second = lanes.run(1, lambda: seen.append("after the gate"), first)
@@ -36,7 +36,7 @@ def test_a_lane_runs_tasks_in_order_and_after_what_they_wait_for():
 @pytest.mark.parametrize("policy", ["safe", "full"])
 def test_a_streams_task_comes_after_the_computation_before_it_and_before_that_after_it(policy):
     device = torch.device("cuda", 0)
-    lanes = Lanes(policy, 2, device, Turn())
+    lanes = Lanes(policy, 2, device, CommArbiter())
     slow, x, y = (torch.zeros(4096, 4096, device=device) for _ in range(3))
     for value in (1.0, 2.0):
         for _ in range(20):
@@ -52,7 +52,7 @@ def test_a_streams_task_comes_after_the_computation_before_it_and_before_that_af
 @pytest.mark.parametrize("policy", ["none", "safe", "full"])
 def test_two_engines_do_not_mix_their_collectives(policy):
     """They use the same process groups; a teacher and a student, say."""
-    turn = Turn()
+    turn = CommArbiter()
     one, other = Lanes("full", 2, CPU, turn), Lanes(policy, 2, CPU, turn)
     gate, seen = threading.Event(), []
     for number in (0, 1):
@@ -65,7 +65,7 @@ def test_two_engines_do_not_mix_their_collectives(policy):
 
 @pytest.mark.parametrize("policy", ["safe", "full"])
 def test_after_an_error_a_lane_issues_nothing_more(policy):
-    lanes = Lanes(policy, 1, CPU, Turn())
+    lanes = Lanes(policy, 1, CPU, CommArbiter())
     seen = []
     broken = lanes.run(0, lambda: 1 / 0, DONE)
     later = lanes.run(0, lambda: seen.append("issued"), DONE)
@@ -138,7 +138,7 @@ def test_a_device_is_done_with_an_engines_memory_before_that_goes(monkeypatch):
 
 def test_safe_has_one_lane_and_full_one_a_level():
     def lane_count(policy):
-        lanes = Lanes(policy, 3, CPU, Turn())
+        lanes = Lanes(policy, 3, CPU, CommArbiter())
         threads = set()
 
         def note():

@@ -21,7 +21,7 @@ def heard(own_seconds, ranks=4):
 
     def body(hierarchy):
         remarks = []
-        stragglers = Stragglers(f"host-{hierarchy.rank}", SimpleNamespace(remark=remarks.append))
+        stragglers = Stragglers(f"host-{hierarchy.rank}", SimpleNamespace(info=remarks.append))
         log = SimpleNamespace(stragglers_every=2, straggler=1.5)
         trainer = SimpleNamespace(config=SimpleNamespace(log=log), hierarchy=hierarchy)
         for seconds in own_seconds:

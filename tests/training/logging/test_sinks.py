@@ -13,7 +13,7 @@ import pytest
 
 from megafrontier.common.errors import StorageFailed, UserError
 from megafrontier.config import Config
-from megafrontier.training.logging import run_log as logbook
+from megafrontier.training.logging import run_log as run_logger
 from megafrontier.training.logging.sinks import (
     FINISH_SECONDS,
     JsonLines,
@@ -136,9 +136,9 @@ def test_a_package_that_fails_costs_metrics_and_no_run(tmp_path, monkeypatch):
 
     def told(*values):
         said = []
-        book = logbook.Logbook(SimpleNamespace(note=said.append, update=lambda values: None))
+        book = run_logger.RunLogger(SimpleNamespace(note=said.append, update=lambda values: None))
         sinks = [Gone(), JsonLines(tmp_path / "metrics.jsonl")]
-        monkeypatch.setattr(logbook, "open_sinks", lambda *_: sinks)
+        monkeypatch.setattr(run_logger, "open_sinks", lambda *_: sinks)
         book.open_sinks(Config(), 0)
         for line in values:
             book.write(line)

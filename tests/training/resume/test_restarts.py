@@ -48,11 +48,11 @@ def hierarchy():
     return Hierarchy(Levels(("world",), (1,)), 0, (None,), "cpu")
 
 
-def attempt(config, tmp_path, reached, code=None, bad_node=None, resumed=None, remark=print):
+def attempt(config, tmp_path, reached, code=None, bad_node=None, resumed=None, info=print):
     """One start of the run, which gets as far as `reached` and ends with a code, or for a bad node,
     or is killed. True: it was let start; else RunFailed is raised."""
     try:
-        with attempted(config, ALONE, hierarchy(), remark) as this:
+        with attempted(config, ALONE, hierarchy(), info) as this:
             if resumed is not None:
                 this.note(resumed=resumed)
             metrics = "".join(f'{{"step": {step}, "loss": 1}}\n' for step in range(1, reached + 1))
@@ -133,7 +133,7 @@ def test_who_interrupts_a_start_that_waits_for_another_says_nothing_of_that_one(
 def test_attempts_that_cannot_be_noted_are_told_once_and_go_on(config, tmp_path):
     (tmp_path / "attempts.jsonl").mkdir()
     said = []
-    assert attempt(config, tmp_path, 7, code=0, resumed=0, remark=said.append)
+    assert attempt(config, tmp_path, 7, code=0, resumed=0, info=said.append)
     (line,) = said
     assert line.startswith("warning: attempts.jsonl is not written: Is a directory; ")
 

@@ -12,7 +12,7 @@ from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.partition import STRATEGIES
 from megafrontier.training.callbacks.save import checkpoint_root, save_trainer, shards
 from megafrontier.training.loop import train_step
-from megafrontier.training.plan import arrange
+from megafrontier.training.plan import resolve_plan
 from megafrontier.training.resume.resume import resume
 from megafrontier.training.trainer import build_trainer
 from tests.ranks import run_ranks
@@ -93,7 +93,7 @@ def test_errors_and_published_weights_reshard_like_every_other_state(
             config_file, *LOW, f"partition.strategy={strategy}", "partition.error_feedback=true",
             f"checkpoint.resume={low_bit.path}", f"run.directory={tmp_path}/other",
         )  # fmt: skip
-        trainer = build_trainer(config, arrange(config, ranks), hierarchy)
+        trainer = build_trainer(config, resolve_plan(config, ranks), hierarchy)
         resume(trainer, Quiet())
         states, errors = (
             set(shards(trainer)),
@@ -118,7 +118,7 @@ def test_what_gradients_left_unsaid_is_scaled_with_the_loss(config_file, tmp_pat
     def build(hierarchy, *chosen):
         chosen = ("partition.wires=low", "train.global_batch=8", "optimizer.lr=0", *chosen)
         config = runs.load(config_file, *chosen)
-        return build_trainer(config, arrange(config, hierarchy.size), hierarchy)
+        return build_trainer(config, resolve_plan(config, hierarchy.size), hierarchy)
 
     def body(hierarchy):
         first = build(hierarchy, "train.precision=fp16", "train.loss_scale=256")
@@ -158,7 +158,7 @@ def test_a_run_handed_over_strategies_and_rank_counts_keeps_the_losses(config_fi
 
 
 class Quiet:
-    def remark(self, line):
+    def info(self, line):
         assert "refused" not in line
 
 
@@ -177,7 +177,7 @@ def test_every_strategy_loads_every_other_strategys_checkpoint(config_file, tmp_
 
     def body(hierarchy):
         opened = cache(read_once)
-        trainers = [build_trainer(c, arrange(c, hierarchy.size), hierarchy) for c in configs]
+        trainers = [build_trainer(c, resolve_plan(c, hierarchy.size), hierarchy) for c in configs]
         for trainer in trainers:
             for _ in range(2):
                 train_step(trainer)
@@ -236,7 +236,7 @@ def test_replicas_have_their_state_from_the_first_one_and_not_from_the_files(
             config_file, *chosen, "run.seed=1", f"checkpoint.resume={path}",
             f"run.directory={tmp_path}/other", "train.steps=4",
         )  # fmt: skip
-        trainer = build_trainer(config, arrange(config, 8), hierarchy)
+        trainer = build_trainer(config, resolve_plan(config, 8), hierarchy)
         resume(trainer, Quiet())
         different = differences(trainer, open_checkpoint(path))
         trainer.close()
@@ -264,7 +264,7 @@ def test_masters_are_not_overwritten_by_published_weights_where_both_are_one(con
             config_file, *chosen, "train.steps=5", f"checkpoint.resume={path}",
             f"run.directory={tmp_path}/alone",
         )  # fmt: skip
-        trainer = build_trainer(config, arrange(config, 1), hierarchy)
+        trainer = build_trainer(config, resolve_plan(config, 1), hierarchy)
         resume(trainer, Quiet())
         different = differences(trainer, checkpoint)
         trainer.close()
@@ -283,7 +283,7 @@ def test_nothing_is_left_of_a_checkpoint_that_proved_damaged_half_way(config_fil
             config_file, "partition.wires=low", f"checkpoint.resume={path}",
             f"run.directory={tmp_path}/other",
         )  # fmt: skip
-        trainer = build_trainer(config, arrange(config, 8), hierarchy)
+        trainer = build_trainer(config, resolve_plan(config, 8), hierarchy)
         errors = [error for unit in trainer.engine.units for error in unit.feedback.errors.values()]
         for left in errors:
             left.fill_(1.0)
@@ -296,14 +296,14 @@ def test_nothing_is_left_of_a_checkpoint_that_proved_damaged_half_way(config_fil
 
 def test_one_rank_writes_and_reads_without_a_process_group(config_file):
     config = runs.load(config_file, "machine=laptop")
-    arrangement = arrange(config, 1)
-    hierarchy = Hierarchy(arrangement.levels, 0, (None,), torch.device("cpu"))
-    trainer = build_trainer(config, arrangement, hierarchy)
+    plan = resolve_plan(config, 1)
+    hierarchy = Hierarchy(plan.levels, 0, (None,), torch.device("cpu"))
+    trainer = build_trainer(config, plan, hierarchy)
     train_step(trainer)
     path = save_trainer(trainer)
     trainer.close()
     assert path.parent == checkpoint_root(trainer.config)
-    again = build_trainer(config, arrangement, hierarchy)
+    again = build_trainer(config, plan, hierarchy)
     partial(resume, again)(Quiet())
     assert differences(again, open_checkpoint(path)) == 0
     again.close()
