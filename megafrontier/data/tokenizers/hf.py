@@ -3,9 +3,13 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from megafrontier.errors import UserError
+
 _PROBE = "Two  spaces,\n a\ttab, é, ﬁ, Ａ, 12 and a quick brown fox jumps over the dog's back. "
+_PROBES = ("", " ", "\n", "\tone", " one", "  one two", "one  ", " \n one", _PROBE)
 
 
 def save_fast_tokenizer(model: Any, bos: int, eod: int, lossless: bool, folder: Path) -> None:
@@ -23,28 +27,70 @@ def save_fast_tokenizer(model: Any, bos: int, eod: int, lossless: bool, folder: 
         config |= {"bos_token": model.id_to_piece(bos), "add_bos_token": False}
         config |= {"unk_token": model.id_to_piece(model.unk_id()), "add_eos_token": False}
     path.write_text(json.dumps(config, indent=2) + "\n")
-    if lossless:
-        fast = _fast_tokenizer(model)
-        fast.add_special_tokens([_special(config["eos_token"])])
-        found = fast.encode(_PROBE, add_special_tokens=False).ids
-    else:
-        found = _converted(folder, model.get_piece_size())
-    if found != model.encode(_PROBE):
-        path.unlink()
-    elif lossless:
+    if not lossless:
+        _convert(folder, model.get_piece_size())
+        return
+    fast = _fast_tokenizer(model)
+    fast.add_special_tokens([_special(config["eos_token"])])
+    if fast.encode(_PROBE, add_special_tokens=False).ids == model.encode(_PROBE):
         fast.save(str(folder / "tokenizer.json"))
+    else:
+        path.unlink()
 
 
-def _converted(folder: Path, size: int) -> list[int] | None:
-    """The ids that `transformers` makes of the probe with the saved model, if it can read it and
-    adds no pieces to its `size`."""
+def _convert(folder: Path, size: int) -> None:
+    """Have `transformers` write the saved model as a fast tokenizer, if it can read it, adds no
+    pieces to its `size`, and gives its ids; else leave the model alone."""
     from transformers import AutoTokenizer
 
     try:
-        converted = AutoTokenizer.from_pretrained(str(folder))
+        converted = with_rules_of(folder / "tokenizer.model", AutoTokenizer.from_pretrained(folder))
     except Exception:  # each kind of model fails in its own way, or lacks a package
-        return None
-    return converted.encode(_PROBE) if len(converted) == size else None
+        converted = None
+    (folder / "tokenizer_config.json").unlink()
+    if converted is not None and len(converted) == size:
+        converted.save_pretrained(folder)
+
+
+def with_rules_of(path: Path, tokenizer: Any) -> Any:
+    """The tokenizer that `transformers` has made of the SentencePiece model at `path`, with that
+    model's own rules for spaces: some classes put one more before a text, or one less.
+
+    Returns `tokenizer` itself where its class has its own ids, or is not a fast one. Raises
+    UserError where the ids of texts would still not be the model's.
+    """
+    import sentencepiece
+    from transformers import PreTrainedTokenizerFast
+
+    model = sentencepiece.SentencePieceProcessor()
+    try:
+        model.LoadFromSerializedProto(path.read_bytes())
+    except RuntimeError:  # of tiktoken's kind
+        return tokenizer
+    ids = tokenizer.get_vocab()
+    is_fast = isinstance(tokenizer, PreTrainedTokenizerFast)
+    if not is_fast or any(ids.get(model.id_to_piece(i)) != i for i in range(len(model))):
+        return tokenizer
+    _set_rules(tokenizer.backend_tokenizer, has_prefix=model.normalize("a") == "▁a")
+    for text in _PROBES:
+        if tokenizer.encode(text, add_special_tokens=False) != model.encode(text):
+            what = f"{tokenizer.name_or_path!r}: gives {text!r} other ids than its tokenizer.model"
+            raise UserError(f"tokenizer {what}; need a tokenizer.json, or the .model by itself")
+    with TemporaryDirectory() as folder:  # as a tokenizer of no class that has rules
+        tokenizer.save_pretrained(folder)
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def _set_rules(fast: Any, has_prefix: bool) -> None:
+    from tokenizers import decoders, normalizers
+
+    prefix = [normalizers.Prepend("▁")] if has_prefix else []
+    fast.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
+    fast.pre_tokenizer = None
+    strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
+    fast.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
 
 
 def _special(piece: str) -> Any:

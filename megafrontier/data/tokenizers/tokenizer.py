@@ -201,6 +201,8 @@ class HuggingFaceTokenizer:
         try:
             with looked_up(name):
                 self._tokenizer: Any = _from_files(name) or _from_pretrained(name)
+        except UserError:
+            raise
         except Exception as error:  # the library raises a dozen kinds for a folder it cannot read
             what = (
                 "no SentencePiece file, and not a Hugging Face tokenizer either"
@@ -267,19 +269,36 @@ class HuggingFaceTokenizer:
 
 
 def _from_pretrained(name: str) -> Any:
+    """The tokenizer that transformers makes by the class which the folder names."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    from megafrontier.data.hugging_face import with_rules_of
+
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    model = _file_of(name, MODEL_FILE)
+    return tokenizer if model is None else with_rules_of(Path(model), tokenizer)
+
+
+def _file_of(name: str, file: str) -> str | None:
+    """Where a file of a folder, or of a name on the hub, lies here; None if it has none."""
+    from transformers.utils import cached_file
+
+    may_lack = ("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors")
+    found: str | None = cached_file(name, file, **dict.fromkeys(may_lack, False))
+    return found
 
 
 def _from_files(name: str) -> Any:
-    """The tokenizer of a lone tokenizer.json, as GPT-NeoX has one, or of a folder whose only JSON
-    is Megatron-LM's vocab.json of GPT-2, with its merges.txt; None for what transformers tells."""
+    """The tokenizer of a tokenizer.json, in a folder or alone (as GPT-NeoX has one), or of a folder
+    whose only JSON is Megatron-LM's vocab.json of GPT-2, with its merges.txt; else None."""
     from transformers import GPT2TokenizerFast, PreTrainedTokenizerFast
 
     path = Path(name)
     if path.is_file():
         return PreTrainedTokenizerFast(tokenizer_file=name)
+    if _file_of(name, "tokenizer.json") is not None:
+        # The class that tokenizer_config.json names would put its own rules over the file's.
+        return PreTrainedTokenizerFast.from_pretrained(name)
     vocabulary, merges = path / "vocab.json", path / "merges.txt"
     if list(path.glob("*.json")) == [vocabulary] and merges.is_file():
         return GPT2TokenizerFast(str(vocabulary), str(merges))
