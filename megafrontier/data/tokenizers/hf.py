@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megafrontier.errors import UserError
+from megafrontier.common.errors import UserError
 
 _PROBE = "Two  spaces,\n a\ttab, é, ﬁ, Ａ, 12 and a quick brown fox jumps over the dog's back. "
 _PROBES = ("", " ", "\n", "\tone", " one", "  one two", "one  ", " \n one", _PROBE)

@@ -272,7 +272,7 @@ def _from_pretrained(name: str) -> Any:
     """The tokenizer that transformers makes by the class which the folder names."""
     from transformers import AutoTokenizer
 
-    from megafrontier.data.hugging_face import with_rules_of
+    from megafrontier.data.tokenizers.hf import with_rules_of
 
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     model = _file_of(name, MODEL_FILE)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
-from megafrontier.data.hugging_face import _fast_model
-from megafrontier.data.tokenizer import load_tokenizer
+from megafrontier.data.tokenizers.hf import _fast_model
+from megafrontier.data.tokenizers.tokenizer import load_tokenizer
 
 TEXTS = [
     *("", " ", "  ", "word", " word", "  word", "word ", "word  ", "a b", "a  b", " a   b "),
