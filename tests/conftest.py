@@ -14,7 +14,12 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 import pytest
 import torch
 
+from megafrontier.launch import main as launch
+from tests import runs
+
 torch.set_num_threads(1)
+
+pytest_plugins = ["tests.model.small_models"]
 
 
 @pytest.fixture
@@ -24,3 +29,29 @@ def unused_gpus():
         pytest.skip("no GPU")
     if torch.cuda.is_initialized():
         pytest.skip("a GPU was used in this process: give this file a pytest of its own")
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    return runs.make_config_file(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with such a config, for all runs of a module."""
+    path = tmp_path_factory.mktemp("runs")
+    runs.make_config_file(path)
+    return path
+
+
+@pytest.fixture
+def imported(config_file, tmp_path):
+    """A checkpoint of another run, from which this one is to begin."""
+    runs.run(config_file, 1, *runs.ONE, "train.stop_at=2", f"run.directory={tmp_path}/other")
+    return f"checkpoint.resume={tmp_path}/other/checkpoints/step-00000002"
+
+
+@pytest.fixture
+def no_training(monkeypatch):
+    """Let a run end after its pre-flight."""
+    monkeypatch.setattr(launch, "_run", lambda *_: 0)

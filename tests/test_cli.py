@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megafrontier.cli import main
-from tests.training import runs
+from tests import runs
 
 COMMANDS = (
     "tokenizer", "prepare", "merge", "train", "evaluate", "generate", "export", "import",

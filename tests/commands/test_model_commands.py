@@ -19,8 +19,8 @@ from megafrontier.common.errors import FAILED
 from megafrontier.config import load_config
 from megafrontier.data.text.prepare import prepare
 from megafrontier.data.tokenizers.tokenizer import ByteTokenizer
+from tests import runs
 from tests.data.corpora import write_corpus
-from tests.training import runs
 
 TEXT = "Der Fluß ist breit, 3 € sind viel; a stitch in time saves nine.\n" * 60
 STANDALONE, EVALUATING = "megafrontier.commands.convert.", "megafrontier.commands.evaluate."

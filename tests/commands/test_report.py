@@ -14,8 +14,8 @@ from megafrontier.report import draw, write_report
 from megafrontier.report.draw import last_smooth, smooth
 from megafrontier.report.read import all_levels, levels_of, read_runs, strategy_of
 from megafrontier.report.style import level_colours, run_look, short
-from tests.training.runs import make_config_file
-from tests.training.runs import run as train
+from tests.runs import make_config_file
+from tests.runs import run as train
 
 PICTURES = ("loss.png", "throughput.png", "traffic.png")
 

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from megafrontier.common.errors import BAD_INPUT, BAD_NODE, LOST
+from tests import runs
 from tests.processes import COMMAND, Forked
-from tests.training import runs
 
 RANKS = 2
 MACHINE = ("machine=laptop", "machine.device.ranks_per_host=2")

@@ -7,8 +7,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megafrontier.training.plan import resolve_plan
 from megafrontier.training.trainer import build_trainer
+from tests import runs
 from tests.ranks import run_ranks
-from tests.training import runs
 
 
 class Watchdog(TorchDispatchMode):

@@ -7,7 +7,7 @@ from megafrontier.data.sampling.samples import document_starts
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initial_slice, initialise
 from megafrontier.partition import Placement, shard
-from tests.model.conftest import SHAPES, small_config
+from tests.model.small_models import SHAPES, small_config
 from tests.ranks import run_ranks
 
 STEPS, RATE, BATCH = 4, 0.5, 8

@@ -11,7 +11,7 @@ from megafrontier.config import TrainConfig
 from megafrontier.model.gpt import GPT
 from megafrontier.optim.spikes import SpikeRule
 from megafrontier.training import loop
-from tests.training import runs
+from tests import runs
 
 CHOSEN = ("train.steps=12", "evaluate.batches=0", "machine=laptop", "train.spike_window=4")
 

@@ -8,7 +8,7 @@ import pytest
 from megafrontier.launch.main import joined
 from megafrontier.training.loop import train_step
 from megafrontier.training.trainer import build_trainer
-from tests.training import runs
+from tests import runs
 
 
 @pytest.fixture

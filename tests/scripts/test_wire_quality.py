@@ -8,7 +8,7 @@ import pytest
 import wire_quality
 
 from megafrontier.common.errors import UserError
-from tests.training import runs
+from tests import runs
 
 Figures = dict[str, dict[str, Any]]
 

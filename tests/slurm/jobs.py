@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from tests import runs
 from tests.slurm.cluster import FAST, ROOT, Cluster, wait_until
-from tests.training import runs
 
 STEP_BYTES = 1.2e5
 """What a node sends in one step of the tiny model, about."""

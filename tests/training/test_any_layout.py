@@ -11,8 +11,8 @@ import pytest
 
 from megafrontier.common.errors import UserError
 from megafrontier.training.plan import resolve_plan
+from tests import runs
 from tests.ranks import make_levels
-from tests.training import runs
 
 COUNT = int(os.environ.get("MEGAFRONTIER_ARRANGEMENTS", "3"))
 SIZES = [

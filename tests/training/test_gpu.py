@@ -6,12 +6,11 @@ Where there are fewer GPUs than ranks, ranks share them.
 import pytest
 
 from megafrontier.common.errors import FAILED, LOST
-from tests import processes
+from tests import processes, runs
 from tests.launch.health.test_watchdog import AT_STEP, FREEZE, KILL, launched
 from tests.launch.test_launchers import start, torchrun, wait_for
 from tests.processes import COMMAND
 from tests.ranks import share_devices
-from tests.training import runs
 
 pytestmark = pytest.mark.usefixtures("unused_gpus")
 

@@ -9,7 +9,7 @@ from megafrontier.launch.main import train as train_config
 from megafrontier.model.kernels import backends
 from megafrontier.model.recompute import compile
 from megafrontier.training.kernels import check_caches
-from tests.training import runs
+from tests import runs
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ from megafrontier.training.callbacks.garbage_collection import garbage_collected
 from megafrontier.training.logging.sinks import JsonLines
 from megafrontier.training.plan import resolve_plan
 from megafrontier.training.trainer import build_trainer
+from tests import runs
 from tests.ranks import run_ranks
-from tests.training import runs
 
 LOOKS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal"}
 READS = ("tolist", "item", "numpy", "cpu", "__bool__", "__float__", "__int__")

@@ -19,9 +19,9 @@ from megafrontier.training.logging.metrics import step_metrics
 from megafrontier.training.loop import train_step
 from megafrontier.training.plan import resolve_plan
 from megafrontier.training.trainer import build_trainer
+from tests import runs
 from tests.partition.tiny import watch_crossings
 from tests.ranks import run_ranks
-from tests.training import runs
 
 KEYS = {
     "step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second",

@@ -15,8 +15,8 @@ from megafrontier.training.callbacks.evaluate import evaluate
 from megafrontier.training.loop import train_step
 from megafrontier.training.plan import resolve_plan
 from megafrontier.training.trainer import build_trainer
+from tests import runs
 from tests.ranks import run_ranks
-from tests.training import runs
 
 STEPS = ("train.steps=10", "evaluate.batches=0", "train.nonfinite_limit=3")
 

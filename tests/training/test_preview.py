@@ -5,7 +5,7 @@ import torch
 
 from megafrontier.training.plan import resolve_plan
 from megafrontier.training.preview import describe_ranks, describe_wires, preview_run
-from tests.training import runs
+from tests import runs
 
 CPU = torch.device("cpu")
 

@@ -21,8 +21,8 @@ from megafrontier.training import loop
 from megafrontier.training import plan as plan
 from megafrontier.training.callbacks import save as saving
 from megafrontier.training.logging import run_log as run_logger
+from tests import runs
 from tests.data.corpora import write_corpus
-from tests.training import runs
 
 
 def test_more_local_ranks_than_devices_are_refused(monkeypatch):

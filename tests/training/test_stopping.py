@@ -10,9 +10,8 @@ import time
 import pytest
 
 from megafrontier.common.errors import STOPPED
-from tests import processes
+from tests import processes, runs
 from tests.launch.test_launchers import slurm, start
-from tests.training import runs
 
 RANKS = 2
 SMALL = ("machine=laptop", "train.steps=12")

@@ -7,9 +7,9 @@ import torch
 
 from megafrontier.training.plan import resolve_plan
 from megafrontier.training.trainer import build_trainer
+from tests import runs
 from tests.data.corpora import write_corpus
 from tests.ranks import run_ranks
-from tests.training import runs
 
 STEPS = 60
 SETTINGS = (

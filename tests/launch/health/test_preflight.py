@@ -16,7 +16,7 @@ from megafrontier.launch import main as launch
 from megafrontier.launch.health import preflight, storage
 from megafrontier.launch.health.preflight import check_device, check_present
 from megafrontier.training.plan import resolve_plan
-from tests.training import runs
+from tests import runs
 
 pytestmark = pytest.mark.usefixtures("no_training")
 SHORT = ("train.steps=2", "evaluate.batches=0")

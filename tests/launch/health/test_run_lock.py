@@ -15,7 +15,7 @@ from megafrontier.cli import main
 from megafrontier.common.errors import UserError
 from megafrontier.launch.health import run_lock as lease
 from megafrontier.launch.health.run_lock import Holder, acquire
-from tests.training import runs
+from tests import runs
 
 HERE = Holder.present("here", {})
 

@@ -13,7 +13,7 @@ from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.training.callbacks.save import save_trainer
 from megafrontier.training.plan import resolve_plan
 from megafrontier.training.trainer import build_trainer
-from tests.training import runs
+from tests import runs
 
 pytestmark = pytest.mark.usefixtures("no_training")
 SHORT = ("train.steps=2", "evaluate.batches=0")

@@ -19,10 +19,9 @@ from megafrontier.launch.health.liveness import Alarm, Answers, LivenessCheck
 from megafrontier.launch.health.watchdog import Watchdog
 from megafrontier.launch.rendezvous import ALL_PEERS
 from megafrontier.parallel.env import Identity
-from tests import processes
+from tests import processes, runs
 from tests.launch.test_launchers import MACHINE, slurm, start
 from tests.tools import with_tools
-from tests.training import runs
 
 HOST = socket.gethostname()
 # Freezes or kills a rank in a step's midst: the others wait for it in a collective.

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafrontier.commands.generate import generate
 from megafrontier.model.recompute import compile
-from tests.model.conftest import SHAPES, small_config
+from tests.model.small_models import SHAPES, small_config
 from tests.model.test_gpt_sharded import losses_alone, losses_sharded
 from tests.ranks import run_ranks
 

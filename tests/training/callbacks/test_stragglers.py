@@ -11,8 +11,8 @@ import pytest
 from megafrontier.launch import main as launch
 from megafrontier.training import loop
 from megafrontier.training.callbacks.stragglers import Stragglers
+from tests import runs
 from tests.ranks import run_ranks
-from tests.training import runs
 
 
 def heard(own_seconds, ranks=4):

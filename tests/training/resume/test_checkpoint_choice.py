@@ -8,7 +8,7 @@ import torch
 from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.common.errors import StorageFailed, UserError
 from megafrontier.training.resume import resume as resuming
-from tests.training import runs
+from tests import runs
 
 
 def test_auto_falls_back_to_the_newest_whole_checkpoint_with_a_warning(config_file, tmp_path):

@@ -11,8 +11,8 @@ from megafrontier.checkpoint.manifest import FILE_NAME
 from megafrontier.data.corpus.indexed import IndexedDataset
 from megafrontier.data.sampling.loader import Loader
 from megafrontier.training.resume.compatibility import _corpus_changes
+from tests import runs
 from tests.data.corpora import write_corpus
-from tests.training import runs
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from megafrontier.training.loop import train_step
 from megafrontier.training.plan import resolve_plan
 from megafrontier.training.resume.resume import resume
 from megafrontier.training.trainer import build_trainer
+from tests import runs
 from tests.ranks import run_ranks
-from tests.training import runs
 
 
 def broken_off(run, at, last):
