@@ -28,7 +28,12 @@ from megafrontier.launch.health.watchdog import Watchdog, watched
 from megafrontier.launch.main import joined, launch, prepared
 from megafrontier.parallel.env import identify
 from megafrontier.parallel.hierarchy import Hierarchy
-from megafrontier.training.callbacks.evaluate import Evaluation, describe_validation, evaluate
+from megafrontier.training.callbacks.evaluate import (
+    Evaluation,
+    describe_validation,
+    evaluate,
+    nothing_in,
+)
 from megafrontier.training.memory import out_of_memory_told
 from megafrontier.training.plan import RunPlan, check_training
 from megafrontier.training.resume.compatibility import rotary_changes
@@ -169,6 +174,9 @@ def _evaluate(
     try:
         found = evaluate(model, loader, hierarchy, config.evaluate.batches, count_bytes, beat)
         assert found is not None  # nothing breaks it off
+        if found.tokens == 0:
+            need = "need documents of 2 tokens or more"
+            raise UserError(f"{nothing_in(config.evaluate.batches)}; {need}")
         return checkpoint.path, found
     finally:
         loader.close()

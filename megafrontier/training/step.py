@@ -22,7 +22,8 @@ class StepStats:
     """Each float64 [] but `costs`, the same bits on every rank.
 
     A step `is_bad` where its loss or gradient is not finite, and a spike where the spike rule finds
-    so; neither changes a weight. `divisor` is what the summed gradients are to be divided by:
+    so; neither changes a weight, nor does a step that `is_empty`: without a target, and so without
+    a loss, which is NaN. `divisor` is what the summed gradients are to be divided by:
     tokens and loss scale, and what clipping takes off. `stops` counts ranks asked to stop. `memory`
     is the most any rank has used, in GiB; `costs` [1 + 2 · levels] has the seconds that computing
     waited for the levels, the bytes sent and the seconds spent per level since the last verdict,
@@ -35,6 +36,7 @@ class StepStats:
     stops: torch.Tensor
     is_bad: torch.Tensor
     is_spike: torch.Tensor
+    is_empty: torch.Tensor
     divisor: torch.Tensor
     memory: torch.Tensor
     costs: torch.Tensor
@@ -42,7 +44,7 @@ class StepStats:
 
     @property
     def skip(self) -> torch.Tensor:
-        return torch.maximum(self.is_bad, self.is_spike)
+        return torch.stack([self.is_bad, self.is_spike, self.is_empty]).amax(0)
 
 
 def judge(trainer: Trainer, totals: torch.Tensor, gradients: Sequence[torch.Tensor]) -> StepStats:
@@ -63,10 +65,13 @@ def judge(trainer: Trainer, totals: torch.Tensor, gradients: Sequence[torch.Tens
     divisor = count * trainer.loss_scale.scale
     loss, norm = loss_sum / count, norm / divisor
     is_bad = (~(loss.isfinite() & norm.isfinite())).double()
-    is_spike = trainer.spikes.judge(loss, norm, is_bad)
+    is_empty = (tokens == 0).double()
+    is_spike = trainer.spikes.judge(loss, norm, torch.maximum(is_bad, is_empty))
+    loss = torch.where(is_empty > 0, torch.nan, loss)
     divisor = divisor / clip_factor(norm, trainer.config.train.clip_grad_norm)
     costs = sums[4:] / hierarchy.size
-    return StepStats(loss, norm, tokens, stops, is_bad, is_spike, divisor, memory[0], costs, waited)
+    flags = is_bad, is_spike, is_empty
+    return StepStats(loss, norm, tokens, stops, *flags, divisor, memory[0], costs, waited)
 
 
 def peak_memory_gib(device: torch.device) -> float:

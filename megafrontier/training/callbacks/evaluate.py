@@ -1,5 +1,6 @@
 """Loss on held-out data, with the model as it is sharded."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -31,13 +32,18 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """Nats per token."""
-        return self.loss_sum / max(self.tokens, 1)
+        """Nats per token; NaN without a token."""
+        return self.loss_sum / self.tokens if self.tokens else math.nan
 
 
 def no_bytes(_batch: Batch) -> int:
     """Do not count the text's bytes."""
     return 0
+
+
+def nothing_in(batches: int) -> str:
+    """Why so many batches of validation data have no loss."""
+    return f"evaluate.batches: {batches}, no token in them has a target"
 
 
 def describe_validation(loader: Loader | None, batches: int) -> list[str]:
@@ -144,6 +150,9 @@ class Evaluate(Callback):
             )  # fmt: skip
         if found is None:
             return False
+        if found.tokens == 0:
+            self._logbook.info(f"step {trainer.step}: nothing to evaluate: {nothing_in(batches)}")
+            return True
         line = {"step": trainer.step, "valid_loss": found.loss, "tokens": trainer.tokens}
         self._logbook.write(line)
         return True

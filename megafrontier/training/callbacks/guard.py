@@ -19,7 +19,7 @@ class Guard(Callback):
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         """Count and tell of a skipped step. Raises RunFailed at one too many."""
-        is_finite = result.spiked or not result.skipped
+        is_finite = result.spiked or not result.skipped or result.tokens == 0
         scale = result.loss_scale if trainer.loss_scale.enabled else 0
         if not is_finite and asks_for_less(scale, result.loss):
             return  # the progress line says so, and its samples are as good as any

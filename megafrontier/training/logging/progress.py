@@ -111,6 +111,8 @@ def format_line(values: dict[str, Any], steps: int, eta_seconds: float | None) -
 
 
 def _why_skipped(values: Mapping[str, Any]) -> str:
+    if values.get("tokens_per_second") == 0:
+        return "no token has a target"
     if values.get("spike"):
         return "spike in loss or gradient"
     scale = values.get("loss_scale", 0)
