@@ -60,10 +60,10 @@ def _check_fields(kind: Any, value: Any, key: str) -> None:
             near = get_close_matches(str(name), kinds, n=1)
             meant = f"did you mean {near[0]}? " if near else ""
             raise UserError(
-                f"{_joined(key, _shown(name))}: {_shown(part)}, no such key; "
+                f"{joined(key, _shown(name))}: {_shown(part)}, no such key; "
                 f"{meant}known keys: {', '.join(kinds)}"
             )
-        check_fit(kinds[name], part, _joined(key, name))
+        check_fit(kinds[name], part, joined(key, name))
 
 
 def missing_key(values: Any, key: str = "") -> str | None:
@@ -72,7 +72,7 @@ def missing_key(values: Any, key: str = "") -> str | None:
     if values == MISSING:
         return key
     parts = values.items() if isinstance(values, dict) else ()
-    return next(filter(None, (missing_key(part, _joined(key, name)) for name, part in parts)), None)
+    return next(filter(None, (missing_key(part, joined(key, name)) for name, part in parts)), None)
 
 
 def _check_container(kind: Any, value: Any, key: str) -> None:
@@ -82,7 +82,7 @@ def _check_container(kind: Any, value: Any, key: str) -> None:
         raise UserError(f"{key}: {_shown(value)}, need {_described(kind)}")
     if container is dict:
         for name, part in value.items():
-            check_fit(parts[1], part, _joined(key, name))
+            check_fit(parts[1], part, joined(key, name))
     else:
         for i, part in enumerate(value):
             check_fit(parts[0], part, f"{key}[{i}]")
@@ -138,5 +138,6 @@ def _is_quoted_number(value: Any) -> bool:
         return False
 
 
-def _joined(key: str, name: Any) -> str:
+def joined(key: str, name: Any) -> str:
+    """The key of a part of the value at `key`."""
     return f"{key}.{name}" if key else str(name)

@@ -170,6 +170,8 @@ def _parse_yaml(path: Path, schema: type, asked: str) -> DictConfig:
         values = OmegaConf.load(StringIO(text))
         plain = OmegaConf.to_container(values, resolve=False)
         values = OmegaConf.create(as_spelled(schema, plain, text))
+    except UserError as error:
+        raise UserError(f"{path}{asked}: {error}") from error
     except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise UserError(f"{path}{asked}: not valid YAML: {error}") from error
     except OSError:  # OmegaConf's word for a single value
@@ -230,7 +232,7 @@ def _apply_override(values: DictConfig, override: str) -> None:
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
         assert isinstance(parsed, dict)
-        value = as_spelled(kind_at(Config, key), parsed["value"], text)
+        value = as_spelled(kind_at(Config, key), parsed["value"], text, key)
         _need_value(value, key, f"override {override!r}: ")
         _have_list(values, key)
         # A machine given whole replaces the file's, as a name does; its parts are merged.

@@ -2,6 +2,7 @@
 
 import pytest
 
+from megafrontier.common.errors import UserError
 from megafrontier.config import load_config, load_machine
 
 
@@ -18,3 +19,28 @@ def test_text_that_yaml_takes_for_a_number_stays_as_it_is_written(write, text):
     assert [corpus.path for corpus in found] == [text, text]
     machine = write("m.yaml", f"levels: {{world: {{}}}}\ndevice: {{name: {text}}}\n")
     assert load_machine(str(machine)).device.name == text
+
+
+@pytest.mark.parametrize(
+    ("text", "read"), [("010", "8"), ("-010", "-8"), ("1:30", "90"), ("1:30.5", "90.5")]
+)
+def test_a_number_that_yaml_reads_as_another_one_is_refused_by_key(write, text, read):
+    def refused(lines, *overrides):
+        with pytest.raises(UserError) as error:
+            load_config(write("a.yaml", lines), overrides)
+        return str(error.value)
+
+    need = f"{text}, need a decimal number; YAML would read {read}"
+    assert refused("{}", f"train.steps={text}") == f"train.steps: {need}"
+    assert refused("{}", f"data.train=[{{path: a, weight: {text}}}]") == (
+        f"data.train[0].weight: {need}"
+    )
+    assert refused(f"optimizer: {{lr: {text}}}").endswith(f"a.yaml: optimizer.lr: {need}")
+    assert refused(f"data: {{skip: [[1, {text}]]}}").endswith(f": data.skip[0][1]: {need}")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("10", 10), ("+7", 7), ("0", 0), ("0x10", 16), ("1_000", 1000)]
+)
+def test_other_spellings_of_a_number_are_that_number(write, text, value):
+    assert load_config(write("a.yaml", "{}"), [f"evaluate.every={text}"]).evaluate.every == value
