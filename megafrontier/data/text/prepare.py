@@ -35,6 +35,8 @@ class Encoded:
     """Why, for each bad one."""
     text_bytes: int = 0
     """UTF-8 bytes tokenised."""
+    unknown: list[int] = field(default_factory=list)
+    """Tokens of each run [runs] that stand for characters without a piece."""
 
 
 @dataclass
@@ -46,6 +48,10 @@ class Summary:
     text_bytes: int = 0
     bad: int = 0
     """Documents left out for bad text: lines, rows and files."""
+    unknown: int = 0
+    """Tokens that stand for characters which the tokenizer has no piece for, …"""
+    unknown_documents: int = 0
+    """… and documents with one."""
 
 
 _WORD = "a"
@@ -69,9 +75,10 @@ class Job:
         good = [(text, piece.is_rest) for text, piece in texts if isinstance(text, str)]
         runs = iter(self._runs(good))
         ids: list[int] = []
-        sizes = []
+        sizes, unknown = [], []
         for text, piece in texts:
             run = [] if isinstance(text, BadText) else next(runs)
+            unknown.append(0 if self.tokenizer.unk is None else run.count(self.tokenizer.unk))
             has_more = piece.is_rest and not isinstance(text, BadText)
             if piece.last and (run or has_more) and self.append_eod:
                 run = [*run, self.tokenizer.eod]
@@ -84,6 +91,7 @@ class Job:
             np.array([isinstance(text, BadText) for text, _ in texts], bool),
             messages,
             sum(len(text.encode()) for text, _ in good),
+            unknown,
         )
 
     def _runs(self, texts: Sequence[tuple[str, bool]]) -> list[list[int]]:
@@ -143,6 +151,25 @@ def prepare(
     return summary
 
 
+class _Unknown:
+    """Counts unknown tokens of documents, which may come in several runs, some of them bad."""
+
+    def __init__(self) -> None:
+        self._tokens, self._is_bad = 0, False
+
+    def count(self, encoded: Encoded, summary: Summary) -> None:
+        """Add the documents that end in a batch to the summary."""
+        runs = zip(encoded.unknown, encoded.ends.tolist(), encoded.bad.tolist(), strict=True)
+        for tokens, is_end, is_bad in runs:
+            self._tokens += tokens
+            self._is_bad |= is_bad
+            if is_end:
+                if self._tokens and not self._is_bad:
+                    summary.unknown += self._tokens
+                    summary.unknown_documents += 1
+                self._tokens, self._is_bad = 0, False
+
+
 def _refuse_inputs(reader: Reader, out: str | Path) -> None:
     made = {path.resolve() for path in (bin_path(out), idx_path(out))}
     made |= {partial_path(path) for path in made}
@@ -157,8 +184,9 @@ def _dtype(job: Job) -> np.dtype:
 
 def _write(results: Iterator[Encoded], corpus: Corpus, bar: Progress, reader: Reader) -> Summary:
     writer = DocumentWriter(corpus)
-    summary = Summary()
+    summary, unknown = Summary(), _Unknown()
     for encoded in results:
+        unknown.count(encoded, summary)
         writer.write_runs(encoded.tokens, encoded.sizes, encoded.ends, encoded.bad)
         summary.text_bytes += encoded.text_bytes
         summary.bad = writer.left_out

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from hashlib import sha256
@@ -17,6 +18,7 @@ MARKER = "megafrontier_tokenizer.json"
 """File that tells a folder written by `save` which kind of tokenizer it holds."""
 
 MODEL_FILE = "tokenizer.model"
+GENERATION_FILE = "generation_config.json"
 SAVED_FILES = (MARKER, MODEL_FILE, "tokenizer.json", "tokenizer_config.json")
 """What `save` writes of a SentencePiece model, and of bytes."""
 
@@ -51,6 +53,10 @@ class Tokenizer(Protocol):
         """Id that `transformers` fills short rows of a batch with, where it has one for that alone:
         a model there learns nothing of it."""
 
+    @property
+    def unk(self) -> int | None:
+        """Id that stands for characters without a piece, where there are such."""
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without any special ones at its ends."""
 
@@ -71,7 +77,7 @@ class ByteTokenizer:
 
     vocab_size = needed_ids = 257
     eod = bos = 256
-    pad = None
+    pad = unk = None
 
     def encode(self, text: str) -> list[int]:
         """One id a byte."""
@@ -111,8 +117,11 @@ class SentencePieceTokenizer:
             line = f"tokenizer {str(path)!r}: cannot read: {error.strerror}"
             raise as_fatal_error(error, line) from error
         except (RuntimeError, UnicodeDecodeError) as error:
-            what = "no SentencePiece model, and no tokenizer.json by its name"
-            raise UserError(f"tokenizer {str(path)!r}: {what}: {error}") from error
+            what = _described(self._proto)
+            need = "need a SentencePiece .model, or a tokenizer.json by its name or its folder"
+            raise UserError(
+                f"tokenizer {str(path)!r}: no SentencePiece model{what}; {need}"
+            ) from error
         try:
             self._look_at_pieces()
         except UnicodeDecodeError as error:
@@ -121,6 +130,7 @@ class SentencePieceTokenizer:
     def _look_at_pieces(self) -> None:
         self.vocab_size: int = self._model.get_piece_size()
         self.needed_ids = self.vocab_size
+        self.unk = self._model.unk_id()
         self.eod = self._find_eod()
         self.bos = self._model.bos_id() if self._model.bos_id() >= 0 else self.eod
         self._lines_stand_alone = self._is_lossless()
@@ -191,6 +201,21 @@ class SentencePieceTokenizer:
         )
 
 
+_FORMATS = {
+    rb"GGUF": "a GGUF file",
+    rb"[A-Za-z0-9+/]+=* \d+\r?\n": "tiktoken's ranks",
+    rb"\s*[{\[]": "JSON",
+    rb"PK\x03\x04": "a zip archive, as PyTorch writes it",
+    rb"version https://git-lfs": "a pointer of Git LFS, without the file that it stands for",
+}
+"""What files begin with that are taken for a tokenizer."""
+
+
+def _described(content: bytes) -> str:
+    found = (name for begins, name in _FORMATS.items() if re.match(begins, content))
+    return next((f" but {name}" for name in found), "")
+
+
 class HuggingFaceTokenizer:
     """Any tokenizer that `transformers` loads without running code from its folder.
 
@@ -222,6 +247,9 @@ class HuggingFaceTokenizer:
         self.bos = self.eod if bos is None else int(bos)
         pad = self._tokenizer.pad_token_id
         self.pad = None if pad in (None, self.eod, self.bos) else int(pad)
+        unk = self._tokenizer.unk_token_id  # GPT-2's is its eos: a name for what it has no need of
+        self.unk = None if unk in (None, self.eod, self.bos) else int(unk)
+        self._ends = _end_ids(name)
         added = self._tokenizer.added_tokens_decoder
         others = (i for i in vocabulary.values() if i not in added or not added[i].special)
         self.needed_ids = 1 + max(*others, self.eod, self.bos)
@@ -252,8 +280,11 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(plain, clean_up_tokenization_spaces=False)
 
     def save(self, folder: Path) -> None:
-        """Write it as `transformers` does."""
+        """Write it as `transformers` does, and all ids that its model ends a text with."""
         self._tokenizer.save_pretrained(folder)
+        if len(self._ends) > 1:
+            ends = {"bos_token_id": self.bos, "eos_token_id": self._ends}
+            (folder / GENERATION_FILE).write_text(json.dumps(ends, indent=2) + "\n")
 
     def _find_eod(self, name: str) -> int:
         tokenizer = self._tokenizer
@@ -277,6 +308,16 @@ def _from_pretrained(name: str) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     model = _file_of(name, MODEL_FILE)
     return tokenizer if model is None else with_rules_of(Path(model), tokenizer)
+
+
+def _end_ids(name: str) -> list[int]:
+    """All ids that the model in a folder ends a text with, where its files name several."""
+    for file in (GENERATION_FILE, "config.json"):
+        path = None if Path(name).is_file() else _file_of(name, file)
+        ends = None if path is None else json.loads(Path(path).read_bytes()).get("eos_token_id")
+        if isinstance(ends, list):
+            return [int(i) for i in ends]
+    return []
 
 
 def _file_of(name: str, file: str) -> str | None:

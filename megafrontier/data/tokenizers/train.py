@@ -1,6 +1,7 @@
 """Trains a SentencePiece tokenizer that keeps every character of every text."""
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -146,11 +147,21 @@ def _train(sample: Sample, vocab_size: int, kind: str, path: Path) -> Sample:
                 raise guard.error from None
             if guard.empty:
                 raise UserError("tokenizer: the inputs hold no text, need some") from error
-            reason = str(error).rsplit("] ", 1)[-1]
-            raise UserError(f"--vocab-size {vocab_size}: SentencePiece says: {reason}") from error
+            raise UserError(_too_little(vocab_size, str(error))) from error
         file.flush()
         os.fsync(file.fileno())
     return sample
+
+
+def _too_little(vocab_size: int, said: str) -> str:
+    """What SentencePiece's refusal of a vocabulary means, which names the most that it could be."""
+    most = re.search(r"value <= (\d+)", said)
+    if most is None:
+        reason = said.rsplit("] ", 1)[-1]
+        return f"--vocab-size {vocab_size}: SentencePiece says: {reason}"
+    found = f"--vocab-size: {vocab_size}, but the inputs have text for {most[1]} ids only"
+    fewer = f", or at most {most[1]}" if int(most[1]) >= _SMALLEST_VOCABULARY else ""
+    return f"{found}; need more text{fewer}"
 
 
 def _run_trainer(lines: Iterator[str], vocab_size: int, kind: str, file: BinaryIO) -> None:

@@ -23,7 +23,7 @@ from megafrontier.data.tokenizers.tokenizer import MARKER, ByteTokenizer, load_t
 from tests.data.corpora import read_corpus, write_corpus
 from tests.processes import alive, children, wait_for
 
-GENERAL = str(Path(__file__).parents[2] / "tokenizers" / "general-16k.model")
+GENERAL = str(Path(__file__).parents[3] / "tokenizers" / "general-16k.model")
 
 
 def write_lines(path: Path, texts: list[str]) -> str:
@@ -85,6 +85,30 @@ def test_the_same_tokenizer_in_hugging_faces_form_gives_the_same_corpus(tmp_path
     for out, tokenizer in (("1", GENERAL), ("2", str(tmp_path / "theirs"))):
         prepare(inputs, tokenizer, tmp_path / out, 2, append_eod=True)
     assert read_corpus(tmp_path / "1") == read_corpus(tmp_path / "2")
+
+
+def test_characters_without_a_piece_are_counted_with_the_documents_that_have_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<unk>": 0, "</s>": 1, "a": 2, "b": 3}
+    fast = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    special = {"eos_token": "</s>", "unk_token": "<unk>"}
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=fast, **special)
+    wrapped.save_pretrained(tmp_path / "tok")
+    path = tmp_path / "x.jsonl"
+    write_lines(path, ["ab", "aßb", "b", "ßaß€", "ab" * 9])
+    path.write_text(path.read_text() + '{"text": 7}\n')
+    words = ["prepare", str(path), "--tokenizer", str(tmp_path / "tok"), "--skip-bad"]
+    for workers in ("1", "2"):
+        assert main([*words, "--out", str(tmp_path / workers), "--workers", workers]) == 0
+        said = "; 1 bad texts skipped; 4 tokens in 40.0% of the documents are <unk>: characters"
+        assert said in capsys.readouterr().out
+    assert main(["prepare", str(path), "--tokenizer", "bytes", "--skip-bad", "--out",
+                 str(tmp_path / "b")]) == 0  # fmt: skip
+    assert "<unk>" not in capsys.readouterr().out
 
 
 def test_a_long_text_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

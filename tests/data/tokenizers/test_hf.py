@@ -71,6 +71,17 @@ def test_a_folders_ids_are_its_tokenizer_jsons_whatever_class_it_names(
     assert load_tokenizer(str(tmp_path / "saved")).encode_batch(texts) == expected
 
 
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_all_ids_that_end_a_text_are_kept(tmp_path: Path, file: str) -> None:
+    """As Llama 3.1's folders name three; config.json has the one that ends a document."""
+    save_digits(tmp_path / "model", "GPT2Tokenizer", False, "llama")
+    (tmp_path / "model" / file).write_text(json.dumps({"eos_token_id": [0, 5, 7]}))
+    load_tokenizer(str(tmp_path / "model")).save(tmp_path / "saved")
+    load_tokenizer(str(tmp_path / "saved")).save(tmp_path / "again")
+    kept = json.loads((tmp_path / "again" / "generation_config.json").read_text())
+    assert kept["eos_token_id"] == [0, 5, 7]
+
+
 def train_model(folder: Path, prefix: bool) -> Path:
     """A SentencePiece model of Llama 2's kind, or without a prefix space, as Yi's."""
     folder.mkdir()

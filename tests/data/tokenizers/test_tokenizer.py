@@ -25,7 +25,7 @@ from megafrontier.data.tokenizers.train import Sample
 from tests.data.training import train_tokenizer
 from tests.processes import in_child
 
-GENERAL = str(Path(__file__).parents[2] / "tokenizers" / "general-16k.model")
+GENERAL = str(Path(__file__).parents[3] / "tokenizers" / "general-16k.model")
 SOURCES = [os.__file__, os.path.join(os.path.dirname(os.__file__), "argparse.py")]
 TEXTS = [
     "",
@@ -398,7 +398,8 @@ def test_a_tokenizer_may_be_written_into_the_current_folder(
     [
         (["good.txt", "--vocab-size", "20"], "--vocab-size: 20, need 300 to 2147483647"),
         (["good.txt", "--vocab-size", "2147483648"], "2147483648, need 300 to 2147483647"),
-        (["good.txt", "--vocab-size", "9000"], "Vocabulary size too high (9000)"),
+        (["good.txt", "--vocab-size", "9000"], "9000, but the inputs have text for 283 ids only; "),
+        (["abc.txt", "--vocab-size", "300"], "have text for 267 ids only; need more text\n"),
         (["empty.txt", "--vocab-size", "400"], "hold no text"),
         (["missing.txt", "--vocab-size", "400"], "'missing.txt': no such file"),
         (["good.txt", "bad.txt", "--vocab-size", "400"], "tier: bad.txt: byte 4: invalid UTF-8"),
@@ -416,12 +417,25 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     Path("good.txt").write_text("some words\n" * 100)
     Path("empty.txt").write_text("")
+    Path("abc.txt").write_text("abc")
     Path("bad.txt").write_bytes(b"some\xff words")
     assert main(["tokenizer", "--out", "out", *arguments]) == 2
     refusal = capsys.readouterr().err
     assert says in refusal
     assert refusal.count("\n") == 1
-    assert sorted(os.listdir()) == ["bad.txt", "empty.txt", "good.txt"]
+    assert sorted(os.listdir()) == ["abc.txt", "bad.txt", "empty.txt", "good.txt"]
+
+
+def test_the_most_ids_that_a_refusal_names_can_be_had(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(size: str) -> int:
+        return main(["tokenizer", SOURCES[0], "--vocab-size", size, "--out", str(tmp_path / "x")])
+
+    assert command("99999") == 2
+    most = capsys.readouterr().err.rpartition("; need more text, or at most ")[2].strip()
+    assert command(most) == 0
+    assert load_tokenizer(str(tmp_path / "x")).vocab_size == int(most)
 
 
 @pytest.mark.parametrize("spec", ["missing.model", "./missing", "no-such-tokenizer-anywhere"])
@@ -450,10 +464,30 @@ def test_a_name_that_is_nowhere_is_one_line_without_each_attempt_to_reach_the_hu
     assert capfd.readouterr().err == ""
 
 
-def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x.model").write_bytes(b"nothing of the sort")
-    with pytest.raises(UserError, match=r"x\.model': no SentencePiece model"):
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"nothing of the sort", ""),
+        (b"GGUF\x03\x00\x00\x00\x01", " but a GGUF file"),
+        (b"IQ== 0\nIg== 1\nIw== 2\n", " but tiktoken's ranks"),
+        (b'{"version": "1.0"}', " but JSON"),
+        (b"PK\x03\x04\x00", " but a zip archive, as PyTorch writes it"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:12",
+            " but a pointer of Git LFS, without the file that it stands for",
+        ),
+    ],
+)
+def test_a_file_that_is_no_model_is_refused_by_what_it_is(
+    tmp_path: Path, content: bytes, named: str
+) -> None:
+    (tmp_path / "x.model").write_bytes(content)
+    with pytest.raises(UserError) as error:
         load_tokenizer(str(tmp_path / "x.model"))
+    assert str(error.value) == (
+        f"tokenizer '{tmp_path}/x.model': no SentencePiece model{named}; need a SentencePiece "
+        ".model, or a tokenizer.json by its name or its folder"
+    )
 
 
 @pytest.mark.parametrize("piece", ["ation", "\n", "<0x41>"])
