@@ -1,15 +1,18 @@
-"""One job at a time on a run directory: a lease that lives as long as its holder's heart beats.
+"""Run lock: only one job at a time writes to a run directory.
 
-A lease is a numbered file in RUN/lease, the highest number the present one. To take it is to create
-the next number, which an exclusive create grants to one process only, on NFS and Lustre too, where
-locks may be switched off. Numbers never fall, and a lease given back stays as such: a starter that
-saw number 5 die cannot take what another has taken as number 6 since.
+Note [Run lock]
+RUN/lease holds one numbered file, in which the holder counts up every few seconds (the heartbeat).
+To take over from a dead holder, a job creates the file with the next number. O_EXCL lets only one
+process create it, on NFS and Lustre too, where flock may be switched off. Numbers never fall, so a
+job that saw number 5 die cannot take over number 6, which another job has taken since.
 
-No clocks are compared, so none can be wrong: a holder lives whose beat changes while we look on.
-Two are known dead without looking: a process of this very machine that is gone, and the earlier
-start of a Slurm job that was requeued, for Slurm starts a job only when its last start has ended.
+No clocks are compared. A holder is alive if its heartbeat changes while we watch. We watch only
+briefly if its process is gone from this host, because the process may be in another container, and
+not at all if it is an earlier start of this Slurm job, because Slurm starts a job again only after
+that start has ended.
 """
 
+import errno
 import json
 import os
 import re
@@ -22,157 +25,138 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from megafrontier.common.errors import StorageFailed, UserError, as_run_directory_error
+from megafrontier.common.errors import UserError, as_run_directory_error
 from megafrontier.parallel.env import Identity
 from megafrontier.parallel.hierarchy import Hierarchy
 
-BEAT_SECONDS = 5.0
+FOLDER = "lease"
+HEARTBEAT_SECONDS = 2.0
 EXPIRY_SECONDS = 120.0
-"""Silence after which a holder is taken for dead. Storages fail over in less, mostly."""
+"""A holder without a heartbeat for this long is dead. Most storage fails over in less."""
+GONE_EXPIRY_SECONDS = 3 * HEARTBEAT_SECONDS
+"""The same, if no process of this host has the holder's number."""
 _RELEASED = "released".ljust(20)
 _NAME = re.compile(r"\d{8,}")
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lease. `machine` tells two boots and two process tables apart, `start` two
-    processes of one number; `job` and `restart` are Slurm's."""
+    """The process that holds a run lock. `job` and `restart` are Slurm's."""
 
     host: str = "an unknown host"
     pid: int = 0
-    machine: str = ""
-    start: str = ""
     job: str = ""
     restart: str = ""
     since: str = "?"
 
     @classmethod
-    def present(cls, host: str, environment: Mapping[str, str]) -> "Holder":
+    def current(cls, host: str, environment: Mapping[str, str]) -> "Holder":
         """This process."""
-        return cls(
-            host,
-            os.getpid(),
-            machine(),
-            start_of(os.getpid()),
-            environment.get("SLURM_JOB_ID", ""),
-            environment.get("SLURM_RESTART_COUNT", "0"),
-            datetime.now(UTC).isoformat(timespec="seconds"),
-        )
+        job = environment.get("SLURM_JOB_ID", "")
+        restart = environment.get("SLURM_RESTART_COUNT", "0")
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return cls(host, os.getpid(), job, restart, now)
 
     def __str__(self) -> str:
         job = f", job {self.job}" if self.job else ""
         return f"{self.host} (pid {self.pid}{job}, since {self.since})"
 
-    def is_dead(self, me: "Holder") -> bool:
-        """Whether it is known to be gone, without waiting for a beat."""
-        if self.job and self.job == me.job and self.restart != me.restart:
-            return True
-        return self.is_near(me) and start_of(self.pid) != self.start
+    def is_earlier_start(self, me: "Holder") -> bool:
+        """Whether this is the same Slurm job before it was requeued."""
+        return self.job != "" and self.job == me.job and self.restart != me.restart
 
-    def is_near(self, me: "Holder") -> bool:
-        """Whether `me` can see its process."""
-        return self.machine != "" and self.machine == me.machine
-
-
-def machine() -> str:
-    """Name of this boot of this kernel and of the process table we see; empty if unknown."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def start_of(pid: int) -> str:
-    """When a process of this machine started, in ticks since the boot; empty if it has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    fields = stat.rpartition(")")[2].split()  # a process may have any name, in parentheses
-    return "" if fields[0] in "ZX" else fields[19]
+    def is_gone(self, me: "Holder") -> bool:
+        """Whether no process of `me`'s host has this process's number."""
+        if self.host != me.host:
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except OSError as error:  # EPERM: the process is another user's
+            return error.errno == errno.ESRCH
+        return False
 
 
 class RunLock:
-    """A lease that is held: a thread beats until `release`."""
+    """A run lock that this process holds. A thread writes the heartbeat until `release`."""
 
     def __init__(self, folder: Path, number: int, file: int, holder: Holder) -> None:
-        """`file` is open on the lease just created, and closed by `release`."""
+        """`file` is the descriptor of the lock file just created; `release` closes it."""
         self._folder, self._number, self._file = folder, number, file
-        head = json.dumps(asdict(holder)) + "\n"
-        self._at = len(head.encode())
-        os.pwrite(file, head.encode(), 0)
+        head = (json.dumps(asdict(holder)) + "\n").encode()
+        self._heartbeat_offset = len(head)
+        os.pwrite(file, head, 0)
         self._write(f"{0:020d}")
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
+        self._is_released = threading.Event()
+        self._thread = threading.Thread(target=self._send_heartbeats, name="run-lock", daemon=True)
         self._thread.start()
 
     def release(self) -> None:
-        """Let the next job start at once."""
-        self._is_over.set()
-        self._thread.join(6 * BEAT_SECONDS)
+        """Give the lock back, so that the next job can start at once."""
+        self._is_released.set()
+        self._thread.join(30)
         if self._thread.is_alive():
-            return  # the storage hangs; the lease expires
+            return  # The storage hangs, and the lock will expire.
         with suppress(OSError):
             self._write(_RELEASED)
         os.close(self._file)
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         count = 0
-        while not self._is_over.wait(BEAT_SECONDS):
+        while not self._is_released.wait(HEARTBEAT_SECONDS):
             count += 1
-            # A storage that fails for a while is no reason to end; what it shows meanwhile is.
+            # A storage error does not end the run. Another holder, seen afterwards, does.
             with suppress(OSError):
                 self._write(f"{count:020d}")
             with suppress(OSError):
                 if _newest(self._folder) > self._number:
-                    self._end()
+                    self._end_process()
 
-    def _write(self, beat: str) -> None:
-        # In place: a reader elsewhere may go on seeing the old file for a minute after a rename.
-        os.pwrite(self._file, beat.encode(), self._at)
+    def _write(self, heartbeat: str) -> None:
+        # In place, because another node may see the old file for a minute after a rename.
+        os.pwrite(self._file, heartbeat.encode(), self._heartbeat_offset)
         os.fsync(self._file)
 
-    def _end(self) -> None:
-        """We were silent for so long that another took over, and writes where we would: no later
-        moment to stop is early enough, and no checkpoint is finished without this one."""
+    def _end_process(self) -> None:
+        """End at once: another job took over because our heartbeat stopped for too long, for
+        instance on a node that hung. It writes to the same files."""
         try:
-            holder = _read(_path(self._folder, _newest(self._folder)))[0]
-            line = f"megafrontier: lease: {self._folder.parent} was taken over by {holder}; ending"
-            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{line}\n".encode())
-        finally:  # whoever cannot say so, to a closed terminal or a full disk, ends all the same
+            holder, _ = _read(_path(self._folder, _newest(self._folder)))
+            line = f"megafrontier: run lock: {self._folder.parent} was taken over by {holder}"
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{line}; ending\n".encode())
+        finally:  # even if stderr is closed or its disk is full
             os._exit(2)
 
 
 def acquire(
-    folder: Path, me: Holder, print_error: Callable[[str], None], patience: float = float("inf")
+    folder: Path, me: Holder, info: Callable[[str], None], patience: float = float("inf")
 ) -> RunLock:
-    """The lease on `folder`, waited for, with so many seconds' `patience`, where its holder shows
-    no sign of life.
+    """Take the run lock in `folder`.
 
-    One line is printed before such a wait. Raises UserError when the holder is alive, and as
-    `as_run_directory_error` says when the folder cannot be written.
+    If the present holder may be dead, `info` gets one line and we wait for a heartbeat, at most
+    `patience` seconds. Raises UserError if the holder is alive, and the errors of
+    `as_run_directory_error` if `folder` cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while True:
             number = _newest(folder)
-            _await_end(_path(folder, number), me, print_error, min(EXPIRY_SECONDS, patience))
-            lease = _claim(folder, number + 1, me)
-            if lease is not None:
-                return lease
+            _wait_until_free(_path(folder, number), me, info, patience)
+            lock = _try_create(folder, number + 1, me)
+            if lock is not None:
+                return lock
     except OSError as error:
         raise as_run_directory_error(error, folder) from error
 
 
-def _claim(folder: Path, number: int, me: Holder) -> RunLock | None:
+def _try_create(folder: Path, number: int, me: Holder) -> RunLock | None:
+    """The lock with this number, or None if another process was faster."""
     try:
         file = os.open(_path(folder, number), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
     except FileExistsError:
         return None
     try:
-        lease = RunLock(folder, number, file, me)
-    except OSError:  # a full disk: or the next start would wait for a holder without a name
+        lock = RunLock(folder, number, file, me)
+    except OSError:  # A full disk. The next job would wait for a holder without a name.
         os.close(file)
         with suppress(OSError):
             _path(folder, number).unlink()
@@ -180,67 +164,43 @@ def _claim(folder: Path, number: int, me: Holder) -> RunLock | None:
     for earlier in _numbers(folder):
         if earlier < number:
             _path(folder, earlier).unlink(missing_ok=True)
-    return lease
+    return lock
 
 
-def _await_end(path: Path, me: Holder, print_error: Callable[[str], None], expiry: float) -> None:
-    """Return when nobody holds the lease at `path` any more. Raises UserError when one does."""
-    holder, beat = _read(path)
-    if beat in ("", _RELEASED) or holder.is_dead(me):
+def _wait_until_free(path: Path, me: Holder, info: Callable[[str], None], patience: float) -> None:
+    """Return once nobody holds the lock file at `path`. Raises UserError if its holder is alive."""
+    holder, heartbeat = _read(path)
+    if heartbeat in ("", _RELEASED) or holder.is_earlier_start(me):
         return
-    if holder.is_near(me) and not _has_open(holder.pid, path):
-        return  # a copy of a run's directory, in which its process holds nothing
-    if not holder.is_near(me):
-        print_error(f"waiting up to {expiry:g} s for the lease of {holder}, if it is dead")
-        found = _watch(path, beat, expiry)
-        if found is None:
-            return
-        holder = found
-    raise UserError(
-        f"run.directory: {path.parent.parent} is in use by {holder}; need another run.directory, "
-        "or that job's end"
-    )
-
-
-def _has_open(pid: int, path: Path) -> bool:
-    """Whether a process of this machine has a file open; True where that is not to be known."""
-    try:
-        opened = list(Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:  # another user's
-        return True
-    for descriptor in opened:
-        with suppress(OSError):
-            if descriptor.samefile(path):
-                return True
-    return False
-
-
-def _watch(path: Path, beat: str, expiry: float) -> Holder | None:
-    """The holder, once it shows a sign of life; None where it shows none."""
+    expiry = min(GONE_EXPIRY_SECONDS if holder.is_gone(me) else EXPIRY_SECONDS, patience)
+    info(f"run lock: waiting up to {expiry:g} s for a heartbeat of {holder}, which may be dead")
     end = time.monotonic() + expiry
     while time.monotonic() < end:
-        time.sleep(min(1.0, BEAT_SECONDS / 5))
+        time.sleep(HEARTBEAT_SECONDS / 4)
         asked = time.monotonic()
         holder, now = _read(path)
-        end += time.monotonic() - asked  # of a storage that stands still nothing can be said
+        # While the storage does not answer, the holder cannot write either.
+        end += time.monotonic() - asked
         if now in ("", _RELEASED):
-            return None
-        if now != beat:
-            return holder
-    return None
+            return
+        if now != heartbeat:
+            raise UserError(
+                f"run.directory: {path.parent.parent} is in use by {holder}; need another "
+                "run.directory, or that job's end"
+            )
 
 
 def _newest(folder: Path) -> int:
-    """Number of the present lease, 0 where there was none."""
+    """The number of the newest lock file, 0 if there is none."""
     number = max(_numbers(folder), default=0)
-    # A file system may show an old listing, but not deny a name that is asked for.
+    # NFS may list an old state of a folder, but it finds a file that is asked for by name.
     while _path(folder, number + 1).exists():
         number += 1
     return number
 
 
 def _numbers(folder: Path) -> list[int]:
-    """Of the leases there; what a tool that copies files adds has other names."""
+    """Numbers of the lock files. Editors and copying tools leave files of other names."""
     return [int(name) for name in os.listdir(folder) if _NAME.fullmatch(name)]
 
 
@@ -249,16 +209,16 @@ def _path(folder: Path, number: int) -> Path:
 
 
 def _read(path: Path) -> tuple[Holder, str]:
-    """Who holds a lease, and its beat: empty where there is no such lease, or no longer. One that
-    is just being written has a beat like any other, which will change."""
+    """A lock file's holder and heartbeat, which is empty if there is no such file. A file that is
+    just being written has a heartbeat, too, which will change."""
     try:
-        head, _, beat = path.read_text(encoding="utf-8", errors="replace").partition("\n")
+        head, _, heartbeat = path.read_text(encoding="utf-8", errors="replace").partition("\n")
     except FileNotFoundError:
         return Holder(), ""
     try:
-        return Holder(**json.loads(head)), beat or "none yet"
+        return Holder(**json.loads(head)), heartbeat or "none yet"
     except (ValueError, TypeError):
-        return Holder(), beat or "none yet"
+        return Holder(), heartbeat or "none yet"
 
 
 @contextmanager
@@ -266,24 +226,26 @@ def hold(
     directory: Path,
     identity: Identity,
     hierarchy: Hierarchy,
-    print_error: Callable[[str], None],
+    info: Callable[[str], None],
     hang_seconds: float,
 ) -> Iterator[None]:
-    """Keep other jobs away from a run directory. Raises UserError, on every rank alike, while
-    another is on it, StorageFailed where the storage fails. The ranks wait for the first to look,
-    and after `hang_seconds` (0: never) are taken for hung."""
-    lease: RunLock | None = None
-    problem: UserError | StorageFailed | None = None
-    if hierarchy.rank == 0:
-        try:
-            me = Holder.present(identity.host, os.environ)
-            patience = max(2 * BEAT_SECONDS, hang_seconds) if hang_seconds else float("inf")
-            lease = acquire(directory / "lease", me, print_error, patience)
-        except (UserError, StorageFailed) as error:
-            problem = error
+    """Hold the lock of a run directory on rank 0 while the body runs.
+
+    All ranks call it and wait for rank 0, which would be taken for hung after `hang_seconds`
+    (0: never). Raises on all ranks: UserError if another job holds the lock, StorageFailed.
+    """
+    lock: RunLock | None = None
+
+    def acquire_on_rank_0() -> None:
+        nonlocal lock
+        if identity.rank == 0:
+            patience = max(2 * HEARTBEAT_SECONDS, hang_seconds) if hang_seconds else float("inf")
+            me = Holder.current(identity.host, os.environ)
+            lock = acquire(directory / FOLDER, me, info, patience)
+
     try:
-        hierarchy.raise_first(problem)
+        hierarchy.run_on_all(acquire_on_rank_0)
         yield
     finally:
-        if lease is not None:
-            lease.release()
+        if lock is not None:
+            lock.release()
