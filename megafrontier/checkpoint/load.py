@@ -165,7 +165,7 @@ class Checkpoint:
                 _Want(state, entry.name, first, shard[at : at + last - first])
                 for state, shards in states.items()
                 for unit, shard in zip(layouts, shards, strict=True)
-                for entry, first, last, at in unit.in_piece(piece, pieces)
+                for entry, first, last, at in unit.in_shard(piece, pieces)
             ]
         )
 

@@ -58,7 +58,7 @@ def plan(manifest: Manifest, piece: int) -> list[Slice]:
 def _parts(manifest: Manifest, piece: int) -> Iterator[tuple[int, str, int, int, int]]:
     """Unit's index, parameter, its elements [first, last) and their place in the shard."""
     for index, unit in enumerate(manifest.units):
-        for entry, first, last, at in unit.in_piece(piece, manifest.pieces):
+        for entry, first, last, at in unit.in_shard(piece, manifest.pieces):
             yield index, entry.name, first, last, at
 
 

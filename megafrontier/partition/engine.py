@@ -21,10 +21,10 @@ from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.partition.comm.collectives import Moves
 from megafrontier.partition.comm.ledger import Ledger
 from megafrontier.partition.comm.streams import Lanes, Policy
-from megafrontier.partition.hooks import Schedule
+from megafrontier.partition.hooks import ModuleHooks
 from megafrontier.partition.placement import Placement, error_levels, traffic_bytes
 from megafrontier.partition.unit import InitialSlice, Unit
-from megafrontier.partition.unit_buffers import Pool
+from megafrontier.partition.unit_buffers import UnitBufferPool
 from megafrontier.partition.wires.wire import Wires
 from megafrontier.partition.wrap import (
     assign,
@@ -86,7 +86,7 @@ def shard(
         refuse_different(model, hierarchy)
     wires = wires or Wires.plain(len(hierarchy.levels.sizes), dtype)
     engine = Engine(placement, hierarchy, wires, overlap, prefetch, check_order)
-    engine.take_over(model, blocks, dtype, error_feedback, initial, decay)
+    engine.init_units(model, blocks, dtype, error_feedback, initial, decay)
     return engine
 
 
@@ -115,7 +115,7 @@ class Engine:
         self._lanes = Lanes(in_lanes, levels, hierarchy.device, hierarchy.turn)
         self._moves = Moves(hierarchy, wires, self.ledger, self._lanes, check_order)
 
-    def take_over(
+    def init_units(
         self,
         model: nn.Module,
         blocks: Sequence[tuple[str, nn.Module]],
@@ -130,7 +130,7 @@ class Engine:
         # So that neighbours have different buffers, and the oldest unit that is being reduced is
         # done when it is its turn again.
         prefetch = min(self._prefetch, len(owned) - 1)
-        self.pool = Pool(prefetch + 1, dtype, self.hierarchy.device)
+        self.pool = UnitBufferPool(prefetch + 1, dtype, self.hierarchy.device)
         levels = self.hierarchy.levels
         feedback_levels = error_levels(self.placement, levels, self.wires) if error_feedback else []
         for name, _, parameters in owned:
@@ -143,11 +143,11 @@ class Engine:
         replace_parameters(model, self.units)
         modules = [module for _, module, _ in owned]
         mark_sharded(model, [model, *modules], all(u.computes_with_masters for u in self.units))
-        self._schedule = Schedule(
+        self._hooks = ModuleHooks(
             self.units, modules, self._moves, self.ledger, self._policy, prefetch
         )
-        self._lanes.outlive(self._schedule)  # which has the units, and lives in the model's hooks
-        self._place(from_masters=True)
+        self._lanes.outlive(self._hooks)  # which has the units, and lives in the model's hooks
+        self._broadcast_weights(from_masters=True)
 
     @property
     def buffer_bytes(self) -> int:
@@ -165,7 +165,7 @@ class Engine:
                 self.hierarchy.levels,
                 wires or self.wires,
                 micro_batches,
-                self._schedule.gathers(unit, micro_batches),
+                self._hooks.gathers(unit, micro_batches),
             )
             for unit in self.units
         )
@@ -182,7 +182,7 @@ class Engine:
         was done: after that, and any exception in backward, the engine is of no more use, and
         refuses the next one.
         """
-        self._schedule.backward(loss, is_last)
+        self._hooks.backward(loss, is_last)
 
     def finish_gradients(self) -> list[torch.Tensor]:
         """Reduce from the gradient level to the optimizer level, once per step.
@@ -192,7 +192,7 @@ class Engine:
         shards. Call that before the next backward, which writes over them; raises RuntimeError when
         called twice without.
         """
-        self._schedule.reducing.clear()  # each unit waits for its own
+        self._hooks.reducing.clear()  # each unit waits for its own
         with self.ledger.waiting("finish gradients"):
             self.finish_publishing()
             # All that `is_last` has not begun, before the first is waited for: levels side by side.
@@ -219,12 +219,12 @@ class Engine:
             unit.mark_stale()
         if self._policy == "none":
             self.finish_publishing()
-        self._schedule.start_publishing(-1)
+        self._hooks.start_publishing(-1)
 
     def finish_publishing(self) -> None:
         """Return when every copy of the weights is up to date."""
         for index, unit in enumerate(self.units):
-            self._schedule.start_publishing(index - 1)
+            self._hooks.start_publishing(index - 1)
             unit.finish_publishing()
 
     def restore(self, has_published: bool) -> None:
@@ -232,19 +232,19 @@ class Engine:
         with `has_published` every unit's `published`: the same bits that the ranks computed with
         when those were saved."""
         if has_published or self.wires.have_deltas:
-            self._place(from_masters=not has_published)
+            self._broadcast_weights(from_masters=not has_published)
         else:  # what these wires make of the masters
             self.publish()
             self.finish_publishing()
 
-    def _place(self, from_masters: bool) -> None:
+    def _broadcast_weights(self, from_masters: bool) -> None:
         """Bring each rank's `published`, with `from_masters` copied from them, to every rank
         exactly."""
         for unit in self.units:
             unit.mark_stale()
             if from_masters:
                 unit.published.copy_(unit.master)
-            unit.place()
+            unit.broadcast_weights()
 
     def scale_errors(self, factor: torch.Tensor) -> None:
         """Multiply by `factor` [] the errors of gradient messages: with error feedback by 0 after a

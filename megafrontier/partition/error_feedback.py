@@ -6,7 +6,7 @@ from megafrontier.partition.comm.collectives import Moves
 from megafrontier.partition.layout import Layout
 
 
-class Feedback:
+class ErrorFeedback:
     """The quantisation errors of one rank's gradient messages of one unit.
 
     `errors`: by level, 1-D bf16, as long as the slice that crosses it; the next message over the

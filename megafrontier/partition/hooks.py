@@ -28,7 +28,7 @@ from megafrontier.partition.wrap import (
 )
 
 
-class Schedule:
+class ModuleHooks:
     """When each unit of a model is whole, and when its gradient is reduced."""
 
     def __init__(
@@ -91,7 +91,7 @@ class Schedule:
             if index in self._missing:  # the root, or some parameter took no part
                 self._finish_backward(index)
             else:
-                self._let_go(unit)  # if it was gathered ahead, but its turn never came
+                self._reshard(unit)  # if it was gathered ahead, but its turn never came
         self._leads = False
         self._done.clear()
 
@@ -144,7 +144,7 @@ class Schedule:
             if has_backward:
                 self._runs.end(index, made, self._before_backward)
             if not (has_backward and unit in self._last):
-                unit.release()
+                unit.reshard()
             return output
 
         # Before hooks that compute a weight of others, as weight_norm's does.
@@ -155,17 +155,17 @@ class Schedule:
 
     def _gather(self, index: int, ahead: Literal[-1, 0, 1]) -> None:
         """Make a unit whole, and begin with those that run after it (`ahead` 1) or before (-1)."""
-        if self._policy == "none" and self.units[index].is_at_hand:
+        if self._policy == "none" and self.units[index].is_resident:
             return
-        self.units[index].start_gathering()
+        self.units[index].start_unshard()
         for distance in range(1, self._prefetch + 1):
             neighbour = index + ahead * distance
             if 0 <= neighbour < len(self.units):
-                self.units[neighbour].start_gathering()
+                self.units[neighbour].start_unshard()
         if ahead > 0:
             self.start_publishing(index)
         with self._ledger.waiting(f"gather {self.units[index].name}"):
-            self.units[index].gather()
+            self.units[index].unshard()
 
     def _pass_on(self, index: int, output: Any) -> tuple[Any, list[torch.Tensor]]:
         """The block has computed nothing on this rank (an expert without tokens, a dropped layer).
@@ -246,7 +246,7 @@ class Schedule:
         if not self._leads or not is_whole or unit.is_finishing:
             name = unit.layout.entries[number].name
             raise RuntimeError(f"parameter {name}: {_untimely(unit, self._leads)}")
-        unit.take_gradient(number, parameter)
+        unit.collect_gradient(number, parameter)
         missing = self._missing_of(index)
         missing.discard(number)
         # Of one whose weights go away more may be to come that needs them (a use of `w.detach()`):
@@ -256,12 +256,12 @@ class Schedule:
         if not self._runs.is_waiting(index):
             self._finish_backward(index)
 
-    def _let_go(self, unit: Unit) -> None:
+    def _reshard(self, unit: Unit) -> None:
         """Its backward is over: release it, but for those that run first in the next forward."""
         if unit in self._first:
-            unit.stay()
+            unit.keep_unsharded()
         else:
-            unit.release()
+            unit.reshard()
 
     def _finish_backward(self, index: int) -> None:
         """Reduce a unit's gradient and, into its place, begin to gather the unit whose turn comes
@@ -269,14 +269,14 @@ class Schedule:
         unit, next_index = self.units[index], index - 1 - self._prefetch
         self._missing.pop(index)
         self._done.add(index)
-        self._let_go(unit)
+        self._reshard(unit)
         # As many full gradients wait for their reduction as units are gathered ahead: bounded.
         while len(self.reducing) > self._prefetch:
             with self._ledger.waiting(f"reduce {self.reducing[0].name}"):
                 self.reducing.popleft().finish_reducing()
         if self._prefetch and next_index >= 0 and not self.units[next_index].is_stale:
             with self._moves.woven():
-                self.units[next_index].start_gathering()
+                self.units[next_index].start_unshard()
                 unit.start_reducing()
         else:
             unit.start_reducing()

@@ -57,7 +57,7 @@ class Layout:
         length = self.numel // pieces
         return piece * length, (piece + 1) * length
 
-    def in_piece(self, piece: int, pieces: int) -> list[tuple[Entry, int, int, int]]:
+    def in_shard(self, piece: int, pieces: int) -> list[tuple[Entry, int, int, int]]:
         """As `within`, of piece number `piece` of `pieces` equal ones."""
         return self.within(*self.bounds(piece, pieces))
 

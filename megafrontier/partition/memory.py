@@ -14,7 +14,7 @@ from megafrontier.partition.placement import Placement
 from megafrontier.partition.wires.wire import Wire, Wires
 
 Need = tuple[int, str, int]
-"""(level, purpose, bytes) of `Scratch` that a crossing takes."""
+"""(level, purpose, bytes) of `Workspace` that a crossing takes."""
 
 
 def unit_buffer_bytes(
@@ -43,7 +43,7 @@ def unit_buffer_bytes(
 @dataclass(frozen=True)
 class MessageBuffers:
     """Where the messages of all levels stand, by formula: those of one crossing at a time on each
-    lane (`Scratch`), and those of changes on their way from one level to the next (`BufferPool`).
+    lane (`Workspace`), and those of changes on their way from one level to the next (`BufferPool`).
 
     `placement` is `Placement.on` the levels, `dtype` the computing type.
     """

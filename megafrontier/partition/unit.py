@@ -9,12 +9,12 @@ from torch import nn
 
 from megafrontier.partition.comm.collectives import Moves
 from megafrontier.partition.comm.pending import Slot
-from megafrontier.partition.error_feedback import Feedback
+from megafrontier.partition.error_feedback import ErrorFeedback
 from megafrontier.partition.flat_gradient import FlatGradient
 from megafrontier.partition.layout import Layout
 from megafrontier.partition.parameters import Parameters
 from megafrontier.partition.placement import Placement
-from megafrontier.partition.unit_buffers import Pool, UnitBuffer
+from megafrontier.partition.unit_buffers import UnitBuffer, UnitBufferPool
 
 ROOT = "root"
 """The unit of all that no block owns; it is whole for the whole pass."""
@@ -26,7 +26,7 @@ InitialSlice = Callable[[str, tuple[int, ...], int, int], torch.Tensor]
 class Phase(Enum):
     """What a unit's gathered weights are being used for."""
 
-    RELEASED = auto()
+    RESHARDED = auto()
     FORWARD = auto()
     BACKWARD = auto()
 
@@ -47,7 +47,7 @@ class Unit:
         decayed: Sequence[Named],
         placement: Placement,
         moves: Moves,
-        pool: Pool,
+        pool: UnitBufferPool,
         feedback_levels: Sequence[int],
     ) -> None:
         """`decayed` are those of `parameters` with weight decay; they lie first in the buffer.
@@ -64,7 +64,7 @@ class Unit:
         self._buffer = self._choose_buffer()
         self._buffer.reserve(self.layout.numel)
         self._decay_numel = sum(parameter.numel() for _, parameter in decayed)
-        self.phase = Phase.RELEASED
+        self.phase = Phase.RESHARDED
         self.is_stale = False
         self._lent: torch.Tensor | None = None
         self._finished: Slot | None = None
@@ -99,7 +99,7 @@ class Unit:
             self.full if self.computes_with_masters else self._empty(place.optimizer, torch.float32)
         ).zero_()
         errors = {level: self._empty(level, torch.bfloat16).zero_() for level in feedback_levels}
-        self.feedback = Feedback(self.layout, self._moves, place.optimizer, errors)
+        self.feedback = ErrorFeedback(self.layout, self._moves, place.optimizer, errors)
 
     def _empty(self, depth: int, dtype: torch.dtype) -> torch.Tensor:
         _, pieces = self._moves.hierarchy.piece(depth)
@@ -144,7 +144,7 @@ class Unit:
         """The masters have changed, so the copies are out of date: until the next publication a
         parameter that is read outside of the hooks is NaN."""
         self.wait_published()
-        self.release()
+        self.reshard()
         self._parameters.renew(self.full if self.computes_with_masters else None)
         self.is_stale = True
 
@@ -171,14 +171,14 @@ class Unit:
         if self.is_stale:
             self.start_publishing()
         self._publishing.wait()
-        self._show_for_good()
+        self._show_if_persistent()
 
-    def _show_for_good(self) -> None:
+    def _show_if_persistent(self) -> None:
         """Weights that are never away can be read from here on, not only while the unit runs."""
         if self.is_persistent:
             self._parameters.show(self.full)
 
-    def place(self) -> None:
+    def broadcast_weights(self) -> None:
         """Copy each owner's `published` shard to all ranks as it is, not quantised: at the start of
         a run, or its resumption."""
         self.is_stale = False
@@ -187,17 +187,17 @@ class Unit:
             self.weights, self.placement.optimizer, depth, f"place {self.name}"
         )
         placed.wait()
-        self._show_for_good()
+        self._show_if_persistent()
 
-    def start_gathering(self) -> None:
+    def start_unshard(self) -> None:
         """Begin to make the parameters whole. Does nothing when they are, or have begun to be."""
-        if self.phase is not Phase.RELEASED:
+        if self.phase is not Phase.RESHARDED:
             return
         self.phase = Phase.FORWARD
         if self.is_stale:
             self.start_publishing()
         if not self.is_persistent:
-            self._buffer.take(self)
+            self._buffer.acquire(self)
             self._gathering = self._moves.gather(
                 self.weights,
                 self.full,
@@ -209,26 +209,26 @@ class Unit:
         self._parameters.show(self.full)
 
     @property
-    def is_at_hand(self) -> bool:
+    def is_resident(self) -> bool:
         """Whether the parameters are whole for good, and nothing is to be published."""
         return self.is_persistent and not self.is_stale
 
-    def gather(self) -> None:
+    def unshard(self) -> None:
         """Return when the parameters are whole."""
-        self.start_gathering()
+        self.start_unshard()
         self._gathering.wait()
         self._publishing.wait()  # it came before
 
-    def stay(self) -> None:
+    def keep_unsharded(self) -> None:
         """Stay gathered for the next forward, until another unit or a publication comes first."""
-        if self.phase is not Phase.RELEASED:
+        if self.phase is not Phase.RESHARDED:
             self.phase = Phase.FORWARD
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         """Give the gathered weights back; the shards stay."""
-        if self.phase is Phase.RELEASED:
+        if self.phase is Phase.RESHARDED:
             return
-        self.phase = Phase.RELEASED
+        self.phase = Phase.RESHARDED
         if not self.is_persistent:
             self._gathering.wait()  # gathered ahead, but not used
             self._parameters.hide()
@@ -247,7 +247,7 @@ class Unit:
         if self.placement.gradients == 0:
             self._flat.start(self.gradient)
 
-    def take_gradient(self, index: int, parameter: nn.Parameter) -> None:
+    def collect_gradient(self, index: int, parameter: nn.Parameter) -> None:
         """Move the fresh gradient of the `index`-th parameter into the flat one."""
         fresh, parameter.grad = parameter.grad, None
         assert fresh is not None
@@ -259,7 +259,7 @@ class Unit:
 
     def _start_gradient(self) -> None:
         self.finish_reducing()  # a unit has one buffer at a time
-        self._flat.start(self._pool.take_gradient(self.layout.numel))
+        self._flat.start(self._pool.acquire_gradient(self.layout.numel))
 
     def start_reducing(self) -> None:
         """Begin to add this micro-batch's gradient, reduced to the gradient level, to its shard;
@@ -285,7 +285,7 @@ class Unit:
         if self._lent is None:
             return
         self._reducing.wait()
-        self._pool.give_gradient(self._lent)
+        self._pool.release_gradient(self._lent)
         self._lent = None
 
     def start_finishing(self) -> None:

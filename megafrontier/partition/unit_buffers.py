@@ -11,13 +11,13 @@ from typing import Protocol
 
 import torch
 
-from megafrontier.common.buffer_pool import BufferPool, empty
+from megafrontier.common.buffers import BufferPool, empty
 
 
 class Owner(Protocol):
     """What uses a buffer for a while: a unit."""
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         """Let go of it: another one needs it now."""
         ...
 
@@ -40,15 +40,15 @@ class UnitBuffer:
         """Elements [of the largest unit]."""
         return empty(self.numel, self._dtype, self._device)
 
-    def take(self, owner: Owner) -> None:
+    def acquire(self, owner: Owner) -> None:
         """Give the buffer to a unit. One that has been gathered into it, but runs later or goes on
         later (a block of several uses), is released, and gathered again when its turn comes."""
         if self._owner is not None and self._owner is not owner:
-            self._owner.release()
+            self._owner.reshard()
         self._owner = owner
 
 
-class Pool:
+class UnitBufferPool:
     """The buffers of one model's units: of their whole weights, and of their full gradients."""
 
     def __init__(self, whole: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -74,10 +74,10 @@ class Pool:
         self._buffers.append(UnitBuffer(self.dtype, self.device))
         return self._buffers[-1]
 
-    def take_gradient(self, numel: int) -> torch.Tensor:
+    def acquire_gradient(self, numel: int) -> torch.Tensor:
         """A buffer [numel] with anything in it."""
-        return self._gradients.take(numel, self.dtype)
+        return self._gradients.acquire(numel, self.dtype)
 
-    def give_gradient(self, buffer: torch.Tensor) -> None:
+    def release_gradient(self, buffer: torch.Tensor) -> None:
         """Take a buffer back; the computation has waited for all that read it."""
-        self._gradients.give(buffer)
+        self._gradients.release(buffer)

@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from measuring import at_least, in_a_folder
 
+from megafrontier.common.buffers import Workspace
 from megafrontier.partition.wires.block import INT4, INT8, BlockCodec, missing_kernels
 from megafrontier.partition.wires.wire import Wire
-from megafrontier.partition.workspace import Scratch
 
 CODECS = {"int8": INT8, "int4": INT4}
 ROTATING = {f"{name} rotated": replace(codec, rotates=True) for name, codec in CODECS.items()}
@@ -97,7 +97,7 @@ def passes(codec: BlockCodec, values: torch.Tensor) -> dict[str, tuple[Callable[
 
 def encoded(codec: BlockCodec, values: torch.Tensor) -> torch.Tensor:
     """Messages of `values` [rows, n], in memory of their own."""
-    return Wire(codec).encode(values, Scratch(values.device))
+    return Wire(codec).encode(values, Workspace(values.device))
 
 
 def measure(device: torch.device, rows: int, log2_sizes: list[int], copy: float) -> list[Row]:

@@ -9,10 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megafrontier.common.buffer_pool import BufferPool
+from megafrontier.common.buffers import BufferPool, Workspace
 from megafrontier.partition.comm.streams import DONE
 from megafrontier.partition.unit_buffers import UnitBuffer
-from megafrontier.partition.workspace import Scratch
 
 COMPUTATION = -1
 """The number, among the lanes', of where the model runs."""
@@ -73,27 +72,27 @@ class Streams:
 
     def watch(self, monkeypatch):
         """See what changes hands by itself, too."""
-        take, give, scratch = UnitBuffer.take, BufferPool.give, Scratch.take
+        acquire, release, get = UnitBuffer.acquire, BufferPool.release, Workspace.get
 
-        def taking(buffer, owner):
-            take(buffer, owner)
+        def acquiring(buffer, owner):
+            acquire(buffer, owner)
             self._hand_over(buffer.memory, "a unit's buffer")
 
-        def giving(shelf, buffer):
+        def releasing(buffer_pool, buffer):
             self._hand_over(buffer, f"a buffer of {buffer.dtype}")
-            give(shelf, buffer)
+            release(buffer_pool, buffer)
 
-        def taking_scratch(*arguments):
-            memory = scratch(*arguments)
+        def getting(*arguments):
+            memory = get(*arguments)
             storage = memory.untyped_storage()
             if id(storage) not in self._private:
                 self._private[id(storage)] = self._here
                 weakref.finalize(storage, self._private.pop, id(storage))
             return memory
 
-        monkeypatch.setattr(UnitBuffer, "take", taking)
-        monkeypatch.setattr(BufferPool, "give", giving)
-        monkeypatch.setattr(Scratch, "take", taking_scratch)
+        monkeypatch.setattr(UnitBuffer, "acquire", acquiring)
+        monkeypatch.setattr(BufferPool, "release", releasing)
+        monkeypatch.setattr(Workspace, "get", getting)
 
     def _hand_over(self, memory, name):
         key = id(memory.untyped_storage())
@@ -110,7 +109,7 @@ class Streams:
     def _use(self, storage, home):
         key = id(storage)
         if self._private.get(key, self._here) != self._here:
-            self.lost.append(f"scratch of lane {self._private[key]} in lane {self._here}")
+            self.lost.append(f"workspace of lane {self._private[key]} in lane {self._here}")
         if key not in self._homes:
             self._homes[key], self._uses[key] = home, {}
             weakref.finalize(storage, self._gone, key, f"{storage.nbytes()} bytes of lane {home}")

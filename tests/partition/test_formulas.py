@@ -120,7 +120,7 @@ def test_in_flight_are_the_running_unit_those_ahead_and_those_that_stay(overlap,
         gathered = []
 
         def held():
-            return {u.name for u in engine.units if u.phase is not Phase.RELEASED}
+            return {u.name for u in engine.units if u.phase is not Phase.RESHARDED}
 
         for unit, (_, module) in zip(engine.units, model.units(), strict=True):
             module.register_forward_pre_hook(lambda *_, name=unit.name: note(name))
@@ -172,7 +172,7 @@ def test_evaluation_needs_no_gradient_and_leaves_nothing_gathered():
         model, engine = place(hierarchy, "mics")
         with torch.no_grad():
             loss = model(batch(0)[:4])
-        left = [u.name for u in engine.units if u.phase is not Phase.RELEASED]
+        left = [u.name for u in engine.units if u.phase is not Phase.RESHARDED]
         return loss.item() / (4 * (LENGTH - 1)), left
 
     with torch.no_grad():

@@ -5,7 +5,7 @@ import torch
 
 from megafrontier.partition import STRATEGIES
 from megafrontier.partition.memory import MessageBuffers
-from megafrontier.partition.unit_buffers import Pool
+from megafrontier.partition.unit_buffers import UnitBufferPool
 from megafrontier.partition.wires import wire as wires_module
 from megafrontier.partition.wires.wire import Wire
 from tests.partition.tiny import (
@@ -175,14 +175,14 @@ def test_units_take_turns_in_the_same_few_buffers_step_after_step(overlap, prefe
 
     def body(hierarchy):
         taken = []
-        take = Pool.take_gradient
+        take = UnitBufferPool.acquire_gradient
 
         def noted(pool, numel):
             buffer = take(pool, numel)
             taken.append((numel, buffer.data_ptr()))
             return buffer
 
-        monkeypatch.setattr(Pool, "take_gradient", noted)
+        monkeypatch.setattr(UnitBufferPool, "acquire_gradient", noted)
         model, engine = place(hierarchy, "zero3", overlap=overlap, prefetch=prefetch)
         optimizer = make_optimizer(engine)
         found = []

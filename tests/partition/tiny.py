@@ -188,7 +188,7 @@ def finished_gradients(
             parameter.grad = torch.randn(parameter.shape, dtype=parameter.dtype)
             if poison is not None and (unit, index) == (engine.units[2], 3):
                 parameter.grad.view(-1)[5] = poison
-            unit.take_gradient(index, parameter)
+            unit.collect_gradient(index, parameter)
         unit.start_reducing()
     found = engine.finish_gradients()
     engine.clear_gradients()

@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from megafrontier.common.buffer_pool import BufferPool
+from megafrontier.common.buffers import BufferPool
 
 
 class Offload:
@@ -96,7 +96,7 @@ class Copies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._shelf = BufferPool(torch.device("cpu"), pinned=True)
+        self._buffer_pool = BufferPool(torch.device("cpu"), pinned=True)
         self._going: tuple[Tensor, torch.cuda.Event] | None = None
 
     def to_host(self, tensor: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class Copies:
         which runs ahead, would take new memory for each block.
         """
         self._let_go()
-        host = self._shelf.take(tensor.numel(), tensor.dtype).view(tensor.shape)
+        host = self._buffer_pool.acquire(tensor.numel(), tensor.dtype).view(tensor.shape)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
@@ -131,7 +131,7 @@ class Copies:
 
     def give_back(self, host: Tensor) -> None:
         """All copies into and out of it have begun."""
-        self._shelf.give(host.view(-1))
+        self._buffer_pool.release(host.view(-1))
 
     def arrive(self, tensor: Tensor) -> None:
         """Let the computation wait for what has begun to come back, and use it."""

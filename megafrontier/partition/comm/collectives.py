@@ -14,7 +14,7 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
-from megafrontier.common.buffer_pool import BufferPool
+from megafrontier.common.buffers import BufferPool, Workspace
 from megafrontier.parallel.collectives import all_gather_stacked
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.partition.comm.delta import Change, levels_of_changes
@@ -23,7 +23,6 @@ from megafrontier.partition.comm.pending import Slot, Step, Work, weave
 from megafrontier.partition.comm.streams import DONE, Lanes, Ticket
 from megafrontier.partition.layout import shard_range
 from megafrontier.partition.wires.wire import Wire, Wires, pass_on
-from megafrontier.partition.workspace import Scratch
 
 LABEL_BYTES = 128
 NO_ERRORS: Mapping[int, torch.Tensor] = MappingProxyType({})
@@ -50,13 +49,15 @@ class Moves:
         self._held: list[Step] | None = None
         self._way_back: list[Step] = []
         count = len(hierarchy.levels.sizes)
-        self._scratch = {lanes.number(level): Scratch(hierarchy.device) for level in range(count)}
-        self._shelf = BufferPool(hierarchy.device)
+        self._workspaces = {
+            lanes.number(level): Workspace(hierarchy.device) for level in range(count)
+        }
+        self._buffer_pool = BufferPool(hierarchy.device)
 
     @property
     def held_bytes(self) -> int:
         """Bytes that messages have needed so far, and keep."""
-        return self._shelf.held_bytes + sum(s.held_bytes for s in self._scratch.values())
+        return self._buffer_pool.held_bytes + sum(s.held_bytes for s in self._workspaces.values())
 
     def inside(self, buffer: torch.Tensor, depth: int, deeper: int) -> torch.Tensor:
         """This rank's slice at depth `deeper` as a view of its slice `buffer` at `depth`."""
@@ -120,7 +121,7 @@ class Moves:
             shape = rows, wire.codec.message_bytes(numel)
             out = None
             if level != crossed[0]:
-                out = slot.borrow(self._shelf, prod(shape), wire.codec.dtype).view(shape)
+                out = slot.borrow(self._buffer_pool, prod(shape), wire.codec.dtype).view(shape)
             change = Change(master, reached, came_by, wire)
             self.then(slot, level, partial(self._cross_change, change, level, slot.label, out))
             came_by = wire
@@ -134,12 +135,15 @@ class Moves:
         value: torch.Tensor,
     ) -> torch.Tensor:
         """Into `out` what goes on to another level; at the last one, without, into the weights."""
-        group, scratch = self.hierarchy.groups[level], self._scratch_for(self._wires.gather, level)
+        group, workspace = (
+            self.hierarchy.groups[level],
+            self._workspace_for(self._wires.gather, level),
+        )
         assert group is not None
         with self._crossing(level, label) as sent:
-            messages = change.messages(value, scratch)
+            messages = change.messages(value, workspace)
             shape = messages.shape[0] * dist.get_world_size(group), messages.shape[1]
-            received = scratch.take("received", shape, messages.dtype) if out is None else out
+            received = workspace.get("received", shape, messages.dtype) if out is None else out
             sent.append(pass_on(messages, received, group))
             return change.add(received) if out is None else out
 
@@ -237,8 +241,8 @@ class Moves:
         group = self.hierarchy.groups[level]
         if group is not None:
             with self._crossing(level, out.label) as sent:
-                scratch = self._scratch_for(wires, level)
-                sent.append(wires[level].gather(shard, target, group, scratch))
+                workspace = self._workspace_for(wires, level)
+                sent.append(wires[level].gather(shard, target, group, workspace))
         elif shard.data_ptr() != target.data_ptr():
             target.copy_(shard)
         return target
@@ -267,16 +271,16 @@ class Moves:
         if group is None:
             return full
         with self._crossing(level, label) as sent:
-            scratch = self._scratch_for(wires, level)
-            out, count = wires[level].reduce(full, group, scratch, error)
+            workspace = self._workspace_for(wires, level)
+            out, count = wires[level].reduce(full, group, workspace, error)
             sent.append(count)
         return out
 
-    def _scratch_for(self, wires: tuple[Wire, ...], level: int) -> Scratch:
+    def _workspace_for(self, wires: tuple[Wire, ...], level: int) -> Workspace:
         """The lane's own; for what only a checkpoint sends, some that goes again."""
         if wires in (self._wires.gather, self._wires.reduce):
-            return self._scratch[self._lanes.number(level)]
-        return Scratch(self.hierarchy.device)
+            return self._workspaces[self._lanes.number(level)]
+        return Workspace(self.hierarchy.device)
 
     def _crossing(self, level: int, label: str) -> AbstractContextManager[list[int]]:
         if self._check_order:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megafrontier.common.buffers import Workspace
 from megafrontier.partition.wires.wire import Wire, Wires
-from megafrontier.partition.workspace import Scratch
 
 
 def levels_of_changes(wires: Wires, sizes: Sequence[int], start: int, stop: int) -> list[int]:
@@ -36,24 +36,24 @@ class Change:
     came_by: Wire | None
     wire: Wire
 
-    def messages(self, value: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    def messages(self, value: torch.Tensor, workspace: Workspace) -> torch.Tensor:
         """What this rank sends [rows, m]: of `value`, its own part of the weights as they were
         published, or the messages [rows, l] that came over the level before."""
         if self.came_by is None:
-            return self.wire.encode(self._difference(value, scratch).view(1, -1), scratch)
+            return self.wire.encode(self._difference(value, workspace).view(1, -1), workspace)
         if self.came_by.codec == self.wire.codec:
             return value
-        said = scratch.take("change", (len(value), self.master.numel()), torch.float32)
+        said = workspace.get("change", (len(value), self.master.numel()), torch.float32)
         self.came_by.codec.decode(value, said)
-        return self.wire.encode(said, scratch)
+        return self.wire.encode(said, workspace)
 
-    def _difference(self, published: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    def _difference(self, published: torch.Tensor, workspace: Workspace) -> torch.Tensor:
         """fp32 [n], to what the copies can hold: the rest of a master in fp32 would stay in every
         difference, and the largest rest of a block would set its scale."""
-        change = scratch.take("change", published.shape, torch.float32)
+        change = workspace.get("change", published.shape, torch.float32)
         if published.dtype is torch.float32:
             return torch.sub(self.master, published, out=change)
-        rounded = scratch.take("rounded", published.shape, published.dtype).copy_(self.master)
+        rounded = workspace.get("rounded", published.shape, published.dtype).copy_(self.master)
         return change.copy_(rounded).sub_(published)
 
     def add(self, messages: torch.Tensor) -> torch.Tensor:

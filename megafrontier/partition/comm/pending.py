@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megafrontier.common.buffer_pool import BufferPool
+from megafrontier.common.buffers import BufferPool
 from megafrontier.partition.comm.streams import DONE, Ticket
 
 Work = Callable[[torch.Tensor], torch.Tensor]
@@ -29,18 +29,18 @@ class Slot:
     ticket: Ticket = DONE
     _borrowed: list[tuple[BufferPool, torch.Tensor]] = field(default_factory=list)
 
-    def borrow(self, shelf: BufferPool, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def borrow(self, buffer_pool: BufferPool, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A buffer [numel] until the end of the chain."""
-        buffer = shelf.take(numel, dtype)
-        self._borrowed.append((shelf, buffer))
+        buffer = buffer_pool.acquire(numel, dtype)
+        self._borrowed.append((buffer_pool, buffer))
         return buffer
 
     def wait(self) -> torch.Tensor:
         """The tensor at the end of the chain, ready to be used here."""
         self.ticket.wait()
         self.ticket = DONE
-        for shelf, buffer in self._borrowed:
-            shelf.give(buffer)
+        for buffer_pool, buffer in self._borrowed:
+            buffer_pool.release(buffer)
         self._borrowed.clear()
         return self.value
 

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from megafrontier.common.buffers import Workspace
 from megafrontier.parallel.collectives import all_gather, all_to_all
 from megafrontier.partition.wires.block import INT4, INT8, BlockCodec
-from megafrontier.partition.workspace import Scratch
 
 
 class Codec(Protocol):
@@ -101,7 +101,7 @@ class Wire:
         self.codec.decode(messages, out, adds=True)
 
     def gather(
-        self, shard: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, scratch: Scratch
+        self, shard: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, workspace: Workspace
     ) -> int:
         """Fill `out` [size · n] from every peer's `shard` [n], which may lie inside `out`.
 
@@ -109,11 +109,11 @@ class Wire:
         bytes this rank sent.
         """
         peers = out.numel() // shard.numel() - 1
-        message = self.encode(shard.view(1, -1), scratch)
+        message = self.encode(shard.view(1, -1), workspace)
         if message.dtype == out.dtype:
             all_gather(out, message.view(-1), group)
         else:
-            received = scratch.take("received", (peers + 1, message.shape[1]), message.dtype)
+            received = workspace.get("received", (peers + 1, message.shape[1]), message.dtype)
             all_gather(received.view(-1), message.view(-1), group)
             self.codec.decode(received, out.view(peers + 1, -1))
         return peers * message.nbytes
@@ -122,7 +122,7 @@ class Wire:
         self,
         full: torch.Tensor,
         group: dist.ProcessGroup,
-        scratch: Scratch,
+        workspace: Workspace,
         error: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, int]:
         """Sum every peer's piece of `full` [size · n], in an order that is the same in each run;
@@ -137,9 +137,9 @@ class Wire:
         pieces = full.view(dist.get_world_size(group), -1)
         if isinstance(self.codec, BlockCodec):
             errors = None if error is None else error.view_as(pieces)
-            return self._reduce_rounded(self.codec, pieces, group, scratch, errors)
-        messages = self.encode(pieces, scratch)
-        received = scratch.take("received", messages.shape, messages.dtype)
+            return self._reduce_rounded(self.codec, pieces, group, workspace, errors)
+        messages = self.encode(pieces, workspace)
+        received = workspace.get("received", messages.shape, messages.dtype)
         all_to_all(received.view(-1), messages.view(-1), group)
         out = _place_of_sum(pieces, dist.get_rank(group))
         self.codec.decode_sum(received, out)
@@ -150,34 +150,34 @@ class Wire:
         codec: BlockCodec,
         pieces: torch.Tensor,
         group: dist.ProcessGroup,
-        scratch: Scratch,
+        workspace: Workspace,
         errors: torch.Tensor | None,
     ) -> tuple[torch.Tensor, int]:
         """The others' messages and this rank's own of `pieces` [size, n] summed: its own crosses no
         link, so it is not rounded."""
         size, mine = len(pieces), dist.get_rank(group)
         shape = size - 1, codec.message_bytes(pieces.shape[1])
-        messages, received = (scratch.take(p, shape, codec.dtype) for p in ("sent", "received"))
+        messages, received = (workspace.get(p, shape, codec.dtype) for p in ("sent", "received"))
         _encode_all_but(mine, codec, pieces, messages, errors)
         sizes = [shape[1]] * size
         sizes[mine] = 0
         all_to_all(received.view(-1), messages.view(-1), group, sizes)
         own, out = pieces[mine], _place_of_sum(pieces, mine)
         if own.dtype != out.dtype:  # the sum may begin where it lies
-            out.copy_(scratch.take("own", own.shape, own.dtype).copy_(own))
+            out.copy_(workspace.get("own", own.shape, own.dtype).copy_(own))
         codec.decode_sum(received, out, adds=True)
         if errors is not None:
             out.add_(errors[mine])
             errors[mine] = 0  # a checkpoint brings some, of others' messages
         return out, messages.nbytes
 
-    def encode(self, values: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    def encode(self, values: torch.Tensor, workspace: Workspace) -> torch.Tensor:
         """One message for each row of `values` [rows, n]; `values` itself where it has the wire's
         type already."""
         if values.dtype == self.codec.dtype:
             return values
         length = self.codec.message_bytes(values.shape[1]) // self.codec.dtype.itemsize
-        messages = scratch.take("sent", (values.shape[0], length), self.codec.dtype)
+        messages = workspace.get("sent", (values.shape[0], length), self.codec.dtype)
         self.codec.encode(values, messages)
         return messages
 

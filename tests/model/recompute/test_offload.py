@@ -8,7 +8,7 @@ from weakref import ref
 import pytest
 import torch
 
-from megafrontier.common.buffer_pool import BufferPool
+from megafrontier.common.buffers import BufferPool
 from megafrontier.model.recompute import compile, offload
 
 
@@ -22,7 +22,7 @@ class Clones:
         self.asked.clear()
         self.given.clear()
         self.numbers = {}
-        self.shelf = BufferPool(device)
+        self.buffer_pool = BufferPool(device)
 
     def note(self, what, tensor):
         number = self.numbers.setdefault(tensor.sum().item(), len(self.numbers))
@@ -30,7 +30,9 @@ class Clones:
 
     def to_host(self, tensor):
         self.note("out", tensor)
-        return self.shelf.take(tensor.numel(), tensor.dtype).view(tensor.shape).copy_(tensor)
+        return (
+            self.buffer_pool.acquire(tensor.numel(), tensor.dtype).view(tensor.shape).copy_(tensor)
+        )
 
     def start_back(self, host):
         self.note("back", host)
@@ -41,7 +43,7 @@ class Clones:
 
     def give_back(self, host):
         self.given.append(host.data_ptr())
-        self.shelf.give(host.view(-1))
+        self.buffer_pool.release(host.view(-1))
 
 
 @pytest.fixture(params=[False, True], ids=["eager", "compiled"])

@@ -25,9 +25,9 @@ def test_ranks_that_disagree_on_the_order_are_named_with_their_units(policy):
         engine.backward(model(batch(0)[:2]))
         engine.finish_gradients()
         for unit in engine.units:
-            unit.release()
+            unit.reshard()
         deviates = hierarchy.rank in (2, 3)
-        engine.units[2 if deviates else 1].gather()
+        engine.units[2 if deviates else 1].unshard()
 
     def caught(hierarchy):
         with pytest.raises(RuntimeError) as error:
@@ -51,7 +51,7 @@ def test_ranks_that_come_to_different_levels_are_named_and_do_not_wait_in_a_circ
     def caught(hierarchy):
         _model, engine = checked(hierarchy, Placement(2, 2, 2, 2), policy)
         unit = engine.units[1]
-        moves = [unit.start_reducing, unit.gather]
+        moves = [unit.start_reducing, unit.unshard]
 
         def make_moves():
             for move in moves if hierarchy.rank in (0, 3) else reversed(moves):
@@ -78,7 +78,7 @@ def test_every_move_is_compared(move, over):
         _model, engine = checked(hierarchy, Placement(1, 1, 1, 2), "none")
         unit = engine.units[2 if hierarchy.rank in (2, 3) else 1]
         begin = {
-            "gather": unit.start_gathering,
+            "gather": unit.start_unshard,
             "reduce": unit.start_reducing,
             "finish": unit.start_finishing,
             "publish": unit.start_publishing,
@@ -98,7 +98,7 @@ def test_the_one_rank_of_four_that_does_something_else_is_named(odd):
     def caught(hierarchy):
         _model, engine = checked(hierarchy, Placement(1, 1, 1, 1), "none")
         with pytest.raises(RuntimeError) as error:
-            engine.units[2 if hierarchy.rank == odd else 1].gather()
+            engine.units[2 if hierarchy.rank == odd else 1].unshard()
         return str(error.value)
 
     for rank, said in enumerate(run_ranks((4,), caught)):

@@ -306,7 +306,7 @@ def test_as_many_reductions_wait_as_units_are_gathered_ahead():
 
         def watched_start(unit):
             start(unit)
-            waiting.append(len(engine._schedule.reducing) + 1)
+            waiting.append(len(engine._hooks.reducing) + 1)
 
         for unit in engine.units:
             unit.start_reducing = lambda unit=unit: watched_start(unit)

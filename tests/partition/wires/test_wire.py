@@ -5,12 +5,12 @@ from functools import cache
 import pytest
 import torch
 
+from megafrontier.common.buffers import Workspace
 from megafrontier.partition import STRATEGIES, Placement
 from megafrontier.partition.placement import traffic_bytes
 from megafrontier.partition.wires import wire as wires_module
 from megafrontier.partition.wires.block import INT4, INT8
 from megafrontier.partition.wires.wire import make_wire
-from megafrontier.partition.workspace import Scratch
 from tests.partition.codecs import read, write
 from tests.partition.tiny import (
     LEVELS,
@@ -113,9 +113,9 @@ def trained(name, sizes):
                 for depth, state in states:
                     piece = hierarchy.piece(depth)[0]
                     held[strategy, unit.name, state, piece] = bits(getattr(unit, state))
-                unit.gather()
+                unit.unshard()
                 held[strategy, unit.name, "full", 0] = bits(unit.full)
-                unit.release()
+                unit.reshard()
         return sent, held
 
     return run_ranks(sizes, body)
@@ -186,8 +186,8 @@ def test_what_is_sent_in_16_bits_is_summed_in_32(name, small):
 
     def body(hierarchy):
         pieces = torch.full((4, 5), 1.0 if hierarchy.rank == 0 else small)
-        scratch = Scratch(pieces.device)
-        return make_wire(name).reduce(pieces, hierarchy.groups[0], scratch)[0].tolist()
+        workspace = Workspace(pieces.device)
+        return make_wire(name).reduce(pieces, hierarchy.groups[0], workspace)[0].tolist()
 
     assert run_ranks((4,), body) == [[1 + 3 * small] * 5] * 4
 
@@ -306,8 +306,8 @@ def test_what_a_rank_keeps_of_its_own_gradient_is_not_rounded(dtype):
         pieces, errors = torch.zeros(4, 300, dtype=dtype), torch.zeros(4, 300)
         pieces[hierarchy.rank] = own
         errors[hierarchy.rank] = 1.0
-        wire, scratch = make_wire("int4", rotates=True), Scratch(own.device)
-        out, sent = wire.reduce(pieces, hierarchy.groups[0], scratch, errors)
+        wire, workspace = make_wire("int4", rotates=True), Workspace(own.device)
+        out, sent = wire.reduce(pieces, hierarchy.groups[0], workspace, errors)
         return torch.equal(out, own.float() + 1.0), errors.abs().sum().item(), sent
 
     assert run_ranks((4,), body) == [(True, 0.0, 3 * INT4.message_bytes(300))] * 4
@@ -319,9 +319,9 @@ def test_small_elements_arrive_over_every_leg_of_a_sum_over_replicas():
     def body(hierarchy):
         values = torch.ones(256)
         values[[7, 150]] = 100.0
-        out, plain, scratch = torch.empty(512), torch.empty(512), Scratch(values.device)
-        make_wire("int4", rotates=True).gather(values, out, hierarchy.groups[0], scratch)
-        make_wire("int4").gather(values, plain, hierarchy.groups[0], scratch)
+        out, plain, workspace = torch.empty(512), torch.empty(512), Workspace(values.device)
+        make_wire("int4", rotates=True).gather(values, out, hierarchy.groups[0], workspace)
+        make_wire("int4").gather(values, plain, hierarchy.groups[0], workspace)
         return out, plain
 
     (out, plain), other = run_ranks((2,), body)
