@@ -352,13 +352,16 @@ def _add_import(commands: Any) -> None:
         metavar="DIR",
         help="folder for the checkpoint, or DIR/step-00000000",
     )
+    parser.add_argument(
+        "--tokenizer", metavar="PATH", help="as for prepare, or `none`; default: the folder's"
+    )
     parser.set_defaults(command=_import)
 
 
 def _import(arguments: argparse.Namespace) -> None:
     from megafrontier.commands.convert import import_command
 
-    print(import_command(arguments.folder, arguments.out))
+    print(import_command(arguments.folder, arguments.out, arguments.tokenizer))
 
 
 def _add_checkpoint(commands: Any) -> None:

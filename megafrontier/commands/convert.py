@@ -43,6 +43,7 @@ from megafrontier.partition.layout import Layout
 from megafrontier.partition.wires.wire import DTYPES
 from megafrontier.training.callbacks.save import attach_tokenizer
 from megafrontier.training.memory import out_of_memory_told
+from megafrontier.training.plan import check_vocabulary
 
 IMPORTED_SLICE = 2**20
 """Elements; a quarter of other checkpoints', for its readers all want little of one large piece."""
@@ -204,16 +205,18 @@ def export_command(path: Path, out: Path, precision: str) -> str:
         config = saved_config(source)
         weights = Weights(open_checkpoint(source), export_order(config.model))
         tokenizer = load_tokenizer(config.tokenizer)
-        return export_model(config.model, weights, out, tokenizer, DTYPES[precision])
+        saved = tokenizer if tokenizer.needed_ids else None
+        return export_model(config.model, weights, out, saved, DTYPES[precision])
 
     return of_newest(path, write)
 
 
-def import_command(folder: Path, out: Path) -> Path:
+def import_command(folder: Path, out: Path, tokenizer: str | None = None) -> Path:
     """Make a checkpoint, at step 0 and of weights alone, of a Hugging Face model folder.
 
     `out` is the checkpoints folder to write it into, or in one the checkpoint, step-00000000.
-    Raises UserError for what GPT does not do, and when that folder holds checkpoints already or
+    `tokenizer` names another than the folder's, or is `none`. Raises UserError for what GPT does
+    not do, a tokenizer that does not fit, and when the checkpoints folder holds some already or
     cannot be written.
     """
     if step_of(out):
@@ -222,11 +225,19 @@ def import_command(folder: Path, out: Path) -> Path:
     if any(candidates(out)):
         raise UserError(f"{out}: holds checkpoints; need another --out")
     # First what may be wrong: the rest may take an hour.
-    described_model(folder)
-    kept_tokenizer(str(folder))
+    described = described_model(folder)
+    spec = str(folder) if tokenizer is None else tokenizer
+    try:
+        kept_tokenizer(spec)
+    except UserError as error:
+        if tokenizer is None:
+            raise UserError(f"{error}; or --tokenizer PATH or --tokenizer none") from error
+        raise
+    if tokenizer is not None:
+        check_vocabulary(Config(model=described[1], tokenizer=tokenizer))
     _check_writable(out)
     model, tensors = import_model(folder)
-    config = Config(model=model, tokenizer=str(folder))
+    config = Config(model=model, tokenizer=spec)
     layout = Layout.build("imported", parameter_shapes(model).items(), 1)
     flat = torch.zeros(layout.numel)
     for entry, place in zip(layout.entries, layout.views(flat), strict=True):
@@ -242,7 +253,7 @@ def import_command(folder: Path, out: Path) -> Path:
         0,
         True,
         SingleProcess(),
-        partial(attach_tokenizer, str(folder)),
+        partial(attach_tokenizer, spec),
     )
 
 

@@ -32,6 +32,7 @@ from megafrontier.training.callbacks.evaluate import (
     Evaluation,
     describe_validation,
     evaluate,
+    no_bytes,
     nothing_in,
 )
 from megafrontier.training.memory import out_of_memory_told
@@ -170,7 +171,8 @@ def _evaluate(
         changes = rotary_changes(config.model, checkpoint.manifest)
         for line in changes + describe_validation(loader, config.evaluate.batches):
             show(line)
-    count_bytes = partial(text_bytes, kept_tokenizer(config.tokenizer))
+    tokenizer = kept_tokenizer(config.tokenizer)
+    count_bytes = partial(text_bytes, tokenizer) if tokenizer.needed_ids else no_bytes
     try:
         found = evaluate(model, loader, hierarchy, config.evaluate.batches, count_bytes, beat)
         assert found is not None  # nothing breaks it off
@@ -204,9 +206,10 @@ def _bytes_of(row: str) -> int:
 
 
 def describe(checkpoint: Path, found: Evaluation) -> str:
-    """One line: nats per token, perplexity, and bits per byte of UTF-8 text."""
-    bits = found.loss_sum / math.log(2) / max(found.utf8_bytes, 1)
-    return (
-        f"{checkpoint}: loss {found.loss:.4f}  perplexity {math.exp(min(found.loss, 700)):.2f}  "
-        f"bits per byte {bits:.4f}  ({found.tokens} tokens, {found.utf8_bytes} bytes)"
-    )
+    """One line: nats per token, perplexity, and bits per byte of UTF-8 text, where there is any."""
+    line = f"{checkpoint}: loss {found.loss:.4f}  perplexity {math.exp(min(found.loss, 700)):.2f}"
+    if found.utf8_bytes == 0:
+        return f"{line}  ({found.tokens} tokens)"
+    bits = found.loss_sum / math.log(2) / found.utf8_bytes
+    sizes = f"{found.tokens} tokens, {found.utf8_bytes} bytes"
+    return f"{line}  bits per byte {bits:.4f}  ({sizes})"

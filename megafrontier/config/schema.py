@@ -349,7 +349,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     tokenizer: str = "bytes"
-    """SentencePiece file, Hugging Face tokenizer folder or name, or `bytes`."""
+    """SentencePiece file, Hugging Face tokenizer folder or name, `bytes`, or `none` (no text)."""
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -79,8 +79,9 @@ def check_vocabulary(config: Config) -> None:
 def describe_vocabulary(config: Config) -> Iterator[str]:
     """A warning of special tokens that the model does not know, as when `<pad>` was added to a
     Hugging Face tokenizer and not to its model: they are nothing to learn from."""
-    known, ids = config.model.vocab_size, kept_tokenizer(config.tokenizer).vocab_size
-    if known < ids:
+    tokenizer = kept_tokenizer(config.tokenizer)
+    known, ids = config.model.vocab_size, tokenizer.vocab_size
+    if tokenizer.needed_ids and known < ids:
         yield (
             f"warning: model.vocab_size: {known}, but the tokenizer has {ids} ids; data that holds "
             f"a special token from {known} on will be refused"

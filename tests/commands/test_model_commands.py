@@ -315,6 +315,51 @@ def test_an_import_that_cannot_be_is_refused_before_its_weights_are_read(
     )
 
 
+def test_a_model_imported_without_a_tokenizer_trains_and_evaluates_and_refuses_prompts(
+    life, capfd, tmp_path
+):
+    """On a corpus whose ids fit: what its folder lacks, `--tokenizer` gives or does without."""
+    run_command(capfd, "export", life / "run", "--out", tmp_path / "hf")
+    for path in (tmp_path / "hf").glob("*token*"):
+        path.unlink()
+
+    def refused(*words):
+        assert main([str(word) for word in words]) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        return line
+
+    out = ["--out", tmp_path / "bare"]
+    line = refused("import", tmp_path / "hf", *out)
+    assert line.startswith(f"megafrontier: tokenizer '{tmp_path}/hf': no tokenizer in this folder")
+    assert line.endswith("; or --tokenizer PATH or --tokenizer none")
+    general = Path(__file__).parents[2] / "tokenizers" / "general-16k.model"
+    line = refused("import", tmp_path / "hf", *out, "--tokenizer", general)
+    assert line.startswith("megafrontier: model.vocab_size: 300, need at least 16384 for tokenizer")
+    run_command(capfd, "import", tmp_path / "hf", *out, "--tokenizer", "none")
+    given = ["--out", tmp_path / "given", "--tokenizer", life / "tokenizer"]
+    run_command(capfd, "import", tmp_path / "hf", *given)
+
+    corpus = [f"data.valid=[{{path: {life}/text}}]", "evaluate.batches=2"]
+    found = run_command(capfd, "evaluate", tmp_path / "given", *corpus)
+    shown = run_command(capfd, "evaluate", tmp_path / "bare", *corpus)
+    assert shown.partition(": ")[2].split()[:4] == found.partition(": ")[2].split()[:4]
+    assert "bits per byte" not in shown
+    need = "megafrontier: tokenizer: none, need one to read and write text"
+    assert refused("generate", tmp_path / "bare", "--prompt", "Der") == need
+    assert refused("prepare", life / "text.txt", "--tokenizer", "none", "--out", "x") == need
+    assert run_command(capfd, "generate", tmp_path / "given", "--prompt", "Der").startswith("Der")
+
+    lines = runs.run(
+        life / "config.yaml", 1, f"checkpoint.resume={tmp_path}/bare", "machine=laptop",
+        "model.vocab_size=300", "model.vocab_multiple=128", "train.steps=2", "tokenizer=none",
+        f"run.directory={tmp_path}/on",
+    )  # fmt: skip
+    assert len(runs.losses(lines)) == 2
+    assert "warning: model.vocab_size" not in runs.log(tmp_path / "on")
+    run_command(capfd, "export", tmp_path / "on", "--out", tmp_path / "again")
+    assert not list((tmp_path / "again").glob("*token*"))
+
+
 @pytest.mark.parametrize(
     ("option", "value", "problem"),
     [

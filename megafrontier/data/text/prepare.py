@@ -135,6 +135,7 @@ def prepare(
     if not 1 <= workers <= 8 * cores:
         raise UserError(f"--workers: {workers}, need 1 to {8 * cores}, 8 for each core")
     job = Job(load_tokenizer(tokenizer), key, append_eod, skip_bad)
+    job.tokenizer.encode(_WORD)  # raises where there is none
     reader = Reader(share(find_sources(inputs, split), *part), key)
     _refuse_inputs(reader, out)
     total = sum(source.file_bytes for source in reader.sources)

@@ -37,8 +37,8 @@ class Tokenizer(Protocol):
 
     @property
     def needed_ids(self) -> int:
-        """How many a model has to know. Behind them are special tokens that were added, `<pad>`
-        perhaps, which only a text that spells them has."""
+        """How many a model has to know; 0 without a tokenizer. Behind them are special tokens that
+        were added, `<pad>` perhaps, which only a text that spells them has."""
 
     @property
     def eod(self) -> int:
@@ -94,6 +94,31 @@ class ByteTokenizer:
     def save(self, folder: Path) -> None:
         """Write the marker."""
         _write_marker(folder, "bytes")
+
+
+class NoTokenizer:
+    """For a model whose corpora are ids alone: any ids that the model knows, and no text."""
+
+    vocab_size = 2**31 - 1
+    needed_ids = 0
+    eod = bos = -1
+    pad = unk = None
+
+    def encode(self, text: str) -> list[int]:
+        """Raises UserError."""
+        raise UserError("tokenizer: none, need one to read and write text")
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Raises UserError."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Raises UserError."""
+        raise UserError("tokenizer: none, need one to read and write text")
+
+    def save(self, folder: Path) -> None:
+        """Write the marker."""
+        _write_marker(folder, "none")
 
 
 class SentencePieceTokenizer:
@@ -223,6 +248,7 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, name: str) -> None:
+        _refuse_folder_without(name)
         try:
             with looked_up(name):
                 self._tokenizer: Any = _from_files(name) or _from_pretrained(name)
@@ -239,8 +265,8 @@ class HuggingFaceTokenizer:
         vocabulary = self._tokenizer.get_vocab()
         if not vocabulary.keys() - set(self._tokenizer.all_special_tokens):
             # What transformers makes of a model's folder that has no tokenizer in it.
-            need = "tokenizer.json, or vocab.json and merges.txt, or a SentencePiece .model"
-            raise UserError(f"tokenizer {name!r}: no piece of text in its vocabulary, need {need}")
+            raise UserError(f"tokenizer {name!r}: no piece of text in its vocabulary, {_NEED}")
+        _refuse_new_ids(self._tokenizer, name)
         self.vocab_size = 1 + max(vocabulary.values())  # there may be holes
         self.eod = self._find_eod(name)
         bos = self._tokenizer.bos_token_id
@@ -299,6 +325,45 @@ class HuggingFaceTokenizer:
         raise UserError(f"tokenizer {name!r}: no eos token, {need}")
 
 
+_NEED = "need tokenizer.json, or vocab.json and merges.txt, or a SentencePiece tokenizer.model"
+_TOKENIZER_FILE = re.compile(r"token|tekken|vocab|merges|\.model$|\.tiktoken$")
+
+
+def _refuse_folder_without(name: str) -> None:
+    path = Path(name)
+    if path.is_dir() and not any(_TOKENIZER_FILE.search(file.name) for file in path.iterdir()):
+        raise UserError(f"tokenizer {name!r}: no tokenizer in this folder, {_NEED}")
+
+
+def _refuse_new_ids(tokenizer: Any, name: str) -> None:
+    """Raise UserError for an end or a beginning of texts that the folder's vocabulary lacks, to
+    which transformers gives a new id that no model has learned."""
+    from transformers import PreTrainedTokenizerFast
+
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return
+    pieces = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
+    for role in ("eos_token", "bos_token"):
+        piece = getattr(tokenizer, role)
+        if piece is None or piece in pieces:
+            continue
+        if _added_ids(name).get(piece) != tokenizer.convert_tokens_to_ids(piece):
+            what = f"{role} {piece!r}: not in its vocabulary, need one that is"
+            raise UserError(f"tokenizer {name!r}: {what}")
+
+
+def _added_ids(name: str) -> dict[str, int]:
+    """The ids that a folder's files give to added tokens."""
+    legacy = _read_file_of(name, "added_tokens.json")
+    config = _read_file_of(name, "tokenizer_config.json").get("added_tokens_decoder", {})
+    fast = _read_file_of(name, "tokenizer.json").get("added_tokens", [])
+    return {
+        **legacy,
+        **{token["content"]: int(i) for i, token in config.items()},
+        **{token["content"]: token["id"] for token in fast},
+    }
+
+
 def _from_pretrained(name: str) -> Any:
     """The tokenizer that transformers makes by the class which the folder names."""
     from transformers import AutoTokenizer
@@ -313,8 +378,7 @@ def _from_pretrained(name: str) -> Any:
 def _end_ids(name: str) -> list[int]:
     """All ids that the model in a folder ends a text with, where its files name several."""
     for file in (GENERATION_FILE, "config.json"):
-        path = None if Path(name).is_file() else _file_of(name, file)
-        ends = None if path is None else json.loads(Path(path).read_bytes()).get("eos_token_id")
+        ends = _read_file_of(name, file).get("eos_token_id")
         if isinstance(ends, list):
             return [int(i) for i in ends]
     return []
@@ -326,6 +390,18 @@ def _file_of(name: str, file: str) -> str | None:
 
     may_lack = ("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors")
     found: str | None = cached_file(name, file, **dict.fromkeys(may_lack, False))
+    return found
+
+
+def _read_file_of(name: str, file: str) -> dict[str, Any]:
+    """A JSON file of a folder, or of a name on the hub; empty if it has none."""
+    path = None if Path(name).is_file() else _file_of(name, file)
+    try:
+        found = {} if path is None else json.loads(Path(path).read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: a list or a single value, need keys and values")
     return found
 
 
@@ -360,7 +436,7 @@ def _bare_backend(tokenizer: Any) -> Any:
 def load_tokenizer(spec: str) -> Tokenizer:
     """The tokenizer that `spec` names: `bytes`, a SentencePiece .model file, a folder that `save`
     wrote, the folder or name of a Hugging Face tokenizer, a tokenizer.json under any name, or the
-    folder of a vocab.json and merges.txt of GPT-2's kind.
+    folder of a vocab.json and merges.txt of GPT-2's kind; or `none`.
 
     Raises UserError when it is none of these.
     """
@@ -369,6 +445,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
     path = Path(spec)
     if spec == "bytes" or _read_marker(path) == "bytes":
         return ByteTokenizer()
+    if spec == "none" or _read_marker(path) == "none":
+        return NoTokenizer()
     if path.is_file() and path.suffix != ".json":
         return SentencePieceTokenizer(path)
     if _read_marker(path) == "sentencepiece" and not _is_rewritten(path):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
+from megafrontier.common.errors import UserError
 from megafrontier.data.tokenizers.hf import _fast_model
 from megafrontier.data.tokenizers.tokenizer import load_tokenizer
 
@@ -80,6 +81,33 @@ def test_all_ids_that_end_a_text_are_kept(tmp_path: Path, file: str) -> None:
     load_tokenizer(str(tmp_path / "saved")).save(tmp_path / "again")
     kept = json.loads((tmp_path / "again" / "generation_config.json").read_text())
     assert kept["eos_token_id"] == [0, 5, 7]
+
+
+@pytest.mark.parametrize("role", ["eos_token", "bos_token"])
+def test_an_end_or_beginning_that_the_vocabulary_lacks_is_refused(
+    tmp_path: Path, role: str
+) -> None:
+    """transformers would give it a new id, which the model has never seen."""
+    save_digits(tmp_path / "model", "GPT2Tokenizer", False, "llama")
+    config = {"eos_token": END, role: "<|im_end|>"}
+    path = tmp_path / "model" / "tokenizer_config.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=rf"{role} '<\|im_end\|>': not in its vocabulary, need one"):
+        load_tokenizer(str(tmp_path / "model"))
+    size = 1 + max(json.loads((tmp_path / "model" / "tokenizer.json").read_text())["model"][
+        "vocab"].values())  # fmt: skip
+    token = {"content": "<|im_end|>", "special": True}
+    path.write_text(json.dumps({**config, "added_tokens_decoder": {size: token}}))
+    found = load_tokenizer(str(tmp_path / "model"))
+    assert (found.eod if role == "eos_token" else found.bos) == size
+
+
+@pytest.mark.parametrize("content", ["[]", "{"])
+def test_a_damaged_file_beside_a_tokenizer_is_named(tmp_path: Path, content: str) -> None:
+    save_digits(tmp_path / "model", "GPT2Tokenizer", False, "llama")
+    (tmp_path / "model" / "generation_config.json").write_text(content)
+    with pytest.raises(UserError, match=r"generation_config\.json: "):
+        load_tokenizer(str(tmp_path / "model"))
 
 
 def train_model(folder: Path, prefix: bool) -> Path:

@@ -306,12 +306,21 @@ def test_a_hugging_face_folder_is_a_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
-def test_the_folder_of_a_model_without_a_tokenizer_is_none(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ([], "no tokenizer in this folder"),
+        (["tokenizer_config.json"], "no piece of text in its vocabulary"),
+    ],
+)
+def test_the_folder_of_a_model_without_a_tokenizer_says_what_to_add(
+    tmp_path: Path, family: str, files: list[str], said: str
+) -> None:
     """transformers makes one of nothing but special tokens of it."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-    with pytest.raises(
-        UserError, match=r"no piece of text in its vocabulary, need tokenizer\.json"
-    ):
+    for file in files:
+        (tmp_path / file).write_text("{}")
+    with pytest.raises(UserError, match=rf"': {said}, need tokenizer\.json, or vocab\.json and "):
         load_tokenizer(str(tmp_path))
 
 
