@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 _NUMBERS = itertools.count()
 SILENT_SECONDS = 86400.0
@@ -38,9 +39,24 @@ def write_whole(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
     temporary.replace(path)
+
+
+def sync_file(file: IO[Any]) -> None:
+    """Bring what has been written to an open file to the disk. Raises OSError."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Bring a folder's names to the disk: without it, a rename may be lost in a power failure.
+    Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

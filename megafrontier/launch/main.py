@@ -54,7 +54,7 @@ from megafrontier.training.plan import (
     resolve_plan,
 )
 from megafrontier.training.preview import describe_ranks
-from megafrontier.training.resume.restarts import Attempt, attempted, note_interrupted
+from megafrontier.training.resume.restarts import StartRecord, record_interrupt, record_start
 from megafrontier.training.resume.resume import check_resume, goes_on, resume
 from megafrontier.training.trainer import Trainer, build_trainer
 
@@ -77,11 +77,11 @@ def train(config: Config, nproc: int | None) -> int:
             nproc,
             partial(_check, config, identity),
             partial(_check_host, config),
-            partial(excluded_nodes.of_refused, directory=directory),
+            partial(excluded_nodes.exclude_refused, directory=directory),
         )
     except KeyboardInterrupt:  # as a parent, or with ranks that hear of it themselves
         if identity is None or identity.rank == 0:
-            note_interrupted(directory, begun)
+            record_interrupt(directory, begun)
         raise
 
 
@@ -232,27 +232,28 @@ def _train_rank(config: Config) -> int:
     try:
         return _train_watched(config, identity, directory)
     except RanksAbsent as error:
-        raise excluded_nodes.of_absent(error, directory, identity, os.environ) from error
+        raise excluded_nodes.exclude_absent(error, directory, identity, os.environ) from error
 
 
 def _train_watched(config: Config, identity: Identity, directory: Path) -> int:
+    excluded = partial(excluded_nodes.read, directory)
     with (
         closing(Watchdog(identity, directory, config.train.hang_seconds)) as watch,
         joined(config, watch.start, watch.fail) as (plan, hierarchy),
         open_run_logger(config, hierarchy.rank == 0) as run_logger,
         watched(watch),
         hold(directory, identity, hierarchy, run_logger.info, config.train.hang_seconds),
-        attempted(config, identity, hierarchy, run_logger.info) as attempt,
+        record_start(config, identity, hierarchy, run_logger.info, excluded) as start,
     ):
-        watch.last_words = attempt.ended
+        watch.last_words = start.end
         if config.preflight.enabled:
             clear_room(config, hierarchy)
             with watch.trying_nodes():
                 preflight(config, plan, identity, hierarchy, run_logger.info)
         where = f"rank {identity.rank} on {identity.host}"
         with out_of_memory_told(where, room_for_training(config)):
-            code = _run(config, plan, hierarchy, run_logger, watch, attempt)
-        attempt.ended(code)
+            code = _run(config, plan, hierarchy, run_logger, watch, start)
+        start.end(code)
         return code
 
 
@@ -262,7 +263,7 @@ def _run(
     hierarchy: Hierarchy,
     run_logger: RunLogger,
     watch: Watchdog,
-    attempt: Attempt,
+    start: StartRecord,
 ) -> int:
     trainer = build_trainer(config, plan, hierarchy)
     for line in (
@@ -274,7 +275,7 @@ def _run(
         run_logger.info(line)
     try:
         resume(trainer, run_logger)
-        attempt.note(resumed=trainer.step)
+        start.add(resumed=trainer.step)
         is_owed = owes_evaluation(trainer)
         hierarchy.run_on_all(partial(_keep_books, trainer, run_logger))
         save = Save(run_logger, trainer.step, watch.beat)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megafrontier.common.errors import UserError
+from megafrontier.common.files import sync_file, sync_folder
 from megafrontier.data.corpus.indexed import HEADER, MAGIC, VERSION, bin_path, dtype_code, idx_path
 
 _FULL = {
@@ -105,15 +106,13 @@ class Corpus:
         """Make it durable and visible. The .idx comes last: without it there is no corpus."""
         with partial_path(self.idx).open("wb") as file:
             self.index.write(file, self.dtype)
-            _sync(file)
-        _sync(self.data)
+            sync_file(file)
+        sync_file(self.data)
         self.idx.unlink(missing_ok=True)
         self.partial_bin.rename(self.bin)
         partial_path(self.idx).rename(self.idx)
         self._has_names = True  # what is called partial from here on is another writer's
-        folder = os.open(self.bin.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        sync_folder(self.bin.parent)
 
     def __exit__(self, _kind: object, error: BaseException | None, *_: object) -> None:
         for path in () if self._has_names else (self.bin, self.idx):
@@ -142,11 +141,6 @@ def _lock(path: Path, prefix: str | Path) -> BinaryIO:
         file.close()
         raise UserError(f"{prefix}: another process has just written this corpus")
     return file
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 class DocumentWriter:

@@ -1,6 +1,5 @@
 """Trains a SentencePiece tokenizer that keeps every character of every text."""
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from random import Random
 from typing import BinaryIO, Literal
 
 from megafrontier.common.errors import UserError
-from megafrontier.common.files import in_work
+from megafrontier.common.files import in_work, sync_file
 from megafrontier.data.text.lines import BadText, read_texts
 from megafrontier.data.text.sources import Reader, find_sources
 from megafrontier.data.text.workers import Workers
@@ -148,8 +147,7 @@ def _train(sample: Sample, vocab_size: int, kind: str, path: Path) -> Sample:
             if guard.empty:
                 raise UserError("tokenizer: the inputs hold no text, need some") from error
             raise UserError(_too_little(vocab_size, str(error))) from error
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
     return sample
 
 

@@ -1,5 +1,7 @@
-"""RUN/bad-nodes.txt: hosts on which the run cannot go on, one a line, for whoever starts it again
-to leave out. slurm/train.sbatch does, and a person may add or strike out some."""
+"""Excluded nodes: RUN/bad-nodes.txt, the hosts on which the run cannot go on, one a line.
+
+slurm/train.sbatch starts the run again without them. A user may add or delete lines.
+"""
 
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
@@ -10,70 +12,70 @@ from megafrontier.common.errors import FatalError, NodesUnfit, RanksAbsent, Rank
 from megafrontier.launch.health.liveness import Missing, describe
 from megafrontier.parallel.env import Identity, planned_hosts
 
-NAME = "bad-nodes.txt"
+FILE_NAME = "bad-nodes.txt"
 
 
-def listed(directory: Path) -> set[str]:
-    """The hosts there, none where there is no list."""
+def read(directory: Path) -> set[str]:
+    """The hosts in the file of run directory `directory`; none if it cannot be read."""
     with suppress(OSError):
-        return set((directory / NAME).read_text(encoding="utf-8").split())
+        return set((directory / FILE_NAME).read_text(encoding="utf-8").split())
     return set()
 
 
 def add(directory: Path, hosts: Iterable[str]) -> None:
-    """Append those that are not there. Raises OSError where the list cannot be written."""
-    found = sorted({*hosts} - listed(directory))
+    """Append the hosts that are not in the file yet. Raises OSError."""
+    new = sorted({*hosts} - read(directory))
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / NAME).open("a", encoding="utf-8") as file:
-        file.writelines(f"{host}\n" for host in found)
+    with (directory / FILE_NAME).open("a", encoding="utf-8") as file:
+        file.writelines(f"{host}\n" for host in new)
 
 
-def list_hosts(
-    directory: Path, ranks: Missing, identity: Identity, by: Collection[int] = (0,)
+def exclude(
+    directory: Path, ranks: Missing, identity: Identity, writers: Collection[int] = (0,)
 ) -> str | None:
-    """On the ranks in `by`: append the hosts of `ranks` to the list, or this rank's own host where
-    `ranks` are most of all. Returns the text to report, None where the list cannot be written, ""
-    on the other ranks."""
-    if identity.rank not in by:
+    """Exclude the hosts of `ranks`, or this rank's own host if `ranks` are most of all ranks.
+
+    Only the ranks in `writers` write. Returns the text to append to the error, "" on the other
+    ranks, None if the file cannot be written: this rank may be the one without the storage.
+    """
+    if identity.rank not in writers:
         return ""
     hosts = {host for _, host in ranks}
     if 2 * len(ranks) > identity.world_size:
         hosts = {identity.host}
     try:
         add(directory, hosts)
-    except OSError:  # its own way to the storage may be cut
+    except OSError:
         return None
-    return f"; listed in {directory / NAME}: {', '.join(sorted(hosts))}"
+    return f"; listed in {directory / FILE_NAME}: {', '.join(sorted(hosts))}"
 
 
-def of_refused(error: RanksRefused, directory: Path, identity: Identity) -> FatalError:
-    """The same error; where a few ranks of a Slurm job cannot start, one that names their hosts,
-    which are listed: what most ranks refuse is no matter of nodes."""
+def exclude_refused(error: RanksRefused, directory: Path, identity: Identity) -> FatalError:
+    """Exclude the hosts of a few ranks of a Slurm job that cannot start. Returns the error to
+    raise: NodesUnfit, or `error` if most ranks cannot start, because then no node is at fault."""
     if identity.source != "slurm" or not error.are_few:
         return error
-    refusing = [(r.rank, r.host) for r in error.refusals]
-    # Rank 0 may be one of them and not even know the directory: then another lists them, too.
+    refusing = [(refusal.rank, refusal.host) for refusal in error.refusals]
+    # The first able rank writes, too: rank 0 may refuse, and not even know the directory.
     able = next(rank for rank in count() if rank not in dict(refusing))
-    said = list_hosts(directory, refusing, identity, {0, able})
-    return error if said is None else NodesUnfit(f"{error}{said}")
+    listed = exclude(directory, refusing, identity, {0, able})
+    return error if listed is None else NodesUnfit(f"{error}{listed}")
 
 
-def of_absent(
+def exclude_absent(
     error: RanksAbsent, directory: Path, identity: Identity, environment: Mapping[str, str]
 ) -> FatalError:
-    """The same error; where Slurm can tell on which hosts the absent ranks were to run, one that
-    names these, which then are listed. That most ranks do not come is no matter of nodes."""
+    """Exclude the hosts of ranks that did not come, if Slurm tells on which hosts they should be.
+    Returns the error to raise: NodesUnfit, RunFailed if most ranks did not come, or `error`."""
     if 2 * len(error.ranks) > identity.world_size:
         return RunFailed(str(error))
     if identity.source != "slurm":
         return error
     if identity.rank:
-        return NodesUnfit(error.what)  # silent; only rank 0 asks Slurm for the hosts
+        return NodesUnfit(error.what)  # Only rank 0 asks Slurm for the hosts, and prints.
     hosts = planned_hosts(environment, identity.world_size)
     if not hosts:
         return error
-    missing = [(rank, hosts[rank]) for rank in error.ranks]
-    said = list_hosts(directory, missing, identity)
-    if said is None:
-        return error
-    return NodesUnfit(f"{describe(missing)}: {error.what}{said}")
+    absent = [(rank, hosts[rank]) for rank in error.ranks]
+    listed = exclude(directory, absent, identity)
+    return error if listed is None else NodesUnfit(f"{describe(absent)}: {error.what}{listed}")

@@ -233,7 +233,7 @@ def _list(directory: Path, hosts: Iterable[str], line: str, hierarchy: Hierarchy
     try:
         excluded_nodes.add(directory, hosts)
     except OSError as error:
-        not_listed = f"not listed, {directory / excluded_nodes.NAME}: {error.strerror}"
+        not_listed = f"not listed, {directory / excluded_nodes.FILE_NAME}: {error.strerror}"
         raise StorageFailed(f"preflight: {line}; {not_listed}") from error
 
 

@@ -298,7 +298,7 @@ class Watchdog:
         """Without the list, which rank 0 writes, another start would meet the same nodes."""
         who = self._identity
         folder = self._directory
-        said = within(STORAGE_SECONDS, lambda: excluded_nodes.list_hosts(folder, ranks, who))
+        said = within(STORAGE_SECONDS, lambda: excluded_nodes.exclude(folder, ranks, who))
         return (LOST, line) if said is None else (BAD_NODE, line + said)
 
     def _where(self, alarm: Alarm) -> str:

@@ -27,7 +27,7 @@ from megafrontier.partition import Engine
 from megafrontier.training.callbacks.save import checkpoint_root, shards
 from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.resume.compatibility import changes, check_model, old_position
-from megafrontier.training.resume.restarts import has_begun, note_begun, reached_step
+from megafrontier.training.resume.restarts import has_begun, reached_step, record_begun
 from megafrontier.training.trainer import Trainer
 
 
@@ -218,7 +218,7 @@ def _say_done(trainer: Trainer, path: Path, is_start: bool, run_logger: RunLogge
 
 def _note_begun(trainer: Trainer) -> None:
     if trainer.is_first:
-        note_begun(Path(trainer.config.run.directory), trainer.config.checkpoint.resume)
+        record_begun(Path(trainer.config.run.directory), trainer.config.checkpoint.resume)
 
 
 def _refuse_old_checkpoints(root: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from megafrontier.common.errors import BAD_NODE, FAILED, LOST, RanksAbsent, RunFailed
-from megafrontier.launch.health import excluded_nodes as bad_nodes
+from megafrontier.launch.health import excluded_nodes
 from megafrontier.launch.health import liveness as rollcall
 from megafrontier.launch.health import watchdog as watch
 from megafrontier.launch.health.liveness import Alarm, Answers, LivenessCheck
@@ -316,7 +316,7 @@ def test_without_slurms_word_its_host_is_not_known_and_the_run_may_start_again(f
 
 def test_that_most_ranks_do_not_come_is_no_matter_of_nodes(tmp_path):
     error = RanksAbsent([1, 2, 3], "did not come")
-    found = bad_nodes.of_absent(error, tmp_path, Identity(0, 4, 0, "slurm"), {})
+    found = excluded_nodes.exclude_absent(error, tmp_path, Identity(0, 4, 0, "slurm"), {})
     assert isinstance(found, RunFailed)
     assert str(found) == "ranks 1, 2, 3: did not come"
 
