@@ -38,7 +38,8 @@ from megafrontier.model.families.hf_io import (
     export_order,
     import_model,
 )
-from megafrontier.model.gpt import GPT, parameter_shapes
+from megafrontier.model.flops import parameter_shapes
+from megafrontier.model.gpt import GPT
 from megafrontier.partition.layout import Layout
 from megafrontier.partition.wires.wire import DTYPES
 from megafrontier.training.callbacks.save import attach_tokenizer

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import ModelConfig
-from megafrontier.model.cache import KVCache
+from megafrontier.model.attention import KVCache
 from megafrontier.model.gpt import GPT
 
 __all__ = ["KVCache", "check_request", "generate", "next_token_probabilities", "stream_text"]

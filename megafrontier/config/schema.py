@@ -85,6 +85,39 @@ class ModelConfig:
     init_std: float = 0.02
     """Standard deviation of `init: gpt2`, and of the learned positions in either."""
 
+    @property
+    def head_dim(self) -> int:
+        """`head_size`, or its default."""
+        return self.head_size or self.hidden // self.heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """`kv_heads`, or its default."""
+        return self.kv_heads or self.heads
+
+    @property
+    def rotary_dims(self) -> int:
+        """Number of rotating dimensions in a head; 0 with learned positions."""
+        return 0 if self.position == "learned" else round(self.head_dim * self.rotary_fraction)
+
+    @property
+    def mlp_hidden(self) -> int:
+        """`ffn_hidden`, or its default. With swiglu, both the gate and the up projection have it.
+
+        The default for swiglu keeps the parameter count of a 4 · hidden MLP (Shazeer 2020,
+        arXiv:2002.05202), rounded up to a multiple of 64.
+        """
+        if self.ffn_hidden is not None:
+            return self.ffn_hidden
+        return (
+            -(-8 * self.hidden // (3 * 64)) * 64 if self.activation == "swiglu" else 4 * self.hidden
+        )
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and of the output matrix."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
 
 @dataclass
 class CorpusConfig:

@@ -1,14 +1,50 @@
 """Causal self-attention with grouped keys and values, rotary positions and an optional cache."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
-from megafrontier.model.cache import LayerCache
 from megafrontier.model.kernels.backends import takes_groups
 from megafrontier.model.kernels.varlen import document_attention
 from megafrontier.model.positions import Rotary, rotate
-from megafrontier.model.sizes import head_size, kv_heads
+
+
+class LayerCache:
+    """Keys and values of one block: room for [b, kv_heads, capacity, head_size] each."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self._keys, self._values = keys, values
+        self._length = 0
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the keys and values [b, kv_heads, s, head_size] of s tokens; returns all so far."""
+        start, self._length = self._length, self._length + keys.shape[2]
+        self._keys[:, :, start : self._length] = keys
+        self._values[:, :, start : self._length] = values
+        return self._keys[:, :, : self._length], self._values[:, :, : self._length]
+
+
+class KVCache:
+    """The caches of all blocks, and how many tokens they hold."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        batch: int = 1,
+        capacity: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Room for `capacity` tokens (default: the model's sequence length) of `batch` rows."""
+        self.capacity = capacity or config.sequence_length
+        self.length = 0
+        shape = (batch, config.num_kv_heads, self.capacity, config.head_dim)
+        self.layers = [
+            LayerCache(*(torch.empty(shape, dtype=dtype, device=device) for _ in range(2)))
+            for _ in range(config.layers)
+        ]
 
 
 class Attention(nn.Module):
@@ -16,8 +52,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads = config.heads, kv_heads(config)
-        self.head_size = head_size(config)
+        self.heads, self.kv_heads = config.heads, config.num_kv_heads
+        self.head_size = config.head_dim
         self.dropout = config.dropout
         inner, kv_inner = self.heads * self.head_size, self.kv_heads * self.head_size
         self._widths = [inner, kv_inner, kv_inner]

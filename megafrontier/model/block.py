@@ -7,12 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
-from megafrontier.model.attention import Attention
-from megafrontier.model.cache import LayerCache
+from megafrontier.model.attention import Attention, LayerCache
 from megafrontier.model.positions import Rotary
 from megafrontier.model.recompute.checkpointing import Mode, run_checkpointed
 from megafrontier.model.recompute.offload import Offload
-from megafrontier.model.sizes import ffn_hidden
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
@@ -31,7 +29,7 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.activation = config.activation
-        width = ffn_hidden(config)
+        width = config.mlp_hidden
         rows = 2 * width if self.activation == "swiglu" else width
         self.up = nn.Linear(config.hidden, rows, bias=config.bias)
         self.down = nn.Linear(width, config.hidden, bias=config.bias)
@@ -67,13 +65,13 @@ class Block(nn.Module):
         run: Callable[..., Tensor] | None = None,
     ) -> None:
         """`offload`: where the input waits for backward with `checkpointing` offload. `run`: what
-        to call in place of `Block.remember`, for instance that, compiled."""
+        to call in place of `Block.forward_recomputed`, for instance that, compiled."""
         super().__init__()
         self.parallel = config.parallel_residual
         self.dropout = config.dropout
         self.checkpointing = checkpointing
         self.offload = offload
-        self._run = run or Block.remember
+        self._run = run or Block.forward_recomputed
         self.norm1 = make_norm(config)
         self.attention = Attention(config)
         self.norm2 = make_norm(config)
@@ -93,7 +91,7 @@ class Block(nn.Module):
         with nullcontext() if self.offload is None else self.offload.applied_to(hidden):
             return self._run(self, hidden, rotary, mask, documents)
 
-    def remember(
+    def forward_recomputed(
         self,
         hidden: Tensor,
         rotary: Rotary | None,

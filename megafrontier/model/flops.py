@@ -1,11 +1,26 @@
-"""How many parameters a model has, and how much arithmetic one token of training costs."""
+"""Counts that follow from a ModelConfig: parameters, their shapes, and FLOPs a token."""
 
 from math import prod
 
+import torch
+
 from megafrontier.config import ModelConfig
-from megafrontier.model.gpt import parameter_shapes
+from megafrontier.model.gpt import GPT
 from megafrontier.model.init import parameter_kind
-from megafrontier.model.sizes import head_size
+
+_shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter, in the model's order. Allocates no weights."""
+    # The metrics of each step need them, and building a deep model takes tens of milliseconds even
+    # on the meta device. The key is a string because a config may hold lists.
+    key = repr(config)
+    if key not in _shapes:
+        with torch.device("meta"):
+            model = GPT(config)
+        _shapes[key] = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return dict(_shapes[key])
 
 
 def parameter_count(config: ModelConfig) -> int:
@@ -40,6 +55,6 @@ def flops_per_token(config: ModelConfig) -> float:
         if name.startswith("blocks.") and parameter_kind(name) == "matrix"
     )
     in_head = config.vocab_size * config.hidden
-    width = config.heads * head_size(config)
+    width = config.heads * config.head_dim
     attention = 6 * config.layers * width * config.sequence_length
     return float(6 * (in_blocks + in_head) + attention)

@@ -5,8 +5,6 @@ gather them when it begins and let them go when it ends. The one exception is a 
 at both ends of the model: it belongs to no unit and stays gathered for the whole pass.
 """
 
-from dataclasses import astuple
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
+from megafrontier.model.attention import KVCache
 from megafrontier.model.block import Block, make_norm
-from megafrontier.model.cache import KVCache
 from megafrontier.model.kernels.backends import skips_mask
 from megafrontier.model.loss import Losses, chunk_losses, linear_cross_entropy
 from megafrontier.model.positions import (
@@ -28,38 +26,40 @@ from megafrontier.model.positions import (
 from megafrontier.model.recompute.checkpointing import Mode
 from megafrontier.model.recompute.compile import compiled, let_length_vary
 from megafrontier.model.recompute.offload import Offload
-from megafrontier.model.sizes import padded_vocab, rotary_size
 
 
-class LookUp(torch.autograd.Function):
-    """Rows of a matrix of 16 bits on a CPU, with their gradient summed in fp32: torch adds one
-    use after the other in the matrix' own type, where those of frequent rows soon add nothing."""
+class _FP32GradLookup(torch.autograd.Function):
+    """An embedding whose gradient is summed in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, numbers: Tensor) -> Tensor:
-        ctx.save_for_backward(numbers)
+    def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
         ctx.rows = weight.shape[0]
-        return F.embedding(numbers, weight)
+        return F.embedding(ids, weight)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        (numbers,) = ctx.saved_tensors
-        (gradient,) = upstream
-        summed = torch.ops.aten.embedding_dense_backward(
-            gradient.float(), numbers, ctx.rows, -1, False
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        (grad_output,) = grad_outputs
+        grad = torch.ops.aten.embedding_dense_backward(
+            grad_output.float(), ids, ctx.rows, -1, False
         )
-        return summed.to(gradient.dtype), None
+        return grad.to(grad_output.dtype), None
 
 
-class Vectors(nn.Embedding):
-    """torch's embedding, of tokens or of positions, with `LookUp` where that is needed."""
+class FP32GradEmbedding(nn.Embedding):
+    """nn.Embedding that also sums its gradient in fp32 if a 16-bit weight is on a CPU.
 
-    def forward(self, numbers: Tensor) -> Tensor:
-        """numbers [b, s] → [b, s, hidden]."""
+    There torch adds up the gradients of a row in the weight's type, so that those of frequent ids
+    soon add nothing.
+    """
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [b, s] → [b, s, hidden]."""
         if self.weight.device.type == "cpu" and self.weight.dtype != torch.float32:
-            found: Tensor = LookUp.apply(self.weight, numbers)
+            found: Tensor = _FP32GradLookup.apply(self.weight, ids)
             return found
-        return super().forward(numbers)
+        return super().forward(ids)
 
 
 class Embedding(nn.Module):
@@ -68,9 +68,9 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.dropout = config.dropout
-        self.tokens = Vectors(padded_vocab(config), config.hidden)
+        self.tokens = FP32GradEmbedding(config.padded_vocab_size, config.hidden)
         if config.position == "learned":
-            self.positions = Vectors(config.sequence_length, config.hidden)
+            self.positions = FP32GradEmbedding(config.sequence_length, config.hidden)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens [b, s], positions [b or 1, s] → [b, s, hidden]."""
@@ -93,7 +93,7 @@ class Head(nn.Module):
         self.loss_chunk_tokens = loss_chunk_tokens
         self.norm = make_norm(config)
         if not config.tie_embeddings:
-            self.output = nn.Linear(config.hidden, padded_vocab(config), bias=False)
+            self.output = nn.Linear(config.hidden, config.padded_vocab_size, bias=False)
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None
@@ -134,7 +134,7 @@ class GPT(nn.Module):
         self.is_compiled = compile_blocks
         self.embedding = Embedding(config)
         offload = Offload() if checkpointing == "offload" else None
-        run = compiled(Block.remember) if compile_blocks else None
+        run = compiled(Block.forward_recomputed) if compile_blocks else None
         self.blocks = nn.ModuleList(
             Block(config, checkpointing=checkpointing, offload=offload, run=run)
             for _ in range(config.layers)
@@ -187,7 +187,7 @@ class GPT(nn.Module):
         return self.head(hidden[:, -1:] if last_only else hidden, targets, tied)
 
     def _rotary(self, positions: Tensor) -> Rotary | None:
-        config, rotary_dims = self.config, rotary_size(self.config)
+        config, rotary_dims = self.config, self.config.rotary_dims
         if not rotary_dims:
             return None
         return rotary_tables(positions, rotary_dims, config.rotary_base, config.rotary_scaling)
@@ -219,17 +219,3 @@ class GPT(nn.Module):
         if documents is not None:
             return document_positions(documents, *tokens.shape)
         return torch.arange(past, past + tokens.shape[1], device=tokens.device)[None]
-
-
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter, in the model's order; allocates nothing."""
-    return dict(_parameter_shapes(astuple(config)))
-
-
-@cache
-def _parameter_shapes(values: tuple[Any, ...]) -> dict[str, tuple[int, ...]]:
-    """Of the ModelConfig with these values: each step's metrics ask for it, and a model of many
-    blocks takes tens of milliseconds to build, on the meta device, too."""
-    with torch.device("meta"):
-        model = GPT(ModelConfig(*values))
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORED = -100
-"""Target of a token that has no loss."""
+IGNORE_INDEX = -100
+"""Target of a token without loss."""
 
 _FP16_SCALE = 1024.0
 """fp16 loses what is below 6e-8, and most gradients of logits are of the size 1 / vocabulary."""
@@ -30,7 +30,7 @@ def chunk_losses(
     logits [c, rows], of which those from `vocab_size` on are padding; targets [c]. The gradient's
     rows of ignored tokens are not zero: the caller leaves these out of a smaller factor.
     """
-    has_loss = (targets != IGNORED)[:, None]
+    has_loss = (targets != IGNORE_INDEX)[:, None]
     target_ids = targets.clamp(min=0)[:, None]
     fp32_logits = logits.float()
     if logits.shape[1] > vocab_size:
@@ -60,10 +60,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum over tokens of -log softmax(hidden · weightᵀ)[target]: an fp32 scalar.
 
-    hidden [n, h], weight [rows, h] with rows ≥ vocab_size (the rows beyond are padding: no token
-    is ever given to them), targets [n] int64, `IGNORED` for tokens without loss. Logits exist for
-    `chunk_tokens` tokens at a time. Gradients are those of softmax minus one-hot, the weight's is
-    summed over chunks in fp32. `losses`: what to call in place of `chunk_losses`.
+    hidden [n, h]; weight [rows, h] with rows ≥ vocab_size, of which those from vocab_size on are
+    padding; targets [n] int64, `IGNORE_INDEX` for tokens without loss. Logits exist for
+    `chunk_tokens` tokens at a time. The weight's gradient is summed over chunks in fp32. `losses`
+    is called in place of `chunk_losses`.
     """
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     loss = _LinearCrossEntropy.apply(
@@ -101,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             found, error = losses(logits, targets[rows], vocab_size, ctx.scale, with_gradient)
             loss += found
             if error is not None and hidden_grad is not None and weight_grad is not None:
-                counted = (targets[rows] != IGNORED)[:, None].to(weight.dtype)
+                counted = (targets[rows] != IGNORE_INDEX)[:, None].to(weight.dtype)
                 torch.mm(error, weight, out=hidden_grad[rows]).mul_(counted)
                 _add_product_(weight_grad, error.t(), chunk * counted)
         ctx.weight_dtype = weight.dtype
@@ -109,9 +109,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        factor = upstream[0] / ctx.scale
+        factor = grad_outputs[0] / ctx.scale
         by_weight = None
         if ctx.needs_input_grad[1]:
             # Straight into its type: a device has no second fp32 matrix beside all activations.

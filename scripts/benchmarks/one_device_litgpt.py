@@ -10,8 +10,6 @@ import torch
 from one_device_setting import BETAS, CLIP, LR, WEIGHT_DECAY, Feed, Rows, Setting
 from rounds_child import Clock, Finished
 
-from megafrontier.model.sizes import ffn_hidden
-
 
 def litgpt(setting: dict[str, Any]) -> dict[str, float]:
     """litgpt's `pretrain`, which always compiles; its AdamW is fused on a GPU only."""
@@ -76,7 +74,7 @@ def _litgpt_model(setting: Setting) -> Any:
         n_head=model.heads,
         vocab_size=model.vocab_size,
         padded_vocab_size=model.vocab_size,
-        intermediate_size=ffn_hidden(model),
+        intermediate_size=model.mlp_hidden,
         rotary_percentage=1.0,
         parallel_residual=False,
         bias=False,

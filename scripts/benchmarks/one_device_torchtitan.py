@@ -13,8 +13,6 @@ import torch
 from one_device_setting import CLIP, LR, Feed, Setting
 from rounds_child import Clock, Finished, Unable
 
-from megafrontier.model.sizes import ffn_hidden
-
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -103,7 +101,7 @@ def _model(setting: Setting) -> Any:
             n_layers=model.layers,
             dim=hidden,
             n_heads=model.heads,
-            hidden_dim=ffn_hidden(model),
+            hidden_dim=model.mlp_hidden,
             rope=rope,
             attn_backend="flex",
         ),

@@ -3,8 +3,9 @@
 import torch
 
 from megafrontier.commands.evaluate import text_bytes
-from megafrontier.data.sampling.samples import IGNORED, Batch
+from megafrontier.data.sampling.samples import Batch
 from megafrontier.data.tokenizers.tokenizer import ByteTokenizer
+from megafrontier.model.loss import IGNORE_INDEX
 
 
 def batch_of(rows, before):
@@ -18,7 +19,11 @@ def test_a_character_that_two_rows_share_counts_its_own_bytes():
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode("ßä€x")
     assert len(ids) == 8
-    rows = [[*ids[:3], tokenizer.eod], [*ids[3:6], IGNORED], [*ids[6:], IGNORED, IGNORED]]
+    rows = [
+        [*ids[:3], tokenizer.eod],
+        [*ids[3:6], IGNORE_INDEX],
+        [*ids[6:], IGNORE_INDEX, IGNORE_INDEX],
+    ]
     batch = batch_of(rows, [tokenizer.eod, ids[2], ids[5]])
     # Where € is cut, the two bytes before the cut cannot be told from one.
     assert text_bytes(tokenizer, batch) == 7

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from megafrontier.config import load_config, load_machine
-from megafrontier.model.flops import flops_per_token, parameter_count
-from megafrontier.model.gpt import parameter_shapes
+from megafrontier.model.flops import flops_per_token, parameter_count, parameter_shapes
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 PARAMETERS = {

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from megafrontier.model import attention
 from megafrontier.model.block import make_norm
-from megafrontier.model.gpt import GPT, Embedding, parameter_shapes
-from megafrontier.model.sizes import ffn_hidden, padded_vocab
+from megafrontier.model.flops import parameter_shapes
+from megafrontier.model.gpt import GPT, Embedding
 
 
 def gradients(model, loss):
@@ -212,6 +212,6 @@ def test_more_tokens_than_the_sequence_length_are_refused(make_config, make_mode
 
 
 def test_default_sizes(make_config):
-    assert padded_vocab(make_config(vocab_size=50257, vocab_multiple=128)) == 50304
-    assert ffn_hidden(make_config(hidden=4096, activation="swiglu")) == 10944
-    assert ffn_hidden(make_config(hidden=768)) == 3072
+    assert make_config(vocab_size=50257, vocab_multiple=128).padded_vocab_size == 50304
+    assert make_config(hidden=4096, activation="swiglu").mlp_hidden == 10944
+    assert make_config(hidden=768).mlp_hidden == 3072

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megafrontier.model import init as module
-from megafrontier.model.gpt import GPT, parameter_shapes
+from megafrontier.model.flops import parameter_shapes
+from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initial_slice, initialise, parameter_kind
 
 KNOWN = [0.002406746, 0.02491387, -0.005563564]

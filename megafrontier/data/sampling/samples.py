@@ -20,9 +20,7 @@ from megafrontier.common.errors import UserError
 from megafrontier.config import CorpusConfig, DataConfig
 from megafrontier.data.corpus.indexed import IndexedDataset, bin_path
 from megafrontier.data.sampling.order import Blend, make_key, permute
-
-IGNORED = -100
-"""Target that gets no loss."""
+from megafrontier.model.loss import IGNORE_INDEX
 
 LOOKED_AT = 8
 """Windows of a corpus that stand for all of it, however long: each may be a read of its own."""
@@ -35,7 +33,7 @@ class Batch:
     tokens: torch.Tensor
     """Input ids [b, s], int64."""
     targets: torch.Tensor
-    """The id after each token [b, s], int64; IGNORED where it belongs to another document."""
+    """The id after each token [b, s], int64; IGNORE_INDEX where it belongs to another document."""
     documents: torch.Tensor | None
     """With a document mask: where each begins in the b · s tokens, and b · s, int32 [n + 1]. Every
     window begins one."""
@@ -140,7 +138,7 @@ class Samples:
         documents = None
         if self._document_mask:
             numbers = np.stack([self._documents(corpus, window) for corpus, window in located])
-            targets[numbers[:, 1:] != numbers[:, :-1]] = IGNORED
+            targets[numbers[:, 1:] != numbers[:, :-1]] = IGNORE_INDEX
             documents = document_starts(torch.from_numpy(numbers[:, :-1]))
         tokens = torch.from_numpy(read[:, :-1].copy())
         return Batch(tokens, torch.from_numpy(targets), documents, first)

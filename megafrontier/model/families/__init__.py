@@ -1,13 +1,14 @@
-"""The Hugging Face families that a GPT can be written as and read from."""
+"""The Hugging Face families that a GPT can be exported to and imported from.
+
+To add a family, write one file like `gpt2.py` and import it here.
+"""
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import ModelConfig
-from megafrontier.model.families.base import Family, Settings
-from megafrontier.model.families.gpt2 import GPT2
-from megafrontier.model.families.llama import Llama
-from megafrontier.model.families.neox import NeoX
-
-FAMILIES: tuple[Family, ...] = (GPT2(), NeoX(), Llama())
+from megafrontier.model.families import gpt2 as gpt2
+from megafrontier.model.families import llama as llama
+from megafrontier.model.families import neox as neox
+from megafrontier.model.families.base import FAMILIES, Family, HFConfigReader
 
 
 def family_for(config: ModelConfig) -> Family:
@@ -15,26 +16,21 @@ def family_for(config: ModelConfig) -> Family:
 
     Raises UserError naming the key and value that the nearest family cannot express.
     """
-    gpt2, neox, llama = FAMILIES
-    if config.position == "learned":
-        family = gpt2
-    else:
-        gated = config.norm == "rmsnorm" or config.activation == "swiglu"
-        family = llama if gated else neox
-    for need in family.needs(config):
-        if need.value not in need.fits:
-            fits = " or ".join(str(fit) for fit in need.fits)
+    family = next(family for family in FAMILIES.values() if family.matches(config))
+    for constraint in family.constraints(config):
+        if constraint.value not in constraint.allowed:
+            allowed = " or ".join(str(value) for value in constraint.allowed)
             raise UserError(
-                f"model.{need.key}: {need.value} cannot be exported: with position "
-                f"{config.position} the nearest family is {family.architecture}, which needs {fits}"
+                f"model.{constraint.key}: {constraint.value} cannot be exported: with position "
+                f"{config.position} the nearest family is {family.architecture}, which needs "
+                f"{allowed}"
             )
     return family
 
 
-def family_of(settings: Settings) -> Family:
-    """The family that a config.json names. Raises UserError when it is none of ours."""
-    known = {family.model_type: family for family in FAMILIES}
-    return known[settings.one_of("model_type", None, *known)]
+def family_of(reader: HFConfigReader) -> Family:
+    """The family that a config.json names. Raises UserError for an unknown one."""
+    return FAMILIES[reader.one_of("model_type", None, *sorted(FAMILIES))]
 
 
-__all__ = ["FAMILIES", "Family", "Settings", "family_for", "family_of"]
+__all__ = ["FAMILIES", "Family", "HFConfigReader", "family_for", "family_of"]

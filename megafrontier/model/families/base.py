@@ -1,51 +1,88 @@
-"""What a family is: its config.json, its tensor names, and how its tensors lie."""
+"""What a Hugging Face family is: its config.json, its tensors' names and layouts."""
 
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import ModelConfig, RotaryScalingConfig
-from megafrontier.model.sizes import head_size, padded_vocab
 
 HEAD = "head"
-"""Our name for the output matrix in a family's tensors; files call it differently by version."""
+"""Our name for the output matrix in `ParamMapping.hf_names`: its name in files varies by version.
+"""
 
 
 @dataclass(frozen=True)
-class Need:
-    """A key of ModelConfig whose value the family can only express when it is in `fits`."""
+class Constraint:
+    """A key of ModelConfig whose value must be one of `allowed` for the family to express it."""
 
     key: str
     value: Any
-    fits: tuple[Any, ...]
+    allowed: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Translation:
-    """One of our parameters, the family's tensors that hold it, and the way there and back."""
+class ParamMapping:
+    """One parameter of GPT, the family's tensors that hold it, and the conversion in both ways."""
 
-    ours: str
-    theirs: tuple[str, ...]
+    name: str
+    hf_names: tuple[str, ...]
     export: Callable[[Tensor], Sequence[Tensor]]
     load: Callable[[Sequence[Tensor]], Tensor]
 
 
-class Settings:
-    """A config.json, whose every bad value is refused by file, key and value."""
+class Family(Protocol):
+    """One `transformers` architecture."""
+
+    architecture: str
+    model_type: str
+    prefix: str
+    """Prefix of every tensor's name except the head's. Base models omit it."""
+    head: str
+    """Name of the output matrix in files."""
+
+    def matches(self, config: ModelConfig) -> bool:
+        """Whether this is the family to export the model as. At most one family matches."""
+
+    def constraints(self, config: ModelConfig) -> list[Constraint]:
+        """What must hold for the family to express a model that it matches."""
+
+    def write_config(self, config: ModelConfig) -> dict[str, Any]:
+        """The family's part of config.json."""
+
+    def read_config(self, reader: "HFConfigReader") -> ModelConfig:
+        """The model that a config.json describes. Raises UserError if GPT cannot express it."""
+
+    def mappings(self, config: ModelConfig) -> list[ParamMapping]:
+        """Every parameter, biases included."""
+
+
+FAMILIES: dict[str, Family] = {}
+"""By `model_type`."""
+
+F = TypeVar("F", bound=Family)
+
+
+def register(family: type[F]) -> type[F]:
+    """Class decorator: add a family to `FAMILIES`."""
+    FAMILIES[family.model_type] = family()
+    return family
+
+
+class HFConfigReader:
+    """Reads a config.json, and refuses each bad value by file, key and value."""
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
         self._path, self._values = path, values
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """A number; `default` where the key is missing or null. Raises UserError otherwise."""
-        value = self._values.get(key)
-        value = default if value is None else value
+        """A number, or `default` if the key is missing or null. Raises UserError otherwise."""
+        value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(key, value, "need a number")
         if not abs(value) <= sys.float_info.max:
@@ -53,32 +90,31 @@ class Settings:
         return value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number above 0, as `number` does."""
+        """Like `number`, for an integer above 0."""
         value = self.number(key, default)
         if not isinstance(value, int) or value < 1:
-            raise self.error(key, value, "need a whole number above 0")
+            raise self.error(key, value, "need an integer above 0")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false, as `number` does."""
+        """Like `number`, for true or false."""
         return bool(self.one_of(key, default, True, False))
 
-    def one_of(self, key: str, default: Any, *fits: Any) -> Any:
-        """A value among `fits`, as `number` does."""
-        value = self._values.get(key)
-        value = default if value is None else value
-        if value not in fits:
-            raise self.error(key, value, f"need {' or '.join(map(repr, fits))}")
+    def one_of(self, key: str, default: Any, *allowed: Any) -> Any:
+        """Like `number`, for one of the values `allowed`."""
+        value = self._get(key, default)
+        if value not in allowed:
+            raise self.error(key, value, f"need {' or '.join(map(repr, allowed))}")
         return value
 
     def rope(
         self, theta_key: str, fraction_key: str, default_fraction: float, *types: str
     ) -> "Rope":
-        """Rotary settings: transformers 5 keeps them in a dictionary, 4 beside the others.
+        """The rotary settings; `types` are the ways of scaling frequencies that the family has.
 
-        A file may have both, of which the older release changes its own alone: so they must say the
-        same. `types`: ways to scale the frequencies for longer texts that the family has. Raises
-        UserError where they do not say the same, and for other ways.
+        transformers 5 keeps them in the dictionary `rope_parameters`, transformers 4 at the top
+        and in `rope_scaling`. A file may have both. Raises UserError if the two differ, because
+        the two releases would then build different models, and for any other way of scaling.
         """
         base = self.number(theta_key, 10000.0)
         fraction = self.number(fraction_key, default_fraction)
@@ -87,18 +123,25 @@ class Settings:
             inner = self._values.get(key) or {}
             if not isinstance(inner, dict):
                 raise self.error(key, inner, "need keys and values")
-            nested = Settings(self._path, inner)
+            nested = HFConfigReader(self._path, inner)
             if inner:
                 scalings.append(nested._scaling(types))
-            base = self._alike(nested, "rope_theta", theta_key, base)
-            fraction = self._alike(nested, "partial_rotary_factor", fraction_key, fraction)
+            base = self._equal(nested, "rope_theta", theta_key, base)
+            fraction = self._equal(nested, "partial_rotary_factor", fraction_key, fraction)
         if len(scalings) == 2 and scalings[0] != scalings[1]:
             found = self._values["rope_scaling"]
-            raise self.error("rope_scaling", found, "need what rope_parameters says")
+            raise self.error("rope_scaling", found, "need the same as in rope_parameters")
         return Rope(float(base), float(fraction), scalings[0] if scalings else None)
 
+    def error(self, key: str, value: Any, fits: str) -> UserError:
+        """The error for one value."""
+        return UserError(f"{self._path}: {key}: {value!r}, {fits}")
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self._values.get(key)
+        return default if value is None else value
+
     def _scaling(self, types: Sequence[str]) -> RotaryScalingConfig | None:
-        """Of rope_scaling or rope_parameters."""
         key = "rope_type" if "rope_type" in self._values else "type"
         if self.one_of(key, "default", "default", *types) == "default":
             return None
@@ -109,62 +152,35 @@ class Settings:
             self.integer("original_max_position_embeddings"),
         )
 
-    def _alike(self, nested: "Settings", inner: str, outer: str, value: float) -> float:
+    def _equal(self, nested: "HFConfigReader", inner: str, outer: str, value: float) -> float:
         found = nested.number(inner, value)
         if self._values.get(outer) is not None and found != value:
             raise self.error(outer, value, f"need the {found} of {inner} in rope_parameters")
         return found
 
-    def error(self, key: str, value: Any, fits: str) -> UserError:
-        """The refusal of one value."""
-        return UserError(f"{self._path}: {key}: {value!r}, {fits}")
-
 
 @dataclass(frozen=True)
 class Rope:
-    """Base of the frequencies, the fraction of each head that rotates, and longer texts."""
+    """Base of the frequencies, rotating fraction of each head, and scaling for longer texts."""
 
     base: float
     fraction: float
     scaling: RotaryScalingConfig | None
 
 
-class Family(Protocol):
-    """One `transformers` architecture."""
-
-    architecture: str
-    model_type: str
-    prefix: str
-    """What stands before every tensor's name but the head's; base models leave it out."""
-    head: str
-    """Name of the output matrix in files."""
-
-    def needs(self, config: ModelConfig) -> list[Need]:
-        """What the family must find to express the model."""
-
-    def write_config(self, config: ModelConfig) -> dict[str, Any]:
-        """The family's part of config.json."""
-
-    def read_config(self, settings: Settings) -> ModelConfig:
-        """The model of a config.json. Raises UserError for what GPT does not do."""
-
-    def tensors(self, config: ModelConfig) -> list[Translation]:
-        """Every tensor, biases included."""
+def same(name: str, hf_name: str) -> ParamMapping:
+    """A tensor with the same layout on both sides."""
+    return ParamMapping(name, (hf_name,), lambda t: (t,), lambda ts: ts[0])
 
 
-def same(ours: str, theirs: str) -> Translation:
-    """A tensor that lies alike on both sides."""
-    return Translation(ours, (theirs,), lambda t: (t,), lambda ts: ts[0])
+def same_module(name: str, hf_name: str) -> list[ParamMapping]:
+    """Weight and bias of a linear layer or a norm with the same layout on both sides."""
+    return [same(f"{name}.{part}", f"{hf_name}.{part}") for part in ("weight", "bias")]
 
 
-def same_linear(ours: str, theirs: str) -> list[Translation]:
-    """Weight and bias that lie alike on both sides; norms too."""
-    return [same(f"{ours}.{part}", f"{theirs}.{part}") for part in ("weight", "bias")]
-
-
-def vocabulary(config: ModelConfig, ours: str, theirs: str) -> Translation:
-    """A matrix with a row per token id: cut to the real ids there, padded with zeros here."""
-    padding = padded_vocab(config) - config.vocab_size
+def vocabulary(config: ModelConfig, name: str, hf_name: str) -> ParamMapping:
+    """A matrix with one row per token id: unpadded in the family, padded with zeros in GPT."""
+    padding = config.padded_vocab_size - config.vocab_size
 
     def pad(tensors: Sequence[Tensor]) -> Tensor:
         rows = tensors[0].shape[0]
@@ -172,32 +188,32 @@ def vocabulary(config: ModelConfig, ours: str, theirs: str) -> Translation:
             raise ValueError(f"{rows} rows, need vocab_size ({config.vocab_size})")
         return torch.nn.functional.pad(tensors[0], (0, 0, 0, padding))
 
-    return Translation(ours, (theirs,), lambda t: (t[: config.vocab_size],), pad)
+    return ParamMapping(name, (hf_name,), lambda t: (t[: config.vocab_size],), pad)
 
 
-def both_ends(config: ModelConfig, theirs: str) -> list[Translation]:
-    """The embedding of tokens and, when it is not the same matrix, the output's."""
-    ends = [vocabulary(config, "embedding.tokens.weight", theirs)]
+def embedding_and_head(config: ModelConfig, hf_name: str) -> list[ParamMapping]:
+    """The token embedding and, if it is not tied to it, the output matrix."""
+    ends = [vocabulary(config, "embedding.tokens.weight", hf_name)]
     if not config.tie_embeddings:
         ends.append(vocabulary(config, "head.output.weight", HEAD))
     return ends
 
 
-def plain_heads(config: ModelConfig) -> list[Need]:
-    """As many key as query heads, and heads that fill the width."""
+def plain_heads(config: ModelConfig) -> list[Constraint]:
+    """As many key heads as query heads, and heads that together have the hidden width."""
     return [
-        Need("kv_heads", config.kv_heads or config.heads, (config.heads,)),
-        Need("head_size", head_size(config), (config.hidden / config.heads,)),
+        Constraint("kv_heads", config.num_kv_heads, (config.heads,)),
+        Constraint("head_size", config.head_dim, (config.hidden / config.heads,)),
     ]
 
 
 def gelu_name(config: ModelConfig) -> str:
-    """What `transformers` calls this activation."""
+    """The name that `transformers` has for this activation."""
     return "gelu_new" if config.activation == "gelu_tanh" else "gelu"
 
 
-def read_gelu(settings: Settings, key: str, default: str) -> Any:
+def read_gelu(reader: HFConfigReader, key: str, default: str) -> Any:
     """Our name of a GELU: `transformers` has three names for the tanh approximation."""
     approximate = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
-    name = settings.one_of(key, default, "gelu", *approximate)
+    name = reader.one_of(key, default, "gelu", *approximate)
     return "gelu_tanh" if name in approximate else "gelu"

@@ -4,19 +4,20 @@ from typing import Any
 
 from megafrontier.config import ModelConfig
 from megafrontier.model.families.base import (
-    Need,
-    Settings,
-    Translation,
-    both_ends,
+    Constraint,
+    HFConfigReader,
+    ParamMapping,
+    embedding_and_head,
     gelu_name,
     plain_heads,
     read_gelu,
+    register,
     same,
-    same_linear,
+    same_module,
 )
-from megafrontier.model.sizes import ffn_hidden
 
 
+@register
 class GPT2:
     """`GPT2LMHeadModel`."""
 
@@ -25,12 +26,16 @@ class GPT2:
     prefix = "transformer."
     head = "lm_head.weight"
 
-    def needs(self, config: ModelConfig) -> list[Need]:
-        """Its normalisation, activations, residual order and heads."""
+    def matches(self, config: ModelConfig) -> bool:
+        """Learned positions."""
+        return config.position == "learned"
+
+    def constraints(self, config: ModelConfig) -> list[Constraint]:
+        """Its norm, activations, residual order and heads."""
         return [
-            Need("norm", config.norm, ("layernorm",)),
-            Need("activation", config.activation, ("gelu", "gelu_tanh")),
-            Need("parallel_residual", config.parallel_residual, (False,)),
+            Constraint("norm", config.norm, ("layernorm",)),
+            Constraint("activation", config.activation, ("gelu", "gelu_tanh")),
+            Constraint("parallel_residual", config.parallel_residual, (False,)),
             *plain_heads(config),
         ]
 
@@ -40,7 +45,7 @@ class GPT2:
             "n_layer": config.layers,
             "n_embd": config.hidden,
             "n_head": config.heads,
-            "n_inner": ffn_hidden(config),
+            "n_inner": config.mlp_hidden,
             "n_positions": config.sequence_length,
             "activation_function": gelu_name(config),
             "layer_norm_epsilon": config.norm_eps,
@@ -50,48 +55,51 @@ class GPT2:
             "initializer_range": config.init_std,
         }
 
-    def read_config(self, settings: Settings) -> ModelConfig:
-        """From GPT2Config's keys and defaults; dropout is that of the residual branches."""
-        settings.one_of("scale_attn_weights", True, True)
-        settings.one_of("scale_attn_by_inverse_layer_idx", False, False)
-        settings.one_of("add_cross_attention", False, False)
-        hidden = _size(settings, "hidden_size", "n_embd", 768)
+    def read_config(self, reader: HFConfigReader) -> ModelConfig:
+        """Read GPT2Config's keys, with its defaults. Dropout is the residual branches'."""
+        reader.one_of("scale_attn_weights", True, True)
+        reader.one_of("scale_attn_by_inverse_layer_idx", False, False)
+        reader.one_of("add_cross_attention", False, False)
+        hidden = _size(reader, "hidden_size", "n_embd", 768)
         return ModelConfig(
-            layers=_size(settings, "num_hidden_layers", "n_layer", 12),
+            layers=_size(reader, "num_hidden_layers", "n_layer", 12),
             hidden=hidden,
-            heads=_size(settings, "num_attention_heads", "n_head", 12),
-            ffn_hidden=settings.integer("n_inner", 4 * hidden),
-            sequence_length=_size(settings, "max_position_embeddings", "n_positions", 1024),
-            vocab_size=settings.integer("vocab_size", 50257),
-            activation=read_gelu(settings, "activation_function", "gelu_new"),
-            norm_eps=settings.number("layer_norm_epsilon", 1e-5),
-            dropout=float(settings.number("resid_pdrop", 0.1)),
-            tie_embeddings=settings.flag("tie_word_embeddings", True),
-            init_std=settings.number("initializer_range", 0.02),
+            heads=_size(reader, "num_attention_heads", "n_head", 12),
+            ffn_hidden=reader.integer("n_inner", 4 * hidden),
+            sequence_length=_size(reader, "max_position_embeddings", "n_positions", 1024),
+            vocab_size=reader.integer("vocab_size", 50257),
+            activation=read_gelu(reader, "activation_function", "gelu_new"),
+            norm_eps=reader.number("layer_norm_epsilon", 1e-5),
+            dropout=float(reader.number("resid_pdrop", 0.1)),
+            tie_embeddings=reader.flag("tie_word_embeddings", True),
+            init_std=reader.number("initializer_range", 0.02),
         )
 
-    def tensors(self, config: ModelConfig) -> list[Translation]:
-        """Queries, keys and values are packed here as in GPT-2, once transposed."""
-        found = [*both_ends(config, "wte.weight"), same("embedding.positions.weight", "wpe.weight")]
+    def mappings(self, config: ModelConfig) -> list[ParamMapping]:
+        """GPT packs query, key and value as GPT-2 does, but transposed."""
+        found = [
+            *embedding_and_head(config, "wte.weight"),
+            same("embedding.positions.weight", "wpe.weight"),
+        ]
         for i in range(config.layers):
-            ours, theirs = f"blocks.{i}", f"h.{i}"
-            found += same_linear(f"{ours}.norm1", f"{theirs}.ln_1")
-            found += _conv1d(f"{ours}.attention.qkv", f"{theirs}.attn.c_attn")
-            found += _conv1d(f"{ours}.attention.out", f"{theirs}.attn.c_proj")
-            found += same_linear(f"{ours}.norm2", f"{theirs}.ln_2")
-            found += _conv1d(f"{ours}.mlp.up", f"{theirs}.mlp.c_fc")
-            found += _conv1d(f"{ours}.mlp.down", f"{theirs}.mlp.c_proj")
-        return [*found, *same_linear("head.norm", "ln_f")]
+            name, hf_name = f"blocks.{i}", f"h.{i}"
+            found += same_module(f"{name}.norm1", f"{hf_name}.ln_1")
+            found += _conv1d(f"{name}.attention.qkv", f"{hf_name}.attn.c_attn")
+            found += _conv1d(f"{name}.attention.out", f"{hf_name}.attn.c_proj")
+            found += same_module(f"{name}.norm2", f"{hf_name}.ln_2")
+            found += _conv1d(f"{name}.mlp.up", f"{hf_name}.mlp.c_fc")
+            found += _conv1d(f"{name}.mlp.down", f"{hf_name}.mlp.c_proj")
+        return [*found, *same_module("head.norm", "ln_f")]
 
 
-def _size(settings: Settings, general: str, own: str, default: int) -> int:
-    """Of a size that `transformers` also knows by the name it has elsewhere, which comes first."""
-    return settings.integer(general, settings.integer(own, default))
+def _size(reader: HFConfigReader, general: str, own: str, default: int) -> int:
+    """A size that `transformers` also reads under its general name, which comes first."""
+    return reader.integer(general, reader.integer(own, default))
 
 
-def _conv1d(ours: str, theirs: str) -> list[Translation]:
-    """GPT-2's `Conv1D` holds its weight as [in, out]."""
-    weight = Translation(
-        f"{ours}.weight", (f"{theirs}.weight",), lambda t: (t.t(),), lambda ts: ts[0].t()
+def _conv1d(name: str, hf_name: str) -> list[ParamMapping]:
+    """GPT-2's `Conv1D` stores its weight as [in, out]."""
+    weight = ParamMapping(
+        f"{name}.weight", (f"{hf_name}.weight",), lambda t: (t.t(),), lambda ts: ts[0].t()
     )
-    return [weight, same(f"{ours}.bias", f"{theirs}.bias")]
+    return [weight, same(f"{name}.bias", f"{hf_name}.bias")]

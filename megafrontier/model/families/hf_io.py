@@ -19,9 +19,9 @@ from torch import Tensor
 from megafrontier.common.errors import UserError
 from megafrontier.common.files import in_work
 from megafrontier.config import Config, ModelConfig, check
-from megafrontier.model.families import Family, Settings, family_for, family_of
-from megafrontier.model.families.base import HEAD, Translation
-from megafrontier.model.gpt import parameter_shapes
+from megafrontier.model.families import Family, HFConfigReader, family_for, family_of
+from megafrontier.model.families.base import HEAD, ParamMapping
+from megafrontier.model.flops import parameter_shapes
 
 SHARD_BYTES = 4 * 1024**3
 """Larger models are split into files of about this size."""
@@ -79,7 +79,7 @@ def export_model(
 def export_order(config: ModelConfig) -> list[str]:
     """GPT's parameters in the order in which `export_model` asks for them. Raises UserError when no
     family can express the model."""
-    return [translation.ours for translation in family_for(config).tensors(config)]
+    return [mapping.name for mapping in family_for(config).mappings(config)]
 
 
 def import_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
@@ -91,8 +91,8 @@ def import_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     family, config = described_model(folder)
     files = _TensorFiles(folder, family)
     weights = {}
-    for translation in family.tensors(config):
-        weights[translation.ours] = _load(translation, files)
+    for mapping in family.mappings(config):
+        weights[mapping.name] = _load(mapping, files)
     if config.tie_embeddings:
         files.refuse_other_head(weights["embedding.tokens.weight"])
     files.refuse_unread()
@@ -106,9 +106,9 @@ def import_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 def described_model(folder: Path) -> tuple[Family, ModelConfig]:
     """What a Hugging Face folder's config.json says. Raises UserError as `import_model`."""
     path = folder / "config.json"
-    settings = Settings(path, _read_json(path))
-    family = family_of(settings)
-    config = family.read_config(settings)
+    reader = HFConfigReader(path, _read_json(path))
+    family = family_of(reader)
+    config = family.read_config(reader)
     try:
         check(Config(model=config))
     except UserError as error:
@@ -142,13 +142,13 @@ def _exported(
 ) -> Iterator[tuple[str, Tensor]]:
     """The family's tensors under the names of its files, one at a time."""
     shapes = parameter_shapes(replace(config, bias=True))
-    for translation in family.tensors(config):
-        ours = _weight(config, weights, translation.ours, shapes[translation.ours])
-        for theirs, tensor in zip(translation.theirs, translation.export(ours), strict=True):
-            name = family.head if theirs == HEAD else family.prefix + theirs
+    for mapping in family.mappings(config):
+        weight = _weight(config, weights, mapping.name, shapes[mapping.name])
+        for hf_name, tensor in zip(mapping.hf_names, mapping.export(weight), strict=True):
+            name = family.head if hf_name == HEAD else family.prefix + hf_name
             # A copy of its own: safetensors refuses tensors that share memory.
             exported = tensor.detach().to("cpu", dtype, copy=True).contiguous()
-            _refuse_overflow(translation.ours, tensor, exported)
+            _refuse_overflow(mapping.name, tensor, exported)
             yield name, exported
 
 
@@ -239,11 +239,11 @@ class _TensorFiles:
                     self._note(name, path)
 
     def _note(self, name: str, path: Path) -> None:
-        ours = self._canonical(name)
-        if ours in self._files:
-            also = f"{self._names[ours]} in {self._files[ours].name}"
+        known = self._canonical(name)
+        if known in self._files:
+            also = f"{self._names[known]} in {self._files[known].name}"
             raise UserError(f"{path}: tensor {name}: also there as {also}, need one of them")
-        self._names[ours], self._files[ours] = name, path
+        self._names[known], self._files[known] = name, path
 
     def get(self, name: str) -> Tensor:
         """One tensor. Raises UserError when it is missing, damaged, or holds no floats."""
@@ -290,12 +290,12 @@ class _TensorFiles:
         return self._family.head if name == HEAD else self._family.prefix + name
 
 
-def _load(translation: Translation, files: _TensorFiles) -> Tensor:
-    tensors = [files.get(name) for name in translation.theirs]
+def _load(mapping: ParamMapping, files: _TensorFiles) -> Tensor:
+    tensors = [files.get(name) for name in mapping.hf_names]
     try:
-        return translation.load(tensors).contiguous()
+        return mapping.load(tensors).contiguous()
     except (RuntimeError, ValueError, IndexError) as error:
-        names = ", ".join(translation.theirs)
+        names = ", ".join(mapping.hf_names)
         raise UserError(
             f"{files.folder}: tensor {names}: not as config.json says: {error}"
         ) from error

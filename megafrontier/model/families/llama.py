@@ -8,19 +8,20 @@ from torch import Tensor
 
 from megafrontier.config import ModelConfig, RotaryScalingConfig
 from megafrontier.model.families.base import (
-    Need,
-    Settings,
-    Translation,
-    both_ends,
+    Constraint,
+    HFConfigReader,
+    ParamMapping,
+    embedding_and_head,
+    register,
     same,
-    same_linear,
+    same_module,
 )
-from megafrontier.model.sizes import ffn_hidden, head_size, kv_heads, rotary_size
 
 LLAMA3 = "llama3"
 """rope_type of Llama 3.1 and 3.2."""
 
 
+@register
 class Llama:
     """`LlamaForCausalLM`."""
 
@@ -29,28 +30,33 @@ class Llama:
     prefix = "model."
     head = "lm_head.weight"
 
-    def needs(self, config: ModelConfig) -> list[Need]:
-        """Its normalisation, activation, residual order, and heads that rotate whole."""
-        size = head_size(config)
+    def matches(self, config: ModelConfig) -> bool:
+        """Rotary positions, and one of its norm and its activation."""
+        gated = config.norm == "rmsnorm" or config.activation == "swiglu"
+        return config.position == "rotary" and gated
+
+    def constraints(self, config: ModelConfig) -> list[Constraint]:
+        """Its norm, activation and residual order, and heads in which every dimension rotates."""
+        size = config.head_dim
         return [
-            Need("norm", config.norm, ("rmsnorm",)),
-            Need("activation", config.activation, ("swiglu",)),
-            Need("parallel_residual", config.parallel_residual, (False,)),
-            Need("rotary_fraction", rotary_size(config) / size, (1.0,)),
-            # LlamaConfig wants this even where head_dim is given.
-            Need("heads", config.heads, _divisors(config.hidden)),
+            Constraint("norm", config.norm, ("rmsnorm",)),
+            Constraint("activation", config.activation, ("swiglu",)),
+            Constraint("parallel_residual", config.parallel_residual, (False,)),
+            Constraint("rotary_fraction", config.rotary_dims / size, (1.0,)),
+            # LlamaConfig requires this even if head_dim is given.
+            Constraint("heads", config.heads, _divisors(config.hidden)),
         ]
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
-        """LlamaConfig's keys; rotary ones both as transformers 4 and as 5 read them."""
+        """LlamaConfig's keys. The rotary ones are written for transformers 4 and for 5."""
         scaling = _write_scaling(config.rotary_scaling)
         return {
             "num_hidden_layers": config.layers,
             "hidden_size": config.hidden,
             "num_attention_heads": config.heads,
-            "num_key_value_heads": kv_heads(config),
-            "head_dim": head_size(config),
-            "intermediate_size": ffn_hidden(config),
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "intermediate_size": config.mlp_hidden,
             "max_position_embeddings": config.sequence_length,
             "hidden_act": "silu",
             "rms_norm_eps": config.norm_eps,
@@ -67,59 +73,59 @@ class Llama:
             },
         }
 
-    def read_config(self, settings: Settings) -> ModelConfig:
-        """From LlamaConfig's keys and defaults; dropout is that of attention."""
-        settings.one_of("hidden_act", "silu", "silu", "swish")
-        bias = settings.flag("attention_bias", False)
-        settings.one_of("mlp_bias", False, bias)
-        rope = settings.rope("rope_theta", "partial_rotary_factor", 1.0, LLAMA3)
+    def read_config(self, reader: HFConfigReader) -> ModelConfig:
+        """Read LlamaConfig's keys, with its defaults. Dropout is the attention's."""
+        reader.one_of("hidden_act", "silu", "silu", "swish")
+        bias = reader.flag("attention_bias", False)
+        reader.one_of("mlp_bias", False, bias)
+        rope = reader.rope("rope_theta", "partial_rotary_factor", 1.0, LLAMA3)
         if rope.fraction != 1.0:
-            raise settings.error("partial_rotary_factor", rope.fraction, "need 1.0")
-        hidden = settings.integer("hidden_size", 4096)
-        heads = settings.integer("num_attention_heads", 32)
-        size = settings.integer("head_dim", hidden // heads)
+            raise reader.error("partial_rotary_factor", rope.fraction, "need 1.0")
+        hidden = reader.integer("hidden_size", 4096)
+        heads = reader.integer("num_attention_heads", 32)
+        size = reader.integer("head_dim", hidden // heads)
         return ModelConfig(
-            layers=settings.integer("num_hidden_layers", 32),
+            layers=reader.integer("num_hidden_layers", 32),
             hidden=hidden,
             heads=heads,
-            kv_heads=settings.integer("num_key_value_heads", heads),
+            kv_heads=reader.integer("num_key_value_heads", heads),
             head_size=None if size * heads == hidden else size,
-            ffn_hidden=settings.integer("intermediate_size", 11008),
-            sequence_length=settings.integer("max_position_embeddings", 2048),
-            vocab_size=settings.integer("vocab_size", 32000),
+            ffn_hidden=reader.integer("intermediate_size", 11008),
+            sequence_length=reader.integer("max_position_embeddings", 2048),
+            vocab_size=reader.integer("vocab_size", 32000),
             norm="rmsnorm",
-            norm_eps=settings.number("rms_norm_eps", 1e-6),
+            norm_eps=reader.number("rms_norm_eps", 1e-6),
             activation="swiglu",
             position="rotary",
             rotary_base=rope.base,
             rotary_scaling=rope.scaling,
-            tie_embeddings=settings.flag("tie_word_embeddings", False),
+            tie_embeddings=reader.flag("tie_word_embeddings", False),
             bias=bias,
-            dropout=float(settings.number("attention_dropout", 0.0)),
-            init_std=settings.number("initializer_range", 0.02),
+            dropout=float(reader.number("attention_dropout", 0.0)),
+            init_std=reader.number("initializer_range", 0.02),
         )
 
-    def tensors(self, config: ModelConfig) -> list[Translation]:
-        """Projections that are packed here are apart there."""
-        inner, kv_inner = (n * head_size(config) for n in (config.heads, kv_heads(config)))
-        width = ffn_hidden(config)
-        found = both_ends(config, "embed_tokens.weight")
+    def mappings(self, config: ModelConfig) -> list[ParamMapping]:
+        """One tensor per projection, where GPT packs query, key and value, and gate and up."""
+        inner, kv_inner = (n * config.head_dim for n in (config.heads, config.num_kv_heads))
+        width = config.mlp_hidden
+        found = embedding_and_head(config, "embed_tokens.weight")
         for i in range(config.layers):
-            ours, theirs = f"blocks.{i}", f"layers.{i}"
+            name, hf_name = f"blocks.{i}", f"layers.{i}"
             attention = {"q": inner, "k": kv_inner, "v": kv_inner}
             found += _packed(
-                f"{ours}.attention.qkv",
-                {f"{theirs}.self_attn.{p}_proj": rows for p, rows in attention.items()},
+                f"{name}.attention.qkv",
+                {f"{hf_name}.self_attn.{p}_proj": rows for p, rows in attention.items()},
             )
-            found += same_linear(f"{ours}.attention.out", f"{theirs}.self_attn.o_proj")
+            found += same_module(f"{name}.attention.out", f"{hf_name}.self_attn.o_proj")
             found += _packed(
-                f"{ours}.mlp.up", {f"{theirs}.mlp.{p}_proj": width for p in ("gate", "up")}
+                f"{name}.mlp.up", {f"{hf_name}.mlp.{p}_proj": width for p in ("gate", "up")}
             )
-            found += same_linear(f"{ours}.mlp.down", f"{theirs}.mlp.down_proj")
-            found.append(same(f"{ours}.norm1.weight", f"{theirs}.input_layernorm.weight"))
-            found.append(same(f"{ours}.norm2.weight", f"{theirs}.post_attention_layernorm.weight"))
+            found += same_module(f"{name}.mlp.down", f"{hf_name}.mlp.down_proj")
+            found.append(same(f"{name}.norm1.weight", f"{hf_name}.input_layernorm.weight"))
+            found.append(same(f"{name}.norm2.weight", f"{hf_name}.post_attention_layernorm.weight"))
         found.append(same("head.norm.weight", "norm.weight"))
-        return found if config.bias else [t for t in found if not t.ours.endswith(".bias")]
+        return found if config.bias else [t for t in found if not t.name.endswith(".bias")]
 
 
 def _write_scaling(scaling: RotaryScalingConfig | None) -> dict[str, Any] | None:
@@ -134,8 +140,8 @@ def _write_scaling(scaling: RotaryScalingConfig | None) -> dict[str, Any] | None
     }
 
 
-def _packed(ours: str, rows: dict[str, int]) -> list[Translation]:
-    """Weight and bias whose rows are, one after the other, those of several tensors there."""
+def _packed(packed: str, rows: dict[str, int]) -> list[ParamMapping]:
+    """Weight and bias, each the rows of several of the family's tensors, one after the other."""
 
     def export(tensor: Tensor) -> Sequence[Tensor]:
         return tensor.split(list(rows.values()))
@@ -147,7 +153,7 @@ def _packed(ours: str, rows: dict[str, int]) -> list[Translation]:
         return torch.cat(list(tensors))
 
     return [
-        Translation(f"{ours}.{part}", tuple(f"{name}.{part}" for name in rows), export, load)
+        ParamMapping(f"{packed}.{part}", tuple(f"{name}.{part}" for name in rows), export, load)
         for part in ("weight", "bias")
     ]
 

@@ -7,18 +7,19 @@ from torch import Tensor
 
 from megafrontier.config import ModelConfig
 from megafrontier.model.families.base import (
-    Need,
-    Settings,
-    Translation,
-    both_ends,
+    Constraint,
+    HFConfigReader,
+    ParamMapping,
+    embedding_and_head,
     gelu_name,
     plain_heads,
     read_gelu,
-    same_linear,
+    register,
+    same_module,
 )
-from megafrontier.model.sizes import ffn_hidden, head_size, rotary_size
 
 
+@register
 class NeoX:
     """`GPTNeoXForCausalLM`."""
 
@@ -27,23 +28,28 @@ class NeoX:
     prefix = "gpt_neox."
     head = "embed_out.weight"
 
-    def needs(self, config: ModelConfig) -> list[Need]:
-        """Its normalisation, activations and heads."""
+    def matches(self, config: ModelConfig) -> bool:
+        """Rotary positions without Llama's norm and activation."""
+        gated = config.norm == "rmsnorm" or config.activation == "swiglu"
+        return config.position == "rotary" and not gated
+
+    def constraints(self, config: ModelConfig) -> list[Constraint]:
+        """Its norm, activations and heads."""
         return [
-            Need("norm", config.norm, ("layernorm",)),
-            Need("activation", config.activation, ("gelu", "gelu_tanh")),
+            Constraint("norm", config.norm, ("layernorm",)),
+            Constraint("activation", config.activation, ("gelu", "gelu_tanh")),
             *plain_heads(config),
-            Need("rotary_scaling", config.rotary_scaling, (None,)),
+            Constraint("rotary_scaling", config.rotary_scaling, (None,)),
         ]
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
-        """GPTNeoXConfig's keys; rotary ones both as transformers 4 and as 5 read them."""
+        """GPTNeoXConfig's keys. The rotary ones are written for transformers 4 and for 5."""
         fraction = _fraction(config)
         return {
             "num_hidden_layers": config.layers,
             "hidden_size": config.hidden,
             "num_attention_heads": config.heads,
-            "intermediate_size": ffn_hidden(config),
+            "intermediate_size": config.mlp_hidden,
             "max_position_embeddings": config.sequence_length,
             "hidden_act": gelu_name(config),
             "layer_norm_eps": config.norm_eps,
@@ -60,63 +66,63 @@ class NeoX:
             },
         }
 
-    def read_config(self, settings: Settings) -> ModelConfig:
-        """From GPTNeoXConfig's keys and defaults; dropout is that of the residual branches."""
-        settings.one_of("attention_bias", True, True)
-        rope = settings.rope("rotary_emb_base", "rotary_pct", 0.25)
-        hidden = settings.integer("hidden_size", 6144)
-        heads = settings.integer("num_attention_heads", 64)
+    def read_config(self, reader: HFConfigReader) -> ModelConfig:
+        """Read GPTNeoXConfig's keys, with its defaults. Dropout is the residual branches'."""
+        reader.one_of("attention_bias", True, True)
+        rope = reader.rope("rotary_emb_base", "rotary_pct", 0.25)
+        hidden = reader.integer("hidden_size", 6144)
+        heads = reader.integer("num_attention_heads", 64)
         if heads > hidden:
-            raise settings.error("num_attention_heads", heads, f"need at most {hidden}")
+            raise reader.error("num_attention_heads", heads, f"need at most {hidden}")
         return ModelConfig(
-            layers=settings.integer("num_hidden_layers", 44),
+            layers=reader.integer("num_hidden_layers", 44),
             hidden=hidden,
             heads=heads,
-            ffn_hidden=settings.integer("intermediate_size", 24576),
-            sequence_length=settings.integer("max_position_embeddings", 2048),
-            vocab_size=settings.integer("vocab_size", 50432),
-            activation=read_gelu(settings, "hidden_act", "gelu"),
-            norm_eps=settings.number("layer_norm_eps", 1e-5),
+            ffn_hidden=reader.integer("intermediate_size", 24576),
+            sequence_length=reader.integer("max_position_embeddings", 2048),
+            vocab_size=reader.integer("vocab_size", 50432),
+            activation=read_gelu(reader, "hidden_act", "gelu"),
+            norm_eps=reader.number("layer_norm_eps", 1e-5),
             position="rotary",
             # transformers rounds the rotating dimensions down, ModelConfig to the nearest.
             rotary_fraction=int(hidden // heads * rope.fraction) / (hidden // heads),
             rotary_base=rope.base,
-            parallel_residual=settings.flag("use_parallel_residual", True),
-            tie_embeddings=settings.flag("tie_word_embeddings", False),
-            dropout=float(settings.number("hidden_dropout", 0.0)),
+            parallel_residual=reader.flag("use_parallel_residual", True),
+            tie_embeddings=reader.flag("tie_word_embeddings", False),
+            dropout=float(reader.number("hidden_dropout", 0.0)),
             init="neox",
-            init_std=settings.number("initializer_range", 0.02),
+            init_std=reader.number("initializer_range", 0.02),
         )
 
-    def tensors(self, config: ModelConfig) -> list[Translation]:
-        """Biases everywhere; queries, keys and values lie together head by head."""
-        found = both_ends(config, "embed_in.weight")
+    def mappings(self, config: ModelConfig) -> list[ParamMapping]:
+        """Biases everywhere; query, key and value are interleaved head by head."""
+        found = embedding_and_head(config, "embed_in.weight")
         for i in range(config.layers):
-            ours, theirs = f"blocks.{i}", f"layers.{i}"
-            found += same_linear(f"{ours}.norm1", f"{theirs}.input_layernorm")
-            packed = f"{theirs}.attention.query_key_value"
+            name, hf_name = f"blocks.{i}", f"layers.{i}"
+            found += same_module(f"{name}.norm1", f"{hf_name}.input_layernorm")
+            packed = f"{hf_name}.attention.query_key_value"
             found += [
-                _by_head(config, f"{ours}.attention.qkv.{part}", f"{packed}.{part}")
+                _by_head(config, f"{name}.attention.qkv.{part}", f"{packed}.{part}")
                 for part in ("weight", "bias")
             ]
-            found += same_linear(f"{ours}.attention.out", f"{theirs}.attention.dense")
-            found += same_linear(f"{ours}.norm2", f"{theirs}.post_attention_layernorm")
-            found += same_linear(f"{ours}.mlp.up", f"{theirs}.mlp.dense_h_to_4h")
-            found += same_linear(f"{ours}.mlp.down", f"{theirs}.mlp.dense_4h_to_h")
-        return [*found, *same_linear("head.norm", "final_layer_norm")]
+            found += same_module(f"{name}.attention.out", f"{hf_name}.attention.dense")
+            found += same_module(f"{name}.norm2", f"{hf_name}.post_attention_layernorm")
+            found += same_module(f"{name}.mlp.up", f"{hf_name}.mlp.dense_h_to_4h")
+            found += same_module(f"{name}.mlp.down", f"{hf_name}.mlp.dense_4h_to_h")
+        return [*found, *same_module("head.norm", "final_layer_norm")]
 
 
 def _fraction(config: ModelConfig) -> float:
-    """A fraction from which transformers, rounding down, gets our rotating dimensions."""
-    wanted, size = rotary_size(config), head_size(config)
+    """A fraction from which transformers, which rounds down, gets our `rotary_dims`."""
+    wanted, size = config.rotary_dims, config.head_dim
     if int(size * config.rotary_fraction) == wanted:
         return config.rotary_fraction
     return (wanted + 0.5) / size
 
 
-def _by_head(config: ModelConfig, ours: str, theirs: str) -> Translation:
-    """Rows [q|k|v][heads] here are rows [heads][q|k|v] there."""
-    size = head_size(config)
+def _by_head(config: ModelConfig, name: str, hf_name: str) -> ParamMapping:
+    """Rows [q|k|v][heads] in GPT are rows [heads][q|k|v] in the family."""
+    size = config.head_dim
 
     def export(tensor: Tensor) -> Sequence[Tensor]:
         split = tensor.unflatten(0, (3, config.heads, size))
@@ -126,4 +132,4 @@ def _by_head(config: ModelConfig, ours: str, theirs: str) -> Translation:
         split = tensors[0].unflatten(0, (config.heads, 3, size))
         return split.transpose(0, 1).flatten(0, 2)
 
-    return Translation(ours, (theirs,), export, load)
+    return ParamMapping(name, (hf_name,), export, load)

@@ -6,7 +6,6 @@ from torch.nn.attention import SDPBackend
 
 from megafrontier.config import ModelConfig
 from megafrontier.model.kernels.varlen import has_document_kernel, has_promised_shape
-from megafrontier.model.sizes import head_size, kv_heads
 
 _NAMES = {
     SDPBackend.MATH: "math",
@@ -31,7 +30,7 @@ def takes_groups(device: torch.device, dtype: torch.dtype, is_masked: bool) -> b
 
 
 def _head_sizes(config: ModelConfig) -> tuple[int, int, int]:
-    return config.heads, kv_heads(config), head_size(config)
+    return config.heads, config.num_kv_heads, config.head_dim
 
 
 def uncompilable_attention(
@@ -53,8 +52,8 @@ def attention_backend(
     if documents and skips_mask(config, device, dtype, config.dropout):
         return "varlen flash"
     repeated = not takes_groups(device, dtype, documents)
-    heads = [config.heads] + 2 * [config.heads if repeated else kv_heads(config)]
-    length, width = config.sequence_length, head_size(config)
+    heads = [config.heads] + 2 * [config.heads if repeated else config.num_kv_heads]
+    length, width = config.sequence_length, config.head_dim
     query, key, value = (
         torch.empty(1, length, n, width, device=device, dtype=dtype).transpose(1, 2) for n in heads
     )

@@ -82,7 +82,7 @@ def _attend(
 
 @torch.library.custom_op("megafrontier::document_attention_backward", mutates_args=())
 def _attend_backward(
-    upstream: Tensor,
+    grad_output: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -92,7 +92,7 @@ def _attend_backward(
     longest: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
-    tensors = upstream, query, key, value, attended
+    tensors = grad_output, query, key, value, attended
     if query.is_cuda:
         lengths = documents, documents, longest, longest
         # Without dropout the random state is not read.
@@ -132,7 +132,7 @@ def _(
 
 @_attend_backward.register_fake
 def _(
-    upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
+    grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
@@ -142,8 +142,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(*tensors, *output, documents)
 
 
-def _differentiate(ctx: Any, upstream: Tensor, _sums: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = _attend_backward(upstream, *ctx.saved_tensors, ctx.longest)
+def _differentiate(ctx: Any, grad_output: Tensor, _sums: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = _attend_backward(grad_output, *ctx.saved_tensors, ctx.longest)
     return *gradients, None, None
 
 

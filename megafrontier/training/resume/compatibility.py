@@ -17,7 +17,6 @@ from megafrontier.config import (
     config_to_dict,
 )
 from megafrontier.data.sampling.loader import data_step
-from megafrontier.model.sizes import head_size, kv_heads, rotary_size
 from megafrontier.optim.schedule import learning_rate
 from megafrontier.training.trainer import Trainer
 
@@ -74,14 +73,14 @@ def _function(model: ModelConfig) -> dict[str, Any]:
     return {
         "hidden": model.hidden,
         "heads": model.heads,
-        "kv_heads": kv_heads(model),
-        "head_size": head_size(model),
+        "kv_heads": model.num_kv_heads,
+        "head_size": model.head_dim,
         "vocab_size": model.vocab_size,
         "norm": model.norm,
         "norm_eps": model.norm_eps,
         "activation": model.activation,
         "position": model.position,
-        "rotary_fraction": rotary_size(model) / head_size(model),
+        "rotary_fraction": model.rotary_dims / model.head_dim,
         "parallel_residual": model.parallel_residual,
         "sequence_length": model.sequence_length if model.position == "learned" else None,
     }

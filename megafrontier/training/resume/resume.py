@@ -22,7 +22,7 @@ from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.checkpoint.resume import load_checkpoint, open_newest
 from megafrontier.common.errors import StorageFailed, UserError, as_fatal_error
 from megafrontier.config import Config, ModelConfig
-from megafrontier.model.gpt import parameter_shapes
+from megafrontier.model.flops import parameter_shapes
 from megafrontier.partition import Engine
 from megafrontier.training.callbacks.save import checkpoint_root, shards
 from megafrontier.training.logging.run_log import RunLogger
