@@ -1,51 +1,57 @@
 #!/usr/bin/env bash
-# The one test command: installs what the tests need, checks style and types, runs every test.
-# Arguments go to pytest, in one session: bash scripts/test.sh tests/partition -k exact
+# The one test command. It installs what the tests need, checks style and types, and runs the tests.
+#
+#     bash scripts/test.sh                            every test, in five sessions side by side
+#     bash scripts/test.sh --fast                     under 3 minutes: before each commit
+#     bash scripts/test.sh --record                   every test; keep each file's seconds, which balance the sessions
+#     bash scripts/test.sh tests/partition -k exact   anything else goes to pytest, in one session
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/venv.sh dev
-# A real Slurm for tests/slurm, where it can be had; elsewhere pytest says which tests it left out.
-if ! type slurmctld munged ip >/dev/null 2>&1 && [ "$(id -u)" = 0 ]; then
-    packages=(slurm-wlm munge iproute2)
-    install=(env DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends)
+python=.venv/bin/python pytest=(.venv/bin/python -m pytest -rs)
+
+install_slurm() { # for tests/slurm; without root pytest says which tests it left out
+    local packages=(slurm-wlm munge iproute2)
+    local install=(env DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends)
+    if type slurmctld munged ip >/dev/null 2>&1 || [ "$(id -u)" != 0 ]; then
+        return
+    fi
     "${install[@]}" "${packages[@]}" >/dev/null 2>&1 ||
         { apt-get -qq update && "${install[@]}" "${packages[@]}" >/dev/null; } ||
-        echo "no ${packages[*]} here: the tests of slurm/ are left out" >&2
-fi
+        echo "cannot install ${packages[*]}: the tests of slurm/ are left out" >&2
+}
+
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
 .venv/bin/mypy
 
-pytest=(.venv/bin/python -m pytest -rs)
-if [ $# -gt 0 ]; then
+count=5 options=() # more sessions than cores, because the tests of whole runs mostly wait
+case "${1-}" in
+--fast) count=2 options=(-m fast) ;;
+--record | "") install_slurm ;;
+*)
+    install_slurm
     exec "${pytest[@]}" "$@"
-fi
-# Whole runs wait much of their time, and those on Slurm most of it: side by side with the others.
-# A line here is one pytest session, in the order of its files; all of them take about as long.
-beside=(
-    "tests/training/test_[!l]*.py"
-    "tests/slurm/test_life.py tests/partition/test_[abdef]*.py"
-    "tests/training/test_l*.py tests/scripts tests/partition/test_c*.py"
-    "tests/slurm/test_losses.py tests/partition/test_[hilop]*.py tests/model tests/checkpoint"
-)
+    ;;
+esac
 logs=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; wait; rm -r "$logs"' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
-sessions=() ignored=()
-for tests in "${beside[@]}"; do
-    paths=($tests)
-    ignored+=("${paths[@]/#/--ignore=}")
-    "${pytest[@]}" "${paths[@]}" >"$logs/${#sessions[@]}" 2>&1 &
+if [ "${1-}" = --record ]; then
+    export MEGAFRONTIER_TEST_SECONDS="$logs"
+fi
+sessions=()
+while read -ra files; do
+    "${pytest[@]}" "${options[@]}" "${files[@]}" >"$logs/${#sessions[@]}.log" 2>&1 &
     sessions+=($!)
-done
-# In the background too, for bash delays its traps while it waits for a child in the foreground.
-# At Ctrl-C it ends as the others do, without a summary.
-"${pytest[@]}" "${ignored[@]}" &
+done < <($python -m tests.tiers "$count")
 code=0
-wait $! || code=$?
-for i in "${!beside[@]}"; do
+for i in "${!sessions[@]}"; do
     wait "${sessions[i]}" || code=$?
-    cat "$logs/$i"
+    cat "$logs/$i.log"
 done
+if [ "${1-}" = --record ]; then
+    $python -m tests.tiers --record "$logs"
+fi
 exit "$code"

@@ -1,5 +1,8 @@
-"""What every test stands on: one thread in the parent, so that it may fork ranks at any time, and
-in all that it starts: a second one that has to wait for a core stalls the first."""
+"""Settings and fixtures of all tests.
+
+The parent process and every process that it starts have one thread. So the parent may fork ranks at
+any time, and no thread waits for another that has no core.
+"""
 
 import os
 
@@ -8,7 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command sets it
-# What asks whether there is a GPU may not use it: ranks that are forked later could not.
+# Asking whether there is a GPU must not initialise CUDA, or ranks forked later could not use it.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import pytest
@@ -19,7 +22,7 @@ from tests import runs
 
 torch.set_num_threads(1)
 
-pytest_plugins = ["tests.model.small_models"]
+pytest_plugins = ["tests.model.small_models", "tests.tiers"]
 
 
 @pytest.fixture

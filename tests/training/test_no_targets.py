@@ -3,8 +3,8 @@
 import pytest
 
 from megafrontier.cli import main
+from tests import runs
 from tests.data.corpora import write_corpus
-from tests.training import runs
 
 MASK = ("machine=laptop", "data.document_mask=true", "log.every=1")
 

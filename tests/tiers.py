@@ -1,0 +1,87 @@
+"""Markers of tests by what they need, and sessions of equal length.
+
+`slurm` needs a real Slurm, `gpu` a GPU, `ranks` several processes. `fast` are the files that took
+at most FAST_SECONDS in the last recorded run, without the first two: what one runs before each
+commit. A file that has not been recorded yet is fast.
+
+    python -m tests.tiers 5                 # the files of five sessions, a line each
+    python -m tests.tiers --record FOLDER   # keep the seconds that sessions have left in FOLDER
+"""
+
+import json
+import os
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = Path(__file__).with_name("seconds.json")
+FAST_SECONDS = 6.0
+RECORD = "MEGAFRONTIER_TEST_SECONDS"
+STARTS_PROCESSES = {"run_ranks", "fork_ranks", "runs", "subprocess"}
+
+_spent: defaultdict[str, float] = defaultdict(float)
+
+
+def recorded() -> dict[str, float]:
+    """Seconds of each file of tests, by its path from the root, in the last recorded run."""
+    seconds: dict[str, float] = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+    return seconds
+
+
+def sessions(count: int) -> list[list[str]]:
+    """All files of tests in `count` lists that take about as long: each goes to the shortest list,
+    the longest file first."""
+    seconds = recorded()
+    files = {str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("test_*.py")}
+    lists: list[list[str]] = [[] for _ in range(count)]
+    lengths = [0.0] * count
+    for file in sorted(files, key=lambda f: (-seconds.get(f, 1.0), f)):
+        shortest = lengths.index(min(lengths))
+        lists[shortest].append(file)
+        lengths[shortest] += seconds.get(file, 1.0)
+    return lists
+
+
+def record(folder: Path) -> None:
+    """Replace the recorded seconds by those that the sessions have written into `folder`."""
+    seconds: dict[str, float] = {}
+    for part in folder.glob("*.json"):
+        seconds |= json.loads(part.read_text())
+    rounded = {file: round(spent, 1) for file, spent in sorted(seconds.items())}
+    SECONDS.write_text(json.dumps(rounded, indent=1) + "\n")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    seconds = recorded()
+    for item in items:
+        path = item.path.relative_to(ROOT)
+        if path.parts[1] == "slurm":
+            item.add_marker("slurm")
+        elif path.name == "test_gpu.py":
+            item.add_marker("gpu")
+        elif seconds.get(str(path), 0.0) <= FAST_SECONDS:
+            item.add_marker("fast")
+        if STARTS_PROCESSES & set(vars(item.module)):  # type: ignore[attr-defined]
+            item.add_marker("ranks")
+    # Ranks that are forked from this process cannot use a GPU that it has used itself.
+    items.sort(key=lambda item: "unused_gpus" not in getattr(item, "fixturenames", ()))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _spent[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_sessionfinish() -> None:
+    if folder := os.environ.get(RECORD):
+        Path(folder, f"{os.getpid()}.json").write_text(json.dumps(_spent))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--record":
+        record(Path(sys.argv[2]))
+    else:
+        for files in sessions(int(sys.argv[1])):
+            print(*files)
