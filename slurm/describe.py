@@ -69,7 +69,7 @@ def missing(config: Config, ranks: int) -> list[str]:
     node may have on a disk of its own, and of a torch that cannot use the machine's devices."""
     import torch
 
-    from megafrontier.training.plan import check_training
+    from megafrontier.training.preview import check_training
     from megafrontier.training.resume.resume import check_own
 
     if not config.data.train:  # to look at the sizes of a ready-made config

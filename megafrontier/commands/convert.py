@@ -43,8 +43,8 @@ from megafrontier.model.gpt import GPT
 from megafrontier.partition.layout import Layout
 from megafrontier.partition.wires.wire import DTYPES
 from megafrontier.training.callbacks.save import attach_tokenizer
-from megafrontier.training.memory import out_of_memory_told
-from megafrontier.training.plan import check_vocabulary
+from megafrontier.training.device import explain_out_of_memory
+from megafrontier.training.preview import check_vocabulary
 
 IMPORTED_SLICE = 2**20
 """Elements; a quarter of other checkpoints', for its readers all want little of one large piece."""
@@ -190,7 +190,7 @@ def _opened(checkpoint: Path, prompt: str, device: str, sampling: Mapping[str, A
 
 
 def _memory_told(where: torch.device) -> AbstractContextManager[None]:
-    return out_of_memory_told(str(where), "--device cpu, or a shorter text")
+    return explain_out_of_memory(str(where), "--device cpu, or a shorter text")
 
 
 def _noted(tokens: Iterator[int], seen: list[int]) -> Iterator[int]:

@@ -30,13 +30,14 @@ from megafrontier.parallel.env import identify
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.training.callbacks.evaluate import (
     Evaluation,
-    describe_validation,
     evaluate,
     no_bytes,
-    nothing_in,
+    no_targets_message,
+    warn_validation_repeats,
 )
-from megafrontier.training.memory import out_of_memory_told
-from megafrontier.training.plan import RunPlan, check_training
+from megafrontier.training.device import explain_out_of_memory
+from megafrontier.training.plan import RunPlan
+from megafrontier.training.preview import check_training
 from megafrontier.training.resume.compatibility import rotary_changes
 from megafrontier.training.resume.resume import fill_shards, share_shards
 from megafrontier.training.trainer import build_model, open_loader
@@ -114,7 +115,7 @@ def evaluate_command(
             watched(watch),
         ):
             _agree_on(config, hierarchy)
-            with out_of_memory_told(f"rank {hierarchy.rank}", need):
+            with explain_out_of_memory(f"rank {hierarchy.rank}", need):
                 checkpoint, found = _evaluate(target, plan, hierarchy, show, watch.beat)
             if hierarchy.rank == 0:
                 show(describe(checkpoint, found))
@@ -169,7 +170,7 @@ def _evaluate(
     if hierarchy.rank == 0:
         # A config may lack what was given to the training on the command line.
         changes = rotary_changes(config.model, checkpoint.manifest)
-        for line in changes + describe_validation(loader, config.evaluate.batches):
+        for line in changes + warn_validation_repeats(loader, config.evaluate.batches):
             show(line)
     tokenizer = kept_tokenizer(config.tokenizer)
     count_bytes = partial(text_bytes, tokenizer) if tokenizer.needed_ids else no_bytes
@@ -178,7 +179,7 @@ def _evaluate(
         assert found is not None  # nothing breaks it off
         if found.tokens == 0:
             need = "need documents of 2 tokens or more"
-            raise UserError(f"{nothing_in(config.evaluate.batches)}; {need}")
+            raise UserError(f"{no_targets_message(config.evaluate.batches)}; {need}")
         return checkpoint.path, found
     finally:
         loader.close()

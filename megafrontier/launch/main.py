@@ -37,23 +37,26 @@ from megafrontier.launch.local import exit_code, flush_output, fork_ranks, impor
 from megafrontier.launch.rendezvous import check_ranks_per_host, join, refuse
 from megafrontier.parallel.env import Identity, identify
 from megafrontier.parallel.hierarchy import Hierarchy
-from megafrontier.training.callbacks.evaluate import Evaluate, describe_validation, owes_evaluation
-from megafrontier.training.callbacks.garbage_collection import garbage_collected
+from megafrontier.training.callbacks.evaluate import (
+    Evaluate,
+    is_evaluation_missing,
+    warn_validation_repeats,
+)
+from megafrontier.training.callbacks.garbage_collection import collect_garbage_every
 from megafrontier.training.callbacks.guard import Guard
 from megafrontier.training.callbacks.save import Save
 from megafrontier.training.callbacks.stragglers import Stragglers
-from megafrontier.training.callbacks.trace import Timeline
-from megafrontier.training.kernels import check_caches, describe_kernels
+from megafrontier.training.callbacks.trace import TraceWriter
+from megafrontier.training.device import (
+    check_caches,
+    describe_kernels,
+    explain_out_of_memory,
+    memory_advice,
+)
 from megafrontier.training.logging.run_log import Log, RunLogger, check_directory, open_run_logger
 from megafrontier.training.loop import run
-from megafrontier.training.memory import check_memory, out_of_memory_told, room_for_training
-from megafrontier.training.plan import (
-    RunPlan,
-    check_training,
-    describe_vocabulary,
-    resolve_plan,
-)
-from megafrontier.training.preview import describe_ranks
+from megafrontier.training.plan import RunPlan, check_memory, resolve_plan
+from megafrontier.training.preview import check_training, describe_ranks, warn_vocabulary
 from megafrontier.training.resume.restarts import StartRecord, record_interrupt, record_start
 from megafrontier.training.resume.resume import check_resume, goes_on, resume
 from megafrontier.training.trainer import Trainer, build_trainer
@@ -190,7 +193,7 @@ def joined(
     device = choose_device(identity, plan.machine.device.name)
     if device.type == "cuda":
         where = f"rank {identity.rank} on {identity.host}"
-        with out_of_memory_told(where, "a device without another process's memory"):
+        with explain_out_of_memory(where, "a device without another process's memory"):
             torch.cuda.set_device(device)  # takes some of its memory, if there is any
     prepare_allocator(device)
     waiting = {
@@ -251,7 +254,7 @@ def _train_watched(config: Config, identity: Identity, directory: Path) -> int:
             with watch.trying_nodes():
                 preflight(config, plan, identity, hierarchy, run_logger.info)
         where = f"rank {identity.rank} on {identity.host}"
-        with out_of_memory_told(where, room_for_training(config)):
+        with explain_out_of_memory(where, memory_advice(config)):
             code = _run(config, plan, hierarchy, run_logger, watch, start)
         start.end(code)
         return code
@@ -267,27 +270,27 @@ def _run(
 ) -> int:
     trainer = build_trainer(config, plan, hierarchy)
     for line in (
-        *describe_vocabulary(config),
+        *warn_vocabulary(config),
         *describe_ranks(config, plan, hierarchy.device),
         *describe_kernels(config, hierarchy, plan.wires),
-        *describe_validation(trainer.valid_loader, config.evaluate.batches),
+        *warn_validation_repeats(trainer.valid_loader, config.evaluate.batches),
     ):
         run_logger.info(line)
     try:
         resume(trainer, run_logger)
         start.add(resumed=trainer.step)
-        is_owed = owes_evaluation(trainer)
+        is_owed = is_evaluation_missing(trainer)
         hierarchy.run_on_all(partial(_keep_books, trainer, run_logger))
         save = Save(run_logger, trainer.step, watch.beat)
         # Placing the first weights is no step's traffic.
         trainer.engine.ledger.take()
         trainer.engine.ledger.take_waited()
-        timeline = Timeline(trainer, run_logger)
+        timeline = TraceWriter(trainer, run_logger)
         stragglers = Stragglers(identify(os.environ).host, run_logger)
         # The checkpoint first: what comes after it may be cut short.
         evaluate = Evaluate(run_logger, watch.beat, is_owed)
         watch.begin(trainer.step, trainer.engine.ledger)
-        with garbage_collected(config.train.gc_every) as garbage:
+        with collect_garbage_every(config.train.gc_every) as garbage:
             callbacks = [Log(run_logger), save, evaluate, timeline, Guard(run_logger), stragglers]
             run(trainer, [*callbacks, garbage], watch.beat)
         save.finish(hierarchy)

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 import torch
 
 GROWTH_INTERVAL = 1000
-LEAST = 2.0**-24
+MIN_SCALE = 2.0**-24
 """Far below 1, for gradients are sums over tokens."""
 
 
-def asks_for_less(loss_scale: float, loss: float | None) -> bool:
+def is_scale_overflow(loss_scale: float, loss: float | None) -> bool:
     """Whether a lower scale is all that a step with non-finite gradients asks for, as many in a row
     do at the start of a run in fp16. `loss_scale` is that of the next step, 0 without one, and does
     not fall where it is infinite; `loss` None where it was not finite."""
-    can_fall = LEAST < loss_scale < math.inf
+    can_fall = MIN_SCALE < loss_scale < math.inf
     return can_fall and loss is not None and math.isfinite(loss)
 
 
@@ -41,7 +41,7 @@ class LossScale:
         good = self._good_steps + 1
         is_due = good == GROWTH_INTERVAL
         grown = torch.where(is_due, self.scale * 2, self.scale)
-        halved = (self.scale / 2).clamp(min=LEAST)
+        halved = (self.scale / 2).clamp(min=MIN_SCALE)
         self.scale = torch.where(is_bad > 0, halved, grown)
         self._good_steps = torch.where((is_bad > 0) | is_due, 0.0, good)
 

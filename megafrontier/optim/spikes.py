@@ -28,7 +28,7 @@ class SpikeRule:
         shape = len(NAMES), config.spike_window
         self._before = torch.full(shape, math.nan, dtype=torch.float64, device=device)
 
-    def judge(self, loss: torch.Tensor, norm: torch.Tensor, is_bad: torch.Tensor) -> torch.Tensor:
+    def detect(self, loss: torch.Tensor, norm: torch.Tensor, is_bad: torch.Tensor) -> torch.Tensor:
         """1 where a step of this loss (nats per token) and gradient norm is a spike, else 0; all
         float64 []. One that `is_bad` is none, and nothing to judge by. All ranks have the same
         numbers to the bit, and come to the same verdict."""

@@ -10,13 +10,11 @@ from megafrontier.common.signals import stop_requested
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.optim.schedule import learning_rate
 from megafrontier.parallel.hierarchy import Hierarchy
-from megafrontier.training.batches import read_step
 from megafrontier.training.callbacks.base import Callback
-from megafrontier.training.step import judge
-from megafrontier.training.step_result import Pending, StepResult
-from megafrontier.training.trainer import Trainer
+from megafrontier.training.step import AsyncStepResult, StepResult, finish_step
+from megafrontier.training.trainer import Trainer, read_step
 
-Beat = Callable[[int | None], None]
+Heartbeat = Callable[[int | None], None]
 LATE_MICRO_BATCHES = 8
 
 
@@ -27,11 +25,11 @@ def _nothing(_step: int | None) -> None:
 def run(
     trainer: Trainer,
     callbacks: Sequence[Callback],
-    beat: Beat = _nothing,
+    heartbeat: Heartbeat = _nothing,
     read_late: bool | None = None,
 ) -> None:
     """Train from where the trainer stands to its last step, or to the one in hand when a signal
-    asks to stop. `beat` hears of every step and callback that is done, and with None of every
+    asks to stop. `heartbeat` hears of every step and callback that is done, and with None of every
     micro-batch that is under way.
 
     With `read_late` (default: `reads_late`) the host hands the device a step before it reads what
@@ -43,24 +41,26 @@ def run(
     stop = stop_agreed(trainer.hierarchy)
     for callback in callbacks if not stop else ():
         callback.at_start(trainer)
-        beat(None)
-    waiting: Pending | None = None
+        heartbeat(None)
+    waiting: AsyncStepResult | None = None
     while trainer.step < trainer.last_step and not stop:
-        newest = start_step(trainer, beat, waiting)
+        newest = start_step(trainer, heartbeat, waiting)
         if waiting is not None:
-            stop = _tell(trainer, callbacks, waiting, beat)
+            stop = _tell(trainer, callbacks, waiting, heartbeat)
         waiting = newest
-        is_wanted = any(callback.wants(trainer, trainer.step) for callback in callbacks)
+        is_wanted = any(
+            callback.needs_settled_state(trainer, trainer.step) for callback in callbacks
+        )
         if not read_late or is_wanted:
-            stop = _tell(trainer, callbacks, waiting, beat) or stop
+            stop = _tell(trainer, callbacks, waiting, heartbeat) or stop
             waiting = None
             # What callbacks do may take long, and a step more, too.
             stop = stop or (is_wanted and stop_agreed(trainer.hierarchy))
     if waiting is not None:
-        _tell(trainer, callbacks, waiting, beat)
+        _tell(trainer, callbacks, waiting, heartbeat)
     for callback in callbacks:
         callback.at_end(trainer)
-        beat(trainer.step)
+        heartbeat(trainer.step)
 
 
 def stop_agreed(hierarchy: Hierarchy) -> bool:
@@ -75,18 +75,20 @@ def reads_late(trainer: Trainer) -> bool:
     return is_short and trainer.hierarchy.device.type == "cuda"
 
 
-def _tell(trainer: Trainer, callbacks: Sequence[Callback], step: Pending, beat: Beat) -> bool:
+def _tell(
+    trainer: Trainer, callbacks: Sequence[Callback], step: AsyncStepResult, heartbeat: Heartbeat
+) -> bool:
     """Wait for a step and tell the callbacks; whether any rank has been asked to stop.
 
     What all ranks raise alike leaves nothing under way: another step has begun perhaps, and ranks
     that gave up their groups first would end the others with an error of these.
     """
     result = step.read()
-    beat(result.step)  # not before: a device may be far behind the host
+    heartbeat(result.step)  # not before: a device may be far behind the host
     try:
         for callback in callbacks:
             callback.after_step(trainer, result)
-            beat(result.step)
+            heartbeat(result.step)
     except Exception as error:
         if is_collective(error):
             trainer.hierarchy.drain_and_barrier()
@@ -99,7 +101,9 @@ def train_step(trainer: Trainer) -> StepResult:
     return start_step(trainer).read()
 
 
-def start_step(trainer: Trainer, beat: Beat = _nothing, after: Pending | None = None) -> Pending:
+def start_step(
+    trainer: Trainer, heartbeat: Heartbeat = _nothing, after: AsyncStepResult | None = None
+) -> AsyncStepResult:
     """One optimizer step: every micro-batch forward and backward, then one update. It takes as long
     as from now, or from the end of the step `after` which it follows at once.
 
@@ -118,11 +122,11 @@ def start_step(trainer: Trainer, beat: Beat = _nothing, after: Pending | None = 
         loss = trainer.model(batch.tokens, batch.targets, batch.documents)
         is_last = number == len(micro_batches)
         engine.backward(trainer.loss_scale.scaled(loss), is_last)
-        beat(None)
+        heartbeat(None)
         totals += torch.stack([loss.detach().double(), (batch.targets >= 0).sum().double()])
 
     gradients = engine.finish_gradients()
-    verdict = judge(trainer, totals, gradients)
+    verdict = finish_step(trainer, totals, gradients)
     trainer.optimizer.step(gradients, lr, verdict.divisor, verdict.skip)
     engine.publish()
     engine.clear_gradients()
@@ -131,7 +135,7 @@ def start_step(trainer: Trainer, beat: Beat = _nothing, after: Pending | None = 
     # The errors of a skipped step must not come back, and the others are in units of the scale.
     engine.scale_errors((1 - verdict.skip) * trainer.loss_scale.scale / scale)
     trainer.step += 1
-    return Pending(trainer, begin, lr, first_sample, verdict)
+    return AsyncStepResult(trainer, begin, lr, first_sample, verdict)
 
 
 def seed_dropout(seed: int, batch: Batch) -> None:

@@ -1,14 +1,18 @@
-"""Everything one rank trains with, put together from a configuration."""
+"""Everything that one rank trains with, built from a configuration."""
 
 import os
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 
+from megafrontier.common.errors import RankError, UserError
 from megafrontier.common.signals import stops_held_back
 from megafrontier.config import Config
 from megafrontier.data.sampling.loader import Loader
+from megafrontier.data.sampling.samples import Batch, Samples, open_samples
+from megafrontier.data.tokenizers.tokenizer import kept_tokenizer
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initial_slice, parameter_kind
 from megafrontier.model.recompute.compile import start_workers
@@ -18,15 +22,20 @@ from megafrontier.optim.spikes import SpikeRule
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.partition import Engine, shard
 from megafrontier.partition.wires.wire import DTYPES
-from megafrontier.training.batches import PARTS, Part, make_loader, open_part
-from megafrontier.training.kernels import uncompiled_because
+from megafrontier.training.device import reason_not_compiled
 from megafrontier.training.plan import RunPlan
+
+Part = Literal["train", "valid"]
+PARTS: tuple[Part, ...] = ("train", "valid")
 
 
 @dataclass
 class Trainer:
-    """One rank's model, data and state. `step` counts what the device has been given to do,
-    `tokens` what the host knows of."""
+    """One rank's model, data and state.
+
+    `step` counts the steps that the device has been given, `tokens` those of the steps whose
+    results the host has read.
+    """
 
     config: Config
     plan: RunPlan
@@ -48,7 +57,7 @@ class Trainer:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for all: logs, metrics, manifests."""
+        """Whether this rank writes what one rank writes for all: logs, metrics, manifests."""
         return self.hierarchy.rank == 0
 
     def close(self) -> None:
@@ -59,17 +68,18 @@ class Trainer:
 
 
 def build_trainer(config: Config, plan: RunPlan, hierarchy: Hierarchy) -> Trainer:
-    """Model, optimizer and data at step 0, sharded; no rank ever holds the whole model."""
+    """Build model, optimizer and data at step 0, sharded. No rank ever holds the whole model."""
     if config.train.deterministic:
-        # cuBLAS's own condition, without which torch refuses every matrix product.
+        # Without this variable of cuBLAS, torch refuses every matrix product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        # Or all new memory is filled, pinned memory by the CPU. None is read before it is written.
+        # Otherwise torch fills all new memory, pinned memory on the CPU. None of it is read before
+        # it is written.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     model, engine = build_model(config, plan, hierarchy)
     masters = [unit.master for unit in engine.units]
     optimizer = ShardedAdamW(masters, [u.decay_stop for u in engine.units], config.optimizer)
-    # Together: a rank whose storage fails would leave the others waiting for it.
+    # All ranks agree, because the others would wait for a rank whose storage fails.
     loaders = hierarchy.run_on_all(lambda: {p: open_loader(config, p, hierarchy) for p in PARTS})
     assert loaders["train"] is not None
     return Trainer(
@@ -86,15 +96,12 @@ def build_trainer(config: Config, plan: RunPlan, hierarchy: Hierarchy) -> Traine
     )
 
 
-def build_model(
-    config: Config,
-    plan: RunPlan,
-    hierarchy: Hierarchy,
-) -> tuple[GPT, Engine]:
-    """A GPT sharded over the hierarchy, with its seeded first values."""
-    compiles = config.train.compile and uncompiled_because(config, hierarchy) is None
+def build_model(config: Config, plan: RunPlan, hierarchy: Hierarchy) -> tuple[GPT, Engine]:
+    """A GPT sharded over the hierarchy, with its seeded initial values."""
+    compiles = config.train.compile and reason_not_compiled(config, hierarchy) is None
     if compiles:
-        with stops_held_back():  # sent to all of a job's processes, they would break the compiler
+        # A scheduler sends its signals to all processes of a job. They would end the workers.
+        with stops_held_back():
             start_workers(hierarchy.device)
     with torch.device("meta"):
         model = GPT(
@@ -120,9 +127,42 @@ def build_model(
     return model, engine
 
 
+def open_part(config: Config, part: Part) -> Samples | None:
+    """The training or validation samples; None if nothing is held out for validation.
+
+    Raises UserError for a corpus that cannot be read.
+    """
+    # A special token that was added to the tokenizer alone has no row in the model.
+    ids = min(kept_tokenizer(config.tokenizer).vocab_size, config.model.vocab_size)
+    return open_samples(config.data, config.model.sequence_length, config.run.seed, ids, part)
+
+
+def make_loader(
+    config: Config,
+    samples: Samples,
+    part: Part,
+    rank: int,
+    ranks: int,
+    device: torch.device | str = "cpu",
+) -> Loader:
+    """One rank's micro-batches of `samples`. Raises UserError if the batch does not divide."""
+    skip = config.data.skip if part == "train" else []
+    train = config.train
+    return Loader(samples, train.global_batch, train.micro_batch, rank, ranks, skip, device)
+
+
 def open_loader(config: Config, part: Part, hierarchy: Hierarchy) -> Loader | None:
-    """This rank's loader of a part, None where nothing is kept for validation."""
+    """This rank's loader of a part; None if nothing is held out for validation."""
     samples = open_part(config, part)
     if samples is None:
         return None
     return make_loader(config, samples, part, hierarchy.rank, hierarchy.size, hierarchy.device)
+
+
+def read_step(loader: Loader, step: int, rank: int) -> list[Batch]:
+    """A rank's micro-batches of a step. Raises RankError for unusable data, which no other rank
+    reads."""
+    try:
+        return loader.step(step)
+    except UserError as error:
+        raise RankError(f"rank {rank}: {error}") from error

@@ -21,7 +21,7 @@ from megafrontier.launch.main import joined
 from megafrontier.model.recompute.checkpointing import Mode
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.loop import run
-from megafrontier.training.step_result import StepResult
+from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer, build_trainer
 
 

@@ -22,7 +22,7 @@ from megafrontier.model.init import initialise, parameter_kind
 from megafrontier.optim.schedule import learning_rate
 from megafrontier.partition.wires.wire import DTYPES
 from megafrontier.training.loop import train_step
-from megafrontier.training.plan import check_training
+from megafrontier.training.preview import check_training
 from megafrontier.training.trainer import Trainer, build_trainer, open_loader
 
 WARM_UP = 3

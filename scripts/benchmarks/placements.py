@@ -27,7 +27,8 @@ from megafrontier.launch.main import joined
 from megafrontier.partition import STRATEGIES, Engine
 from megafrontier.partition.placement import state_bytes
 from megafrontier.training.loop import train_step
-from megafrontier.training.plan import RunPlan, check_training
+from megafrontier.training.plan import RunPlan
+from megafrontier.training.preview import check_training
 from megafrontier.training.trainer import Trainer, build_trainer
 
 

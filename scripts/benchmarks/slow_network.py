@@ -49,7 +49,7 @@ from megafrontier.common.errors import UserError
 from megafrontier.common.files import write_whole
 from megafrontier.config import PartitionConfig, load_config
 from megafrontier.data.corpus.writer import Corpus
-from megafrontier.training.plan import check_training
+from megafrontier.training.preview import check_training
 
 PER_NODE = 4
 PASS_OF_COMPUTE = 0.12

@@ -27,7 +27,7 @@ from megafrontier.partition.comm.trace import Trace
 from megafrontier.partition.wires.wire import DTYPES, Wires
 from megafrontier.training.loop import train_step
 from megafrontier.training.plan import RunPlan
-from megafrontier.training.step_result import StepResult
+from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer, build_trainer, open_loader
 
 

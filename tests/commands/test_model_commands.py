@@ -64,7 +64,7 @@ def whole_model_loss(life, model_loss):
     """Nats, tokens and text of the same validation samples, by another road."""
     from megafrontier.checkpoint.folder import newest
     from megafrontier.commands.convert import saved_config
-    from megafrontier.training.batches import open_part
+    from megafrontier.training.trainer import open_part
 
     config = saved_config(newest(life / "run"))
     samples = open_part(config, "valid")

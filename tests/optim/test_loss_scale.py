@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megafrontier.optim.loss_scale import GROWTH_INTERVAL, LEAST, LossScale, asks_for_less
+from megafrontier.optim.loss_scale import GROWTH_INTERVAL, MIN_SCALE, LossScale, is_scale_overflow
 
 GOOD, BAD = torch.tensor(0.0), torch.tensor(1.0)
 
@@ -41,14 +41,14 @@ def test_it_falls_far_below_one_for_sums_over_many_tokens_but_has_a_floor():
     scale = make("fp16", 2.0)
     for _ in range(50):
         scale.update(BAD)
-    assert scale.scale == LEAST == 2.0**-24
+    assert scale.scale == MIN_SCALE == 2.0**-24
 
 
 @pytest.mark.parametrize(
     ("loss_scale", "loss", "asks"),
     [
         (2.0**15, 3.0, True),
-        (LEAST, 3.0, False),
+        (MIN_SCALE, 3.0, False),
         (0.0, 3.0, False),
         (math.inf, 3.0, False),
         (math.nan, 3.0, False),
@@ -57,7 +57,7 @@ def test_it_falls_far_below_one_for_sums_over_many_tokens_but_has_a_floor():
     ],
 )
 def test_only_a_scale_that_can_fall_excuses_a_step(loss_scale, loss, asks):
-    assert asks_for_less(loss_scale, loss) is asks
+    assert is_scale_overflow(loss_scale, loss) is asks
 
 
 def test_other_precisions_are_not_scaled():

@@ -25,7 +25,7 @@ def judge(rule, values, norm=1.0, is_bad=0.0):
     def number(value):
         return torch.tensor(value, dtype=torch.float64)
 
-    found = [rule.judge(number(value), number(norm), number(is_bad)) for value in values]
+    found = [rule.detect(number(value), number(norm), number(is_bad)) for value in values]
     return [bool(verdict) for verdict in found]
 
 

@@ -8,7 +8,7 @@ from megafrontier.common.errors import UserError
 from megafrontier.launch.main import train as train_config
 from megafrontier.model.kernels import backends
 from megafrontier.model.recompute import compile
-from megafrontier.training.kernels import check_caches
+from megafrontier.training.device import check_caches
 from tests import runs
 
 

@@ -22,7 +22,7 @@ from megafrontier.training.callbacks import evaluate as evaluation
 from megafrontier.training.callbacks import save as saving
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.callbacks.evaluate import Evaluate
-from megafrontier.training.callbacks.garbage_collection import garbage_collected
+from megafrontier.training.callbacks.garbage_collection import collect_garbage_every
 from megafrontier.training.logging.sinks import JsonLines
 from megafrontier.training.plan import resolve_plan
 from megafrontier.training.trainer import build_trainer
@@ -90,7 +90,7 @@ class Collect(Callback):
         self._every = every
         self.seen = []
 
-    def wants(self, trainer, step):
+    def needs_settled_state(self, trainer, step):
         return step % self._every == 0
 
     def after_step(self, trainer, result):
@@ -205,7 +205,7 @@ def test_the_engine_is_as_the_configuration_has_it(config_file, monkeypatch):
 def test_what_compiles_is_started_with_the_jobs_signals_held_back(config_file, monkeypatch):
     """A scheduler sends them to all of its processes."""
     held_back = []
-    monkeypatch.setattr(trainer_module, "uncompiled_because", lambda *_: None)
+    monkeypatch.setattr(trainer_module, "reason_not_compiled", lambda *_: None)
     monkeypatch.setattr(
         trainer_module,
         "start_workers",
@@ -300,14 +300,14 @@ def test_errors_of_messages_grow_with_the_loss_scale(config_file, monkeypatch):
 def test_garbage_is_collected_when_it_is_due_and_not_between(monkeypatch):
     collected = []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(None))
-    with garbage_collected(every=3) as garbage:
+    with collect_garbage_every(every=3) as garbage:
         assert not gc.isenabled()
         del collected[:]
         for step in range(1, 8):
             garbage.after_step(None, SimpleNamespace(step=step))
         assert len(collected) == 2
     assert gc.isenabled()
-    with garbage_collected(every=0) as garbage:
+    with collect_garbage_every(every=0) as garbage:
         assert gc.isenabled()
         garbage.after_step(None, SimpleNamespace(step=6))
         assert len(collected) == 2
@@ -441,7 +441,7 @@ def test_memory_is_flat_after_the_second_step_without_pythons_collector(config_f
     def body(hierarchy):
         trainer = build_trainer(config, resolve_plan(config, hierarchy.size), hierarchy)
         held = []
-        with garbage_collected(every=100):
+        with collect_garbage_every(every=100):
             for _ in range(6):
                 loop.train_step(trainer)
                 trainer.engine.finish_publishing()

@@ -12,13 +12,12 @@ from megafrontier.config import load_config
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise, parameter_kind
 from megafrontier.optim.schedule import learning_rate
-from megafrontier.training.batches import open_part
 from megafrontier.training.callbacks import evaluate as evaluation
 from megafrontier.training.callbacks import save as saving
 from megafrontier.training.logging.metrics import step_metrics
 from megafrontier.training.loop import train_step
 from megafrontier.training.plan import resolve_plan
-from megafrontier.training.trainer import build_trainer
+from megafrontier.training.trainer import build_trainer, open_part
 from tests import runs
 from tests.partition.tiny import watch_crossings
 from tests.ranks import run_ranks

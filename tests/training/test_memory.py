@@ -9,14 +9,8 @@ import torch
 from megafrontier.common.errors import UserError
 from megafrontier.config import load_config
 from megafrontier.model.flops import parameter_count, unit_parameters
-from megafrontier.training.memory import (
-    OutOfMemory,
-    buffer_gib,
-    check_memory,
-    out_of_memory_told,
-    state_gib,
-)
-from megafrontier.training.plan import resolve_plan
+from megafrontier.training.device import OutOfMemory, explain_out_of_memory
+from megafrontier.training.plan import buffer_gib, check_memory, resolve_plan, state_gib
 from megafrontier.training.preview import preview_run
 
 GIB = 2**30
@@ -33,7 +27,7 @@ def test_what_a_rank_needs_at_least_is_state_buffers_and_inputs_of_blocks():
     """A layer less than 20B, on one node of Frontier: state and buffers would fit."""
     told = refusal(8, LAYERS)
     parts = (
-        r"need (\S+) at least on 8 ranks: state (\S+), buffers (\S+), inputs of the blocks (\S+);"
+        r"need at least (\S+) on 8 ranks: state (\S+), buffers (\S+), inputs of the blocks (\S+);"
     )
     need, *found = map(float, re.search(parts, told).groups())
     config = load_config("configs/gpt-20b.yaml", [LAYERS])
@@ -94,7 +88,7 @@ def test_a_device_whose_memory_is_not_stated_refuses_nothing():
 def test_an_allocation_that_a_processor_has_no_room_for_is_told_in_one_line():
     with (
         pytest.raises(OutOfMemory, match=r"^rank 3: .*can't allocate memory.* Need less$"),
-        out_of_memory_told("rank 3", "less"),
+        explain_out_of_memory("rank 3", "less"),
     ):
         torch.empty(2**50)
 
@@ -103,7 +97,7 @@ def test_an_allocation_that_a_processor_has_no_room_for_is_told_in_one_line():
 def test_whoever_says_that_memory_is_out_is_told_in_one_line(error):
     with (
         pytest.raises(OutOfMemory, match=r"^rank 3: (out of memory|full)\. Need less$"),
-        out_of_memory_told("rank 3", "less"),
+        explain_out_of_memory("rank 3", "less"),
     ):
         raise error
 
@@ -127,13 +121,13 @@ def test_whoever_says_that_memory_is_out_is_told_in_one_line(error):
     ids=["pinned", "hip", "cublas", "nccl"],
 )  # fmt: skip
 def test_memory_that_is_out_beside_torchs_own_allocator_is_told_in_one_line(error, line):
-    with pytest.raises(OutOfMemory) as caught, out_of_memory_told("rank 3", "less"):
+    with pytest.raises(OutOfMemory) as caught, explain_out_of_memory("rank 3", "less"):
         raise error
     assert str(caught.value) == f"rank 3: {line}. Need less"
 
 
 def test_any_other_error_stays_what_it_is():
     other = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-    with pytest.raises(RuntimeError) as caught, out_of_memory_told("rank 3", "less"):
+    with pytest.raises(RuntimeError) as caught, explain_out_of_memory("rank 3", "less"):
         raise other
     assert caught.value is other

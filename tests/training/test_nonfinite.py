@@ -102,9 +102,9 @@ def test_a_skipped_step_leaves_nothing_unsaid_for_the_next(config_file, strategy
         chosen = (f"partition.strategy={strategy}", "partition.wires=low")
         config = runs.load(config_file, wide, *chosen, "evaluate.batches=0")
         trainer = build_trainer(config, resolve_plan(config, hierarchy.size), hierarchy)
-        judged, sizes = trainer.spikes.judge, []
+        judged, sizes = trainer.spikes.detect, []
         for is_spike in (0.0, 1.0):
-            trainer.spikes.judge = lambda *found, spike=is_spike: judged(*found) + spike
+            trainer.spikes.detect = lambda *found, spike=is_spike: judged(*found) + spike
             assert train_step(trainer).skipped == bool(is_spike)
             errors = (
                 error for unit in trainer.engine.units for error in unit.feedback.errors.values()

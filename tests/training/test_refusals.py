@@ -186,7 +186,7 @@ def test_an_id_beyond_the_vocabulary_on_one_rank_is_one_line_and_ends_all(
 
 
 def launch_samples(config):
-    from megafrontier.training.batches import open_part
+    from megafrontier.training.trainer import open_part
 
     samples = open_part(config, "train")
     assert samples is not None

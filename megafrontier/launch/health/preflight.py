@@ -31,8 +31,7 @@ from megafrontier.launch.health.storage import (
 )
 from megafrontier.parallel.env import Identity
 from megafrontier.parallel.hierarchy import Hierarchy
-from megafrontier.training.memory import GIB
-from megafrontier.training.plan import RunPlan
+from megafrontier.training.plan import GIB, RunPlan
 
 MEMORY_PART = 0.9
 """Drivers and firmware keep some of what is sold; a process of an earlier job keeps more."""

@@ -22,8 +22,7 @@ from megafrontier.parallel.env import Identity
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.partition.wires.wire import DTYPES
 from megafrontier.training.callbacks.save import checkpoint_root
-from megafrontier.training.memory import GIB
-from megafrontier.training.plan import RunPlan
+from megafrontier.training.plan import GIB, RunPlan
 
 STORAGE = "run.directory"
 SEEN_SECONDS = 10.0

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megafrontier.training.step_result import StepResult
+    from megafrontier.training.step import StepResult
     from megafrontier.training.trainer import Trainer
 
 
@@ -13,7 +13,7 @@ class Callback:
     Every rank calls the same methods in the same order, so a callback may use collectives.
     """
 
-    def wants(self, trainer: "Trainer", step: int) -> bool:
+    def needs_settled_state(self, trainer: "Trainer", step: int) -> bool:
         """Whether it needs the trainer as it is after `step`: then nothing else is begun before
         `after_step` has been called."""
         return False

@@ -12,13 +12,12 @@ from megafrontier.data.sampling.loader import Loader
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.model.gpt import GPT
 from megafrontier.parallel.hierarchy import Hierarchy
-from megafrontier.training.batches import read_step
 from megafrontier.training.callbacks.base import Callback, is_due
 from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.loop import stop_agreed
 from megafrontier.training.resume.restarts import last_lines
-from megafrontier.training.step_result import StepResult
-from megafrontier.training.trainer import Trainer
+from megafrontier.training.step import StepResult
+from megafrontier.training.trainer import Trainer, read_step
 
 
 @dataclass(frozen=True)
@@ -41,12 +40,12 @@ def no_bytes(_batch: Batch) -> int:
     return 0
 
 
-def nothing_in(batches: int) -> str:
+def no_targets_message(batches: int) -> str:
     """Why so many batches of validation data have no loss."""
     return f"evaluate.batches: {batches}, no token in them has a target"
 
 
-def describe_validation(loader: Loader | None, batches: int) -> list[str]:
+def warn_validation_repeats(loader: Loader | None, batches: int) -> list[str]:
     """What `batches` mean that is not to be expected."""
     return [
         f"evaluate.batches: {batches}, {samples} samples of {corpus}, but {windows} are held out: "
@@ -62,10 +61,10 @@ def evaluate(
     hierarchy: Hierarchy,
     batches: int,
     count_bytes: Callable[[Batch], int] = no_bytes,
-    beat: Callable[[], None] = lambda: None,
+    heartbeat: Callable[[], None] = lambda: None,
     stops: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """Loss over the first `batches` global batches of `loader`; the same on every rank. `beat`
+    """Loss over the first `batches` global batches of `loader`; the same on every rank. `heartbeat`
     hears of each of this rank's micro-batches. None where `stops`, which is asked before each
     global batch and says the same on all ranks, has broken it off."""
     totals = torch.zeros(2, dtype=torch.float64, device=hierarchy.device)
@@ -76,7 +75,7 @@ def evaluate(
             model.train()
             return None
         for batch in read_step(loader, step, hierarchy.rank):
-            beat()
+            heartbeat()
             loss = model(batch.tokens, batch.targets, batch.documents)
             tokens = (batch.targets >= 0).sum()
             totals += torch.stack([loss.double(), tokens.double()])
@@ -87,7 +86,7 @@ def evaluate(
     return Evaluation(loss_sum, int(tokens_sum), int(bytes_sum))
 
 
-def owes_evaluation(trainer: Trainer) -> bool:
+def is_evaluation_missing(trainer: Trainer) -> bool:
     """Whether the step that a run takes up was to be evaluated and is not, by rank 0's
     metrics.jsonl: the run was killed, or asked to stop. All ranks call it."""
     is_last = trainer.step == trainer.last_step
@@ -111,14 +110,17 @@ class Evaluate(Callback):
     """
 
     def __init__(
-        self, run_logger: RunLogger, beat: Callable[[], None] = lambda: None, is_owed: bool = False
+        self,
+        run_logger: RunLogger,
+        heartbeat: Callable[[], None] = lambda: None,
+        is_owed: bool = False,
     ) -> None:
-        """`is_owed`: see `owes_evaluation`."""
-        self._logbook = run_logger
-        self._beat = beat
+        """`is_owed`: see `is_evaluation_missing`."""
+        self._run_logger = run_logger
+        self._heartbeat = heartbeat
         self._is_owed = is_owed
 
-    def wants(self, trainer: Trainer, step: int) -> bool:
+    def needs_settled_state(self, trainer: Trainer, step: int) -> bool:
         return is_due(trainer.config.evaluate.every, step)
 
     def at_start(self, trainer: Trainer) -> None:
@@ -127,7 +129,7 @@ class Evaluate(Callback):
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         is_last = result.step == trainer.last_step
-        runs = self.wants(trainer, result.step) and (is_last or not result.stop)
+        runs = self.needs_settled_state(trainer, result.step) and (is_last or not result.stop)
         is_done = runs and self._run(trainer)
         self._is_owed = is_last and not is_done
 
@@ -145,14 +147,16 @@ class Evaluate(Callback):
         trainer.engine.finish_publishing()  # that is the step's own traffic
         with trainer.engine.ledger.paused():
             found = evaluate(
-                trainer.model, trainer.valid_loader, trainer.hierarchy, batches, beat=self._beat,
-                stops=stops,
+                trainer.model, trainer.valid_loader, trainer.hierarchy, batches,
+                heartbeat=self._heartbeat, stops=stops,
             )  # fmt: skip
         if found is None:
             return False
         if found.tokens == 0:
-            self._logbook.info(f"step {trainer.step}: nothing to evaluate: {nothing_in(batches)}")
+            self._run_logger.info(
+                f"step {trainer.step}: nothing to evaluate: {no_targets_message(batches)}"
+            )
             return True
         line = {"step": trainer.step, "valid_loss": found.loss, "tokens": trainer.tokens}
-        self._logbook.write(line)
+        self._run_logger.write(line)
         return True

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megafrontier.training.callbacks.base import Callback, is_due
-from megafrontier.training.step_result import StepResult
+from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer
 
 
-class Garbage(Callback):
+class GarbageCollection(Callback):
     """Collects every so many steps."""
 
     def __init__(self, every: int) -> None:
@@ -21,7 +21,7 @@ class Garbage(Callback):
 
 
 @contextmanager
-def garbage_collected(every: int) -> Iterator[Garbage]:
+def collect_garbage_every(every: int) -> Iterator[GarbageCollection]:
     """Collect only when the callback says so; with `every` 0 leave it to Python.
 
     By itself the collector stops each rank at a moment of its own, and all the others wait for
@@ -32,7 +32,7 @@ def garbage_collected(every: int) -> Iterator[Garbage]:
         gc.freeze()
         gc.disable()
     try:
-        yield Garbage(every)
+        yield GarbageCollection(every)
     finally:
         if every:
             gc.enable()

@@ -2,10 +2,10 @@
 
 from megafrontier.common.errors import RunFailed
 from megafrontier.data.sampling.loader import Loader
-from megafrontier.optim.loss_scale import asks_for_less
+from megafrontier.optim.loss_scale import is_scale_overflow
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.logging.run_log import RunLogger
-from megafrontier.training.step_result import StepResult
+from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer
 
 
@@ -14,18 +14,18 @@ class Guard(Callback):
     raises RunFailed, on every rank alike, at the configured number."""
 
     def __init__(self, run_logger: RunLogger) -> None:
-        self._logbook = run_logger
+        self._run_logger = run_logger
         self._in_a_row = 0
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         """Count and tell of a skipped step. Raises RunFailed at one too many."""
         is_finite = result.spiked or not result.skipped or result.tokens == 0
         scale = result.loss_scale if trainer.loss_scale.enabled else 0
-        if not is_finite and asks_for_less(scale, result.loss):
+        if not is_finite and is_scale_overflow(scale, result.loss):
             return  # the progress line says so, and its samples are as good as any
         self._in_a_row = 0 if is_finite else self._in_a_row + 1
         if result.skipped:
-            self._logbook.info(_how_to_leave_out(result, trainer.loader))
+            self._run_logger.info(_how_to_leave_out(result, trainer.loader))
         limit = trainer.config.train.nonfinite_limit
         if self._in_a_row >= limit:
             first, last = result.samples

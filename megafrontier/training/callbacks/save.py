@@ -19,7 +19,7 @@ from megafrontier.data.tokenizers.tokenizer import save_kept
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.training.callbacks.base import Callback, is_due
 from megafrontier.training.logging.run_log import RunLogger
-from megafrontier.training.step_result import StepResult
+from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer
 
 DELETING_SECONDS = 1.0
@@ -97,7 +97,7 @@ class Save(Callback):
     def __init__(self, run_logger: RunLogger, resumed_step: int, beat: Callable[[], None]) -> None:
         """`beat` hears that deletions go on, which may take minutes. `saved_step` is where another
         start goes on."""
-        self._logbook, self._beat = run_logger, beat
+        self._run_logger, self._beat = run_logger, beat
         self.saved_step = self._resumed_step = resumed_step
         self._is_sound = True  # by the newest step's loss, as far as a loss can tell
         self._is_late = False  # for want of a step with a finite loss
@@ -105,21 +105,21 @@ class Save(Callback):
         self._thread = ThreadPoolExecutor(1, "delete")
         self._deleting: Future[None] | None = None
 
-    def wants(self, trainer: Trainer, step: int) -> bool:
+    def needs_settled_state(self, trainer: Trainer, step: int) -> bool:
         # The last step before its evaluation, which may be cut short.
         is_due_now = is_due(trainer.config.checkpoint.every, step) or step == trainer.last_step
         return is_due_now or self._is_late
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         self._is_sound = math.isfinite(result.loss)
-        if not self.wants(trainer, result.step):
+        if not self.needs_settled_state(trainer, result.step):
             return
         # Weights that give such a loss may be broken, and would push the sound ones out.
         is_late, self._is_late = self._is_late, not self._is_sound
         if not self._is_late:
             self._save(trainer)
         elif not is_late:
-            self._logbook.info(
+            self._run_logger.info(
                 f"no checkpoint at step {result.step}, whose loss is not finite: after the next "
                 "step whose loss is"
             )
@@ -138,15 +138,15 @@ class Save(Callback):
 
     def _save(self, trainer: Trainer) -> bool:
         self.finish(trainer.hierarchy)
-        self._logbook.sync()
+        self._run_logger.sync()
         try:
             path = save_trainer(trainer)
         except CheckpointWriteError as error:
-            self._logbook.info(f"warning: no checkpoint at step {trainer.step}: {error}")
+            self._run_logger.info(f"warning: no checkpoint at step {trainer.step}: {error}")
             self._is_storages = error.is_storages
             return False
         self.saved_step = trainer.step
-        self._logbook.info(f"checkpoint {path}")
+        self._run_logger.info(f"checkpoint {path}")
         if trainer.is_first and self._is_sound:
             self._prune(trainer)
         return True
@@ -175,4 +175,4 @@ class Save(Callback):
         try:
             yield
         except OSError as error:
-            self._logbook.info(f"warning: old checkpoints not deleted: {error}")
+            self._run_logger.info(f"warning: old checkpoints not deleted: {error}")

@@ -4,7 +4,7 @@ import torch
 
 from megafrontier.training.callbacks.base import Callback, is_due
 from megafrontier.training.logging.run_log import RunLogger
-from megafrontier.training.step_result import StepResult
+from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer
 
 
@@ -16,7 +16,7 @@ class Stragglers(Callback):
     """
 
     def __init__(self, host: str, run_logger: RunLogger) -> None:
-        self._host, self._logbook = host, run_logger
+        self._host, self._run_logger = host, run_logger
         self._steps, self._seconds, self._waited = 0, 0.0, 0.0
         self._known: set[int] = set()
 
@@ -54,7 +54,7 @@ class Stragglers(Callback):
             )
         heard = trainer.hierarchy.first_error(line)
         more = f" (and {_listed(slow[1:])})" if len(slow) > 1 else ""
-        self._logbook.info(f"{heard}{more}")
+        self._run_logger.info(f"{heard}{more}")
 
 
 def _listed(ranks: list[int]) -> str:

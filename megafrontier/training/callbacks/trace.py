@@ -8,11 +8,11 @@ from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.trainer import Trainer
 
 
-class Timeline(Callback):
+class TraceWriter(Callback):
     """Hangs a trace on the ledger of a run that asks for one, and writes it to trace.json."""
 
     def __init__(self, trainer: Trainer, run_logger: RunLogger) -> None:
-        self._logbook = run_logger
+        self._run_logger = run_logger
         self._trace: Trace | None = None
         if trainer.config.log.trace and trainer.is_first:
             ledger = trainer.engine.ledger
@@ -30,7 +30,9 @@ class Timeline(Callback):
         try:
             self._trace.write(path)
         except OSError as error:  # after the run has been saved
-            self._logbook.info(f"warning: {path} is not written: {error.strerror}")
+            self._run_logger.info(f"warning: {path} is not written: {error.strerror}")
             return
         if self._trace.left_out:
-            self._logbook.info(f"{path} ends before the run: {self._trace.left_out} bars too many")
+            self._run_logger.info(
+                f"{path} ends before the run: {self._trace.left_out} bars too many"
+            )

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from megafrontier.model.flops import flops_per_token
-from megafrontier.training.step_result import StepResult
+from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer
 
 

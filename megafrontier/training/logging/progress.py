@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from megafrontier.optim.loss_scale import asks_for_less
+from megafrontier.optim.loss_scale import is_scale_overflow
 
 
 class Progress:
@@ -116,7 +116,7 @@ def _why_skipped(values: Mapping[str, Any]) -> str:
     if values.get("spike"):
         return "spike in loss or gradient"
     scale = values.get("loss_scale", 0)
-    if asks_for_less(scale, values.get("loss")):
+    if is_scale_overflow(scale, values.get("loss")):
         return f"gradient too large for fp16, loss scale lowered to {scale:g}"
     return "loss or gradient not finite"
 

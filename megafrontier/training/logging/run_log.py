@@ -13,7 +13,7 @@ from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.logging.metrics import step_metrics
 from megafrontier.training.logging.progress import Progress
 from megafrontier.training.logging.sinks import JsonLines, Sink, open_sinks
-from megafrontier.training.step_result import StepResult
+from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer
 
 
@@ -113,7 +113,7 @@ class Log(Callback):
     """Write every step's metrics."""
 
     def __init__(self, run_logger: RunLogger) -> None:
-        self._logbook = run_logger
+        self._run_logger = run_logger
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         if not trainer.is_first:
@@ -121,4 +121,4 @@ class Log(Callback):
         shown = {}
         if trainer.hierarchy.size > 1:
             shown["waiting"] = min(1.0, result.waiting_seconds / result.seconds)
-        self._logbook.write(step_metrics(trainer, result), **shown)
+        self._run_logger.write(step_metrics(trainer, result), **shown)

@@ -377,5 +377,5 @@ def test_state_beyond_the_devices_memory_is_refused_with_what_it_needs(config_fi
     one_level = "machine={levels: {world: {}}, device: {name: Tiny, memory_gib: 0.0001}}"
     assert train(config_file, 2, one_level) == BAD_INPUT
     error = capfd.readouterr().err
-    assert "machine.device.memory_gib: 0.0001, need 0.000372 at least on 2 ranks: state " in error
+    assert "machine.device.memory_gib: 0.0001, need at least 0.000372 on 2 ranks: state " in error
     assert error.count("\n") == 1

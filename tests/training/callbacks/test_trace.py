@@ -8,7 +8,7 @@ import torch
 from megafrontier.config import Config
 from megafrontier.partition.comm import trace
 from megafrontier.partition.comm.ledger import Ledger
-from megafrontier.training.callbacks.trace import Timeline
+from megafrontier.training.callbacks.trace import TraceWriter
 
 
 def test_bars_that_a_trace_has_no_room_for_are_told(tmp_path, monkeypatch):
@@ -20,7 +20,7 @@ def test_bars_that_a_trace_has_no_room_for_are_told(tmp_path, monkeypatch):
     )
     trainer = SimpleNamespace(config=config, is_first=True, engine=engine)
     for bars in (3, 5):
-        timeline = Timeline(trainer, SimpleNamespace(info=said.append))
+        timeline = TraceWriter(trainer, SimpleNamespace(info=said.append))
         for _ in range(bars):
             engine.ledger.trace.add("world", "gather", 0.0, 1.0)
         timeline.at_end(trainer)

@@ -1,0 +1,106 @@
+"""What a run computes with: its attention kernel, compiled blocks, and the device's memory."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megafrontier.common.errors import RunFailed, as_fatal_error
+from megafrontier.common.files import try_room
+from megafrontier.config import Config
+from megafrontier.model.kernels.backends import attention_backend, uncompilable_attention
+from megafrontier.model.recompute.compile import missing_compiler
+from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.partition.wires.block import BlockCodec, missing_kernels
+from megafrontier.partition.wires.wire import DTYPES, Wires
+
+_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+_TRIAL_BYTES = 2**20
+# Errors without a type of their own: of the CPU allocator; of the driver, for page-locked memory
+# and the buffers of NCCL or RCCL; of cuBLAS and similar libraries.
+_OUT_OF_MEMORY_TEXTS = ("DefaultCPUAllocator", "out of memory", "_STATUS_ALLOC_FAILED")
+
+
+def check_caches(config: Config) -> None:
+    """Check that the compilers can write into the cache folders that the environment names.
+
+    The folders may be another user's, for example. The compilers would find out in the first step.
+    Raises UserError, or StorageFailed if the storage fails.
+    """
+    folders = {name: os.environ.get(name) for name in _CACHES} if config.train.compile else {}
+    for name, folder in folders.items():
+        if not folder:
+            continue
+        try:
+            os.makedirs(folder, exist_ok=True)
+            try_room(folder, _TRIAL_BYTES)
+        except OSError as error:
+            need = "need a folder to write, or train.compile=false"
+            raise as_fatal_error(error, f"{name}: {folder}: {error.strerror}, {need}") from error
+
+
+def reason_not_compiled(config: Config, hierarchy: Hierarchy) -> str | None:
+    """What the first rank that cannot compile the blocks lacks, the same on every rank; None if
+    all ranks can, or train.compile is off."""
+    if not config.train.compile:
+        return None
+    device, dtype = hierarchy.device, DTYPES[config.train.precision]
+    reason = missing_compiler(device) or uncompilable_attention(
+        config.model, device, dtype, config.data.document_mask
+    )
+    return hierarchy.first_error(reason)
+
+
+def describe_kernels(config: Config, hierarchy: Hierarchy, wires: Wires) -> Iterator[str]:
+    """One line about the kernels, after warnings if they are not the requested ones."""
+    codecs = {w.codec for w in (*wires.gather, *wires.reduce) if isinstance(w.codec, BlockCodec)}
+    missing = hierarchy.first_error(missing_kernels(hierarchy.device.type, codecs))
+    if missing is not None:
+        yield f"warning: partition.wires: {missing}; encoded by plain torch, which takes longer"
+    reason = reason_not_compiled(config, hierarchy)
+    if reason is not None:
+        yield f"warning: train.compile: {reason}; the blocks run uncompiled"
+    dtype = DTYPES[config.train.precision]
+    documents = config.data.document_mask
+    attention = attention_backend(config.model, hierarchy.device, dtype, documents)
+    is_compiled = config.train.compile and reason is None
+    yield f"attention: {attention}; blocks: {'compiled' if is_compiled else 'not compiled'}"
+
+
+class OutOfMemory(RunFailed):
+    """A rank's device has no memory left. Another start would fail in the same way."""
+
+    is_rank_local = True
+
+
+@contextmanager
+def explain_out_of_memory(where: str, need: str) -> Iterator[None]:
+    """Replace torch's error by OutOfMemory, whose line says where it happened and what to do."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        line = _out_of_memory_line(error)
+        if line is None:
+            raise
+        raise OutOfMemory(f"{where}: {line.rstrip('.')}. Need {need}") from error
+
+
+def _out_of_memory_line(error: MemoryError | RuntimeError) -> str | None:
+    """The line of an error that says that memory is out; None for any other error."""
+    lines = str(error).splitlines()
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return lines[0] if lines else "out of memory"
+    return next(
+        (line for line in lines if any(text in line for text in _OUT_OF_MEMORY_TEXTS)), None
+    )
+
+
+def memory_advice(config: Config) -> str:
+    """What to change if a training step runs out of memory."""
+    train = config.train
+    return (
+        f"a smaller train.micro_batch ({train.micro_batch}), train.activation_checkpointing "
+        f"({train.activation_checkpointing}) of more, weights and gradients sharded further "
+        "(partition.weights, partition.gradients), or more ranks"
+    )
