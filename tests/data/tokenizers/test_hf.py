@@ -9,7 +9,7 @@ import pytest
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from megafrontier.common.errors import UserError
-from megafrontier.data.tokenizers.hf import _fast_model
+from megafrontier.data.tokenizers.fast import _fast_model
 from megafrontier.data.tokenizers.tokenizer import load_tokenizer
 
 TEXTS = [
