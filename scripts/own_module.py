@@ -25,8 +25,7 @@ from megafrontier.launch.rendezvous import join
 from megafrontier.optim.adamw import ShardedAdamW
 from megafrontier.optim.clipping import clip_factor, global_norm
 from megafrontier.parallel.env import identify
-from megafrontier.parallel.hierarchy import Hierarchy
-from megafrontier.parallel.levels import Levels
+from megafrontier.parallel.hierarchy import Hierarchy, Levels
 from megafrontier.partition import Engine, Placement, shard
 
 STEPS, SAVE_EVERY, GLOBAL_BATCH, WIDTH = 60, 20, 64, 16
@@ -77,7 +76,7 @@ def states(engine: Engine, optimizer: ShardedAdamW) -> dict[str, list[torch.Tens
 def resume(root: Path, engine: Engine, optimizer: ShardedAdamW) -> int:
     """Take up the newest whole checkpoint. Returns the steps done."""
     layouts = [unit.layout for unit in engine.units]
-    piece = engine.hierarchy.piece(engine.placement.optimizer)
+    piece = engine.hierarchy.shard_index(engine.placement.optimizer)
     found = open_newest(
         root,
         lambda checkpoint: checkpoint.fill(layouts, states(engine, optimizer), *piece),
@@ -94,11 +93,11 @@ def resume(root: Path, engine: Engine, optimizer: ShardedAdamW) -> int:
 def checkpoint(root: Path, step: int, engine: Engine, optimizer: ShardedAdamW) -> None:
     """Write one; the three newest are kept."""
     hierarchy, depth = engine.hierarchy, engine.placement.optimizer
-    piece, pieces = hierarchy.piece(depth)
+    piece, pieces = hierarchy.shard_index(depth)
     held = states(engine, optimizer)
     types = {state: tensors[0].dtype for state, tensors in held.items()}
     manifest = Manifest(step, step * GLOBAL_BATCH, [u.layout for u in engine.units], pieces, types)
-    save(root, manifest, held, piece, hierarchy.is_first_replica(depth), hierarchy)
+    save(root, manifest, held, piece, hierarchy.is_first_replica(depth), hierarchy.world)
     if hierarchy.rank == 0:
         delete(prune(root, keep=3, keep_every=0))
 
@@ -117,7 +116,7 @@ def train_step(step: int, model: nn.Module, engine: Engine, optimizer: ShardedAd
     engine.publish()  # new weights to every rank
     engine.clear_gradients()
     engine.scale_errors(1 - skip)  # with error_feedback: what a skipped step could not say
-    return hierarchy.sum(loss.detach().double().view(1)).item() / GLOBAL_BATCH
+    return hierarchy.world.sum(loss.detach().double().view(1)).item() / GLOBAL_BATCH
 
 
 def main(root: Path, machine: str) -> None:

@@ -12,8 +12,7 @@ import torch
 from megafrontier.launch.local import fork_ranks
 from megafrontier.launch.rendezvous import join
 from megafrontier.parallel.env import identify
-from megafrontier.parallel.hierarchy import Hierarchy
-from megafrontier.parallel.levels import Levels
+from megafrontier.parallel.hierarchy import Hierarchy, Levels
 
 NAMES = ("pair", "node", "rack", "site", "world")
 

@@ -11,13 +11,13 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from megafrontier.checkpoint import folder
 from megafrontier.checkpoint.checksum import crc32_hex
-from megafrontier.checkpoint.coordinator import Coordinator, from_rank_0
 from megafrontier.checkpoint.errors import CheckpointWriteError
 from megafrontier.checkpoint.manifest import (
     FILE_NAME,
@@ -27,7 +27,8 @@ from megafrontier.checkpoint.manifest import (
     piece_file,
 )
 from megafrontier.checkpoint.piece import write_piece
-from megafrontier.common.errors import STORAGE_FAULTS
+from megafrontier.common.errors import StorageFailed, UserError, as_fatal_error
+from megafrontier.parallel.world import World
 
 Shards = Mapping[str, Sequence[torch.Tensor]]
 Attach = Callable[[Path], None]
@@ -39,7 +40,7 @@ def save(
     shards: Shards,
     piece: int,
     writer: bool,
-    coordinator: Coordinator,
+    world: World,
     attach: Attach | None = None,
 ) -> Path:
     """Write a checkpoint into `root`. All ranks call it alike; returns its folder.
@@ -58,21 +59,26 @@ def save(
     """
     _check_shards(manifest, shards, piece)
     manifest.encode()  # What JSON cannot hold is to be found before anything is written.
-    partial = folder.partial_folder(root, manifest.step)
+    unfinished = folder.partial_folder(root, manifest.step)
+    final = folder.step_folder(root, manifest.step)
+    is_first = world.rank == 0
+
+    def run(is_mine: bool, act: Callable[[], None]) -> None:
+        world.run_on_all(act if is_mine else lambda: None, partial(_as_error, root, world.rank))
+
     try:
-        _together(root, coordinator, coordinator.rank == 0, lambda: _start(root, partial))
-        manifest = replace(manifest, id=from_rank_0(coordinator, secrets.token_hex(8)))
-        _together(root, coordinator, writer, lambda: _write_own(partial, manifest, piece, shards))
-        _together(
-            root, coordinator, coordinator.rank == 0, lambda: _finish(partial, manifest, attach)
-        )
-        final = folder.step_folder(root, manifest.step)
-        _together(root, coordinator, coordinator.rank == 0, lambda: _publish(partial, final))
-    except CheckpointWriteError:
-        if coordinator.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        coordinator.all_true(True)
-        raise
+        run(is_first, lambda: _start(root, unfinished))
+        checkpoint_id = world.broadcast_from_rank_0(lambda: secrets.token_hex(8))
+        manifest = replace(manifest, id=checkpoint_id)
+        run(writer, lambda: _write_own(unfinished, manifest, piece, shards))
+        run(is_first, lambda: _finish(unfinished, manifest, attach))
+        run(is_first, lambda: _publish(unfinished, final))
+    except (UserError, StorageFailed) as error:
+        if is_first:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        world.barrier()
+        is_storages = isinstance(error, StorageFailed)
+        raise CheckpointWriteError(f"checkpoint not saved: {error}", is_storages) from error
     return final
 
 
@@ -90,32 +96,14 @@ def _check_shards(manifest: Manifest, shards: Shards, piece: int) -> None:
                 raise ValueError(f"{state} of unit {unit.name}: shard {found}, need {need}")
 
 
-def _together(root: Path, coordinator: Coordinator, mine: bool, act: Callable[[], None]) -> None:
-    """Let the ranks that have this part of writing into `root` do it, and all fail where one did.
-
-    Every exception counts, not only OSError: a rank that left here with its own would leave the
-    others waiting for it.
-    """
-    failure: Exception | None = None
-    if mine:
-        try:
-            act()
-        except Exception as error:
-            failure = error
-    is_storages = isinstance(failure, OSError) and failure.errno in STORAGE_FAULTS
-    message = (
-        f"{is_storages:d} rank {coordinator.rank}: {_reason(failure, root)}" if failure else None
-    )
-    agreed = coordinator.first_error(message)
-    if agreed is not None:
-        line = f"checkpoint not saved: {agreed[2:]}"
-        raise CheckpointWriteError(line, agreed.startswith("1")) from failure
-
-
-def _reason(error: Exception, root: Path) -> str:
+def _as_error(root: Path, rank: int, error: Exception) -> UserError | StorageFailed:
+    """The error that all ranks raise for one of `rank`. Every exception counts, because a rank
+    that left with its own would leave the others waiting."""
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or root}: {error.strerror}"  # a full disk names no file
-    return f"{type(error).__name__}: {error}"
+        # The error of a full disk names no file.
+        line = f"rank {rank}: {error.filename or root}: {error.strerror}"
+        return as_fatal_error(error, line)
+    return UserError(f"rank {rank}: {type(error).__name__}: {error}")
 
 
 def _start(root: Path, partial: Path) -> None:

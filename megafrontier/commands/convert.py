@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from megafrontier.checkpoint.coordinator import SingleProcess
 from megafrontier.checkpoint.errors import CheckpointCorrupt
 from megafrontier.checkpoint.folder import candidates, of_newest, step_folder, step_of
 from megafrontier.checkpoint.load import (
@@ -40,6 +39,7 @@ from megafrontier.model.families.hf_io import (
 )
 from megafrontier.model.flops import parameter_shapes
 from megafrontier.model.gpt import GPT
+from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
 from megafrontier.partition.wires.wire import DTYPES
 from megafrontier.training.callbacks.save import attach_tokenizer
@@ -253,7 +253,7 @@ def import_command(folder: Path, out: Path, tokenizer: str | None = None) -> Pat
         {"weight": [flat]},
         0,
         True,
-        SingleProcess(),
+        World.single(),
         partial(attach_tokenizer, spec),
     )
 

@@ -28,6 +28,7 @@ from megafrontier.launch.health.watchdog import Watchdog, watched
 from megafrontier.launch.main import joined, launch, prepared
 from megafrontier.parallel.env import identify
 from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.world import World
 from megafrontier.training.callbacks.evaluate import (
     Evaluation,
     evaluate,
@@ -114,10 +115,10 @@ def evaluate_command(
             joined(config, watch.start, watch.fail) as (plan, hierarchy),
             watched(watch),
         ):
-            _agree_on(config, hierarchy)
+            _agree_on(config, hierarchy.world)
             with explain_out_of_memory(f"rank {hierarchy.rank}", need):
                 checkpoint, found = _evaluate(target, plan, hierarchy, show, watch.beat)
-            if hierarchy.rank == 0:
+            if hierarchy.world.rank == 0:
                 show(describe(checkpoint, found))
         return 0
 
@@ -129,12 +130,12 @@ def evaluate_command(
     return launch(config, body, nproc, check)
 
 
-def _agree_on(config: Config, hierarchy: Hierarchy) -> None:
+def _agree_on(config: Config, world: World) -> None:
     """Raises UserError on all ranks where some have found another configuration: the run may have
     been resumed with it meanwhile. The tokenizer lies in each checkpoint anew."""
     mine = json.dumps(config_to_dict(replace(config, tokenizer="")), sort_keys=True, default=str)
-    first = hierarchy.broadcast_from_rank_0(lambda: mine)
-    if hierarchy.first_error(None if mine == first else "another") is not None:
+    first = world.broadcast_from_rank_0(lambda: mine)
+    if world.first_error(None if mine == first else "another") is not None:
         raise UserError(
             f"{config.run.name}: ranks have found checkpoints of different configurations; need "
             "the path of one"
@@ -160,14 +161,14 @@ def _evaluate(
     model, engine = build_model(config, plan, hierarchy)
     weights = {"weight": [unit.master for unit in engine.units]}
     load = partial(fill_shards, model=config.model, engine=engine, states=weights)
-    load_it = partial(load_checkpoint, load=load, coordinator=hierarchy)
-    checkpoint = of_newest(target.path, load_it, hierarchy.broadcast_from_rank_0)
+    load_it = partial(load_checkpoint, load=load, world=hierarchy.world)
+    checkpoint = of_newest(target.path, load_it, hierarchy.world.broadcast_from_rank_0)
     share_shards(engine, weights)
     engine.restore(has_published=False)
-    loader = hierarchy.run_on_all(lambda: open_loader(config, "valid", hierarchy))
+    loader = hierarchy.world.run_on_all(lambda: open_loader(config, "valid", hierarchy))
     if loader is None:
         raise UserError("data.split: keeps nothing for validation; need data.valid or a part")
-    if hierarchy.rank == 0:
+    if hierarchy.world.rank == 0:
         # A config may lack what was given to the training on the command line.
         changes = rotary_changes(config.model, checkpoint.manifest)
         for line in changes + warn_validation_repeats(loader, config.evaluate.batches):

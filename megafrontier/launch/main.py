@@ -201,7 +201,7 @@ def joined(
         "meeting_seconds": meeting_seconds(config.train.hang_seconds),
     }
     with join(identity, plan.levels, device, met=met, failed=failed, **waiting) as hierarchy:
-        check_ranks_per_host(hierarchy, identity, plan.machine.device.ranks_per_host)
+        check_ranks_per_host(hierarchy.world, identity, plan.machine.device.ranks_per_host)
         yield plan, hierarchy
 
 
@@ -243,10 +243,10 @@ def _train_watched(config: Config, identity: Identity, directory: Path) -> int:
     with (
         closing(Watchdog(identity, directory, config.train.hang_seconds)) as watch,
         joined(config, watch.start, watch.fail) as (plan, hierarchy),
-        open_run_logger(config, hierarchy.rank == 0) as run_logger,
+        open_run_logger(config, hierarchy.world.rank == 0) as run_logger,
         watched(watch),
-        hold(directory, identity, hierarchy, run_logger.info, config.train.hang_seconds),
-        record_start(config, identity, hierarchy, run_logger.info, excluded) as start,
+        hold(directory, identity, hierarchy.world, run_logger.info, config.train.hang_seconds),
+        record_start(config, identity, hierarchy.world, run_logger.info, excluded) as start,
     ):
         watch.last_words = start.end
         if config.preflight.enabled:
@@ -272,7 +272,7 @@ def _run(
     for line in (
         *warn_vocabulary(config),
         *describe_ranks(config, plan, hierarchy.device),
-        *describe_kernels(config, hierarchy, plan.wires),
+        *describe_kernels(config, hierarchy.world, plan.wires),
         *warn_validation_repeats(trainer.valid_loader, config.evaluate.batches),
     ):
         run_logger.info(line)
@@ -280,7 +280,7 @@ def _run(
         resume(trainer, run_logger)
         start.add(resumed=trainer.step)
         is_owed = is_evaluation_missing(trainer)
-        hierarchy.run_on_all(partial(_keep_books, trainer, run_logger))
+        hierarchy.world.run_on_all(partial(_keep_books, trainer, run_logger))
         save = Save(run_logger, trainer.step, watch.beat)
         # Placing the first weights is no step's traffic.
         trainer.engine.ledger.take()
@@ -293,7 +293,7 @@ def _run(
         with collect_garbage_every(config.train.gc_every) as garbage:
             callbacks = [Log(run_logger), save, evaluate, timeline, Guard(run_logger), stragglers]
             run(trainer, [*callbacks, garbage], watch.beat)
-        save.finish(hierarchy)
+        save.finish(hierarchy.world)
         if trainer.step >= trainer.last_step:
             return 0
         if trainer.is_first:

@@ -28,8 +28,8 @@ from megafrontier.launch.health.links import connect, measure, reaching
 from megafrontier.launch.health.liveness import LivenessCheck, within
 from megafrontier.parallel.env import Identity
 from megafrontier.parallel.groups import make_groups
-from megafrontier.parallel.hierarchy import Hierarchy
-from megafrontier.parallel.levels import Levels
+from megafrontier.parallel.hierarchy import Hierarchy, Levels
+from megafrontier.parallel.world import World
 
 ALL_PEERS = "connections to all"
 """Where gloo connects each rank to every other; NCCL and RCCL connect later."""
@@ -70,7 +70,7 @@ def join(
         _order_launches()
     if identity.world_size == 1:
         met(None)
-        yield Hierarchy(levels, 0, (None,) * len(levels.sizes), device)
+        yield Hierarchy.single(levels, device)
         return
     timeout = timedelta(seconds=timeout_seconds)
     roll = _meet(identity, meeting_seconds)
@@ -80,7 +80,7 @@ def join(
         hierarchy = _connect(roll, levels, device, timeout)
         _check_hosts(hierarchy, identity)
         yield hierarchy
-        hierarchy.turn.end()  # a lane may not outlive the process groups
+        hierarchy.arbiter.drain()  # a lane may not outlive the process groups
     except BaseException as error:
         if isinstance(error, Exception) and not is_collective(error):
             failed(error)
@@ -115,7 +115,7 @@ def _connect(
 ) -> Hierarchy:
     """Reach all that this rank is going to talk to."""
     rank = roll.identity.rank
-    with reaching(f"rank {rank}: {ALL_PEERS}"), roll.activity.at(ALL_PEERS):
+    with reaching(f"rank {rank}: {ALL_PEERS}"), roll.status.doing(ALL_PEERS):
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore("world", roll.store),
@@ -124,9 +124,11 @@ def _connect(
             timeout=timeout,
         )
     with reaching(f"rank {rank}: groups of the levels"):
-        groups = make_groups(levels, rank, device, timeout)
-        control = make_groups(levels, rank, device, timeout, has_small_messages=True)
-    hierarchy = Hierarchy(levels, rank, groups, device, control, roll.activity)
+        peers = [levels.peers(rank, level) for level in range(len(levels.sizes))]
+        groups = make_groups(peers, device, timeout)
+        control = make_groups(peers, device, timeout, has_small_messages=True)
+    world = World(rank, levels.ranks, device, control, roll.status)
+    hierarchy = Hierarchy(levels, rank, groups, world)
     # Neighbours at each level before other collectives: where these waited for a link that is dead,
     # nobody could say which it is.
     for level in range(len(levels.sizes)):
@@ -259,7 +261,7 @@ def _check_hosts(hierarchy: Hierarchy, identity: Identity) -> None:
     """Refuse levels that hosts cut through: up to some level all peers share a host, beyond it no
     two do. Every rank looks at all hosts, so that all refuse alike."""
     mine = torch.tensor([identity.host_number], dtype=torch.float64, device=hierarchy.device)
-    hosts = hierarchy.gather(mine).flatten().tolist()
+    hosts = hierarchy.world.gather(mine).flatten().tolist()
     held = next((i for i, other in enumerate(hosts) if other != hosts[0]), len(hosts))
     firsts = hosts[::held]
     if hosts != [first for first in firsts for _ in range(held)] or len({*firsts}) < len(firsts):
@@ -291,9 +293,9 @@ def misplaced(identity: Identity, expected: int | None) -> str | None:
     )
 
 
-def check_ranks_per_host(hierarchy: Hierarchy, identity: Identity, expected: int | None) -> None:
+def check_ranks_per_host(world: World, identity: Identity, expected: int | None) -> None:
     """Refuse, on every rank alike, a launch whose ranks on a host are not the machine file's: a
     rank that saw it alone would leave the others waiting. Raises UserError."""
-    error = hierarchy.first_error(misplaced(identity, expected))
+    error = world.first_error(misplaced(identity, expected))
     if error is not None:
         raise UserError(error)

@@ -19,7 +19,10 @@ def global_norm(
 
     The same bits on every rank.
     """
-    return hierarchy.sum(square_sum(gradients).view(1), depth).sqrt()[0]
+    squares = square_sum(gradients).view(1)
+    if not hierarchy.is_first_replica(depth):
+        squares = torch.zeros_like(squares)  # each shard counts once
+    return hierarchy.world.sum(squares).sqrt()[0]
 
 
 def square_sum(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -112,7 +112,7 @@ class Engine:
         self._prefetch = 0 if self._policy == "none" else prefetch
         levels = len(hierarchy.levels.sizes)
         in_lanes = "safe" if check_order and self._policy == "full" else self._policy
-        self._lanes = Lanes(in_lanes, levels, hierarchy.device, hierarchy.turn)
+        self._lanes = Lanes(in_lanes, levels, hierarchy.device, hierarchy.arbiter)
         self._moves = Moves(hierarchy, wires, self.ledger, self._lanes, check_order)
 
     def init_units(

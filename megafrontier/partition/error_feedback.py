@@ -60,5 +60,5 @@ class ErrorFeedback:
         self.clear()
         if self._moves.hierarchy.is_first_replica(self._depth):
             self.error.copy_(total)
-            own = self._layout.bounds(*self._moves.hierarchy.piece(self._depth))
+            own = self._layout.bounds(*self._moves.hierarchy.shard_index(self._depth))
             self.error[self._layout.padding_within(*own)].zero_()  # checkpoints hold parameters

@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from megafrontier.parallel.levels import Levels
+from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition.comm.delta import levels_of_changes
 from megafrontier.partition.comm.streams import Policy
 from megafrontier.partition.placement import Placement

@@ -9,7 +9,7 @@ from math import prod
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import PartitionConfig
-from megafrontier.parallel.levels import Levels
+from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition.wires.wire import Wires
 
 STRATEGIES = {

@@ -2,7 +2,7 @@
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import PartitionConfig, WiresConfig
-from megafrontier.parallel.levels import Levels
+from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition.placement import Placement, node_depth
 from megafrontier.partition.wires.wire import Wires, make_wire
 

@@ -102,7 +102,7 @@ class Unit:
         self.feedback = ErrorFeedback(self.layout, self._moves, place.optimizer, errors)
 
     def _empty(self, depth: int, dtype: torch.dtype) -> torch.Tensor:
-        _, pieces = self._moves.hierarchy.piece(depth)
+        _, pieces = self._moves.hierarchy.shard_index(depth)
         return torch.empty(self.layout.numel // pieces, dtype=dtype, device=self._pool.device)
 
     @cached_property
@@ -118,7 +118,7 @@ class Unit:
     @property
     def range(self) -> tuple[int, int]:
         """[start, stop) of this rank's optimizer shard in the flat buffer."""
-        return self.layout.bounds(*self._moves.hierarchy.piece(self.placement.optimizer))
+        return self.layout.bounds(*self._moves.hierarchy.shard_index(self.placement.optimizer))
 
     @property
     def decay_stop(self) -> int:

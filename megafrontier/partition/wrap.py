@@ -141,7 +141,7 @@ def refuse_different(model: nn.Module, hierarchy: Hierarchy) -> None:
     if hierarchy.size == 1 or not named:
         return
     sums = torch.stack([_byte_sum(tensor).to(hierarchy.device) for _, tensor in named])
-    largest, negated = hierarchy.maximum(torch.cat([sums, -sums])).view(2, -1)
+    largest, negated = hierarchy.world.maximum(torch.cat([sums, -sums])).view(2, -1)
     different = torch.nonzero(largest != -negated).flatten().tolist()
     if different:
         raise UserError(

@@ -11,7 +11,7 @@ from megafrontier.common.files import try_room
 from megafrontier.config import Config
 from megafrontier.model.kernels.backends import attention_backend, uncompilable_attention
 from megafrontier.model.recompute.compile import missing_compiler
-from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.world import World
 from megafrontier.partition.wires.block import BlockCodec, missing_kernels
 from megafrontier.partition.wires.wire import DTYPES, Wires
 
@@ -40,30 +40,30 @@ def check_caches(config: Config) -> None:
             raise as_fatal_error(error, f"{name}: {folder}: {error.strerror}, {need}") from error
 
 
-def reason_not_compiled(config: Config, hierarchy: Hierarchy) -> str | None:
+def reason_not_compiled(config: Config, world: World) -> str | None:
     """What the first rank that cannot compile the blocks lacks, the same on every rank; None if
     all ranks can, or train.compile is off."""
     if not config.train.compile:
         return None
-    device, dtype = hierarchy.device, DTYPES[config.train.precision]
+    device, dtype = world.device, DTYPES[config.train.precision]
     reason = missing_compiler(device) or uncompilable_attention(
         config.model, device, dtype, config.data.document_mask
     )
-    return hierarchy.first_error(reason)
+    return world.first_error(reason)
 
 
-def describe_kernels(config: Config, hierarchy: Hierarchy, wires: Wires) -> Iterator[str]:
+def describe_kernels(config: Config, world: World, wires: Wires) -> Iterator[str]:
     """One line about the kernels, after warnings if they are not the requested ones."""
     codecs = {w.codec for w in (*wires.gather, *wires.reduce) if isinstance(w.codec, BlockCodec)}
-    missing = hierarchy.first_error(missing_kernels(hierarchy.device.type, codecs))
+    missing = world.first_error(missing_kernels(world.device.type, codecs))
     if missing is not None:
         yield f"warning: partition.wires: {missing}; encoded by plain torch, which takes longer"
-    reason = reason_not_compiled(config, hierarchy)
+    reason = reason_not_compiled(config, world)
     if reason is not None:
         yield f"warning: train.compile: {reason}; the blocks run uncompiled"
     dtype = DTYPES[config.train.precision]
     documents = config.data.document_mask
-    attention = attention_backend(config.model, hierarchy.device, dtype, documents)
+    attention = attention_backend(config.model, world.device, dtype, documents)
     is_compiled = config.train.compile and reason is None
     yield f"attention: {attention}; blocks: {'compiled' if is_compiled else 'not compiled'}"
 

@@ -9,7 +9,7 @@ from megafrontier.common.errors import is_collective
 from megafrontier.common.signals import stop_requested
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.optim.schedule import learning_rate
-from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.world import World
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.step import AsyncStepResult, StepResult, finish_step
 from megafrontier.training.trainer import Trainer, read_step
@@ -38,7 +38,7 @@ def run(
     """
     if read_late is None:
         read_late = reads_late(trainer)
-    stop = stop_agreed(trainer.hierarchy)
+    stop = stop_agreed(trainer.world)
     for callback in callbacks if not stop else ():
         callback.at_start(trainer)
         heartbeat(None)
@@ -55,7 +55,7 @@ def run(
             stop = _tell(trainer, callbacks, waiting, heartbeat) or stop
             waiting = None
             # What callbacks do may take long, and a step more, too.
-            stop = stop or (is_wanted and stop_agreed(trainer.hierarchy))
+            stop = stop or (is_wanted and stop_agreed(trainer.world))
     if waiting is not None:
         _tell(trainer, callbacks, waiting, heartbeat)
     for callback in callbacks:
@@ -63,9 +63,9 @@ def run(
         heartbeat(trainer.step)
 
 
-def stop_agreed(hierarchy: Hierarchy) -> bool:
+def stop_agreed(world: World) -> bool:
     """Whether any rank has been asked to stop; all ranks call it."""
-    return not hierarchy.all_true(not stop_requested())
+    return not world.all_true(not stop_requested())
 
 
 def reads_late(trainer: Trainer) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config, MachineConfig, load_machine
 from megafrontier.model.flops import parameter_count, unit_parameters
-from megafrontier.parallel.levels import Levels
+from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition import Placement, Wires
 from megafrontier.partition.memory import MessageBuffers, unit_buffer_bytes
 from megafrontier.partition.placement import node_depth, state_bytes

@@ -11,7 +11,7 @@ from megafrontier.data.sampling.loader import micro_batches
 from megafrontier.data.tokenizers.tokenizer import kept_tokenizer
 from megafrontier.model.families import family_for
 from megafrontier.optim.adamw import find_apex
-from megafrontier.parallel.levels import Levels
+from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition.placement import error_levels
 from megafrontier.partition.wires.wire import Wire
 from megafrontier.training.logging.sinks import missing_package

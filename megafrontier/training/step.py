@@ -60,7 +60,7 @@ def finish_step(
     if not hierarchy.is_first_replica(engine.placement.optimizer):
         square = torch.zeros_like(square)  # counted already, in the same bits
     with engine.ledger.waiting("loss and norm"):
-        sums, memory = hierarchy.sum_and_maximum(torch.cat([square, totals, mine]), used)
+        sums, memory = trainer.world.sum_and_maximum(torch.cat([square, totals, mine]), used)
     norm, loss_sum, tokens, stops = sums[0].sqrt(), *sums[1:4].unbind()
     # Divided once, by the exact number of tokens in the global batch.
     count = tokens.clamp(min=1)
@@ -71,7 +71,7 @@ def finish_step(
     is_spike = trainer.spikes.detect(loss, norm, torch.maximum(is_bad, is_empty))
     loss = torch.where(is_empty > 0, torch.nan, loss)
     divisor = divisor / clip_factor(norm, trainer.config.train.clip_grad_norm)
-    costs = sums[4:] / hierarchy.size
+    costs = sums[4:] / trainer.world.size
     flags = is_bad, is_spike, is_empty
     return StepStats(loss, norm, tokens, stops, *flags, divisor, memory[0], costs, waited)
 

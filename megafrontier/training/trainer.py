@@ -20,6 +20,7 @@ from megafrontier.optim.adamw import ShardedAdamW
 from megafrontier.optim.loss_scale import LossScale
 from megafrontier.optim.spikes import SpikeRule
 from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.world import World
 from megafrontier.partition import Engine, shard
 from megafrontier.partition.wires.wire import DTYPES
 from megafrontier.training.device import reason_not_compiled
@@ -56,9 +57,14 @@ class Trainer:
         return self.config.train.stop_at or self.config.train.steps
 
     @property
+    def world(self) -> World:
+        """All ranks of the run."""
+        return self.hierarchy.world
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank writes what one rank writes for all: logs, metrics, manifests."""
-        return self.hierarchy.rank == 0
+        return self.world.rank == 0
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -80,7 +86,9 @@ def build_trainer(config: Config, plan: RunPlan, hierarchy: Hierarchy) -> Traine
     masters = [unit.master for unit in engine.units]
     optimizer = ShardedAdamW(masters, [u.decay_stop for u in engine.units], config.optimizer)
     # All ranks agree, because the others would wait for a rank whose storage fails.
-    loaders = hierarchy.run_on_all(lambda: {p: open_loader(config, p, hierarchy) for p in PARTS})
+    loaders = hierarchy.world.run_on_all(
+        lambda: {p: open_loader(config, p, hierarchy) for p in PARTS}
+    )
     assert loaders["train"] is not None
     return Trainer(
         config,
@@ -98,7 +106,7 @@ def build_trainer(config: Config, plan: RunPlan, hierarchy: Hierarchy) -> Traine
 
 def build_model(config: Config, plan: RunPlan, hierarchy: Hierarchy) -> tuple[GPT, Engine]:
     """A GPT sharded over the hierarchy, with its seeded initial values."""
-    compiles = config.train.compile and reason_not_compiled(config, hierarchy) is None
+    compiles = config.train.compile and reason_not_compiled(config, hierarchy.world) is None
     if compiles:
         # A scheduler sends its signals to all processes of a job. They would end the workers.
         with stops_held_back():

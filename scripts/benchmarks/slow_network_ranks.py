@@ -63,7 +63,7 @@ def run(job: Job) -> Answer:
     with joined(config) as (plan, hierarchy):
         stepper = STEPPERS[job.kind](job, config, plan, hierarchy)
         answer = _measure(job, config, hierarchy, stepper, resident)
-        hierarchy.all_true(True)  # nobody leaves while a peer still needs it
+        hierarchy.world.all_true(True)  # nobody leaves while a peer still needs it
         if stepper.trainer is not None:
             stepper.trainer.close()
     return answer
@@ -72,12 +72,12 @@ def run(job: Job) -> Answer:
 def _measure(
     job: Job, config: Config, hierarchy: Hierarchy, stepper: Stepper, resident: int
 ) -> Answer:
-    hierarchy.all_true(True)
+    hierarchy.world.all_true(True)
     # From before the warm-up, for a step that is timed begins with the sending of the one before.
     bytes_before, packets_before = sent()
     for _ in range(job.warmup):
         stepper.step()
-    hierarchy.all_true(True)
+    hierarchy.world.all_true(True)
     cpu, machine_cpu = time.process_time(), machine_cpu_seconds()
     begins, ends = [], []
     trace = _start_trace(job, stepper.trainer)
@@ -91,7 +91,7 @@ def _measure(
     if trace is not None:
         trace.write(Path(job.options["trace"]))
     stepper.settle()
-    hierarchy.all_true(True)  # the slowest rank of the node has sent its last, too
+    hierarchy.world.all_true(True)  # the slowest rank of the node has sent its last, too
     bytes_after, packets_after = sent()
     return Answer(
         begins,
@@ -199,7 +199,7 @@ def alone(job: Job, config: Config, _: RunPlan, hierarchy: Hierarchy) -> Stepper
         return total / tokens
 
     # Without a meeting the ranks would drift apart, and the last have the cores for themselves.
-    return Stepper(step, parameters, lambda: 0, between=lambda: hierarchy.all_true(True))
+    return Stepper(step, parameters, lambda: 0, between=lambda: hierarchy.world.all_true(True))
 
 
 def fsdp2(job: Job, config: Config, _: RunPlan, hierarchy: Hierarchy) -> Stepper:

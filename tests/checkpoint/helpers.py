@@ -10,6 +10,7 @@ import torch
 from megafrontier.checkpoint.load import Checkpoint
 from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.checkpoint.save import Attach, save
+from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
 
 Tensors = dict[str, dict[str, torch.Tensor]]
@@ -33,20 +34,23 @@ ALL_IN_ONE = [("all", [*reversed(SHAPES)])]
 EACH_ALONE = [(name, [name]) for name in SHAPES]
 
 
-class Threads:
-    """One rank of a crowd of threads."""
+class Threads(World):
+    """One rank of a world of threads."""
 
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, slots: list) -> None:
-        self.rank, self.size = rank, size
+        super().__init__(rank, size, torch.device("cpu"))
         self._barrier, self._slots = barrier, slots
 
-    def all_true(self, ok: bool) -> bool:
-        return self.first_error(None if ok else "no") is None
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        return self._all(values).sum(0)
 
-    def first_error(self, message: str | None) -> str | None:
-        self._slots[self.rank] = message
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        return self._all(values).amax(0)
+
+    def _all(self, values: torch.Tensor) -> torch.Tensor:
+        self._slots[self.rank] = values
         self._barrier.wait(20)
-        found = next((message for message in self._slots if message is not None), None)
+        found = torch.stack(self._slots)
         self._barrier.wait(20)
         return found
 

@@ -11,12 +11,12 @@ import pytest
 
 from megafrontier.checkpoint import folder, piece
 from megafrontier.checkpoint import save as write
-from megafrontier.checkpoint.coordinator import SingleProcess
 from megafrontier.checkpoint.errors import CheckpointWriteError
 from megafrontier.checkpoint.folder import list_checkpoints
 from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.checkpoint.save import save
 from megafrontier.checkpoint.verify import verify
+from megafrontier.parallel.world import World
 from tests.checkpoint.helpers import (
     ALL_IN_ONE,
     BY_BLOCK,
@@ -180,7 +180,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_only_whole_checkpoints(tmp_path):
                 (piece, "crc32_hex"),
             ]:
                 _kill_at(owner, name, counter, at)
-            save(root, manifest, shards, 0, True, SingleProcess())
+            save(root, manifest, shards, 0, True, World.single())
             return True
 
         return in_child(child)

@@ -11,13 +11,13 @@ import torch
 import megafrontier.checkpoint
 from megafrontier.checkpoint import piece
 from megafrontier.checkpoint.checksum import seal
-from megafrontier.checkpoint.coordinator import SingleProcess
 from megafrontier.checkpoint.errors import CheckpointCorrupt
 from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.checkpoint.manifest import FILE_NAME, SEAL_PREFIX, Manifest, piece_file
 from megafrontier.checkpoint.save import save
 from megafrontier.checkpoint.verify import verify
 from megafrontier.common.errors import UserError
+from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
 from tests.checkpoint.helpers import BY_BLOCK, flip, load_all, save_all
 
@@ -32,7 +32,7 @@ def save_small(root):
     layouts = [Layout.build("unit", [("a", (3, 7)), ("b", (5,))], 1)]
     manifest = Manifest(7, 70, layouts, 1, {"weight": torch.float32}, slice_elements=8)
     shard = torch.arange(layouts[0].numel).float()
-    return save(root, manifest, {"weight": [shard]}, 0, True, SingleProcess())
+    return save(root, manifest, {"weight": [shard]}, 0, True, World.single())
 
 
 @pytest.mark.parametrize("name", [FILE_NAME, piece_file(0)])

@@ -5,12 +5,12 @@ import os
 import pytest
 import torch
 
-from megafrontier.checkpoint.coordinator import SingleProcess
-from megafrontier.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable
+from megafrontier.checkpoint.errors import CheckpointCorrupt
 from megafrontier.checkpoint.manifest import FILE_NAME, Manifest, piece_file
 from megafrontier.checkpoint.resume import load_checkpoint, open_newest
 from megafrontier.checkpoint.verify import verify
-from megafrontier.common.errors import PeersLost, UserError
+from megafrontier.common.errors import PeersLost, StorageFailed, UserError
+from megafrontier.parallel.world import World
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import (
     BY_BLOCK,
@@ -137,7 +137,7 @@ def test_a_storage_that_fails_one_rank_is_no_reason_to_give_up_a_checkpoint(tmp_
         return reads(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    with pytest.raises(CheckpointUnreadable, match=r"step-00000200.*cannot read: Input/output"):
+    with pytest.raises(StorageFailed, match=r"step-00000200.*cannot read: Input/output"):
         resume(tmp_path)
     assert "Input/output error" in verify(path).problems[0]
 
@@ -152,7 +152,7 @@ def test_a_storage_that_does_not_list_checkpoints_is_not_one_without(tmp_path, m
 
     monkeypatch.setattr(os, "listdir", listdir)
     results = run_crowd(ranks, lambda coordinator: open_newest(tmp_path, print, coordinator, print))
-    assert [type(result) for result in results] == [CheckpointUnreadable] * ranks
+    assert [type(result) for result in results] == [StorageFailed] * ranks
     assert str(results[-1]) == f"{tmp_path}: Input/output error"
 
 
@@ -161,10 +161,10 @@ def test_a_checkpoint_given_by_path_is_loaded_or_refused_but_never_replaced(tmp_
     path = save_all(tmp_path, 200)
     steps = []
     load = lambda checkpoint: steps.append(checkpoint.manifest.step)  # noqa: E731
-    assert load_checkpoint(tmp_path / "step-00000100", load, SingleProcess()).manifest.step == 100
+    assert load_checkpoint(tmp_path / "step-00000100", load, World.single()).manifest.step == 100
     _truncate(path)
     with pytest.raises(CheckpointCorrupt, match="step-00000200"):
-        load_checkpoint(path, load, SingleProcess())
+        load_checkpoint(path, load, World.single())
     assert steps == [100]
 
 

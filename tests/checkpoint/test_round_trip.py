@@ -9,13 +9,13 @@ from measuring import resident_bytes
 from safetensors import safe_open
 
 from megafrontier.checkpoint import load as read
-from megafrontier.checkpoint.coordinator import SingleProcess
 from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.checkpoint.manifest import Manifest, piece_file
 from megafrontier.checkpoint.piece import PieceFile, file_size
 from megafrontier.checkpoint.save import save
 from megafrontier.checkpoint.verify import verify
 from megafrontier.common.errors import UserError
+from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
 from tests.checkpoint.helpers import (
     ALL_IN_ONE,
@@ -199,7 +199,7 @@ def _grown_mib(folder: Path, elements: int) -> float:
     spread = torch.stack([tensor, tensor], 1)[:, 0]
     shard = torch.ones(elements // 2, dtype=torch.bfloat16)
     before = resident_bytes("VmHWM")
-    path = save(folder, manifest, {"weight": [spread]}, 0, True, SingleProcess())
+    path = save(folder, manifest, {"weight": [spread]}, 0, True, World.single())
     open_checkpoint(path).fill(layouts, {"weight": [shard]}, 1, 2)
     grown = (resident_bytes("VmHWM") - before) / 2**20
     assert torch.equal(shard, tensor[elements // 2 :].bfloat16())
@@ -216,7 +216,7 @@ def test_saving_and_filling_hold_one_slice_in_memory_not_a_tensor(tmp_path):
 
 def test_filling_a_sixteenth_reads_a_sixteenth(tmp_path, monkeypatch):
     layouts, manifest, tensor = _big(2**22)
-    path = save(tmp_path, manifest, {"weight": [tensor]}, 0, True, SingleProcess())
+    path = save(tmp_path, manifest, {"weight": [tensor]}, 0, True, World.single())
     read = []
     real_read_at = PieceFile._read_at
     monkeypatch.setattr(
@@ -262,7 +262,7 @@ def test_shards_that_are_not_what_the_manifest_says_are_refused_before_writing(t
     shards = cut(layouts, make_tensors(), 0, 1)
     shards["exp_avg"][2] = shards["exp_avg"][2][:-1]
     with pytest.raises(ValueError, match="exp_avg of unit block 1"):
-        save(tmp_path / "c", make_manifest(1, layouts, 1), shards, 0, True, SingleProcess())
+        save(tmp_path / "c", make_manifest(1, layouts, 1), shards, 0, True, World.single())
     assert not (tmp_path / "c").exists()
     with pytest.raises(ValueError, match="do not make 7 pieces"):
         make_manifest(1, layouts, 7)

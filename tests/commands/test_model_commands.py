@@ -464,11 +464,11 @@ def test_what_the_training_prunes_meanwhile_is_not_needed(
 def test_all_ranks_of_an_evaluation_take_the_same_next_newest(training, capfd, monkeypatch):
     load_checkpoint = evaluating.load_checkpoint
 
-    def pruned_before(path, *, load, coordinator):
-        if coordinator.rank == 1:
+    def pruned_before(path, *, load, world):
+        if world.rank == 1:
             training.prune(path)
-        coordinator.all_true(True)
-        return load_checkpoint(path, load, coordinator)
+        world.barrier()
+        return load_checkpoint(path, load, world)
 
     monkeypatch.setattr(evaluating, "load_checkpoint", pruned_before)
     line = run_command(capfd, "evaluate", training.path, "--nproc", "2").splitlines()[-1]

@@ -63,7 +63,7 @@ def losses_sharded(config, strategy, hierarchy, **options):
         optimizer.step()
         engine.clear_gradients()
         engine.publish()
-        losses.append(hierarchy.sum(total).item())
+        losses.append(hierarchy.world.sum(total).item())
     return losses
 
 

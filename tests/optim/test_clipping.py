@@ -17,7 +17,7 @@ def gradients():
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_the_norm_of_shards_is_torchs_norm_of_the_whole_with_the_same_bits_on_all_ranks(depth):
     def body(hierarchy):
-        number, pieces = hierarchy.piece(depth)
+        number, pieces = hierarchy.shard_index(depth)
         return global_norm([g.chunk(pieces)[number] for g in gradients()], hierarchy, depth).item()
 
     norms = run_ranks((2, 2, 2), body)

@@ -14,7 +14,7 @@ LEVELS = (2, 1, 2)
 def threads_on_sockets(hierarchy):
     """How many threads this rank has, after a collective of each group, beside its own and the two
     in which torch runs each group's collectives."""
-    hierarchy.all_true(True)
+    hierarchy.world.all_true(True)
     groups = [group for group in hierarchy.groups if group is not None]
     for group in groups:
         dist.all_reduce(torch.ones(1), group=group)
@@ -37,5 +37,5 @@ def watching():
 
 
 def test_groups_work_where_torch_watches_every_collective(watching):
-    sums = run_ranks(LEVELS, lambda hierarchy: hierarchy.sum(torch.ones(1).double()).item())
+    sums = run_ranks(LEVELS, lambda hierarchy: hierarchy.world.sum(torch.ones(1).double()).item())
     assert sums == [4.0] * 4

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megafrontier.common.errors import LOST, StorageFailed, UserError
 from megafrontier.launch.local import fork_ranks
 from megafrontier.launch.rendezvous import give_up, join
-from megafrontier.parallel import collectives
+from megafrontier.parallel import groups
 from megafrontier.parallel.env import Identity, identify
 from megafrontier.parallel.hierarchy import Hierarchy
 from tests.ranks import make_levels, run_ranks
@@ -38,32 +38,30 @@ def ended(act):
 
 def agreements(hierarchy):
     """Everything that ranks agree on, for one set of ranks."""
-    rank = hierarchy.rank
+    world, rank = hierarchy.world, hierarchy.rank
     values = torch.tensor([0.1 * (rank + 1), 1e16 if rank == 0 else -1.0, 1 / 3])
     values = values.double()
     kept = values.clone()
     found = {
-        "sum": [x.hex() for x in hierarchy.sum(values).tolist()],
-        "sum of a pair": hierarchy.sum(torch.tensor([float(rank)]).double(), 1).item(),
-        "sum of none": hierarchy.sum(torch.tensor([float(rank)]).double(), 0).item(),
+        "sum": [x.hex() for x in world.sum(values).tolist()],
         "argument untouched": bool((values == kept).all()),
-        "gather": hierarchy.gather(torch.tensor([rank, 0.5]).double()).tolist(),
-        "maximum": hierarchy.maximum(torch.tensor([rank, -rank, 5])).tolist(),
-        "all": (hierarchy.all_true(True), hierarchy.all_true(rank != 5)),
-        "no error": hierarchy.first_error(None),
-        "one": hierarchy.first_error("only six" if rank == 6 else None),
-        "several": hierarchy.first_error(f"rank {rank}" if rank in (3, 4, 7) else None),
-        "long": hierarchy.first_error(LONG if rank == 7 else "no" * 9000 if rank > 7 else None),
-        "empty": hierarchy.first_error("" if rank == 2 else None),
-        "together": hierarchy.run_on_all(lambda: rank),
-        "not together": ended(lambda: hierarchy.run_on_all(partial(fail_on, rank))),
+        "gather": world.gather(torch.tensor([rank, 0.5]).double()).tolist(),
+        "maximum": world.maximum(torch.tensor([rank, -rank, 5])).tolist(),
+        "all": (world.all_true(True), world.all_true(rank != 5)),
+        "no error": world.first_error(None),
+        "one": world.first_error("only six" if rank == 6 else None),
+        "several": world.first_error(f"rank {rank}" if rank in (3, 4, 7) else None),
+        "long": world.first_error(LONG if rank == 7 else "no" * 9000 if rank > 7 else None),
+        "empty": world.first_error("" if rank == 2 else None),
+        "together": world.run_on_all(lambda: rank),
+        "not together": ended(lambda: world.run_on_all(partial(fail_on, rank))),
         "sum and maximum": [
             found.tolist()
-            for found in hierarchy.sum_and_maximum(
+            for found in world.sum_and_maximum(
                 torch.tensor([rank, 1.0]).double(), torch.tensor([rank % 5, -rank]).double()
             )
         ],
-        "piece": [hierarchy.piece(depth) for depth in range(4)],
+        "piece": [hierarchy.shard_index(depth) for depth in range(4)],
         "first replica": [hierarchy.is_first_replica(depth) for depth in range(4)],
     }
     return found
@@ -78,11 +76,6 @@ def test_a_sum_has_the_same_bits_on_every_rank(agreed):
     assert all(rank["sum"] == agreed[0]["sum"] for rank in agreed)
     assert float.fromhex(agreed[0]["sum"][0]) == pytest.approx(3.6)
     assert all(rank["argument untouched"] for rank in agreed)
-
-
-def test_a_sum_over_the_fastest_levels_stays_within_them(agreed):
-    assert [rank["sum of a pair"] for rank in agreed] == [1, 1, 5, 5, 9, 9, 13, 13]
-    assert [rank["sum of none"] for rank in agreed] == list(range(8))
 
 
 def test_what_is_gathered_lies_in_rank_order_on_every_rank(agreed):
@@ -126,7 +119,9 @@ def test_pieces_are_numbered_fastest_level_first_and_each_has_one_first_replica(
 
 def test_a_level_of_one_rank_has_no_group():
     def body(hierarchy):
-        return [group is None for group in hierarchy.groups], hierarchy.sum(torch.ones(1)).item()
+        return [group is None for group in hierarchy.groups], hierarchy.world.sum(
+            torch.ones(1)
+        ).item()
 
     assert run_ranks((1, 2, 1), body) == [([True, False, True], 2.0)] * 2
 
@@ -225,8 +220,8 @@ def test_another_number_of_ranks_than_the_levels_hold_is_refused_before_meeting(
 def test_one_process_alone_starts_no_process_group():
     with join(Identity(0, 1, 0, "alone"), make_levels((1, 1)), CPU) as hierarchy:
         assert not dist.is_initialized()
-        assert hierarchy.sum(torch.ones(2)).tolist() == [1, 1]
-        assert hierarchy.first_error("mine") == "mine"
+        assert hierarchy.world.sum(torch.ones(2)).tolist() == [1, 1]
+        assert hierarchy.world.first_error("mine") == "mine"
         assert isinstance(hierarchy, Hierarchy)
 
 
@@ -238,11 +233,11 @@ def test_the_gather_of_old_and_of_new_torch_is_found(monkeypatch, known):
         calls.append((out, shard, group))
 
     names = SimpleNamespace(**{known: gather}, all_to_all_single=None)
-    monkeypatch.setattr(collectives, "_all_gather", collectives.find_all_gather(names))
-    collectives.all_gather(torch.zeros(2), torch.zeros(1), "group")
+    monkeypatch.setattr(groups, "_all_gather", groups.find_all_gather(names))
+    groups.all_gather(torch.zeros(2), torch.zeros(1), "group")
     assert calls[0][2] == "group"
 
 
 def test_where_torch_has_both_names_the_old_one_which_warns_is_not_called():
     names = SimpleNamespace(all_gather_single="new", all_gather_into_tensor="old")
-    assert collectives.find_all_gather(names) == "new"
+    assert groups.find_all_gather(names) == "new"

@@ -4,7 +4,7 @@ import pytest
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import LevelConfig
-from megafrontier.parallel.levels import Levels
+from megafrontier.parallel.hierarchy import Levels
 
 FRONTIER = Levels(("pair", "node", "world"), (2, 4, 3))
 

@@ -40,7 +40,7 @@ def test_error_feedback_says_later_what_it_could_not_say_at_once(placement, redu
         engine.fold_errors()
         lacking = torch.cat([s - a for s, a in zip(sent, arrived, strict=True)])
         kept = torch.cat([unit.feedback.error for unit in engine.units])
-        return hierarchy.piece(placement.optimizer)[0], lacking, kept
+        return hierarchy.shard_index(placement.optimizer)[0], lacking, kept
 
     lacking, kept = {}, {}
     for piece, mine, error in run_ranks((2, 2, 2), body):
@@ -65,7 +65,7 @@ def test_one_non_finite_element_of_one_rank_reaches_the_norm_through_every_wire(
         poison = value if hierarchy.rank == 5 else None
         gradients = finished_gradients(engine, hierarchy.rank, poison)
         squares = torch.stack([sum(g.double().square().sum() for g in gradients)])
-        return bool(hierarchy.sum(squares).isfinite())
+        return bool(hierarchy.world.sum(squares).isfinite())
 
     assert run_ranks((2, 2, 2), body) == [False] * 8
 

@@ -7,7 +7,7 @@ import pytest
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import PartitionConfig
-from megafrontier.parallel.levels import Levels
+from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition.layout import SHARD_ALIGNMENT, Layout, shard_range
 from megafrontier.partition.placement import STRATEGIES, Placement
 from tests.ranks import make_levels

@@ -4,7 +4,7 @@ import pytest
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import PartitionConfig, WiresConfig
-from megafrontier.parallel.levels import Levels
+from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition import Placement
 from megafrontier.partition.presets import has_error_feedback
 from tests.partition.tiny import LEVELS, preset

@@ -227,7 +227,7 @@ def test_blocks_that_a_step_leaves_out_have_no_gradient_of_the_step_before(strat
         for without in ((), (1, 2)):
             engine.backward(model(hierarchy.rank, without), is_last=True)
             norms = [gradient.norm() for gradient in engine.finish_gradients()]
-            sizes.append(hierarchy.sum(torch.stack(norms).double())[idle].tolist())
+            sizes.append(hierarchy.world.sum(torch.stack(norms).double())[idle].tolist())
             engine.clear_gradients()
         return sizes
 

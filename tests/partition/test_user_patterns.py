@@ -48,7 +48,7 @@ def descend(engine, model, steps, rate=0.02):
     losses = []
     for step in range(steps):
         loss = model(inputs(engine.hierarchy.rank, step))
-        losses.append(engine.hierarchy.sum(loss.detach().double().view(1)).item())
+        losses.append(engine.hierarchy.world.sum(loss.detach().double().view(1)).item())
         engine.backward(loss, is_last=True)
         for unit, gradient in zip(engine.units, engine.finish_gradients(), strict=True):
             unit.master.sub_(gradient, alpha=rate)
@@ -86,7 +86,7 @@ def test_training_is_that_of_one_process_and_reads_in_between_are_of_the_last_st
             early = model.loss(inputs(hierarchy.rank, 3))
             engine.finish_publishing()
             late = model.loss(inputs(hierarchy.rank, 3))
-        ours = [hierarchy.sum(x.double().view(1)).item() for x in (early, late)]
+        ours = [hierarchy.world.sum(x.double().view(1)).item() for x in (early, late)]
         return losses, *ours
 
     *expected, last = descend_alone(Net(), 4)

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from megafrontier.config import WiresConfig
-from megafrontier.parallel.hierarchy import Hierarchy
-from megafrontier.parallel.levels import Levels
+from megafrontier.optim.clipping import global_norm
+from megafrontier.parallel.hierarchy import Hierarchy, Levels
 from megafrontier.partition import Placement, Wires, shard
 from megafrontier.partition.engine import Engine
 from megafrontier.partition.memory import unit_buffer_bytes
@@ -111,15 +111,14 @@ def engine_step(
         total += loss.detach()
     count = GLOBAL_BATCH * (LENGTH - 1)
     gradients = engine.finish_gradients()
-    squares = sum(g.double().square().sum() for g in gradients)
-    norm = hierarchy.sum(torch.stack([squares]), engine.placement.optimizer).sqrt() / count
+    norm = global_norm(gradients, hierarchy, engine.placement.optimizer) / count
     clip = min(1.0, CLIP / (norm.item() + 1e-6))
     for unit, gradient in zip(engine.units, gradients, strict=True):
         unit.master.grad = gradient * (clip / count)
     optimizer.step()
     engine.clear_gradients()
     engine.publish()
-    return (hierarchy.sum(total) / count).item()
+    return (hierarchy.world.sum(total) / count).item()
 
 
 def build(

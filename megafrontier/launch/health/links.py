@@ -54,9 +54,9 @@ def connect(hierarchy: Hierarchy, level: int) -> None:
     if hierarchy.device.type != "cuda":
         return
     name = hierarchy.levels.names[level]
-    for group in (hierarchy.groups[level], hierarchy.control[level]):
+    for group in (hierarchy.groups[level], hierarchy.world.groups[level]):
         if group is not None:
-            with reaching(f"rank {hierarchy.rank}: communicator of {name}"):
+            with reaching(f"rank {hierarchy.world.rank}: communicator of {name}"):
                 backend = group._get_backend(hierarchy.device)  # torch has no public name for it
                 backend.eager_connect_single_device(hierarchy.device)
 
@@ -75,8 +75,8 @@ def measure(hierarchy: Hierarchy, level: int, size_bytes: int) -> float:
     seconds = []
     for peer in (peers[index] for index in met if index is not None):
         name = f"link {hierarchy.levels.names[level]}"
-        whom = f"rank {hierarchy.rank}: {name} to rank {peer}"
-        with reaching(whom), hierarchy.activity.at(name, peer):
+        whom = f"rank {hierarchy.world.rank}: {name} to rank {peer}"
+        with reaching(whom), hierarchy.world.status.doing(name, peer):
             seconds += [_exchange(peer, out, into, group) for _ in range(REPEATS)]
     return size_bytes / min(seconds) / 1e9
 

@@ -14,7 +14,7 @@ In between nothing is sent: a waiting rank costs rank 0 one idle connection.
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import Store
 
 from megafrontier.common.errors import FatalError, RanksRefused, Refusal
 from megafrontier.parallel.env import Identity
-from megafrontier.parallel.rank_status import RankStatus, blockers, decode
+from megafrontier.parallel.world import Operation, RankStatus
 
 ANSWER_SECONDS = 3.0
 VERDICT_SECONDS = 10.0
@@ -83,7 +83,7 @@ class LivenessCheck:
         self.identity = identity
         self.store = store
         self.first_host = identity.host
-        self.activity = RankStatus()
+        self.status = RankStatus()
 
     def meet(
         self, seconds: float, refusal: FatalError | None = None, is_hosts: bool = False
@@ -148,7 +148,7 @@ class LivenessCheck:
         """The same over another connection."""
         store = self.store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
         other = LivenessCheck(store, self.identity)
-        other.first_host, other.activity = self.first_host, self.activity
+        other.first_host, other.status = self.first_host, self.status
         return other
 
     def raise_alarm(self, alarm: Alarm) -> Alarm:
@@ -175,7 +175,7 @@ class LivenessCheck:
         Raises RuntimeError without word from rank 0, or blocks where the network swallows
         everything (see `within`)."""
         rank = self.identity.rank
-        self.store.set(f"here/{rank}", self.activity.encode())
+        self.store.set(f"here/{rank}", json.dumps(self.status.current))
         self.store.add(f"answers/{rank // _BLOCK}", 1)
         if rank == 0:
             missing = self._count()
@@ -199,7 +199,7 @@ class LivenessCheck:
 
     def _look_round(self) -> Answers:
         hosts = [text.decode() for text in self._texts("host")]
-        found = blockers({rank: decode(text) for rank, text in enumerate(self._texts("here"))})
+        found = blockers([Operation(*json.loads(text)) for text in self._texts("here")])
         return Answers([], [(rank, hosts[rank], at) for rank, at in found.items()], len({*hosts}))
 
     def _texts(self, key: str) -> Iterator[bytes]:
@@ -230,6 +230,22 @@ class LivenessCheck:
 
     def _text(self, key: str) -> str:
         return self.store.get(key).decode()
+
+
+def blockers(operations: Sequence[Operation]) -> dict[int, str]:
+    """The ranks that block the others, in rank order, and what each is stuck in: local work, or an
+    exchange with a peer that reports the same exchange.
+
+    `operations`: what each rank reports, in rank order.
+    """
+
+    def blocks(rank: int, name: str, peer: int | None) -> bool:
+        if peer is None:
+            return bool(name)
+        # Otherwise this rank waits for its peer, which is busy elsewhere.
+        return operations[peer] == Operation(name, rank)
+
+    return {rank: op.name for rank, op in enumerate(operations) if blocks(rank, *op)}
 
 
 def _decode(raw: bytes) -> Alarm:

@@ -82,18 +82,18 @@ def preflight(
     where the storage lacks room.
     """
     directory = Path(config.run.directory)
-    hierarchy.run_on_all(partial(check_checkpoints, config, plan, hierarchy))
+    hierarchy.world.run_on_all(partial(check_checkpoints, config, plan, hierarchy))
     table = _tell(plan, identity, hierarchy)
     if slow_links(config, plan, table, hierarchy):  # perhaps only disturbed for a moment
         again = _tell(plan, identity, hierarchy)
         table = replace(table, rates=torch.maximum(table.rates, again.rates))
     problem: Problem | None = None
-    with hierarchy.activity.at("its device"):
+    with hierarchy.world.status.doing("its device"):
         # A launcher's have tried their accelerators before they met.
         if hierarchy.device.type != "cuda" or not identity.has_launcher:
             lacking = check_device(plan.machine.device, hierarchy.device)
             problem = UserError(lacking) if lacking else None
-    with hierarchy.activity.at(STORAGE):
+    with hierarchy.world.status.doing(STORAGE):
         problem = problem or check_storage(directory, identity)
     if table.hosts > 1:
         problem = check_shared(directory, identity, hierarchy) or problem
@@ -101,9 +101,9 @@ def preflight(
     _refuse(problem, place, directory)
     slow, skewed = slow_links(config, plan, table, hierarchy), clock_skew(table)
     if config.preflight.if_slow == "fail":
-        _refuse(slow.get(hierarchy.rank), place, directory)
+        _refuse(slow.get(hierarchy.world.rank), place, directory)
     for found in filter(None, (slow, skewed)):
-        for line in _name_hosts(found.get(hierarchy.rank), place, NAMED).values():
+        for line in _name_hosts(found.get(hierarchy.world.rank), place, NAMED).values():
             warn(f"warning: preflight: {line}")
 
 
@@ -111,9 +111,9 @@ def _tell(plan: RunPlan, identity: Identity, hierarchy: Hierarchy) -> Table:
     levels = range(len(hierarchy.levels.sizes))
     stated = stated_rates(plan, hierarchy)
     rates = [measure(hierarchy, level, _size_bytes(stated[level])) for level in levels]
-    hierarchy.all_true(True)  # so that all read their clocks at one time
+    hierarchy.world.barrier()  # so that all read their clocks at one time
     mine = torch.tensor([identity.host_number, time.time(), *rates], dtype=torch.float64)
-    told = hierarchy.gather(mine.to(hierarchy.device)).cpu()
+    told = hierarchy.world.gather(mine.to(hierarchy.device)).cpu()
     return Table(told[:, 0], told[:, 1], told[:, 2:])
 
 
@@ -194,9 +194,9 @@ def _name_hosts(problem: Problem | None, place: Place, most: int) -> dict[str, s
     named: dict[str, str] = {}
     mine = None
     if problem is not None:
-        mine = f"{host}\t{host} ({place.table.ranks_beside(hierarchy.rank)}): {problem}"
+        mine = f"{host}\t{host} ({place.table.ranks_beside(hierarchy.world.rank)}): {problem}"
     while len(named) < most:
-        heard = hierarchy.first_error(None if host in named else mine)
+        heard = hierarchy.world.first_error(None if host in named else mine)
         if heard is None:
             break
         name, _, line = heard.partition("\t")
@@ -209,7 +209,7 @@ def _refuse(problem: Problem | None, place: Place, directory: Path) -> None:
     hosts, hierarchy = place.table.hosts, place.hierarchy
     flags = [problem is not None, isinstance(problem, StorageFailed)]
     mine = torch.tensor(flags, dtype=torch.float64, device=hierarchy.device)
-    told = hierarchy.gather(mine).cpu().bool()
+    told = hierarchy.world.gather(mine).cpu().bool()
     count, of_storage = (len(place.table.host[flag].unique()) for flag in told.unbind(1))
     if not count:
         return
@@ -221,13 +221,13 @@ def _refuse(problem: Problem | None, place: Place, directory: Path) -> None:
     if is_general:
         kind = StorageFailed if 2 * of_storage > hosts else RunFailed
         raise kind(f"preflight: {count} of {hosts} hosts fail: {line}")
-    hierarchy.run_on_all(partial(_list, directory, named, line, hierarchy))
+    hierarchy.world.run_on_all(partial(_list, directory, named, line, hierarchy))
     raise NodesUnfit(f"preflight: {line}")
 
 
 def _list(directory: Path, hosts: Iterable[str], line: str, hierarchy: Hierarchy) -> None:
     """Raises StorageFailed where another start would meet the same hosts."""
-    if hierarchy.rank:
+    if hierarchy.world.rank:
         return
     try:
         excluded_nodes.add(directory, hosts)

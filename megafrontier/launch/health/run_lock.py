@@ -27,7 +27,7 @@ from pathlib import Path
 
 from megafrontier.common.errors import UserError, as_run_directory_error
 from megafrontier.parallel.env import Identity
-from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.world import World
 
 FOLDER = "lease"
 HEARTBEAT_SECONDS = 2.0
@@ -225,7 +225,7 @@ def _read(path: Path) -> tuple[Holder, str]:
 def hold(
     directory: Path,
     identity: Identity,
-    hierarchy: Hierarchy,
+    world: World,
     info: Callable[[str], None],
     hang_seconds: float,
 ) -> Iterator[None]:
@@ -244,7 +244,7 @@ def hold(
             lock = acquire(directory / FOLDER, me, info, patience)
 
     try:
-        hierarchy.run_on_all(acquire_on_rank_0)
+        world.run_on_all(acquire_on_rank_0)
         yield
     finally:
         if lock is not None:

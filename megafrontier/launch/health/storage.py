@@ -8,7 +8,6 @@ from math import ceil
 from pathlib import Path
 from tempfile import mkstemp
 
-from megafrontier.checkpoint.coordinator import from_rank_0
 from megafrontier.checkpoint.folder import clean_partials, list_checkpoints, step_of
 from megafrontier.common.errors import (
     StorageFailed,
@@ -33,10 +32,10 @@ Problem = UserError | StorageFailed
 
 def clear_room(config: Config, hierarchy: Hierarchy) -> None:
     """A save that was killed holds the room of the next. It may take long to delete."""
-    if hierarchy.rank == 0:
+    if hierarchy.world.rank == 0:
         with suppress(OSError):
             clean_partials(checkpoint_root(config))
-    hierarchy.all_true(True)  # not with the short patience that the pre-flight has with a node
+    hierarchy.world.barrier()  # not with the short patience that the pre-flight has with a node
 
 
 def check_storage(directory: Path, identity: Identity) -> Problem | None:
@@ -61,18 +60,18 @@ def check_shared(directory: Path, identity: Identity, hierarchy: Hierarchy) -> P
     """Whether this host sees what rank 0 writes into the run directory; one rank a host looks."""
     name = ""
     # The exchanges stay outside: who waits in one is not at the storage, but waits for who is.
-    with hierarchy.activity.at(STORAGE):
-        if hierarchy.rank == 0:
+    with hierarchy.world.status.doing(STORAGE):
+        if hierarchy.world.rank == 0:
             with suppress(OSError):  # which has been told already
                 fd, path = mkstemp(prefix=".preflight-", dir=directory)  # that no host looked for
                 os.close(fd)
                 name = Path(path).name
-    name = from_rank_0(hierarchy, name)
-    with hierarchy.activity.at(STORAGE):
+    name = hierarchy.world.broadcast_from_rank_0(lambda: name)
+    with hierarchy.world.status.doing(STORAGE):
         looks = identity.local_rank == 0 and name != ""
         problem = _look_for(directory / name) if looks else None
-    hierarchy.all_true(True)  # all have looked
-    if hierarchy.rank == 0 and name:
+    hierarchy.world.barrier()  # all have looked
+    if hierarchy.world.rank == 0 and name:
         with suppress(OSError):
             (directory / name).unlink()
     return problem
@@ -104,16 +103,16 @@ def check_checkpoints(config: Config, plan: RunPlan, hierarchy: Hierarchy) -> No
     """Raises UserError without room for the checkpoints to keep that are not there yet, and for the
     next one beside them until the oldest goes; of as many as are saved. Raises it or StorageFailed
     where their folder is there and cannot be written."""
-    if hierarchy.rank:
+    if hierarchy.world.rank:
         return
     root = checkpoint_root(config)
-    with hierarchy.activity.at(STORAGE):
+    with hierarchy.world.status.doing(STORAGE):
         own = list_checkpoints(root)
         count = max(1, min(config.checkpoint.keep + 1 - len(own), _saves_to_come(config, own)))
         is_there = root.exists()  # it may be another's, or a link elsewhere
         where = root if is_there else Path(config.run.directory)
         free = _free_gib(where)
-        problem = _write_trial(root, hierarchy.rank) if is_there else None
+        problem = _write_trial(root, hierarchy.world.rank) if is_there else None
     need = count * checkpoint_bytes(config, plan) / GIB
     if free < need:
         raise UserError(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megafrontier.common.buffers import BufferPool, Workspace
-from megafrontier.parallel.collectives import all_gather_stacked
+from megafrontier.parallel.groups import all_gather_stacked
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.partition.comm.delta import Change, levels_of_changes
 from megafrontier.partition.comm.ledger import Ledger

@@ -167,7 +167,7 @@ class Lanes:
 
     def run(self, number: int, task: Task, after: Ticket) -> Ticket:
         """Run `task` on a lane after `after`."""
-        self._turn.take(self)
+        self._turn.acquire(self)
         self._newest[number] = ticket = self._lanes[number].run(task, after)
         return ticket
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megafrontier.common.buffers import Workspace
-from megafrontier.parallel.collectives import all_gather, all_to_all
+from megafrontier.parallel.groups import all_gather, all_to_all
 from megafrontier.partition.wires.block import INT4, INT8, BlockCodec
 
 

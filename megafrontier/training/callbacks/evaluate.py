@@ -82,7 +82,7 @@ def evaluate(
             text_bytes += count_bytes(batch)
     model.train()
     totals = torch.cat([totals, totals.new_tensor([text_bytes])])
-    loss_sum, tokens_sum, bytes_sum = hierarchy.sum(totals).tolist()
+    loss_sum, tokens_sum, bytes_sum = hierarchy.world.sum(totals).tolist()
     return Evaluation(loss_sum, int(tokens_sum), int(bytes_sum))
 
 
@@ -92,7 +92,7 @@ def is_evaluation_missing(trainer: Trainer) -> bool:
     is_last = trainer.step == trainer.last_step
     if not (is_last or is_due(trainer.config.evaluate.every, trainer.step)):
         return False
-    return trainer.hierarchy.all_true(not trainer.is_first or _is_unfinished(trainer))
+    return trainer.world.all_true(not trainer.is_first or _is_unfinished(trainer))
 
 
 def _is_unfinished(trainer: Trainer) -> bool:
@@ -143,7 +143,7 @@ class Evaluate(Callback):
         if trainer.valid_loader is None or batches == 0:
             return True
         is_last = trainer.step == trainer.last_step
-        stops = (lambda: False) if is_last else partial(stop_agreed, trainer.hierarchy)
+        stops = (lambda: False) if is_last else partial(stop_agreed, trainer.world)
         trainer.engine.finish_publishing()  # that is the step's own traffic
         with trainer.engine.ledger.paused():
             found = evaluate(

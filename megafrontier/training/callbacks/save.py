@@ -16,7 +16,7 @@ from megafrontier.checkpoint.save import save
 from megafrontier.common.errors import RunFailed, StorageFailed
 from megafrontier.config import Config, config_to_dict
 from megafrontier.data.tokenizers.tokenizer import save_kept
-from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.world import World
 from megafrontier.training.callbacks.base import Callback, is_due
 from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.step import StepResult
@@ -54,7 +54,7 @@ def save_trainer(trainer: Trainer) -> Path:
     trainer.engine.finish_publishing()
     with trainer.engine.ledger.paused():
         trainer.engine.fold_errors()
-    piece, pieces = hierarchy.piece(depth)
+    piece, pieces = hierarchy.shard_index(depth)
     states = shards(trainer)
     manifest = Manifest(
         step=trainer.step,
@@ -80,7 +80,7 @@ def save_trainer(trainer: Trainer) -> Path:
         states,
         piece,
         hierarchy.is_first_replica(depth),
-        hierarchy,
+        trainer.world,
         partial(attach_tokenizer, config.tokenizer),
     )
 
@@ -137,7 +137,7 @@ class Save(Callback):
             raise StorageFailed(what)
 
     def _save(self, trainer: Trainer) -> bool:
-        self.finish(trainer.hierarchy)
+        self.finish(trainer.world)
         self._run_logger.sync()
         try:
             path = save_trainer(trainer)
@@ -158,11 +158,11 @@ class Save(Callback):
             hidden = prune(checkpoint_root(trainer.config), keep.keep, keep.keep_every)
             self._deleting = self._thread.submit(delete, hidden)
 
-    def finish(self, hierarchy: Hierarchy) -> None:
+    def finish(self, world: World) -> None:
         """Return, on all ranks, when old checkpoints are gone: before the next save; at the end
         after the evaluation, for it may take minutes, and not without the others, or a launcher
         would end the one that deletes."""
-        while not hierarchy.all_true(self._deleting is None or self._deleting.done()):
+        while not world.all_true(self._deleting is None or self._deleting.done()):
             self._beat()
             wait([self._deleting] if self._deleting else [], DELETING_SECONDS)
         deleting, self._deleting = self._deleting, None

@@ -29,9 +29,8 @@ class Stragglers(Callback):
             self._steps, self._seconds, self._waited = 0, 0.0, 0.0
 
     def _compare(self, trainer: Trainer) -> None:
-        hierarchy = trainer.hierarchy
         mine = torch.tensor([self._seconds, self._waited], dtype=torch.float64) / self._steps
-        told = hierarchy.gather(mine.to(hierarchy.device)).cpu()
+        told = trainer.world.gather(mine.to(trainer.world.device)).cpu()
         own = told[:, 0] - told[:, 1]
         limit = trainer.config.log.straggler * float(own.median())
         slow = set(torch.nonzero(own > limit).flatten().tolist())
@@ -43,7 +42,7 @@ class Stragglers(Callback):
     def _name(self, trainer: Trainer, slow: list[int], told: torch.Tensor) -> None:
         """`told` [ranks, 2] has seconds and seconds waited of a mean step. Only the rank itself
         knows its host."""
-        rank = trainer.hierarchy.rank
+        rank = trainer.world.rank
         line = None
         if rank in slow:
             step_seconds, waited = told[rank].tolist()
@@ -52,7 +51,7 @@ class Stragglers(Callback):
                 f"warning: slow: rank {rank} on {self._host}: {step_seconds - waited:.3g} s of its "
                 f"own in a step of {step_seconds:.3g} s, the median rank {usual:.3g} s"
             )
-        heard = trainer.hierarchy.first_error(line)
+        heard = trainer.world.first_error(line)
         more = f" (and {_listed(slow[1:])})" if len(slow) > 1 else ""
         self._run_logger.info(f"{heard}{more}")
 

@@ -22,7 +22,7 @@ def step_metrics(trainer: Trainer, result: StepResult) -> dict[str, Any]:
     """The line of one step. Bytes and seconds per level are means over the ranks, memory is the
     largest."""
     per_second = result.tokens / result.seconds
-    device_flops = per_second * flops_per_token(trainer.config.model) / trainer.hierarchy.size
+    device_flops = per_second * flops_per_token(trainer.config.model) / trainer.world.size
     peak = peak_tflops(trainer)
     values: dict[str, Any] = {
         "step": result.step,

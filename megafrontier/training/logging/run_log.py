@@ -119,6 +119,6 @@ class Log(Callback):
         if not trainer.is_first:
             return
         shown = {}
-        if trainer.hierarchy.size > 1:
+        if trainer.world.size > 1:
             shown["waiting"] = min(1.0, result.waiting_seconds / result.seconds)
         self._run_logger.write(step_metrics(trainer, result), **shown)

@@ -32,7 +32,7 @@ from megafrontier.common.errors import (
 from megafrontier.common.files import sync_file
 from megafrontier.config import Config
 from megafrontier.parallel.env import Identity
-from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.world import World
 
 FILE_NAME = "attempts.jsonl"
 _TAIL_BYTES = 65536
@@ -67,7 +67,7 @@ class StartRecord:
 def record_start(
     config: Config,
     identity: Identity,
-    hierarchy: Hierarchy,
+    world: World,
     info: Callable[[str], None],
     excluded_nodes: Callable[[], Collection[str]],
 ) -> Iterator[StartRecord]:
@@ -77,7 +77,7 @@ def record_start(
     `train.attempts` failed starts in a row (Note [Restart history]).
     """
     record, refusal = StartRecord(None, info), None
-    if hierarchy.rank == 0:
+    if world.rank == 0:
         path = Path(config.run.directory) / FILE_NAME
         reached, excluded = reached_step(path.with_name("metrics.jsonl")), len(excluded_nodes())
         refusal = _refusal(path, reached, excluded, config.train.attempts)
@@ -85,9 +85,7 @@ def record_start(
         who = {"host": identity.host, "ranks": identity.world_size, **_launch()}
         record.add(reached=reached, bad_nodes=excluded, **who)
     try:
-        agreed = hierarchy.first_error(refusal)
-        if agreed is not None:
-            raise RunFailed(agreed)
+        world.raise_first(None if refusal is None else RunFailed(refusal))
         yield record
     except FatalError as error:
         record.end(error.code, str(error))

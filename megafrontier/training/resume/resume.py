@@ -137,29 +137,29 @@ def resume(trainer: Trainer, run_logger: RunLogger) -> None:
     config, root = trainer.config, checkpoint_root(trainer.config)
     load = partial(_fill, trainer)
     path = named_checkpoint(config)
-    is_begun_now = trainer.hierarchy.broadcast_from_rank_0(lambda: str(is_begun(config))) == "True"
+    is_begun_now = trainer.world.broadcast_from_rank_0(lambda: str(is_begun(config))) == "True"
     is_back = leads_back(config) and not is_begun_now
     if config.checkpoint.resume == "never" and not is_begun_now:
         refuse = partial(_refuse_old_checkpoints, root)
-        trainer.hierarchy.run_on_all(refuse if trainer.is_first else lambda: None)
-        trainer.hierarchy.run_on_all(partial(_note_begun, trainer))
+        trainer.world.run_on_all(refuse if trainer.is_first else lambda: None)
+        trainer.world.run_on_all(partial(_note_begun, trainer))
         return
-    trainer.hierarchy.run_on_all(partial(_refuse_loose_link, trainer, root))
-    found = None if is_back else open_newest(root, load, trainer.hierarchy, run_logger.info)
+    trainer.world.run_on_all(partial(_refuse_loose_link, trainer, root))
+    found = None if is_back else open_newest(root, load, trainer.world, run_logger.info)
     if found is not None and path is not None and not leads_back(config):
         run_logger.info(f"checkpoint.resume: {path}: not used, the run has checkpoints of its own")
     is_start = found is None and not is_back
     if found is None and path is not None:
         load = partial(load, is_start=is_start)
-        load_it = partial(load_checkpoint, load=load, coordinator=trainer.hierarchy)
-        found = of_newest(path, load_it, trainer.hierarchy.broadcast_from_rank_0)
+        load_it = partial(load_checkpoint, load=load, world=trainer.world)
+        found = of_newest(path, load_it, trainer.world.broadcast_from_rank_0)
     if found is None:
         _say_lost(trainer, root, run_logger)
         return
     _go_on_from(found, trainer, is_start, run_logger)
     if is_back:
-        trainer.hierarchy.run_on_all(partial(_give_up_later, trainer, root, found.path, run_logger))
-        trainer.hierarchy.run_on_all(partial(_note_begun, trainer))
+        trainer.world.run_on_all(partial(_give_up_later, trainer, root, found.path, run_logger))
+        trainer.world.run_on_all(partial(_note_begun, trainer))
 
 
 def _go_on_from(found: Checkpoint, trainer: Trainer, is_start: bool, run_logger: RunLogger) -> None:
@@ -276,7 +276,7 @@ def fill_shards(
     depth = engine.placement.optimizer
     if engine.hierarchy.is_first_replica(depth):
         layouts = [unit.layout for unit in engine.units]
-        checkpoint.fill(layouts, states, *engine.hierarchy.piece(depth))
+        checkpoint.fill(layouts, states, *engine.hierarchy.shard_index(depth))
 
 
 def share_shards(engine: Engine, states: Mapping[str, Sequence[torch.Tensor]]) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megafrontier.common.errors import Unconnected
 from megafrontier.launch.health.links import connect, measure, neighbours
 from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.world import World
 from tests.ranks import make_levels, run_ranks
 
 
@@ -48,7 +49,8 @@ def test_what_a_communicator_is_refused_for_is_told(last, told):
 
     backend = SimpleNamespace(eager_connect_single_device=refuse)
     group = SimpleNamespace(_get_backend=lambda device: backend)
-    one = Hierarchy(make_levels((2,)), 1, (group,), torch.device("cuda", 0), (group,))
+    world = World(1, 2, torch.device("cuda", 0), (group,))
+    one = Hierarchy(make_levels((2,)), 1, (group,), world)
     with pytest.raises(Unconnected) as caught:
         connect(one, 0)
     assert str(caught.value) == f"rank 1: communicator of world: {first}{told}"

@@ -13,10 +13,12 @@ from megafrontier.launch.health.liveness import (
     Alarm,
     Answers,
     LivenessCheck,
+    blockers,
     describe,
     within,
 )
 from megafrontier.parallel.env import Identity
+from megafrontier.parallel.world import Operation
 
 SIZE = 200  # more than one block
 
@@ -98,7 +100,7 @@ def test_where_nothing_moves_those_for_whom_the_others_wait_are_named_on_every_r
     def ask(roll):
         peer = {70: 71, 71: 70, 69: 70}.get(roll.identity.rank)
         at = "link world" if peer else "run.directory" if roll.identity.rank == 9 else ""
-        with roll.activity.at(at, peer):
+        with roll.status.doing(at, peer):
             return roll.answer(hang=True)
 
     expected = [(9, "frontier00001", "run.directory")]
@@ -133,3 +135,26 @@ def test_many_lost_hosts_are_counted_not_listed():
     assert words.startswith("rank 0 on n0; rank 1 on n1; ")
     assert words.endswith("; and those of 12 more hosts")
     assert describe([(1, "n0"), (3, "n0")]) == "ranks 1, 3 on n0"
+
+
+LINK, STORAGE, NOTHING = "link world", "run.directory", Operation()
+
+
+@pytest.mark.parametrize(
+    ("operations", "found"),
+    [
+        ([NOTHING, NOTHING], {}),
+        ([NOTHING, Operation(STORAGE)], {1: STORAGE}),
+        (
+            [Operation(LINK, 1), Operation(LINK, 0), Operation(LINK, 1), NOTHING],
+            {0: LINK, 1: LINK},
+        ),
+        # Rank 1 is not there yet, or at an exchange over another level.
+        ([Operation(LINK, 1), Operation(STORAGE)], {1: STORAGE}),
+        ([Operation(LINK, 1), Operation("link node", 0)], {}),
+    ],
+)
+def test_a_rank_blocks_the_others_if_it_is_stuck_alone_or_with_a_peer_that_is_too(
+    operations, found
+):
+    assert blockers(operations) == found

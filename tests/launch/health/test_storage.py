@@ -77,7 +77,7 @@ def test_the_room_of_a_save_that_was_killed_is_room(config_file, monkeypatch):
 def test_a_checkpoint_is_as_large_as_it_is_taken_to_be(config_file):
     config = runs.load(config_file, "machine=laptop")
     plan = resolve_plan(config, 1)
-    trainer = build_trainer(config, plan, Hierarchy(plan.levels, 0, (None,), torch.device("cpu")))
+    trainer = build_trainer(config, plan, Hierarchy.single(plan.levels, torch.device("cpu")))
     folder = save_trainer(trainer)
     trainer.close()
     found = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -34,7 +34,7 @@ def test_ranks_that_disagree_on_the_order_are_named_with_their_units(policy):
             body(hierarchy)
         if policy != "none":  # what a lane has raised does not get lost with it either
             with pytest.raises(RuntimeError, match="in another order"):
-                hierarchy.turn.end()
+                hierarchy.arbiter.drain()
         return str(error.value)
 
     _, second, _, fourth = run_ranks((2, 2), caught)
@@ -60,7 +60,7 @@ def test_ranks_that_come_to_different_levels_are_named_and_do_not_wait_in_a_circ
         with pytest.raises(RuntimeError) as error:
             make_moves()
         with suppress(RuntimeError):  # which a lane says again at its end
-            hierarchy.turn.end()
+            hierarchy.arbiter.drain()
         return str(error.value)
 
     moves = {True: "'reduce blocks.0' over 'pair'", False: "'gather blocks.0' over 'world'"}

@@ -212,7 +212,7 @@ def test_nothing_of_a_micro_batch_that_is_dropped_comes_after_its_clearing(polic
         engine.clear_gradients()
         engine.scale_errors(torch.zeros(()))
         found = [gradient.clone() for gradient in engine.finish_gradients()]
-        hierarchy.turn.end()
+        hierarchy.arbiter.drain()
         found += [error for unit in engine.units for error in unit.feedback.errors.values()]
         return len(found), sum(tensor.abs().sum().item() for tensor in found)
 

@@ -111,7 +111,7 @@ def trained(name, sizes):
                 place = unit.placement
                 states = [(place.optimizer, "master"), (place.backward_weights, "weights")]
                 for depth, state in states:
-                    piece = hierarchy.piece(depth)[0]
+                    piece = hierarchy.shard_index(depth)[0]
                     held[strategy, unit.name, state, piece] = bits(getattr(unit, state))
                 unit.unshard()
                 held[strategy, unit.name, "full", 0] = bits(unit.full)

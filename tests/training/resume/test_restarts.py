@@ -18,8 +18,7 @@ from megafrontier.common.errors import (
 from megafrontier.config import Config
 from megafrontier.launch.health import excluded_nodes
 from megafrontier.parallel.env import Identity
-from megafrontier.parallel.hierarchy import Hierarchy
-from megafrontier.parallel.levels import Levels
+from megafrontier.parallel.world import World
 from megafrontier.training.resume.restarts import (
     has_begun,
     reached_step,
@@ -44,7 +43,7 @@ def start(tmp_path):
     config = Config()
     config.run.directory = str(tmp_path)
     config.train.attempts = LIMIT
-    world = Hierarchy(Levels(("world",), (1,)), 0, (None,), "cpu")
+    world = World.single()
     excluded = partial(excluded_nodes.read, tmp_path)
 
     def start_once(reached, code=None, bad_node=None, resumed=None, info=print, limit=LIMIT):

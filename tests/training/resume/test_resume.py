@@ -297,7 +297,7 @@ def test_nothing_is_left_of_a_checkpoint_that_proved_damaged_half_way(config_fil
 def test_one_rank_writes_and_reads_without_a_process_group(config_file):
     config = runs.load(config_file, "machine=laptop")
     plan = resolve_plan(config, 1)
-    hierarchy = Hierarchy(plan.levels, 0, (None,), torch.device("cpu"))
+    hierarchy = Hierarchy.single(plan.levels, torch.device("cpu"))
     trainer = build_trainer(config, plan, hierarchy)
     train_step(trainer)
     path = save_trainer(trainer)
