@@ -1,10 +1,9 @@
 """Write docs/configuration.md from the dataclasses in megafrontier/config/schema.py.
 
     python scripts/config_reference.py            write the file
-    python scripts/config_reference.py --check    exit 1 when the file is stale
+    python scripts/config_reference.py --check    exit 1 if the file is stale
 
-Only the source is parsed: it takes no import of the package, and the text between the fields,
-which Python itself throws away, is there.
+The source is parsed, not imported, because Python drops the docstrings under the fields.
 """
 
 import argparse
@@ -28,25 +27,25 @@ A run is described by one YAML file and changed on the command line:
 megafrontier train configs/quickstart.yaml --nproc 8 run.name=try train.steps=200 optimizer.lr=1e-3
 ```
 
-- **Keys.** Every key below has its default; a file names only what differs. An unknown key, a
-  value of the wrong type, and values that do not fit each other are refused in one line that
-  names the key, the value and what would fit, before any process starts.
-- **Inheritance.** `defaults: other.yaml` at the top of a file, relative to that file, reads the
-  other one first; this file's keys win. Sections are merged, lists are replaced whole. The other
-  file may inherit in turn.
-- **Overrides.** `key=value` on the command line wins over every file; the value is YAML, so
+- **Keys.** Every key below has a default, and a file names only what differs. An unknown key, a
+  value of the wrong type, and values that do not fit each other are refused before any process
+  starts, in one line with the key, the value and what would fit.
+- **Inheritance.** `defaults: other.yaml` at the top of a file reads the other file first (relative
+  to this one); the keys of this file win. Sections are merged, lists are replaced. The other file
+  may inherit in turn.
+- **Overrides.** `key=value` on the command line wins over every file. The value is YAML, so
   `data.skip=[[100,120]]` and `model.kv_heads=null` work (quote them for the shell). Items of a
   list are reached by index: `data.train[0].weight=2`. A mapping is merged into the file's section,
-  and null takes a value back: `partition={strategy: null, weights: pair, gradients: node,
-  optimizer: world}` over a file that names a strategy.
+  and null removes a value: `partition={strategy: null, weights: pair, gradients: node,
+  optimizer: world}` works over a file that names a strategy.
 - **References.** `${run.name}` stands for another key's value, `${oc.env:SCRATCH}` for an
   environment variable.
 - **Machines.** `machine` is a name from `configs/machines/` (in the current directory, then among
-  those that come along), the path of such a file, or its content inline. Only the outermost level
+  the installed ones), the path of such a file, or its content inline. Only the outermost level
   may leave its `size` open. `machine.levels.world.size=16` changes one value of a named machine,
-  as a mapping does in a file that inherits it; `machine={…}` on the command line replaces it.
-- **What ran.** The run directory holds `config.yaml` with every key and every reference resolved;
-  `machine` alone stays as it is given, a name or those of its keys that are inline.
+  and so does a mapping in a file that inherits it; `machine={…}` on the command line replaces it.
+- **What ran.** The run directory holds `config.yaml` with every key and every reference resolved.
+  Only `machine` is saved as given: a name, or the keys that were inline.
 
 """
 
@@ -58,6 +57,7 @@ class Option:
     name: str
     kind: str
     default: str
+    bounds: str
     text: str
 
 
@@ -77,6 +77,7 @@ def _options(node: ast.ClassDef) -> list[Option]:
             name=ast.unparse(statement.target),
             kind=ast.unparse(statement.annotation),
             default=_default(statement.value),
+            bounds=_bounds(statement.value),
             text=_docstring(follower),
         )
         for statement, follower in zip(node.body, followers, strict=True)
@@ -91,13 +92,28 @@ def _docstring(node: ast.stmt) -> str:
 
 
 def _default(value: ast.expr | None) -> str:
-    """The default as it would stand in YAML."""
+    """The default as YAML writes it."""
+    if isinstance(value, ast.Call) and value.args:  # bounded(DEFAULT, …) or count(DEFAULT)
+        return _default(value.args[0])
     if isinstance(value, ast.Call):  # field(default_factory=…)
         factory = value.keywords[0].value
         if isinstance(factory, ast.Lambda):
             return _yaml(ast.literal_eval(factory.body))
         return {"list": "[]", "dict": "{}"}.get(ast.unparse(factory), "")
     return "" if value is None else _yaml(ast.literal_eval(value))
+
+
+_BOUNDS = {"at_least": "≥", "above": ">", "at_most": "≤", "below": "<"}
+
+
+def _bounds(value: ast.expr | None) -> str:
+    """The bounds of a field, for example " ≥ 0, < 1"."""
+    if not isinstance(value, ast.Call) or not value.args:
+        return ""
+    if ast.unparse(value.func) == "count":
+        return " ≥ 1"
+    bounds = [(_BOUNDS[k.arg or ""], ast.unparse(k.value)) for k in value.keywords]
+    return " " + ", ".join(f"{sign} {limit.replace(' ** ', '**')}" for sign, limit in bounds)
 
 
 def _yaml(value: object) -> str:
@@ -109,7 +125,7 @@ def _yaml(value: object) -> str:
 
 
 def write_reference(sections: Sections) -> str:
-    """The whole page, one table a section, in the order of `Config`."""
+    """The page, one table per section, in the order of `Config`."""
     top = [option for option in sections["Config"] if option.kind not in sections]
     nested = [option for option in sections["Config"] if option.kind in sections]
     pages = [HEAD, _table("Top level", "", top, sections)]
@@ -119,7 +135,7 @@ def write_reference(sections: Sections) -> str:
 
 
 def _section(path: str, kind: str, sections: Sections) -> str:
-    """The table of one class, then those of the classes its fields hold."""
+    """The table of one class, then the tables of the classes of its fields."""
     tables = [
         _section(f"{path}.{option.name}{_index(option.kind)}", inner, sections)
         for option in sections[kind]
@@ -129,7 +145,7 @@ def _section(path: str, kind: str, sections: Sections) -> str:
 
 
 def _inner(kind: str, sections: Sections) -> str:
-    """The class that a field's type holds, as CorpusConfig in list[CorpusConfig]."""
+    """The class in a field's type, for example CorpusConfig in list[CorpusConfig]."""
     return next((name for name in sections if name in kind), "")
 
 
@@ -144,14 +160,14 @@ def _table(title: str, path: str, options: list[Option], sections: Sections) -> 
     for option in options:
         key = f"{path}.{option.name}" if path else option.name
         inner = _inner(option.kind, sections)
-        kind = _kind(option.kind, inner)
+        kind = _kind(option.kind, inner, option.bounds)
         default = f"`{option.default}`" if option.default else ""
         rows.append(f"| `{key}` | {kind} | {default} | {_cell(option.text)} |")
     return "\n".join(rows) + "\n"
 
 
-def _kind(kind: str, inner: str) -> str:
-    """A Python type in a reader's words."""
+def _kind(kind: str, inner: str, bounds: str) -> str:
+    """A Python type and its bounds, in words."""
     optional = kind.endswith(" | None")
     kind = kind.removesuffix(" | None")
     if inner == kind:
@@ -164,7 +180,7 @@ def _kind(kind: str, inner: str) -> str:
             f"`{choice}`" for choice in choices
         )
     else:
-        words = _WORDS.get(kind, kind)
+        words = _WORDS.get(kind, kind) + bounds
     return f"{words} or `null`" if optional else words
 
 
@@ -186,9 +202,9 @@ def _cell(text: str) -> str:
 
 
 def main() -> int:
-    """Write the page, or with --check compare it. Returns the exit code."""
+    """Write the page, or compare it with --check. Returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="only compare, exit 1 when stale")
+    parser.add_argument("--check", action="store_true", help="only compare, exit 1 if stale")
     arguments = parser.parse_args()
     page = write_reference(read_sections(SCHEMA.read_text(encoding="utf-8")))
     if not arguments.check:

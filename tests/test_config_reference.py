@@ -56,8 +56,11 @@ class Config:
     e: list[str] = field(default_factory=lambda: ["x", "y"])
     f: dict[str, str] = field(default_factory=dict)
     g: str = ""
+    h: float = bounded(1.5, at_least=0, below=2)
+    i: int = count(3)
 """
     options = script.read_sections(source)["Config"]
+    assert [option.bounds for option in options[-3:]] == ["", " ≥ 0, < 2", " ≥ 1"]
     assert [option.default for option in options] == [
-        "1", "0.0", "true", "null", "[x, y]", "{}", '""',
+        "1", "0.0", "true", "null", "[x, y]", "{}", '""', "1.5", "3",
     ]  # fmt: skip

@@ -80,6 +80,12 @@ class UserError(FatalError):
         super().__init__(" ".join(message.split()))
 
 
+def need(condition: bool, key: str, value: object, fits: str) -> None:
+    """Raise UserError `key: value, fits` unless the condition holds."""
+    if not condition:
+        raise UserError(f"{key}: {value}, {fits}")
+
+
 @dataclass(frozen=True, order=True)
 class Refusal:
     """Why a rank cannot start, with the exit code of that."""

@@ -1,61 +1,30 @@
-"""Every option, in one place: dataclasses, YAML with inheritance, `key=value` overrides, checks.
+"""Every option in one place: dataclasses, YAML with inheritance, `key=value` overrides, checks.
 
 Values that depend on another part of the program (placements on a machine's levels, the
-vocabulary of a tokenizer) are checked by that part, still before any process group starts.
+vocabulary of a tokenizer) are checked there, still before any process group starts.
 """
 
-from megafrontier.config.checks import check
-from megafrontier.config.loading import (
-    config_from_dict,
-    config_to_dict,
-    load_config,
-    load_machine,
-    save_config,
-)
-from megafrontier.config.schema import (
-    CheckpointConfig,
-    Config,
-    CorpusConfig,
-    DataConfig,
-    DeviceConfig,
-    EvaluateConfig,
-    LevelConfig,
-    LogConfig,
-    MachineConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PartitionConfig,
-    RotaryScalingConfig,
-    RunConfig,
-    ScheduleConfig,
-    TrainConfig,
-    WireFormat,
-    WiresConfig,
-)
-
-__all__ = [
-    "CheckpointConfig",
-    "Config",
-    "CorpusConfig",
-    "DataConfig",
-    "DeviceConfig",
-    "EvaluateConfig",
-    "LevelConfig",
-    "LogConfig",
-    "MachineConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "PartitionConfig",
-    "RotaryScalingConfig",
-    "RunConfig",
-    "ScheduleConfig",
-    "TrainConfig",
-    "WireFormat",
-    "WiresConfig",
-    "check",
-    "config_from_dict",
-    "config_to_dict",
-    "load_config",
-    "load_machine",
-    "save_config",
-]
+from megafrontier.config.loading import config_from_dict as config_from_dict
+from megafrontier.config.loading import config_to_dict as config_to_dict
+from megafrontier.config.loading import load_config as load_config
+from megafrontier.config.loading import load_machine as load_machine
+from megafrontier.config.loading import save_config as save_config
+from megafrontier.config.schema import CheckpointConfig as CheckpointConfig
+from megafrontier.config.schema import Config as Config
+from megafrontier.config.schema import CorpusConfig as CorpusConfig
+from megafrontier.config.schema import DataConfig as DataConfig
+from megafrontier.config.schema import DeviceConfig as DeviceConfig
+from megafrontier.config.schema import EvaluateConfig as EvaluateConfig
+from megafrontier.config.schema import LevelConfig as LevelConfig
+from megafrontier.config.schema import LogConfig as LogConfig
+from megafrontier.config.schema import MachineConfig as MachineConfig
+from megafrontier.config.schema import ModelConfig as ModelConfig
+from megafrontier.config.schema import OptimizerConfig as OptimizerConfig
+from megafrontier.config.schema import PartitionConfig as PartitionConfig
+from megafrontier.config.schema import RotaryScalingConfig as RotaryScalingConfig
+from megafrontier.config.schema import RunConfig as RunConfig
+from megafrontier.config.schema import ScheduleConfig as ScheduleConfig
+from megafrontier.config.schema import TrainConfig as TrainConfig
+from megafrontier.config.schema import WireFormat as WireFormat
+from megafrontier.config.schema import WiresConfig as WiresConfig
+from megafrontier.config.validation import check as check

@@ -1,7 +1,8 @@
-"""Every option there is, as dataclasses.
+"""Every option, as dataclasses.
 
 The docstring under a field is its documentation: `scripts/config_reference.py` turns this file
-into `docs/configuration.md`.
+into `docs/configuration.md`. Bounds stand beside their field (`bounded`, `count`); checks that
+involve several fields are in `validation.py`.
 """
 
 from dataclasses import dataclass, field
@@ -10,80 +11,90 @@ from typing import Any, Literal
 WireFormat = Literal["fp32", "bf16", "fp16", "int8", "int4", "delta8", "delta4"]
 
 
+def bounded(default: Any, **bounds: float) -> Any:
+    """A field of numbers with bounds: `at_least`, `above`, `at_most`, `below`."""
+    return field(default=default, metadata=bounds)
+
+
+def count(default: int | None) -> Any:
+    """A field that counts something, from 1 to what libraries with 32-bit integers accept."""
+    return bounded(default, at_least=1, below=2**31)
+
+
 @dataclass
 class RunConfig:
     name: str = "run"
-    """Name of the run, also of its folder."""
+    """Name of the run and of its folder."""
     directory: str = "runs/${run.name}"
-    """Run directory: config, metrics, log, checkpoints, report. Where a run's own config.yaml has
-    the default, it follows an override of `run.name`."""
-    seed: int = 1234
+    """Run directory, for config, metrics, log, checkpoints and report. If a run's own config.yaml
+    has the default, the directory follows an override of `run.name`."""
+    seed: int = bounded(1234, at_least=0)
     """Seed of initial weights, sample order and dropout."""
 
 
 @dataclass
 class RotaryScalingConfig:
-    """Llama 3's scaling of rotary positions, by wavelength in tokens: those below original_length /
+    """Llama 3's scaling of rotary positions. Wavelengths (in tokens) below original_length /
     high_frequency stay, those above original_length / low_frequency become `factor` times as long,
-    and between the two it is interpolated."""
+    and those between are interpolated."""
 
-    factor: float = 8.0
-    """How many times longer texts are than those that the model was first trained on."""
-    low_frequency: float = 1.0
-    """Frequencies that turn less often than this within `original_length` are divided whole."""
+    factor: float = bounded(8.0, at_least=1)
+    """How many times longer the texts are than those of the original training."""
+    low_frequency: float = bounded(1.0, above=0)
+    """Frequencies with fewer turns than this within `original_length` are divided by `factor`."""
     high_frequency: float = 4.0
-    """Frequencies that turn more often than this are left as they are."""
-    original_length: int = 8192
-    """Tokens of a sequence in the first training."""
+    """Frequencies with more turns than this within `original_length` are kept."""
+    original_length: int = bounded(8192, at_least=1)
+    """Sequence length of the original training, in tokens."""
 
 
 @dataclass
 class ModelConfig:
-    layers: int = 12
-    """Transformer blocks."""
-    hidden: int = 768
+    layers: int = count(12)
+    """Number of transformer blocks."""
+    hidden: int = count(768)
     """Width of the residual stream."""
-    heads: int = 12
-    """Query heads; divides `hidden` unless `head_size` is given."""
-    kv_heads: int | None = None
-    """Key and value heads (grouped-query attention); divides `heads`. Default: `heads`."""
-    head_size: int | None = None
+    heads: int = count(12)
+    """Query heads. Must divide `hidden` unless `head_size` is given."""
+    kv_heads: int | None = count(None)
+    """Key and value heads (grouped-query attention). Must divide `heads`. Default: `heads`."""
+    head_size: int | None = count(None)
     """Width of one head. Default: hidden / heads."""
-    ffn_hidden: int | None = None
-    """Width inside the MLP. Default: 4 · hidden; with swiglu 8/3 · hidden rounded up to 64."""
-    sequence_length: int = 1024
+    ffn_hidden: int | None = count(None)
+    """Width inside the MLP. Default: 4 · hidden; with swiglu 8/3 · hidden, rounded up to 64."""
+    sequence_length: int = count(1024)
     """Tokens in one sequence."""
-    vocab_size: int = 50304
-    """Token ids the model knows; at least the tokenizer's but special ones added behind."""
-    vocab_multiple: int = 128
-    """The embedding's rows are padded up to a multiple of this; padded ids never get any loss."""
+    vocab_size: int = count(50304)
+    """Number of token ids, at least the tokenizer's without special tokens added at its end."""
+    vocab_multiple: int = count(128)
+    """The embedding's rows are padded to a multiple of this. Padded ids are never predicted."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalisation before attention, MLP and head."""
-    norm_eps: float = 1e-5
-    """Epsilon of the normalisation."""
+    """Normalization before attention, MLP and head."""
+    norm_eps: float = bounded(1e-5, above=0)
+    """Epsilon of the normalization."""
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
-    """Non-linearity of the MLP."""
+    """Activation of the MLP."""
     position: Literal["learned", "rotary"] = "learned"
-    """Learned absolute positions (GPT-2) or rotary ones (GPT-NeoX, Llama)."""
+    """Learned absolute positions (GPT-2) or rotary positions (GPT-NeoX, Llama)."""
     rotary_fraction: float = 1.0
-    """Part of each head that rotates, in (0, 1]; GPT-NeoX uses 0.25."""
-    rotary_base: float = 10000.0
+    """Fraction of each head that rotates, in (0, 1]. GPT-NeoX uses 0.25."""
+    rotary_base: float = bounded(10000.0, above=0)
     """Base of the rotary frequencies."""
     rotary_scaling: RotaryScalingConfig | None = None
-    """Rotary frequencies for longer texts, as in Llama 3.1 and 3.2."""
+    """Scaling of the rotary frequencies for longer texts, as in Llama 3.1 and 3.2."""
     parallel_residual: bool = False
-    """Attention and MLP side by side on the same residual (GPT-NeoX)."""
+    """Attention and MLP run in parallel on the same residual (GPT-NeoX)."""
     tie_embeddings: bool = False
     """The head uses the embedding's matrix (GPT-2)."""
     bias: bool = True
     """Biases in the linear layers of the blocks."""
-    dropout: float = 0.0
+    dropout: float = bounded(0.0, at_least=0, below=1)
     """Dropout after the embedding, on attention weights and before each residual sum."""
     init: Literal["gpt2", "neox"] = "gpt2"
-    """gpt2: normal(0, init_std), output projections over sqrt(2 · layers). neox: normal(0,
+    """gpt2: normal(0, init_std), output projections divided by sqrt(2 · layers). neox: normal(0,
     sqrt(2 / (5 · hidden))), output projections normal(0, 2 / (layers · sqrt(hidden)))."""
-    init_std: float = 0.02
-    """Standard deviation of `init: gpt2`, and of the learned positions in either."""
+    init_std: float = bounded(0.02, above=0)
+    """Standard deviation of `init: gpt2`, and of learned positions with either."""
 
     @property
     def head_dim(self) -> int:
@@ -105,13 +116,10 @@ class ModelConfig:
         """`ffn_hidden`, or its default. With swiglu, both the gate and the up projection have it.
 
         The default for swiglu keeps the parameter count of a 4 · hidden MLP (Shazeer 2020,
-        arXiv:2002.05202), rounded up to a multiple of 64.
+        arXiv:2002.05202).
         """
-        if self.ffn_hidden is not None:
-            return self.ffn_hidden
-        return (
-            -(-8 * self.hidden // (3 * 64)) * 64 if self.activation == "swiglu" else 4 * self.hidden
-        )
+        swiglu = -(-8 * self.hidden // (3 * 64)) * 64
+        return self.ffn_hidden or (swiglu if self.activation == "swiglu" else 4 * self.hidden)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -123,8 +131,8 @@ class ModelConfig:
 class CorpusConfig:
     path: str = ""
     """Prefix of PREFIX.bin and PREFIX.idx."""
-    weight: float = 1.0
-    """Share of the samples drawn from this corpus, relative to the others'."""
+    weight: float = bounded(1.0, above=0)
+    """Share of the samples drawn from this corpus, relative to the other corpora."""
 
 
 @dataclass
@@ -132,127 +140,127 @@ class DataConfig:
     train: list[CorpusConfig] = field(default_factory=list)
     """Corpora to train on, blended by weight."""
     valid: list[CorpusConfig] = field(default_factory=list)
-    """Corpora to evaluate on. Empty: the last part of each training corpus, as `split` says."""
+    """Corpora to evaluate on. Empty: the last part of each training corpus, see `split`."""
     split: list[float] = field(default_factory=lambda: [0.99, 0.01])
-    """Parts of each training corpus for training and validation, used when `valid` is empty."""
+    """Fractions of each training corpus for training and validation, used if `valid` is empty."""
     document_mask: bool = False
-    """Attention and loss do not cross a document's end, and positions restart there. Without a mask
-    in memory, unless `model.dropout` is above 0 or a GPU has no such kernel for the heads: the
-    log's `attention:` says which."""
+    """Attention and loss do not cross the end of a document, and positions restart there. This
+    needs no dense mask, unless `model.dropout` is above 0 or the GPU has no such kernel for the
+    head size: the line `attention:` in the log names the kernel."""
     skip: list[list[int]] = field(default_factory=list)
-    """Ranges [from, to] of data steps, counted from 0, whose batches are left out (`to` not
-    included), for instance after a loss spike; later steps move up."""
+    """Ranges [from, to) of data steps, counted from 0, whose batches are skipped, for example after
+    a loss spike. Later batches move up."""
 
 
 @dataclass
 class TrainConfig:
-    steps: int = 1000
+    steps: int = count(1000)
     """Optimizer steps of the whole run."""
     stop_at: int | None = None
-    """Stop (with a checkpoint) after this step, though the schedule runs to `steps`."""
-    global_batch: int = 8
+    """Stop with a checkpoint after this step. The learning rate schedule still spans `steps`."""
+    global_batch: int = count(8)
     """Sequences in one optimizer step, over all ranks."""
-    micro_batch: int = 1
-    """Sequences one rank runs at a time; the rest is gradient accumulation."""
+    micro_batch: int = count(1)
+    """Sequences that one rank processes at a time. The rest is gradient accumulation."""
     precision: Literal["bf16", "fp32", "fp16"] = "bf16"
-    """Type of weights and activations in computation; masters, sums and moments are fp32."""
-    clip_grad_norm: float = 1.0
-    """Largest global gradient norm; 0 does not clip."""
+    """Type of weights and activations. Master weights, sums and optimizer state are fp32."""
+    clip_grad_norm: float = bounded(1.0, at_least=0)
+    """Maximum global gradient norm; 0: no clipping."""
     compile: bool = False
-    """Compile the blocks (torch.compile, one compilation for all of them); the run says so if there
-    is no compiler, and goes on without."""
+    """Compile the blocks with torch.compile (one compilation for all of them). Without a working
+    compiler the run says so and continues uncompiled."""
     activation_checkpointing: Literal["none", "block", "selective", "offload"] = "none"
-    """block: keep only each block's input and run the block again in backward. selective: keep the
-    results of matrix products and of attention, compute the rest again. offload: as block, the
-    inputs in pinned host memory (on a CPU, where that is the same memory: as block)."""
-    loss_chunk_tokens: int = 1024
-    """Tokens whose logits exist at one time in the loss."""
-    nonfinite_limit: int = 10
-    """Stop after this many steps in a row with a non-finite loss or gradient (each is skipped);
-    those of fp16 that only lower the loss scale do not count."""
+    """block: keep only the input of each block and recompute the block in backward. selective: keep
+    the results of matrix products and attention, recompute the rest. offload: as block, with the
+    inputs in pinned host memory (on a CPU the same as block)."""
+    loss_chunk_tokens: int = count(1024)
+    """Number of tokens whose logits exist at the same time in the loss."""
+    nonfinite_limit: int = count(10)
+    """Stop after this many consecutive steps with a non-finite loss or gradient. Each such step is
+    skipped. fp16 steps that only lower the loss scale do not count."""
     spike_loss: float = 0.0
-    """Skip a step whose loss is beyond so many times the median of the last `spike_window` steps;
-    0: never."""
+    """Skip a step whose loss is above this factor times the median of the last `spike_window`
+    steps; 0: never."""
     spike_grad_norm: float = 0.0
-    """The same for the gradient norm (before clipping)."""
-    spike_window: int = 128
-    """Steps whose median tells a spike; none is seen before there have been as many."""
-    hang_seconds: float = 600.0
-    """End the run, with every thread's stack in RUN/hang, when no micro-batch, save or batch of an
-    evaluation has finished for so long (start-up and first step: three times as long); 0: never.
-    Time for which the whole run is suspended (Ctrl-Z, `scontrol suspend`) does not count, up to a
-    minute more than that. All ranks have to come within as long as for start-up, 10 minutes at the
-    most."""
-    attempts: int = 5
-    """Give the run up for good when so many starts in a row have ended by themselves, all from the
-    same checkpoint and none with a step more than the first of them, or in a Slurm job before all
-    ranks had met; 0: never."""
-    gc_every: int = 100
-    """Collect Python's garbage after every so many steps, on all ranks at once, and at no other
-    time; 0: leave it to Python, which stops each rank at another moment."""
-    loss_scale: float = 65536.0
-    """First loss scale of fp16; halved at an overflow, doubled after 1000 good steps."""
+    """The same for the gradient norm before clipping; 0: never."""
+    # 16 bytes a step are allocated at the start.
+    spike_window: int = bounded(128, at_least=1, at_most=1_000_000)
+    """Steps in the median that spikes are compared with. No step is skipped before that many."""
+    hang_seconds: float = bounded(600.0, at_least=0)
+    """End the run, with all stacks in RUN/hang, if no micro-batch, save or evaluation batch has
+    finished for this long (three times as long during start-up and the first step); 0: never. Time
+    while the whole run is suspended (Ctrl-Z, `scontrol suspend`) does not count. The ranks must
+    also meet within the time for start-up, at most 10 minutes."""
+    attempts: int = bounded(5, at_least=0)
+    """Stop restarting after this many consecutive starts without progress: all from the same
+    checkpoint and none with a new step, or in a Slurm job before all ranks had met; 0: never."""
+    gc_every: int = bounded(100, at_least=0)
+    """Run Python's garbage collector every this many steps, on all ranks at once, and never in
+    between; 0: leave it to Python, which pauses each rank at a different moment."""
+    # fp16 ends at 65504. A scale that fp32 cannot hold would be infinite, and so would its halves.
+    loss_scale: float = bounded(65536.0, above=0, at_most=2**32)
+    """Initial loss scale of fp16. It is halved at an overflow and doubled after 1000 good steps."""
     deterministic: bool = False
-    """Only kernels that give the same bits every time (on a GPU slower; the CPU's always do)."""
+    """Use only kernels that give the same bits every time (slower on a GPU; a CPU's always do)."""
 
 
 @dataclass
 class OptimizerConfig:
     name: Literal["adamw"] = "adamw"
     """AdamW with decoupled weight decay."""
-    lr: float = 3e-4
+    lr: float = bounded(3e-4, at_least=0)
     """Learning rate at the end of the warm-up."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = bounded((0.9, 0.95), at_least=0, below=1)
     """Decay of Adam's first and second moment."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.1
+    eps: float = bounded(1e-8, above=0)
+    """Added to the square root of the second moment."""
+    weight_decay: float = bounded(0.1, at_least=0)
     """Decoupled weight decay."""
     no_decay: list[Literal["norm", "bias", "embedding"]] = field(
         default_factory=lambda: ["norm", "bias", "embedding"]
     )
     """Kinds of parameters without weight decay."""
     fused: Literal["torch", "apex", "none"] = "torch"
-    """Whose fused AdamW: torch's, apex's (NVIDIA's or ROCm's, on an accelerator), or none."""
+    """Fused AdamW: torch's, apex's (NVIDIA's or ROCm's, on an accelerator), or none."""
 
 
 @dataclass
 class ScheduleConfig:
     name: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    """Course of the learning rate after the warm-up: to `min_lr`, which the step after the last one
-    would have; constant stays at `optimizer.lr`."""
-    warmup_steps: int = 0
+    """Learning rate after the warm-up. All but constant decay to `min_lr`, which the step after the
+    last one would have; constant keeps `optimizer.lr`."""
+    warmup_steps: int = bounded(0, at_least=0)
     """Steps of linear warm-up."""
-    min_lr: float = 0.0
-    """Learning rate that the course leads to."""
-    decay_fraction: float = 0.2
-    """wsd: the last part of the steps, in which the rate falls linearly."""
+    min_lr: float = bounded(0.0, at_least=0)
+    """Learning rate at the end of the decay."""
+    decay_fraction: float = bounded(0.2, at_least=0, at_most=1)
+    """wsd: fraction of the steps, at the end, in which the learning rate decays linearly."""
 
 
 @dataclass
 class WiresConfig:
     preset: Literal["exact", "zero++", "low"] = "exact"
-    """exact: the precision everywhere. zero++: weights int8 between nodes, gradients int4 there and
-    over the node. low: exact inside the first level; beyond it 4-bit changes of weights (int8 where
-    a placement gathers them in every micro-batch), and gradients rotated, int8 in the node and int4
-    between nodes; the last level counts as between nodes. `wires: low` is short for
-    `wires: {preset: low}`, but leaves nothing of what is said of single wires before."""
-    # str and not WireFormat: OmegaConf refuses every value of a dict of literals; `check` looks.
+    """exact: `train.precision` everywhere. zero++: weights int8 between nodes, gradients int4
+    between nodes and within the node. low: exact within the first level; beyond it weights as 4-bit
+    deltas (int8 where the placement gathers them in every micro-batch) and rotated gradients, int8
+    in the node and int4 between nodes. The last level counts as between nodes. `wires: low` is
+    short for `wires: {preset: low}`, but discards formats given before it for single levels."""
+    # str and not WireFormat, because a dict of literals is no dict of str; validation.py checks.
     gather: dict[str, str] = field(default_factory=dict)
-    """Format of weights on the wire of each level, over the preset's, `{LEVEL: FORMAT}`: bf16,
-    int8, int4, with train.precision fp32 or fp16 this one too, and where weights are published
-    delta8, delta4 (their quantised change)."""
+    """Format of weights on the wire of each level, `{LEVEL: FORMAT}`, over the preset's: bf16,
+    int8, int4, `train.precision` fp32 or fp16, and where weights are published also delta8 and
+    delta4 (their quantized change)."""
     reduce: dict[str, str] = field(default_factory=dict)
     """Format of gradients on the wire of each level, over the preset's: fp32, bf16, int8, int4, and
     fp16 with train.precision fp16. Sums are fp32."""
     rotation: bool | None = None
-    """Rotate gradients (block Hadamard) before a low-bit wire. Default: in `low`."""
+    """Rotate gradients (block Hadamard) before a low-bit wire. Default: true with `low`."""
 
 
 @dataclass
 class PartitionConfig:
     strategy: Literal["ddp", "zero1", "zero2", "zero3", "mics", "hpz", "topo"] | None = None
-    """A named placement; topo when neither this nor a placement is given."""
+    """A named placement. topo if neither this nor a placement is given."""
     weights: str | None = None
     """Level through which weights are sharded, or `none`."""
     backward_weights: str | None = None
@@ -260,92 +268,91 @@ class PartitionConfig:
     gradients: str | None = None
     """Level through which gradients are sharded, or `none`."""
     optimizer: str | None = None
-    """Level through which masters and optimizer state are sharded, or `none`."""
+    """Level through which master weights and optimizer state are sharded, or `none`."""
     wires: WiresConfig = field(default_factory=WiresConfig)
-    """Formats on the wires."""
+    """Wire formats."""
     error_feedback: bool | None = None
-    """Add the quantisation error of gradient messages to the next ones, on the levels between
-    `gradients` and `optimizer`; where these are one level, on those within it, in each micro-batch,
-    which takes up to a full gradient in bf16. Default: with the wires `low`, but where it takes
-    that."""
+    """Add the quantization error of a gradient message to the next one, on the levels between
+    `gradients` and `optimizer`. If the two are the same level: on the levels within it, in every
+    micro-batch, which takes up to a full gradient in bf16. Default: true with the wires `low`,
+    unless it takes that memory."""
     overlap: Literal["none", "safe", "full"] = "safe"
-    """Collectives under computation. none: never. safe: one in flight at a time, for machines on
-    which several communicators at once hang (MI250X, ROCm/rccl#2191). full: levels side by side."""
-    prefetch: int = 1
-    """Units gathered ahead of the one that runs, and full gradients waiting to be reduced; none
-    with 0 or `overlap: none`."""
+    """Overlap of collectives with computation. none: none. safe: one collective in flight, because
+    several communicators at once hang on MI250X (ROCm/rccl#2191). full: one per level."""
+    prefetch: int = bounded(1, at_least=0)
+    """Units gathered ahead of the one that runs, and full gradients that wait for their reduction.
+    None with 0 or `overlap: none`."""
     check_order: bool = False
-    """Before each collective the ranks compare what they are about to do, and stop with the first
-    rank and unit that differ. Slow; for finding the cause of a hang."""
+    """Ranks compare each collective before it starts, and stop with the first rank and unit that
+    differ. Slow; for finding the cause of a hang."""
 
 
 @dataclass
 class CheckpointConfig:
-    every: int = 1000
-    """Steps between checkpoints; 0 saves only at the end."""
-    keep: int = 2
-    """Newest checkpoints to keep; 0 keeps all."""
-    keep_every: int = 0
-    """Also keep for good each checkpoint whose step is a multiple of this; 0: none."""
+    every: int = bounded(1000, at_least=0)
+    """Steps between checkpoints; 0: save only at the end."""
+    keep: int = bounded(2, at_least=0)
+    """Number of newest checkpoints to keep; 0: all."""
+    keep_every: int = bounded(0, at_least=0)
+    """Also keep each checkpoint whose step is a multiple of this; 0: none."""
     resume: str = "auto"
-    """auto: the run's newest whole checkpoint, if any. never: begin new, refused where the run has
-    checkpoints. Or the path of a checkpoint at which the run begins (of a run or a folder of them
-    the newest); once it has some of its own it goes on from them, unless the path is one of
-    these."""
+    """auto: the run's newest complete checkpoint, if any. never: start from scratch, refused if the
+    run has checkpoints. Or the path of a checkpoint to start from (of a run or a folder of
+    checkpoints: the newest). A run with checkpoints of its own continues from them, unless the path
+    is one of them."""
     weights_only: bool = False
-    """Of the path in `resume` take the weights alone, and begin at step 0 with a new optimizer, a
-    new schedule and the first sample, for instance to fine-tune."""
+    """Load only the weights of the path in `resume`, and start at step 0 with a new optimizer, a
+    new schedule and the first sample, for example to fine-tune."""
 
 
 @dataclass
 class EvaluateConfig:
-    every: int = 0
-    """Steps between evaluations; 0 evaluates only at the end."""
-    batches: int = 10
+    every: int = bounded(0, at_least=0)
+    """Steps between evaluations; 0: evaluate only at the end."""
+    batches: int = bounded(10, at_least=0)
     """Global batches of one evaluation; 0: no evaluation."""
 
 
 @dataclass
 class LogConfig:
-    every: int = 10
+    every: int = count(10)
     """Steps between lines on the terminal and in log.txt (metrics.jsonl has every step)."""
-    stragglers_every: int = 100
-    """Steps between comparisons of the ranks' own time (without waiting for each other); 0: none.
-    A rank that is slow is named in log.txt with its host, once until it has recovered."""
-    straggler: float = 1.5
-    """A rank is slow beyond so many times the median rank's own time."""
+    stragglers_every: int = bounded(100, at_least=0)
+    """Steps between comparisons of the ranks' own time (without waiting for each other); 0: never.
+    A slow rank is named in log.txt with its host, once until it has recovered."""
+    straggler: float = bounded(1.5, above=1)
+    """A rank is slow if its own time is above this factor times the median of all ranks."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
-    """Weights & Biases; online goes on offline where it cannot be reached."""
+    """Weights & Biases. online continues offline if the service cannot be reached."""
     tensorboard: bool = False
     """Write TensorBoard events into the run directory."""
     trace: bool = False
     """Write the first rank's timeline, one row a level, to trace.json in the run directory (open it
-    in ui.perfetto.dev), of its first 200,000 bars. `train --trace` is short for it."""
+    in ui.perfetto.dev). It holds the first 200,000 events. `train --trace` is short for it."""
 
 
 @dataclass
 class LevelConfig:
-    size: int | None = None
-    """How many groups of the next faster level (ranks, on the first one) a group of this level
-    holds. Only the outermost level may leave it open."""
-    gigabytes_per_second: float | None = None
-    """Bandwidth of one rank over this level, one direction: what the pre-flight measures by."""
+    size: int | None = bounded(None, at_least=1)
+    """Number of groups of the next faster level (ranks, on the first level) in a group of this
+    level. Only the outermost level may leave it open."""
+    gigabytes_per_second: float | None = bounded(None, above=0)
+    """Bandwidth of one rank over this level, in one direction. The preflight compares with it."""
 
 
 @dataclass
 class DeviceConfig:
     name: str = "any"
-    """any: an accelerator where there is one. cpu: the CPU, whatever else there is. Or an
-    accelerator's name: then a launcher's ranks must find one."""
-    memory_gib: float | None = None
-    """Memory of one device. In the pre-flight a host fails where less than 90 % of it is free
-    (on a CPU: installed); a run whose state, buffers and blocks' inputs on a rank are more than all
-    of it is refused."""
-    peak_tflops: float | None = None
-    """Dense peak of one device for MFU; unknown: no MFU. Of an accelerator that in 16 bits: no MFU
-    either where it trains in fp32, or a CPU stands in for it."""
-    ranks_per_host: int | None = None
-    """Ranks that Slurm or torchrun must start on each host; unknown: not checked."""
+    """any: an accelerator if there is one. cpu: the CPU even if there is an accelerator. Otherwise
+    an accelerator's name, and ranks started by a launcher must find one."""
+    memory_gib: float | None = bounded(None, above=0)
+    """Memory of one device. The preflight refuses a host with less than 90 % of it free (on a CPU:
+    installed). A run is refused if the state, buffers and block inputs of a rank exceed it."""
+    peak_tflops: float | None = bounded(None, above=0)
+    """Dense peak of one device in 16 bits, for MFU. There is no MFU without it, for fp32 training
+    on an accelerator, and if a CPU stands in for an accelerator."""
+    ranks_per_host: int | None = bounded(None, above=0)
+    """Ranks that Slurm or torchrun must start on each host. Default: not checked."""
 
     @property
     def is_accelerator(self) -> bool:
@@ -353,8 +360,8 @@ class DeviceConfig:
         return self.name not in ("any", "cpu")
 
     def is_stood_in_for_by(self, kind: str) -> bool:
-        """Whether what computes, a device of torch's type `kind`, is a CPU in an accelerator's
-        place, as in a rehearsal of Frontier on a laptop."""
+        """Whether the device in use, of torch's type `kind`, is a CPU although `name` is an
+        accelerator, as in a rehearsal of Frontier on a laptop."""
         return kind == "cpu" and self.is_accelerator
 
 
@@ -368,13 +375,13 @@ class MachineConfig:
 @dataclass
 class PreflightConfig:
     enabled: bool = True
-    """Before the first step, try devices, links, storage and clocks on every rank; hosts that fail
+    """Before the first step, test devices, links, storage and clocks on every rank. Hosts that fail
     are named, and written to bad-nodes.txt in the run directory."""
-    slow_link: float = 0.25
-    """A link is slow below this part of the machine file's rate; where that states none, of the
-    median over all ranks. (Not looked at where it states none of one host.)"""
+    slow_link: float = bounded(0.25, at_least=0)
+    """A link is slow below this fraction of the machine file's bandwidth, or of the median over all
+    ranks if the file has none. (Links within one host are not tested if the file has none.)"""
     if_slow: Literal["warn", "fail"] = "warn"
-    """What a slow link does to the run."""
+    """What to do about a slow link."""
 
 
 @dataclass

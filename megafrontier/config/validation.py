@@ -1,0 +1,315 @@
+"""Plain values become dataclasses, and each bad value is refused in one line: key, value, fix."""
+
+import math
+import operator
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields, is_dataclass
+from difflib import get_close_matches
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+from unicodedata import category
+
+from megafrontier.common.errors import UserError, need
+from megafrontier.config.schema import (
+    Config,
+    MachineConfig,
+    ModelConfig,
+    RotaryScalingConfig,
+    WireFormat,
+    WiresConfig,
+)
+
+MISSING = "???"
+"""OmegaConf's mark of a missing value."""
+
+Path = tuple[str | int, ...]
+"""Names and indices that lead to a value."""
+
+
+def key_of(path: Path) -> str:
+    """A path as users write it, for example data.train[0].path."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return "".join(parts).removeprefix(".")
+
+
+def path_of(key: str) -> Path:
+    """The inverse of `key_of`."""
+    parts = re.findall(r"[^.\[\]]+", key)
+    return tuple(int(part) if part.isdecimal() else part for part in parts)
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """All values in nested dictionaries and lists that are neither, with their paths."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from leaves(part, (*path, str(name)))
+    elif isinstance(value, list):
+        for i, part in enumerate(value):
+            yield from leaves(part, (*path, i))
+    else:
+        yield path, value
+
+
+def type_at(kind: Any, path: Path) -> Any:
+    """The type of the value at `path` within the type `kind`; Any for an unknown key."""
+    for part in path:
+        kind = _without_none(kind)
+        if is_dataclass(kind):
+            kind = _field_types(kind).get(str(part), Any)
+        else:
+            kind = (get_args(kind) or [Any])[-1]
+    return _without_none(kind)
+
+
+def build(kind: Any, value: Any, path: Path = (), references: frozenset[Path] = frozenset()) -> Any:
+    """`value` (plain containers) as an instance of the type `kind`.
+
+    `references` are the paths of values that a reference such as `${oc.env:NAME}` stood for: their
+    text may stand for a number. Raises UserError for the first value that does not fit.
+    """
+    if kind is Any:
+        _refuse_reference(value, path)
+        return value
+    if _is_optional(kind):
+        return None if value is None else build(_without_none(kind), value, path, references)
+    if is_dataclass(kind):
+        return _build_fields(kind, value, path, references)
+    if get_origin(kind) in (list, tuple, dict):
+        return _build_container(kind, value, path, references)
+    if path in references and isinstance(value, str):
+        value = _parse(kind, value)
+    need(_fits(kind, value), key_of(path), _shown(value), f"need {_described(kind)}")
+    if kind is str:
+        _refuse_reference(value, path)
+    return value if get_origin(kind) is Literal else kind(value)
+
+
+def _build_fields(kind: Any, value: Any, path: Path, references: frozenset[Path]) -> Any:
+    types = _field_types(kind)
+    known = ", ".join(types)
+    if not isinstance(value, dict):
+        raise UserError(f"{key_of(path) or 'config'}: {_shown(value)}, need keys among {known}")
+    for name in value:
+        if name not in types:
+            near = get_close_matches(str(name), types, n=1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            key = key_of((*path, _shown(name)))
+            raise UserError(
+                f"{key}: {_shown(value[name])}, no such key; {meant}known keys: {known}"
+            )
+    return kind(**{k: build(types[k], v, (*path, k), references) for k, v in value.items()})
+
+
+def _build_container(kind: Any, value: Any, path: Path, references: frozenset[Path]) -> Any:
+    container, parts = get_origin(kind), get_args(kind)
+    fits = isinstance(value, dict if container is dict else list | tuple)
+    fits = fits and (container is not tuple or len(value) == len(parts))
+    need(fits, key_of(path), _shown(value), f"need {_described(kind)}")
+    if container is dict:
+        return {k: build(parts[1], v, (*path, str(k)), references) for k, v in value.items()}
+    return container(build(parts[0], v, (*path, i), references) for i, v in enumerate(value))
+
+
+def _refuse_reference(value: Any, path: Path) -> None:
+    # It would be saved as it is, and taken for a reference when the run's config is read again.
+    for inner, text in leaves(value, path):
+        need("${" not in str(text), key_of(inner), text, "need it without ${")
+
+
+_FLAGS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(
+    ("false", "no", "off", "0"), False
+)
+
+
+def _parse(kind: Any, text: str) -> Any:
+    if kind is bool:
+        return _FLAGS.get(text.lower(), text)
+    try:
+        return kind(text) if kind in (int, float) else text
+    except ValueError:
+        return text
+
+
+def _is_optional(kind: Any) -> bool:
+    return get_origin(kind) in (Union, UnionType)
+
+
+def _without_none(kind: Any) -> Any:
+    if _is_optional(kind):
+        return next(k for k in get_args(kind) if k is not type(None))
+    return kind
+
+
+def _field_types(kind: Any) -> dict[str, Any]:
+    return {f.name: f.type for f in fields(kind)}
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if value is None or value == MISSING:
+        return False
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    if kind is float:
+        return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    if kind is int:
+        return isinstance(value, int) and abs(value) < 2**63
+    return isinstance(value, int | float | str)
+
+
+def _described(kind: Any) -> str:
+    parts = get_args(kind)
+    words = {
+        bool: "true or false",
+        int: "an integer",
+        float: "a finite number",
+        str: "text",
+        list: "a list",
+        tuple: f"a list of {len(parts)}",
+        dict: "keys and values, as in {KEY: VALUE}",
+        Literal: f"one of {', '.join(map(str, parts))}",
+    }
+    return words[get_origin(kind) or kind]
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = "null" if value is None else repr(value) if _is_quoted_number(value) else str(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        text = "thousands of digits"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _is_quoted_number(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and math.isfinite(float(value))
+    except ValueError:
+        return False
+
+
+_BOUNDS = {
+    "at_least": (operator.ge, "need at least"),
+    "above": (operator.gt, "need more than"),
+    "at_most": (operator.le, "need at most"),
+    "below": (operator.lt, "need less than"),
+}
+
+
+def _check_bounds(value: Any, key: str, bounds: Mapping[str, float]) -> None:
+    """Check `bounded` fields in a dataclass, or the numbers in such a field."""
+    if is_dataclass(value):
+        for f in fields(value):
+            _check_bounds(getattr(value, f.name), f"{key}.{f.name}".lstrip("."), f.metadata)
+    elif isinstance(value, dict):
+        for name, part in value.items():
+            _check_bounds(part, f"{key}.{name}", bounds)
+    elif isinstance(value, list | tuple):
+        for i, part in enumerate(value):
+            _check_bounds(part, f"{key}[{i}]", bounds)
+    elif value is not None:
+        for name, limit in bounds.items():
+            holds, words = _BOUNDS[name]
+            need(holds(value, limit), key, value, f"{words} {limit}")
+
+
+def check(config: Config) -> None:
+    """Check bounds and how values fit each other. Raises UserError with key, value and fix."""
+    _check_folders(config)
+    _check_bounds(config, "", {})
+    _check_model(config.model)
+    _check_data(config)
+    _check_steps(config)
+    _check_wires(config.partition.wires)
+
+
+def check_machine(machine: MachineConfig, origin: str) -> None:
+    """Refuse an incomplete machine from the file or key `origin`. Raises UserError."""
+    names = list(machine.levels)
+    key = f"{origin}: levels"
+    need(1 <= len(names) <= 5, key, names or "none", "need 1 to 5 levels, fastest link first")
+    need("none" not in names, key, names, "need other names than 'none', which means unsharded")
+    for name in names[:-1]:
+        is_given = machine.levels[name].size is not None
+        fits = "only the outermost level may leave it open"
+        need(is_given, f"{key}.{name}.size", "not given", fits)
+    _check_bounds(machine.levels, key, {})
+    _check_bounds(machine.device, f"{origin}: device", {})
+
+
+def _check_folders(config: Config) -> None:
+    name, directory = config.run.name, config.run.directory
+    # Without a name, all runs would share the folder above.
+    need(name != "", "run.name", "empty", "need a name")
+    need(directory != "", "run.directory", "empty", "need a folder")
+    # No shell expands it after `run.directory=`, and a folder named ~ is a trap.
+    need(not directory.startswith("~"), "run.directory", directory, "need it without ~, as $HOME")
+    paths = {"run.name": name, "run.directory": directory}
+    for key, path in (paths | {"checkpoint.resume": config.checkpoint.resume}).items():
+        is_plain = all(category(letter) != "Cc" for letter in path)
+        need(is_plain, key, repr(path), "need it without control characters")
+
+
+def _check_model(model: ModelConfig) -> None:
+    divides = model.head_size is not None or model.hidden % model.heads == 0
+    need(divides, "model.heads", model.heads, f"must divide model.hidden ({model.hidden})")
+    kv_heads, heads = model.num_kv_heads, model.heads
+    need(heads % kv_heads == 0, "model.kv_heads", kv_heads, f"must divide model.heads ({heads})")
+    fraction, dims = model.rotary_fraction, model.rotary_dims
+    need(
+        model.position == "learned" or (0 < fraction <= 1 and dims > 0 and dims % 2 == 0),
+        "model.rotary_fraction",
+        fraction,
+        "must be above 0, at most 1, and give an even number of rotating dimensions (2 or more) in "
+        f"a head of {model.head_dim}",
+    )
+    if model.rotary_scaling is not None:
+        _check_rotary_scaling(model, model.rotary_scaling)
+
+
+def _check_rotary_scaling(model: ModelConfig, scaling: RotaryScalingConfig) -> None:
+    key, low, high = "model.rotary_scaling", scaling.low_frequency, scaling.high_frequency
+    is_rotary = model.position == "rotary"
+    need(is_rotary, key, asdict(scaling), "need null, or model.position=rotary")
+    fits = f"need more than {key}.low_frequency ({low})"
+    need(high > low, f"{key}.high_frequency", high, fits)
+
+
+def _check_data(config: Config) -> None:
+    data = config.data
+    for key, corpora in (("train", data.train), ("valid", data.valid)):
+        for i, corpus in enumerate(corpora):
+            need(corpus.path != "", f"data.{key}[{i}].path", "empty", "need a corpus prefix")
+    is_split = len(data.split) == 2 and min(data.split) >= 0 and data.split[0] > 0
+    fits = "need two parts, training above 0 and validation 0 or more"
+    need(is_split, "data.split", data.split, fits)
+    for i, part in enumerate(data.skip):
+        is_range = len(part) == 2 and 0 <= part[0] < part[1] < 2**48
+        need(is_range, f"data.skip[{i}]", part, "need [from, to] with 0 <= from < to < 2**48")
+
+
+def _check_steps(config: Config) -> None:
+    train, schedule, lr = config.train, config.schedule, config.optimizer.lr
+    spikes = {"train.spike_loss": train.spike_loss, "train.spike_grad_norm": train.spike_grad_norm}
+    for key, factor in spikes.items():
+        need(factor == 0 or factor > 1, key, factor, "need more than 1, or 0 for never")
+    batch, micro = train.global_batch, train.micro_batch
+    fits = f"must be a multiple of train.micro_batch ({micro})"
+    need(batch % micro == 0, "train.global_batch", batch, fits)
+    warmup, steps, stop = schedule.warmup_steps, train.steps, train.stop_at
+    need(warmup <= steps, "schedule.warmup_steps", warmup, f"need at most train.steps ({steps})")
+    fits = f"need at most optimizer.lr ({lr})"
+    need(schedule.min_lr <= lr, "schedule.min_lr", schedule.min_lr, fits)
+    is_inside = stop is None or 1 <= stop <= steps
+    need(is_inside, "train.stop_at", stop, f"need 1 to train.steps ({steps})")
+
+
+def _check_wires(wires: WiresConfig) -> None:
+    known = get_args(WireFormat)
+    for move, formats in (("gather", wires.gather), ("reduce", wires.reduce)):
+        allowed = [wire for wire in known if move == "gather" or not wire.startswith("delta")]
+        for level, wire in formats.items():
+            key = f"partition.wires.{move}.{level}"
+            need(wire in allowed, key, wire, f"need one of {', '.join(allowed)}")
