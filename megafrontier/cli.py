@@ -1,6 +1,6 @@
-"""The commands, and nothing else: what each takes, and the one function it calls.
+"""The command line: what each command takes, and the one function that it calls.
 
-Imports stand inside the functions because `--help` must not wait for torch.
+Imports stand inside the functions, because `--help` must not wait for torch.
 """
 
 import argparse
@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from megafrontier.common.errors import (
 )
 from megafrontier.common.signals import termination_raised
 
-_OF_A_PATH = (
+_PATH_ERRORS = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
     *(errno.ENOTDIR, errno.EISDIR),
 )
@@ -35,32 +35,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code, one of those in errors.py."""
     _open_closed_streams()
     arguments = _parse(argv)
-    if arguments.command not in (_train, _evaluate) and getattr(arguments, "part", None) is None:
-        _tell_of_copies()
+    if arguments.run not in (_train, _evaluate) and getattr(arguments, "part", None) is None:
+        _warn_of_copies()
     try:
-        return arguments.command(arguments) or 0
+        return arguments.run(arguments) or 0
     except FatalError as error:
         print_error(f"megafrontier: {error}")
         return error.code
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output (`| head`) has enough. Nothing may be flushed into it at exit.
+        # The reader of our output (`| head`) has closed it, so nothing may be flushed at exit.
         discard(sys.stdout)
         return 128 + signal.SIGPIPE
-    except OSError as error:  # of whichever path among the arguments or in the config
-        if error.filename is None or error.errno not in _OF_A_PATH:
+    except OSError as error:  # about a path from the arguments or the config
+        if error.filename is None or error.errno not in _PATH_ERRORS:
             raise
         print_error(f"megafrontier: {error.filename}: {error.strerror}")
         return BAD_INPUT
 
 
-def _tell_of_copies() -> None:
-    """Warn where a launcher has started several of what is one process's work: each does all of it,
-    and of those that write the same files one can."""
+def _warn_of_copies() -> None:
+    """Warn if a launcher started several tasks for the work of one process. Each does all of it,
+    and only one of those that write the same files succeeds."""
     from megafrontier.parallel.env import identify
 
-    with suppress(UserError):  # only ranks need to know who they are
+    with suppress(UserError):  # only commands that train need a complete environment
         found = identify(os.environ)
         if found.world_size > 1 and found.rank == 0:
             said = f"each of {found.world_size} tasks of {found.source} does all of this"
@@ -68,8 +68,11 @@ def _tell_of_copies() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Have /dev/null for what our starter has closed (`>&-`): Python has None for it, and the next
-    file to be opened would get its number, by which the backstop knows stderr, say."""
+    """Open /dev/null for each standard stream that the parent process closed (`>&-`).
+
+    Python sets such a stream to None, and the next file to be opened would get its number: the
+    hard timeout, which writes to stderr by number, would write into it.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)
@@ -79,25 +82,24 @@ def _open_closed_streams() -> None:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line, where argparse would print the usage too."""
+        """Print one line, where argparse would also print the usage."""
         print_error(f"megafrontier: {message}; see `{self.prog} --help`")
         self.exit(BAD_INPUT)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Overrides may stand anywhere: argparse by itself refuses them before the config and after
-    an option."""
+    # Overrides may stand anywhere. argparse refuses them before the config and after an option.
     words = list(sys.argv[1:] if argv is None else argv)
     takes_overrides = bool(words) and words[0] in ("train", "evaluate")
     overrides, others = split_overrides(words) if takes_overrides else ([], words)
     arguments = _parser().parse_args(others)
-    if overrides:  # after what argparse took for one, which the config will refuse
+    if overrides:  # after other words that argparse took for overrides, which the config refuses
         arguments.overrides = [*arguments.overrides, *overrides]
     return arguments
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of a command line that are `key=value`, not options or paths, and the others."""
+    """Split a command line into `key=value` words and the others (options, paths)."""
     overrides = [word for word in words if re.match(r"[^-/=][^/=]*=", word)]
     return overrides, [word for word in words if word not in overrides]
 
@@ -109,41 +111,65 @@ def _parser() -> argparse.ArgumentParser:
         "to its own level of the machine.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (
-        _add_tokenizer,
-        _add_prepare,
-        _add_merge,
-        _add_train,
-        _add_evaluate,
-        _add_generate,
-        _add_export,
-        _add_import,
-        _add_checkpoint,
-        _add_report,
-    ):
-        add(commands)
+    for run, help, arguments in _COMMANDS:
+        added = commands.add_parser(run.__name__.removeprefix("_"), help=help)
+        for name, options in arguments:
+            added.add_argument(name, **options)
+        added.set_defaults(run=run)
     return parser
 
 
-def _add_tokenizer(commands: Any) -> None:
-    parser = commands.add_parser("tokenizer", help="train a SentencePiece tokenizer on text")
-    _add_inputs(parser)
-    parser.add_argument("--vocab-size", type=int, required=True, help="number of token ids")
-    parser.add_argument("--out", required=True, help="folder to write")
-    parser.add_argument("--kind", choices=("bpe", "unigram"), default="bpe", help="default: bpe")
-    parser.add_argument(
-        "--max-megabytes",
-        type=float,
-        default=500,
-        help="train on at most this much text, taken evenly from all of it; default: 500",
-    )
-    parser.set_defaults(command=_tokenizer)
+Run = Callable[[argparse.Namespace], int | None]
+Argument = tuple[str, dict[str, Any]]
+_COMMANDS: list[tuple[Run, str, Sequence[Argument]]] = []
 
 
-def _tokenizer(arguments: argparse.Namespace) -> None:
+def _command(help: str, *arguments: Argument) -> Callable[[Run], Run]:
+    """Decorator: make a function `_NAME` the command NAME."""
+
+    def add(run: Run) -> Run:
+        _COMMANDS.append((run, help, arguments))
+        return run
+
+    return add
+
+
+def _arg(name: str, help: str | None, **options: Any) -> Argument:
+    return name, {"help": help, **options}
+
+
+_INPUTS = (
+    _arg(
+        "inputs",
+        "text file, .jsonl(.gz, .zst), .parquet, a folder or glob of these, or the folder or name "
+        "(NAME or NAME:CONFIG) of a datasets dataset",
+        nargs="+",
+        metavar="INPUT",
+    ),
+    _arg("--json-key", "field or column; default: text", default="text", metavar="KEY"),
+    _arg("--skip-bad", "skip and count bad texts; default: refuse them", action="store_true"),
+)
+_RANKS = (
+    _arg(
+        "--nproc", "start N local ranks; default: join the launcher's, or 1", type=int, metavar="N"
+    ),
+    _arg("overrides", "for example train.steps=100", nargs="*", default=[], metavar="key=value"),
+)
+_CHECKPOINT = _arg("checkpoint", "a run (its newest checkpoint) or a checkpoint", type=Path)
+_CORPUS = _arg("--out", "corpus to write", required=True, metavar="PREFIX")
+
+
+@_command(
+    "train a SentencePiece tokenizer on text",
+    *_INPUTS,
+    _arg("--vocab-size", "number of token ids", type=int, required=True),
+    _arg("--out", "folder to write", required=True),
+    _arg("--kind", "default: bpe", choices=("bpe", "unigram"), default="bpe"),
+    _arg("--max-megabytes", "sample at most this much text; default: 500", type=float, default=500),
+)
+def _tokenizer(a: argparse.Namespace) -> None:
     from megafrontier.data.tokenizers.train import train_tokenizer
 
-    a = arguments
     with termination_raised():
         sample = train_tokenizer(
             a.inputs, a.vocab_size, a.out, a.kind, a.max_megabytes, a.json_key, a.skip_bad
@@ -152,32 +178,25 @@ def _tokenizer(arguments: argparse.Namespace) -> None:
     print(f"{a.out}: {a.vocab_size} ids, from {sample.text_bytes / 1e6:.1f} MB of text{skipped}")
 
 
-def _add_prepare(commands: Any) -> None:
-    parser = commands.add_parser("prepare", help="tokenise text into PREFIX.bin and PREFIX.idx")
-    _add_inputs(parser)
-    parser.add_argument("--split", help="of a datasets dataset; default: train")
-    parser.add_argument(
+@_command(
+    "tokenize text into PREFIX.bin and PREFIX.idx",
+    *_INPUTS,
+    _arg("--split", "split of a datasets dataset; default: train"),
+    _arg(
         "--tokenizer",
+        "SentencePiece .model, Hugging Face folder or name, or `bytes`",
         required=True,
-        help="SentencePiece .model, Hugging Face tokenizer folder or name, or `bytes`",
-    )
-    parser.add_argument("--out", required=True, metavar="PREFIX", help="corpus to write")
-    parser.add_argument("--workers", type=int, help="processes; default: one a core")
-    parser.add_argument(
-        "--append-eod", action="store_true", help="end each document with the tokenizer's end"
-    )
-    parser.add_argument(
-        "--part",
-        metavar="I/N",
-        help="only the I-th of N shares of the files, to PREFIX.part-I-of-N for `merge`",
-    )
-    parser.set_defaults(command=_prepare)
-
-
-def _prepare(arguments: argparse.Namespace) -> None:
+    ),
+    _CORPUS,
+    _arg("--workers", "number of processes; default: one per core", type=int),
+    _arg("--append-eod", "add the end token to each document", action="store_true"),
+    _arg(
+        "--part", "only part I of N of the files, to PREFIX.part-I-of-N for `merge`", metavar="I/N"
+    ),
+)
+def _prepare(a: argparse.Namespace) -> None:
     from megafrontier.data.text.prepare import prepare
 
-    a = arguments
     part = _part(a.part or "1/1")
     out = a.out if a.part is None else "{}.part-{:05d}-of-{:05d}".format(a.out, *part)
     chosen = (a.append_eod, a.skip_bad, a.json_key, a.split, part)
@@ -196,183 +215,125 @@ def _prepare(arguments: argparse.Namespace) -> None:
 def _part(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
     if match is None:
-        raise UserError(f"--part: {text!r}, need a share of how many, as in 3/16")
+        raise UserError(f"--part: {text!r}, need a part and the number of parts, as in 3/16")
     return int(match[1]), int(match[2])
 
 
-def _add_inputs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "inputs",
-        nargs="+",
-        metavar="INPUT",
-        help="text file, .jsonl(.gz, .zst), .parquet, folder or glob of these, or the folder or "
-        "name (NAME or NAME:CONFIG) of a datasets dataset",
-    )
-    parser.add_argument(
-        "--json-key", default="text", metavar="KEY", help="field or column; default: text"
-    )
-    parser.add_argument(
-        "--skip-bad", action="store_true", help="count and leave out what is no text, else refuse"
-    )
-
-
-def _add_merge(commands: Any) -> None:
-    parser = commands.add_parser("merge", help="join several corpora of one tokenizer")
-    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="corpora, in this order")
-    parser.add_argument("--out", required=True, metavar="PREFIX", help="corpus to write")
-    parser.add_argument("--workers", type=int, help="threads; default: two a core")
-    parser.set_defaults(command=_merge)
-
-
-def _merge(arguments: argparse.Namespace) -> None:
+@_command(
+    "join several corpora of one tokenizer",
+    _arg("prefixes", "corpora, in this order", nargs="+", metavar="PREFIX"),
+    _CORPUS,
+    _arg("--workers", "number of threads; default: two per core", type=int),
+)
+def _merge(a: argparse.Namespace) -> None:
     from megafrontier.data.corpus.merge import merge
 
     with termination_raised():
-        documents = merge(arguments.prefixes, arguments.out, arguments.workers)
-    print(f"{arguments.out}: {documents} documents")
+        documents = merge(a.prefixes, a.out, a.workers)
+    print(f"{a.out}: {documents} documents")
 
 
-def _add_train(commands: Any) -> None:
-    parser = commands.add_parser("train", help="train; joins Slurm or torchrun, or starts ranks")
-    parser.add_argument("config", help="YAML file, see docs/configuration.md")
-    _add_ranks(parser)
-    parser.add_argument(
-        "--trace", action="store_true", help="write a timeline, trace.json (log.trace=true)"
-    )
-    parser.set_defaults(command=_train)
-
-
-def _add_ranks(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--nproc",
-        type=int,
-        metavar="N",
-        help="start N local ranks; default: join the launcher's, 1 without a launcher",
-    )
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="as in train.steps=100"
-    )
-
-
-def _train(arguments: argparse.Namespace) -> int:
+@_command(
+    "train; joins the ranks of Slurm or torchrun, or starts local ones",
+    _arg("config", "YAML file, see docs/configuration.md"),
+    *_RANKS,
+    _arg("--trace", "write a timeline, trace.json (log.trace=true)", action="store_true"),
+)
+def _train(a: argparse.Namespace) -> int:
     from megafrontier.common.signals import stops_remembered
 
     _quiet_torch()
-    with stops_remembered():  # from here on: the imports alone take seconds
+    with stops_remembered():  # from here on, because the imports alone take seconds
         from megafrontier.config import load_config
         from megafrontier.launch.main import prepared, train
 
-        overrides = [*arguments.overrides, *(["log.trace=true"] if arguments.trace else [])]
-        load = partial(load_config, arguments.config, overrides)
-        return train(prepared(load, arguments.nproc), arguments.nproc)
+        overrides = [*a.overrides, *(["log.trace=true"] if a.trace else [])]
+        load = partial(load_config, a.config, overrides)
+        return train(prepared(load, a.nproc), a.nproc)
 
 
 def _quiet_torch() -> None:
-    """Leave it to our own watch to say who was lost, in one line.
+    """Leave it to our own watchdog to name a lost rank, in one line.
 
-    torch's C++ meets a lost peer with pages of warnings, and NCCL's recorder has every rank ask
-    rank 0's store each second whether to write a file to $HOME, and all do after one error.
+    torch's C++ prints pages of warnings about a lost peer. NCCL's flight recorder lets every rank
+    ask rank 0's store each second whether to write a file to $HOME, and all do after one error.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for name in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_BUFFER_SIZE"):
         os.environ.setdefault(name, "0")
 
 
-def _add_evaluate(commands: Any) -> None:
-    parser = commands.add_parser("evaluate", help="loss, perplexity and bits per byte")
-    parser.add_argument(
-        "target", type=Path, help="a config (its run's newest checkpoint), a run, or a checkpoint"
-    )
-    _add_ranks(parser)
-    parser.set_defaults(command=_evaluate)
-
-
-def _evaluate(arguments: argparse.Namespace) -> int:
+@_command(
+    "loss, perplexity and bits per byte",
+    _arg("target", "a config (its run's newest checkpoint), a run, or a checkpoint", type=Path),
+    *_RANKS,
+)
+def _evaluate(a: argparse.Namespace) -> int:
     _quiet_torch()
     from megafrontier.commands.evaluate import evaluate_command
 
-    a = arguments
     return evaluate_command(a.target, a.overrides, a.nproc, print)
 
 
-def _add_generate(commands: Any) -> None:
-    parser = commands.add_parser("generate", help="continue a text")
-    parser.add_argument("checkpoint", type=Path, help="a run (its newest) or a checkpoint")
-    parser.add_argument("--prompt", required=True, help="text to continue; may be empty")
-    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default: 200")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy; default: 1")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="default: 0, all tokens")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="default: 1")
-    parser.add_argument("--seed", type=int, help="default: another text each time")
-    parser.add_argument(
+@_command(
+    "continue a text",
+    _CHECKPOINT,
+    _arg("--prompt", "text to continue; may be empty", required=True),
+    _arg("--max-new-tokens", "default: 200", type=int, default=200, metavar="N"),
+    _arg("--temperature", "0 is greedy; default: 1", type=float, default=1.0),
+    _arg("--top-k", "default: 0, all tokens", type=int, default=0, metavar="K"),
+    _arg("--top-p", "default: 1", type=float, default=1.0, metavar="P"),
+    _arg("--seed", "default: another text each time", type=int),
+    _arg(
         "--device",
+        "default: any, a GPU unless the run used the CPU",
         choices=("any", "cpu"),
         default="any",
-        help="default: any, a GPU if there is one and the run was not for the CPU",
-    )
-    parser.set_defaults(command=_generate)
-
-
-def _generate(arguments: argparse.Namespace) -> None:
+    ),
+)
+def _generate(a: argparse.Namespace) -> None:
     from megafrontier.commands.convert import generate_command
 
-    def show(text: str) -> None:
-        print(text, end="", flush=True)
-
     keys = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "device")
-    chosen = {key: getattr(arguments, key) for key in keys}
-    note = generate_command(arguments.checkpoint, arguments.prompt, show, **chosen)
+    chosen = {key: getattr(a, key) for key in keys}
+    show = partial(print, end="", flush=True)
+    note = generate_command(a.checkpoint, a.prompt, show, **chosen)
     print()
     if note:
         print_error(f"megafrontier: {note}")
 
 
-def _add_export(commands: Any) -> None:
-    parser = commands.add_parser("export", help="checkpoint to Hugging Face model folder")
-    parser.add_argument("checkpoint", type=Path, help="a run (its newest) or a checkpoint")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
-    parser.set_defaults(command=_export)
-
-
-def _export(arguments: argparse.Namespace) -> None:
+@_command(
+    "checkpoint to Hugging Face model folder",
+    _CHECKPOINT,
+    _arg("--out", "folder to write", type=Path, required=True, metavar="DIR"),
+    _arg("--precision", "default: fp32", choices=("fp32", "bf16", "fp16"), default="fp32"),
+)
+def _export(a: argparse.Namespace) -> None:
     from megafrontier.commands.convert import export_command
 
-    name = export_command(arguments.checkpoint, arguments.out, arguments.precision)
-    print(f"{arguments.out}: {name}")
+    print(f"{a.out}: {export_command(a.checkpoint, a.out, a.precision)}")
 
 
-def _add_import(commands: Any) -> None:
-    parser = commands.add_parser("import", help="Hugging Face model folder to checkpoint")
-    parser.add_argument("folder", type=Path, help="config.json, safetensors, tokenizer files")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="folder for the checkpoint, or DIR/step-00000000",
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="PATH", help="as for prepare, or `none`; default: the folder's"
-    )
-    parser.set_defaults(command=_import)
-
-
-def _import(arguments: argparse.Namespace) -> None:
+@_command(
+    "Hugging Face model folder to checkpoint",
+    _arg("folder", "with config.json, safetensors and tokenizer files", type=Path),
+    _arg("--out", "folder, or DIR/step-00000000", type=Path, required=True, metavar="DIR"),
+    _arg("--tokenizer", "as for prepare, or `none`; default: the folder's", metavar="PATH"),
+)
+def _import(a: argparse.Namespace) -> None:
     from megafrontier.commands.convert import import_command
 
-    print(import_command(arguments.folder, arguments.out, arguments.tokenizer))
+    print(import_command(a.folder, a.out, a.tokenizer))
 
 
-def _add_checkpoint(commands: Any) -> None:
-    parser = commands.add_parser("checkpoint", help="what is there, and is it whole")
-    parser.add_argument("action", choices=("list", "show", "verify"))
-    parser.add_argument("path", type=Path, help="a run, its checkpoints folder, or one checkpoint")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(command=_checkpoint)
-
-
-def _checkpoint(arguments: argparse.Namespace) -> int:
+@_command(
+    "list, show or verify checkpoints",
+    _arg("action", None, choices=("list", "show", "verify")),
+    _arg("path", "a run, its checkpoints folder, or one checkpoint", type=Path),
+    _arg("--json", "print JSON", action="store_true"),
+)
+def _checkpoint(a: argparse.Namespace) -> int:
     from megafrontier.checkpoint import commands
 
     actions = {
@@ -380,25 +341,17 @@ def _checkpoint(arguments: argparse.Namespace) -> int:
         "show": commands.show_command,
         "verify": commands.verify_command,
     }
-    return actions[arguments.action](arguments.path, arguments.json)
+    return actions[a.action](a.path, a.json)
 
 
-def _add_report(commands: Any) -> None:
-    parser = commands.add_parser(
-        "report", help="loss, throughput and traffic per level as pictures and one HTML page"
-    )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="default: the run directory of a single run, else ./report",
-    )
-    parser.set_defaults(command=_report)
-
-
-def _report(arguments: argparse.Namespace) -> int:
+@_command(
+    "loss, throughput and traffic per level as pictures and one HTML page",
+    _arg("runs", "a run directory", nargs="+", type=Path, metavar="RUN"),
+    _arg(
+        "--out", "default: the directory of a single run, else ./report", type=Path, metavar="DIR"
+    ),
+)
+def _report(a: argparse.Namespace) -> None:
     from megafrontier.report import write_report
 
-    print(write_report(arguments.runs, arguments.out))
-    return 0
+    print(write_report(a.runs, a.out))

@@ -70,7 +70,7 @@ def test_a_part_without_text_is_joined_as_nothing(tmp_path: Path, capsys) -> Non
 @pytest.mark.parametrize(
     ("part", "said"),
     [
-        ("3", "--part: '3', need a share of how many, as in 3/16"),
+        ("3", "--part: '3', need a part and the number of parts, as in 3/16"),
         ("0/2", "--part 0/2: need 1/2 to 2/2"),
         ("1/2", "--part 1/2: the inputs hold 1 files, none of which is cut; need at most 1 parts"),
     ],
