@@ -352,6 +352,6 @@ def _checkpoint(a: argparse.Namespace) -> int:
     ),
 )
 def _report(a: argparse.Namespace) -> None:
-    from megafrontier.report import write_report
+    from megafrontier.report.draw import write_report
 
     print(write_report(a.runs, a.out))

@@ -1,299 +1,341 @@
-"""The three pictures: loss, throughput, traffic per level."""
+"""The three pictures of a report and the HTML page that embeds them."""
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+import base64
+import html
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean, median
-from textwrap import wrap
+from textwrap import fill
 from typing import Any
 from warnings import catch_warnings, filterwarnings
 
-from megafrontier.report.read import Run, all_levels
-from megafrontier.report.style import level_colours, pyplot, run_look, short
+import numpy as np
 
-# Fewer points than this are shown as they are: smoothing would hide what little there is.
-_FEW = 20
-_LEGEND_WIDTH = 105
-"""Letters that a line of the legend below a picture has room for."""
+from megafrontier.common.errors import UserError
+from megafrontier.config import Config
+from megafrontier.report.read import Run, all_levels, levels_of, read_runs, strategy_of
+
+FEW_POINTS = 20
+"""Fewer points than this are drawn with markers and not smoothed."""
+# Okabe and Ito's palette, which is readable with any colour vision. Its yellow is too pale.
+RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+RUN_DASHES = ("-", "--", "-.", ":")
+CAPTIONS = {
+    "loss": "Training loss of every step (faint) and smoothed; diamonds: validation.",
+    "throughput": "Every step (faint) and smoothed.",
+    "traffic": "What one rank sends over each level in one step (mean over ranks, median over "
+    "steps), and the time that the collectives take. Computation may hide part of that time.",
+}
+STYLE = """
+body { margin: 0 auto; max-width: 1080px; padding: 1.5rem; font: 15px/1.5 system-ui, sans-serif; }
+div { overflow-x: auto; } table { border-collapse: collapse; }
+th, td { padding: .35rem 0 .35rem 1.8rem; text-align: right; white-space: nowrap;
+         border-bottom: 1px solid #ddd; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; }
+p { color: #666; margin: .2rem 0 .6rem; } img { width: 100%; height: auto; }
+"""
+PLOT_STYLE = {
+    "text.parse_math": False,  # a run's name may contain any character
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.formatter.useoffset": False,
+    "grid.color": "#E5E5E5",
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "savefig.dpi": 150,
+}
+
+
+def write_report(directories: Sequence[Path], out: Path | None = None) -> Path:
+    """Draw run directories into `out`: three PNG files and the report.html that embeds them.
+
+    Default `out`: the run's own directory for one run, ./report for several. Returns the page.
+    Raises UserError for directories without metrics, a missing matplotlib, and an `out` that
+    cannot be written.
+    """
+    runs = read_runs(directories)
+    folder = out or (Path(directories[0]) if len(runs) == 1 else Path("report"))
+    page = folder / "report.html"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        draw_loss(runs, folder / "loss.png")
+        draw_throughput(runs, folder / "throughput.png")
+        draw_traffic(runs, folder / "traffic.png")
+        page.write_text(_page(runs, folder), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{folder}: cannot write the report: {error.strerror}") from error
+    return page
+
+
+def pyplot() -> Any:
+    """matplotlib.pyplot without a screen, in the style of the report.
+
+    Raises UserError if matplotlib is missing.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UserError(
+            "report: needs the package matplotlib: pip install megafrontier[report]"
+        ) from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update(PLOT_STYLE)
+    return plt
+
+
+def run_look(index: int) -> dict[str, Any]:
+    """Colour and dashes of run number `index` in every picture. 28 runs look different."""
+    dashes = RUN_DASHES[index // len(RUN_COLOURS) % len(RUN_DASHES)]
+    return {"color": RUN_COLOURS[index % len(RUN_COLOURS)], "linestyle": dashes}
+
+
+def level_colours(levels: Sequence[str]) -> dict[str, Any]:
+    """Colours of levels, fastest first: slower levels are darker."""
+    scale = pyplot().get_cmap("viridis_r")
+    last = max(len(levels) - 1, 1)
+    return {level: scale(0.15 + 0.8 * i / last) for i, level in enumerate(levels)}
 
 
 def draw_loss(runs: Sequence[Run], path: Path) -> None:
-    """Training loss faint and smoothed, validation as diamonds; below, lr and gradient norm."""
-    extras = _present(runs, {"lr": "learning\nrate", "grad_norm": "gradient\nnorm"})
-    figure, (top, *rest) = _panels([4.2] + [1.2] * len(extras))
-    unsteady = [run for run in runs if run.skipped]
+    """Training and validation loss. Below them learning rate and gradient norm."""
+    figure, (top, *below) = _panels([4.2, 1.2, 1.2])
     for index, run in enumerate(runs):
-        row = unsteady.index(run) if run.skipped else 0
-        _loss_of_run(top, run, run_look(index)["color"], row)
-    _lines(top, runs, "loss")
-    losses = [run.series("loss")[1] + [loss for _, loss in run.evaluations] for run in runs]
-    _fit_view(top, losses)
-    _note_outside(top, losses)
+        colour = run_look(index)["color"]
+        if run.evaluations:
+            # Hundreds of large diamonds would hide the lines.
+            size = min(6, max(3, 500 / len(run.evaluations)))
+            top.plot(*zip(*run.evaluations, strict=True), "D", color=colour, ms=size, zorder=3)
+        # Skipped steps: crosses at the bottom, each run in a row of its own.
+        heights = [0.02 + 0.03 * index] * len(run.skipped)
+        top.plot(run.skipped, heights, "x", color=colour, transform=top.get_xaxis_transform())
+    _draw_series(top, runs, "loss", is_smoothed=True)
     top.set_ylabel("loss (nats per token)")
-    for axis, (key, title) in zip(rest, extras.items(), strict=True):
-        _lines(axis, runs, key, smoothed=False)
-        series = [run.series(key)[1] for run in runs]
-        _fit_view(axis, series)
+    for axis, key, title in zip(below, ("lr", "grad_norm"), ("lr", "grad norm"), strict=True):
+        _draw_series(axis, runs, key, is_smoothed=False)
         axis.set_ylabel(title)
-        highest = max(value for one in series for value in one)
-        top = min(axis.get_ylim()[1], 1.08 * highest) or 1
-        axis.set_ylim(-0.04 * top, top)  # a little below 0, where a line would be half hidden
-        _note_outside(axis, series)
-        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    _finish_steps(figure, runs, [_loss_label(run) for run in runs])
+    _finish_panels(figure, runs, [_loss_label(run) for run in runs])
     _save(figure, path)
 
 
 def draw_throughput(runs: Sequence[Run], path: Path) -> None:
-    """Tokens per second, seconds per step, and MFU (or TFLOP/s where the peak is unknown)."""
+    """Tokens per second, seconds per step, and MFU (or TFLOP/s if the peak is unknown)."""
     has_mfu = any(run.series("mfu")[1] for run in runs)
-    speed = {"mfu": "MFU"} if has_mfu else {"tflops_per_device": "TFLOP/s per device"}
-    titles = {"tokens_per_second": "tokens per second", "step_seconds": "time of a step"}
-    panels = _present(runs, titles | speed) or titles
-    figure, axes = _panels([2.2] * len(panels))
-    for axis, (key, title) in zip(axes, panels.items(), strict=True):
-        _lines(axis, runs, key)
-        series = [run.series(key)[1] for run in runs]
-        _fit_view(axis, series)
-        _widen_view(axis)
-        _note_outside(axis, series)
+    titles = {"tokens_per_second": "tokens per second", "step_seconds": "seconds per step"}
+    titles |= {"mfu": "MFU"} if has_mfu else {"tflops_per_device": "TFLOP/s per device"}
+    figure, axes = _panels([2.2] * len(titles))
+    for axis, (key, title) in zip(axes, titles.items(), strict=True):
+        _draw_series(axis, runs, key, is_smoothed=True)
         axis.set_title(title)
-        axis.yaxis.set_major_formatter(_FORMATS[key])
-        _medians(axis, runs, key)
-    _finish_steps(figure, runs, [run.label for run in runs])
+        axis.yaxis.set_major_formatter(lambda value, _: short(value))
+    _finish_panels(figure, runs, [run.label for run in runs])
     _save(figure, path)
 
 
 def draw_traffic(runs: Sequence[Run], path: Path) -> None:
-    """Bytes that one rank sends over each level in a step, and the seconds they take, per run."""
-    plt = pyplot()
+    """Bytes that one rank sends over each level in a step, and the seconds that they take."""
     levels = all_levels(runs)
-    if not any(run.traffic(level, "bytes") for run in runs for level in levels):
-        figure = plt.figure(figsize=(10, 1.2))
-        figure.text(0.5, 0.5, "No traffic: no level was crossed.", ha="center", va="center")
-        _save(figure, path)
-        return
-    height = 1.5 + (0.32 * len(levels) + 0.2) * len(runs)
-    figure, axes = plt.subplots(ncols=2, figsize=(10, height), sharey=True, layout="constrained")
-    figure.get_layout_engine().set(wspace=0.05)  # or the last tick of one stands at the other's 0
-    titles = {"bytes": "sent by one rank in one step", "seconds": "time in one step"}
-    for axis, (quantity, title) in zip(axes, titles.items(), strict=True):
-        _bars(axis, runs, levels, quantity)
-        axis.set_title(title)
-    axes[0].set_yticks(range(len(runs)), ["\n".join(wrap(run.label, 24)) for run in runs])
+    height = 1.8 + (0.32 * len(levels) + 0.2) * len(runs)
+    figure, axes = pyplot().subplots(
+        ncols=2,
+        figsize=(10, height),
+        sharey=True,
+        layout="constrained",
+        gridspec_kw={"wspace": 0.1},
+    )
+    for axis, quantity, unit in zip(axes, ("bytes", "seconds"), ("B", "s"), strict=True):
+        _draw_bars(axis, runs, levels, quantity, unit)
+    axes[0].set_title("sent by one rank in one step")
+    axes[1].set_title("time in one step")
+    axes[0].set_yticks(range(len(runs)), [fill(run.label, 24) for run in runs])
     axes[0].invert_yaxis()
     handles, names = axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=len(levels))
+    if levels:
+        figure.legend(handles, names, loc="outside lower center", ncols=5)
+    else:
+        figure.suptitle("No traffic: no level was crossed.")
     _save(figure, path)
 
 
-def smooth(values: Sequence[float], longest: int = 0) -> list[float]:
-    """Mean of the middle half of the 7 to 101 points around each one: no single spike moves it.
-
-    `longest`: of the lines beside which these values are drawn the longest one's points, for all of
-    them are to be smoothed alike. Few values come back as they are.
-    """
-    if len(values) < _FEW:
-        return list(values)
-    reach = _reach(max(longest, len(values)))
-    return [_middle_around(values, i, reach) for i in range(len(values))]
-
-
-def last_smooth(values: Sequence[float]) -> float:
-    """The last of `smooth(values)`, without the others."""
-    few = len(values) < _FEW
-    return values[-1] if few else _middle_around(values, len(values) - 1, _reach(len(values)))
-
-
-def _reach(points: int) -> int:
-    return min(max(points // 80, 3), 50)  # at most 50: long runs stay quick to draw
-
-
-def _middle_around(values: Sequence[float], i: int, reach: int) -> float:
-    # At the start the window shrinks to stay centred, for the loss falls fast there; never to
-    # one point, for the first step is a slow one.
-    back, ahead = min(reach, i), min(reach, max(i, 3))
-    window = sorted(values[i - back : i + ahead + 1])
-    quarter = len(window) // 4
-    return fmean(window[quarter : len(window) - quarter])
+def _draw_bars(
+    axis: Any, runs: Sequence[Run], levels: Sequence[str], quantity: str, unit: str
+) -> None:
+    colours = level_colours(levels)
+    height = 0.8 / max(len(levels), 1)
+    for number, level in enumerate(levels):
+        rows = [row + (number - (len(levels) - 1) / 2) * height for row in range(len(runs))]
+        values = [run.traffic(level, quantity) for run in runs]
+        lengths = [value or 0.0 for value in values]
+        bars = axis.barh(rows, lengths, 0.9 * height, color=colours[level], label=level)
+        texts = ["" if value is None else short(value, unit) for value in values]
+        axis.bar_label(bars, texts, padding=3, fontsize=9)
+    axis.xaxis.set_major_formatter(lambda value, _: short(value, unit))
+    axis.locator_params(axis="x", nbins=4)
+    axis.margins(x=0.18)  # room for the texts at the ends of the bars
+    axis.grid(axis="y", visible=False)
 
 
 def _panels(heights: Sequence[float]) -> tuple[Any, list[Any]]:
-    """Axes below each other, of these heights in inches, over one axis of steps."""
+    """Axes of these heights in inches, one below the other, over one axis of steps."""
     figure, axes = pyplot().subplots(
         len(heights),
         figsize=(10, 1.2 + sum(heights)),
         height_ratios=heights,
         sharex=True,
-        squeeze=False,
         layout="constrained",
     )
-    return figure, list(axes[:, 0])
+    return figure, list(axes)
 
 
-def _loss_of_run(axis: Any, run: Run, colour: str, row: int) -> None:
-    """Diamonds of the evaluations and, in this `row` from the bottom, crosses of the skipped steps:
-    in one row the crosses of the last run would hide those of the others."""
-    if run.evaluations:
-        steps, losses = zip(*run.evaluations, strict=True)
-        size = min(6, max(3, 500 / len(steps)))  # hundreds, so large, would hide the lines
-        axis.plot(steps, losses, "D", color=colour, ms=size, mec="white", mew=size / 6, zorder=3)
-    along = axis.get_xaxis_transform()  # x in steps, y as a part of the axis
-    heights = [0.02 + 0.03 * row] * len(run.skipped)
-    axis.plot(run.skipped, heights, "x", color=colour, ms=6, transform=along)
+def _draw_series(axis: Any, runs: Sequence[Run], key: str, is_smoothed: bool) -> None:
+    """One line for each run. The view leaves out the most extreme 1 % if they would flatten it."""
+    drawn: list[float] = []
+    for index, run in enumerate(runs):
+        look = run_look(index)
+        steps, values = run.series(key)
+        drawn += values
+        if len(steps) < FEW_POINTS:
+            axis.plot(steps, values, **look, marker="o", ms=4)
+        elif is_smoothed:
+            axis.plot(steps, values, color=look["color"], alpha=0.25, linewidth=0.8)
+            axis.plot(steps, smooth(values), **look, linewidth=1.8)
+        else:
+            axis.plot(steps, values, **look, linewidth=1.2)
+    if len(drawn) >= 2 * FEW_POINTS:
+        low, high = np.percentile(drawn, [1, 99])
+        margin = 0.15 * (high - low) or 0.05 * abs(high) or 1.0
+        bottom, top = axis.get_ylim()
+        axis.set_ylim(max(bottom, low - margin), min(top, high + margin))
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Moving median over up to 101 points, centred on each point. Few values stay as they are.
+
+    The window shrinks at both ends, so that the fast fall at the start of a training stays visible.
+    """
+    if len(values) < FEW_POINTS:
+        return list(values)
+    reach = min(max(len(values) // 80, 3), 50)
+    padded = np.pad(np.asarray(values, dtype=float), reach, constant_values=np.nan)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1).copy()
+    for i in range(min(reach, len(values))):
+        windows[i, reach + max(i, 3) + 1 :] = np.nan
+        windows[-1 - i, : reach - max(i, 3)] = np.nan
+    return list(np.nanmedian(windows, axis=1).tolist())
 
 
 def _loss_label(run: Run) -> str:
-    losses = run.series("loss")[1]
-    parts = [f"train {last_smooth(losses):.3f}"] if losses else []
-    if run.evaluations:
-        parts.append(f"validation {run.evaluations[-1][1]:.3f} ◆")
-    if run.skipped:
-        parts.append(f"{len(run.skipped)} skipped ×")
+    parts = [f"train {smooth(losses)[-1]:.3f}"] if (losses := run.series("loss")[1]) else []
+    parts += [f"validation {run.evaluations[-1][1]:.3f} ◆"] if run.evaluations else []
+    parts += [f"{len(run.skipped)} skipped ×"] if run.skipped else []
     return f"{run.label}:  {', '.join(parts)}"
 
 
-def _lines(axis: Any, runs: Sequence[Run], key: str, smoothed: bool = True) -> None:
-    """One line a run; with `smoothed` the values themselves stand faint behind it."""
-    longest = max((len(run.series(key)[1]) for run in runs), default=0)
-    for index, run in enumerate(runs):
-        look = run_look(index)
-        for steps, values in _stretches(*run.series(key)):
-            if len(steps) < _FEW:
-                axis.plot(steps, values, **look, linewidth=1.4, marker="o", ms=4)
-            elif smoothed:
-                axis.plot(steps, values, color=look["color"], alpha=0.25, linewidth=0.8)
-                axis.plot(steps, smooth(values, longest), **look, linewidth=1.8)
-            else:
-                axis.plot(steps, values, **look, linewidth=1.2)
-
-
-def _stretches(
-    steps: Sequence[int], values: Sequence[float]
-) -> Iterator[tuple[Sequence[int], Sequence[float]]]:
-    """The same points cut where many steps are missing, so that no line bridges a gap."""
-    distances = [b - a for a, b in pairwise(steps)]
-    usual = median(distances) if distances else 1
-    cuts = [i + 1 for i, distance in enumerate(distances) if distance > 5 * usual]
-    for start, stop in pairwise([0, *cuts, len(steps)]):
-        if start < stop:
-            yield steps[start:stop], values[start:stop]
-
-
-def _medians(axis: Any, runs: Sequence[Run], key: str) -> None:
-    """Beside the title, each run's median after a dash of its colour.
-
-    There is room for four; the page's table has them all.
-    """
-    from matplotlib.lines import Line2D
-
-    middles = [(i, run.middle(key)) for i, run in enumerate(runs)]
-    shown = [(i, value) for i, value in middles if value is not None]
-    if len(shown) > 4:
-        return
-    handles = [Line2D([], [], **run_look(i), linewidth=1.8) for i, _ in shown]
-    names = [_FORMATS[key](value, None) for _, value in shown]
-    axis.legend(
-        [Line2D([], [], linestyle=""), *handles],
-        ["median:", *names],
-        loc="lower right",
-        bbox_to_anchor=(1.01, 0.97),
-        ncols=len(names) + 1,
-        columnspacing=1.2,
-        handlelength=1.4,
-    )
-
-
-def _fit_view(axis: Any, series: Sequence[Sequence[float]]) -> None:
-    """Leave the rare extreme out of view, which would flatten all the rest."""
-    values = sorted(value for one in series for value in one)
-    if len(values) < 2 * _FEW:
-        return
-    low, high = values[len(values) // 100], values[-1 - len(values) // 100]
-    margin = 0.15 * (high - low) or 0.05 * abs(high) or 1.0
-    if values[-1] <= high + 4 * margin and values[0] >= low - 4 * margin:
-        return
-    bottom, top = (
-        max(values[0] - margin / 3, low - margin),
-        min(values[-1] + margin / 3, high + margin),
-    )
-    axis.set_ylim(bottom, top)
-
-
-def _note_outside(axis: Any, series: Sequence[Sequence[float]]) -> None:
-    """Say how many points the view, which nothing changes afterwards, leaves out."""
-    bottom, top = axis.get_ylim()
-    values = [value for one in series for value in one]
-    outside = sum(not bottom <= value <= top for value in values)
-    if outside:
-        note = f"{outside} of {len(values)} points outside the view"
-        # Above the axes, between the title and the medians, nothing is under it.
-        axis.text(0.22, 1.02, note, transform=axis.transAxes, fontsize=8, color="#666666")
-
-
-def _widen_view(axis: Any) -> None:
-    """Show at least a tenth of the value, so that ticks of three digits differ."""
-    bottom, top = axis.get_ylim()
-    middle = (bottom + top) / 2
-    half = max((top - bottom) / 2, 0.05 * abs(middle))
-    axis.set_ylim(middle - half, middle + half)
-
-
-def _finish_steps(figure: Any, runs: Sequence[Run], labels: Sequence[str]) -> None:
-    """Whole steps on the shared x axis, also for a run of one step; the runs' names below it."""
+def _finish_panels(figure: Any, runs: Sequence[Run], labels: Sequence[str]) -> None:
+    """Whole steps on the shared x axis, and a legend of the runs below it."""
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 
     axis = figure.axes[-1]
     axis.set_xlabel("optimizer step")
-    axis.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
-    axis.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
-    first = min(run.steps[0]["step"] for run in runs)
-    last = max(run.steps[-1]["step"] for run in runs)
+    axis.xaxis.set_major_locator(MaxNLocator(10, integer=True, min_n_ticks=1))
+    first, last = (f(run.steps[i]["step"] for run in runs) for f, i in ((min, 0), (max, -1)))
     pad = max(0.02 * (last - first), 0.5)
     axis.set_xlim(first - pad, last + pad)
+    texts = [fill(label, 105) for label in labels]
+    figure.set_figheight(figure.get_figheight() + 0.2 * "\n".join(texts).count("\n"))
     handles = [Line2D([], [], **run_look(i), linewidth=1.8) for i in range(len(runs))]
-    texts = ["\n".join(wrap(label, _LEGEND_WIDTH)) for label in labels]
-    columns = max(1, min(len(runs), 110 // max(len(label) for label in labels)))
-    # Where a text has several lines, there is one column.
-    rows = -(-sum(text.count("\n") + 1 for text in texts) // columns)
-    figure.set_figheight(figure.get_figheight() + 0.2 * (rows - 1))
-    figure.legend(handles, texts, loc="outside lower center", ncols=columns)
-
-
-def _bars(axis: Any, runs: Sequence[Run], levels: Sequence[str], quantity: str) -> None:
-    unit = {"bytes": "B", "seconds": "s"}[quantity]
-    colours = level_colours(levels)
-    height = 0.8 / len(levels)
-    for place, level in enumerate(levels):
-        rows = [row + (place - (len(levels) - 1) / 2) * height for row in range(len(runs))]
-        values = [run.traffic(level, quantity) for run in runs]
-        lengths = [value or 0.0 for value in values]
-        drawn = axis.barh(rows, lengths, 0.9 * height, color=colours[level], label=level)
-        texts = ["" if value is None else short(value, unit) for value in values]
-        axis.bar_label(drawn, texts, padding=3, fontsize=9, color="#333333")
-    axis.xaxis.set_major_formatter(lambda value, _: short(value, unit))
-    axis.locator_params(axis="x", nbins=5)
-    axis.margins(x=0.18)  # room for the figures at the ends of the bars
-    axis.grid(axis="y", visible=False)
-    axis.tick_params(axis="y", length=0)
-
-
-def _present(runs: Sequence[Run], titles: dict[str, str]) -> dict[str, str]:
-    """Of the metrics in `titles` those that some run has."""
-    return {key: title for key, title in titles.items() if any(run.series(key)[1] for run in runs)}
-
-
-_FORMATS: dict[str, Callable[[Any, Any], str]] = {
-    "tokens_per_second": lambda value, _: short(value),
-    "step_seconds": lambda value, _: short(value, "s"),
-    "mfu": lambda value, _: f"{100 * value:.3g}%",
-    "tflops_per_device": lambda value, _: f"{value:.3g}",
-}
+    figure.legend(handles, texts, loc="outside lower center")
 
 
 def _save(figure: Any, path: Path) -> None:
     with catch_warnings():
-        filterwarnings("ignore", "Glyph .* missing")  # the page beside it has the run's name
+        filterwarnings("ignore", "Glyph .* missing")  # the page shows the run's name as it is
         figure.savefig(path)
     pyplot().close(figure)
+
+
+def _page(runs: Sequence[Run], folder: Path) -> str:
+    title = html.escape(runs[0].label if len(runs) == 1 else f"{len(runs)} runs")
+    pictures = "\n".join(_picture(folder, name) for name in CAPTIONS)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        f"<title>{title}: megafrontier report</title>\n<style>{STYLE}</style></head>\n"
+        f"<body><h1>{title}</h1>\n<div>{_table(runs)}</div>\n{pictures}\n</body></html>\n"
+    )
+
+
+def _picture(folder: Path, name: str) -> str:
+    data = base64.b64encode((folder / f"{name}.png").read_bytes()).decode()
+    image = f'<img alt="{name}" src="data:image/png;base64,{data}">'
+    return f"<h2>{name.capitalize()}</h2><p>{CAPTIONS[name]}</p>{image}"
+
+
+def _table(runs: Sequence[Run]) -> str:
+    """One column for each run, so that numbers to compare stand side by side."""
+    rows = dict(ROWS)
+    for level in all_levels(runs):
+        rows[f"{level}: sent per step"] = lambda run, at=level: _shown(
+            run.traffic(at, "bytes"), "B"
+        )  # type: ignore[misc]
+    heads = "".join(f"<th>{html.escape(run.label)}</th>" for run in runs)
+    body = ""
+    for title, cell in rows.items():
+        cells = "".join(f"<td>{html.escape(cell(run)) or '–'}</td>" for run in runs)
+        body += f"<tr><td>{html.escape(title)}</td>{cells}</tr>"
+    return f"<table><thead><tr><th></th>{heads}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _sent(level: str, run: Run) -> str:
+    return _shown(run.traffic(level, "bytes"), "B")
+
+
+def _shown(value: float | None, unit: str = "") -> str:
+    return "" if value is None else short(value, unit)
+
+
+def _steps(run: Run) -> str:
+    planned = f" of {run.config.train.steps}" if run.config else ""
+    skipped = f", {len(run.skipped)} skipped" if run.skipped else ""
+    return f"{run.steps[-1]['step']}{planned}{skipped}"
+
+
+def _parameters(config: Config) -> str:
+    from megafrontier.model.flops import parameter_count  # imports torch
+
+    return short(parameter_count(config.model))
+
+
+ROWS: dict[str, Callable[[Run], str]] = {
+    "strategy": lambda run: strategy_of(run.config) if run.config else "",
+    "levels": lambda run: levels_of(run.config) if run.config else "",
+    "parameters": lambda run: _parameters(run.config) if run.config else "",
+    "steps": _steps,
+    "train loss, smoothed": lambda run: _shown_loss(smooth(run.series("loss")[1])),
+    "validation loss": lambda run: _shown_loss([loss for _, loss in run.evaluations]),
+    "tokens per second, median": lambda run: _shown(run.median("tokens_per_second")),
+    "seconds per step, median": lambda run: _shown(run.median("step_seconds"), "s"),
+    "MFU, median": lambda run: "" if (mfu := run.median("mfu")) is None else f"{mfu:.1%}",
+    "peak memory of one rank, GiB": lambda run: _shown(
+        max(run.series("memory_gib")[1], default=None)
+    ),
+}
+
+
+def _shown_loss(losses: Sequence[float]) -> str:
+    return f"{losses[-1]:.4f}" if losses else ""
+
+
+def short(number: float, unit: str = "") -> str:
+    """Three digits with a decimal prefix: `1.23 GB`, `45.6k`, `12 ms`, `0 B`."""
+    prefixes = [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, "")]
+    if unit == "s" and number != 0:
+        prefixes += [(1e-3, "m"), (1e-6, "µ")]
+    # 999.5 would round to four digits, so it gets the next prefix.
+    fitting = (pair for pair in prefixes if abs(number) >= 0.9995 * pair[0])
+    scale, prefix = next(fitting, (prefixes[-1] if number and unit == "s" else (1.0, "")))
+    return f"{number / scale:.3g}{' ' if unit else ''}{prefix}{unit}"

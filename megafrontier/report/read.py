@@ -1,4 +1,4 @@
-"""A run as its directory tells it: metrics.jsonl and config.yaml."""
+"""The metrics of runs, read from metrics.jsonl and config.yaml in their directories."""
 
 import json
 import math
@@ -16,12 +16,12 @@ from megafrontier.common.errors import UserError
 from megafrontier.config import Config, config_from_dict, load_machine
 
 Metrics = dict[str, Any]
-_NUMBERS = {
+NUMBERS = {
     *("loss", "valid_loss", "grad_norm", "lr", "loss_scale", "tokens", "tokens_per_second"),
     *("step_seconds", "tflops_per_device", "mfu", "memory_gib"),
 }
-_NOT_A_LINE = (ValueError, KeyError, TypeError, OverflowError, AttributeError, RecursionError)
-_SECTIONS = {"run", "model", "train", "partition", "machine"}
+CONFIG_SECTIONS = {"run", "model", "train", "partition", "machine"}
+MALFORMED = (ValueError, KeyError, TypeError, OverflowError, AttributeError, RecursionError)
 
 
 @dataclass
@@ -29,12 +29,12 @@ class Run:
     """The metrics of one run, each step once, in order."""
 
     label: str
-    """Its name; with the directory where several runs of a report share a name."""
+    """The run's name, with its directory if several runs of a report share the name."""
     directory: Path
     config: Config | None
-    """None when config.yaml is gone or from a version with other keys."""
+    """None if config.yaml is missing or of another version."""
     steps: list[Metrics]
-    """Lines of optimizer steps, skipped ones among them."""
+    """Lines of optimizer steps, skipped steps included."""
     evaluations: list[tuple[int, float]]
     """(step, validation loss in nats per token)."""
 
@@ -45,28 +45,29 @@ class Run:
 
     @property
     def skipped(self) -> list[int]:
-        """Steps that were skipped for a non-finite loss or gradient."""
+        """Steps that changed no weight."""
         return [line["step"] for line in self.steps if line.get("skipped")]
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one metric, where it is there and not null."""
+        """Steps and values of a metric, without the steps in which it is missing or null."""
         points = [(line["step"], line[key]) for line in self.steps if line.get(key) is not None]
         return [step for step, _ in points], [value for _, value in points]
 
-    def middle(self, key: str) -> float | None:
-        """Median of one metric over the steps; None when it never was there."""
-        return _median_or_none(self.series(key)[1])
+    def median(self, key: str) -> float | None:
+        """Median of a metric over the steps, or None if no step has it."""
+        return median(values) if (values := self.series(key)[1]) else None
 
     def traffic(self, level: str, quantity: str) -> float | None:
         """Median `bytes` or `seconds` of one rank over `level` in one step."""
         lines = [line["comm"].get(level) for line in self.steps if line.get("comm")]
-        return _median_or_none([line[quantity] for line in lines if line])
+        values = [line[quantity] for line in lines if line]
+        return median(values) if values else None
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
-    """The runs in `directories`, labelled apart.
+    """The runs in `directories`, each with a different label.
 
-    Raises UserError when a directory holds no metrics or broken ones.
+    Raises UserError if a directory holds no metrics or malformed ones.
     """
     if not directories:
         raise UserError("report: no runs, need at least one run directory")
@@ -78,9 +79,71 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
     return runs
 
 
+def _read_run(directory: Path) -> Run:
+    path = directory / "metrics.jsonl"
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}, need the directory of a run") from error
+    lines = _parse_lines(path, text)
+    # A resumed run repeats steps. The later line replaces the earlier one.
+    steps = {line["step"]: line for line in lines if "valid_loss" not in line}
+    evaluations = {line["step"]: line["valid_loss"] for line in lines if "valid_loss" in line}
+    if not steps:
+        raise UserError(f"{path}: no steps yet, need at least one")
+    config = _read_config(directory / "config.yaml")
+    return Run(
+        label=config.run.name if config else directory.resolve().name,
+        directory=directory,
+        config=config,
+        steps=[steps[step] for step in sorted(steps)],
+        evaluations=[(s, loss) for s, loss in sorted(evaluations.items()) if loss is not None],
+    )
+
+
+def _parse_lines(path: Path, text: str) -> list[Metrics]:
+    lines = text.splitlines()
+    parsed = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            values = json.loads(line)
+            _check_line(values)
+        except MALFORMED as error:
+            if number == len(lines) and not text.endswith("\n"):
+                break  # the run is writing this line, or was killed while it wrote it
+            need = "need JSON with a step, and numbers"
+            raise UserError(f"{path}:{number}: {line[:40]!r}, {need}") from error
+        parsed.append(values)
+    return parsed
+
+
+def _check_line(line: Metrics) -> None:
+    """Raise one of MALFORMED for a line that no run has written."""
+    line["step"] = int(line["step"])
+    if not 0 <= line["step"] < 2**63:
+        raise ValueError(line["step"])
+    traffic = [level[key] for level in (line.get("comm") or {}).values() for key in level]
+    numbers = [line[key] for key in NUMBERS & line.keys() if line[key] is not None]
+    for level in (line.get("comm") or {}).values():
+        traffic += [level["bytes"], level["seconds"]]
+    for number in numbers + traffic:
+        # An integer of 400 digits is no float: isfinite raises OverflowError.
+        if not isinstance(number, int | float) or not math.isfinite(number):
+            raise ValueError(number)
+
+
+def _read_config(path: Path) -> Config | None:
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path))
+        if not isinstance(values, dict) or not values.keys() >= CONFIG_SECTIONS:
+            return None  # its missing sections would be reported as defaults
+        return config_from_dict(cast(Metrics, values), str(path))
+    except (OSError, ValueError, RecursionError, YAMLError, OmegaConfBaseException, UserError):
+        return None
+
+
 def all_levels(runs: Sequence[Run]) -> list[str]:
-    """The levels of all runs, fastest first: in the order of the run that has most, and those that
-    it has not behind what they follow in their own."""
+    """The levels of all runs, fastest first, in the order of the run that has most of them."""
     merged: list[str] = []
     for run in sorted(runs, key=lambda run: -len(run.levels)):
         at = 0
@@ -92,100 +155,18 @@ def all_levels(runs: Sequence[Run]) -> list[str]:
 
 
 def strategy_of(config: Config) -> str:
-    """The named strategy, or the placement spelt out."""
+    """The name of the strategy, or the level of each state."""
     partition = config.partition
-    states = {
-        "weights": partition.weights,
-        "backward weights": partition.backward_weights,
-        "gradients": partition.gradients,
-        "optimizer": partition.optimizer,
-    }
-    given = ", ".join(f"{state} {level}" for state, level in states.items() if level is not None)
+    states = ("weights", "backward_weights", "gradients", "optimizer")
+    levels = {state.replace("_", " "): getattr(partition, state) for state in states}
+    given = ", ".join(f"{state} {level}" for state, level in levels.items() if level is not None)
     return partition.strategy or given or "topo"
 
 
 def levels_of(config: Config) -> str:
-    """The machine's levels and how many units each joins, fastest first."""
+    """The machine's levels and their sizes, fastest first."""
     try:
         levels = load_machine(config.machine).levels
     except UserError:
         return ""
     return " · ".join(f"{name} {level.size or ''}".strip() for name, level in levels.items())
-
-
-def _read_run(directory: Path) -> Run:
-    path = directory / "metrics.jsonl"
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}, need the directory of a run") from error
-    lines = _parse_lines(path, text)
-    # A resumed run repeats steps: the dict keeps the later line.
-    steps = {line["step"]: line for line in lines if "valid_loss" not in line}
-    evaluations = {line["step"]: line["valid_loss"] for line in lines if "valid_loss" in line}
-    if not steps:
-        raise UserError(f"{path}: no steps yet, need at least one")
-    config = _read_config(directory / "config.yaml")
-    return Run(
-        label=config.run.name if config else directory.resolve().name,
-        directory=directory,
-        config=config,
-        steps=[steps[step] for step in sorted(steps)],
-        evaluations=[
-            (s, evaluations[s]) for s in sorted(evaluations) if evaluations[s] is not None
-        ],
-    )
-
-
-def _parse_lines(path: Path, text: str) -> list[Metrics]:
-    lines = text.splitlines()
-    parsed = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            values = json.loads(line)
-            values["step"] = _as_step(values["step"])
-            _check_numbers(values)
-        except _NOT_A_LINE as error:
-            if number == len(lines) and not text.endswith("\n"):
-                break  # the run is writing this line, or was killed while it did
-            need = "need JSON with a step, and numbers"
-            raise UserError(f"{path}:{number}: {line[:40]!r}, {need}") from error
-        parsed.append(values)
-    return parsed
-
-
-def _check_numbers(line: Metrics) -> None:
-    """Raises an error of those above for what no run has written."""
-    for traffic in (line.get("comm") or {}).values():
-        _check_number(traffic["bytes"])
-        _check_number(traffic["seconds"])
-    for key in _NUMBERS & line.keys():
-        if line[key] is not None:
-            _check_number(line[key])
-
-
-def _as_step(value: Any) -> int:
-    step = int(value)
-    if not 0 <= step < 2**63:
-        raise ValueError(value)
-    return step
-
-
-def _check_number(value: object) -> None:
-    # Of 400 digits it cannot be a float, which is an OverflowError.
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(value)
-
-
-def _read_config(path: Path) -> Config | None:
-    try:
-        values = OmegaConf.to_container(OmegaConf.load(path))
-        if not isinstance(values, dict) or not values.keys() >= _SECTIONS:
-            return None  # defaults in their place would be taken for the run's
-        return config_from_dict(cast(Metrics, values), str(path))
-    except (OSError, ValueError, RecursionError, YAMLError, OmegaConfBaseException, UserError):
-        return None
-
-
-def _median_or_none(values: list[float]) -> float | None:
-    return median(values) if values else None

@@ -5,7 +5,7 @@ from typing import Any
 
 from slow_network_report import ALONE, Figures, Row
 
-from megafrontier.report.style import pyplot, run_look
+from megafrontier.report.draw import pyplot, run_look
 
 COLUMNS = 3
 

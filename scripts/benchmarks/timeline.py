@@ -16,7 +16,7 @@ from measuring import in_a_folder
 
 from megafrontier.common.errors import UserError, exit_on_fatal_error
 from megafrontier.partition.comm.trace import WAITING
-from megafrontier.report.style import level_colours, pyplot
+from megafrontier.report.draw import level_colours, pyplot
 
 WAITING_COLOUR = "#BBBBBB"
 Bars = dict[str, list[tuple[float, float]]]

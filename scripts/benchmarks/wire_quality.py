@@ -19,7 +19,7 @@ from wire_quality_report import BASE, draw, figures, table
 from megafrontier.common.errors import UserError, exit_on_fatal_error
 from megafrontier.config import load_config
 from megafrontier.launch.main import train
-from megafrontier.report import write_report
+from megafrontier.report.draw import write_report
 from megafrontier.report.read import read_runs
 
 VARIANTS = {

@@ -5,8 +5,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megafrontier.report.draw import pyplot, run_look
 from megafrontier.report.read import Run
-from megafrontier.report.style import pyplot, run_look
 
 BASE = "exact"
 TARGET = 0.003
