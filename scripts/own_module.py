@@ -23,7 +23,7 @@ from megafrontier.config import OptimizerConfig, load_machine
 from megafrontier.launch.main import choose_device
 from megafrontier.launch.rendezvous import join
 from megafrontier.optim.adamw import ShardedAdamW
-from megafrontier.optim.clipping import clip_factor, global_norm
+from megafrontier.optim.gradients import clip_factor, global_norm
 from megafrontier.parallel.env import identify
 from megafrontier.parallel.hierarchy import Hierarchy, Levels
 from megafrontier.partition import Engine, Placement, shard
@@ -110,12 +110,10 @@ def train_step(step: int, model: nn.Module, engine: Engine, optimizer: ShardedAd
     engine.backward(loss, is_last=True)
     gradients = engine.finish_gradients()  # summed over all ranks, one fp32 shard for each unit
     norm = global_norm(gradients, hierarchy, engine.placement.optimizer) / GLOBAL_BATCH
-    divisor = GLOBAL_BATCH / clip_factor(norm, largest=1.0)
+    divisor = GLOBAL_BATCH / clip_factor(norm, max_norm=1.0)
     skip = (~norm.isfinite()).float()
     optimizer.step(gradients, lr=3e-3, divisor=divisor, skip=skip)
-    engine.publish()  # new weights to every rank
-    engine.clear_gradients()
-    engine.scale_errors(1 - skip)  # with error_feedback: what a skipped step could not say
+    engine.finish_step(skip)  # new weights to every rank, gradients to zero
     return hierarchy.world.sum(loss.detach().double().view(1)).item() / GLOBAL_BATCH
 
 

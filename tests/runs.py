@@ -1,7 +1,8 @@
 """Small real runs: a learnable corpus, a config file, and what a run left in its directory."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ import numpy as np
 
 from megafrontier.config import Config, load_config
 from megafrontier.launch.main import train
+from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.training.plan import resolve_plan
+from megafrontier.training.trainer import Trainer, build_trainer
 from tests.data.corpora import write_corpus
 
 VOCABULARY = 61
@@ -55,6 +59,16 @@ def run(path: Path, ranks: int, *overrides: str) -> list[dict[str, Any]]:
     config = load(path, *overrides)
     assert train(config, ranks) == 0
     return metrics(Path(config.run.directory))
+
+
+@contextmanager
+def open_trainer(config: Config, hierarchy: Hierarchy) -> Iterator[Trainer]:
+    """One rank's trainer, for a test that makes steps itself."""
+    trainer = build_trainer(config, resolve_plan(config, hierarchy.size), hierarchy)
+    try:
+        yield trainer
+    finally:
+        trainer.close()
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:

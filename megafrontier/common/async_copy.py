@@ -1,51 +1,60 @@
-"""Numbers and moments between host and device without either waiting for the other."""
+"""Numbers and times that go between host and device without either waiting for the other."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 
-def on_device(values: Sequence[float], device: torch.device) -> torch.Tensor:
-    """`values` as float64 [n] on `device`; a GPU fetches them by itself."""
-    found = torch.tensor(values, dtype=torch.float64)
+def to_device(values: Sequence[float] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`values` [n] of the host as float64 [n] on `device`. The host does not wait for the copy."""
+    found = torch.as_tensor(values, dtype=torch.float64)
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 
 class DeviceTimer:
-    """Now, or on a GPU: when it has done all that it was given until now."""
+    """The time at which the device has done all work that it was given so far."""
 
     def __init__(self, device: torch.device) -> None:
-        self._at, self._reached = time.perf_counter(), None
+        self._host_time, self._event = time.perf_counter(), None
         if device.type == "cuda":
-            self._reached = torch.cuda.Event(enable_timing=True)
-            self._reached.record()
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
 
     def wait(self) -> None:
-        """Return when it has come."""
-        if self._reached is not None:
-            self._reached.synchronize()
+        """Return when the device has got there."""
+        if self._event is not None:
+            self._event.synchronize()
 
     def seconds_since(self, earlier: "DeviceTimer") -> float:
-        """From an earlier moment of the same device to this one, which has been waited for."""
-        if self._reached is None or earlier._reached is None:
-            return self._at - earlier._at
-        return earlier._reached.elapsed_time(self._reached) / 1e3
+        """Seconds from an earlier timer of the same device to this one. Call `wait` first."""
+        if self._event is None or earlier._event is None:
+            return self._host_time - earlier._host_time
+        return earlier._event.elapsed_time(self._event) / 1e3
 
 
 class AsyncHostCopy:
-    """float64 [n] that the host reads later. On a GPU they are copied to it behind the work that
-    makes them, so that only `read` waits, and only if that work is not over."""
+    """Named float64 tensors [] or [n] that the host reads later.
 
-    def __init__(self, values: torch.Tensor) -> None:
-        self._values = values
-        if values.is_cuda:
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-        self.ready = DeviceTimer(values.device)
+    On a GPU they are copied to the host behind the work that computes them. Only `read` waits, and
+    only if that work is not done yet.
+    """
 
-    def read(self) -> list[float]:
-        """The numbers, as soon as they are there."""
+    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
+        self._shapes = {name: value.shape for name, value in values.items()}
+        flat = torch.cat([value.reshape(-1) for value in values.values()])
+        if flat.is_cuda:
+            self._flat = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+            self._flat.copy_(flat, non_blocking=True)
+        else:
+            self._flat = flat
+        self.ready = DeviceTimer(flat.device)
+
+    def read(self) -> dict[str, float | list[float]]:
+        """The values by name: a number for a tensor [], a list for [n]."""
         self.ready.wait()
-        numbers: list[float] = self._values.tolist()
-        return numbers
+        numbers = iter(self._flat.tolist())
+        return {
+            name: [next(numbers) for _ in range(shape[0])] if shape else next(numbers)
+            for name, shape in self._shapes.items()
+        }

@@ -329,6 +329,10 @@ class LogConfig:
     trace: bool = False
     """Write the first rank's timeline, one row a level, to trace.json in the run directory (open it
     in ui.perfetto.dev). It holds the first 200,000 events. `train --trace` is short for it."""
+    callbacks: list[str] = field(default_factory=list)
+    """Your own classes, as `package.Class`, whose methods are called around the steps of a run:
+    subclasses of `megafrontier.training.callbacks.base.Callback`. They may record metrics and keep
+    state in checkpoints."""
 
 
 @dataclass

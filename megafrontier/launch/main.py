@@ -37,23 +37,23 @@ from megafrontier.launch.local import exit_code, flush_output, fork_ranks, impor
 from megafrontier.launch.rendezvous import check_ranks_per_host, join, refuse
 from megafrontier.parallel.env import Identity, identify
 from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.training.callbacks.base import load_callbacks, notify_saved
 from megafrontier.training.callbacks.evaluate import (
     Evaluate,
     is_evaluation_missing,
     warn_validation_repeats,
 )
-from megafrontier.training.callbacks.garbage_collection import collect_garbage_every
 from megafrontier.training.callbacks.guard import Guard
+from megafrontier.training.callbacks.log import Log, TraceWriter
 from megafrontier.training.callbacks.save import Save
-from megafrontier.training.callbacks.stragglers import Stragglers
-from megafrontier.training.callbacks.trace import TraceWriter
+from megafrontier.training.callbacks.stragglers import Stragglers, collect_garbage_every
 from megafrontier.training.device import (
     check_caches,
     describe_kernels,
     explain_out_of_memory,
     memory_advice,
 )
-from megafrontier.training.logging.run_log import Log, RunLogger, check_directory, open_run_logger
+from megafrontier.training.logging.run_log import RunLogger, check_directory, open_run_logger
 from megafrontier.training.loop import run
 from megafrontier.training.plan import RunPlan, check_memory, resolve_plan
 from megafrontier.training.preview import check_training, describe_ranks, warn_vocabulary
@@ -268,7 +268,9 @@ def _run(
     watch: Watchdog,
     start: StartRecord,
 ) -> int:
-    trainer = build_trainer(config, plan, hierarchy)
+    trainer = build_trainer(config, plan, hierarchy, run_logger)
+    guard, users = Guard(), load_callbacks(config.log.callbacks)
+    trainer.stateful = {"guard": guard, **users}
     for line in (
         *warn_vocabulary(config),
         *describe_ranks(config, plan, hierarchy.device),
@@ -279,20 +281,20 @@ def _run(
     try:
         resume(trainer, run_logger)
         start.add(resumed=trainer.step)
-        is_owed = is_evaluation_missing(trainer)
+        is_missing = is_evaluation_missing(trainer)
         hierarchy.world.run_on_all(partial(_keep_books, trainer, run_logger))
         save = Save(run_logger, trainer.step, watch.beat)
         # Placing the first weights is no step's traffic.
         trainer.engine.ledger.take()
         trainer.engine.ledger.take_waited()
-        timeline = TraceWriter(trainer, run_logger)
-        stragglers = Stragglers(identify(os.environ).host, run_logger)
-        # The checkpoint first: what comes after it may be cut short.
-        evaluate = Evaluate(run_logger, watch.beat, is_owed)
+        trace, stragglers = TraceWriter(trainer), Stragglers(identify(os.environ).host)
+        evaluate = Evaluate(watch.beat, is_missing)
         watch.begin(trainer.step, trainer.engine.ledger)
         with collect_garbage_every(config.train.gc_every) as garbage:
-            callbacks = [Log(run_logger), save, evaluate, timeline, Guard(run_logger), stragglers]
-            run(trainer, [*callbacks, garbage], watch.beat)
+            # Evaluation comes after the checkpoint, because it may be cut short.
+            callbacks = [Log(), guard, *users.values(), save, evaluate, trace, stragglers, garbage]
+            save.on_saved = partial(notify_saved, callbacks)
+            run(trainer, callbacks, watch.beat)
         save.finish(hierarchy.world)
         if trainer.step >= trainer.last_step:
             return 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megafrontier.common.async_copy import on_device
+from megafrontier.common.async_copy import to_device
 from megafrontier.config import TrainConfig
 
 NAMES = ("losses", "norms")
@@ -23,7 +23,7 @@ class SpikeRule:
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
         factors = config.spike_loss, config.spike_grad_norm
         self.enabled = any(factors)
-        self._factors = on_device([factor or math.inf for factor in factors], device)
+        self._factors = to_device([factor or math.inf for factor in factors], device)
         # float64 [2, window], the newest last; NaN where there has been no step yet.
         shape = len(NAMES), config.spike_window
         self._before = torch.full(shape, math.nan, dtype=torch.float64, device=device)

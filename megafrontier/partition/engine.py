@@ -5,9 +5,8 @@
         loss = model(batch)  # a sum over tokens, not a mean
         engine.backward(loss, is_last=i == len(micro_batches) - 1)
     gradients = engine.finish_gradients()
-    ... update each unit.master with its finished gradient, then engine.clear_gradients() ...
-    engine.publish()
-    engine.scale_errors(1 - skipped)  # with error feedback, where a step may be skipped
+    ... update each unit.master with its finished gradient, or leave all of them (skip) ...
+    engine.finish_step(skip)
 
 When a unit is whole and when its gradient is reduced is the matter of `schedule.py`.
 """
@@ -201,6 +200,18 @@ class Engine:
                     unit.start_finishing()
             self._moves.end_sums()
             return [unit.finish_gradient() for unit in self.units]
+
+    def finish_step(self, skip: torch.Tensor, error_scale: torch.Tensor | float = 1.0) -> None:
+        """End a step after the masters have been updated: publish the weights and clear the
+        gradients.
+
+        skip: [], 1 if the step was skipped, else 0. With error feedback a skipped step's errors are
+            dropped, because they would come back in the next step's gradients.
+        error_scale: multiplies the other errors, if the next step's loss is scaled differently.
+        """
+        self.publish()
+        self.clear_gradients()
+        self.scale_errors((1 - skip) * error_scale)
 
     def clear_gradients(self) -> None:
         """Start the next accumulation from zero. Raises RuntimeError for sums that have begun, by

@@ -14,6 +14,7 @@ from megafrontier.optim.adamw import find_apex
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition.placement import error_levels
 from megafrontier.partition.wires.wire import Wire
+from megafrontier.training.callbacks.base import load_class
 from megafrontier.training.logging.sinks import missing_package
 from megafrontier.training.plan import RunPlan, buffer_gib, check_memory, resolve_plan, state_gib
 from megafrontier.training.trainer import PARTS, Part, make_loader, open_part
@@ -49,6 +50,8 @@ def _check_packages(config: Config) -> None:
         raise UserError(missing_package("log.tensorboard", "true", "tensorboard"))
     if config.optimizer.fused == "apex":
         find_apex()
+    for name in log.callbacks:
+        load_class(name)
 
 
 def check_vocabulary(config: Config) -> None:

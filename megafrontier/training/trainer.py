@@ -1,9 +1,10 @@
 """Everything that one rank trains with, built from a configuration."""
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -17,17 +18,31 @@ from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initial_slice, parameter_kind
 from megafrontier.model.recompute.compile import start_workers
 from megafrontier.optim.adamw import ShardedAdamW
-from megafrontier.optim.loss_scale import LossScale
+from megafrontier.optim.gradients import LossScale
 from megafrontier.optim.spikes import SpikeRule
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.parallel.world import World
 from megafrontier.partition import Engine, shard
 from megafrontier.partition.wires.wire import DTYPES
 from megafrontier.training.device import reason_not_compiled
+from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.plan import RunPlan
+from megafrontier.training.recorder import MetricRecorder
 
 Part = Literal["train", "valid"]
 PARTS: tuple[Part, ...] = ("train", "valid")
+
+
+class Stateful(Protocol):
+    """An object with a state that checkpoints keep."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as values that JSON can express; empty if there is nothing to keep."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint's state."""
+        ...
 
 
 @dataclass
@@ -35,7 +50,8 @@ class Trainer:
     """One rank's model, data and state.
 
     `step` counts the steps that the device has been given, `tokens` those of the steps whose
-    results the host has read.
+    results the host has read. `stateful` has, by name, what checkpoints keep besides the state of
+    model and optimizer: of callbacks, for example.
     """
 
     config: Config
@@ -48,6 +64,9 @@ class Trainer:
     valid_loader: Loader | None
     loss_scale: LossScale
     spikes: SpikeRule
+    metrics: MetricRecorder
+    run_logger: RunLogger
+    stateful: dict[str, Stateful] = field(default_factory=dict)
     step: int = 0
     tokens: int = 0
 
@@ -73,7 +92,9 @@ class Trainer:
                 loader.close()
 
 
-def build_trainer(config: Config, plan: RunPlan, hierarchy: Hierarchy) -> Trainer:
+def build_trainer(
+    config: Config, plan: RunPlan, hierarchy: Hierarchy, run_logger: RunLogger | None = None
+) -> Trainer:
     """Build model, optimizer and data at step 0, sharded. No rank ever holds the whole model."""
     if config.train.deterministic:
         # Without this variable of cuBLAS, torch refuses every matrix product.
@@ -101,6 +122,8 @@ def build_trainer(config: Config, plan: RunPlan, hierarchy: Hierarchy) -> Traine
         loaders["valid"],
         LossScale(config.train.precision, config.train.loss_scale, hierarchy.device),
         SpikeRule(config.train, hierarchy.device),
+        MetricRecorder(hierarchy.device),
+        run_logger or RunLogger(None),
     )
 
 

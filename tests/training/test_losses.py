@@ -14,7 +14,7 @@ from megafrontier.model.init import initialise, parameter_kind
 from megafrontier.optim.schedule import learning_rate
 from megafrontier.training.callbacks import evaluate as evaluation
 from megafrontier.training.callbacks import save as saving
-from megafrontier.training.logging.metrics import step_metrics
+from megafrontier.training.callbacks.log import step_metrics
 from megafrontier.training.loop import train_step
 from megafrontier.training.plan import resolve_plan
 from megafrontier.training.trainer import build_trainer, open_part

@@ -1,34 +1,101 @@
-"""What a callback is: something that happens after a step, on every rank alike."""
+"""Callbacks: what happens around the steps of a run, in the same way on every rank."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from megafrontier.training.step import StepResult
-    from megafrontier.training.trainer import Trainer
+import torch
+
+from megafrontier.common.errors import UserError
+from megafrontier.training.step import StepResult
+from megafrontier.training.trainer import Trainer
 
 
 class Callback:
-    """Called in the order of the list before the first step, after each, and at the end of the run.
+    """Base class of all callbacks. The configuration adds users' classes, by `log.callbacks`.
 
-    Every rank calls the same methods in the same order, so a callback may use collectives.
+    Every rank calls the same methods in the same order, so a callback may use collectives, except
+    in `on_error`. `trainer.metrics.record(name, value, reduce)` adds a metric to the step's line in
+    metrics.jsonl, `trainer.run_logger.info(line)` a line to log.txt.
     """
 
-    def needs_settled_state(self, trainer: "Trainer", step: int) -> bool:
-        """Whether it needs the trainer as it is after `step`: then nothing else is begun before
-        `after_step` has been called."""
+    priority: int = 0
+    """Callbacks of higher priority are called first. Those of 0 that the configuration names come
+    after metrics have been written and before checkpoint and evaluation."""
+
+    def at_start(self, trainer: Trainer) -> None:
+        """The run has resumed from its checkpoint. Not called if it was asked to stop before."""
+
+    def before_step(self, trainer: Trainer) -> None:
+        """A step begins. `trainer.step` steps came before it."""
+
+    def before_optimizer(self, trainer: Trainer, gradients: Sequence[torch.Tensor]) -> None:
+        """The gradients are complete, before their norm is computed.
+
+        `gradients` are this rank's 1-D fp32 shards, one for each of `trainer.engine.units`, summed
+        over all ranks and tokens, times the loss scale. They may be changed in place.
+        """
+
+    def needs_settled_state(self, trainer: Trainer, step: int) -> bool:
+        """Whether `after_step` of this step needs the trainer as the step left it. If so, the next
+        step begins only after that."""
         return False
 
-    def at_start(self, trainer: "Trainer") -> None:
-        """The run has taken up its checkpoint; not where it was asked to stop meanwhile."""
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        """A step is done. The next one may have begun: `result.step` is the number of this one."""
 
-    def after_step(self, trainer: "Trainer", result: "StepResult") -> None:
-        """A step is done. The next one may have begun: `result` says which it is about."""
+    def on_checkpoint_saved(self, trainer: Trainer, path: Path) -> None:
+        """A checkpoint of the present step is complete, in the folder `path`."""
 
-    def at_end(self, trainer: "Trainer") -> None:
-        """No step follows and every callback has seen the newest one. It need not be the last:
-        where the run was asked to stop, `trainer.step` is below `trainer.last_step`."""
+    def at_end(self, trainer: Trainer) -> None:
+        """No step follows, and `after_step` has been called for every step.
+
+        If the run was asked to stop, `trainer.step` is less than `trainer.last_step`.
+        """
+
+    def on_error(self, trainer: Trainer, error: Exception) -> None:
+        """The run ends with an error, perhaps on this rank alone: use no collective."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What checkpoints keep of this callback, as values that JSON can express. It is the same
+        on every rank, because only the first rank's is kept."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the `state_dict` of a checkpoint, if that has one. Called before
+        `at_start`."""
+
+
+def notify_saved(callbacks: Iterable[Callback], trainer: Trainer, path: Path) -> None:
+    """Call `on_checkpoint_saved` of all callbacks."""
+    for callback in callbacks:
+        callback.on_checkpoint_saved(trainer, path)
+
+
+def load_callbacks(names: Iterable[str]) -> dict[str, Callback]:
+    """The callbacks of `log.callbacks` by their names, each class called without arguments.
+
+    Raises UserError for a name that is not a `Callback` class.
+    """
+    return {name: load_class(name)() for name in names}
+
+
+def load_class(name: str) -> type[Callback]:
+    """The class of a name such as `package.module.Class`. Raises UserError."""
+    module_name, _, class_name = name.rpartition(".")
+    need = "need package.Class of an importable package"
+    try:
+        found = getattr(import_module(module_name), class_name)
+    except Exception as error:  # a module of the user's may raise anything
+        why = f"{type(error).__name__}: {error}"
+        raise UserError(f"log.callbacks: {name}, {need} ({why})") from error
+    if not (isinstance(found, type) and issubclass(found, Callback)):
+        base = f"{Callback.__module__}.{Callback.__name__}"
+        raise UserError(f"log.callbacks: {name}, need a subclass of {base}")
+    return found
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether something that happens each `every` steps (0: never) happens after `step`."""
+    """Whether something that happens every `every` steps (0: never) happens after `step`."""
     return every > 0 and step % every == 0

@@ -13,7 +13,6 @@ from megafrontier.data.sampling.samples import Batch
 from megafrontier.model.gpt import GPT
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.training.callbacks.base import Callback, is_due
-from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.loop import stop_agreed
 from megafrontier.training.resume.restarts import last_lines
 from megafrontier.training.step import StepResult
@@ -22,8 +21,8 @@ from megafrontier.training.trainer import Trainer, read_step
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sum of cross-entropies in nats over `tokens`, which stand for `utf8_bytes` of text (0 where
-    they were not counted)."""
+    """Sum of cross-entropies in nats over `tokens`, which encode `utf8_bytes` of text (0 if they
+    were not counted)."""
 
     loss_sum: float
     tokens: int
@@ -41,12 +40,12 @@ def no_bytes(_batch: Batch) -> int:
 
 
 def no_targets_message(batches: int) -> str:
-    """Why so many batches of validation data have no loss."""
+    """Why `batches` of validation data have no loss."""
     return f"evaluate.batches: {batches}, no token in them has a target"
 
 
 def warn_validation_repeats(loader: Loader | None, batches: int) -> list[str]:
-    """What `batches` mean that is not to be expected."""
+    """A line for each corpus of which `batches` batches contain some samples more than once."""
     return [
         f"evaluate.batches: {batches}, {samples} samples of {corpus}, but {windows} are held out: "
         "some are read again"
@@ -64,9 +63,13 @@ def evaluate(
     heartbeat: Callable[[], None] = lambda: None,
     stops: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """Loss over the first `batches` global batches of `loader`; the same on every rank. `heartbeat`
-    hears of each of this rank's micro-batches. None where `stops`, which is asked before each
-    global batch and says the same on all ranks, has broken it off."""
+    """Loss over the first `batches` global batches of `loader`, the same on every rank.
+
+    count_bytes: the bytes of text that a micro-batch stands for.
+    heartbeat: is called for each of this rank's micro-batches.
+    stops: is called before each global batch, with the same result on all ranks; if it returns
+        True, evaluation is broken off and the result is None.
+    """
     totals = torch.zeros(2, dtype=torch.float64, device=hierarchy.device)
     text_bytes = 0
     model.eval()
@@ -87,76 +90,74 @@ def evaluate(
 
 
 def is_evaluation_missing(trainer: Trainer) -> bool:
-    """Whether the step that a run takes up was to be evaluated and is not, by rank 0's
-    metrics.jsonl: the run was killed, or asked to stop. All ranks call it."""
+    """Whether the step that a run resumes from should have been evaluated and was not, according to
+    rank 0's metrics.jsonl, because the run was killed or asked to stop. All ranks call it."""
     is_last = trainer.step == trainer.last_step
     if not (is_last or is_due(trainer.config.evaluate.every, trainer.step)):
         return False
-    return trainer.world.all_true(not trainer.is_first or _is_unfinished(trainer))
+    return trainer.world.all_true(not trainer.is_first or _lacks_valid_loss(trainer))
 
 
-def _is_unfinished(trainer: Trainer) -> bool:
+def _lacks_valid_loss(trainer: Trainer) -> bool:
     metrics = Path(trainer.config.run.directory) / "metrics.jsonl"
     lines = [line for line in last_lines(metrics) if line.get("step") == trainer.step]
-    # A run that begins at another's checkpoint has none of its step.
+    # A run that starts from another run's checkpoint has no line of that step.
     return bool(lines) and not any("valid_loss" in line for line in lines)
 
 
 class Evaluate(Callback):
-    """Evaluate every so many steps and at the end, and write it to the logbook.
+    """Evaluates every `evaluate.every` steps and at the end of the run.
 
-    A run that is asked to stop has no time for it, the checkpoint is what counts: the next start
-    makes up for it.
+    A run that is asked to stop skips the evaluation, because the checkpoint is more important. The
+    next start makes up for it.
     """
 
     def __init__(
-        self,
-        run_logger: RunLogger,
-        heartbeat: Callable[[], None] = lambda: None,
-        is_owed: bool = False,
+        self, heartbeat: Callable[[], None] = lambda: None, is_missing: bool = False
     ) -> None:
-        """`is_owed`: see `is_evaluation_missing`."""
-        self._run_logger = run_logger
+        """`is_missing`: whether to evaluate before the first step (`is_evaluation_missing`)."""
         self._heartbeat = heartbeat
-        self._is_owed = is_owed
+        self._is_missing = is_missing
 
     def needs_settled_state(self, trainer: Trainer, step: int) -> bool:
         return is_due(trainer.config.evaluate.every, step)
 
     def at_start(self, trainer: Trainer) -> None:
-        if self._is_owed:
-            self._is_owed = not self._run(trainer)
+        if self._is_missing:
+            self._is_missing = not self._run(trainer)
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         is_last = result.step == trainer.last_step
         runs = self.needs_settled_state(trainer, result.step) and (is_last or not result.stop)
         is_done = runs and self._run(trainer)
-        self._is_owed = is_last and not is_done
+        self._is_missing = is_last and not is_done
 
     def at_end(self, trainer: Trainer) -> None:
-        if self._is_owed and trainer.step == trainer.last_step:
+        if self._is_missing and trainer.step == trainer.last_step:
             self._run(trainer)
 
     def _run(self, trainer: Trainer) -> bool:
-        """Whether it came to its end: at the run's last step in any case."""
+        """Evaluate. Returns whether it was completed: at the last step it always is."""
         batches = trainer.config.evaluate.batches
         if trainer.valid_loader is None or batches == 0:
             return True
         is_last = trainer.step == trainer.last_step
-        stops = (lambda: False) if is_last else partial(stop_agreed, trainer.world)
-        trainer.engine.finish_publishing()  # that is the step's own traffic
+        trainer.engine.finish_publishing()  # counts as the step's traffic; evaluation does not
         with trainer.engine.ledger.paused():
             found = evaluate(
-                trainer.model, trainer.valid_loader, trainer.hierarchy, batches,
-                heartbeat=self._heartbeat, stops=stops,
-            )  # fmt: skip
+                trainer.model,
+                trainer.valid_loader,
+                trainer.hierarchy,
+                batches,
+                heartbeat=self._heartbeat,
+                stops=(lambda: False) if is_last else partial(stop_agreed, trainer.world),
+            )
         if found is None:
             return False
         if found.tokens == 0:
-            self._run_logger.info(
-                f"step {trainer.step}: nothing to evaluate: {no_targets_message(batches)}"
-            )
+            reason = no_targets_message(batches)
+            trainer.run_logger.info(f"step {trainer.step}: nothing to evaluate: {reason}")
             return True
         line = {"step": trainer.step, "valid_loss": found.loss, "tokens": trainer.tokens}
-        self._run_logger.write(line)
+        trainer.run_logger.write(line)
         return True

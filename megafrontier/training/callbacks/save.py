@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -72,6 +73,7 @@ def save_trainer(trainer: Trainer) -> Path:
             "windows": trainer.loader.windows,
             # The first rank's manifest is the one that is written: thousands need not look, too.
             "contents": trainer.loader.contents if trainer.is_first else None,
+            **({"callbacks": kept} if (kept := callback_states(trainer)) else {}),
         },
     )
     return save(
@@ -83,6 +85,12 @@ def save_trainer(trainer: Trainer) -> Path:
         trainer.world,
         partial(attach_tokenizer, config.tokenizer),
     )
+
+
+def callback_states(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """The states of callbacks by name, of those that have something to keep."""
+    states = {name: stateful.state_dict() for name, stateful in trainer.stateful.items()}
+    return {name: state for name, state in states.items() if state}
 
 
 def attach_tokenizer(tokenizer: str, folder: Path) -> None:
@@ -101,6 +109,8 @@ class Save(Callback):
         self.saved_step = self._resumed_step = resumed_step
         self._is_sound = True  # by the newest step's loss, as far as a loss can tell
         self._is_late = False  # for want of a step with a finite loss
+        self.on_saved: Callable[[Trainer, Path], None] | None = None
+        """Is called on every rank after each checkpoint."""
         self._is_storages = False  # the fault that kept the last save from being one
         self._thread = ThreadPoolExecutor(1, "delete")
         self._deleting: Future[None] | None = None
@@ -149,6 +159,8 @@ class Save(Callback):
         self._run_logger.info(f"checkpoint {path}")
         if trainer.is_first and self._is_sound:
             self._prune(trainer)
+        if self.on_saved is not None:
+            self.on_saved(trainer, path)
         return True
 
     def _prune(self, trainer: Trainer) -> None:

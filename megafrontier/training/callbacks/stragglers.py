@@ -1,24 +1,28 @@
-"""Name the ranks that keep the others waiting."""
+"""Ranks that keep the others waiting: name the slow ones, and collect garbage on all at once."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from megafrontier.training.callbacks.base import Callback, is_due
-from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer
 
 
 class Stragglers(Callback):
-    """Compares every so many steps the ranks' own time: what a step took without waiting for
-    others. The whole time is no sign, for all ranks wait for the slowest and end together.
+    """Compares the ranks' own time every `log.stragglers_every` steps: a step's time without
+    waiting for other ranks. The step's whole time shows nothing, because all ranks wait for the
+    slowest and end together.
 
     A slow rank is named once, and again only after it has recovered.
     """
 
-    def __init__(self, host: str, run_logger: RunLogger) -> None:
-        self._host, self._run_logger = host, run_logger
+    def __init__(self, host: str) -> None:
+        self._host = host
         self._steps, self._seconds, self._waited = 0, 0.0, 0.0
-        self._known: set[int] = set()
+        self._slow: set[int] = set()
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         self._steps += 1
@@ -30,32 +34,62 @@ class Stragglers(Callback):
 
     def _compare(self, trainer: Trainer) -> None:
         mine = torch.tensor([self._seconds, self._waited], dtype=torch.float64) / self._steps
-        told = trainer.world.gather(mine.to(trainer.world.device)).cpu()
-        own = told[:, 0] - told[:, 1]
+        means = trainer.world.gather(mine.to(trainer.world.device)).cpu()
+        own = means[:, 0] - means[:, 1]
         limit = trainer.config.log.straggler * float(own.median())
         slow = set(torch.nonzero(own > limit).flatten().tolist())
-        fresh = sorted(slow - self._known)
-        self._known = slow
-        if fresh:
-            self._name(trainer, fresh, told)
+        new = sorted(slow - self._slow)
+        self._slow = slow
+        if new:
+            self._report(trainer, new, means)
 
-    def _name(self, trainer: Trainer, slow: list[int], told: torch.Tensor) -> None:
-        """`told` [ranks, 2] has seconds and seconds waited of a mean step. Only the rank itself
-        knows its host."""
+    def _report(self, trainer: Trainer, slow: list[int], means: torch.Tensor) -> None:
+        """`means` [ranks, 2] has seconds and seconds waited of a mean step."""
         rank = trainer.world.rank
         line = None
-        if rank in slow:
-            step_seconds, waited = told[rank].tolist()
-            usual = float((told[:, 0] - told[:, 1]).median())
+        if rank in slow:  # only the rank itself knows its host
+            step_seconds, waited = means[rank].tolist()
+            median = float((means[:, 0] - means[:, 1]).median())
             line = (
                 f"warning: slow: rank {rank} on {self._host}: {step_seconds - waited:.3g} s of its "
-                f"own in a step of {step_seconds:.3g} s, the median rank {usual:.3g} s"
+                f"own in a step of {step_seconds:.3g} s, the median rank {median:.3g} s"
             )
-        heard = trainer.world.first_error(line)
-        more = f" (and {_listed(slow[1:])})" if len(slow) > 1 else ""
-        self._run_logger.info(f"{heard}{more}")
+        first = trainer.world.first_error(line)
+        others = f" (and {_list_ranks(slow[1:])})" if len(slow) > 1 else ""
+        trainer.run_logger.info(f"{first}{others}")
 
 
-def _listed(ranks: list[int]) -> str:
+def _list_ranks(ranks: list[int]) -> str:
     shown = ", ".join(f"rank {rank}" for rank in ranks[:8])
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+
+
+class GarbageCollection(Callback):
+    """Runs Python's garbage collector every `every` steps."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        if is_due(self._every, result.step):
+            gc.collect()
+
+
+@contextmanager
+def collect_garbage_every(every: int) -> Iterator[GarbageCollection]:
+    """Turn the automatic garbage collector off and yield a callback that runs it; with `every` 0
+    leave it on.
+
+    The automatic collector would stop each rank at another time, and the other ranks would wait
+    each time. Objects that exist at the start are never collected nor examined again.
+    """
+    if every:
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+    try:
+        yield GarbageCollection(every)
+    finally:
+        if every:
+            gc.enable()
+            gc.unfreeze()

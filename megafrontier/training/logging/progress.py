@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from megafrontier.optim.loss_scale import is_scale_overflow
+from megafrontier.optim.gradients import is_scale_overflow
 
 
 class Progress:

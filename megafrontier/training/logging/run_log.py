@@ -9,12 +9,8 @@ from typing import Any, TextIO
 
 from megafrontier.common.errors import as_run_directory_error
 from megafrontier.config import Config
-from megafrontier.training.callbacks.base import Callback
-from megafrontier.training.logging.metrics import step_metrics
 from megafrontier.training.logging.progress import Progress
 from megafrontier.training.logging.sinks import JsonLines, Sink, open_sinks
-from megafrontier.training.step import StepResult
-from megafrontier.training.trainer import Trainer
 
 
 class RunLogger:
@@ -107,18 +103,3 @@ def _open_log(config: Config) -> Iterator[TextIO]:
     finally:
         with suppress(OSError):  # what a full disk has kept back
             log.close()
-
-
-class Log(Callback):
-    """Write every step's metrics."""
-
-    def __init__(self, run_logger: RunLogger) -> None:
-        self._run_logger = run_logger
-
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        if not trainer.is_first:
-            return
-        shown = {}
-        if trainer.world.size > 1:
-            shown["waiting"] = min(1.0, result.waiting_seconds / result.seconds)
-        self._run_logger.write(step_metrics(trainer, result), **shown)

@@ -301,5 +301,8 @@ def _take_up(trainer: Trainer, manifest: Manifest) -> None:
     # Errors are in units of the scale, which another precision changes.
     trainer.engine.scale_errors(trainer.loss_scale.scale / saved_scale.get("scale", 1.0))
     trainer.spikes.restore(manifest.extra.get("spikes", {}))
+    for name, state in manifest.extra.get("callbacks", {}).items():
+        if name in trainer.stateful:
+            trainer.stateful[name].load_state_dict(state)
     step, sample = manifest.extra.get("data") or old_position(manifest)
     trainer.loader.go_on(manifest.step, (step, sample))

@@ -1,6 +1,7 @@
-"""A rank that computes longer than the others is named with its host, though all steps of all ranks
-take the same time."""
+"""A rank that computes longer than the others is named with its host, though a step takes the same
+time on all ranks; and garbage is collected at the same steps."""
 
+import gc
 import os
 import re
 import time
@@ -10,26 +11,30 @@ import pytest
 
 from megafrontier.launch import main as launch
 from megafrontier.training import loop
-from megafrontier.training.callbacks.stragglers import Stragglers
+from megafrontier.training.callbacks.stragglers import Stragglers, collect_garbage_every
 from tests import runs
 from tests.ranks import run_ranks
 
 
-def heard(own_seconds, ranks=4):
-    """What rank 0 remarks when the ranks' own seconds are these in each comparison of two steps,
-    by rank, where a step takes 10 seconds on all."""
+def reported(own_seconds, ranks=4):
+    """What rank 0 logs if the ranks' own seconds are these, by rank, in each comparison of two
+    steps. A step takes 10 seconds on all ranks."""
 
     def body(hierarchy):
-        remarks = []
-        stragglers = Stragglers(f"host-{hierarchy.rank}", SimpleNamespace(info=remarks.append))
+        lines = []
+        stragglers = Stragglers(f"host-{hierarchy.rank}")
         log = SimpleNamespace(stragglers_every=2, straggler=1.5)
-        trainer = SimpleNamespace(config=SimpleNamespace(log=log), hierarchy=hierarchy)
+        trainer = SimpleNamespace(
+            config=SimpleNamespace(log=log),
+            world=hierarchy.world,
+            run_logger=SimpleNamespace(info=lines.append),
+        )
         for seconds in own_seconds:
             for step in (1, 2):
                 waited = 10 - seconds[hierarchy.rank]
                 result = SimpleNamespace(step=step, seconds=10.0, own_waiting_seconds=waited)
                 stragglers.after_step(trainer, result)
-        return remarks
+        return lines
 
     return run_ranks((2, ranks // 2), body)[0]
 
@@ -39,14 +44,14 @@ def test_a_slow_rank_is_named_with_its_host_once_until_it_has_recovered():
     line = (
         "warning: slow: rank 2 on host-2: 3.4 s of its own in a step of 10 s, the median rank 2 s"
     )
-    assert heard([even]) == []
-    assert heard([slow, slow, even, even]) == [line]
-    assert heard([slow, slow, even, slow]) == [line, line]
+    assert reported([even]) == []
+    assert reported([slow, slow, even, even]) == [line]
+    assert reported([slow, slow, even, slow]) == [line, line]
 
 
 def test_several_slow_ranks_are_listed_and_one_that_joins_them_is_named_alone():
     several, one_more = [1.0, 3.0, 1.0, 3.0, 3.0, 1, 1, 1], [1.0, 3.0, 1.0, 3.0, 3.0, 1, 1, 4.0]
-    first, second = heard([several, one_more], 8)
+    first, second = reported([several, one_more], 8)
     assert first.startswith("warning: slow: rank 1 on host-1: 3 s of its own ")
     assert first.endswith(" (and rank 3, rank 4)")
     assert second.startswith("warning: slow: rank 7 on host-7: 4 s of its own ")
@@ -73,3 +78,19 @@ def test_a_rank_that_dawdles_in_a_real_run_is_found(tmp_path, monkeypatch, overl
     assert 30 <= int(waits) <= 90
     (line,) = [line for line in log.splitlines() if line.startswith("warning: slow: ")]
     assert f"rank 2 on {launch.identify({}).host}: " in line
+
+
+def test_garbage_is_collected_when_it_is_due_and_not_between(monkeypatch):
+    collected = []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(None))
+    with collect_garbage_every(3) as garbage:
+        assert not gc.isenabled()
+        del collected[:]
+        for step in range(1, 8):
+            garbage.after_step(None, SimpleNamespace(step=step))
+        assert len(collected) == 2
+    assert gc.isenabled()
+    with collect_garbage_every(0) as garbage:
+        assert gc.isenabled()
+        garbage.after_step(None, SimpleNamespace(step=6))
+        assert len(collected) == 2

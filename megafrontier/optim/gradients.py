@@ -1,0 +1,104 @@
+"""What happens to gradients before the update: global norm, clipping, dynamic loss scaling."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megafrontier.parallel.hierarchy import Hierarchy
+
+ROW = 1 << 16
+"""Elements that are summed in fp32. On a CPU torch adds one square after the other, and once the
+sum is large, small squares no longer change it: the norm of 20M elements comes out 0.1 % too
+small."""
+GROWTH_INTERVAL = 1000
+MIN_SCALE = 2.0**-24
+"""Far below 1, because gradients are sums over tokens."""
+
+
+def square_sum(gradients: Sequence[torch.Tensor], hierarchy: Hierarchy, depth: int) -> torch.Tensor:
+    """Sum of squares, float64 [], of this rank's 1-D shards of gradients cut through `depth`
+    levels. The sum over all ranks counts each element once: only the first replica counts its own.
+    """
+    norms = torch.cat([norm for gradient in gradients for norm in _row_norms(gradient)])
+    total = norms.double().square().sum()
+    return total if hierarchy.is_first_replica(depth) else torch.zeros_like(total)
+
+
+def global_norm(
+    gradients: Sequence[torch.Tensor], hierarchy: Hierarchy, depth: int
+) -> torch.Tensor:
+    """Euclidean norm, float64 [], of gradients whose 1-D shards are cut through `depth` levels.
+
+    The same bits on every rank.
+    """
+    return hierarchy.world.sum(square_sum(gradients, hierarchy, depth).view(1)).sqrt()[0]
+
+
+def _row_norms(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norms of the rows of `ROW` elements, and of the rest."""
+    rows = gradient.numel() // ROW
+    full = gradient[: rows * ROW].view(rows, ROW)
+    rest = gradient[rows * ROW :]
+    return torch.linalg.vector_norm(full, dim=1), torch.linalg.vector_norm(rest).view(1)
+
+
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """The factor that clips gradients of global norm `norm` [] to `max_norm`; 1 if `max_norm` is 0
+    (no clipping)."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1) if max_norm > 0 else torch.ones_like(norm)
+
+
+def is_scale_overflow(loss_scale: float, loss: float | None) -> bool:
+    """Whether a step with non-finite gradients needs no more than a lower loss scale.
+
+    At the start of a run in fp16 that happens several times in a row. `loss_scale` is the next
+    step's, 0 if there is no loss scaling; `loss` is None if it was not finite.
+    """
+    can_fall = MIN_SCALE < loss_scale < math.inf
+    return can_fall and loss is not None and math.isfinite(loss)
+
+
+class LossScale:
+    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018): a factor on the loss that is halved
+    at an overflow and doubled after `GROWTH_INTERVAL` good steps in a row.
+
+    With other precisions it stays 1. It lives on the device, because the next step needs it before
+    the host has read this one.
+    """
+
+    def __init__(self, precision: str, initial: float, device: torch.device) -> None:
+        self.enabled = precision == "fp16"
+        self.scale = torch.tensor(initial if self.enabled else 1.0, device=device)
+        self._good_steps = torch.tensor(0.0, device=device)
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss that backward starts from."""
+        return loss * self.scale if self.enabled else loss
+
+    def update(self, is_bad: torch.Tensor) -> torch.Tensor:
+        """Adapt the scale after a step; `is_bad` [] is 1 if its gradients were not finite, else 0.
+
+        Returns the new scale as a multiple [] of the old one.
+        """
+        before = self.scale
+        if self.enabled:
+            good = self._good_steps + 1
+            is_due = good == GROWTH_INTERVAL
+            grown = torch.where(is_due, self.scale * 2, self.scale)
+            halved = (self.scale / 2).clamp(min=MIN_SCALE)
+            self.scale = torch.where(is_bad > 0, halved, grown)
+            self._good_steps = torch.where((is_bad > 0) | is_due, 0.0, good)
+        return self.scale / before
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps: nothing if scaling is off."""
+        if not self.enabled:
+            return {}
+        return {"scale": self.scale.item(), "good_steps": int(self._good_steps.item())}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Continue from a checkpoint's `state`; if that is of another precision, start anew."""
+        if self.enabled and state:
+            self.scale.fill_(state["scale"])
+            self._good_steps.fill_(state["good_steps"])

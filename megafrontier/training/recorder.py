@@ -1,0 +1,111 @@
+"""Metrics that are recorded by name during a step and reduced over the ranks in one message."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from megafrontier.common.async_copy import to_device
+from megafrontier.parallel.world import World
+
+Reduce = Literal["mean", "sum", "max"]
+Value = torch.Tensor | float | Sequence[float]
+_EMPTY = torch.empty(0, dtype=torch.float64)
+
+# The fields of a line in metrics.jsonl, which other metrics must not replace.
+STEP_FIELDS = frozenset(
+    {
+        "step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second",
+        "tflops_per_device", "mfu", "memory_gib", "comm", "loss_scale", "skipped", "samples",
+        "spike", "valid_loss", "stops", "waiting_seconds", "comm_bytes", "comm_seconds",
+    }
+)  # fmt: skip
+
+
+@dataclass
+class _Entry:
+    """What was recorded under one name: the sum or the maximum of `count` values."""
+
+    reduce: Reduce
+    value: torch.Tensor
+    count: int = 1
+
+
+class MetricRecorder:
+    """Collects one rank's metrics until the next step's end reduces them.
+
+    All values travel in the one message per level that a step sends for its loss, so a metric costs
+    no collective. Therefore every rank has to record the same names with the same shapes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._entries: dict[str, _Entry] = {}
+
+    def record(self, name: str, value: Value, reduce: Reduce = "mean") -> None:
+        """Record a metric of the present step; metrics.jsonl has it under `name`.
+
+        value: a number or numbers [n], or a tensor [] or [n] on the host or on the device, which
+            is copied. The host does not wait for the device.
+        reduce: over the ranks. Values that a rank records under one name in one step are reduced in
+            the same way: the sum, the maximum or the mean of all of them.
+
+        Raises ValueError for the name of a field that metrics.jsonl has anyway, for an unknown
+        `reduce`, and if the values recorded under one name differ in shape or `reduce`.
+        """
+        if name in STEP_FIELDS:
+            raise ValueError(f"metric {name}: a field of every step, need another name")
+        self.add(name, value, reduce)
+
+    def add(self, name: str, value: Value, reduce: Reduce) -> None:
+        """`record` without the check of the name: for the step's own fields."""
+        if reduce not in ("mean", "sum", "max"):
+            raise ValueError(f"metric {name}: reduce {reduce!r}, need mean, sum or max")
+        if isinstance(value, torch.Tensor):
+            new = value.detach().to(torch.float64, copy=True)
+        else:
+            new = torch.tensor(value, dtype=torch.float64)
+        old = self._entries.get(name)
+        if old is None:
+            self._entries[name] = _Entry(reduce, new)
+            return
+        if (old.reduce, old.value.shape) != (reduce, new.shape):
+            raise ValueError(
+                f"metric {name}: {reduce} of shape {list(new.shape)}, need {old.reduce} of shape "
+                f"{list(old.value.shape)} as recorded before in this step"
+            )
+        old.value = torch.maximum(old.value, new) if reduce == "max" else old.value + new
+        old.count += 1
+
+    def reduce(self, world: World) -> dict[str, torch.Tensor]:
+        """Reduce everything that was recorded since the last call over all ranks.
+
+        Returns float64 tensors on the device with the shapes that were recorded, the same bits on
+        every rank. All ranks call it.
+        """
+        entries, self._entries = self._entries, {}
+        # Values of the host come last, so that one copy brings all of them to the device.
+        ordered = sorted(entries.items(), key=lambda item: not item[1].value.is_cuda)
+        groups = [
+            [item for item in ordered if item[1].reduce != "max"],
+            [item for item in ordered if item[1].reduce == "max"],
+        ]
+        reduced = world.sum_and_maximum(*(self._flatten(group) for group in groups))
+        found: dict[str, torch.Tensor] = {}
+        for flat, group in zip(reduced, groups, strict=True):
+            sizes = [entry.value.numel() for _, entry in group]
+            for (name, entry), values in zip(group, flat.split(sizes), strict=True):
+                if entry.reduce == "mean":
+                    values = values / (world.size * entry.count)
+                found[name] = values.view(entry.value.shape)
+        return found
+
+    def _flatten(self, group: list[tuple[str, _Entry]]) -> torch.Tensor:
+        """The values of a group as float64 [n] on the device."""
+        values = [entry.value.reshape(-1) for _, entry in group]
+        on_device = [value for value in values if value.is_cuda]
+        on_host = [value for value in values if not value.is_cuda]
+        if on_host or not values:
+            on_device.append(to_device(torch.cat([_EMPTY, *on_host]), self._device))
+        return torch.cat(on_device)

@@ -1,0 +1,46 @@
+"""The timeline of a run says if it ends before the run does."""
+
+import json
+from types import SimpleNamespace
+
+import torch
+
+from megafrontier.config import Config
+from megafrontier.partition.comm import trace
+from megafrontier.partition.comm.ledger import Ledger
+from megafrontier.training.callbacks import save
+from megafrontier.training.callbacks.log import TraceWriter
+from megafrontier.training.logging.sinks import JsonLines
+from tests import runs
+
+
+def test_bars_that_a_trace_has_no_room_for_are_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "LARGEST", 3)
+    config, said = Config(), []
+    config.run.directory, config.log.trace = str(tmp_path), True
+    engine = SimpleNamespace(
+        ledger=Ledger(["world"], torch.device("cpu")), finish_publishing=lambda: None
+    )
+    run_logger = SimpleNamespace(info=said.append)
+    trainer = SimpleNamespace(config=config, is_first=True, engine=engine, run_logger=run_logger)
+    for bars in (3, 5):
+        writer = TraceWriter(trainer)
+        for _ in range(bars):
+            engine.ledger.trace.add("world", "gather", 0.0, 1.0)
+        writer.at_end(trainer)
+        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        assert sum(event["ph"] == "X" for event in events) == 3
+    assert said == [f"{tmp_path}/trace.json ends before the run: 2 bars too many"]
+
+
+def test_metrics_are_on_the_disk_before_a_checkpoint_that_goes_on_after_them(
+    config_file, monkeypatch
+):
+    order = []
+    sync, save_trainer = JsonLines.sync, save.save_trainer
+    monkeypatch.setattr(JsonLines, "sync", lambda self: (order.append("sync"), sync(self)))
+    monkeypatch.setattr(
+        save, "save_trainer", lambda trainer: (order.append("save"), save_trainer(trainer))[1]
+    )
+    runs.run(config_file, None, *runs.ONE, "train.steps=2", "checkpoint.every=1")
+    assert order == ["sync", "save"] * 2

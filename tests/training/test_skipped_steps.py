@@ -1,0 +1,253 @@
+"""A step that is not finite, a spike or without a target changes no weight, on all ranks alike."""
+
+import math
+import os
+import signal
+
+import pytest
+import torch
+
+from megafrontier.cli import main
+from megafrontier.common.errors import STOPPED
+from megafrontier.common.signals import stops_remembered
+from megafrontier.launch.main import train
+from megafrontier.training import loop
+from megafrontier.training.callbacks.evaluate import evaluate
+from megafrontier.training.loop import train_step
+from tests import runs
+from tests.data.corpora import write_corpus
+from tests.ranks import run_ranks
+
+STEPS = ("train.steps=10", "evaluate.batches=0")
+SPIKES = ("train.steps=12", "evaluate.batches=0", "machine=laptop", "train.spike_window=4")
+
+
+def skipped_lines(lines):
+    return [line for line in lines if line.get("skipped")]
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+
+
+def test_one_ranks_nan_is_skipped_by_all_ranks_and_logged_with_its_samples(
+    config_file, tmp_path, multiply_loss
+):
+    multiply_loss(math.nan, 32, 63, 100, 120)
+    lines = runs.run(config_file, 4, *STEPS, "train.nonfinite_limit=3", "partition.wires=low")
+    skipped = {line["step"]: line["samples"] for line in skipped_lines(lines)}
+    assert skipped == {3: [32, 48], 4: [48, 64], 7: [96, 112], 8: [112, 128]}
+    for line in lines:
+        assert (line["loss"] is None) == (line["step"] in skipped)
+    kept = [line["loss"] for line in lines if line["loss"] is not None]
+    assert kept[-1] < kept[0]
+    assert runs.log(tmp_path / "run").count("skipped: loss or gradient not finite") == 4
+
+
+def test_a_skipped_step_changes_nothing_and_the_next_one_goes_on(config_file):
+    config = runs.load(config_file, *STEPS)
+
+    def state(trainer):
+        moments = trainer.optimizer.moments.values()
+        masters = [unit.master for unit in trainer.engine.units]
+        tensors = [*masters, *(t for shards in moments for t in shards)]
+        # The loss shows the computing weights, which the engine refreshes when it likes.
+        loss = evaluate(trainer.model, trainer.valid_loader, trainer.hierarchy, 1).loss
+        return [tensor.clone() for tensor in tensors], (trainer.optimizer.steps, loss)
+
+    def body(hierarchy):
+        with runs.open_trainer(config, hierarchy) as trainer:
+            train_step(trainer)
+            before, expected = state(trainer)
+            forward = trainer.model.head.forward
+            if hierarchy.rank == 2:
+                trainer.model.head.forward = lambda *a: forward(*a) * torch.inf
+            skipped = train_step(trainer)
+            trainer.model.head.forward = forward
+            after, found = state(trainer)
+            result = train_step(trainer)
+            same = all(map(torch.equal, before, after)) and found == expected
+            return same, skipped.skipped, result.skipped, trainer.step, trainer.tokens, result.loss
+
+    found = run_ranks((2, 2, 1), body)
+    assert [rank[:5] for rank in found] == [(True, True, False, 3, 3 * 256)] * 4
+    assert len({rank[5] for rank in found}) == 1
+
+
+@pytest.mark.parametrize("strategy", ["topo", "zero1"])
+def test_a_skipped_step_leaves_no_errors_for_the_next(config_file, strategy):
+    """A spike's rounding error, fed back, would be larger than the next gradient. With zero1 there
+    are errors of two levels."""
+    # So wide that no rank sends only padding, which has no error.
+    chosen = (f"partition.strategy={strategy}", "partition.wires=low", "model.ffn_hidden=48")
+    config = runs.load(config_file, *chosen, "evaluate.batches=0")
+
+    def body(hierarchy):
+        sizes = []
+        with runs.open_trainer(config, hierarchy) as trainer:
+            detect = trainer.spikes.detect
+            for is_spike in (0.0, 1.0):
+                trainer.spikes.detect = lambda *found, spike=is_spike: detect(*found) + spike
+                assert train_step(trainer).skipped == bool(is_spike)
+                errors = (
+                    error
+                    for unit in trainer.engine.units
+                    for error in unit.feedback.errors.values()
+                )
+                sizes.append(sum(float(error.abs().sum()) for error in errors))
+        return sizes
+
+    for after_a_step, after_a_skipped_one in run_ranks((2, 2, 2), body):
+        assert after_a_step > 0
+        assert after_a_skipped_one == 0
+
+
+def test_checkpoints_of_sound_weights_are_not_replaced_by_those_of_a_broken_run(
+    config_file, tmp_path, multiply_loss
+):
+    """By the time a run ends because of its losses, it would keep no other checkpoints."""
+    multiply_loss(math.nan, 48, 64, 80)  # steps 4 to 6
+    keep = ("checkpoint.every=2", "checkpoint.keep=2", "train.nonfinite_limit=4")
+    runs.run(config_file, 4, *STEPS, *keep, "train.steps=8", "train.stop_at=6")
+    # The last one may be sound, and would be lost otherwise; no other was deleted for it.
+    assert checkpoints(tmp_path) == ["step-00000002", "step-00000006"]
+    log = runs.log(tmp_path / "run")
+    assert log.count("no checkpoint at step 4, whose loss is not finite: after the next") == 1
+
+
+def test_a_request_to_stop_among_broken_steps_keeps_the_sound_checkpoint(
+    config_file, tmp_path, multiply_loss, monkeypatch
+):
+    """Also if none of these steps was due to be saved."""
+    multiply_loss(math.nan, *range(48, 128, 16))  # steps 4 and later
+    start_step = loop.start_step
+
+    def stopped(trainer, *others):
+        if trainer.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return start_step(trainer, *others)
+
+    monkeypatch.setattr(loop, "start_step", stopped)
+    keep = ("checkpoint.every=3", "checkpoint.keep=1", "train.nonfinite_limit=4")
+    with stops_remembered():
+        assert train(runs.load(config_file, *STEPS, *keep, "machine=laptop"), 1) == STOPPED
+    assert checkpoints(tmp_path) == ["step-00000003", "step-00000005"]
+
+
+def test_a_checkpoint_that_was_due_is_made_up_for_at_the_next_finite_loss(
+    config_file, tmp_path, multiply_loss
+):
+    multiply_loss(math.nan, 48, 64)  # steps 4 and 5
+    runs.run(config_file, 2, *STEPS, "checkpoint.every=4", "checkpoint.keep=0", "train.steps=7")
+    assert checkpoints(tmp_path) == ["step-00000006", "step-00000007"]
+
+
+def test_fp16_finds_its_scale_alike_on_all_ranks_and_then_learns(config_file):
+    config = runs.load(
+        config_file, "train.precision=fp16", f"train.loss_scale={2.0**32}", "train.steps=100",
+        "train.micro_batch=4",
+    )  # fmt: skip
+
+    def body(hierarchy):
+        results, scales, unchanged = [], [], []
+        with runs.open_trainer(config, hierarchy) as trainer:
+            for _ in range(45):
+                before = [unit.master.clone() for unit in trainer.engine.units]
+                results.append(train_step(trainer))
+                scales.append(trainer.loss_scale.scale.item())
+                now = [unit.master for unit in trainer.engine.units]
+                unchanged.append(all(map(torch.equal, before, now)))
+        return [r.skipped for r in results], scales, unchanged, [r.loss for r in results]
+
+    found = run_ranks((2, 2, 1), body)
+    skipped, scales, unchanged, losses = found[0]
+    assert all(rank[:3] == found[0][:3] for rank in found)
+    count = skipped.index(False)
+    assert 5 < count < 35
+    assert unchanged == skipped
+    for step, scale in enumerate(scales[:count], start=1):
+        assert scale == 2.0 ** (32 - step)
+    assert losses[-1] < losses[0] - 0.2
+
+
+def test_fp16_trains_from_the_default_scale_and_writes_it(config_file):
+    chosen = ("train.precision=fp16", "train.steps=12", "evaluate.batches=0")
+    lines = runs.run(config_file, 4, *chosen)
+    found = [line["loss"] for line in lines if line["loss"] is not None]
+    assert found[-1] < found[0] - 0.1
+    assert all(line["loss_scale"] >= 1 for line in lines)
+
+
+def test_a_spike_is_skipped_and_logged_with_its_samples(config_file, tmp_path, multiply_loss):
+    multiply_loss(100, 6 * 16 + 9)  # in the seventh step, on one rank
+    lines = runs.run(config_file, 2, *SPIKES, "train.spike_loss=2")
+    (skipped,) = skipped_lines(lines)
+    assert (skipped["step"], skipped["samples"], skipped["spike"]) == (7, [96, 112], True)
+    assert skipped["loss"] > 5 * lines[5]["loss"]
+    log = runs.log(tmp_path / "run")
+    assert "skipped: spike in loss or gradient" in log
+    assert "step 7 changed no weight; it read samples 96 to 111, which data.skip=[[6,7]] " in log
+    directory = f"run.directory={tmp_path}/without"
+    without = runs.losses(runs.run(config_file, 2, *SPIKES, directory, "data.skip=[[6,7]]"))
+    # Without these samples, later steps move up by one; only the step of the schedule differs.
+    losses = runs.losses(lines)
+    assert without[:7] == pytest.approx(losses[:6] + losses[7:8])
+
+
+def test_the_spike_rule_goes_on_after_a_restart(config_file, tmp_path, multiply_loss):
+    multiply_loss(100, 8 * 16 + 3)
+    chosen = (*SPIKES, "train.spike_grad_norm=3")
+    unbroken = runs.run(config_file, 2, *chosen, f"run.directory={tmp_path}/unbroken")
+    assert [line["step"] for line in skipped_lines(unbroken)] == [9]
+    runs.run(config_file, 2, *chosen, "train.stop_at=7")
+    resumed = runs.run(config_file, 2, *chosen)
+    assert runs.losses(resumed) == runs.losses(unbroken)
+    assert [line["step"] for line in skipped_lines(resumed)] == [9]
+
+
+MASK = ("machine=laptop", "data.document_mask=true", "log.every=1")
+
+
+@pytest.fixture
+def one_token_documents(tmp_path):
+    """A corpus in which no token has a target, with a document mask."""
+    return write_corpus(tmp_path / "ones", [[[i % 61]] for i in range(400)])
+
+
+def test_a_step_without_a_target_is_skipped_and_counted(config_file, tmp_path):
+    """Eight windows of documents of one token, and eight of one long document."""
+    documents = [[[i % 61]] for i in range(128)] + [[[i % 61 for i in range(129)]]]
+    path = write_corpus(tmp_path / "half", documents)
+    chosen = ("train.global_batch=1", "train.steps=16", "data.split=[1,0]", "evaluate.batches=0")
+    limit = "train.nonfinite_limit=1"  # these steps do not count
+    lines = runs.run(config_file, 1, *MASK, *chosen, limit, f"data.train=[{{path: {path}}}]")
+    skipped = skipped_lines(lines)
+    assert len(lines) == 16
+    assert [line["loss"] for line in skipped] == [None] * 8
+    assert all(line["loss"] > 0 for line in lines if line not in skipped)
+    assert lines[-1]["tokens"] == 8 * 16
+    log = runs.log(tmp_path / "run")
+    assert log.count("skipped: no token has a target") == 8
+    assert "loss 0.000" not in log
+
+
+def test_the_loss_scale_ignores_a_step_without_a_target(config_file, one_token_documents):
+    chosen = ("train.steps=2", "train.precision=fp16", "train.loss_scale=1024", "data.split=[1,0]")
+    corpus = f"data.train=[{{path: {one_token_documents}}}]"
+    lines = runs.run(config_file, 1, *MASK, *chosen, corpus, "evaluate.batches=0")
+    assert [line["loss_scale"] for line in lines] == [1024, 1024]
+
+
+def test_an_evaluation_without_a_target_has_no_loss(
+    config_file, tmp_path, one_token_documents, capfd
+):
+    valid = f"data.valid=[{{path: {one_token_documents}}}]"
+    lines = runs.run(config_file, 2, *MASK, "train.steps=2", valid)
+    assert runs.valid_losses(lines) == []
+    reason = "evaluate.batches: 1, no token in them has a target"
+    assert f"step 2: nothing to evaluate: {reason}" in runs.log(tmp_path / "run")
+    capfd.readouterr()
+    assert main(["evaluate", str(tmp_path / "run"), valid, "--nproc", "2"]) == 2
+    output = capfd.readouterr()
+    assert output.out == ""
+    assert output.err == f"megafrontier: {reason}; need documents of 2 tokens or more\n"
