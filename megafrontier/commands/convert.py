@@ -41,7 +41,7 @@ from megafrontier.model.flops import parameter_shapes
 from megafrontier.model.gpt import GPT
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
-from megafrontier.partition.wires.wire import DTYPES
+from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.training.callbacks.save import attach_tokenizer
 from megafrontier.training.device import explain_out_of_memory
 from megafrontier.training.preview import check_vocabulary

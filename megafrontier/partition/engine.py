@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from megafrontier.parallel.hierarchy import Hierarchy
-from megafrontier.partition.comm.collectives import Moves
+from megafrontier.partition.comm.collectives import LevelCollectives
 from megafrontier.partition.comm.ledger import Ledger
-from megafrontier.partition.comm.streams import Lanes, Policy
+from megafrontier.partition.comm.streams import CommStreams, Policy
 from megafrontier.partition.hooks import ModuleHooks
 from megafrontier.partition.placement import Placement, error_levels, traffic_bytes
 from megafrontier.partition.unit import InitialSlice, Unit
@@ -110,9 +110,11 @@ class Engine:
         self._policy: Policy = overlap if hierarchy.size > 1 else "none"
         self._prefetch = 0 if self._policy == "none" else prefetch
         levels = len(hierarchy.levels.sizes)
-        in_lanes = "safe" if check_order and self._policy == "full" else self._policy
-        self._lanes = Lanes(in_lanes, levels, hierarchy.device, hierarchy.arbiter)
-        self._moves = Moves(hierarchy, wires, self.ledger, self._lanes, check_order)
+        stream_policy = "safe" if check_order and self._policy == "full" else self._policy
+        self._streams = CommStreams(stream_policy, levels, hierarchy.device, hierarchy.arbiter)
+        self._collectives = LevelCollectives(
+            hierarchy, wires, self.ledger, self._streams, check_order
+        )
 
     def init_units(
         self,
@@ -135,7 +137,13 @@ class Engine:
         for name, _, parameters in owned:
             decayed = [named for named in parameters if decay(named[0])]
             unit = Unit(
-                name, parameters, decayed, self.placement, self._moves, self.pool, feedback_levels
+                name,
+                parameters,
+                decayed,
+                self.placement,
+                self._collectives,
+                self.pool,
+                feedback_levels,
             )
             unit.initialise(initial)
             self.units.append(unit)
@@ -143,16 +151,17 @@ class Engine:
         modules = [module for _, module, _ in owned]
         mark_sharded(model, [model, *modules], all(u.computes_with_masters for u in self.units))
         self._hooks = ModuleHooks(
-            self.units, modules, self._moves, self.ledger, self._policy, prefetch
+            self.units, modules, self._collectives, self.ledger, self._policy, prefetch
         )
-        self._lanes.outlive(self._hooks)  # which has the units, and lives in the model's hooks
+        # The hooks hold the units, and the model holds the hooks.
+        self._streams.drain_before_freeing(self._hooks)
         self._broadcast_weights(from_masters=True)
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes that this rank holds beside its state, in the same buffers in each step: whole
         units, their gradients on the way, and messages."""
-        return self.pool.held_bytes + self._moves.held_bytes
+        return self.pool.held_bytes + self._collectives.held_bytes
 
     def step_bytes(self, micro_batches: int, wires: Wires | None = None) -> list[int]:
         """Bytes this rank sends over each level in an optimizer step, by the formula; with `wires`,
@@ -198,7 +207,7 @@ class Engine:
             for unit in self.units:
                 if not unit.is_finishing:
                     unit.start_finishing()
-            self._moves.end_sums()
+            self._collectives.finish_replica_sums()
             return [unit.finish_gradient() for unit in self.units]
 
     def finish_step(self, skip: torch.Tensor, error_scale: torch.Tensor | float = 1.0) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from megafrontier.partition.comm.collectives import Moves
+from megafrontier.partition.comm.collectives import LevelCollectives
 from megafrontier.partition.layout import Layout
 
 
@@ -16,12 +16,12 @@ class ErrorFeedback:
     def __init__(
         self,
         layout: Layout,
-        moves: Moves,
+        collectives: LevelCollectives,
         depth: int,
         errors: dict[int, torch.Tensor],
     ) -> None:
         """`depth` is that of the optimizer state."""
-        self._layout, self._moves, self._depth = layout, moves, depth
+        self._layout, self._collectives, self._depth = layout, collectives, depth
         self.errors = errors
 
     @property
@@ -30,7 +30,7 @@ class ErrorFeedback:
         if not self.errors:
             return None
         first = min(self.errors)
-        return self._moves.inside(self.errors[first], first, self._depth)
+        return self._collectives.local_slice(self.errors[first], first, self._depth)
 
     def scale(self, factor: torch.Tensor | float) -> None:
         """Multiply all errors by `factor` []."""
@@ -49,7 +49,7 @@ class ErrorFeedback:
         number of ranks takes it up. Where the optimizer is replicated the first replica has it.
         """
         totals = [
-            self._moves.reduce_exactly(
+            self._collectives.reduce_exact(
                 error, level, self._depth, f"fold {self._layout.name}"
             ).wait()
             for level, error in self.errors.items()
@@ -58,7 +58,7 @@ class ErrorFeedback:
             return
         total = torch.stack(totals).sum(0)  # each lay where the errors do
         self.clear()
-        if self._moves.hierarchy.is_first_replica(self._depth):
+        if self._collectives.hierarchy.is_first_replica(self._depth):
             self.error.copy_(total)
-            own = self._layout.bounds(*self._moves.hierarchy.shard_index(self._depth))
+            own = self._layout.bounds(*self._collectives.hierarchy.shard_index(self._depth))
             self.error[self._layout.padding_within(*own)].zero_()  # checkpoints hold parameters

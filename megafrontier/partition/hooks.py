@@ -15,7 +15,7 @@ from torch import nn
 
 from megafrontier.common.errors import UserError
 from megafrontier.partition.backward_order import Run, Runs
-from megafrontier.partition.comm.collectives import Moves
+from megafrontier.partition.comm.collectives import LevelCollectives
 from megafrontier.partition.comm.ledger import Ledger
 from megafrontier.partition.comm.streams import Policy
 from megafrontier.partition.unit import ROOT, Phase, Unit
@@ -35,7 +35,7 @@ class ModuleHooks:
         self,
         units: Sequence[Unit],
         modules: Sequence[nn.Module],
-        moves: Moves,
+        collectives: LevelCollectives,
         ledger: Ledger,
         policy: Policy,
         prefetch: int,
@@ -45,7 +45,7 @@ class ModuleHooks:
         self.units = units
         self.reducing: deque[Unit] = deque()
         """Units whose gradient is on its way to its shard, oldest first."""
-        self._moves = moves
+        self._collectives = collectives
         self._ledger = ledger
         self._policy = policy
         self._prefetch = prefetch
@@ -64,7 +64,7 @@ class ModuleHooks:
         self._last = {*roots, *in_turns[-1 - prefetch :]}
         for index, (unit, module) in enumerate(zip(units, modules, strict=True)):
             # One rank, whose weights are never away, has nothing to gather and no order to keep.
-            if moves.hierarchy.size > 1 or not unit.is_persistent:
+            if collectives.hierarchy.size > 1 or not unit.is_persistent:
                 self._attach(module, index)
             for number, parameter in enumerate(unit.parameters):
                 parameter.register_post_accumulate_grad_hook(self._on_gradient(index, number))
@@ -275,7 +275,7 @@ class ModuleHooks:
             with self._ledger.waiting(f"reduce {self.reducing[0].name}"):
                 self.reducing.popleft().finish_reducing()
         if self._prefetch and next_index >= 0 and not self.units[next_index].is_stale:
-            with self._moves.woven():
+            with self._collectives.interleaved():
                 self.units[next_index].start_unshard()
                 unit.start_reducing()
         else:

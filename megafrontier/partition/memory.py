@@ -8,7 +8,7 @@ from math import prod
 import torch
 
 from megafrontier.parallel.hierarchy import Levels
-from megafrontier.partition.comm.delta import levels_of_changes
+from megafrontier.partition.comm.delta import delta_levels
 from megafrontier.partition.comm.streams import Policy
 from megafrontier.partition.placement import Placement
 from megafrontier.partition.wires.wire import Wire, Wires
@@ -82,7 +82,7 @@ class MessageBuffers:
     @property
     def _changes(self) -> list[int]:
         start, stop = self.placement.optimizer, self.placement.backward_weights
-        return levels_of_changes(self.wires, self.levels.sizes, start, stop)
+        return delta_levels(self.wires, self.levels.sizes, start, stop)
 
     def _difference(self, numel: int, changes: Sequence[int]) -> Iterator[Need]:
         own = numel // prod(self.levels.sizes[: self.placement.optimizer])
@@ -107,11 +107,11 @@ class MessageBuffers:
 
     def _reduce(self, level: int, piece: int, dtype: torch.dtype) -> Iterator[Need]:
         wire, size = self.wires.reduce[level], self.levels.sizes[level]
-        rows = size - wire.is_low_bit
+        rows = size - wire.codec.is_quantized
         yield level, "received", wire.codec.message_bytes(piece) * rows
         if wire.codec.dtype is not dtype:
             yield level, "sent", wire.codec.message_bytes(piece) * rows
-        if wire.is_low_bit and dtype is not torch.float32:
+        if wire.codec.is_quantized and dtype is not torch.float32:
             yield level, "own", piece * dtype.itemsize
 
     def _passed_on(self, numels: Sequence[int]) -> int:

@@ -133,7 +133,7 @@ def error_levels(placement: Placement, levels: Levels, wires: Wires) -> list[int
     return [
         level
         for level in placement.on(levels).error_feedback_levels
-        if levels.sizes[level] > 1 and wires.reduce[level].is_low_bit
+        if levels.sizes[level] > 1 and wires.reduce[level].codec.is_quantized
     ]
 
 

@@ -25,7 +25,7 @@ def choose_wires(
         tuple(make_wire(name) for name in gather),
         tuple(make_wire(name, rotates) for name in reduce),
     )
-    if config.rotation and not any(wire.is_low_bit for wire in wires.reduce):
+    if config.rotation and not any(wire.codec.is_quantized for wire in wires.reduce):
         raise UserError(
             "partition.wires.rotation: true, but no level has a wire of few bits for gradients; "
             "leave it out"
@@ -41,7 +41,9 @@ def has_error_feedback(
     any."""
 
     def has_errors(placement: Placement) -> bool:
-        return any(wires.reduce[level].is_low_bit for level in placement.error_feedback_levels)
+        return any(
+            wires.reduce[level].codec.is_quantized for level in placement.error_feedback_levels
+        )
 
     if config.error_feedback and not has_errors(placement):
         raise UserError(

@@ -7,8 +7,8 @@ from functools import cached_property, partial
 import torch
 from torch import nn
 
-from megafrontier.partition.comm.collectives import Moves
-from megafrontier.partition.comm.pending import Slot
+from megafrontier.partition.comm.collectives import LevelCollectives
+from megafrontier.partition.comm.streams import AsyncChain
 from megafrontier.partition.error_feedback import ErrorFeedback
 from megafrontier.partition.flat_gradient import FlatGradient
 from megafrontier.partition.layout import Layout
@@ -46,7 +46,7 @@ class Unit:
         parameters: Sequence[Named],
         decayed: Sequence[Named],
         placement: Placement,
-        moves: Moves,
+        collectives: LevelCollectives,
         pool: UnitBufferPool,
         feedback_levels: Sequence[int],
     ) -> None:
@@ -54,11 +54,11 @@ class Unit:
         `feedback_levels` are the levels with error feedback."""
         first = {parameter for parameter, _ in decayed}
         ordered = [*decayed, *(named for named in parameters if named[0] not in first)]
-        hierarchy = moves.hierarchy
+        hierarchy = collectives.hierarchy
         self.name = name
         self.placement = placement
         self.layout = Layout.build(name, ((n, p.shape) for n, p in ordered), hierarchy.size)
-        self._moves = moves
+        self._collectives = collectives
         self._pool = pool
         self.is_persistent = placement.backward_weights == 0
         self._buffer = self._choose_buffer()
@@ -67,14 +67,14 @@ class Unit:
         self.phase = Phase.RESHARDED
         self.is_stale = False
         self._lent: torch.Tensor | None = None
-        self._finished: Slot | None = None
+        self._finished: AsyncChain | None = None
         self.is_finishing = False
         """Whether the step's gradient has begun to be reduced to the optimizer level: what came
         after it would be added to a sum over all ranks."""
         self._allocate(feedback_levels)
-        self._publishing = Slot(self.weights, f"publish {name}")
-        self._gathering = Slot(self.weights, f"gather {name}")
-        self._reducing = Slot(self.gradient, f"reduce {name}")
+        self._publishing = AsyncChain(self.weights, f"publish {name}")
+        self._gathering = AsyncChain(self.weights, f"gather {name}")
+        self._reducing = AsyncChain(self.gradient, f"reduce {name}")
         self._flat = FlatGradient(self.layout)
         self.clear_gradient()
         self._parameters = Parameters(self.layout, pool.dtype, pool.device)
@@ -99,10 +99,10 @@ class Unit:
             self.full if self.computes_with_masters else self._empty(place.optimizer, torch.float32)
         ).zero_()
         errors = {level: self._empty(level, torch.bfloat16).zero_() for level in feedback_levels}
-        self.feedback = ErrorFeedback(self.layout, self._moves, place.optimizer, errors)
+        self.feedback = ErrorFeedback(self.layout, self._collectives, place.optimizer, errors)
 
     def _empty(self, depth: int, dtype: torch.dtype) -> torch.Tensor:
-        _, pieces = self._moves.hierarchy.shard_index(depth)
+        _, pieces = self._collectives.hierarchy.shard_index(depth)
         return torch.empty(self.layout.numel // pieces, dtype=dtype, device=self._pool.device)
 
     @cached_property
@@ -118,7 +118,9 @@ class Unit:
     @property
     def range(self) -> tuple[int, int]:
         """[start, stop) of this rank's optimizer shard in the flat buffer."""
-        return self.layout.bounds(*self._moves.hierarchy.shard_index(self.placement.optimizer))
+        return self.layout.bounds(
+            *self._collectives.hierarchy.shard_index(self.placement.optimizer)
+        )
 
     @property
     def decay_stop(self) -> int:
@@ -138,7 +140,7 @@ class Unit:
     def published(self) -> torch.Tensor:
         """This rank's optimizer shard of the weights as all ranks last saw them."""
         place = self.placement
-        return self._moves.inside(self.weights, place.backward_weights, place.optimizer)
+        return self._collectives.local_slice(self.weights, place.backward_weights, place.optimizer)
 
     def mark_stale(self) -> None:
         """The masters have changed, so the copies are out of date: until the next publication a
@@ -154,7 +156,7 @@ class Unit:
         self.is_stale = False
         if self.computes_with_masters:
             return
-        self._publishing = self._moves.publish(
+        self._publishing = self._collectives.publish(
             self.master,
             self.weights,
             place.optimizer,
@@ -183,7 +185,7 @@ class Unit:
         a run, or its resumption."""
         self.is_stale = False
         depth = self.placement.backward_weights
-        placed = self._moves.place(
+        placed = self._collectives.gather_exact(
             self.weights, self.placement.optimizer, depth, f"place {self.name}"
         )
         placed.wait()
@@ -198,13 +200,13 @@ class Unit:
             self.start_publishing()
         if not self.is_persistent:
             self._buffer.acquire(self)
-            self._gathering = self._moves.gather(
+            self._gathering = self._collectives.gather(
                 self.weights,
                 self.full,
                 self.placement.backward_weights,
                 0,
                 self._gathering.label,
-                self._publishing.ticket,
+                self._publishing.work,
             )
         self._parameters.show(self.full)
 
@@ -271,10 +273,12 @@ class Unit:
         if self._flat.whole is None:
             self._start_gradient()
         self._lent = self._flat.complete()
-        slot = self._moves.reduce(self._lent, 0, depth, self._reducing.label, self.feedback.errors)
-        self._moves.then(slot, depth - 1, partial(self._accumulate, self._is_fresh))
+        chain = self._collectives.reduce(
+            self._lent, 0, depth, self._reducing.label, self.feedback.errors
+        )
+        self._collectives.then(chain, depth - 1, partial(self._accumulate, self._is_fresh))
         self._is_fresh = False
-        self._reducing = slot
+        self._reducing = chain
 
     def _accumulate(self, is_first: bool, reduced: torch.Tensor) -> torch.Tensor:
         return self.gradient.copy_(reduced) if is_first else self.gradient.add_(reduced)
@@ -296,15 +300,15 @@ class Unit:
             self._flat.complete()
         elif self._is_fresh:
             self.gradient.zero_()
-        self._finished = self._moves.reduce(
+        self._finished = self._collectives.reduce(
             self.gradient,
             place.gradients,
             place.optimizer,
             f"finish {self.name}",
             self.feedback.errors,
-            self._reducing.ticket,
+            self._reducing.work,
         )
-        self._moves.sum_replicas(self._finished, place.optimizer)
+        self._collectives.sum_over_replicas(self._finished, place.optimizer)
 
     def finish_gradient(self) -> torch.Tensor:
         """What `start_finishing` has begun: the sum over all ranks and micro-batches of this rank's

@@ -12,8 +12,8 @@ from megafrontier.config import Config
 from megafrontier.model.kernels.backends import attention_backend, uncompilable_attention
 from megafrontier.model.recompute.compile import missing_compiler
 from megafrontier.parallel.world import World
-from megafrontier.partition.wires.block import BlockCodec, missing_kernels
-from megafrontier.partition.wires.wire import DTYPES, Wires
+from megafrontier.partition.wires.registry import DTYPES, missing_kernels
+from megafrontier.partition.wires.wire import Wires
 
 _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _TRIAL_BYTES = 2**20
@@ -54,7 +54,7 @@ def reason_not_compiled(config: Config, world: World) -> str | None:
 
 def describe_kernels(config: Config, world: World, wires: Wires) -> Iterator[str]:
     """One line about the kernels, after warnings if they are not the requested ones."""
-    codecs = {w.codec for w in (*wires.gather, *wires.reduce) if isinstance(w.codec, BlockCodec)}
+    codecs = {wire.codec for wire in (*wires.gather, *wires.reduce)}
     missing = world.first_error(missing_kernels(world.device.type, codecs))
     if missing is not None:
         yield f"warning: partition.wires: {missing}; encoded by plain torch, which takes longer"

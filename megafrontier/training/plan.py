@@ -10,7 +10,7 @@ from megafrontier.partition import Placement, Wires
 from megafrontier.partition.memory import MessageBuffers, unit_buffer_bytes
 from megafrontier.partition.placement import node_depth, state_bytes
 from megafrontier.partition.presets import choose_wires, has_error_feedback
-from megafrontier.partition.wires.wire import DTYPES
+from megafrontier.partition.wires.registry import DTYPES
 
 GIB = 2**30
 

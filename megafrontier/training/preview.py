@@ -140,7 +140,7 @@ def describe_wires(config: Config, plan: RunPlan) -> str:
     reduce = plan.wires.reduce
     gathered = formats(plan.wires.gather, (i for i in crossed if i < placement.optimizer))
     line = f"wires: weights {gathered}; gradients {formats(reduce, crossed)}"
-    if any(reduce[i].rotates for i in crossed):
+    if any(reduce[i].codec.rotates for i in crossed):
         line += ", rotated"
     feedback = error_levels(placement, levels, plan.wires) if plan.error_feedback else []
     if feedback:

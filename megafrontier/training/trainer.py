@@ -23,7 +23,7 @@ from megafrontier.optim.spikes import SpikeRule
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.parallel.world import World
 from megafrontier.partition import Engine, shard
-from megafrontier.partition.wires.wire import DTYPES
+from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.training.device import reason_not_compiled
 from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.plan import RunPlan

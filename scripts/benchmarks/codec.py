@@ -15,17 +15,18 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 from measuring import at_least, in_a_folder
 
 from megafrontier.common.buffers import Workspace
-from megafrontier.partition.wires.block import INT4, INT8, BlockCodec, missing_kernels
+from megafrontier.partition.wires.block import INT4, INT8, BlockCodec
+from megafrontier.partition.wires.registry import missing_kernels
 from megafrontier.partition.wires.wire import Wire
 
 CODECS = {"int8": INT8, "int4": INT4}
-ROTATING = {f"{name} rotated": replace(codec, rotates=True) for name, codec in CODECS.items()}
+ROTATING = {f"{name} rotated": codec.with_rotation() for name, codec in CODECS.items()}
 BAR = 0.70
 """Of the copy bandwidth, at the largest size."""
 

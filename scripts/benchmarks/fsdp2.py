@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from megafrontier.config import Config
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.model.gpt import GPT
-from megafrontier.partition.wires.wire import DTYPES
+from megafrontier.partition.wires.registry import DTYPES
 
 
 class Fsdp2:

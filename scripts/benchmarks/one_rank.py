@@ -20,7 +20,7 @@ from megafrontier.launch.main import joined
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise, parameter_kind
 from megafrontier.optim.schedule import learning_rate
-from megafrontier.partition.wires.wire import DTYPES
+from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.training.loop import train_step
 from megafrontier.training.preview import check_training
 from megafrontier.training.trainer import Trainer, build_trainer, open_loader

@@ -23,8 +23,9 @@ from megafrontier.launch.main import joined
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
 from megafrontier.parallel.hierarchy import Hierarchy
-from megafrontier.partition.comm.trace import Trace
-from megafrontier.partition.wires.wire import DTYPES, Wires
+from megafrontier.partition.comm.ledger import Trace
+from megafrontier.partition.wires.registry import DTYPES
+from megafrontier.partition.wires.wire import Wires
 from megafrontier.training.loop import train_step
 from megafrontier.training.plan import RunPlan
 from megafrontier.training.step import StepResult

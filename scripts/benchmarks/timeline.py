@@ -15,7 +15,7 @@ from typing import Any
 from measuring import in_a_folder
 
 from megafrontier.common.errors import UserError, exit_on_fatal_error
-from megafrontier.partition.comm.trace import WAITING
+from megafrontier.partition.comm.ledger import WAITING
 from megafrontier.report.draw import level_colours, pyplot
 
 WAITING_COLOUR = "#BBBBBB"

@@ -1,32 +1,32 @@
-"""What tests of codecs share: messages there and back, and the rotation in an order of its own."""
+"""Helpers of codec tests: encode and decode with new memory, and a rotation computed by hand."""
 
 import torch
 
 
-def turn(values, scale):
-    """fp32 [rows, n], each whole block of 128 by the rotation's matrix of ±`scale`: by sums and
-    differences of pairs, an order of additions that no library chooses."""
+def rotate_by_hand(values, scale):
+    """fp32 [rows, n], each whole block of 128 multiplied by the rotation's matrix of ±`scale`: by
+    sums and differences of pairs, in an order that does not depend on a library."""
     whole = values.shape[1] // 128 * 128
-    turned = values[:, :whole].clone()
+    rotated = values[:, :whole].clone()
     half = 1
     while half < 128:
-        pairs = turned.view(values.shape[0], whole // (2 * half), 2, half)
+        pairs = rotated.view(values.shape[0], whole // (2 * half), 2, half)
         first, second = pairs[:, :, 0].clone(), pairs[:, :, 1].clone()
         pairs[:, :, 0], pairs[:, :, 1] = first + second, first - second
         half *= 2
-    reversed_bits = turned.view(-1, *[2] * 7).permute(0, 7, 6, 5, 4, 3, 2, 1)
-    turned = reversed_bits.reshape(turned.shape)
-    return torch.cat([turned * scale, values[:, whole:]], 1)
+    reversed_bits = rotated.view(-1, *[2] * 7).permute(0, 7, 6, 5, 4, 3, 2, 1)
+    rotated = reversed_bits.reshape(rotated.shape)
+    return torch.cat([rotated * scale, values[:, whole:]], 1)
 
 
-def write(codec, values, errors=None, by=None):
-    """Messages [rows, m] of `values` [rows, n] by a codec, or `by` kernels of it."""
+def write(codec, values, errors=None, kernels=None):
+    """Messages [rows, m] of `values` [rows, n], by the codec or by `kernels` of it."""
     shape = values.shape[0], codec.message_bytes(values.shape[1])
     messages = torch.full(shape, 0xA5, dtype=codec.dtype, device=values.device)
-    if by is None:
+    if kernels is None:
         codec.encode(values, messages, errors)
     else:
-        by.encode(codec, values, messages, errors)
+        kernels.encode(codec, values, messages, errors)
     return messages
 
 

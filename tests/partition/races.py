@@ -1,6 +1,8 @@
-"""Whether the computation and the lanes touch the same memory at once, as a device's streams would:
-each operator's bytes are kept with the clock of where it ran, and two that overlap, one of them
-writing, must know of each other."""
+"""Finds races between the computation and the comm streams, as on a device.
+
+The bytes that each operator accesses are kept with the clock of its stream. If two accesses overlap
+and one of them writes, the second must run after the first.
+"""
 
 import traceback
 import weakref
@@ -13,16 +15,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.partition.streams import COMPUTATION, Streams
+from tests.partition.streams import COMPUTATION, SimulatedStreams
 
 
 class Access(NamedTuple):
-    """Bytes `begin` to `end` of a storage, read or written at a time of a lane's clock."""
+    """Bytes [begin, end) of a storage, accessed at a `time` of a stream's clock."""
 
     begin: int
     end: int
     writes: bool
-    lane: int
+    stream: int
     time: int
     name: str
 
@@ -35,48 +37,48 @@ class Access(NamedTuple):
 
 
 @dataclass
-class Races(Streams):
-    """In place of an engine's `Lanes`. `found` names what ran beside what, and the lines of the
-    engine that the second came from."""
+class Races(SimulatedStreams):
+    """Replaces an engine's `CommStreams`. `found` names the two operators of each race, and the
+    engine's lines that the second one came from."""
 
     found: set[tuple[str, str, str]] = field(default_factory=set)
     operators: int = 0
     _accesses: dict[int, list[Access]] = field(default_factory=lambda: defaultdict(list))
 
-    def run(self, number, task, after):
-        ticket = super().run(number, task, after)
-        self._tick(COMPUTATION)  # of what it does from here on the task does not know
-        return ticket
+    def run(self, index, task, after):
+        handle = super().run(index, task, after)
+        self._tick(COMPUTATION)  # the task is not ordered behind what comes next
+        return handle
 
     def _do(self, task):
         task()
 
-    def _tick(self, lane):
-        self._clocks[lane][lane] = self._clocks[lane].get(lane, 0) + 1
+    def _tick(self, stream):
+        self._clocks[stream][stream] = self._clocks[stream].get(stream, 0) + 1
 
     @contextmanager
     def watching(self):
-        """Meanwhile every operator of this thread is seen."""
+        """Check every operator that this thread runs inside."""
         self._tick(COMPUTATION)
         with Operators(self):
             yield
 
     def touch(self, tensor, writes, name):
-        """An operator reads or writes it here, now."""
+        """An operator reads or writes `tensor` here, now."""
         storage, known = tensor.untyped_storage(), self._clocks[self._here]
         key = storage._cdata
         if key not in self._accesses:
             weakref.finalize(storage, self._accesses.pop, key, None)
         new = Access(*_bytes_of(tensor), writes, self._here, known[self._here], name)
         for old in self._accesses[key]:
-            if old.meets(new) and known.get(old.lane, 0) < old.time:
-                self.found.add((_told(old), _told(new), _where()))
-        # What this one covers is not needed: who knows of this knows of that.
+            if old.meets(new) and known.get(old.stream, 0) < old.time:
+                self.found.add((_describe(old), _describe(new), _where()))
+        # An access that this one covers is not needed: what runs after this runs after that.
         self._accesses[key] = [a for a in self._accesses[key] if not new.covers(a)] + [new]
 
 
 class Operators(TorchDispatchMode):
-    """Tells which tensors each operator reads and writes."""
+    """Tells `Races` which tensors each operator reads and writes."""
 
     def __init__(self, races):
         super().__init__()
@@ -87,7 +89,7 @@ class Operators(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         storages = {tensor.untyped_storage()._cdata for tensor in read + written}
         made = [x for x in _tensors(out) if x.untyped_storage()._cdata not in storages]
-        if written or made:  # else it is a view
+        if written or made:  # else it makes a view
             self._races.operators += 1
             for writes, tensors in ((False, read), (True, written + made)):
                 for tensor in tensors:
@@ -96,13 +98,13 @@ class Operators(TorchDispatchMode):
 
 
 def _split(func, args, kwargs):
-    """The tensors that an operator reads, and those that it writes."""
+    """Return the tensors that an operator reads, and those that it writes."""
     found = ([], [])
-    for place, argument in enumerate(func._schema.arguments):
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        # Collectives do not say so, but write their first ones.
+    for position, argument in enumerate(func._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        # The schemas of collectives do not say so, but they write their first argument.
         is_written = (argument.alias_info is not None and argument.alias_info.is_write) or (
-            func.namespace == "c10d" and place == 0
+            func.namespace == "c10d" and position == 0
         )
         found[is_written].extend(_tensors(value))
     return found
@@ -118,8 +120,8 @@ def _bytes_of(tensor):
     return begin * tensor.itemsize, (begin + last + 1) * tensor.itemsize
 
 
-def _told(access):
-    where = "the computation" if access.lane == COMPUTATION else f"lane {access.lane}"
+def _describe(access):
+    where = "the computation" if access.stream == COMPUTATION else f"stream {access.stream}"
     return f"{'write' if access.writes else 'read'} of {access.name} in {where}"
 
 

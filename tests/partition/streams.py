@@ -1,6 +1,8 @@
-"""Lanes that behave as a device's streams do, on a CPU: a task is issued when it is given, and
-counts as running until somebody waits for it. So memory that goes too early is found without a
-device."""
+"""Comm streams that behave on a CPU as a device's streams do.
+
+A task is issued when it is given, and counts as running until somebody waits for it. Memory that is
+freed too early is therefore found without a device.
+"""
 
 import weakref
 from dataclasses import dataclass, field
@@ -14,16 +16,16 @@ from megafrontier.partition.comm.streams import DONE
 from megafrontier.partition.unit_buffers import UnitBuffer
 
 COMPUTATION = -1
-"""The number, among the lanes', of where the model runs."""
+"""The index, among the streams', of where the model runs."""
 Clock = dict[int, int]
-"""Up to which of a lane's tasks something is known to have run, by lane."""
+"""By stream, how many of its tasks are known to have run."""
 
 
 @dataclass
-class Ticket:
-    """Waited for where it is: by the computation, or by the lane whose task comes after."""
+class ClockHandle:
+    """Orders whoever waits, the computation or another stream, behind a task."""
 
-    streams: "Streams"
+    streams: "SimulatedStreams"
     clock: Clock
 
     def wait(self):
@@ -31,9 +33,9 @@ class Ticket:
 
 
 @dataclass
-class Streams:
-    """In place of an engine's `Lanes`. `lost` names what has gone back to the memory of the lane
-    that allocated it while another might still have read or written it."""
+class SimulatedStreams:
+    """Replaces an engine's `CommStreams`. `lost` names memory that went back to the stream that
+    allocated it while another stream could still access it."""
 
     policy: str
     lost: list[str] = field(default_factory=list)
@@ -41,58 +43,58 @@ class Streams:
     _here: int = COMPUTATION
     _homes: dict[int, int] = field(default_factory=dict)
     _uses: dict[int, Clock] = field(default_factory=dict)
-    _private: dict[int, int] = field(default_factory=dict)
+    _workspaces: dict[int, int] = field(default_factory=dict)
 
-    def number(self, level):
+    def index(self, level):
         return level if self.policy == "full" else 0
 
-    def outlive(self, owner):
-        """What goes while something runs is seen here in any case."""
+    def drain_before_freeing(self, owner):
+        """Nothing to do: memory that goes while a task runs is noticed in any case."""
 
-    def run(self, number, task, after):
-        clock = self._clocks.setdefault(number, {})
-        self._here = number
+    def run(self, index, task, after):
+        clock = self._clocks.setdefault(index, {})
+        self._here = index
         self.learn(self._clocks[COMPUTATION])
         if after is not DONE:
             after.wait()
-        clock[number] = clock.get(number, 0) + 1
+        clock[index] = clock.get(index, 0) + 1
         self._do(task)
         self._here = COMPUTATION
-        return Ticket(self, dict(clock))
+        return ClockHandle(self, dict(clock))
 
     def _do(self, task):
-        with Noting(self):
+        with StorageUses(self):
             task()
 
     def learn(self, clock):
-        """What runs here from now on comes after all that."""
-        mine = self._clocks[self._here]
-        for lane, count in clock.items():
-            mine[lane] = max(mine.get(lane, 0), count)
+        """What runs here from now on comes after the tasks of `clock`."""
+        here = self._clocks[self._here]
+        for stream, count in clock.items():
+            here[stream] = max(here.get(stream, 0), count)
 
     def watch(self, monkeypatch):
-        """See what changes hands by itself, too."""
+        """Also notice buffers that change owners without being freed."""
         acquire, release, get = UnitBuffer.acquire, BufferPool.release, Workspace.get
 
-        def acquiring(buffer, owner):
+        def watched_acquire(buffer, owner):
             acquire(buffer, owner)
             self._hand_over(buffer.memory, "a unit's buffer")
 
-        def releasing(buffer_pool, buffer):
+        def watched_release(buffer_pool, buffer):
             self._hand_over(buffer, f"a buffer of {buffer.dtype}")
             release(buffer_pool, buffer)
 
-        def getting(*arguments):
+        def watched_get(*arguments):
             memory = get(*arguments)
             storage = memory.untyped_storage()
-            if id(storage) not in self._private:
-                self._private[id(storage)] = self._here
-                weakref.finalize(storage, self._private.pop, id(storage))
+            if id(storage) not in self._workspaces:
+                self._workspaces[id(storage)] = self._here
+                weakref.finalize(storage, self._workspaces.pop, id(storage))
             return memory
 
-        monkeypatch.setattr(UnitBuffer, "acquire", acquiring)
-        monkeypatch.setattr(BufferPool, "release", releasing)
-        monkeypatch.setattr(Workspace, "get", getting)
+        monkeypatch.setattr(UnitBuffer, "acquire", watched_acquire)
+        monkeypatch.setattr(BufferPool, "release", watched_release)
+        monkeypatch.setattr(Workspace, "get", watched_get)
 
     def _hand_over(self, memory, name):
         key = id(memory.untyped_storage())
@@ -100,19 +102,20 @@ class Streams:
             self._check(key, name)
 
     def note(self, before, after):
-        """An operator of a task has made tensors of others."""
+        """An operator of a task has computed the tensors `after` from those `before`."""
         for storage in _storages(before):
-            self._use(storage, COMPUTATION)  # if no task has made it
+            self._use(storage, COMPUTATION)  # unless a task allocated it
         for storage in _storages(after):
             self._use(storage, self._here)
 
     def _use(self, storage, home):
         key = id(storage)
-        if self._private.get(key, self._here) != self._here:
-            self.lost.append(f"workspace of lane {self._private[key]} in lane {self._here}")
+        if self._workspaces.get(key, self._here) != self._here:
+            self.lost.append(f"workspace of stream {self._workspaces[key]} in {self._here}")
         if key not in self._homes:
             self._homes[key], self._uses[key] = home, {}
-            weakref.finalize(storage, self._gone, key, f"{storage.nbytes()} bytes of lane {home}")
+            name = f"{storage.nbytes()} bytes of stream {home}"
+            weakref.finalize(storage, self._gone, key, name)
         self._uses[key][self._here] = self._clocks[self._here][self._here]
 
     def _gone(self, key, name):
@@ -121,13 +124,13 @@ class Streams:
 
     def _check(self, key, name):
         known = self._clocks[COMPUTATION]
-        for lane, count in self._uses[key].items():
-            if lane != self._homes[key] and known.get(lane, 0) < count:
-                self.lost.append(f"{name} while lane {lane} runs")
+        for stream, count in self._uses[key].items():
+            if stream != self._homes[key] and known.get(stream, 0) < count:
+                self.lost.append(f"{name} while stream {stream} runs")
 
 
-class Noting(TorchDispatchMode):
-    """Tells which memory the operators of a task use."""
+class StorageUses(TorchDispatchMode):
+    """Tells the streams which memory the operators of a task use."""
 
     def __init__(self, streams):
         super().__init__()
@@ -141,4 +144,4 @@ class Noting(TorchDispatchMode):
 
 def _storages(tree):
     tensors = [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
-    return [x.untyped_storage() for x in tensors if x.dim()]  # numbers go by value
+    return [x.untyped_storage() for x in tensors if x.dim()]  # scalars are passed by value

@@ -109,7 +109,7 @@ def test_shared_reused_and_unused_parameters_get_their_summed_gradients(weights,
         pieces = []
         for shard_ in engine.finish_gradients():
             flat = torch.empty(shard_.numel() * 4)
-            engine._moves.gather(shard_, flat, 2, 0, "test").wait()
+            engine._collectives.gather(shard_, flat, 2, 0, "test").wait()
             pieces.append(flat)
         return whole_gradients(engine, pieces)
 

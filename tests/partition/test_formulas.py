@@ -12,7 +12,7 @@ from megafrontier.partition import STRATEGIES, Placement, Wires
 from megafrontier.partition.placement import state_bytes, traffic_bytes
 from megafrontier.partition.presets import choose_wires
 from megafrontier.partition.unit import Phase
-from megafrontier.partition.wires.rotation import rotate, rotate_back
+from megafrontier.partition.wires.block import rotate, rotate_back
 from tests.partition.tiny import (
     LENGTH,
     VOCABULARY,
@@ -22,7 +22,7 @@ from tests.partition.tiny import (
     make_optimizer,
     place,
     pool_formula,
-    watch_crossings,
+    watch_collectives,
 )
 from tests.ranks import make_levels, run_ranks
 
@@ -147,7 +147,7 @@ def test_what_stays_is_gathered_once():
     def body(hierarchy):
         model, engine = place(hierarchy, "zero3", tied=True, prefetch=1)
         gathered = Counter()
-        watch_crossings(engine, lambda _, label: gathered.update([label]))
+        watch_collectives(engine, lambda _, label: gathered.update([label]))
         for step in range(2):
             engine_step(engine, model, make_optimizer(engine), step, 4)
         return {label: n for label, n in gathered.items() if label.startswith("gather")}

@@ -26,7 +26,7 @@ def test_presets_are_what_they_say():
     ]  # fmt: skip
     low = preset("low", "zero3", frontier, "bf16")
     assert not low.have_deltas
-    assert [w.rotates for w in low.reduce] == [False, True, True]
+    assert [w.codec.rotates for w in low.reduce] == [False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_rotation_and_error_feedback_are_as_chosen_and_of_low_else(
     name, strategy, chosen, rotates, feeds_back
 ):
     wires = preset(name, strategy, rotation=chosen)
-    assert [wire.rotates for wire in wires.reduce] == rotates
+    assert [wire.codec.rotates for wire in wires.reduce] == rotates
     config = PartitionConfig(error_feedback=chosen, wires=WiresConfig(preset=name))
     placement = Placement.named(strategy, LEVELS)
     assert has_error_feedback(config, wires, placement, LEVELS) is feeds_back

@@ -1,15 +1,16 @@
-"""No memory is read or written in two places at once where lanes are a device's streams.
+"""The computation and the comm streams never access the same memory at once.
 
-On a CPU races hide: a lane's task has mostly run when the computation goes on.
+A CPU hides such races, because a task has usually run when the computation goes on. Simulated
+streams show them.
 """
 
 import pytest
 import torch
 
 from megafrontier.partition import engine as engine_module
-from megafrontier.partition.wires.wire import DTYPES
+from megafrontier.partition.wires.registry import DTYPES
 from tests.partition.races import Races
-from tests.partition.streams import COMPUTATION, Ticket
+from tests.partition.streams import COMPUTATION, ClockHandle
 from tests.partition.tiny import LEVELS, batch, place, preset
 from tests.ranks import run_ranks
 
@@ -35,7 +36,7 @@ def evaluate(model):
 
 
 def restore(engine):
-    """As a checkpoint does, saved and loaded."""
+    """As saving and loading a checkpoint do."""
     engine.finish_publishing()
     engine.fold_errors()
     for unit in engine.units:
@@ -61,12 +62,12 @@ def train(hierarchy, strategy, name, error_feedback, precision, policy, steps):
 
 
 def races(case, policy, steps=3):
-    """What was found on all eight ranks, and how many operators of the first were seen."""
+    """The races on all ranks, and the number of operators seen on the first one."""
 
     def body(hierarchy):
         found = Races(policy)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_module, "Lanes", lambda *_: found)
+            patch.setattr(engine_module, "CommStreams", lambda *_: found)
             with found.watching():
                 train(hierarchy, *case, policy, steps)
         return found.found, found.operators
@@ -83,13 +84,13 @@ def test_nothing_touches_the_same_memory_at_once(case, policy):
     assert operators > 500
 
 
-def test_a_computation_that_did_not_wait_for_a_lane_is_found(monkeypatch):
-    monkeypatch.setattr(Ticket, "wait", lambda ticket: None)
+def test_a_computation_that_does_not_wait_for_a_stream_is_found(monkeypatch):
+    monkeypatch.setattr(ClockHandle, "wait", lambda handle: None)
     found, _ = races(CASES[0], "full", steps=1)
     assert any(second.endswith("in the computation") for _, second, _ in found)
 
 
-def test_a_lane_that_did_not_wait_for_the_computation_is_found(monkeypatch):
+def test_a_stream_that_does_not_wait_for_the_computation_is_found(monkeypatch):
     learn = Races.learn
 
     def learn_in_the_computation(self, clock):
@@ -98,4 +99,4 @@ def test_a_lane_that_did_not_wait_for_the_computation_is_found(monkeypatch):
 
     monkeypatch.setattr(Races, "learn", learn_in_the_computation)
     found, _ = races(CASES[0], "full", steps=1)
-    assert any("in lane" in second for _, second, _ in found)
+    assert any("in stream" in second for _, second, _ in found)

@@ -194,15 +194,15 @@ def finished_gradients(
     return found
 
 
-def watch_crossings(engine, watch):
+def watch_collectives(engine, watch):
     """Let `watch` see (name of the level, label) before each crossing, where it runs."""
-    crossing = engine.ledger.crossing
+    collective = engine.ledger.collective
 
     def watched(level, label):
         watch(LEVELS.names[level], label)
-        return crossing(level, label)
+        return collective(level, label)
 
-    engine.ledger.crossing = watched
+    engine.ledger.collective = watched
 
 
 def bits(tensor: torch.Tensor) -> bytes:

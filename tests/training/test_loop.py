@@ -278,7 +278,7 @@ def test_an_error_of_all_ranks_leaves_nothing_of_the_next_step_in_progress(confi
             with pytest.raises(RunFailed, match="enough"):
                 loop.run(trainer, [give_up], depth=1)
             left_at = time.monotonic()
-        return trainer.step, len(trainer.engine._lanes._newest), give_up.at, left_at
+        return trainer.step, len(trainer.engine._streams._newest), give_up.at, left_at
 
     steps, in_progress, raised_at, left_at = zip(*run_ranks((2, 2, 1), body), strict=True)
     assert steps == (2,) * 4, "the next step had begun"

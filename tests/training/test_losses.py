@@ -19,7 +19,7 @@ from megafrontier.training.loop import train_step
 from megafrontier.training.plan import resolve_plan
 from megafrontier.training.trainer import build_trainer, open_part
 from tests import runs
-from tests.partition.tiny import watch_crossings
+from tests.partition.tiny import watch_collectives
 from tests.ranks import run_ranks
 
 KEYS = {
@@ -241,7 +241,7 @@ def test_errors_are_folded_into_a_checkpoint_outside_of_any_steps_traffic(folder
         trainer.engine.finish_publishing()
         trainer.engine.ledger.take(wait=True)
         crossed = []
-        watch_crossings(trainer.engine, lambda _, label: crossed.append(label))
+        watch_collectives(trainer.engine, lambda _, label: crossed.append(label))
         saving.save_trainer(trainer)
         sent, _ = trainer.engine.ledger.take(wait=True)
         trainer.close()

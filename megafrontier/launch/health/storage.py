@@ -19,7 +19,7 @@ from megafrontier.config import Config
 from megafrontier.model.flops import parameter_count
 from megafrontier.parallel.env import Identity
 from megafrontier.parallel.hierarchy import Hierarchy
-from megafrontier.partition.wires.wire import DTYPES
+from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.training.callbacks.save import checkpoint_root
 from megafrontier.training.plan import GIB, RunPlan
 

@@ -1,4 +1,4 @@
-"""Changes of published weights: what delta wires say of them, and to what it is added."""
+"""Weight deltas: publishing the change of weights instead of the weights, over delta wires."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from megafrontier.common.buffers import Workspace
 from megafrontier.partition.wires.wire import Wire, Wires
 
 
-def levels_of_changes(wires: Wires, sizes: Sequence[int], start: int, stop: int) -> list[int]:
-    """Of the levels over which weights are published, from `start` - 1 in to `stop`, those over
-    which they go as changes, fastest first: from the slowest on, as long as the wires are deltas.
-    Those of one rank are not crossed."""
+def delta_levels(wires: Wires, sizes: Sequence[int], start: int, stop: int) -> list[int]:
+    """The levels, fastest first, over which a publication from depth `start` to depth `stop` sends
+    deltas: from the slowest level inwards, as long as the wires are deltas. Levels of one rank
+    are left out."""
     found: list[int] = []
     for level in reversed(range(stop, start)):
         if sizes[level] > 1:
@@ -23,40 +23,41 @@ def levels_of_changes(wires: Wires, sizes: Sequence[int], start: int, stop: int)
 
 
 @dataclass(frozen=True)
-class Change:
-    """The change of a unit's weights since they were last published, as it is sent over one level.
+class WeightDelta:
+    """The change of a unit's weights since their last publication, as one level sends it.
 
-    `master`: the fp32 shard that this rank owns [n]. `reached`: this rank's copy of the weights
-    that the levels crossed so far cover [owners · n], in the owners' order, as their messages are.
-    `came_by`: the wire of the level before, None at the first one.
+    `master`: the fp32 shard that this rank owns [n]. `base`: this rank's copy of the weights of all
+    owners reached so far [owners · n], in the order of their messages. `previous_wire`: the wire of
+    the slower level before this one, None for the first level.
     """
 
     master: torch.Tensor
-    reached: torch.Tensor
-    came_by: Wire | None
+    base: torch.Tensor
+    previous_wire: Wire | None
     wire: Wire
 
     def messages(self, value: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-        """What this rank sends [rows, m]: of `value`, its own part of the weights as they were
-        published, or the messages [rows, l] that came over the level before."""
-        if self.came_by is None:
+        """The messages [rows, m] that this rank sends. `value` is its own shard of the published
+        weights [n] on the first level, else the messages [rows, l] of the level before."""
+        if self.previous_wire is None:
             return self.wire.encode(self._difference(value, workspace).view(1, -1), workspace)
-        if self.came_by.codec == self.wire.codec:
+        if self.previous_wire.codec == self.wire.codec:
             return value
-        said = workspace.get("change", (len(value), self.master.numel()), torch.float32)
-        self.came_by.codec.decode(value, said)
-        return self.wire.encode(said, workspace)
+        decoded = workspace.get("change", (len(value), self.master.numel()), torch.float32)
+        self.previous_wire.codec.decode(value, decoded)
+        return self.wire.encode(decoded, workspace)
 
     def _difference(self, published: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-        """fp32 [n], to what the copies can hold: the rest of a master in fp32 would stay in every
-        difference, and the largest rest of a block would set its scale."""
+        """fp32 [n]: the master, rounded to the type of the copies, minus `published`."""
+        # Unrounded, the part of an fp32 master that copies cannot hold would stay in every
+        # difference, and the largest such part of a block would set its scale.
         change = workspace.get("change", published.shape, torch.float32)
         if published.dtype is torch.float32:
             return torch.sub(self.master, published, out=change)
         rounded = workspace.get("rounded", published.shape, published.dtype).copy_(self.master)
         return change.copy_(rounded).sub_(published)
 
-    def add(self, messages: torch.Tensor) -> torch.Tensor:
-        """The weights reached, with what all owners' `messages` say, in fp32 and rounded once."""
-        self.wire.add(messages, self.reached.view(len(messages), -1))
-        return self.reached
+    def apply(self, messages: torch.Tensor) -> torch.Tensor:
+        """Add the deltas of all owners' `messages` to `base`, in fp32 with one rounding."""
+        self.wire.codec.decode(messages, self.base.view(len(messages), -1), accumulate=True)
+        return self.base

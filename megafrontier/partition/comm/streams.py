@@ -1,73 +1,70 @@
-"""Lanes: where the crossings of levels run, and in what order.
+"""Comm streams: where collectives run, beside the computation, and in which order.
 
-A lane runs tasks one after another in the order they were given, beside the computation. The
-overlap policy says how many there are:
+A stream runs tasks one after another in the order in which they were issued. The overlap policy
+says how many streams there are:
 
-    none   no lane: every task runs at once, where it is given
-    safe   one lane for all levels: one collective in flight at a time
-    full   one lane a level: levels run side by side
+    none   no stream: every task runs at once, in the caller
+    safe   one stream for all levels: one collective in flight at a time
+    full   one stream per level: collectives of different levels run side by side
 
-Note on deadlock. Tasks are given in program order, which is the same on every rank, and a task
-waits only for tasks given before it. So every lane of every rank sees the same row of collectives,
-and some lane can always go on.
+Note [No deadlock]
+Tasks are issued in program order, which is the same on every rank, and a task waits only for tasks
+that were issued before it. Every stream of every rank therefore sees the same sequence of
+collectives, and some stream can always proceed.
 """
 
 import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from megafrontier.common.buffers import BufferPool
 from megafrontier.parallel.hierarchy import CommArbiter
 
 Policy = Literal["none", "safe", "full"]
 Task = Callable[[], object]
 
 
-class Ticket(Protocol):
-    """The promise that a task will have run."""
+class WorkHandle(Protocol):
+    """The handle of an issued task."""
 
     def wait(self) -> None:
-        """Return when the task's results may be used here. Raises what the task raised."""
-        ...
+        """Return when the task's results can be used here. Raises what the task raised."""
 
 
-class Done:
-    """The ticket of what has already happened."""
-
+class _Done:
     def wait(self) -> None:
         """Return at once."""
 
 
-DONE = Done()
+DONE = _Done()
+"""The handle of a task that has run."""
 
 
-class Lane(Protocol):
-    """Runs tasks in order."""
-
-    def run(self, task: Task, after: Ticket) -> Ticket:
-        """Run `task` once `after` and all earlier tasks of this lane are done."""
-        ...
+class _Stream(Protocol):
+    def run(self, task: Task, after: WorkHandle) -> WorkHandle:
+        """Issue `task`. It runs after `after` and after all earlier tasks of this stream."""
 
 
-class InlineLane:
+class InlineStream:
     """Runs each task at once, in the caller."""
 
-    def run(self, task: Task, after: Ticket) -> Ticket:
-        """Run now."""
+    def run(self, task: Task, after: WorkHandle) -> WorkHandle:
         after.wait()
         task()
         return DONE
 
 
-class _ThreadTicket:
+class _ThreadWork:
     def __init__(self) -> None:
         self._done = threading.Event()
         self._error: BaseException | None = None
 
-    def settle(self, error: BaseException | None) -> None:
+    def finish(self, error: BaseException | None) -> None:
         self._error = error
         self._done.set()
 
@@ -77,14 +74,14 @@ class _ThreadTicket:
             raise self._error
 
 
-_Tasks = queue.SimpleQueue[tuple[Task, Ticket, _ThreadTicket] | None]
+_Tasks = queue.SimpleQueue[tuple[Task, WorkHandle, _ThreadWork] | None]
 
 
-class ThreadLane:
-    """A thread that runs the tasks; collectives on a CPU block without holding Python's lock.
+class ThreadStream:
+    """A thread that runs the tasks. Collectives on a CPU block without holding Python's lock.
 
-    After an error it runs nothing more: the ranks no longer agree on what comes next, and every
-    later ticket raises the same error.
+    After an error it runs nothing more, because the ranks no longer agree on what comes next. Every
+    later handle raises the same error.
     """
 
     def __init__(self, name: str) -> None:
@@ -92,36 +89,36 @@ class ThreadLane:
         self._tasks: _Tasks = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def run(self, task: Task, after: Ticket) -> Ticket:
-        """Queue the task."""
+    def run(self, task: Task, after: WorkHandle) -> WorkHandle:
         if self._thread is None:
-            # A daemon: a rank whose peer is gone must be able to end while a collective hangs.
+            # A daemon: a rank whose peer is lost must be able to exit while a collective hangs.
             self._thread = threading.Thread(
-                target=_work, args=(self._tasks,), name=self._name, daemon=True
+                target=_run_tasks, args=(self._tasks,), name=self._name, daemon=True
             )
             self._thread.start()
-            weakref.finalize(self, self._tasks.put, None)  # which ends it
-        ticket = _ThreadTicket()
-        self._tasks.put((task, after, ticket))
-        return ticket
+            weakref.finalize(self, self._tasks.put, None)  # ends the thread
+        work = _ThreadWork()
+        self._tasks.put((task, after, work))
+        return work
 
 
-def _work(tasks: _Tasks) -> None:
-    """Run tasks until None comes. It knows the queue only: a lane that nobody has any more ends."""
+def _run_tasks(tasks: _Tasks) -> None:
+    """Run tasks until None comes. A function of the queue alone, so that the thread does not keep
+    its stream alive."""
     error: BaseException | None = None
-    while (given := tasks.get()) is not None:
-        task, after, ticket = given
+    while (issued := tasks.get()) is not None:
+        task, after, work = issued
         if error is None:
             try:
                 after.wait()
                 task()
             except BaseException as raised:
                 error = raised
-        ticket.settle(error)
-        del given, task, after, ticket  # or the tensors in them would live until the next task
+        work.finish(error)
+        del issued, task, after, work  # else their tensors would live until the next task
 
 
-class _StreamTicket:
+class _DeviceWork:
     def __init__(self, event: Any) -> None:
         self._event = event
 
@@ -129,60 +126,116 @@ class _StreamTicket:
         torch.cuda.current_stream().wait_event(self._event)
 
 
-class StreamLane:
-    """A device stream (CUDA or ROCm): the caller only enqueues."""
+class DeviceStream:
+    """A stream of a CUDA or ROCm device. The caller only enqueues."""
 
     def __init__(self, device: torch.device) -> None:
-        # Its small kernels come first, or each would wait behind a matrix product's. ROCm only has
-        # one more queue on the same hardware for that, with no priority (ROCm/rocm-systems#8485).
+        # High priority, or each small kernel would wait behind a matrix product. ROCm has no
+        # priorities, only one more queue on the same hardware (ROCm/rocm-systems#8485).
         self._stream = torch.cuda.Stream(device, priority=0 if torch.version.hip else -1)
 
-    def run(self, task: Task, after: Ticket) -> Ticket:
-        """Enqueue behind what the calling stream has been given so far."""
+    def run(self, task: Task, after: WorkHandle) -> WorkHandle:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             after.wait()
             task()
             event = torch.cuda.Event()
             event.record(self._stream)
-        return _StreamTicket(event)
+        return _DeviceWork(event)
 
 
-class Lanes:
-    """The lanes of a policy, by number. Those of other engines use the same groups, in `turn`."""
+class CommStreams:
+    """The streams of one engine. Engines that share process groups take turns by `arbiter`."""
 
     def __init__(
-        self, policy: Policy, levels: int, device: torch.device, turn: CommArbiter
+        self, policy: Policy, levels: int, device: torch.device, arbiter: CommArbiter
     ) -> None:
-        self._turn = turn
-        self._newest: dict[int, Ticket] = {}
+        self._arbiter = arbiter
+        self._newest: dict[int, WorkHandle] = {}
         if policy == "full":
-            self._lanes = [_make_lane(f"level-{i}", device) for i in range(levels)]
+            self._streams = [_make_stream(f"level-{i}", device) for i in range(levels)]
         else:
-            self._lanes = [InlineLane() if policy == "none" else _make_lane("levels", device)]
+            self._streams = [InlineStream() if policy == "none" else _make_stream("levels", device)]
 
-    def number(self, level: int) -> int:
-        """The lane of a level."""
-        return min(level, len(self._lanes) - 1)
+    def index(self, level: int) -> int:
+        """The index of a level's stream."""
+        return min(level, len(self._streams) - 1)
 
-    def run(self, number: int, task: Task, after: Ticket) -> Ticket:
-        """Run `task` on a lane after `after`."""
-        self._turn.acquire(self)
-        self._newest[number] = ticket = self._lanes[number].run(task, after)
-        return ticket
+    def run(self, index: int, task: Task, after: WorkHandle) -> WorkHandle:
+        """Issue `task` on a stream, to run after `after`."""
+        self._arbiter.acquire(self)
+        self._newest[index] = work = self._streams[index].run(task, after)
+        return work
 
-    def outlive(self, owner: object) -> None:
-        """When `owner` is garbage-collected, have the computation wait for all lanes: torch would
-        hand out memory again that a stream still uses. (Threads hold references to theirs.)"""
-        if any(isinstance(lane, StreamLane) for lane in self._lanes):
+    def drain_before_freeing(self, owner: object) -> None:
+        """Make the computation wait for all streams when `owner` is garbage-collected: torch would
+        reuse memory that a device stream still accesses. Threads keep their tensors alive."""
+        if any(isinstance(stream, DeviceStream) for stream in self._streams):
             weakref.finalize(owner, self.drain).atexit = False
 
     def drain(self) -> None:
-        """Return when all that was given is done. Raises what a task raised, the first time."""
+        """Wait for all tasks issued so far. Raises what a task raised, the first time."""
         newest, self._newest = self._newest, {}
-        for ticket in newest.values():
-            ticket.wait()
+        for work in newest.values():
+            work.wait()
 
 
-def _make_lane(name: str, device: torch.device) -> Lane:
-    return StreamLane(device) if device.type == "cuda" else ThreadLane(name)
+def _make_stream(name: str, device: torch.device) -> _Stream:
+    return DeviceStream(device) if device.type == "cuda" else ThreadStream(name)
+
+
+@dataclass
+class AsyncChain:
+    """A tensor and the operations issued on it. Each operation replaces the tensor by its result.
+
+    `label` names the chain in traces, and if ranks disagree: "gather blocks.0", say.
+
+    Note [Buffers between streams]
+    On a device, a task is only enqueued when its call returns. A buffer that one stream passes to
+    another is therefore acquired when the chain starts, and released when the computation has
+    waited for the chain's end. The buffer's next user comes later on every stream, because each
+    stream waits for the computation before it starts a task.
+    """
+
+    value: torch.Tensor
+    label: str
+    work: WorkHandle = DONE
+    _acquired: list[tuple[BufferPool, torch.Tensor]] = field(default_factory=list)
+
+    def acquire(self, pool: BufferPool, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer [numel] of `pool` that is released at the end of the chain."""
+        buffer = pool.acquire(numel, dtype)
+        self._acquired.append((pool, buffer))
+        return buffer
+
+    def wait(self) -> torch.Tensor:
+        """The tensor at the end of the chain, ready to be used here."""
+        self.work.wait()
+        self.work = DONE
+        for pool, buffer in self._acquired:
+            pool.release(buffer)
+        self._acquired.clear()
+        return self.value
+
+
+class Op(NamedTuple):
+    """An operation to issue on a chain: a collective over `level`, or work on its stream."""
+
+    chain: AsyncChain
+    level: int
+    function: Callable[[torch.Tensor], torch.Tensor]
+
+
+def interleave(ops: list[Op]) -> list[Op]:
+    """Order the ops of a gather and then a reduce so that neither waits for the other's slow level.
+
+    The gather's outermost collective comes first, then the reduce's collectives inside that level,
+    then the rest of the gather and of the reduce. The outermost level gathers while the inner
+    levels reduce, and reduces while they gather. If one chain were issued whole before the other,
+    the second would wait on the inner streams for the first one's slow collective.
+    """
+    gather = [op for op in ops if op.chain is ops[0].chain]
+    reduce = [op for op in ops if op.chain is not ops[0].chain]
+    inside = [op for op in reduce if op.level < gather[0].level]
+    beyond = [op for op in reduce if op.level >= gather[0].level]
+    return gather[:1] + inside + gather[1:] + beyond

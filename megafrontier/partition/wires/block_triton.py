@@ -1,77 +1,76 @@
 """The block codecs as Triton kernels, for CUDA and ROCm: one pass over memory each way.
 
-`encode` reads every value, and its error, once and writes the whole message, and what that fails to
-say; `decode_sum` reads every message once and writes the sum once. Both say the same as the plain
-torch of `codec.py` to the last bit, on wavefronts of 32 and 64 alike. What that takes:
+`encode` reads every value and error once and writes the whole message and the new error.
+`decode_sum` reads every message once and writes the sum once.
 
-- The largest magnitude is a maximum of integers: the bits of |x| order as |x| does, with infinity
-  and NaN on top, while a maximum of floats drops NaN on some targets.
-- Divisions are `div_rn`: plain `/` is an approximation in Triton's CUDA back end.
-- Rounding half to even is the addition of 1.5 · 2^23, after which the low bits of the sum's bit
-  pattern are the integer. No `rint`, whose name differs between CUDA and HIP, and no subtraction
-  that a compiler could fold into the addition.
-- bf16 is written and read as integers: rounding to bf16 is an addition to the bits, widening a
-  shift. Triton's interpreter, which the tests run, is wrong about halves and subnormals there.
-- Bytes of codes come from the host: a `count` that fits into 32 bits is of 32 bits here, and so
-  would be 8 · `count`, which does not fit from 2^28 elements on.
-- A rotation is seven rounds of sums and differences of pairs without a pass over memory, where a
-  matrix product would have to write all values in fp32 before. Here alone is the last bit of a sum
-  not the reference's, whose order is its library's; what one message says is, for it is exact.
-- `enable_fp_fusion=False`, so that a compiler fuses none but what is written as `fma` here: the
-  product of a code and a scale is exact in fp32 (15 bits, and see `codec.TOO_LARGE`), so that with
-  a sum it is rounded once in either case.
-- Triton compiles a kernel anew for arguments that are 1 or multiples of 16. Shards are multiples of
-  128 elements, so all lengths in training are such multiples alike; by `scale_stop`, and by `rows`
-  but for 1, nothing is gained, and they are not looked at. So what a run compares before its first
-  step (`codec._difference`) is what it launches.
+Note [Same bits as the reference]
+Both give the bits of the plain torch in `block.py`, with wavefronts of 32 and of 64. This needs:
+
+- The largest magnitude is a maximum of integers. The bits of |x| order as |x| does, with infinity
+  and NaN on top, but a maximum of floats drops NaN on some targets.
+- Divisions are `div_rn`, because `/` is an approximation in Triton's CUDA back end.
+- Rounding half to even is the addition of 1.5 · 2^23. The low bits of the sum are then the integer.
+  `rint` has different names on CUDA and HIP, and a compiler could fold a subtraction into the
+  addition.
+- bf16 is written and read as integers: rounding to bf16 is an addition to the bits, and widening
+  is a shift. Triton's interpreter, which the tests use, rounds halves and subnormals wrongly.
+- The host passes the bytes of codes. A `count` that fits into 32 bits has 32 bits here, but
+  8 · `count` overflows them from 2^28 elements on.
+- A rotation is seven butterfly stages in registers. A matrix product would first write all values
+  in fp32. Only here can the last bit of a sum differ from the reference, whose order is its
+  library's. The values of one message do not differ, because they are exact.
+- `enable_fp_fusion=False`: the compiler fuses only what is written as `fma`. The product of a code
+  and a scale is exact in fp32 (15 bits, and see `block.TOO_LARGE`), so a sum with it rounds once
+  in either case.
+- Triton compiles a kernel again for arguments that are 1 or multiples of 16. Shards are multiples
+  of 128 elements, so all lengths in training are such multiples. Specializing on `scale_stop`, or
+  on `rows` other than 1, gains nothing and is switched off. So the kernels that a run compares
+  before its first step (`block._difference`) are the kernels that it launches.
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from megafrontier.partition.wires import rotation
+from megafrontier.partition.wires import block
+from megafrontier.partition.wires.block import BlockCodec
 
-if TYPE_CHECKING:
-    from megafrontier.partition.wires.block import BlockCodec
+ENCODE_TILE = 4096
+"""Elements per program: whole blocks, and at least 16 bytes of fp32 per thread at a time."""
 
-ENCODED = 4096
-"""Elements of a program: whole blocks, and per thread 16 bytes or more of fp32 at a time."""
-
-FEWER = {"cuda": 2048, "hip": 4096}
-"""The same where rows are summed, or rotated and errors kept, by back end, whose wavefronts mostly
-are of 32 and of 64: 16 for each thread. With 32 fewer programs share a processor, for want of
-registers, and too few bytes are on their way to it."""
+SMALL_TILE = {"cuda": 2048, "hip": 4096}
+"""Elements per program, by back end, if it sums rows, or rotates and keeps errors: 16 per thread,
+with the usual wavefronts of 32 (CUDA) and 64 (HIP). With 32 per thread, registers would limit how
+many programs share a processor, and too few bytes would be in flight."""
 
 TOO_LARGE = tl.constexpr(0x7F000000)
-"""The bits of `codec.TOO_LARGE`."""
+"""The bits of `block.TOO_LARGE`."""
 
-ROTATION = tl.constexpr(rotation.ROTATION)
-THERE, BACK = tl.constexpr(rotation.THERE), tl.constexpr(rotation.BACK)
+ROTATION = tl.constexpr(block.ROTATION)
+ROTATE_SCALE = tl.constexpr(block.ROTATE_SCALE)
+ROTATE_BACK_SCALE = tl.constexpr(block.ROTATE_BACK_SCALE)
 
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
-"""Four warps: of `ENCODED` elements 32 a thread on a wavefront of 32, 16 on one of 64."""
+"""With 4 warps, a thread has 32 elements of an `ENCODE_TILE` on a wavefront of 32, 16 on one of
+64."""
 
 
 @triton.jit
 def _round_to_bf16(bits):  # type: ignore[no-untyped-def]
-    """bf16 bits of numbers by their fp32 bits, int32 both."""
+    """bf16 bits, as int32, of numbers with the fp32 `bits`, int32."""
     return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
 
 
 @triton.jit
-def _widened(bits):  # type: ignore[no-untyped-def]
-    """fp32 of bf16 by its bits, int16 or wider."""
+def _bf16_to_fp32(bits):  # type: ignore[no-untyped-def]
+    """fp32 values of bf16 `bits`, int16 or wider."""
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _scales_as_bits(largest, Q: tl.constexpr):  # type: ignore[no-untyped-def]
-    """bf16 bits int32 [B] of blocks by the fp32 bits of their largest magnitudes, int32 [B]."""
+    """bf16 bits int32 [B] of the scales of blocks, given the fp32 bits of their largest magnitudes,
+    int32 [B]."""
     bits = tl.div_rn(largest.to(tl.float32, bitcast=True), Q * 1.0).to(tl.int32, bitcast=True)
     # 0x00800000 is the smallest normal number, 0x7FC0 a NaN of bf16.
     rounded = tl.where(bits < 0x00800000, 0, _round_to_bf16(bits))
@@ -79,26 +78,26 @@ def _scales_as_bits(largest, Q: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _round(x):  # type: ignore[no-untyped-def]
+def _butterfly(x):  # type: ignore[no-untyped-def]
     """Sums and differences of the pairs along the last axis of x [rows, 2, 2, 2, 2, 2, 2, 2]."""
     one, other = tl.split(x)
     return tl.join(one + other, one - other)
 
 
 @triton.jit
-def _turn(x, at, whole, SCALE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 x [BLOCKS, BLOCK], the elements of a row at `at`, by the rotation's matrix of ±SCALE;
-    from element `whole` on as they are."""
-    # Seven rounds in which neighbours meet, by each bit of the index in turn, from the lowest on;
-    # it stays behind, so that the bits end reversed. Values move between threads once.
-    turned = _round(tl.reshape(x, [BLOCKS * BLOCK // ROTATION, 2, 2, 2, 2, 2, 2, 2]))
-    turned = _round(tl.permute(turned, [0, 1, 2, 3, 4, 5, 7, 6]))
-    turned = _round(tl.permute(turned, [0, 1, 2, 3, 4, 6, 7, 5]))
-    turned = _round(tl.permute(turned, [0, 1, 2, 3, 5, 6, 7, 4]))
-    turned = _round(tl.permute(turned, [0, 1, 2, 4, 5, 6, 7, 3]))
-    turned = _round(tl.permute(turned, [0, 1, 3, 4, 5, 6, 7, 2]))
-    turned = _round(tl.permute(turned, [0, 2, 3, 4, 5, 6, 7, 1]))
-    return tl.where(at < whole, tl.reshape(turned, [BLOCKS, BLOCK]) * SCALE, x)
+def _rotate(x, at, whole, SCALE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rotate fp32 x [BLOCKS, BLOCK], elements of a row with the indices `at`, by the matrix of
+    ±SCALE. Elements from `whole` on stay as they are."""
+    # Seven stages, one per bit of the index from the lowest on. The bit that a stage has combined
+    # stays last, so the bits end reversed. Values move between threads once.
+    rotated = _butterfly(tl.reshape(x, [BLOCKS * BLOCK // ROTATION, 2, 2, 2, 2, 2, 2, 2]))
+    rotated = _butterfly(tl.permute(rotated, [0, 1, 2, 3, 4, 5, 7, 6]))
+    rotated = _butterfly(tl.permute(rotated, [0, 1, 2, 3, 4, 6, 7, 5]))
+    rotated = _butterfly(tl.permute(rotated, [0, 1, 2, 3, 5, 6, 7, 4]))
+    rotated = _butterfly(tl.permute(rotated, [0, 1, 2, 4, 5, 6, 7, 3]))
+    rotated = _butterfly(tl.permute(rotated, [0, 1, 3, 4, 5, 6, 7, 2]))
+    rotated = _butterfly(tl.permute(rotated, [0, 2, 3, 4, 5, 6, 7, 1]))
+    return tl.where(at < whole, tl.reshape(rotated, [BLOCKS, BLOCK]) * SCALE, x)
 
 
 @triton.jit(do_not_specialize=["scale_stop"])
@@ -118,9 +117,9 @@ def _encode(  # type: ignore[no-untyped-def]
     ROTATES: tl.constexpr,
     FEEDS_BACK: tl.constexpr,
 ):
-    """BLOCKS blocks of one row: absmax, scale, codes, packed; the row's last program pads. If it
-    FEEDS_BACK, what the row's `errors`, int16 bits of bf16, add, and what then is left unsaid."""
-    tiles = (count - 1) // (BLOCK * BLOCKS) + 1  # what cdiv adds may be too much for 32 bits
+    """Encode BLOCKS blocks of one row: absmax, scale, codes, packing. The row's last program pads
+    the message. With FEEDS_BACK, add the row's `errors`, int16 bits of bf16, and replace them."""
+    tiles = (count - 1) // (BLOCK * BLOCKS) + 1  # cdiv could overflow 32 bits
     row = (tl.program_id(0) // tiles).to(tl.int64)
     tile = (tl.program_id(0) % tiles).to(tl.int64)
     message = messages + row * message_bytes
@@ -128,32 +127,32 @@ def _encode(  # type: ignore[no-untyped-def]
     at = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(values + row * values_stride + at, mask=at < count, other=0.0)
     if x.dtype == tl.bfloat16:
-        x = _widened(x.to(tl.int16, bitcast=True))
+        x = _bf16_to_fp32(x.to(tl.int16, bitcast=True))
     x = x.to(tl.float32)
     whole = count // ROTATION * ROTATION
     if FEEDS_BACK:
         errors += row * count
-        x += _widened(tl.load(errors + at, mask=at < count, other=0))
-        unsaid = x
+        x += _bf16_to_fp32(tl.load(errors + at, mask=at < count, other=0))
+        original = x
     if ROTATES:
-        x = _turn(x, at, whole, THERE, BLOCKS, BLOCK)
+        x = _rotate(x, at, whole, ROTATE_SCALE, BLOCKS, BLOCK)
 
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     scales = _scales_as_bits(largest, (1 << (BITS - 1)) - 1)
     scale_pointers = (message + scale_start).to(tl.pointer_type(tl.int16)) + blocks
     tl.store(scale_pointers, scales.to(tl.int16), mask=blocks * BLOCK < count)
 
-    steps = tl.where(scales == 0, 1.0, _widened(scales))
+    steps = tl.where(scales == 0, 1.0, _bf16_to_fp32(scales))
     inverse = tl.div_rn(1.0, steps)
     shifted = x * inverse[:, None] + 12582912.0  # 1.5 · 2^23, whose bits are 0x4B400000
     codes = shifted.to(tl.int32, bitcast=True) - 0x4B400000
     codes = tl.where((largest >= TOO_LARGE)[:, None], 0, codes)
 
     if FEEDS_BACK:
-        said = codes.to(tl.float32) * _widened(scales)[:, None]
+        decoded = codes.to(tl.float32) * _bf16_to_fp32(scales)[:, None]
         if ROTATES:
-            said = _turn(said, at, whole, BACK, BLOCKS, BLOCK)
-        bits = (unsaid - said).to(tl.int32, bitcast=True)
+            decoded = _rotate(decoded, at, whole, ROTATE_BACK_SCALE, BLOCKS, BLOCK)
+        bits = (original - decoded).to(tl.int32, bitcast=True)
         rounded = tl.where((bits & 0x7F800000) == 0x7F800000, 0, _round_to_bf16(bits))
         rounded = tl.where((rounded & 0x7F80) == 0x7F80, 0, rounded)
         tl.store(errors + at, rounded.to(tl.int16), mask=at < count)
@@ -175,13 +174,13 @@ def _encode(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _added(total, total_high, codes, scales, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Both sums fp32 [B, width] with what a message adds by its codes uint8 [B, width] and scales
-    int16 [B], bits of bf16: to the first 8-bit codes, or a byte's first 4-bit code, and its second
-    to the other."""
-    # With its sign bit turned round a code stands in the last bits of 2^23, from where a
-    # subtraction takes it: on a GPU of NVIDIA a conversion takes twice as long.
-    scales = _widened(scales)[:, None]
+def _add_message(total, total_high, codes, scales, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sums fp32 [B, width] plus the values of a message with codes uint8 [B, width] and scales
+    int16 [B], bits of bf16. `total` takes 8-bit codes, or the first 4-bit code of each byte;
+    `total_high` takes the second."""
+    # A code with its sign bit flipped is put into the low bits of 2^23, and a subtraction gives its
+    # value. On NVIDIA GPUs, a conversion takes twice as long.
+    scales = _bf16_to_fp32(scales)[:, None]
     if BITS == 8:
         bits = codes.to(tl.int32) ^ 0x4B000080
         code = bits.to(tl.float32, bitcast=True) - 8388736.0  # 2^23 + 128
@@ -205,11 +204,11 @@ def _decode_sum(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     ROTATES: tl.constexpr,
-    ADDS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
 ):
-    """BLOCKS blocks of one output row: the sum, in order, of `rows` messages that follow on; if it
-    ADDS, onto what is there."""
-    tiles = (count - 1) // (BLOCK * BLOCKS) + 1  # what cdiv adds may be too much for 32 bits
+    """Sum BLOCKS blocks of `rows` consecutive messages, in order, into one output row, or with
+    ACCUMULATE add them to it."""
+    tiles = (count - 1) // (BLOCK * BLOCKS) + 1  # cdiv could overflow 32 bits
     output = (tl.program_id(0) // tiles).to(tl.int64)
     tile = (tl.program_id(0) % tiles).to(tl.int64)
     blocks = tile * BLOCKS + tl.arange(0, BLOCKS)
@@ -219,31 +218,31 @@ def _decode_sum(  # type: ignore[no-untyped-def]
     code_mask = code_at < code_bytes
     message = messages + output * rows * message_bytes
 
-    # Of a byte's two 4-bit codes the first is summed in `total` and the second in `total_high`.
+    # `total` sums the first 4-bit code of each byte, `total_high` the second.
     total = tl.zeros([BLOCKS, WIDTH], tl.float32)
     total_high = tl.zeros([BLOCKS, WIDTH], tl.float32)
-    # Of four messages at a time what is to be added is loaded first: at thousands of nodes a piece
-    # is so small that few programs share the device, and each would wait for one message's bytes.
+    # Unrolled, the loads of four messages come before their sums. At thousands of nodes a shard is
+    # so small that few programs share the device, and each would wait for one message's bytes.
     for _ in tl.range(rows, loop_unroll_factor=4):
         codes = tl.load(message + code_at, mask=code_mask, other=0)
         scale_pointers = (message + scale_start).to(tl.pointer_type(tl.int16)) + blocks
         scales = tl.load(scale_pointers, mask=blocks * BLOCK < count, other=0)
-        total, total_high = _added(total, total_high, codes, scales, BITS)
+        total, total_high = _add_message(total, total_high, codes, scales, BITS)
         message += message_bytes
     if BITS == 4:
         total = tl.reshape(tl.join(total, total_high), [BLOCKS, BLOCK])
     if ROTATES:
-        total = _turn(total, at, count // ROTATION * ROTATION, BACK, BLOCKS, BLOCK)
+        total = _rotate(total, at, count // ROTATION * ROTATION, ROTATE_BACK_SCALE, BLOCKS, BLOCK)
     out += output * count
     if out.dtype.element_ty == tl.bfloat16:
         pointers = out.to(tl.pointer_type(tl.int16)) + at
-        if ADDS:
-            total += _widened(tl.load(pointers, mask=at < count, other=0))
+        if ACCUMULATE:
+            total += _bf16_to_fp32(tl.load(pointers, mask=at < count, other=0))
         rounded = _round_to_bf16(total.to(tl.int32, bitcast=True)).to(tl.int16)
         rounded = tl.where(total == total, rounded, 0x7FC0)
         tl.store(pointers, rounded, mask=at < count)
     else:
-        if ADDS:
+        if ACCUMULATE:
             total += tl.load(out + at, mask=at < count, other=0.0).to(tl.float32)
         tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)
 
@@ -254,10 +253,9 @@ def encode(
     messages: torch.Tensor,
     errors: torch.Tensor | None = None,
 ) -> None:
-    """Messages uint8 [rows, message_bytes(n)] of `values` [rows, n], fp32, bf16 or fp16, and, if
-    given, of `errors` bf16 [rows, n].
+    """As `BlockCodec.encode`, for `values` of fp32, bf16 or fp16.
 
-    Raises ValueError where messages or errors are not contiguous.
+    Raises ValueError if messages or errors are not contiguous.
     """
     rows, count = values.shape
     if values.stride(1) != 1:
@@ -267,7 +265,7 @@ def encode(
         _check_contiguous("errors", errors)
     feeds_back = errors is not None
     errors = messages if errors is None else errors.view(torch.int16)
-    tile = encoded_by_a_program(codec, feeds_back, _back_end())
+    tile = encode_tile(codec, feeds_back, _back_end())
     if programs := _programs(rows, count, tile):
         with torch.cuda.device_of(values):
             _encode[(programs,)](
@@ -286,9 +284,9 @@ def encode(
             )
 
 
-def encoded_by_a_program(codec: BlockCodec, feeds_back: bool, back_end: str) -> int:
-    """Elements."""
-    return FEWER[back_end] if codec.rotates and feeds_back else ENCODED
+def encode_tile(codec: BlockCodec, feeds_back: bool, back_end: str) -> int:
+    """Elements that one program encodes."""
+    return SMALL_TILE[back_end] if codec.rotates and feeds_back else ENCODE_TILE
 
 
 def _back_end() -> str:
@@ -296,43 +294,39 @@ def _back_end() -> str:
 
 
 def decode(
-    codec: BlockCodec, messages: torch.Tensor, out: torch.Tensor, adds: bool = False
+    codec: BlockCodec, messages: torch.Tensor, out: torch.Tensor, accumulate: bool = False
 ) -> None:
-    """Values of messages uint8 [rows, message_bytes(n)] into `out` [rows, n], fp32, bf16 or fp16,
-    or, if it `adds`, onto what is there.
+    """As `BlockCodec.decode`, into fp32, bf16 or fp16.
 
-    Raises ValueError where `out` is not contiguous.
+    Raises ValueError if `out` is not contiguous.
     """
     _check_contiguous("values", out)
-    _launch_decode(codec, messages, out, 1, adds)
+    _launch_decode(codec, messages, out, 1, accumulate)
 
 
 def decode_sum(
-    codec: BlockCodec, messages: torch.Tensor, out: torch.Tensor, adds: bool = False
+    codec: BlockCodec, messages: torch.Tensor, out: torch.Tensor, accumulate: bool = False
 ) -> None:
-    """Sum of messages uint8 [rows, m], in the order of the rows, into `out` fp32 [count], or, if it
-    `adds`, onto what is there.
-
-    Raises ValueError where `out` is not contiguous fp32.
-    """
+    """As `BlockCodec.decode_sum`. Raises ValueError if `out` is not contiguous fp32."""
     if out.dtype != torch.float32:
-        raise ValueError(f"sums need fp32, not {out.dtype}")
+        raise ValueError(f"sums: {out.dtype}, need fp32")
     _check_contiguous("sums", out)
-    _launch_decode(codec, messages, out.view(1, -1), messages.shape[0], adds)
+    _launch_decode(codec, messages, out.view(1, -1), messages.shape[0], accumulate)
 
 
-def _check_contiguous(what: str, memory: torch.Tensor) -> None:
+def _check_contiguous(name: str, memory: torch.Tensor) -> None:
     if not memory.is_contiguous():
-        raise ValueError(f"{what} need contiguous memory, not strides {memory.stride()}")
+        raise ValueError(f"{name}: strides {memory.stride()}, need contiguous memory")
 
 
 def _launch_decode(
-    codec: BlockCodec, messages: torch.Tensor, out: torch.Tensor, rows: int, adds: bool
+    codec: BlockCodec, messages: torch.Tensor, out: torch.Tensor, rows: int, accumulate: bool
 ) -> None:
-    """Each row of `out` [m, count] from `rows` of the messages uint8 [m · rows, bytes]."""
+    """Write or add to each row of `out` [m, count] the sum of `rows` messages uint8
+    [m · rows, bytes]."""
     count = out.shape[1]
     messages = messages.contiguous()
-    tile = FEWER[_back_end()]
+    tile = SMALL_TILE[_back_end()]
     if programs := _programs(out.shape[0], count, tile):
         with torch.cuda.device_of(messages):
             _decode_sum[(programs,)](
@@ -344,17 +338,17 @@ def _launch_decode(
                 codec.scale_start(count),
                 rows,
                 **_constants(codec, tile),
-                ADDS=adds,
+                ACCUMULATE=accumulate,
                 **LAUNCH,
             )
 
 
 def _programs(rows: int, count: int, tile: int) -> int:
-    """Rows and tiles in one grid axis: the others stop at 65,535."""
+    """Size of the grid. Rows and tiles share one axis, because the others stop at 65,535."""
     return rows * -(-count // tile)
 
 
 def _constants(codec: BlockCodec, tile: int) -> dict[str, int]:
-    """What a kernel is compiled for."""
+    """Compile-time arguments of both kernels."""
     blocks = tile // codec.block
     return {"BITS": codec.bits, "BLOCK": codec.block, "BLOCKS": blocks, "ROTATES": codec.rotates}

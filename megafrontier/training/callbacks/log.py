@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megafrontier.model.flops import flops_per_token
-from megafrontier.partition.comm.trace import Trace
+from megafrontier.partition.comm.ledger import Trace
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer
@@ -88,5 +88,5 @@ class TraceWriter(Callback):
         except OSError as error:  # no reason to fail, because the run is saved
             info(f"warning: {path} is not written: {error.strerror}")
             return
-        if self._trace.left_out:
-            info(f"{path} ends before the run: {self._trace.left_out} bars too many")
+        if self._trace.dropped:
+            info(f"{path} ends before the run: {self._trace.dropped} bars too many")

@@ -53,12 +53,12 @@ def test_ranks_that_come_to_different_levels_are_named_and_do_not_wait_in_a_circ
         unit = engine.units[1]
         moves = [unit.start_reducing, unit.unshard]
 
-        def make_moves():
+        def act():
             for move in moves if hierarchy.rank in (0, 3) else reversed(moves):
                 move()
 
         with pytest.raises(RuntimeError) as error:
-            make_moves()
+            act()
         with suppress(RuntimeError):  # which a lane says again at its end
             hierarchy.arbiter.drain()
         return str(error.value)

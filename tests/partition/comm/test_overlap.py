@@ -8,8 +8,8 @@ import torch
 
 from megafrontier.partition import Placement, shard
 from megafrontier.partition import engine as engine_module
-from megafrontier.partition.wires.wire import DTYPES
-from tests.partition.streams import Streams
+from megafrontier.partition.wires.registry import DTYPES
+from tests.partition.streams import SimulatedStreams
 from tests.partition.tiny import (
     GLOBAL_BATCH,
     LENGTH,
@@ -18,7 +18,7 @@ from tests.partition.tiny import (
     batch,
     place,
     preset,
-    watch_crossings,
+    watch_collectives,
 )
 from tests.ranks import run_ranks
 
@@ -97,9 +97,9 @@ def test_memory_that_a_lane_may_still_use_is_not_given_back(
     once what is given back then."""
 
     def body(hierarchy):
-        streams = Streams(policy)
+        streams = SimulatedStreams(policy)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_module, "Lanes", lambda *_: streams)
+            patch.setattr(engine_module, "CommStreams", lambda *_: streams)
             streams.watch(patch)
             train(hierarchy, strategy, name, name == "low", policy, prefetch, order=order)
         return streams.lost
@@ -125,7 +125,7 @@ def hold(engine, label, begun, level=None):
         if named == label and level in (crossed, None):
             in_time.append(begun.wait(10))
 
-    watch_crossings(engine, watch)
+    watch_collectives(engine, watch)
     return in_time
 
 
@@ -207,7 +207,7 @@ def test_nothing_of_a_micro_batch_that_is_dropped_comes_after_its_clearing(polic
         levels = hierarchy.levels
         chosen = {"wires": preset("low", "zero2", levels), "error_feedback": True}
         model, engine = place(hierarchy, "zero2", overlap=policy, **chosen)
-        watch_crossings(engine, lambda *_: time.sleep(0.03))
+        watch_collectives(engine, lambda *_: time.sleep(0.03))
         engine.backward(model(batch(hierarchy.rank)[:2]))
         engine.clear_gradients()
         engine.scale_errors(torch.zeros(()))
@@ -241,7 +241,7 @@ def test_a_sum_over_replicas_lets_the_next_unit_cross_the_inner_levels():
     def body(hierarchy):
         model, engine = place(hierarchy, "ddp", overlap="full")
         has_come = threading.Event()
-        watch_crossings(engine, lambda *crossed: crossed == until and has_come.set())
+        watch_collectives(engine, lambda *crossed: crossed == until and has_come.set())
         in_time = hold(engine, "finish head", has_come, level="world")
         engine.backward(model(batch(0)[:2]), is_last=True)
         engine.finish_gradients()
@@ -263,7 +263,7 @@ def test_what_is_finished_at_once_runs_side_by_side_on_the_levels(held, until, f
     def body(hierarchy):
         _, engine = place(hierarchy, "zero1", overlap="full")
         has_begun = threading.Event()
-        watch_crossings(engine, lambda *crossed: crossed == until and has_begun.set())
+        watch_collectives(engine, lambda *crossed: crossed == until and has_begun.set())
         level, label = held
         in_time = hold(engine, label, has_begun, level)
         engine.publish()
@@ -281,7 +281,7 @@ def test_in_the_last_micro_batch_a_unit_goes_on_to_the_optimizer_level_at_once(i
             model, model.units(), Placement.named("topo", LEVELS), hierarchy, overlap="none"
         )
         seen = []
-        watch_crossings(engine, lambda level, label: seen.append(f"{label} over {level}"))
+        watch_collectives(engine, lambda level, label: seen.append(f"{label} over {level}"))
         when_backward_begins(model.blocks[1], lambda: seen.append("backward blocks.1"))
         engine.backward(model(batch(0)[:2]), is_last)
         seen.append("end of backward")
@@ -301,7 +301,7 @@ def test_as_many_reductions_wait_as_units_are_gathered_ahead():
         placement = Placement.named("topo", LEVELS)
         engine = shard(model, model.units(), placement, hierarchy, overlap="safe")
         threads, waiting = set(), []
-        watch_crossings(engine, lambda *_: threads.add(threading.current_thread().name))
+        watch_collectives(engine, lambda *_: threads.add(threading.current_thread().name))
         start = type(engine.units[0]).start_reducing
 
         def watched_start(unit):
@@ -364,7 +364,7 @@ def test_a_slow_level_gathers_while_the_levels_inside_it_reduce():
             model, model.units(), Placement.named("zero3", LEVELS), hierarchy, overlap="safe"
         )
         crossed = []
-        watch_crossings(engine, lambda level, label: crossed.append((level, label)))
+        watch_collectives(engine, lambda level, label: crossed.append((level, label)))
         engine.backward(model(batch(0)[:2]))
         engine.finish_gradients()
         return crossed

@@ -4,7 +4,7 @@ import json
 from itertools import pairwise
 
 from megafrontier.partition import Placement, shard
-from megafrontier.partition.comm.trace import Trace
+from megafrontier.partition.comm.ledger import Trace
 from tests.partition.tiny import LEVELS, TinyModel, batch
 from tests.ranks import run_ranks
 

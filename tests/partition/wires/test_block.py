@@ -1,93 +1,24 @@
 """What a low-bit message promises about the numbers in it."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megafrontier import partition
-from megafrontier.partition.wires import block as codec
-from megafrontier.partition.wires import rotation
-from megafrontier.partition.wires.block import INT4, INT8, MESSAGE_ALIGNMENT, TOO_LARGE
-from megafrontier.partition.wires.rotation import BACK, rotate, rotate_back
-from tests.partition.codecs import read, turn, write
-
-
-@pytest.fixture
-def a_gpu(monkeypatch):
-    """What `codec` sees of one that is not there: kernels, whose memory is the processor's."""
-    codec._find_kernels.cache_clear()
-    difference = codec._difference
-    on_processor = lambda kernels, of, _device: difference(kernels, of, "cpu")  # noqa: E731
-    monkeypatch.setattr(codec, "_difference", on_processor)
-    monkeypatch.setattr(codec, "find_spec", lambda name: name)
-    yield lambda kernels: monkeypatch.setattr(partition, "codec_triton", kernels, raising=False)
-    codec._find_kernels.cache_clear()
-
-
-def kernels(**others):
-    """Some that say what the reference says, but for `others`."""
-    alike = {
-        "encode": lambda codec, *arguments: codec.encode(*arguments),
-        "decode": lambda codec, *arguments: codec.decode(*arguments),
-        "decode_sum": lambda codec, *arguments: codec.decode_sum(*arguments),
-    }
-    return SimpleNamespace(**alike | others)
-
-
-def test_where_triton_cannot_build_its_kernels_plain_torch_takes_their_place(a_gpu):
-    """A container without a C compiler: Triton finds out at its first launch."""
-
-    def encode(*_arguments):
-        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
-
-    a_gpu(kernels(encode=encode))
-    assert codec._kernels("cuda", INT8) is None
-    said = codec.missing_kernels("cuda", [INT8])
-    assert said == "Failed to find C compiler. Please specify via CC"
-
-
-def test_where_it_can_they_are_taken(a_gpu):
-    found = kernels()
-    a_gpu(found)
-    for each in CODECS:
-        assert codec._kernels("cuda", each) is found
-    assert codec.missing_kernels("cuda", CODECS) is None
-
-
-def test_kernels_that_say_something_else_than_the_reference_are_not(a_gpu):
-    """As a compiler for a device that nobody has tried may make them: 4-bit sums of all rows but
-    the last, rotated values of a tail, rotated errors that are added and not left."""
-    turning, turning_4 = ROTATING_CODECS
-
-    def encode(codec, values, messages, errors):
-        kept = None if errors is None else errors.clone()
-        codec.encode(values, messages, errors)
-        if codec is turning_4 and errors is not None:
-            errors.copy_(kept)
-
-    def decode_sum(codec, messages, out, adds):
-        codec.decode_sum(messages[:-1] if codec is INT4 else messages, out, adds)
-
-    def decode(codec, messages, out, adds):
-        codec.decode(messages, out, adds)
-        out[:, -1] += codec is turning
-
-    a_gpu(kernels(encode=encode, decode_sum=decode_sum, decode=decode))
-    said = {each: codec.missing_kernels("cuda", [each]) for each in (*CODECS, *ROTATING_CODECS)}
-    assert [codec._kernels("cuda", each) is None for each in said] == [False, True, True, True]
-    assert said == {
-        INT8: None,
-        INT4: "Triton's 4-bit sums are not those of the reference",
-        turning: "Triton's 8-bit values are not those of the reference",
-        turning_4: "Triton's 4-bit errors are not those of the reference",
-    }
-    assert codec.missing_kernels("cuda", said) == said[INT4]
-
+from megafrontier.partition.wires import block
+from megafrontier.partition.wires.block import (
+    INT4,
+    INT8,
+    MESSAGE_ALIGNMENT,
+    ROTATE_BACK_SCALE,
+    TOO_LARGE,
+    rotate,
+    rotate_back,
+)
+from tests.partition.codecs import read, rotate_by_hand, write
 
 CODECS = [INT8, INT4]
-ROTATING_CODECS = [replace(c, rotates=True) for c in CODECS]
+ROTATING_CODECS = [codec.with_rotation() for codec in CODECS]
 LENGTHS = [1, 2, 5, 127, 128, 129, 255, 256, 1000, 4096]
 
 
@@ -220,12 +151,12 @@ def test_errors_of_what_is_not_finite_are_zero(codec):
 def test_what_is_added_is_rounded_once(codec, dtype):
     messages, there = write(codec, random(3, 1000)), random(3, 1000).to(dtype)
     out = there.clone()
-    codec.decode(messages, out, adds=True)
+    codec.decode(messages, out, accumulate=True)
     assert torch.equal(out, (there.float() + read(codec, messages, 1000)).to(dtype))
     total, onto = torch.empty(1000), random(1, 1000)[0]
     codec.decode_sum(messages, total)
     out = onto.clone()
-    codec.decode_sum(messages, out, adds=True)
+    codec.decode_sum(messages, out, accumulate=True)
     assert torch.equal(out, onto + total)
 
 
@@ -236,7 +167,7 @@ def test_a_long_message_is_the_same_made_in_slabs_and_whole(codec, count, monkey
         errors = values.bfloat16()
         messages = write(codec, values, errors)
         total = torch.ones(count)
-        codec.decode_sum(messages, total, adds=True)
+        codec.decode_sum(messages, total, accumulate=True)
         return messages, errors, read(codec, messages, count), total
 
     values = random(3, count)
@@ -301,14 +232,16 @@ def test_a_rotating_message_holds_the_rotated_values(codec, count, slab, monkeyp
 def test_one_message_is_rotated_back_alike_on_every_device(codec, count):
     """Whatever the order in which a library adds: to the bits of sums of pairs, by hand."""
     messages = write(codec, random(3, count))
-    by_hand = turn(read(replace(codec, rotates=False), messages, count), BACK)
+    by_hand = rotate_by_hand(
+        read(replace(codec, rotates=False), messages, count), ROTATE_BACK_SCALE
+    )
     assert torch.equal(read(codec, messages, count), by_hand)
 
 
 def test_rotations_are_in_fp32_whatever_type_torch_makes_by_default():
     values = random(3, 256)
     expected = rotate(values)
-    rotation._sylvester.cache_clear()
+    block._sylvester.cache_clear()
     torch.set_default_dtype(torch.bfloat16)
     try:
         assert torch.equal(rotate(values), expected)

@@ -15,10 +15,17 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from megafrontier.partition.wires.block import INT4, INT8, SMALLEST_SCALE, TOO_LARGE
-from megafrontier.partition.wires.rotation import BACK, THERE
-from megafrontier.partition.wires.wire import DTYPES as DTYPES_BY_NAME
-from tests.partition.codecs import read, turn, write
+from megafrontier.partition.wires import registry
+from megafrontier.partition.wires.block import (
+    INT4,
+    INT8,
+    ROTATE_BACK_SCALE,
+    ROTATE_SCALE,
+    SMALLEST_SCALE,
+    TOO_LARGE,
+)
+from megafrontier.partition.wires.registry import DTYPES as DTYPES_BY_NAME
+from tests.partition.codecs import read, rotate_by_hand, write
 from tests.partition.tiny import build, engine_step, preset
 from tests.ranks import make_levels, run_ranks
 
@@ -75,25 +82,27 @@ def assert_same_as_reference(codec, values):
 
     count = values.shape[1]
     plain = replace(codec, rotates=False)
-    expected = write(plain, turn(values.float(), THERE) if codec.rotates else values)
-    messages = write(codec, values.to(DEVICE), by=kernels)
+    expected = write(
+        plain, rotate_by_hand(values.float(), ROTATE_SCALE) if codec.rotates else values
+    )
+    messages = write(codec, values.to(DEVICE), kernels=kernels)
     assert torch.equal(messages.cpu(), expected)
     assert_same_errors(codec, values)
     for out in (torch.float32, torch.bfloat16, torch.float16):
-        for adds in (False, True):
+        for accumulate in (False, True):
             found, there = (torch.ones(*values.shape, dtype=out) for _ in range(2))
             found = found.to(DEVICE)
-            kernels.decode(codec, messages, found, adds)
-            codec.decode(expected, there, adds)
+            kernels.decode(codec, messages, found, accumulate)
+            codec.decode(expected, there, accumulate)
             assert same_bits(found, there)
     total, expected_total = torch.empty(count, device=DEVICE), torch.empty(count)
     kernels.decode_sum(codec, messages, total)
     plain.decode_sum(expected, expected_total)
     if codec.rotates:
-        expected_total = turn(expected_total.view(1, -1), BACK)[0]
+        expected_total = rotate_by_hand(expected_total.view(1, -1), ROTATE_BACK_SCALE)[0]
     assert same_bits(total, expected_total)
     onto = torch.full_like(total, 0.5)
-    kernels.decode_sum(codec, messages, onto, adds=True)
+    kernels.decode_sum(codec, messages, onto, accumulate=True)
     assert same_bits(onto, total + 0.5)
 
 
@@ -103,10 +112,10 @@ def assert_same_errors(codec, values):
 
     there = random(*values.shape, torch.bfloat16, seed=7)
     errors = there.clone().to(DEVICE)
-    messages = write(codec, values.to(DEVICE), errors, by=kernels).cpu()
+    messages = write(codec, values.to(DEVICE), errors, kernels=kernels).cpu()
     meant = values.float() + there.float()
-    turned = turn(meant, THERE) if codec.rotates else meant
-    assert torch.equal(messages, write(replace(codec, rotates=False), turned))
+    rotated = rotate_by_hand(meant, ROTATE_SCALE) if codec.rotates else meant
+    assert torch.equal(messages, write(replace(codec, rotates=False), rotated))
     left = (meant - read(codec, messages, values.shape[1])).bfloat16()
     assert same_bits(errors, left.nan_to_num(0.0, 0.0, 0.0))
 
@@ -209,10 +218,10 @@ def test_rows_that_do_not_follow_on_and_nothing_at_all(codec):
 
     values = random(4, 1000)
     for view in (values[:, 100:777], values[::2], values.t()[:9, :3]):
-        messages = write(codec, view.to(DEVICE) if HAS_GPU else view, by=kernels)
+        messages = write(codec, view.to(DEVICE) if HAS_GPU else view, kernels=kernels)
         assert torch.equal(messages.cpu(), write(codec, view))
     empty = torch.empty(2, 0, device=DEVICE)
-    kernels.decode(codec, write(codec, empty, by=kernels), empty)
+    kernels.decode(codec, write(codec, empty, kernels=kernels), empty)
 
 
 @needs_kernels
@@ -284,10 +293,10 @@ def test_all_that_training_launches_has_been_compared_at_its_start(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "allclose", lambda *_, **__: True)
-        for codec in {w.codec for w in (*wires.gather, *wires.reduce) if w.is_low_bit}:
+        for codec in {w.codec for w in (*wires.gather, *wires.reduce) if w.codec.is_quantized}:
             assert module._difference(kernels, codec, "cpu") is None
     compared = patterns()
-    monkeypatch.setattr(module, "_kernels", lambda *_: kernels)
+    monkeypatch.setattr(module, "find_kernels", lambda *_: kernels)
 
     def body(hierarchy):
         feeds_back = name == "low"
@@ -310,17 +319,17 @@ def test_sums_and_values_refuse_memory_that_they_would_not_fill_right():
     from megafrontier.partition.wires import block_triton as kernels
 
     messages = write(INT8, random(2, 64)).to(DEVICE)
-    with pytest.raises(ValueError, match="sums need fp32"):
+    with pytest.raises(ValueError, match=r"sums: torch.bfloat16, need fp32"):
         kernels.decode_sum(INT8, messages, torch.empty(64, dtype=torch.bfloat16, device=DEVICE))
     apart = torch.empty(64, 2, device=DEVICE)
-    with pytest.raises(ValueError, match="values need contiguous memory"):
+    with pytest.raises(ValueError, match=r"values: .* need contiguous memory"):
         kernels.decode(INT8, messages, apart.t())
-    with pytest.raises(ValueError, match="sums need contiguous memory"):
+    with pytest.raises(ValueError, match=r"sums: .* need contiguous memory"):
         kernels.decode_sum(INT8, messages, apart[:, 0])
     values = torch.empty(2, 64, device=DEVICE)
-    with pytest.raises(ValueError, match="errors need contiguous memory"):
+    with pytest.raises(ValueError, match=r"errors: .* need contiguous memory"):
         kernels.encode(INT8, values, messages, apart.bfloat16().t())
-    with pytest.raises(ValueError, match="messages need contiguous memory"):
+    with pytest.raises(ValueError, match=r"messages: .* need contiguous memory"):
         kernels.encode(INT8, values[:1], messages[:, ::2])
 
 
@@ -331,10 +340,10 @@ def test_a_gpu_chooses_the_kernels_and_its_plain_torch_agrees_with_them(codec, m
     from megafrontier.partition.wires import block_triton as kernels
 
     values = random(8, 100_003, torch.bfloat16).cuda()
-    assert module._kernels("cuda", codec) is kernels
+    assert registry.find_kernels(codec, "cuda") is kernels
     messages = write(codec, values)
     by_kernels = read(codec, messages, 100_003)
-    monkeypatch.setattr(module, "_kernels", lambda device_type, codec: None)
+    monkeypatch.setattr(module, "find_kernels", lambda *_: None)
     if not codec.rotates:
         assert torch.equal(write(codec, values), messages)
     assert same_bits(read(codec, messages, 100_003), by_kernels)
@@ -364,7 +373,7 @@ def test_blocks_too_small_for_a_normal_scale_are_sent_as_zeros(codec):
 )
 @ALL
 @pytest.mark.parametrize(
-    ("target", "alignment", "adds"),
+    ("target", "alignment", "accumulate"),
     [
         *itertools.product(("sm_90", "gfx90a"), ("any", "as launched"), (False, True)),
         ("gfx942", "as launched", True),
@@ -372,12 +381,12 @@ def test_blocks_too_small_for_a_normal_scale_are_sent_as_zeros(codec):
     ],
 )
 def test_kernels_compile_for_both_makers_with_exact_divisions_and_no_fusion_of_inexact_products(
-    codec, target, alignment, adds
+    codec, target, alignment, accumulate
 ):
     """For machines that are not here: NVIDIA, and AMD with wavefronts of 64 and of 32. Launched,
     they are compiled for what Triton finds out about their arguments, by other passes."""
     encode, decode_sum = (
-        compile_for(target, codec, name, alignment == "as launched", adds=adds)
+        compile_for(target, codec, name, alignment == "as launched", accumulate=accumulate)
         for name in ("_encode", "_decode_sum")
     )
     if target == "sm_90":
@@ -402,15 +411,15 @@ def test_kernels_compile_for_both_makers_with_exact_divisions_and_no_fusion_of_i
 @pytest.mark.parametrize("codec", [INT8, INT4], ids=["int8", "int4"])
 @pytest.mark.parametrize("target", ["sm_90", "gfx90a"])
 @pytest.mark.parametrize("out", ["*bf16", "*fp16"])
-@pytest.mark.parametrize("adds", [False, True])
-def test_decoding_into_weights_compiles_for_both_makers(codec, target, out, adds):
-    assert compile_for(target, codec, "_decode_sum", True, out, adds)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_decoding_into_weights_compiles_for_both_makers(codec, target, out, accumulate):
+    assert compile_for(target, codec, "_decode_sum", True, out, accumulate)
 
 
-def compile_for(target, codec, name, is_launched, out="*fp32", adds=False):
-    """Assembly of one kernel, made without the GPU it is for; `is_launched`: for aligned tensors of
-    up to 2 GiB, shards of a multiple of 128 elements, and one row. It `adds` errors, or to what is
-    there."""
+def compile_for(target, codec, name, is_launched, out="*fp32", accumulate=False):
+    """Assembly of one kernel, compiled without the GPU that it is for. `is_launched`: for aligned
+    tensors of up to 2 GiB, shards of a multiple of 128 elements, and one row. With `accumulate`,
+    encoding adds errors, and decoding adds to the output."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -421,13 +430,13 @@ def compile_for(target, codec, name, is_launched, out="*fp32", adds=False):
         gpu = GPUTarget("cuda", int(target[3:]), 32)
     else:
         gpu = GPUTarget("hip", target, 32 if target == "gfx1100" else 64)
-    tile = kernels.FEWER[gpu.backend]
+    tile = kernels.SMALL_TILE[gpu.backend]
     if name == "_encode":
-        tile = kernels.encoded_by_a_program(codec, adds, gpu.backend)
+        tile = kernels.encode_tile(codec, accumulate, gpu.backend)
     kernel, constants = getattr(kernels, name), kernels._constants(codec, tile)
-    constants |= {"FEEDS_BACK" if name == "_encode" else "ADDS": adds}
+    constants |= {"FEEDS_BACK" if name == "_encode" else "ACCUMULATE": accumulate}
     signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
-    errors = "*i16" if adds else "*u8"
+    errors = "*i16" if accumulate else "*u8"
     pointers = {"values": "*bf16", "messages": "*u8", "errors": errors, "out": out}
     signature |= {key: kind for key, kind in pointers.items() if key in signature}
     attributes = {}

@@ -7,8 +7,9 @@ import torch
 
 from megafrontier.common.buffers import Workspace
 from megafrontier.partition import STRATEGIES, Placement
+from megafrontier.partition.comm import collectives
 from megafrontier.partition.placement import traffic_bytes
-from megafrontier.partition.wires import wire as wires_module
+from megafrontier.partition.wires import wire as wire_module
 from megafrontier.partition.wires.block import INT4, INT8
 from megafrontier.partition.wires.wire import make_wire
 from tests.partition.codecs import read, write
@@ -147,11 +148,12 @@ def test_the_ledger_counts_what_the_collectives_are_given(name, sizes):
             given[number[id(group)]] += whole
             real_all_to_all(out, parts, group, sizes)
 
-        real_gather, real_all_to_all = wires_module.all_gather, wires_module.all_to_all
+        real_gather, real_all_to_all = wire_module.all_gather, wire_module.all_to_all
         found = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(wires_module, "all_gather", all_gather)
-            patch.setattr(wires_module, "all_to_all", all_to_all)
+            patch.setattr(wire_module, "all_gather", all_gather)
+            patch.setattr(collectives, "all_gather", all_gather)
+            patch.setattr(wire_module, "all_to_all", all_to_all)
             for strategy in STRATEGIES:
                 wires = preset(name, strategy, hierarchy.levels)
                 model, engine, _ = build(hierarchy, wires, strategy)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 from megafrontier.config import Config
-from megafrontier.partition.comm import trace
+from megafrontier.partition.comm import ledger
 from megafrontier.partition.comm.ledger import Ledger
 from megafrontier.training.callbacks import save
 from megafrontier.training.callbacks.log import TraceWriter
@@ -15,7 +15,7 @@ from tests import runs
 
 
 def test_bars_that_a_trace_has_no_room_for_are_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace, "LARGEST", 3)
+    monkeypatch.setattr(ledger, "MAX_TRACE_EVENTS", 3)
     config, said = Config(), []
     config.run.directory, config.log.trace = str(tmp_path), True
     engine = SimpleNamespace(
