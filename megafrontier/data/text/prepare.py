@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from megafrontier.common.errors import UserError
 from megafrontier.data.corpus.indexed import bin_path, idx_path, token_dtype
 from megafrontier.data.corpus.writer import Corpus, DocumentWriter, partial_path
-from megafrontier.data.text.lines import BadText, read_texts
+from megafrontier.data.text.reader import BadText, read_texts
 from megafrontier.data.text.progress import Progress
 from megafrontier.data.text.sources import Piece, Reader, find_sources, share
-from megafrontier.data.text.workers import Workers
+from megafrontier.data.workers import Workers
 from megafrontier.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 

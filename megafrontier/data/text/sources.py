@@ -16,7 +16,7 @@ from pkgutil import iter_modules
 from typing import Any, Literal
 
 from megafrontier.common.errors import UserError
-from megafrontier.data.text.hub import looked_up
+from megafrontier.data.hub import looked_up
 from megafrontier.data.text.listing import (
     LINE_SUFFIXES,
     NO_PACKING,
@@ -26,7 +26,7 @@ from megafrontier.data.text.listing import (
     suffix,
     texts_in,
 )
-from megafrontier.data.text.streams import BLOCK_BYTES, Stream, cut_characters
+from megafrontier.data.text.files import BLOCK_BYTES, Stream, cut_characters
 from megafrontier.data.text.tables import Rows, dataset_rows, parquet_rows
 
 _KINDS: dict[str, Literal["text", "lines", "parquet"]] = {

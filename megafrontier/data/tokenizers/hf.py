@@ -8,7 +8,7 @@ from typing import Any
 
 from megafrontier.common.errors import UserError
 from megafrontier.common.files import looked_in
-from megafrontier.data.text.hub import looked_up
+from megafrontier.data.hub import looked_up
 from megafrontier.data.tokenizers.tokenizer import EOD_PIECES, MODEL_FILE
 
 GENERATION_FILE = "generation_config.json"

@@ -65,7 +65,7 @@ def test_any_number_of_workers_gives_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megafrontier.data.text.sources.BLOCK_BYTES", 10_000)
-    monkeypatch.setattr("megafrontier.data.text.streams.BLOCK_BYTES", 10_000)
+    monkeypatch.setattr("megafrontier.data.text.files.BLOCK_BYTES", 10_000)
     texts = some_texts(500)
     inputs = [write_lines(tmp_path / "x.jsonl", texts)]
     for workers in (1, 3):
@@ -112,7 +112,7 @@ def test_characters_without_a_piece_are_counted_with_the_documents_that_have_the
 
 
 def test_a_long_text_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("sources", "streams"):
+    for module in ("sources", "files"):
         monkeypatch.setattr(f"megafrontier.data.text.{module}.BLOCK_BYTES", 3000)
     text = "one line é\n" * 50_000 + "日本" * 100_000 + " x" * 10_000
     (tmp_path / "long.txt").write_text(text)
@@ -156,9 +156,9 @@ def save_tokenizer(folder: Path, begins_with_space: bool) -> str:
 def test_a_long_text_has_the_tokens_that_it_has_in_one_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    for module in ("sources", "streams"):
+    for module in ("sources", "files"):
         monkeypatch.setattr(f"megafrontier.data.text.{module}.BLOCK_BYTES", 3000)
-    monkeypatch.setattr("megafrontier.data.text.streams._READ_BYTES", 1000)
+    monkeypatch.setattr("megafrontier.data.text.files._READ_BYTES", 1000)
     spec = GENERAL if kind == "ours" else save_tokenizer(tmp_path / "tok", kind == "as Llama")
     text = spread_lines()
     (tmp_path / "long.txt").write_text(text)
@@ -172,7 +172,7 @@ def test_a_long_text_that_ends_in_nothing_to_say_ends_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last piece is blank, and some tokenizers have no token for that."""
-    for module in ("sources", "streams"):
+    for module in ("sources", "files"):
         monkeypatch.setattr(f"megafrontier.data.text.{module}.BLOCK_BYTES", 3000)
     encode = ByteTokenizer.encode
     monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: encode(self, text.strip()))

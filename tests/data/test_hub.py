@@ -5,7 +5,7 @@ import socket
 import pytest
 from huggingface_hub import constants, is_offline_mode
 
-from megafrontier.data.text.hub import looked_up
+from megafrontier.data.hub import looked_up
 
 
 @pytest.fixture
