@@ -29,7 +29,7 @@ from megafrontier.config import (
     config_to_dict,
     load_machine,
 )
-from megafrontier.data.tokenizers.tokenizer import Tokenizer, kept_tokenizer, load_tokenizer
+from megafrontier.data.tokenizers.tokenizer import Tokenizer, cached_tokenizer, load_tokenizer
 from megafrontier.launch.main import uses_accelerator
 from megafrontier.model.families.hf_io import (
     described_model,
@@ -206,7 +206,7 @@ def export_command(path: Path, out: Path, precision: str) -> str:
         config = saved_config(source)
         weights = Weights(open_checkpoint(source), export_order(config.model))
         tokenizer = load_tokenizer(config.tokenizer)
-        saved = tokenizer if tokenizer.needed_ids else None
+        saved = tokenizer if tokenizer.min_vocab_size else None
         return export_model(config.model, weights, out, saved, DTYPES[precision])
 
     return of_newest(path, write)
@@ -229,7 +229,7 @@ def import_command(folder: Path, out: Path, tokenizer: str | None = None) -> Pat
     described = described_model(folder)
     spec = str(folder) if tokenizer is None else tokenizer
     try:
-        kept_tokenizer(spec)
+        cached_tokenizer(spec)
     except UserError as error:
         if tokenizer is None:
             raise UserError(f"{error}; or --tokenizer PATH or --tokenizer none") from error

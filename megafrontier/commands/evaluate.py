@@ -22,7 +22,7 @@ from megafrontier.config import (
     load_machine,
 )
 from megafrontier.data.sampling.samples import Batch
-from megafrontier.data.tokenizers.tokenizer import Tokenizer, kept_tokenizer
+from megafrontier.data.tokenizers.tokenizer import Tokenizer, cached_tokenizer
 from megafrontier.launch.health.preflight import check_present
 from megafrontier.launch.health.watchdog import Watchdog, watched
 from megafrontier.launch.main import joined, launch, prepared
@@ -77,7 +77,7 @@ def find_target(path: Path, overrides: Sequence[str], unused: Sequence[str]) -> 
 def _kept_config(checkpoint: Path, overrides: Sequence[str]) -> Config:
     """Its config, with the tokenizer in memory: its files may go before they are needed."""
     config = saved_config(checkpoint, overrides)
-    kept_tokenizer(config.tokenizer)
+    cached_tokenizer(config.tokenizer)
     return config
 
 
@@ -173,8 +173,8 @@ def _evaluate(
         changes = rotary_changes(config.model, checkpoint.manifest)
         for line in changes + warn_validation_repeats(loader, config.evaluate.batches):
             show(line)
-    tokenizer = kept_tokenizer(config.tokenizer)
-    count_bytes = partial(text_bytes, tokenizer) if tokenizer.needed_ids else no_bytes
+    tokenizer = cached_tokenizer(config.tokenizer)
+    count_bytes = partial(text_bytes, tokenizer) if tokenizer.min_vocab_size else no_bytes
     try:
         found = evaluate(model, loader, hierarchy, config.evaluate.batches, count_bytes, beat)
         assert found is not None  # nothing breaks it off

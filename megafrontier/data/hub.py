@@ -13,7 +13,7 @@ PROBE_SECONDS = 3.0
 
 
 @contextmanager
-def looked_up(name: str) -> Iterator[None]:
+def hub_lookup(name: str) -> Iterator[None]:
     """Meanwhile `name`, a path or a name of the hub's, is looked up by one of the hub's libraries.
 
     It says nothing of its attempts to reach the hub: there are twenty of them where no internet is,

@@ -8,7 +8,7 @@ import torch
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config, ModelConfig
 from megafrontier.data.sampling.loader import micro_batches
-from megafrontier.data.tokenizers.tokenizer import kept_tokenizer
+from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
 from megafrontier.model.families import family_for
 from megafrontier.optim.adamw import find_apex
 from megafrontier.parallel.hierarchy import Levels
@@ -56,7 +56,7 @@ def _check_packages(config: Config) -> None:
 
 def check_vocabulary(config: Config) -> None:
     """Raises UserError if the tokenizer encodes text to ids that the model does not have."""
-    need = kept_tokenizer(config.tokenizer).needed_ids
+    need = cached_tokenizer(config.tokenizer).min_vocab_size
     if config.model.vocab_size < need:
         raise UserError(
             f"model.vocab_size: {config.model.vocab_size}, need at least {need} for tokenizer "
@@ -70,9 +70,9 @@ def warn_vocabulary(config: Config) -> Iterator[str]:
     That happens if `<pad>`, for example, was added to a Hugging Face tokenizer and not to its
     model. There is nothing to learn about such tokens, so the run may go on without them.
     """
-    tokenizer = kept_tokenizer(config.tokenizer)
+    tokenizer = cached_tokenizer(config.tokenizer)
     known, ids = config.model.vocab_size, tokenizer.vocab_size
-    if tokenizer.needed_ids and known < ids:
+    if tokenizer.min_vocab_size and known < ids:
         yield (
             f"warning: model.vocab_size: {known}, but the tokenizer has {ids} ids; data that holds "
             f"a special token from {known} on will be refused"

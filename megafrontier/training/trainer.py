@@ -13,7 +13,7 @@ from megafrontier.common.signals import stops_held_back
 from megafrontier.config import Config
 from megafrontier.data.sampling.loader import Loader
 from megafrontier.data.sampling.samples import Batch, Samples, open_samples
-from megafrontier.data.tokenizers.tokenizer import kept_tokenizer
+from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initial_slice, parameter_kind
 from megafrontier.model.recompute.compile import start_workers
@@ -164,7 +164,7 @@ def open_part(config: Config, part: Part) -> Samples | None:
     Raises UserError for a corpus that cannot be read.
     """
     # A special token that was added to the tokenizer alone has no row in the model.
-    ids = min(kept_tokenizer(config.tokenizer).vocab_size, config.model.vocab_size)
+    ids = min(cached_tokenizer(config.tokenizer).vocab_size, config.model.vocab_size)
     return open_samples(config.data, config.model.sequence_length, config.run.seed, ids, part)
 
 

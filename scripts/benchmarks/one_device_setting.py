@@ -11,7 +11,7 @@ from rounds_child import Clock, Finished
 
 from megafrontier.config import ModelConfig
 from megafrontier.data.corpus.indexed import IndexedDataset, token_dtype
-from megafrontier.data.corpus.writer import Corpus, DocumentWriter
+from megafrontier.data.corpus.writer import CorpusWriter, DocumentWriter
 
 LR, BETAS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
 CORPUS_TOKENS = 1 << 24
@@ -107,7 +107,7 @@ def write_documents(
     if prefix.with_name(f"{prefix.name}.idx").is_file():
         return
     dtype = token_dtype(vocab_size)
-    with Corpus(prefix, dtype) as corpus:
+    with CorpusWriter(prefix, dtype) as corpus:
         writer = DocumentWriter(corpus)
         for ids, sizes in parts:
             yes = np.ones(len(sizes), bool)

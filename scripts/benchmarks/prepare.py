@@ -115,10 +115,10 @@ def datasets_map(text: str, tokenizer: str, workers: int, indexed: bool) -> dict
 def _write_indexed(table: Any, vocab_size: int) -> None:
     """Each document added by itself, as Megatron's own tool does."""
     from megafrontier.data.corpus.indexed import token_dtype
-    from megafrontier.data.corpus.writer import Corpus, DocumentWriter
+    from megafrontier.data.corpus.writer import CorpusWriter, DocumentWriter
 
     dtype, yes = token_dtype(vocab_size), np.ones(1, bool)
-    with Corpus("corpus", dtype) as corpus:
+    with CorpusWriter("corpus", dtype) as corpus:
         writer = DocumentWriter(corpus)
         for ids in table.with_format("numpy")["ids"]:
             writer.write_runs(ids.astype(dtype), np.array([len(ids)], np.int32), yes, ~yes)

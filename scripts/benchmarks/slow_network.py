@@ -48,7 +48,7 @@ from megafrontier.cli import split_overrides
 from megafrontier.common.errors import UserError
 from megafrontier.common.files import write_whole
 from megafrontier.config import PartitionConfig, load_config
-from megafrontier.data.corpus.writer import Corpus
+from megafrontier.data.corpus.writer import CorpusWriter
 from megafrontier.training.preview import check_training
 
 PER_NODE = 4
@@ -124,7 +124,7 @@ def write_inputs(folder: Path) -> Path:
     """A corpus of seeded random walks over bytes, and the config that trains on it; its path."""
     rng = np.random.default_rng(0)
     tokens = np.cumsum(rng.integers(-3, 4, 2**20)) % 256
-    with Corpus(folder / "corpus", np.dtype(np.uint16)) as corpus:
+    with CorpusWriter(folder / "corpus", np.dtype(np.uint16)) as corpus:
         corpus.data.write(tokens.astype(np.uint16).tobytes())
         corpus.index.add(np.array([len(tokens)], np.int32), np.array([1]))
         corpus.publish()

@@ -295,7 +295,7 @@ def test_an_import_that_cannot_be_is_refused_before_its_weights_are_read(
 ):
     """Neither is the tokenizer blamed for a folder that is not there."""
     monkeypatch.setattr(standalone, "import_model", lambda _: pytest.fail("weights are read"))
-    monkeypatch.setattr(standalone, "kept_tokenizer", lambda _: pytest.fail("tokenizer is read"))
+    monkeypatch.setattr(standalone, "cached_tokenizer", lambda _: pytest.fail("tokenizer is read"))
 
     def refused(out):
         assert main(["import", str(tmp_path), "--out", str(out)]) == 2
@@ -307,7 +307,7 @@ def test_an_import_that_cannot_be_is_refused_before_its_weights_are_read(
     monkeypatch.setattr(standalone, "import_model", lambda _: pytest.fail("weights are read"))
     monkeypatch.setattr(standalone, "described_model", lambda _: None)
     assert refused(tmp_path / "out").startswith(f"megafrontier: tokenizer '{tmp_path}': no ")
-    monkeypatch.setattr(standalone, "kept_tokenizer", lambda _: None)
+    monkeypatch.setattr(standalone, "cached_tokenizer", lambda _: None)
     (tmp_path / "file").touch()
     assert refused(tmp_path / "file" / "out") == (
         f"megafrontier: --out {tmp_path}/file/out: {tmp_path}/file cannot be written into, need "

@@ -5,7 +5,7 @@ import socket
 import pytest
 from huggingface_hub import constants, is_offline_mode
 
-from megafrontier.data.hub import looked_up
+from megafrontier.data.hub import hub_lookup
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def test_where_the_hub_does_not_answer_what_is_at_hand_alone_is_looked_through(h
     datasets = pytest.importorskip("datasets")
     kept = datasets.config.HF_HUB_OFFLINE
     hub.close()
-    with looked_up("owner/name"):
+    with hub_lookup("owner/name"):
         assert is_offline_mode()
         assert datasets.config.HF_HUB_OFFLINE
     assert not is_offline_mode()
@@ -31,14 +31,14 @@ def test_where_the_hub_does_not_answer_what_is_at_hand_alone_is_looked_through(h
 
 
 def test_where_it_answers_or_a_proxy_may_know_it_is_asked(hub, monkeypatch) -> None:
-    with hub, looked_up("owner/name"):
+    with hub, hub_lookup("owner/name"):
         assert not is_offline_mode()
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")
-    with looked_up("owner/name"):
+    with hub_lookup("owner/name"):
         assert not is_offline_mode()
 
 
 def test_a_folder_needs_no_hub(hub, tmp_path) -> None:
     hub.close()
-    with looked_up(str(tmp_path)):
+    with hub_lookup(str(tmp_path)):
         assert not is_offline_mode()

@@ -10,7 +10,7 @@ import numpy as np
 
 from megafrontier.common.errors import UserError
 from megafrontier.data.corpus.indexed import IndexedDataset, bin_path, idx_path, is_empty
-from megafrontier.data.corpus.writer import Corpus, IndexSpool
+from megafrontier.data.corpus.writer import CorpusWriter, IndexBuilder
 
 _RANGE_BYTES = 256 << 20  # copied by one thread at a time
 _COPY_BYTES = 4 << 20  # in memory at a time, a thread
@@ -42,7 +42,7 @@ def merge(prefixes: Sequence[str], out: str | Path, workers: int | None = None) 
     if not parts:
         raise UserError(f"{', '.join(prefixes)}: no text in them, need a corpus with some")
     _check(parts, out)
-    with Corpus(out, parts[0].dtype) as corpus:
+    with CorpusWriter(out, parts[0].dtype) as corpus:
         corpus.data.truncate(sum(part.tokens.nbytes for part in parts))
         _copy_tokens(list(_ranges(parts)), corpus, workers)
         for part in parts:
@@ -72,7 +72,7 @@ def _ranges(parts: Sequence[IndexedDataset]) -> Iterator[Range]:
         target += length
 
 
-def _copy_tokens(ranges: Sequence[Range], corpus: Corpus, workers: int) -> None:
+def _copy_tokens(ranges: Sequence[Range], corpus: CorpusWriter, workers: int) -> None:
     # Written through a descriptor of its own: the corpus' appends whatever the offset.
     target = os.open(corpus.partial_bin, os.O_WRONLY)
     try:
@@ -94,7 +94,7 @@ def _copy_range(piece: Range, target: int) -> None:
             done += os.pwrite(target, block, piece.target + done)
 
 
-def _copy_index(part: IndexedDataset, index: IndexSpool) -> None:
+def _copy_index(part: IndexedDataset, index: IndexBuilder) -> None:
     sequences = index.sequences
     no_sizes, no_documents = np.zeros(0, np.int32), np.zeros(0, np.int64)
     offset = 0

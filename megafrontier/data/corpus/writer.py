@@ -33,7 +33,7 @@ def partial_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.partial")
 
 
-class IndexSpool:
+class IndexBuilder:
     """Collects the index in unnamed files, which vanish with the process, and writes it out."""
 
     def __init__(self, folder: Path) -> None:
@@ -77,7 +77,7 @@ def _chunks(spool: BinaryIO, dtype: str) -> Iterator[NDArray]:
         yield np.frombuffer(block, dtype)
 
 
-class Corpus:
+class CorpusWriter:
     """PREFIX.bin and PREFIX.idx under partial names, put in place together by `publish`.
 
     A context manager: without `publish` nothing is left behind. Raises UserError when the folder
@@ -96,7 +96,7 @@ class Corpus:
         except OSError as error:
             raise UserError(f"{prefix}: cannot write there: {error.strerror}") from error
         self.data.truncate(0)
-        self.index = IndexSpool(self.bin.parent)
+        self.index = IndexBuilder(self.bin.parent)
         self._has_names = False
 
     def __enter__(self) -> Self:
@@ -146,7 +146,7 @@ def _lock(path: Path, prefix: str | Path) -> BinaryIO:
 class DocumentWriter:
     """Appends runs of tokens to a corpus; a document may come in several runs."""
 
-    def __init__(self, corpus: Corpus) -> None:
+    def __init__(self, corpus: CorpusWriter) -> None:
         self._corpus = corpus
         self._open_sizes = [0]
         self._document_start = 0

@@ -1,8 +1,8 @@
-"""Which window of which corpus is global sample n: pure functions, O(1) memory, nothing cached.
+"""The window of a corpus that global sample n reads: pure functions in O(1) memory, no cache.
 
-Three of them, composed by `samples.py`: the blend sends sample n to (corpus, number within the
-corpus); the number falls into (epoch, place in the epoch); a permutation keyed by seed, corpus and
-epoch turns the place into a window. Every rank can so ask for any sample at any time.
+`samples.py` combines three functions. The blend maps sample n to (corpus, number within the
+corpus). The number is split into (epoch, index in the epoch). A permutation keyed by seed, corpus
+and epoch maps the index to a window. Every rank can therefore compute any sample at any time.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,12 @@ _ROUND_KEYS = np.arange(6, dtype=np.uint64) * _GOLDEN
 
 
 class Blend:
-    """Sends sample n to a corpus, so that every corpus' own numbers run 0, 1, 2, …
+    """Maps sample n to a corpus by weight. The samples of each corpus are numbered 0, 1, 2, …
 
-    The heaviest corpus takes round(n · w / W) of the first n samples, the next heaviest its part of
-    those that are left, and so on, in exact integers. At every n the counts of two corpora are
-    within half a sample of their shares; a search over up to 1000 corpora found at most 1.5.
+    The corpus of the largest weight takes round(n · w / W) of the first n samples, the next one its
+    share of the remaining samples, and so on, in exact integers. With two corpora, the counts are
+    always within half a sample of the exact shares; a search with up to 1000 corpora found at most
+    1.5.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -33,7 +34,7 @@ class Blend:
         self._order = sorted(range(len(exact)), key=lambda c: (-self._weights[c], c))
 
     def counts(self, samples: int) -> list[int]:
-        """How many of the first `samples` each corpus takes."""
+        """Return how many of the first `samples` samples each corpus takes."""
         found, left = [0] * len(self._weights), sum(self._weights)
         for corpus in self._order:
             found[corpus] = _share(samples, self._weights[corpus], left)
@@ -41,7 +42,7 @@ class Blend:
         return found
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """(corpus, number within that corpus) of global sample `sample`."""
+        """Return (corpus, number within that corpus) of global sample `sample`."""
         before, after, left = sample, sample + 1, sum(self._weights)
         for corpus in self._order:
             weight = self._weights[corpus]
@@ -49,7 +50,7 @@ class Blend:
             if mine_after > mine:
                 return corpus, mine
             before, after, left = before - mine, after - mine_after, left - weight
-        raise AssertionError("the last corpus takes every sample that is left")
+        raise AssertionError("the last corpus takes all remaining samples")
 
 
 def _share(count: int, weight: int, total: int) -> int:
@@ -57,15 +58,15 @@ def _share(count: int, weight: int, total: int) -> int:
     return (2 * count * weight + total) // (2 * total)
 
 
-def permute(place: Uint64, size: int, key: Uint64) -> Uint64:
-    """A bijection of 0 … size-1 for every key: where `place` [n] goes under `key` [n].
+def permute(index: Uint64, size: int, key: Uint64) -> Uint64:
+    """Map `index` [n] to 0 … size-1 by the permutation of `key` [n].
 
-    A Feistel network on the smallest even number of bits that holds `size`, walked along its cycle
-    until the result is below `size` again (Black and Rogaway, Ciphers with Arbitrary Finite
-    Domains, 2002): at most four steps on average.
+    A Feistel network on the smallest even number of bits that holds `size`, repeated until the
+    result is below `size` (cycle walking: Black and Rogaway, Ciphers with Arbitrary Finite Domains,
+    2002). This takes at most four rounds on average.
     """
     half = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))
-    result = _feistel(place, half, key)
+    result = _feistel(index, half, key)
     while len(outside := np.flatnonzero(result >= size)):
         result[outside] = _feistel(result[outside], half, key[outside])
     return result
@@ -81,13 +82,13 @@ def _feistel(value: Uint64, half: np.uint64, key: Uint64) -> Uint64:
 
 
 def make_key(seed: int, corpus: int, epoch: Uint64) -> Uint64:
-    """Key of the permutation of `corpus` in each `epoch` [n] → [n]."""
+    """Return the key of the permutation of `corpus` in each `epoch` [n] → [n]."""
     start = np.array([seed % 2**64], np.uint64)
     return _mix(_mix(_mix(start) + np.uint64(corpus)) + epoch)
 
 
 def _mix(value: Uint64) -> Uint64:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every bit moves every other."""
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
     value = value + _GOLDEN
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,7 +1,7 @@
-"""Training samples: sample n of (seed, corpora) as tensors, at any time, in any order, on any rank.
+"""Training samples as tensors: sample n is a function of the seed and the corpora.
 
-`order.py` says which window of which corpus sample n is; here the windows are read. A window is
-S + 1 consecutive tokens, of which the last is only a target; windows overlap in that one token.
+`order.py` maps sample n to a window of a corpus; this module reads the window. A window is S + 1
+consecutive tokens. Its last token is only a target, so consecutive windows share one token.
 """
 
 from collections import defaultdict
@@ -22,30 +22,30 @@ from megafrontier.data.corpus.indexed import IndexedDataset, bin_path
 from megafrontier.data.sampling.order import Blend, make_key, permute
 from megafrontier.model.loss import IGNORE_INDEX
 
-LOOKED_AT = 8
-"""Windows of a corpus that stand for all of it, however long: each may be a read of its own."""
+FINGERPRINT_WINDOWS = 8
+"""Windows of a corpus that its fingerprint covers. Each may cost one read from disk."""
 
 
 @dataclass
 class Batch:
-    """Samples [b] of S tokens [s]."""
+    """b samples of s tokens."""
 
     tokens: torch.Tensor
     """Input ids [b, s], int64."""
     targets: torch.Tensor
-    """The id after each token [b, s], int64; IGNORE_INDEX where it belongs to another document."""
+    """The next id of each token [b, s], int64; IGNORE_INDEX if that is in another document."""
     documents: torch.Tensor | None
-    """With a document mask: where each begins in the b · s tokens, and b · s, int32 [n + 1]. Every
-    window begins one."""
+    """With a document mask: the start of each of n documents in the b · s tokens, then b · s, int32
+    [n + 1]. Every window starts a document."""
     first_sample: int
     """Global number of the first sample."""
 
     def pin_memory(self) -> "Batch":
-        """The same in page-locked memory, from which a device copies by itself."""
+        """Return a copy in page-locked memory, for asynchronous copies to a device."""
         return self._map(torch.Tensor.pin_memory)
 
     def to(self, device: torch.device) -> "Batch":
-        """The same on `device`; from pinned memory without waiting for the copy."""
+        """Return a copy on `device`. From pinned memory, the host does not wait for the copy."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
@@ -58,8 +58,8 @@ class Batch:
 
 
 @dataclass
-class Part:
-    """The windows of one corpus that belong to training, or to validation."""
+class WindowRange:
+    """The consecutive windows of one corpus that are used for training, or for validation."""
 
     corpus: IndexedDataset
     first_window: int
@@ -67,19 +67,19 @@ class Part:
 
 
 class Samples:
-    """The endless row of samples of one part; see `open_samples`."""
+    """The endless sequence of samples for training, or for validation; see `open_samples`."""
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        ranges: Sequence[WindowRange],
         weights: Sequence[float],
         sequence_length: int,
         vocab_size: int,
         seed: int | None,
         document_mask: bool,
     ) -> None:
-        """`seed` None keeps the windows in the order of the corpus, epoch after epoch."""
-        self._parts = parts
+        """`seed` None reads the windows in the order of the corpus in every epoch."""
+        self._ranges = ranges
         self._blend = Blend(weights)
         self._length = sequence_length
         self._vocab_size = vocab_size
@@ -88,32 +88,34 @@ class Samples:
 
     @property
     def windows(self) -> list[int]:
-        """Windows in one epoch of each corpus."""
-        return [part.windows for part in self._parts]
+        """The number of windows in one epoch of each corpus."""
+        return [used.windows for used in self._ranges]
 
     @cached_property
-    def contents(self) -> list[str]:
-        """CRC-32 of the ids in LOOKED_AT windows of each corpus, from its first to its last: the
-        same for every copy of it, wherever that lies, and another for one that was made anew of
-        other text or with another tokenizer."""
-        return [self._content(part) for part in self._parts]
+    def fingerprints(self) -> list[str]:
+        """CRC-32 of the ids in FINGERPRINT_WINDOWS windows of each corpus, evenly spaced.
 
-    def _content(self, part: Part) -> str:
+        Copies of a corpus have equal fingerprints. A corpus made of other text, or with another
+        tokenizer, has a different one.
+        """
+        return [self._fingerprint(used) for used in self._ranges]
+
+    def _fingerprint(self, used: WindowRange) -> str:
         checksum = 0
-        for place in range(LOOKED_AT):
-            window = part.first_window + place * (part.windows - 1) // (LOOKED_AT - 1)
-            checksum = crc32(self._ids(part.corpus, window).astype("<i8").tobytes(), checksum)
+        for i in range(FINGERPRINT_WINDOWS):
+            window = used.first_window + i * (used.windows - 1) // (FINGERPRINT_WINDOWS - 1)
+            checksum = crc32(self._ids(used.corpus, window).astype("<i8").tobytes(), checksum)
         return f"{checksum:08x}"
 
-    def read_again(self, count: int) -> Iterator[tuple[str, int, int]]:
-        """(corpus, samples, windows) of each of which the first `count` samples take more than it
-        has."""
-        for part, samples in zip(self._parts, self._blend.counts(count), strict=True):
-            if samples > part.windows:
-                yield part.corpus.prefix, samples, part.windows
+    def repeated_corpora(self, count: int) -> Iterator[tuple[str, int, int]]:
+        """Yield (prefix, samples, windows) of each corpus that the first `count` samples exhaust,
+        that is, from which they take more samples than it has windows."""
+        for used, samples in zip(self._ranges, self._blend.counts(count), strict=True):
+            if samples > used.windows:
+                yield used.corpus.prefix, samples, used.windows
 
     def locate(self, first: int, count: int) -> list[tuple[int, int]]:
-        """(corpus, window of its file) of samples first … first + count - 1."""
+        """Return (corpus index, window in its file) of samples first … first + count - 1."""
         numbers: dict[int, list[int]] = defaultdict(list)
         rows: dict[int, list[int]] = defaultdict(list)
         for row in range(count):
@@ -128,9 +130,9 @@ class Samples:
         return located
 
     def batch(self, first: int, count: int) -> Batch:
-        """Samples first … first + count - 1, as tensors [count, s].
+        """Read samples first … first + count - 1 as tensors [count, s].
 
-        Raises UserError for an id that the vocabulary does not have.
+        Raises UserError for an id that is not in the vocabulary.
         """
         located = self.locate(first, count)
         read = np.stack([self._read(corpus, window) for corpus, window in located])
@@ -144,14 +146,14 @@ class Samples:
         return Batch(tokens, torch.from_numpy(targets), documents, first)
 
     def _windows_of(self, corpus: int, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        part = self._parts[corpus]
-        epoch, place = np.divmod(numbers, np.uint64(part.windows))
+        used = self._ranges[corpus]
+        epoch, index = np.divmod(numbers, np.uint64(used.windows))
         if self._seed is not None:
-            place = permute(place, part.windows, make_key(self._seed, corpus, epoch))
-        return place + np.uint64(part.first_window)
+            index = permute(index, used.windows, make_key(self._seed, corpus, epoch))
+        return index + np.uint64(used.first_window)
 
     def _read(self, corpus: int, window: int) -> NDArray[np.int64]:
-        dataset, start = self._parts[corpus].corpus, window * self._length
+        dataset, start = self._ranges[corpus].corpus, window * self._length
         tokens = self._ids(dataset, window).astype(np.int64)
         wrong = (tokens < 0) | (tokens >= self._vocab_size)
         if wrong.any():
@@ -164,22 +166,24 @@ class Samples:
         return tokens
 
     def _ids(self, dataset: IndexedDataset, window: int) -> NDArray:
-        """A window as it is on the disk [s + 1]."""
+        """The ids of a window as stored [s + 1]."""
         start = window * self._length
         return dataset.tokens[start : start + self._length + 1]
 
     def _documents(self, corpus: int, window: int) -> NDArray[np.int32]:
-        """Number of each token's document in the window [s + 1]."""
+        """The document of each token, counted from the start of the window [s + 1]."""
         start = window * self._length
-        starts = self._parts[corpus].corpus.document_starts(start + 1, start + self._length + 1)
+        starts = self._ranges[corpus].corpus.document_starts(start + 1, start + self._length + 1)
         begins = np.zeros(self._length + 1, np.int32)
         begins[starts - start] = 1
         return np.cumsum(begins, dtype=np.int32)
 
 
 def document_starts(numbers: torch.Tensor) -> torch.Tensor:
-    """Where documents begin in the b · s tokens, and b · s, int32 [n + 1], given the number
-    [b, s] of each token's; each row begins one."""
+    """Return where documents start in b · s tokens, then b · s, int32 [n + 1].
+
+    `numbers` [b, s] is the document of each token. Every row starts a document.
+    """
     begins = torch.ones_like(numbers, dtype=torch.bool)
     begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
     starts = begins.flatten().nonzero().flatten()
@@ -191,39 +195,38 @@ def open_samples(
     sequence_length: int,
     seed: int,
     vocab_size: int,
-    part: Literal["train", "valid"],
+    subset: Literal["train", "valid"],
 ) -> Samples | None:
-    """The samples of `data` to train on, shuffled by `seed`, or to validate on, in file order.
+    """Open the samples of `data` for training (shuffled by `seed`) or validation (in file order).
 
-    With `data.valid` each corpus is used whole for its purpose; without, `data.split` cuts each
-    training corpus. None when nothing is kept for validation. Raises UserError for a corpus that
+    With `data.valid`, every corpus is used whole; without, `data.split` divides each training
+    corpus. Returns None if there are no validation samples. Raises UserError for a corpus that
     cannot be read or is too short for one window.
     """
-    corpora = data.valid if part == "valid" and data.valid else data.train
-    if part == "train":
+    corpora = data.valid if subset == "valid" and data.valid else data.train
+    if subset == "train":
         refuse_no_corpus(data)
     if not corpora:
         return None
     split = [Fraction(1), Fraction(0)] if data.valid else [Fraction(str(x)) for x in data.split]
-    parts = [_open_part(c, sequence_length, split, part, bool(data.valid)) for c in corpora]
-    kept = [(p, c.weight) for p, c in zip(parts, corpora, strict=True) if p.windows]
-    if not kept:
+    opened = [_open_range(c, sequence_length, split, subset, bool(data.valid)) for c in corpora]
+    used = [(r, c.weight) for r, c in zip(opened, corpora, strict=True) if r.windows]
+    if not used:
         return None
-    weights = [weight for _, weight in kept]
-    order = seed if part == "train" else None
-    opened = [p for p, _ in kept]
-    return Samples(opened, weights, sequence_length, vocab_size, order, data.document_mask)
+    ranges, weights = zip(*used, strict=True)
+    order = seed if subset == "train" else None
+    return Samples(ranges, weights, sequence_length, vocab_size, order, data.document_mask)
 
 
 def refuse_no_corpus(data: DataConfig) -> None:
-    """Raises UserError where there is nothing to train on."""
+    """Raise UserError if there is no training corpus."""
     if not data.train:
         raise UserError("data.train: empty, need at least one corpus, as {path: PREFIX}")
 
 
-def _open_part(
-    config: CorpusConfig, length: int, split: Sequence[Fraction], part: str, whole: bool
-) -> Part:
+def _open_range(
+    config: CorpusConfig, length: int, split: Sequence[Fraction], subset: str, whole: bool
+) -> WindowRange:
     corpus = IndexedDataset(config.path)
     windows = (len(corpus.tokens) - 1) // length
     if windows < 1:
@@ -232,11 +235,11 @@ def _open_part(
             "for one sequence (model.sequence_length + 1)"
         )
     training = windows if whole else int(windows * split[0] / sum(split))
-    if part == "valid" and not whole:
-        return Part(corpus, training, windows - training)
+    if subset == "valid" and not whole:
+        return WindowRange(corpus, training, windows - training)
     if training < 1:
         raise UserError(
             f"{bin_path(config.path)}: {windows} sequences, data.split {[float(x) for x in split]} "
             "leaves none to train on; need a longer corpus, data.valid, or data.split=[1,0]"
         )
-    return Part(corpus, 0, training)
+    return WindowRange(corpus, 0, training)

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from megafrontier.common.errors import UserError
 from megafrontier.data.corpus.indexed import bin_path, idx_path, token_dtype
-from megafrontier.data.corpus.writer import Corpus, DocumentWriter, partial_path
-from megafrontier.data.text.reader import BadText, read_texts
+from megafrontier.data.corpus.writer import CorpusWriter, DocumentWriter, partial_path
 from megafrontier.data.text.progress import Progress
-from megafrontier.data.text.sources import Piece, Reader, find_sources, share
-from megafrontier.data.workers import Workers
+from megafrontier.data.text.reader import BadText, read_texts
+from megafrontier.data.text.sources import Reader, TextRange, find_sources, share
 from megafrontier.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from megafrontier.data.workers import Workers
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Job:
     append_eod: bool
     skip_bad: bool
 
-    def encode(self, pieces: Sequence[Piece]) -> Encoded:
+    def encode(self, pieces: Sequence[TextRange]) -> Encoded:
         """Tokenise a batch. Raises UserError at the first bad text, unless `skip_bad`."""
         texts = [(text, p) for p in pieces for text in read_texts(p, self.key)]
         messages = [str(text) for text, _ in texts if isinstance(text, BadText)]
@@ -141,7 +141,7 @@ def prepare(
     total = sum(source.file_bytes for source in reader.sources)
     with (
         Workers(workers, partial(_take, job)) as pool,
-        Corpus(out, _dtype(job)) as corpus,
+        CorpusWriter(out, _dtype(job)) as corpus,
         Progress(total) as bar,
     ):
         encoded = pool.results(_encode, reader.batches(), "try fewer --workers")
@@ -183,7 +183,9 @@ def _dtype(job: Job) -> np.dtype:
     return token_dtype(job.tokenizer.vocab_size)
 
 
-def _write(results: Iterator[Encoded], corpus: Corpus, bar: Progress, reader: Reader) -> Summary:
+def _write(
+    results: Iterator[Encoded], corpus: CorpusWriter, bar: Progress, reader: Reader
+) -> Summary:
     writer = DocumentWriter(corpus)
     summary, unknown = Summary(), _Unknown()
     for encoded in results:
@@ -207,5 +209,5 @@ def _take(job: Job) -> None:
     _job = job
 
 
-def _encode(pieces: list[Piece]) -> Encoded:
+def _encode(pieces: list[TextRange]) -> Encoded:
     return _job.encode(pieces)

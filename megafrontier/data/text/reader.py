@@ -5,14 +5,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from megafrontier.data.text.sources import Piece
+from megafrontier.data.text.sources import TextRange
 
 
 class BadText(Exception):
     """A line, row or text that is no text; the message names its file and place."""
 
 
-def read_texts(piece: Piece, key: str) -> Iterator[str | BadText]:
+def read_texts(piece: TextRange, key: str) -> Iterator[str | BadText]:
     """The texts of a piece in order: one of kind text, one a line or row of the others. What
     cannot be read comes as a BadText in its place; blank lines do not count."""
     if isinstance(piece.payload, list):

@@ -16,7 +16,8 @@ from pkgutil import iter_modules
 from typing import Any, Literal
 
 from megafrontier.common.errors import UserError
-from megafrontier.data.hub import looked_up
+from megafrontier.data.hub import hub_lookup
+from megafrontier.data.text.files import BLOCK_BYTES, Stream, cut_characters
 from megafrontier.data.text.listing import (
     LINE_SUFFIXES,
     NO_PACKING,
@@ -26,7 +27,6 @@ from megafrontier.data.text.listing import (
     suffix,
     texts_in,
 )
-from megafrontier.data.text.files import BLOCK_BYTES, Stream, cut_characters
 from megafrontier.data.text.tables import Rows, dataset_rows, parquet_rows
 
 _KINDS: dict[str, Literal["text", "lines", "parquet"]] = {
@@ -52,7 +52,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextRange:
     """Some text of one source, in the order of the source."""
 
     name: str
@@ -236,7 +236,7 @@ def _dataset_source(name: str, loader: str, split: str | None, *arguments: str |
     import datasets
 
     try:
-        with looked_up(name):
+        with hub_lookup(name):
             table = getattr(datasets, loader)(*arguments)
     except Exception as error:  # whatever a library that reads a dozen formats may raise
         raise UserError(
@@ -261,9 +261,9 @@ class Reader:
         self.key = key
         self.done_bytes = 0
 
-    def batches(self) -> Iterator[list[Piece]]:
+    def batches(self) -> Iterator[list[TextRange]]:
         """All pieces in order, small ones together. Raises UserError as reading a source does."""
-        batch: list[Piece] = []
+        batch: list[TextRange] = []
         size = 0
         for piece, piece_bytes in self._pieces():
             batch.append(piece)
@@ -274,14 +274,14 @@ class Reader:
         if batch:
             yield batch
 
-    def _pieces(self) -> Iterator[tuple[Piece, int]]:
+    def _pieces(self) -> Iterator[tuple[TextRange, int]]:
         for source in self.sources:
             before = self.done_bytes
             for piece in self._read(source, before):
                 yield piece, _payload_bytes(piece.payload)
             self.done_bytes = before + source.file_bytes
 
-    def _read(self, source: Source, before: int) -> Iterator[Piece]:
+    def _read(self, source: Source, before: int) -> Iterator[TextRange]:
         if source.kind == "parquet":
             yield from self._read_rows(source, before, parquet_rows(source.name, self.key))
             return
@@ -295,10 +295,12 @@ class Reader:
             self.done_bytes = before + stream.position
             yield piece
 
-    def _read_rows(self, source: Source, before: int, tables: Iterator[Rows]) -> Iterator[Piece]:
+    def _read_rows(
+        self, source: Source, before: int, tables: Iterator[Rows]
+    ) -> Iterator[TextRange]:
         at = 0
         for rows in chain.from_iterable(map(_cut_rows, tables)):
-            yield Piece(source.name, "rows", at, rows)
+            yield TextRange(source.name, "rows", at, rows)
             at += len(rows)
             self.done_bytes = min(
                 before + source.file_bytes, self.done_bytes + _payload_bytes(rows)
@@ -325,22 +327,22 @@ def _payload_bytes(payload: bytes | Rows) -> int:
     return sum(len(row) for row in payload if isinstance(row, str | bytes))
 
 
-def _read_lines(name: str, stream: Stream) -> Iterator[Piece]:
+def _read_lines(name: str, stream: Stream) -> Iterator[TextRange]:
     line = 1
     for block in stream.blocks():
-        yield Piece(name, "lines", line, block)
+        yield TextRange(name, "lines", line, block)
         line += block.count(b"\n")
 
 
-def _read_text(name: str, stream: Stream) -> Iterator[Piece]:
+def _read_text(name: str, stream: Stream) -> Iterator[TextRange]:
     """One document, in pieces if it is long. A piece is held back until it is known whether it is
     the last one."""
     held, at = b"", 0
     for chunk in stream.chunks():
         while len(held) > BLOCK_BYTES:
             cut = cut_characters(held[:BLOCK_BYTES])
-            yield Piece(name, "text", at, held[:cut], last=False)
+            yield TextRange(name, "text", at, held[:cut], last=False)
             held, at = held[cut:], at + cut
         held += chunk
     if held:
-        yield Piece(name, "text", at, held)
+        yield TextRange(name, "text", at, held)

@@ -8,7 +8,7 @@ from typing import Any
 
 from megafrontier.common.errors import UserError
 from megafrontier.common.files import looked_in
-from megafrontier.data.hub import looked_up
+from megafrontier.data.hub import hub_lookup
 from megafrontier.data.tokenizers.tokenizer import EOD_PIECES, MODEL_FILE
 
 GENERATION_FILE = "generation_config.json"
@@ -23,7 +23,7 @@ class HuggingFaceTokenizer:
     def __init__(self, name: str) -> None:
         _refuse_folder_without(name)
         try:
-            with looked_up(name):
+            with hub_lookup(name):
                 self._tokenizer: Any = _from_files(name) or _from_pretrained(name)
         except UserError:
             raise
@@ -51,7 +51,7 @@ class HuggingFaceTokenizer:
         self._ends = _end_ids(name)
         added = self._tokenizer.added_tokens_decoder
         others = (i for i in vocabulary.values() if i not in added or not added[i].special)
-        self.needed_ids = 1 + max(*others, self.eod, self.bos)
+        self.min_vocab_size = 1 + max(*others, self.eod, self.bos)
         self._backend = _bare_backend(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:

@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
         """Number of ids; every id is below it."""
 
     @property
-    def needed_ids(self) -> int:
+    def min_vocab_size(self) -> int:
         """How many a model has to know; 0 without a tokenizer. Behind them are special tokens that
         were added, `<pad>` perhaps, which only a text that spells them has."""
 
@@ -73,7 +73,7 @@ class ByteTokenizer:
     """The 256 bytes of UTF-8, and 256 as end of document. `transformers` has none like it, so a
     saved one is only a marker for `load_tokenizer`."""
 
-    vocab_size = needed_ids = 257
+    vocab_size = min_vocab_size = 257
     eod = bos = 256
     pad = unk = None
 
@@ -98,7 +98,7 @@ class NoTokenizer:
     """For a model whose corpora are ids alone: any ids that the model knows, and no text."""
 
     vocab_size = 2**31 - 1
-    needed_ids = 0
+    min_vocab_size = 0
     eod = bos = -1
     pad = unk = None
 
@@ -152,7 +152,7 @@ class SentencePieceTokenizer:
 
     def _look_at_pieces(self) -> None:
         self.vocab_size: int = self._model.get_piece_size()
-        self.needed_ids = self.vocab_size
+        self.min_vocab_size = self.vocab_size
         self.unk = self._model.unk_id()
         self.eod = self._find_eod()
         self.bos = self._model.bos_id() if self._model.bos_id() >= 0 else self.eod
@@ -268,7 +268,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 @cache
-def kept_tokenizer(spec: str) -> Tokenizer:
+def cached_tokenizer(spec: str) -> Tokenizer:
     """The tokenizer that `spec` names, loaded once in a process and those forked from it: for a
     run, in whose course the files may go. Raises UserError as `load_tokenizer` does."""
     return load_tokenizer(spec)
@@ -277,12 +277,12 @@ def kept_tokenizer(spec: str) -> Tokenizer:
 _KEPT_FILES: dict[str, dict[Path, bytes]] = {}
 
 
-def save_kept(spec: str, folder: Path) -> None:
+def save_cached_tokenizer(spec: str, folder: Path) -> None:
     """Write the files of the tokenizer that `spec` names into a new folder. They are made once in a
     process: each checkpoint has them, and some take seconds to convert."""
     if spec not in _KEPT_FILES:
         folder.mkdir(parents=True, exist_ok=True)
-        kept_tokenizer(spec).save(folder)
+        cached_tokenizer(spec).save(folder)
         files = [path for path in folder.rglob("*") if path.is_file()]
         _KEPT_FILES[spec] = {path.relative_to(folder): path.read_bytes() for path in files}
         return

@@ -13,8 +13,8 @@ from megafrontier.common.errors import UserError
 from megafrontier.common.files import in_work, sync_file
 from megafrontier.data.text.reader import BadText, read_texts
 from megafrontier.data.text.sources import Reader, find_sources
-from megafrontier.data.workers import Workers
 from megafrontier.data.tokenizers.tokenizer import MARKER, SAVED_FILES, SentencePieceTokenizer
+from megafrontier.data.workers import Workers
 
 EOD_PIECE = "<|endoftext|>"
 

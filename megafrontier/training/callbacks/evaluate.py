@@ -49,7 +49,7 @@ def warn_validation_repeats(loader: Loader | None, batches: int) -> list[str]:
     return [
         f"evaluate.batches: {batches}, {samples} samples of {corpus}, but {windows} are held out: "
         "some are read again"
-        for corpus, samples, windows in ([] if loader is None else loader.read_again(batches))
+        for corpus, samples, windows in ([] if loader is None else loader.repeated_corpora(batches))
     ]
 
 

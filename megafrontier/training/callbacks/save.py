@@ -16,7 +16,7 @@ from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.checkpoint.save import save
 from megafrontier.common.errors import RunFailed, StorageFailed
 from megafrontier.config import Config, config_to_dict
-from megafrontier.data.tokenizers.tokenizer import save_kept
+from megafrontier.data.tokenizers.tokenizer import save_cached_tokenizer
 from megafrontier.parallel.world import World
 from megafrontier.training.callbacks.base import Callback, is_due
 from megafrontier.training.logging.run_log import RunLogger
@@ -70,9 +70,9 @@ def save_trainer(trainer: Trainer) -> Path:
             "loss_scale": trainer.loss_scale.state(),
             "spikes": trainer.spikes.state(),
             "data": trainer.loader.position(trainer.step),
-            "windows": trainer.loader.windows,
+            "windows": trainer.loader.samples.windows,
             # The first rank's manifest is the one that is written: thousands need not look, too.
-            "contents": trainer.loader.contents if trainer.is_first else None,
+            "contents": trainer.loader.samples.fingerprints if trainer.is_first else None,
             **({"callbacks": kept} if (kept := callback_states(trainer)) else {}),
         },
     )
@@ -95,7 +95,7 @@ def callback_states(trainer: Trainer) -> dict[str, dict[str, Any]]:
 
 def attach_tokenizer(tokenizer: str, folder: Path) -> None:
     """Put a tokenizer's files into a checkpoint's folder, so that it needs nothing else."""
-    save_kept(tokenizer, folder / "tokenizer")
+    save_cached_tokenizer(tokenizer, folder / "tokenizer")
 
 
 class Save(Callback):

@@ -163,7 +163,7 @@ def _is_moved(trainer: Trainer, manifest: Manifest) -> bool:
     return (
         trainer.is_first
         and weights == [corpus["weight"] for corpus in before]
-        and trainer.loader.contents == manifest.extra.get("contents")
+        and trainer.loader.samples.fingerprints == manifest.extra.get("contents")
     )
 
 
@@ -192,7 +192,7 @@ def _corpus_changes(trainer: Trainer, manifest: Manifest) -> list[str]:
 def _window_changes(trainer: Trainer, manifest: Manifest) -> list[str]:
     """The order is one of all windows: a corpus that has grown, or `data.valid` in place of a part
     of `data.train`, changes it from the first to the last."""
-    now = trainer.loader.windows
+    now = trainer.loader.samples.windows
     before = manifest.extra.get("windows", now) if manifest.step else now
     if not isinstance(before, list):  # from before checkpoints told those of each corpus
         now, before = [sum(now)], [before]
@@ -204,7 +204,9 @@ def _content_changes(trainer: Trainer, manifest: Manifest) -> list[str]:
     before = manifest.extra.get("contents") if manifest.step else None
     if before is None or not trainer.is_first:
         return []
-    corpora = zip(trainer.config.data.train, trainer.loader.contents, before, strict=False)
+    corpora = zip(
+        trainer.config.data.train, trainer.loader.samples.fingerprints, before, strict=False
+    )
     return [f"{corpus.path}: made anew, of other ids" for corpus, n, b in corpora if n != b]
 
 

@@ -305,4 +305,4 @@ def _take_up(trainer: Trainer, manifest: Manifest) -> None:
         if name in trainer.stateful:
             trainer.stateful[name].load_state_dict(state)
     step, sample = manifest.extra.get("data") or old_position(manifest)
-    trainer.loader.go_on(manifest.step, (step, sample))
+    trainer.loader.resume_at(manifest.step, (step, sample))

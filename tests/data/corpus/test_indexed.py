@@ -13,7 +13,7 @@ import pytest
 
 from megafrontier.common.errors import UserError
 from megafrontier.data.corpus.indexed import HEADER, IndexedDataset, token_dtype
-from megafrontier.data.corpus.writer import IndexSpool
+from megafrontier.data.corpus.writer import IndexBuilder
 from tests.data.corpora import write_corpus
 
 DOCUMENTS = [[[5, 6, 7]], [[8], [9, 10]], [[11, 12, 13, 14]]]
@@ -127,8 +127,8 @@ def test_the_index_is_written_in_flat_memory(tmp_path: Path) -> None:
 {PEAK_BYTES}
 from pathlib import Path
 import numpy as np
-from megafrontier.data.corpus.writer import IndexSpool
-spool = IndexSpool(Path({str(tmp_path)!r}))
+from megafrontier.data.corpus.writer import IndexBuilder
+spool = IndexBuilder(Path({str(tmp_path)!r}))
 before = peak_bytes()
 for part in range(100):
     ends = np.arange(part * 10**5, (part + 1) * 10**5) + 1
@@ -147,7 +147,7 @@ def test_pointers_go_on_from_chunk_to_chunk(
 ) -> None:
     monkeypatch.setattr("megafrontier.data.corpus.writer._CHUNK", 2)
     expected = write_corpus(tmp_path / "c", DOCUMENTS)
-    spool = IndexSpool(tmp_path)
+    spool = IndexBuilder(tmp_path)
     spool.add(np.array([3, 1, 2, 4], np.int32), np.array([1, 3, 4]))
     with (tmp_path / "made.idx").open("wb") as file:
         spool.write(file, np.dtype(np.uint16))

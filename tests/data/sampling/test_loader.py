@@ -89,7 +89,7 @@ def test_a_resumed_loader_that_skips_otherwise_leaves_out_and_repeats_nothing_el
     before = Loader(samples, GLOBAL_BATCH, 4, skip=[[2, 5]])
     assert before.position(7)[0] == 10
     after = Loader(samples, GLOBAL_BATCH, 4, skip=skip)
-    after.go_on(7, before.position(7))
+    after.resume_at(7, before.position(7))
     expected = [own for own in range(10, 18) if not any(a <= own < b for a, b in skip)][:5]
     found = [after.position(step) for step in range(7, 12)]
     assert found == [(own, own * GLOBAL_BATCH) for own in expected]

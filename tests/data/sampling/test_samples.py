@@ -60,8 +60,8 @@ def test_a_small_corpus_of_great_weight_is_known_to_be_read_again(
     """Of both together there is enough."""
     few = str(write_counting(tmp_path / "few", 10 * S + 1))
     samples = opened(train=[corpus, CorpusConfig(few, weight=3.0)], split=[1.0, 0.0])
-    assert list(samples.read_again(12)) == []
-    assert list(samples.read_again(100)) == [(few, 75, 10)]
+    assert list(samples.repeated_corpora(12)) == []
+    assert list(samples.repeated_corpora(100)) == [(few, 75, 10)]
 
 
 def test_another_seed_is_another_order(corpus: CorpusConfig) -> None:

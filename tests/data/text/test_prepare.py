@@ -355,10 +355,10 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_two_writers_of_one_corpus_do_not_meet(tmp_path: Path) -> None:
-    from megafrontier.data.corpus.writer import Corpus
+    from megafrontier.data.corpus.writer import CorpusWriter
 
     with (
-        Corpus(tmp_path / "c", np.dtype(np.uint16)),
+        CorpusWriter(tmp_path / "c", np.dtype(np.uint16)),
         pytest.raises(UserError, match="another process is writing"),
     ):
         prepare([write_lines(tmp_path / "x.jsonl", ["x"])], "bytes", tmp_path / "c", 1)
@@ -366,14 +366,14 @@ def test_two_writers_of_one_corpus_do_not_meet(tmp_path: Path) -> None:
 
 def test_a_writer_that_has_published_leaves_the_next_ones_files_alone(tmp_path: Path) -> None:
     """Which may have begun while the first waited for a slow folder."""
-    from megafrontier.data.corpus.writer import Corpus
+    from megafrontier.data.corpus.writer import CorpusWriter
 
     dtype = np.dtype(np.uint16)
-    first = Corpus(tmp_path / "c", dtype)
+    first = CorpusWriter(tmp_path / "c", dtype)
     first.data.write(b"\1\0")
     first.index.add(np.array([1], np.int32), np.array([1]))
     first.publish()
-    with Corpus(tmp_path / "c", dtype) as second:
+    with CorpusWriter(tmp_path / "c", dtype) as second:
         first.__exit__(None, None, None)
         assert second.partial_bin.exists()
 

@@ -17,9 +17,9 @@ from megafrontier.data.tokenizers.tokenizer import (
     MARKER,
     ByteTokenizer,
     Tokenizer,
-    kept_tokenizer,
+    cached_tokenizer,
     load_tokenizer,
-    save_kept,
+    save_cached_tokenizer,
 )
 from megafrontier.data.tokenizers.train import Sample
 from tests.data.training import train_tokenizer
@@ -232,11 +232,11 @@ def test_a_kept_tokenizer_outlives_its_files(
     its files are made once."""
     spec = str(tmp_path / "moved")
     shutil.copytree(trained, spec)
-    kept = kept_tokenizer(spec)
+    kept = cached_tokenizer(spec)
     shutil.rmtree(spec)
-    save_kept(spec, tmp_path / "first")
+    save_cached_tokenizer(spec, tmp_path / "first")
     monkeypatch.setattr(type(kept), "save", lambda *_: pytest.fail("made again"))
-    save_kept(spec, tmp_path / "second")
+    save_cached_tokenizer(spec, tmp_path / "second")
     for folder in ("first", "second"):
         saved = load_tokenizer(str(tmp_path / folder))
         assert saved.encode(TEXTS[1]) == load_tokenizer(str(trained)).encode(TEXTS[1])

@@ -100,7 +100,7 @@ def test_a_corpus_of_another_size_is_told(config_file, tmp_path, imported):
     ],
 )
 def test_text_moved_from_one_corpus_to_another_is_told(before, said):
-    trainer = SimpleNamespace(loader=SimpleNamespace(windows=[7, 3]))
+    trainer = SimpleNamespace(loader=SimpleNamespace(samples=SimpleNamespace(windows=[7, 3])))
     told = _corpus_changes(trainer, SimpleNamespace(step=2, extra={"windows": before}))
     assert [line.startswith(said) for line in told] == [True] * (said is not None)
     assert not _corpus_changes(trainer, SimpleNamespace(step=0, extra={"windows": before}))
@@ -138,7 +138,8 @@ def test_corpora_that_have_moved_are_the_same(config_file, tmp_path, weights, is
 
 
 def test_a_checkpoint_from_before_contents_were_kept_says_nothing_of_them():
-    trainer = SimpleNamespace(loader=SimpleNamespace(windows=[7]), is_first=True)
+    loader = SimpleNamespace(samples=SimpleNamespace(windows=[7]))
+    trainer = SimpleNamespace(loader=loader, is_first=True)
     assert not _corpus_changes(trainer, SimpleNamespace(step=2, extra={"windows": [7]}))
 
 
