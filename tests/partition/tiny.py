@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megafrontier.optim.clipping import global_norm
 from torch import nn
 
 from megafrontier.config import WiresConfig
+from megafrontier.optim.gradients import global_norm
 from megafrontier.parallel.hierarchy import Hierarchy, Levels
 from megafrontier.partition import Placement, Wires, shard
 from megafrontier.partition.engine import Engine
