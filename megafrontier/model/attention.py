@@ -5,20 +5,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
-from megafrontier.model.kernels.backends import takes_groups
+from megafrontier.model.kernels.backends import supports_gqa
 from megafrontier.model.kernels.varlen import document_attention
 from megafrontier.model.positions import Rotary, rotate
 
 
 class LayerCache:
-    """Keys and values of one block: room for [b, kv_heads, capacity, head_size] each."""
+    """Keys and values of one block, each allocated as [b, kv_heads, capacity, head_size]."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self._keys, self._values = keys, values
         self._length = 0
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the keys and values [b, kv_heads, s, head_size] of s tokens; returns all so far."""
+        """Append keys and values [b, kv_heads, s, head_size]. Returns all that are cached."""
         start, self._length = self._length, self._length + keys.shape[2]
         self._keys[:, :, start : self._length] = keys
         self._values[:, :, start : self._length] = values
@@ -37,7 +37,7 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Room for `capacity` tokens (default: the model's sequence length) of `batch` rows."""
+        """`capacity` in tokens (default: the model's sequence length), for `batch` rows."""
         self.capacity = capacity or config.sequence_length
         self.length = 0
         shape = (batch, config.num_kv_heads, self.capacity, config.head_dim)
@@ -70,9 +70,9 @@ class Attention(nn.Module):
     ) -> Tensor:
         """hidden [b, s, hidden] → [b, s, hidden].
 
-        `mask`: boolean, broadcast to [b, heads, s, keys]. `documents` int32 [n + 1], in its place:
-        where they begin in the b · s tokens, and b · s. Neither: plain causal, or for a single
-        token everything cached.
+        `mask` is boolean and broadcast to [b, heads, s, keys]. `documents` int32 [n + 1] replaces
+        it: the start of each document in the b · s tokens, then b · s. Without either, attention
+        is causal, and a single token attends to the whole cache.
         """
         query, key, value = (
             projected.unflatten(-1, (-1, self.head_size))
@@ -92,7 +92,7 @@ class Attention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         grouped = self.kv_heads != self.heads
-        if grouped and not takes_groups(query.device, query.dtype, mask is not None):
+        if grouped and not supports_gqa(query.device, query.dtype, mask is not None):
             key, value = (t.repeat_interleave(self.heads // self.kv_heads, 1) for t in (key, value))
             grouped = False
         return F.scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""One transformer block: normalisation, attention, MLP, and the residual sums around them."""
+"""One transformer block: norms, attention, MLP and residual sums."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,7 +14,8 @@ from megafrontier.model.recompute.offload import Offload
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
-    """The configured norm of [..., hidden]: statistics in fp32, the result in its input's type.
+    """The configured norm of [..., hidden], with statistics in fp32 and the result in the input's
+    type.
 
     Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
     """
@@ -24,7 +25,7 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 class MLP(nn.Module):
-    """With swiglu `up` holds the rows of the gate, then those of the up projection."""
+    """With swiglu, `up` holds the rows of the gate, then those of the up projection."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class MLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [b, s, hidden] → [b, s, hidden].
 
-        GELU: Hendrycks and Gimpel 2016, arXiv:1606.08415 (`gelu_tanh` is its approximation);
+        GELU: Hendrycks and Gimpel 2016, arXiv:1606.08415 (`gelu_tanh` approximates it).
         SwiGLU: Shazeer 2020, arXiv:2002.05202.
         """
         return self.down(self._activate(self.up(hidden)))
@@ -52,8 +53,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A pre-norm block, sequential (GPT-2, Llama) or parallel (GPT-NeoX).
 
-    Compilation and checkpointing happen inside `forward`, so that hooks on the block run once per
-    call, outside both.
+    Compilation and activation checkpointing happen inside `forward`, so that hooks on the block run
+    once per call, outside both.
     """
 
     def __init__(
@@ -64,8 +65,8 @@ class Block(nn.Module):
         offload: Offload | None = None,
         run: Callable[..., Tensor] | None = None,
     ) -> None:
-        """`offload`: where the input waits for backward with `checkpointing` offload. `run`: what
-        to call in place of `Block.forward_recomputed`, for instance that, compiled."""
+        """`offload` keeps the input on the host until backward. `run` is called in place of
+        `Block.forward_recomputed`, for example a compiled version of it."""
         super().__init__()
         self.parallel = config.parallel_residual
         self.dropout = config.dropout
@@ -85,7 +86,7 @@ class Block(nn.Module):
         documents: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """hidden [b, s, hidden] → [b, s, hidden]; the others as Attention takes them."""
+        """hidden [b, s, hidden] → [b, s, hidden]. For the other inputs see `Attention`."""
         if cache is not None:
             return self._compute(hidden, rotary, mask, documents, cache)
         with nullcontext() if self.offload is None else self.offload.applied_to(hidden):
@@ -98,7 +99,7 @@ class Block(nn.Module):
         mask: Tensor | None,
         documents: Tensor | None,
     ) -> Tensor:
-        """`forward` without a cache, keeping for backward what the checkpointing mode says."""
+        """`forward` without a cache, saving for backward what the checkpointing mode says."""
         return run_checkpointed(
             self.checkpointing,
             self._compute,

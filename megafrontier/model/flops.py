@@ -24,12 +24,12 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Parameters of the model, a tied matrix counted once, rows of padded token ids included."""
+    """Number of parameters, with a tied matrix counted once, and with padded rows."""
     return sum(prod(shape) for shape in parameter_shapes(config).values())
 
 
 def unit_parameters(config: ModelConfig) -> tuple[list[int], int]:
-    """Parameters of each module of `GPT.units`, in their order, and of all that lies outside."""
+    """Parameters of each module of `GPT.units`, in order, and of the root."""
     counts: dict[str, int] = {}
     for name, shape in parameter_shapes(config).items():
         unit = ".".join(name.split(".")[: 2 if name.startswith("blocks.") else 1])
@@ -42,12 +42,12 @@ def unit_parameters(config: ModelConfig) -> tuple[list[int], int]:
 def flops_per_token(config: ModelConfig) -> float:
     """Floating-point operations that training spends on one token of a full sequence.
 
-    "Model FLOPs" of Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, appendix B): 6 for each
-    parameter of a matrix multiplication (2 forward, 4 backward), plus attention, 12 · layers ·
-    heads · head_size · sequence_length there. Counted differently in two places: attention is
-    halved, because a causal token sees half of the sequence on average, and the matrices are the
-    blocks' and the head's (tied or not, without padded ids), because looking a vector up in the
-    embedding multiplies nothing. Recomputation, norms and softmax are not counted.
+    "Model FLOPs" as in Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, appendix B): 6 per parameter
+    of a matrix product (2 forward, 4 backward), plus 12 · layers · heads · head_size ·
+    sequence_length for attention. There are two differences: attention is halved, because a causal
+    token attends to half of the sequence on average, and only the matrices of the blocks and of the
+    head (without padded ids) count, because an embedding lookup multiplies nothing. Recomputation,
+    norms and softmax are not counted.
     """
     in_blocks = sum(
         prod(shape)

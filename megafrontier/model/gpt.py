@@ -1,8 +1,8 @@
 """One GPT that is GPT-2, GPT-NeoX or Llama by configuration.
 
-A module's parameters are touched only inside its own `forward`, so that the partition engine can
-gather them when it begins and let them go when it ends. The one exception is a tied matrix, used
-at both ends of the model: it belongs to no unit and stays gathered for the whole pass.
+A module's parameters are used only inside its own `forward`, so that the engine can unshard them
+when it starts and reshard them when it ends. A tied matrix, used at both ends of the model, is the
+only exception: it belongs to the root and stays unsharded for the whole pass.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megafrontier.config import ModelConfig
 from megafrontier.model.attention import KVCache
 from megafrontier.model.block import Block, make_norm
-from megafrontier.model.kernels.backends import skips_mask
+from megafrontier.model.kernels.backends import supports_varlen
 from megafrontier.model.loss import Losses, chunk_losses, linear_cross_entropy
 from megafrontier.model.positions import (
     Rotary,
@@ -63,7 +63,7 @@ class FP32GradEmbedding(nn.Embedding):
 
 
 class Embedding(nn.Module):
-    """Token vectors, plus those of learned positions."""
+    """Token embeddings, plus those of learned positions."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -81,12 +81,12 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Last normalisation, output projection, and the loss."""
+    """Final norm, output projection and loss."""
 
     def __init__(
         self, config: ModelConfig, loss_chunk_tokens: int, losses: Losses = chunk_losses
     ) -> None:
-        """`losses`: what to call in place of `chunk_losses`, for instance that, compiled."""
+        """`losses` is called in place of `chunk_losses`, for example a compiled version of it."""
         super().__init__()
         self._losses = losses
         self.vocab_size = config.vocab_size
@@ -98,8 +98,8 @@ class Head(nn.Module):
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None
     ) -> Tensor:
-        """hidden [b, s, hidden] → logits [b, s, vocab_size]; with targets [b, s] the fp32 sum of
-        their cross-entropies. `tied` [rows, hidden]: the matrix to use when there is none here."""
+        """hidden [b, s, hidden] → logits [b, s, vocab_size], or with targets [b, s] the fp32 sum of
+        their cross-entropies. `tied` [rows, hidden] is the output matrix of tied embeddings."""
         weight = self.output.weight if tied is None else tied
         hidden = self.norm(hidden)
         if targets is None:
@@ -117,8 +117,8 @@ class Head(nn.Module):
 class GPT(nn.Module):
     """A decoder-only transformer. May be built on the meta device and filled later.
 
-    A model built on a real device holds torch's default values: fill it with
-    `initialise.initialise`, or load weights.
+    A model built on a real device has torch's default weights: call `init.initialise`, or load
+    weights.
     """
 
     def __init__(
@@ -143,10 +143,9 @@ class GPT(nn.Module):
         self.head = Head(config, loss_chunk_tokens, losses)
 
     def units(self) -> list[tuple[str, nn.Module]]:
-        """The modules whose parameters are gathered one module at a time, in forward order.
+        """The modules that the engine unshards one at a time, in forward order.
 
-        With tied embeddings only the blocks: the matrix is used at both ends, so it, and with it
-        the rest of the embedding and the head, belongs to the root.
+        With tied embeddings only the blocks: the embedding and the head belong to the root.
         """
         blocks = [(f"blocks.{i}", block) for i, block in enumerate(self.blocks)]
         if self.config.tie_embeddings:
@@ -161,14 +160,14 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         last_only: bool = False,
     ) -> Tensor:
-        """Logits [b, s, vocab_size], with `last_only` [b, 1, vocab_size] of each row's last token,
-        or with `targets` the fp32 sum of the cross-entropies.
+        """Logits [b, s, vocab_size], or with `targets` the fp32 sum of their cross-entropies.
 
-        tokens, targets int64 [b, s]. Targets of -100 have no loss; the sum is for the caller to
-        divide by the global count of the others. `documents` int32 [n + 1]: where they begin in
-        the b · s tokens (the rows, one after the other; each begins one), and b · s at the end;
-        tokens attend only within theirs. Positions are 0, 1, 2…, from 0 again in each document,
-        and go on after what is in `cache`, which takes up the new tokens.
+        tokens, targets int64 [b, s]. Targets of -100 have no loss; the caller divides the sum by
+        the global number of the others. With `last_only` there are logits of the last token of each
+        row only, [b, 1, vocab_size]. `documents` int32 [n + 1]: the start of each document in the
+        b · s tokens (each row starts one), then b · s; tokens attend only within their document,
+        and positions restart there. `cache`: positions continue after its tokens, and it takes the
+        new ones.
 
         Raises ValueError for more tokens than the sequence length, or a cache with documents.
         """
@@ -195,12 +194,12 @@ class GPT(nn.Module):
     def _mask_or_documents(
         self, hidden: Tensor, past: int, documents: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Mask and documents for the blocks; at most one of them, as Attention takes them."""
+        """The mask and documents that `Attention` takes; at least one is None."""
         batch, length, _ = hidden.shape
         if documents is None:
             return cached_mask(past, length, hidden.device), None
         dropout = self.config.dropout if self.training else 0.0
-        if not skips_mask(self.config, hidden.device, hidden.dtype, dropout):
+        if not supports_varlen(self.config, hidden.device, hidden.dtype, dropout):
             return document_mask(documents, batch, length), None
         if self.is_compiled:
             let_length_vary(documents)
@@ -213,7 +212,9 @@ class GPT(nn.Module):
         if past + tokens.shape[1] > room:
             raise ValueError(f"{past + tokens.shape[1]} tokens, the model has room for {room}")
         if documents is not None and cache is not None:
-            raise ValueError("a cache holds one document a row: give `documents` or `cache`")
+            raise ValueError(
+                "a cache holds one document per row: give either `documents` or `cache`"
+            )
 
     def _positions(self, tokens: Tensor, past: int, documents: Tensor | None) -> Tensor:
         if documents is not None:

@@ -1,7 +1,7 @@
 """Initial weights as a function of (seed, name, element), so that no rank needs a whole model.
 
-Each parameter is a row of chunks with a generator of its own each: a rank draws just the chunks
-that its slice touches, and gets the same numbers however the parameter is cut.
+Each parameter is divided into chunks with one generator each. A rank draws only the chunks that its
+slice overlaps, and gets the same numbers however the parameter is sharded.
 """
 
 import hashlib
@@ -16,13 +16,13 @@ from megafrontier.config import ModelConfig
 ParameterKind = Literal["norm", "bias", "embedding", "matrix"]
 
 CHUNK = 2**18
-"""Elements per generator; part of what a seed means, so never to be changed."""
+"""Elements per generator. Never change it: a seed would mean other weights."""
 
 
 def parameter_kind(name: str) -> ParameterKind:
-    """What a parameter of GPT is, by its name: decides weight decay and the initial values.
+    """The kind of a parameter of GPT, which decides weight decay and initial values.
 
-    A norm's bias is `norm`; learned positions are `embedding`; the head's matrix is `matrix`.
+    A norm's bias is `norm`, learned positions are `embedding`, and the head's matrix is `matrix`.
     """
     *modules, last = name.split(".")
     if modules and modules[-1].startswith("norm"):
@@ -37,10 +37,11 @@ def initial_slice(
 ) -> Tensor:
     """Elements [start, stop), row-major, of parameter `name`: fp32 [stop - start] on the CPU.
 
-    Norms are 1 (their biases 0), biases 0, the rest normal as `config.init` says (see
-    `ModelConfig.init`: Radford et al. 2019, section 2.3; Black et al. 2022, arXiv:2204.06745,
-    section 2.1.2, after Nguyen and Salazar 2019 and Wang and Komatsuzaki 2021); rows of padded
-    token ids are 0. Raises ValueError for a slice outside the parameter.
+    Norm weights are 1, biases 0, rows of padded token ids 0, and all else normal as `config.init`
+    says (gpt2: Radford et al. 2019, section 2.3; neox: Black et al. 2022, arXiv:2204.06745, section
+    2.1.2, after Nguyen and Salazar 2019 and Wang and Komatsuzaki 2021).
+
+    Raises ValueError for a slice outside the parameter.
     """
     numel = prod(shape)
     if not 0 <= start <= stop <= numel:
@@ -55,7 +56,7 @@ def initial_slice(
 
 
 def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Fill a whole GPT, on whatever device and of whatever type, with its initial values."""
+    """Fill a whole GPT, on any device and of any type, with its initial values."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             shape = tuple(parameter.shape)
@@ -64,7 +65,7 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
 
 
 def _deviation(config: ModelConfig, name: str) -> float:
-    """Standard deviation of a matrix; smaller where the output is added to the residual."""
+    """Standard deviation of a matrix, smaller if its output is added to the residual stream."""
     if name == "embedding.positions.weight":
         return config.init_std
     to_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
@@ -76,11 +77,11 @@ def _deviation(config: ModelConfig, name: str) -> float:
 
 
 def _normal(stream: str, numel: int, start: int, stop: int) -> Tensor:
-    """Elements [start, stop) of a stream of `numel` standard normal numbers."""
+    """Elements [start, stop) of `numel` standard normal numbers."""
     values = torch.empty(stop - start)
     for chunk in range(start // CHUNK, -(-stop // CHUNK)):
         first, last = chunk * CHUNK, min((chunk + 1) * CHUNK, numel)
-        # A chunk is always drawn whole: what randn gives depends on how much is asked for.
+        # Always draw a whole chunk, because the numbers of randn depend on how many are drawn.
         drawn = torch.randn(last - first, generator=_generator(f"{stream}/{chunk}"))
         low, high = max(start, first), min(stop, last)
         values[low - start : high - start] = drawn[low - first : high - first]

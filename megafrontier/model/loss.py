@@ -1,8 +1,8 @@
-"""Output projection and cross-entropy in one, a chunk of tokens at a time.
+"""Output projection and cross-entropy, fused and computed for a chunk of tokens at a time.
 
 Logits are the largest tensor of a language model: 8 sequences of 2048 tokens over 50k ids are
-3.3 GB in fp32, and their gradient as much again. Here only a chunk of them exists at a time, and
-the gradients are computed beside the loss, so that backward needs no logits either.
+3.3 GB in fp32, and their gradient as much again. Here only one chunk exists at a time, and forward
+also computes the gradients, so that backward needs no logits.
 """
 
 from collections.abc import Callable
@@ -15,33 +15,33 @@ IGNORE_INDEX = -100
 """Target of a token without loss."""
 
 _FP16_SCALE = 1024.0
-"""fp16 loses what is below 6e-8, and most gradients of logits are of the size 1 / vocabulary."""
+"""For gradients of logits in fp16, which underflows at 6e-8. Most are about 1 / vocabulary."""
 
 
 Losses = Callable[[Tensor, Tensor, int, float, bool], tuple[Tensor, Tensor | None]]
-"""What `chunk_losses` is, or that, compiled."""
+"""The type of `chunk_losses`, which may be compiled."""
 
 
 def chunk_losses(
     logits: Tensor, targets: Tensor, vocab_size: int, scale: float, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Of one chunk: the sum of its losses, and scale · (softmax - one-hot) in the logits' type.
+    """The sum of a chunk's losses, and scale · (softmax - one-hot) in the logits' type.
 
-    logits [c, rows], of which those from `vocab_size` on are padding; targets [c]. The gradient's
-    rows of ignored tokens are not zero: the caller leaves these out of a smaller factor.
+    logits [c, rows], of which the columns from `vocab_size` on are padding; targets [c]. Rows of
+    the gradient for ignored tokens are not zero: the caller masks a smaller factor instead.
     """
     has_loss = (targets != IGNORE_INDEX)[:, None]
     target_ids = targets.clamp(min=0)[:, None]
     fp32_logits = logits.float()
     if logits.shape[1] > vocab_size:
-        fp32_logits[:, vocab_size:] = -torch.inf  # never likely
+        fp32_logits[:, vocab_size:] = -torch.inf
     log_probabilities = fp32_logits.log_softmax(dim=-1)
     loss = -torch.where(has_loss, log_probabilities.gather(1, target_ids), 0.0).sum()
     if not with_gradient:
         return loss, None
     gradient = log_probabilities.exp_()
     if torch.compiler.is_compiling():
-        # One pass with what stands around it; a scatter would be one of its own, in fp32.
+        # This fuses with the operations around it. A scatter would be one more pass, in fp32.
         columns = torch.arange(logits.shape[1], device=logits.device)
         gradient = gradient - (columns == target_ids).float()
     else:
@@ -74,7 +74,7 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """`linear_cross_entropy`, whose forward computes the gradients and whose backward scales them.
+    """Forward computes the gradients, and backward scales them.
 
     Saved for backward: the gradients of hidden [n, h] in its type and of weight [rows, h] in fp32.
     """
@@ -114,10 +114,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factor = grad_outputs[0] / ctx.scale
         by_weight = None
         if ctx.needs_input_grad[1]:
-            # Straight into its type: a device has no second fp32 matrix beside all activations.
+            # Write the result in its type at once: there is no memory for a second fp32 matrix.
             by_weight = torch.empty_like(weight_grad, dtype=ctx.weight_dtype)
             torch.mul(weight_grad, factor, out=by_weight)
-        # On a device a factor in fp16 would be 0 below 2^-24 and infinite from 2^16.
+        # On a GPU a factor in fp16 would be 0 below 2^-24 and infinite from 2^16.
         by_hidden = (hidden_grad.float() if factor.is_cuda else hidden_grad) * factor
         return by_hidden.to(hidden_grad.dtype), by_weight, *[None] * 5
 
@@ -127,9 +127,8 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     if right.dtype == total.dtype:
         torch.addmm(total, left, right, out=total)
     elif right.dtype == torch.float16:
-        # A chunk's sum, times _FP16_SCALE, can be more than fp16's 65,504 for an id that many of
-        # its tokens have, and no loss scale would help: that comes later. So the thin factor
-        # shrinks by a power of two, which in most chunks is 1.
+        # The sum for a frequent id, times _FP16_SCALE, can exceed fp16's 65,504, and the loss scale
+        # comes too late to help. So the smaller factor is divided by a power of two, mostly 1.
         most = torch.linalg.vector_norm(left, 1, dim=1, dtype=torch.float32).max()
         factor = (most * right.abs().max() / 2**15).log2().ceil().clamp(min=0).exp2()
         total += (left @ (right / factor).to(right.dtype)).float().mul_(factor)

@@ -1,7 +1,7 @@
-"""What tokens need to know about each other's places: positions, rotary tables, masks.
+"""Positions, rotary tables and masks.
 
-All are computed once per micro-batch from a few integers and shared by every block. They are no
-buffers of the model, so that it can be built on the meta device and moved freely.
+They are computed once per micro-batch and shared by every block. They are not buffers of the model,
+so that it can be built on the meta device and moved freely.
 """
 
 import torch
@@ -14,16 +14,16 @@ Rotary = tuple[Tensor, Tensor]
 
 
 def document_positions(documents: Tensor, batch: int, length: int) -> Tensor:
-    """Positions [b, s] that begin at 0 with each document; without waiting for the device.
+    """Positions [b, s] that restart at 0 in each document. Does not wait for the device.
 
-    `documents` int32 [n + 1]: where each begins in the b · s tokens, and b · s at the end.
+    `documents` int32 [n + 1]: the start of each document in the b · s tokens, then b · s.
     """
     index = torch.arange(batch * length, dtype=torch.int32, device=documents.device)
     return (index - documents[_numbers(documents, index)]).view(batch, length)
 
 
 def document_mask(documents: Tensor, batch: int, length: int) -> Tensor:
-    """Who may attend to whom, boolean [b, 1, s, s] (query, key): the past of its own document.
+    """Boolean mask [b, 1, s, s] (query, key): a token attends to the past of its own document.
 
     `documents` as for `document_positions`.
     """
@@ -34,14 +34,15 @@ def document_mask(documents: Tensor, batch: int, length: int) -> Tensor:
 
 
 def _numbers(documents: Tensor, index: Tensor) -> Tensor:
-    """Number of the document that holds each token of `index` [t]."""
+    """Number of the document of each token of `index` [t]."""
     return torch.searchsorted(documents, index, right=True) - 1
 
 
 def cached_mask(past: int, new: int, device: torch.device) -> Tensor | None:
-    """Boolean [new, past + new] (query, key) for `new` tokens that follow `past` cached ones.
+    """Boolean mask [new, past + new] (query, key) for `new` tokens after `past` cached ones.
 
-    None where the kernel's own rule does: one token sees everything, no past is plain causal.
+    None if attention needs no mask: one token attends to everything, and without a cache the
+    kernel's causal mode does.
     """
     if past == 0 or new == 1:
         return None
@@ -53,8 +54,8 @@ def rotary_tables(
 ) -> Rotary:
     """Cosine and sine of the angles position · base^(-2i / rotary_size), fp32 [b, s, size / 2].
 
-    `positions` [b, s]. Su et al. 2021, arXiv:2104.09864, equation 15. fp32 whatever the model's
-    type: in bf16 neighbouring positions beyond 256 would get the same angle.
+    `positions` [b, s]. Su et al. 2021, arXiv:2104.09864, equation 15. Always fp32, because in bf16
+    neighbouring positions above 256 would have the same angle.
     """
     exponents = torch.arange(0, rotary_size, 2, device=positions.device).float() / rotary_size
     frequencies = 1.0 / base**exponents
@@ -65,8 +66,8 @@ def rotary_tables(
 
 
 def _scaled(frequencies: Tensor, scaling: RotaryScalingConfig) -> Tensor:
-    """Radians a token [size / 2], low ones divided by the factor, as Llama 3.1 has it (its
-    config.json's rope_type llama3)."""
+    """Radians per token [size / 2], with low ones divided by the factor, as in Llama 3.1 (rope_type
+    llama3 of its config.json)."""
     turns = scaling.original_length * frequencies / (2 * torch.pi)
     span = scaling.high_frequency - scaling.low_frequency
     kept = ((turns - scaling.low_frequency) / span).clamp(0, 1)
@@ -74,10 +75,10 @@ def _scaled(frequencies: Tensor, scaling: RotaryScalingConfig) -> Tensor:
 
 
 def rotate(heads: Tensor, rotary: Rotary) -> Tensor:
-    """Turn the first dimensions of each head [b, s, heads, head_size] by its position's angles.
+    """Rotate the first dimensions of each head [b, s, heads, head_size] by its position's angles.
 
     Dimension i is paired with i + rotary_size / 2, the convention of GPT-NeoX and of Llama in
-    `transformers`; the dimensions beyond rotary_size pass through. Returns the type it was given.
+    `transformers`. Dimensions from rotary_size on stay. The result has the type of `heads`.
     """
     cos, sin = (table[:, :, None] for table in rotary)
     half = cos.shape[-1]

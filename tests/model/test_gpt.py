@@ -37,7 +37,7 @@ def test_repeated_keys_and_values_are_those_of_grouped_heads(
     """As on a GPU in fp32, whose fused kernels do not know groups."""
     model = make_model(make_config(kv_heads=2))
     grouped = model(tokens)
-    monkeypatch.setattr(attention, "takes_groups", lambda *_: False)
+    monkeypatch.setattr(attention, "supports_gqa", lambda *_: False)
     torch.testing.assert_close(model(tokens), grouped)
 
 

@@ -40,7 +40,7 @@ def test_without_a_compiler_one_line_says_so_and_the_blocks_run_as_they_are(trai
 
 
 def test_a_kernel_for_documents_that_the_compiler_would_refuse_runs_uncompiled(train, monkeypatch):
-    monkeypatch.setattr(backends, "has_promised_shape", lambda *_: False)
+    monkeypatch.setattr(backends, "returns_traced_shape", lambda *_: False)
     _, said = train("asked", "train.compile=true", "data.document_mask=true")
     assert said == [
         "warning: train.compile: this GPU's attention within documents (data.document_mask) is of "

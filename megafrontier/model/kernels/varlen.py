@@ -1,8 +1,8 @@
-"""Attention inside each of many documents that lie one behind the other, without any mask.
+"""Attention within each of several concatenated documents, without a mask.
 
-A dense mask costs a score for every pair of tokens in a row, and no fused kernel likes it. Told
-where documents begin, a kernel computes only pairs within one: the sum of the squares of their
-lengths. The operator is opaque to torch.compile, so the number of documents is none of its concern.
+With a dense mask, a kernel computes a score for every pair of tokens in a row, and no fused kernel
+supports it well. Given the start of each document, a kernel computes only pairs within a document.
+The operator is opaque to torch.compile, so it does not recompile for another number of documents.
 """
 
 from functools import cache
@@ -14,7 +14,7 @@ from torch import Tensor
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-# Those of torch.nn.attention.varlen, whose own signature differs from release to release.
+# The operators below torch.nn.attention.varlen, whose own signature differs between releases.
 _gpu_forward = torch.ops.aten._flash_attention_forward
 _gpu_backward = torch.ops.aten._flash_attention_backward
 
@@ -23,7 +23,7 @@ _gpu_backward = torch.ops.aten._flash_attention_backward
 def has_document_kernel(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int
 ) -> bool:
-    """Whether `document_attention` runs for these: on a CPU always, on a GPU where flash does."""
+    """Whether `document_attention` supports these: on a CPU always, on a GPU if flash does."""
     if device.type != "cuda":
         return device.type == "cpu"
     query, key = (
@@ -31,16 +31,16 @@ def has_document_kernel(
         for n in (heads, kv_heads)
     )
     params = torch.backends.cuda.SDPAParams(query, key, key, None, 0.0, True, heads != kv_heads)
-    # Plain attention pads narrow heads by itself; the kernel called here does not.
+    # torch pads narrow heads for plain attention, but not for the kernel called here.
     return head_size % 8 == 0 and torch.backends.cuda.can_use_flash_attention(params)
 
 
 @cache
-def has_promised_shape(
+def returns_traced_shape(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int
 ) -> bool:
-    """Whether the kernel's sums are the [heads, t] that torch.compile is told to expect: on a CPU
-    always; ROCm's have had one padded row for each document instead."""
+    """Whether the kernel's log-sums have the shape [heads, t] that torch.compile is told to expect.
+    ROCm's kernel has returned one padded row per document instead."""
     if device.type != "cuda":
         return True
     query, key = (
@@ -55,8 +55,8 @@ def document_attention(
 ) -> Tensor:
     """Causal attention within documents: [t, heads, d] → [t, heads, d].
 
-    key, value [t, kv_heads, d], kv_heads dividing heads; `documents` int32 [n + 1]: where each
-    begins in the t tokens, and t at the end; `longest`: no document has more tokens.
+    key, value [t, kv_heads, d] with kv_heads a divisor of heads. `documents` int32 [n + 1]: the
+    start of each document in the t tokens, then t. `longest`: an upper bound of their lengths.
     """
     attended: Tensor = _attend(query, key, value, documents, longest)[0]
     return attended
@@ -66,7 +66,7 @@ def document_attention(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest: int
 ) -> tuple[Tensor, Tensor]:
-    """The result, and the fp32 logarithms [heads, t] of the softmax's sums, for backward."""
+    """The result, and the fp32 log-sum-exp [heads, t] of the scores, for backward."""
     if query.is_cuda:
         lengths = documents, documents, longest, longest
         attended, sums, *_ = _gpu_forward(query, key, value, *lengths, 0.0, True, False)
@@ -95,7 +95,7 @@ def _attend_backward(
     tensors = grad_output, query, key, value, attended
     if query.is_cuda:
         lengths = documents, documents, longest, longest
-        # Without dropout the random state is not read.
+        # The random state is not read without dropout.
         state = torch.zeros(2, dtype=torch.uint64, device=query.device)
         unused = torch.empty(0, device=query.device)
         found = _gpu_backward(*tensors, sums, *lengths, 0.0, True, state, unused)
@@ -118,7 +118,7 @@ def _slices(documents: Tensor) -> list[slice]:
 
 
 def _rows(document: slice, *tensors: Tensor) -> list[Tensor]:
-    """One document of each [t, heads, d], as [1, heads, tokens, d]."""
+    """One document of each tensor [t, heads, d], as [1, heads, tokens, d]."""
     return [tensor[document].transpose(0, 1)[None] for tensor in tensors]
 
 

@@ -1,6 +1,6 @@
-"""What a block keeps of its forward for its backward, and what is computed again.
+"""Activation checkpointing: what a block saves for its backward, and what it recomputes.
 
-| mode | kept | computed again |
+| mode | saved | recomputed |
 |---|---|---|
 | none | everything | nothing |
 | selective | matrix products; attention without dropout | norms, activations, rotations, sums |
@@ -21,7 +21,7 @@ from megafrontier.model.kernels import varlen
 Mode = Literal["none", "block", "selective", "offload"]
 
 _aten = torch.ops.aten
-# No bmm: those are attention without a fused kernel, whose scores are too many to keep.
+# No bmm: it belongs to attention without a fused kernel, whose scores are too large to save.
 _PRODUCTS = [_aten.mm.default, _aten.addmm.default, varlen.operator]
 _ATTENTION = [
     _aten._scaled_dot_product_flash_attention.default,
@@ -31,29 +31,29 @@ _ATTENTION = [
 ]
 
 
-def _keeping(kept: list[Any]) -> Callable[[], Any]:
-    contexts = partial(create_selective_checkpoint_contexts, kept)
-    # Without a name of its own, what is compiled with it would not be kept on disk.
-    setattr(contexts, "cache_hash", " ".join(map(str, kept)))  # noqa: B010
+def _saving(saved: list[Any]) -> Callable[[], Any]:
+    contexts = partial(create_selective_checkpoint_contexts, saved)
+    # Without this, torch.compile would not cache what it compiles with it on disk.
+    setattr(contexts, "cache_hash", " ".join(map(str, saved)))  # noqa: B010
     return contexts
 
 
-_keep_most = _keeping([*_PRODUCTS, *_ATTENTION])
-# Attention draws its dropout from the generator, too: taken from memory it would not, and what
-# draws after it would get other numbers than in forward.
-_keep_products = _keeping(_PRODUCTS)
+_save_most = _saving([*_PRODUCTS, *_ATTENTION])
+# Attention draws its dropout from the generator. If its result is saved, it does not draw again in
+# backward, and operations after it would get other random numbers than in forward.
+_save_products = _saving(_PRODUCTS)
 
 
 def run_checkpointed(
     mode: Mode, function: Callable[..., Tensor], *inputs: Any, draws_random_numbers: bool
 ) -> Tensor:
-    """`function(*inputs)`, keeping of it what `mode` says where a backward may come."""
+    """`function(*inputs)`, saving for backward what `mode` says."""
     if mode == "none" or not torch.is_grad_enabled():
         return function(*inputs)
     contexts: dict[str, Any] = {}
     if mode == "selective":
-        contexts["context_fn"] = _keep_products if draws_random_numbers else _keep_most
-    # Saving the state of the generators costs a synchronisation, so only where one is used.
+        contexts["context_fn"] = _save_products if draws_random_numbers else _save_most
+    # Saving the state of the generators costs a synchronization.
     result: Tensor = checkpoint(
         function,
         *inputs,

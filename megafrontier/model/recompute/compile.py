@@ -1,10 +1,9 @@
 """torch.compile for blocks: one compilation that all of them share.
 
-What is compiled is a function of the block and its inputs, below `forward`: the hooks of the
-partition engine, which hang on the module, run outside it. Weights are inputs of the graph, so
-that one graph serves every block and takes them wherever the engine has gathered them. The
-embedding is a lookup and gains nothing. Of the head the losses of a chunk are compiled, a second
-graph: written out they pass over the logits some six times.
+The compiled function is called inside `forward`, so that the engine's hooks on the module run
+outside it. Weights are inputs of the graph: one graph serves every block, wherever the engine has
+gathered its weights. In the head, the loss of a chunk is compiled, because it passes over the
+logits about six times. The embedding is a lookup and gains nothing.
 """
 
 import logging
@@ -21,20 +20,20 @@ T = TypeVar("T")
 
 
 def compiled(function: Callable[..., T]) -> Callable[..., T]:
-    """The function as one graph for the shapes it is first called with, and one for each other."""
-    # Says at length, on every rank, that checkpointed code may not work in place; ours does not.
+    """The function, compiled as one graph per set of input shapes."""
+    # It warns on every rank that checkpointed code must not work in place. Ours does not.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     return torch.compile(function, backend=BACKEND, fullgraph=True, dynamic=False)
 
 
 def let_length_vary(tensor: Tensor) -> None:
-    """Compile once for every length of this tensor: the number of documents is never the same."""
+    """Compile once for all lengths of this tensor, because the number of documents varies."""
     torch._dynamo.mark_dynamic(tensor, 0)
 
 
 def start_workers(device: torch.device) -> None:
-    """Start the processes that compile for a GPU, which the first compilation would do else. Who
-    calls it decides which signals they are not to notice."""
+    """Start the processes that compile for a GPU now, and not at the first compilation, so that the
+    caller decides which signals they ignore."""
     if device.type == "cuda":
         from torch._inductor.async_compile import AsyncCompile
 
@@ -42,7 +41,7 @@ def start_workers(device: torch.device) -> None:
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """What torch.compile lacks on this host for code on `device`; None when all is there."""
+    """What torch.compile lacks on this host for code on `device`, or None."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 
@@ -56,6 +55,6 @@ def missing_compiler(device: torch.device) -> str | None:
 
     try:
         get_cpp_compiler()
-    except Exception:  # it has a type of its own for each way to have none
+    except Exception:  # one type per reason
         return "no working C++ compiler (CXX or g++)"
     return None

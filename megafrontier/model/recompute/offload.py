@@ -1,8 +1,8 @@
 """Block inputs in host memory between forward and backward.
 
-Copies run on a stream of their own beside the computation: out while later blocks run forward, and
-back while the block that ran after runs backward. Nothing waits on the host. On a CPU host memory
-is where the inputs are anyway, and nothing is copied.
+Copies run on their own stream: to the host while later blocks run forward, and back while the next
+block runs backward. The host never waits. On a CPU the inputs are in host memory already, and
+nothing is copied.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from megafrontier.common.buffers import BufferPool
 
 
 class Offload:
-    """Where the blocks of one model leave their inputs."""
+    """Offloads the inputs of the blocks of one model."""
 
     def __init__(self) -> None:
         self._copies: Copies | None = None
@@ -24,14 +24,14 @@ class Offload:
 
     @contextmanager
     def applied_to(self, hidden: Tensor) -> Iterator[None]:
-        """What autograd saves of `hidden` [b, s, hidden] inside waits on the host."""
-        if not (is_elsewhere(hidden) and torch.is_grad_enabled()):
+        """A context in which autograd saves `hidden` [b, s, hidden] on the host."""
+        if not (is_on_gpu(hidden) and torch.is_grad_enabled()):
             yield
             return
-        place, size = hidden.data_ptr(), hidden.numel()
+        address, size = hidden.data_ptr(), hidden.numel()
 
         def pack(saved: Tensor) -> "Tensor | Offloaded":
-            is_input = saved.data_ptr() == place and saved.numel() == size
+            is_input = saved.data_ptr() == address and saved.numel() == size
             return self._offload(saved) if is_input else saved
 
         def unpack(kept: "Tensor | Offloaded") -> Tensor:
@@ -48,8 +48,8 @@ class Offload:
         return offloaded
 
 
-def is_elsewhere(tensor: Tensor) -> bool:
-    """Whether host memory is not where the tensor is."""
+def is_on_gpu(tensor: Tensor) -> bool:
+    """Whether the tensor is not in host memory."""
     return tensor.is_cuda
 
 
@@ -57,82 +57,83 @@ class Offloaded:
     """One tensor's copy on the host."""
 
     def __init__(self, host: Tensor, copies: "Copies", before: "ref[Offloaded] | None") -> None:
-        """`host` is what `copies.to_host` gave, `before` what was offloaded last, and so will be
-        fetched next."""
+        """`host` comes from `copies.to_host`. `before` was offloaded before this one, and is
+        fetched after it."""
         self._host, self._copies, self._before = host, copies, before
-        self._coming: Tensor | None = None
+        self._fetched: Tensor | None = None
 
     def fetch(self) -> Tensor:
-        """The tensor on its device again; the one that was offloaded before it follows."""
+        """The tensor on its device. Also starts to fetch the one that was offloaded before it."""
         tensor = self._start()
-        self._coming = None
-        self._copies.arrive(tensor)
+        self._fetched = None
+        self._copies.finish(tensor)
         before = self._before() if self._before is not None else None
-        # One of an earlier micro-batch is gone with its graph.
+        # It is None if it belonged to an earlier micro-batch, whose graph is gone.
         if before is not None:
             before._start()
         return tensor
 
     def __del__(self) -> None:
-        """A graph that is dropped leaves a copy on its way into memory that is another's then."""
-        if self._coming is not None:
-            self._copies.arrive(self._coming)
-        self._copies.give_back(self._host)
+        # A dropped graph may leave a copy in flight, into memory that is reused afterwards.
+        if self._fetched is not None:
+            self._copies.finish(self._fetched)
+        self._copies.release(self._host)
 
     def _start(self) -> Tensor:
-        if self._coming is None:
-            self._coming = self._copies.start_back(self._host)
-        return self._coming
+        if self._fetched is None:
+            self._fetched = self._copies.to_device(self._host)
+        return self._fetched
 
 
 class Copies:
-    """Copies between one GPU and pinned host memory, on a stream of their own.
+    """Copies between one GPU and pinned host memory, on their own stream.
 
-    torch's own pool hands pinned memory on only when the device has come so far: for each
-    micro-batch that the host is ahead it would take as much again. Here the one stream keeps the
-    order: what is copied into memory that was given back comes after what was copied out of it.
+    torch's allocator reuses pinned memory only after the device has finished with it, so it would
+    allocate again for each micro-batch that the host is ahead. Here a released buffer is reused at
+    once: the stream's order puts the next copy into it after the last copy out of it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._buffer_pool = BufferPool(torch.device("cpu"), pinned=True)
-        self._going: tuple[Tensor, torch.cuda.Event] | None = None
+        self._in_flight: tuple[Tensor, torch.cuda.Event] | None = None
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Begin to copy what the computation has made by now; the host may not read it yet.
+        """Start to copy a tensor of the compute stream. The host may not read the result yet.
 
-        The tensor is kept until the computation has waited for the copy, at the next one. With
-        `record_stream` its memory would be free only when the device has come so far, and the host,
-        which runs ahead, would take new memory for each block.
+        The tensor is kept until the next copy, when the compute stream waits for this one. With
+        `record_stream` its memory would be free only after the device has finished, and the host,
+        which runs ahead, would allocate new memory for each block.
         """
-        self._let_go()
+        self._free_source()
         host = self._buffer_pool.acquire(tensor.numel(), tensor.dtype).view(tensor.shape)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
-            self._going = tensor, self._stream.record_event()
+            self._in_flight = tensor, self._stream.record_event()
         return host
 
-    def _let_go(self) -> None:
-        if self._going is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._going[1])
-            self._going = None
+    def _free_source(self) -> None:
+        if self._in_flight is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._in_flight[1])
+            self._in_flight = None
 
-    def start_back(self, host: Tensor) -> Tensor:
-        """Begin to copy back, for `arrive` to finish; after what is computed now, since memory
-        would fill if the copies of all blocks ran ahead. The computation's memory takes it, which
-        waits for the copy before it gives that memory to another."""
-        self._let_go()
+    def to_device(self, host: Tensor) -> Tensor:
+        """Start to copy back; `finish` must follow before use.
+
+        The copy waits for the compute stream, because memory would fill if the copies of all
+        blocks ran ahead."""
+        self._free_source()
         tensor = torch.empty_like(host, device=self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             return tensor.copy_(host, non_blocking=True)
 
-    def give_back(self, host: Tensor) -> None:
-        """All copies into and out of it have begun."""
+    def release(self, host: Tensor) -> None:
+        """Return a buffer for reuse. All copies into and out of it must have been started."""
         self._buffer_pool.release(host.view(-1))
 
-    def arrive(self, tensor: Tensor) -> None:
-        """Let the computation wait for what has begun to come back, and use it."""
+    def finish(self, tensor: Tensor) -> None:
+        """Let the compute stream wait for the copies that `to_device` has started."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)

@@ -8,8 +8,8 @@ from megafrontier.data.sampling.samples import document_starts
 from megafrontier.model.kernels import backends
 from megafrontier.model.kernels.backends import (
     attention_backend,
-    skips_mask,
-    takes_groups,
+    supports_gqa,
+    supports_varlen,
     uncompilable_attention,
 )
 from megafrontier.model.kernels.varlen import document_attention
@@ -115,8 +115,8 @@ def test_starts_and_positions_are_those_of_the_rows_documents():
 
 def test_dropout_takes_the_dense_mask(make_config, make_model, tokens):
     config = make_config(dropout=0.1)
-    assert not skips_mask(config, CPU, torch.float32, config.dropout)
-    assert skips_mask(config, CPU, torch.float32, 0.0)
+    assert not supports_varlen(config, CPU, torch.float32, config.dropout)
+    assert supports_varlen(config, CPU, torch.float32, 0.0)
     model = make_model(config)
     documents = torch.tensor([0, 5, 24, 48], dtype=torch.int32)
     without = model(tokens, tokens, documents)  # evaluation drops nothing
@@ -128,7 +128,7 @@ def test_dropout_takes_the_dense_mask(make_config, make_model, tokens):
 
 def test_blocks_are_compiled_only_where_their_evaluation_can_be(make_config, monkeypatch):
     """Which drops nothing: its documents need no dense mask, whatever the training's do."""
-    monkeypatch.setattr(backends, "has_promised_shape", lambda *_: False)
+    monkeypatch.setattr(backends, "returns_traced_shape", lambda *_: False)
     for dropout in (0.0, 0.1):
         config = make_config(dropout=dropout)
         assert "another shape" in uncompilable_attention(config, CPU, torch.float32, True)
@@ -137,10 +137,10 @@ def test_blocks_are_compiled_only_where_their_evaluation_can_be(make_config, mon
 
 def test_a_gpus_fused_kernels_know_grouped_heads_without_a_mask_and_in_few_bits():
     gpu = torch.device("cuda")
-    assert takes_groups(gpu, torch.bfloat16, False)
-    assert not takes_groups(gpu, torch.bfloat16, True)
-    assert not takes_groups(gpu, torch.float32, False)
-    assert takes_groups(CPU, torch.float32, False)
+    assert supports_gqa(gpu, torch.bfloat16, False)
+    assert not supports_gqa(gpu, torch.bfloat16, True)
+    assert not supports_gqa(gpu, torch.float32, False)
+    assert supports_gqa(CPU, torch.float32, False)
 
 
 def test_the_kernel_that_will_run_has_a_name(make_config):

@@ -34,14 +34,14 @@ class Clones:
             self.buffer_pool.acquire(tensor.numel(), tensor.dtype).view(tensor.shape).copy_(tensor)
         )
 
-    def start_back(self, host):
+    def to_device(self, host):
         self.note("back", host)
         return host.clone()
 
-    def arrive(self, tensor):
+    def finish(self, tensor):
         self.note("use", tensor)
 
-    def give_back(self, host):
+    def release(self, host):
         self.given.append(host.data_ptr())
         self.buffer_pool.release(host.view(-1))
 
@@ -49,7 +49,7 @@ class Clones:
 @pytest.fixture(params=[False, True], ids=["eager", "compiled"])
 def is_compiled(request, monkeypatch):
     monkeypatch.setattr(offload, "Copies", Clones)
-    monkeypatch.setattr(offload, "is_elsewhere", lambda tensor: True)
+    monkeypatch.setattr(offload, "is_on_gpu", lambda tensor: True)
     monkeypatch.setattr(compile, "BACKEND", "aot_eager")
     torch._dynamo.reset()
     return request.param
