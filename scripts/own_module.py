@@ -80,7 +80,7 @@ def resume(root: Path, engine: Engine, optimizer: ShardedAdamW) -> int:
     found = open_newest(
         root,
         lambda checkpoint: checkpoint.fill(layouts, states(engine, optimizer), *piece),
-        engine.hierarchy,
+        engine.hierarchy.world,
         print,
     )
     if found is None:

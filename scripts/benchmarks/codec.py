@@ -1,6 +1,6 @@
 """Speed of the block codecs against the machine's own copy bandwidth.
 
-    python scripts/benchmarks/codec.py [--rows 8] [--log2-sizes 20 24 27] [--json FILE]
+    python -m scripts.benchmarks.codec [--rows 8] [--log2-sizes 20 24 27] [--json FILE]
 
 On a GPU with Triton this times the kernels, after checking a message against the plain-torch
 reference on the CPU; the bar is 70 % of what a copy of 2 GiB reaches, at the largest size. On a
@@ -18,12 +18,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
-from measuring import at_least, in_a_folder
 
 from megafrontier.common.buffers import Workspace
 from megafrontier.partition.wires.block import INT4, INT8, BlockCodec
 from megafrontier.partition.wires.registry import missing_kernels
 from megafrontier.partition.wires.wire import Wire
+from scripts.benchmarks.shared.measuring import at_least, in_a_folder
 
 CODECS = {"int8": INT8, "int4": INT4}
 ROTATING = {f"{name} rotated": codec.with_rotation() for name, codec in CODECS.items()}

@@ -1,6 +1,6 @@
 """Every named strategy on one machine, side by side: memory, traffic and speed.
 
-    python scripts/benchmarks/placements.py CONFIG [--nproc 8] [--steps 5] [--json F] [key=value …]
+    python -m scripts.benchmarks.placements CONFIG [--nproc 8] [--steps 5] [--json F] [key=value …]
 
 For each strategy and rank 0 of N local ranks: bytes of state held between steps (measured on the
 tensors alive, and by the formula), bytes of the buffers for whole units and messages, bytes sent
@@ -18,8 +18,6 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from measuring import in_a_folder, tensor_bytes
-
 from megafrontier.common.errors import exit_on_fatal_error
 from megafrontier.config import Config, load_config
 from megafrontier.launch.local import fork_ranks
@@ -30,6 +28,7 @@ from megafrontier.training.loop import train_step
 from megafrontier.training.plan import RunPlan
 from megafrontier.training.preview import check_training
 from megafrontier.training.trainer import Trainer, build_trainer
+from scripts.benchmarks.shared.measuring import in_a_folder, tensor_bytes
 
 
 @dataclass

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from measuring import resident_bytes
 from safetensors import safe_open
 
 from megafrontier.checkpoint import load as read
@@ -17,6 +16,7 @@ from megafrontier.checkpoint.verify import verify
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
+from scripts.benchmarks.shared.measuring import resident_bytes
 from tests.checkpoint.helpers import (
     ALL_IN_ONE,
     BY_BLOCK,

@@ -5,7 +5,6 @@ from collections import Counter
 
 import pytest
 import torch
-from measuring import tensor_bytes
 
 from megafrontier.config import WiresConfig
 from megafrontier.partition import STRATEGIES, Placement, Wires
@@ -13,6 +12,7 @@ from megafrontier.partition.placement import state_bytes, traffic_bytes
 from megafrontier.partition.presets import choose_wires
 from megafrontier.partition.unit import Phase
 from megafrontier.partition.wires.block import rotate, rotate_back
+from scripts.benchmarks.shared.measuring import tensor_bytes
 from tests.partition.tiny import (
     LENGTH,
     VOCABULARY,

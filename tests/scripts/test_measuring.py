@@ -3,8 +3,9 @@
 import argparse
 from pathlib import Path
 
-import measuring
 import pytest
+
+from scripts.benchmarks.shared import measuring
 
 
 @pytest.mark.parametrize("word", ["0", "-1", "x", "1.5", "nan"])

@@ -3,10 +3,11 @@
 from dataclasses import asdict
 from pathlib import Path
 
-import one_device_setting
 import pytest
-from one_device_ours import ours
-from one_device_setting import Setting, write_corpus
+
+from scripts.benchmarks.one_device import setting as one_device_setting
+from scripts.benchmarks.one_device.ours import ours
+from scripts.benchmarks.one_device.setting import Setting, write_corpus
 
 
 def test_our_turn_trains_on_the_corpus_that_all_contenders_have(

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-import one_rank
 import pytest
 
 from megafrontier.launch.main import joined
 from megafrontier.training.loop import train_step
 from megafrontier.training.trainer import build_trainer
+from scripts.benchmarks.one_device import one_rank
 from tests import runs
 
 
@@ -27,34 +27,6 @@ def test_the_plain_loop_learns_what_the_engine_does(trainer) -> None:
     assert losses[-1][0] < losses[0][0] - 0.1, "it must have learned something"
     for ours, theirs in losses:
         assert ours == pytest.approx(theirs, rel=1e-4)
-
-
-def test_the_plain_loop_does_not_clip_where_the_engine_does_not(trainer) -> None:
-    trainer.config.train.clip_grad_norm = 0
-    plain = one_rank.Plain(trainer)
-    before = [p.clone() for p in plain._model.parameters()]
-    plain.step()
-    plain.close()
-    gradients_arrived = [
-        not old.equal(new) for old, new in zip(before, plain._model.parameters(), strict=True)
-    ]
-    assert all(gradients_arrived)
-
-
-def test_the_plain_loop_keeps_what_the_engine_keeps_for_backward(trainer, monkeypatch) -> None:
-    """And is compiled where the engine is."""
-    asked: dict[str, object] = {}
-    gpt = one_rank.GPT
-    monkeypatch.setattr(one_rank, "GPT", lambda *a, **kw: asked.update(kw) or gpt(*a, **kw))
-    trainer.config.train.activation_checkpointing = "block"
-    one_rank.Plain(trainer).close()
-    assert (asked["checkpointing"], asked["compile_blocks"]) == ("block", False)
-
-
-def test_both_are_timed_pair_by_pair(trainer) -> None:
-    ours, plain = one_rank.compare(trainer, pairs=2)
-    assert len(ours) == len(plain) == 2
-    assert min(ours + plain) > 0
 
 
 def test_a_loop_that_learns_something_else_is_not_compared(trainer, monkeypatch) -> None:

@@ -1,20 +1,16 @@
 """What the benchmark on a slow network makes of its measurements."""
 
 import contextlib
-import signal
 import subprocess
 from types import SimpleNamespace
 
 import pytest
-import slow_network
-import slow_network_links
-from slow_network import Results
-from slow_network_bars import Bar, all_bars
-from slow_network_job import Answer
-from slow_network_node import wait_for
-from slow_network_report import ALONE, Figures, Row, load, row_of, table
 
-from megafrontier.common.signals import handled
+from scripts.benchmarks.slow_network import __main__ as slow_network
+from scripts.benchmarks.slow_network import links as slow_network_links
+from scripts.benchmarks.slow_network.bars import Bar
+from scripts.benchmarks.slow_network.job import Answer
+from scripts.benchmarks.slow_network.report import ALONE, Figures, Row, load, row_of
 
 
 def why_no_links():
@@ -72,16 +68,6 @@ def test_a_step_lasts_from_the_last_rank_that_begins_to_the_last_that_ends():
     assert row.others_cores == pytest.approx((4.0 - 2.0) / 8.0), "from the first begin to the end"
 
 
-def test_turns_of_a_row_are_joined_by_the_steps_they_have():
-    row = make_row("mics", 2, 1.0, nic_bytes=10.0, nic_packets=1.0, ledger_seconds={"world": 1.0})
-    other = make_row("mics", 2, 3.0, nic_bytes=40.0, nic_packets=4.0, ledger_seconds={"world": 4.0})
-    other.seconds.append(5.0)
-    row.join(other)
-    assert row.seconds == [1.0, 3.0, 5.0]
-    assert (row.nic_bytes, row.nic_packets) == (30.0, 3.0), "bytes and packets of the same turns"
-    assert row.ledger_seconds == {"world": 3.0}
-
-
 def test_bytes_on_the_nic_are_compared_without_headers_and_preambles():
     row = make_row("mics", 2, 1.0, nic_bytes=1000.0, nic_packets=5.0, formula_bytes=500.0)
     row.protocol_bytes = 155.0
@@ -97,97 +83,10 @@ def test_exposed_seconds_and_efficiency_are_relative_to_computing_alone():
     assert figures.over_bound(row) == pytest.approx(10.0 / 6.0)
 
 
-def test_bars_take_the_overlapped_row_where_there_is_one():
-    bars = {bar.what.split(":")[0]: bar for bar in all_bars(make_figures())}
-    hybrid = bars["topo exact over FSDP2 hybrid"]
-    assert (hybrid.value, hybrid.reached) == (2.0, True)
-    assert bars["topo low over FSDP2 hybrid"].value == pytest.approx(2.4)
-    overlap = next(bar for what, bar in bars.items() if what.startswith("step over its bound"))
-    assert overlap.value == pytest.approx(1.0)
-    assert overlap.reached
-
-
-def test_speed_is_asked_only_where_the_rivals_communication_dominates():
-    def limit(rivals_bytes):
-        rows = [
-            make_row(ALONE, 4, 4.0, 16.0, 4),
-            make_row("hpz + zero++", 4, 9.0, 16.0, 4, nic_bytes=rivals_bytes),
-            make_row("topo low", 4, 5.0, 16.0, 4, nic_bytes=20.0),
-        ]
-        found = {bar.what.split(":")[0]: bar for bar in all_bars(Figures(rows))}
-        return found["topo low over hpz + zero++"].limit
-
-    assert limit(rivals_bytes=39.0) is None
-    assert limit(rivals_bytes=41.0) == 1.71
-
-
-def test_the_bar_of_memory_is_that_of_the_group_that_is_worst():
-    rows = [
-        make_row(name, nodes, 1.0, memory_bytes=held)
-        for nodes, held_by in ((1, (80, 100)), (4, (90, 80)))
-        for name, held in zip(("topo exact, full overlap", "FSDP2 hybrid"), held_by, strict=True)
-    ]
-    (bar,) = (bar for bar in all_bars(Figures(rows)) if bar.what.startswith("peak memory"))
-    assert "4 nodes, 1 ×, accumulation 1" in bar.what
-    assert (bar.value, bar.reached) == (90 / 80, False)
-
-
-def test_the_bars_are_those_that_were_set():
-    """On links at which what the rivals send takes longer than computing."""
-    rows = []
-    for nodes, slower, accumulation in ((1, 1.0, 1), (4, 1.0, 1), (4, 16.0, 1), (4, 16.0, 4)):
-        seconds = {ALONE: 1.0, "topo low": 1.0, "topo exact": 2.0, "FSDP2 hybrid": 3.0}
-        if accumulation == 4:
-            seconds |= {"hpz + zero++": 4.0, "zero3": 5.0}
-        for name, took in seconds.items():
-            whole = name if name == ALONE or "FSDP2" in name else f"{name}, full overlap"
-            sent = {"nic_bytes": 30.0, "ledger_bytes": 1.0, "memory_bytes": 1}
-            rows.append(make_row(whole, nodes, took, slower, accumulation, **sent))
-    limits = {}
-    for bar in all_bars(Figures(rows)):
-        limits.setdefault(bar.what.split(":")[0].split(",")[0].split(" (")[0], set()).add(bar.limit)
-    assert limits == {
-        "topo low over hpz + zero++": {1.71},
-        "topo low over zero3": {2.40},
-        "topo low over FSDP2 hybrid": {1.5, None},  # not asked at accumulation 4
-        "topo low step over computing alone": {1.15},
-        "topo exact over FSDP2 hybrid": {1.0},
-        "peak memory of topo exact over FSDP2 hybrid's": {1.0},
-        "scaling efficiency of topo exact": {0.94},
-        "scaling efficiency of topo low": {0.94},
-        "NIC bytes without protocol off the formula": {0.03},
-        "step over its bound": {1.15},
-    }
-
-
-def test_a_later_sitting_keeps_the_groups_that_it_does_not_measure_again(tmp_path):
-    def sitting(*rows):
-        Results(tmp_path, []).replace(list(rows))
-
-    sitting(make_row("topo low", 4, 5.0, 16.0), make_row("mics", 4, 6.0, 16.0))
-    sitting(make_row("topo low", 4, 3.0, 1.0))
-    sitting(make_row("topo low", 4, 4.0, 16.0))
-    found = [(row.strategy, row.slower, row.seconds) for row in load(tmp_path)[1].rows]
-    assert found == [("topo low", 1.0, [3.0]), ("topo low", 16.0, [4.0])]
-
-
 def test_a_missed_bar_says_by_how_much():
     assert "missed by 50.0 %" in Bar("x", 0.5, 1.0).line()
     assert "missed by 10.0 %" in Bar("x", 1.1, 1.0, least=False).line()
     assert "reached" in Bar("x", 1.0, 1.0).line()
-
-
-def test_a_skipped_row_stays_in_the_table_with_its_reason():
-    text = table(Figures([Row("topo low", 4, 1, skipped="partition.wires: low, need exact")]))
-    assert "skipped: partition.wires: low, need exact" in text
-
-
-def test_overrides_may_stand_behind_an_options_values(monkeypatch):
-    words = "OUT a=1 --strategies mics b.c=2 --nodes 2 d={e:f} --trace"
-    monkeypatch.setattr("sys.argv", ["slow_network.py", *words.split()])
-    found = slow_network.parse()
-    assert found.config == ["a=1", "b.c=2", "d={e:f}"]
-    assert (found.strategies, found.nodes, found.trace) == (["mics"], [2], True)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +104,7 @@ def test_an_option_that_cannot_be_is_bad_input(words, monkeypatch, capfd):
     assert (
         capfd.readouterr()
         .err.splitlines()[-1]
-        .startswith(f"slow_network.py: error: argument {words.split()[0]}: ")
+        .startswith(f"slow_network: error: argument {words.split()[0]}: ")
     )
 
 
@@ -223,40 +122,6 @@ def test_an_override_that_cannot_be_is_bad_input_before_anything_runs(tmp_path, 
     assert slow_network.main() == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("slow_network: /nowhere.idx: ")
-
-
-def test_computing_alone_that_fails_is_told_without_a_traceback(tmp_path, monkeypatch, capfd):
-    fake_network(monkeypatch)
-
-    def fail(*_):
-        raise slow_network.JobFailed("killed")
-
-    monkeypatch.setattr(slow_network.Bench, "undisturbed", fail)
-    monkeypatch.setattr("sys.argv", ["slow_network.py", str(tmp_path / "out")])
-    assert slow_network.main() == 1
-    assert capfd.readouterr().err == (
-        "killed\nslow_network: computing alone failed, as said above\n"
-    )
-
-
-def test_a_rank_that_the_system_kills_is_told_so(capfd):
-    rank = subprocess.Popen(["sleep", "60"])
-    rank.kill()
-    with handled((signal.SIGUSR1,), signal.SIG_IGN):
-        assert wait_for({rank.pid}) == 1
-    assert capfd.readouterr().err == "a rank was killed by SIGKILL\n"
-
-
-def test_groups_are_kept_when_the_disk_is_full(tmp_path, monkeypatch):
-    Results(tmp_path, []).replace([make_row("mics", 4, 6.0, 16.0)])
-
-    def full(_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        Results(tmp_path, []).replace([make_row("mics", 4, 6.0, 1.0)])
-    assert [row.slower for row in load(tmp_path)[1].rows] == [16.0]
 
 
 def test_without_root_or_its_tools_it_refuses_in_one_line(monkeypatch):

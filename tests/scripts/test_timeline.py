@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-import timeline
+
+from scripts.benchmarks.slow_network import timeline
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", json.dumps({"traceEvents": []})])

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wire_quality
 
 from megafrontier.common.errors import UserError
+from scripts.benchmarks.wire_quality import __main__ as wire_quality
 from tests import runs
 
 Figures = dict[str, dict[str, Any]]
@@ -42,15 +42,6 @@ def test_each_variant_stands_beside_the_exact_one(config: Path) -> None:
         assert (config.parent / "out" / picture).is_file()
 
 
-def test_only_what_is_not_done_is_trained(config: Path) -> None:
-    out = config.parent / "out"
-    first, _ = compared(config, names="exact")
-    written = (out / "exact" / "metrics.jsonl").read_bytes()
-    both, _ = compared(config, names="exact,low")
-    assert both["exact"] == first["exact"]
-    assert (out / "exact" / "metrics.jsonl").read_bytes() == written
-
-
 @pytest.mark.parametrize(
     ("overrides", "names", "said"),
     [
@@ -65,9 +56,3 @@ def test_what_cannot_be_compared_is_refused(
     with pytest.raises(UserError, match=said):
         compared(config, *overrides, names=names)
     assert not (config.parent / "out").exists()
-
-
-def test_a_training_with_other_settings_is_not_taken_for_this_one(config: Path) -> None:
-    compared(config, names="exact")
-    with pytest.raises(UserError, match="other settings; need another --out"):
-        compared(config, "optimizer.lr=1.0e-3", names="exact")

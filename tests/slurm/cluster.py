@@ -8,17 +8,15 @@ and iproute2.
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.append(str(ROOT / "scripts" / "benchmarks"))  # where the project makes its networks
+from scripts.benchmarks.slow_network.cluster import interrupted_by_signals
+from scripts.benchmarks.slow_network.links import NIC, Links, links
 
-from slow_network_cluster import interrupted_by_signals  # noqa: E402
-from slow_network_links import NIC, Links, links  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 TOOLS = ("slurmctld", "slurmd", "sbatch", "munged")
 FAST = 1e9

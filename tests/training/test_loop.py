@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from measuring import tensor_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafrontier.common import async_copy
@@ -18,6 +17,7 @@ from megafrontier.training import loop, step
 from megafrontier.training import trainer as trainer_module
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.callbacks.stragglers import collect_garbage_every
+from scripts.benchmarks.shared.measuring import tensor_bytes
 from tests import runs
 from tests.ranks import run_ranks
 

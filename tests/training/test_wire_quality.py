@@ -1,4 +1,4 @@
-"""What low-bit wires cost in loss: a short version of scripts/benchmarks/wire_quality.py."""
+"""What low-bit wires cost in loss: a short version of -m scripts.benchmarks.wire_quality."""
 
 from pydoc_data.topics import topics
 

@@ -1,6 +1,6 @@
 """How fast one core reads training samples, and how long a training step waits for them.
 
-    python scripts/benchmarks/loader.py OUT [--megabytes 256] [--rounds 5]
+    python -m scripts.benchmarks.data.loader OUT [--megabytes 256] [--rounds 5]
 
 Reading: batches of shuffled windows of a corpus of random ids in documents of 1 to 2,000 tokens, by
 one thread, with and without the document mask, at several sequence lengths; tokens a second of one
@@ -17,18 +17,28 @@ from typing import Any
 
 import numpy as np
 import torch
-from measuring import at_least
 from numpy.typing import NDArray
-from one_device_ours import our_config
-from one_device_setting import PRESETS, Setting, write_documents
-from rounds import Results, Task, add_options, markdown, measure, middle_of, spread
-from rounds_child import Span
 
 from megafrontier.config import CorpusConfig, DataConfig
 from megafrontier.data.sampling.samples import open_samples
 from megafrontier.launch.main import joined
 from megafrontier.training.loop import train_step
 from megafrontier.training.trainer import build_trainer
+from scripts.benchmarks.one_device.ours import our_config
+from scripts.benchmarks.one_device.setting import PRESETS, Setting, write_documents
+from scripts.benchmarks.shared.child import Span
+from scripts.benchmarks.shared.measuring import at_least
+from scripts.benchmarks.shared.rounds import (
+    Results,
+    Task,
+    add_options,
+    markdown,
+    measure,
+    middle_of,
+    spread,
+)
+
+MODULE = "scripts.benchmarks.data.loader"
 
 LENGTHS = (128, 512, 2048, 8192)
 BATCH_TOKENS = 1 << 14
@@ -145,14 +155,21 @@ def tasks_of(corpus: str, arguments: argparse.Namespace) -> list[Task]:
         for mask in (False, True):
             name = f"{length:,} tokens{', document mask' if mask else ''}"
             options = {"length": length, "mask": mask, "seconds": arguments.seconds}
-            tasks.append(Task(READING, name, "loader:reading", {"corpus": corpus, **options}))
+            tasks.append(
+                Task(
+                    READING,
+                    name,
+                    f"{MODULE}:reading",
+                    {"corpus": corpus, **options},
+                )
+            )
     preset = PRESETS["10M"]
     setting = Setting("10M", "fp32", preset.batch, preset.sequence_length, 2, 10, corpus)
     for mask in (False, True):
         name = f"10M, {setting.batch} × {setting.sequence_length} tokens"
         name += ", document mask" if mask else ""
         options = {"setting": vars(setting), "mask": mask}
-        tasks.append(Task(WAITING, name, "loader:waiting", options))
+        tasks.append(Task(WAITING, name, f"{MODULE}:waiting", options))
     return tasks
 
 

@@ -1,6 +1,6 @@
 """`megafrontier prepare` beside `datasets.map` with the same tokenizer, on all cores.
 
-    python scripts/benchmarks/prepare.py OUT [--megabytes 64] [--rounds 5] [--workers N]
+    python -m scripts.benchmarks.data.prepare OUT [--megabytes 64] [--rounds 5] [--workers N]
 
 The text is this Python's own library as .jsonl, a file a line, repeated until there is enough.
 Tokenizers of 16k ids are made here: a SentencePiece one by `megafrontier tokenizer` and a fast one
@@ -22,9 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measuring import at_least
-from rounds import Results, Task, add_options, markdown, measure, spread
-from rounds_child import Span
+
+from scripts.benchmarks.shared.child import Span
+from scripts.benchmarks.shared.measuring import at_least
+from scripts.benchmarks.shared.rounds import Results, Task, add_options, markdown, measure, spread
+
+MODULE = "scripts.benchmarks.data.prepare"
 
 KINDS = ("sentencepiece", "hugging-face")
 OURS = "megafrontier prepare"
@@ -222,15 +225,20 @@ def main() -> None:
             "workers": arguments.workers,
         }
         tasks += [
-            Task(kind, OURS, "prepare:ours", common),
-            Task(kind, "datasets.map", "prepare:datasets_map", common | {"indexed": False}),
+            Task(kind, OURS, f"{MODULE}:ours", common),
+            Task(
+                kind,
+                "datasets.map",
+                f"{MODULE}:datasets_map",
+                common | {"indexed": False},
+            ),
             Task(
                 kind,
                 "datasets.map, then indexed",
-                "prepare:datasets_map",
+                f"{MODULE}:datasets_map",
                 common | {"indexed": True},
             ),
-            Task(kind, "the library alone", "prepare:library_alone", common),
+            Task(kind, "the library alone", f"{MODULE}:library_alone", common),
         ]
     measure(tasks, arguments, table)
 

@@ -1,6 +1,6 @@
 """Training on one device: this framework beside what a user would take instead.
 
-    python scripts/benchmarks/one_device.py OUT [--presets 1.3B] [--precision bf16] [--rounds 5]
+    python -m scripts.benchmarks.one_device OUT [--presets 1.3B] [--precision bf16] [--rounds 5]
         [--minutes N] [--packages DIR]
 
 The same GPT in Llama's style, batch, sequence length and precision for each contender, on the same
@@ -10,7 +10,7 @@ large matrix product of the same type, measured in each round beside the others.
 long comparison ends early, and the same command goes on. accelerate (which transformers' Trainer
 needs), litgpt and torchtitan are looked for in DIR, made without another torch by
 
-    pip install --no-deps --target DIR -r scripts/benchmarks/one_device_packages.txt
+    pip install --no-deps --target DIR -r scripts/benchmarks/one_device/packages.txt
 """
 
 import argparse
@@ -19,26 +19,49 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from measuring import at_least
-from one_device_setting import PRESETS, Setting, write_corpus
-from rounds import Results, Task, add_options, gib, markdown, measure, middle_of, spread
 
 from megafrontier.model.flops import flops_per_token, parameter_count
+from scripts.benchmarks.one_device.setting import PRESETS, Setting, write_corpus
+from scripts.benchmarks.shared.measuring import at_least
+from scripts.benchmarks.shared.rounds import (
+    Results,
+    Task,
+    add_options,
+    gib,
+    markdown,
+    measure,
+    middle_of,
+    spread,
+)
+
+FOLDER = "scripts.benchmarks.one_device"
 
 RATE = "matrix product"
 CONTENDERS = {
-    "ours, compiled": ("one_device_ours:ours", {"compiled": True}),
-    "ours, eager": ("one_device_ours:ours", {"compiled": False}),
-    "plain PyTorch, compiled": ("one_device_transformers:plain", {"compiled": True}),
-    "plain PyTorch, eager": ("one_device_transformers:plain", {"compiled": False}),
+    "ours, compiled": (f"{FOLDER}.ours:ours", {"compiled": True}),
+    "ours, eager": (f"{FOLDER}.ours:ours", {"compiled": False}),
+    "plain PyTorch, compiled": (
+        f"{FOLDER}.trainer_contender:plain",
+        {"compiled": True},
+    ),
+    "plain PyTorch, eager": (
+        f"{FOLDER}.trainer_contender:plain",
+        {"compiled": False},
+    ),
     "plain PyTorch, compiled, no masters": (
-        "one_device_transformers:plain",
+        f"{FOLDER}.trainer_contender:plain",
         {"compiled": True, "masters": False},
     ),
-    "transformers Trainer, compiled": ("one_device_transformers:hugging_face", {"compiled": True}),
-    "transformers Trainer, eager": ("one_device_transformers:hugging_face", {"compiled": False}),
-    "litgpt, compiled": ("one_device_litgpt:litgpt", {}),
-    "torchtitan, compiled": ("one_device_torchtitan:torchtitan", {}),
+    "transformers Trainer, compiled": (
+        f"{FOLDER}.trainer_contender:hugging_face",
+        {"compiled": True},
+    ),
+    "transformers Trainer, eager": (
+        f"{FOLDER}.trainer_contender:hugging_face",
+        {"compiled": False},
+    ),
+    "litgpt, compiled": (f"{FOLDER}.litgpt_contender:litgpt", {}),
+    "torchtitan, compiled": (f"{FOLDER}.torchtitan_contender:torchtitan", {}),
 }
 
 
@@ -47,7 +70,14 @@ def tasks_of(setting: Setting) -> list[Task]:
     group = (
         f"{setting.preset}, {setting.precision}, {setting.batch} × {setting.sequence_length} tokens"
     )
-    tasks = [Task(group, RATE, "one_device_ours:matrix_rate", {"precision": setting.precision})]
+    tasks = [
+        Task(
+            group,
+            RATE,
+            f"{FOLDER}.ours:matrix_rate",
+            {"precision": setting.precision},
+        )
+    ]
     for name, (function, options) in CONTENDERS.items():
         if "no masters" not in name or setting.mixed:
             tasks.append(Task(group, name, function, {"setting": asdict(setting), **options}))
@@ -124,7 +154,7 @@ def settings(arguments: argparse.Namespace) -> list[Setting]:
 def main() -> None:
     """Compare, and print the tables."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="one_device", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser)
     parser.add_argument("--presets", nargs="+", choices=PRESETS)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from one_device_setting import BETAS, CLIP, LR, WEIGHT_DECAY, Feed, Rows, Setting
-from rounds_child import Clock, Finished
+
+from scripts.benchmarks.one_device.setting import BETAS, CLIP, LR, WEIGHT_DECAY, Feed, Rows, Setting
+from scripts.benchmarks.shared.child import Clock, Finished
 
 
 def litgpt(setting: dict[str, Any]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """What the engine itself costs: one rank, which crosses nothing, beside plain PyTorch.
 
-    python scripts/benchmarks/one_rank.py CONFIG [--pairs 30] [key=value …]
+    python -m scripts.benchmarks.one_device.one_rank CONFIG [--pairs 30] [key=value …]
 
 Both train the same GPT on the same batches in this process, in turns of one step, with fused AdamW
 and clipping; `--pairs` steps each after 3 to warm up. Prints the median of the ratios of a pair's

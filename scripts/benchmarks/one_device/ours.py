@@ -5,8 +5,6 @@ from contextlib import closing, suppress
 from typing import Any
 
 import torch
-from one_device_setting import BETAS, CLIP, LR, WEIGHT_DECAY, Setting
-from rounds_child import Clock, Finished, device, synchronise
 
 from megafrontier.config import (
     Config,
@@ -23,6 +21,8 @@ from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.loop import run
 from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer, build_trainer
+from scripts.benchmarks.one_device.setting import BETAS, CLIP, LR, WEIGHT_DECAY, Setting
+from scripts.benchmarks.shared.child import Clock, Finished, device, synchronise
 
 
 def matrix_rate(precision: str) -> dict[str, float]:

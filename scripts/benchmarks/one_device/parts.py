@@ -1,6 +1,6 @@
 """Single parts of a training step beside what they replace: time and memory.
 
-    python scripts/benchmarks/parts.py OUT [--groups loss documents …] [--rounds 5]
+    python -m scripts.benchmarks.one_device.parts OUT [--groups loss documents …] [--rounds 5]
 
 Each variant runs in a process of its own, in turns, forward and backward together:
 
@@ -32,10 +32,6 @@ from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
-from one_device_ours import ours
-from one_device_setting import PRESETS, Setting, write_corpus
-from rounds import Results, Task, add_options, chosen, markdown, measure, spread
-from rounds_child import Unable, device, repeat
 from torch import Tensor
 
 from megafrontier.common.errors import UserError, exit_on_fatal_error
@@ -45,6 +41,20 @@ from megafrontier.model.loss import linear_cross_entropy
 from megafrontier.model.positions import document_mask
 from megafrontier.model.recompute.checkpointing import Mode
 from megafrontier.optim.adamw import ShardedAdamW
+from scripts.benchmarks.one_device.ours import ours
+from scripts.benchmarks.one_device.setting import PRESETS, Setting, write_corpus
+from scripts.benchmarks.shared.child import Unable, device, repeat
+from scripts.benchmarks.shared.rounds import (
+    Results,
+    Task,
+    add_options,
+    chosen,
+    markdown,
+    measure,
+    spread,
+)
+
+MODULE = "scripts.benchmarks.one_device.parts"
 
 ON_GPU = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
@@ -175,7 +185,7 @@ def loss_tasks() -> list[Task]:
         "all logits, compiled": "compiled",
     }
     return [
-        Task(group, name, "parts:loss", {"variant": variant, **sizes})
+        Task(group, name, f"{MODULE}:loss", {"variant": variant, **sizes})
         for name, variant in variants.items()
     ]
 
@@ -189,7 +199,7 @@ def document_tasks() -> list[Task]:
         Task(
             f"documents of {length} in {sizes['row']} tokens",
             name,
-            "parts:attention",
+            f"{MODULE}:attention",
             {"variant": variant, "length": length, **sizes},
         )
         for length in (128, 512, sizes["row"])
@@ -205,7 +215,7 @@ def checkpointing_tasks(out: Path) -> list[Task]:
         Task(
             f"checkpointing: {_named(setting)}",
             mode + ", compiled" * compiled,
-            "one_device_ours:ours",
+            "scripts.benchmarks.one_device.ours:ours",
             {"setting": asdict(setting), "compiled": compiled, "checkpointing": mode},
         )
         for compiled in (False, True)
@@ -225,7 +235,7 @@ def start_tasks(out: Path) -> list[Task]:
         Task(
             f"start: {_named(setting)}",
             name,
-            "parts:start",
+            f"{MODULE}:start",
             {"setting": asdict(setting), **options},
         )
         for name, options in variants.items()
@@ -250,7 +260,7 @@ def norm_tasks() -> list[Task]:
         Task(
             f"norm: {sizes['tokens']} tokens of width {sizes['hidden']}",
             name,
-            "parts:norm",
+            f"{MODULE}:norm",
             {"variant": name, **sizes},
         )
         for name in ("torch", "compiled", "apex")
@@ -265,7 +275,7 @@ def adamw_tasks() -> list[Task]:
         Task(
             f"adamw: {elements // 1_000_000}M parameters",
             name,
-            "parts:adamw",
+            f"{MODULE}:adamw",
             {"fused": fused, "elements": elements},
         )
         for fused, name in names.items()

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rounds_child import Clock, Finished
 
 from megafrontier.config import ModelConfig
 from megafrontier.data.corpus.indexed import IndexedDataset, token_dtype
 from megafrontier.data.corpus.writer import CorpusWriter, DocumentWriter
+from scripts.benchmarks.shared.child import Clock, Finished
 
 LR, BETAS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
 CORPUS_TOKENS = 1 << 24

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from one_device_setting import CLIP, LR, Feed, Setting
-from rounds_child import Clock, Finished, Unable
+
+from scripts.benchmarks.one_device.setting import CLIP, LR, Feed, Setting
+from scripts.benchmarks.shared.child import Clock, Finished, Unable
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 

@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from one_device_setting import BETAS, CLIP, LR, WEIGHT_DECAY, Rows, Setting
-from rounds_child import Clock, device
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from megafrontier.model.families.llama import Llama
+from scripts.benchmarks.one_device.setting import BETAS, CLIP, LR, WEIGHT_DECAY, Rows, Setting
+from scripts.benchmarks.shared.child import Clock, device
 
 
 def plain(setting: dict[str, Any], compiled: bool, masters: bool = True) -> dict[str, float]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import resident_bytes, use_packages
+
+from scripts.benchmarks.shared.measuring import resident_bytes, use_packages
 
 
 class Unable(Exception):

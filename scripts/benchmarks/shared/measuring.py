@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = "MEGAFRONTIER_BENCHMARK_PACKAGES"
 """Environment variable: a folder with other frameworks, made by `pip install --target`."""
 
@@ -47,7 +48,7 @@ def in_a_folder(word: str) -> Path:
 
 def code_version() -> str:
     """The commit that is measured, with a + where files differ from it; unknown outside of git."""
-    git = ["git", "-C", str(Path(__file__).parent)]
+    git = ["git", "-C", str(ROOT)]
     try:
         commit, changes = (
             subprocess.run([*git, *words], capture_output=True, text=True, check=True).stdout

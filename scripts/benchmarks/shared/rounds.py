@@ -22,16 +22,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import PACKAGES, at_least, code_version, cpu_name
 
 from megafrontier.common.errors import UserError, exit_on_fatal_error
 from megafrontier.common.files import write_whole
+from scripts.benchmarks.shared.measuring import (
+    PACKAGES,
+    ROOT,
+    at_least,
+    code_version,
+    cpu_name,
+)
 
-CHILD = Path(__file__).with_name("rounds_child.py")
+CHILD = "scripts.benchmarks.shared.child"
 TIMEOUT_SECONDS = 1800.0
 FAILED = "failed: "
-BENCHMARK = Path(sys.argv[0]).stem
-"""Whose results these are: tables know their own alone."""
+_PROGRAM = Path(sys.argv[0])
+BENCHMARK = _PROGRAM.parent.name if _PROGRAM.stem == "__main__" else _PROGRAM.stem
+"""Name of the running benchmark. Results of another benchmark are refused."""
 
 
 @dataclass(frozen=True)
@@ -240,9 +247,10 @@ def _turn(task: Task, number: int, packages: Path | None) -> Turn:
     environment = dict(os.environ, TOKENIZERS_PARALLELISM="false")
     # Last on the path: what both have is taken from where the benchmark runs.
     environment[PACKAGES] = str(packages.resolve()) if packages else ""
+    environment["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
     with tempfile.TemporaryDirectory() as folder:
         answer, log = Path(folder) / "answer", Path(folder) / "log"
-        command = [sys.executable, CHILD, task.function, answer, json.dumps(task.arguments)]
+        command = [sys.executable, "-m", CHILD, task.function, answer, json.dumps(task.arguments)]
         with log.open("wb") as output:
             try:
                 subprocess.run(

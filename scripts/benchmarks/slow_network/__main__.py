@@ -1,6 +1,6 @@
 """Train on 1, 2 and 4 nodes of one machine that a slow network joins, strategy beside strategy.
 
-    sudo .venv/bin/python scripts/benchmarks/slow_network.py OUT [--quick] [--nodes 1 2 4]
+    sudo .venv/bin/python -m scripts.benchmarks.slow_network OUT [--quick] [--nodes 1 2 4]
         [--slower 1 4 16] [--accumulation 1 4] [--strategies NAME …] [--overlap none full]
         [--packages DIR] [--block-seconds S] [key=value …]
 
@@ -19,7 +19,7 @@ if a device computed 0.1 seconds for its forward and twice that for its backward
 
 DeepSpeed is looked for in DIR, made without another torch by
 
-    pip install --no-deps --target DIR -r scripts/benchmarks/slow_network_packages.txt
+    pip install --no-deps --target DIR -r scripts/benchmarks/slow_network/packages.txt
 
 Needs root and Debian's iproute2; removes its namespaces and processes when it ends, however.
 """
@@ -35,14 +35,8 @@ from dataclasses import asdict, dataclass, field, fields
 from itertools import product
 from pathlib import Path
 
-import deepspeed_zero
 import numpy as np
 import torch
-from measuring import PACKAGES, at_least, code_version, cpu_name
-from slow_network_cluster import Cluster, JobFailed, interrupted_by_signals, wait_for_quiet
-from slow_network_job import Answer, Job
-from slow_network_links import Unable, links
-from slow_network_report import ALONE, Row, load, row_of, write_report
 
 from megafrontier.cli import split_overrides
 from megafrontier.common.errors import UserError
@@ -50,6 +44,17 @@ from megafrontier.common.files import write_whole
 from megafrontier.config import PartitionConfig, load_config
 from megafrontier.data.corpus.writer import CorpusWriter
 from megafrontier.training.preview import check_training
+from scripts.benchmarks.shared.measuring import PACKAGES, at_least, code_version, cpu_name
+from scripts.benchmarks.slow_network import deepspeed_zero
+from scripts.benchmarks.slow_network.cluster import (
+    Cluster,
+    JobFailed,
+    interrupted_by_signals,
+    wait_for_quiet,
+)
+from scripts.benchmarks.slow_network.job import Answer, Job
+from scripts.benchmarks.slow_network.links import Unable, links
+from scripts.benchmarks.slow_network.report import ALONE, Row, load, row_of, write_report
 
 PER_NODE = 4
 PASS_OF_COMPUTE = 0.12
@@ -282,7 +287,9 @@ def machine() -> dict[str, str | int]:
 def parse() -> argparse.Namespace:
     """The command line; `--quick` sets what is not given."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="slow_network",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("out", type=Path)
     parser.add_argument("config", nargs="*", metavar="key=value")

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from slow_network_report import ALONE, Figures, Row
+from scripts.benchmarks.slow_network.report import ALONE, Figures, Row
 
 POLICIES = ("full", "safe")
 SLOWEST_ASKED = 16.0

@@ -14,13 +14,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Self
 
-from slow_network_job import Answer, Job
-from slow_network_links import Links, machine_cpu_seconds
-
 from megafrontier.common.signals import handled
+from scripts.benchmarks.shared.measuring import ROOT
+from scripts.benchmarks.slow_network.job import Answer, Job
+from scripts.benchmarks.slow_network.links import Links, machine_cpu_seconds
 
 FIRST_PORT = 20_000
-HERE = Path(__file__).resolve().parent
+NODE = "scripts.benchmarks.slow_network.node"
 SMALL_HEAP = "glibc.malloc.tcache_count=0"
 """What glibc cuts off a tensor to align it, it keeps for small things, and the tensor's place then
 fits none of its size again: with many threads the heap grows to five times what lives in it. Not
@@ -42,13 +42,12 @@ class Cluster:
         self._jobs = 0
 
     def __enter__(self) -> Self:
-        script = str(HERE / "slow_network_node.py")
         for node in range(len(self.links.namespaces)):
-            command = [sys.executable, script, str(node), str(self.per_node)]
+            command = [sys.executable, "-m", NODE, str(node), str(self.per_node)]
             self._nodes.append(
                 subprocess.Popen(
                     [*self.links.inside(node), *command],
-                    env=os.environ | {"GLIBC_TUNABLES": SMALL_HEAP},
+                    env=os.environ | {"GLIBC_TUNABLES": SMALL_HEAP, "PYTHONPATH": str(ROOT)},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=self._log.open("a"),

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from fsdp2 import adamw
-from measuring import use_packages
 
 from megafrontier.config import Config
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.model.gpt import GPT
+from scripts.benchmarks.shared.measuring import use_packages
+from scripts.benchmarks.slow_network.fsdp2 import adamw
 
 BLOCK_AT_20B = 453e6
 """Parameters of a block of the paper's 20B."""

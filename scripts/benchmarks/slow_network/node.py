@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from slow_network_job import Job
+from scripts.benchmarks.slow_network.job import Job
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -46,7 +46,7 @@ def fork_rank(job: Job, node: int, local_rank: int, per_node: int) -> int:
             "MASTER_PORT": str(job.port),
             "GLOO_SOCKET_IFNAME": "hsn0",
         }
-        answer = importlib.import_module("slow_network_ranks").run(job)
+        answer = importlib.import_module("scripts.benchmarks.slow_network.ranks").run(job)
         Path(job.folder, f"{rank}.json").write_text(json.dumps(asdict(answer)))
         code = 0
     except BaseException:
@@ -88,12 +88,12 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent alone acts on Ctrl-C
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    for module in ("slow_network_ranks", "torch._dynamo"):
+    for module in ("scripts.benchmarks.slow_network.ranks", "torch._dynamo"):
         importlib.import_module(module)
     for line in sys.stdin:
         values: dict[str, Any] = json.loads(line)
         job = Job(**values)
-        importlib.import_module("slow_network_ranks").prepare(job)
+        importlib.import_module("scripts.benchmarks.slow_network.ranks").prepare(job)
         gc.freeze()  # so that the ranks' collectors leave our pages shared
         ranks = {fork_rank(job, node, local, per_node) for local in range(per_node)}
         print(json.dumps({"code": wait_for(ranks)}), flush=True)

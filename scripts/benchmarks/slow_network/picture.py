@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from slow_network_report import ALONE, Figures, Row
-
 from megafrontier.report.draw import pyplot, run_look
+from scripts.benchmarks.slow_network.report import ALONE, Figures, Row
 
 COLUMNS = 3
 

@@ -8,13 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import deepspeed_zero
 import torch
-from fsdp2 import Fsdp2
-from measuring import resident_bytes
-from slow_network_device import occupy
-from slow_network_job import Answer, Job
-from slow_network_links import machine_cpu_seconds, sent
 
 from megafrontier.config import Config, load_config
 from megafrontier.data.sampling.loader import Loader
@@ -30,6 +24,12 @@ from megafrontier.training.loop import train_step
 from megafrontier.training.plan import RunPlan
 from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer, build_trainer, open_loader
+from scripts.benchmarks.shared.measuring import resident_bytes
+from scripts.benchmarks.slow_network import deepspeed_zero
+from scripts.benchmarks.slow_network.device import occupy
+from scripts.benchmarks.slow_network.fsdp2 import Fsdp2
+from scripts.benchmarks.slow_network.job import Answer, Job
+from scripts.benchmarks.slow_network.links import machine_cpu_seconds, sent
 
 
 @dataclass

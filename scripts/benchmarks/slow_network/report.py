@@ -1,6 +1,6 @@
 """What the measured rows say: figures, a table, the bars to reach. Reads results.json again:
 
-python scripts/benchmarks/slow_network_report.py OUT
+python -m scripts.benchmarks.slow_network.report OUT
 """
 
 import json
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from slow_network_job import Answer
-from slow_network_links import HEADER_BYTES
+from scripts.benchmarks.slow_network.job import Answer
+from scripts.benchmarks.slow_network.links import HEADER_BYTES
 
 ALONE = "computing alone"
 
@@ -251,8 +251,8 @@ def load(out: Path) -> tuple[dict[str, str | int], Figures]:
 
 def write_report(out: Path) -> str:
     """Write table.md and picture.png beside results.json; the text of the table."""
-    from slow_network_bars import bars
-    from slow_network_picture import draw
+    from scripts.benchmarks.slow_network.bars import bars
+    from scripts.benchmarks.slow_network.picture import draw
 
     machine, figures = load(out)
     head = ", ".join(f"{name} {value}" for name, value in machine.items())

@@ -1,6 +1,7 @@
 """Draw traces of `megafrontier train --trace`, or of slow_network.py --trace, as a picture.
 
-    python scripts/benchmarks/timeline.py OUT.png TRACE.json [TITLE] … [--begin S] [--seconds S]
+    python -m scripts.benchmarks.slow_network.timeline OUT.png TRACE.json [TITLE] …
+        [--begin S] [--seconds S]
 
 A panel for each trace: a row for each level's crossings, the fastest on top, and one for the time
 that the computation waited for them. All panels have the same length, from `--begin` seconds after
@@ -12,11 +13,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from measuring import in_a_folder
-
 from megafrontier.common.errors import UserError, exit_on_fatal_error
 from megafrontier.partition.comm.ledger import WAITING
 from megafrontier.report.draw import level_colours, pyplot
+from scripts.benchmarks.shared.measuring import in_a_folder
 
 WAITING_COLOUR = "#BBBBBB"
 Bars = dict[str, list[tuple[float, float]]]

@@ -1,6 +1,6 @@
 """What low-bit wires cost in loss: the same training with each preset, side by side.
 
-    python scripts/benchmarks/wire_quality.py CONFIG [--nproc 8] [--out DIR] [key=value …]
+    python -m scripts.benchmarks.wire_quality CONFIG [--nproc 8] [--out DIR] [key=value …]
 
 Trains CONFIG (same seed, same batches) once for each variant into DIR/VARIANT, writes the table of
 losses to DIR/quality.md and quality.json, and draws what each loss differs by from the exact one to
@@ -14,13 +14,12 @@ import argparse
 import json
 from pathlib import Path
 
-from wire_quality_report import BASE, draw, figures, table
-
 from megafrontier.common.errors import UserError, exit_on_fatal_error
 from megafrontier.config import load_config
 from megafrontier.launch.main import train
 from megafrontier.report.draw import write_report
 from megafrontier.report.read import read_runs
+from scripts.benchmarks.wire_quality.report import BASE, draw, figures, table
 
 VARIANTS = {
     "exact": ["partition.strategy=topo", "partition.wires=exact"],
@@ -84,7 +83,7 @@ def compare(names: list[str], config: str, overrides: list[str], out: Path, npro
 
 def main() -> None:
     """Read the command and make the comparison."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="wire_quality", description=__doc__)
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--nproc", type=int, default=8)
