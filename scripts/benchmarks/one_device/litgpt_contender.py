@@ -1,4 +1,4 @@
-"""litgpt: a contender of one_device.py that must be installed, see there.
+"""litgpt: a contender of one_device that must be installed, see there.
 
 Its own pretraining loop, fed with our tokens; the feed sees where a step ends.
 """

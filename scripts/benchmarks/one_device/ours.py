@@ -1,4 +1,4 @@
-"""Our own part in one_device.py, and the machine's: each function runs in a process of its own."""
+"""Our own part in one_device, and the machine's: each function runs in a process of its own."""
 
 import time
 from contextlib import closing, suppress

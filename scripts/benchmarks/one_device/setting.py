@@ -1,4 +1,4 @@
-"""What every contender of one_device.py trains: a GPT in Llama's style, a corpus of random ids."""
+"""What every contender of one_device trains: a GPT in Llama's style, a corpus of random ids."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

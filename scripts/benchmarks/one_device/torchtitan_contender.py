@@ -1,4 +1,4 @@
-"""torchtitan: a contender of one_device.py that must be installed and needs a GPU.
+"""torchtitan: a contender of one_device that must be installed and needs a GPU.
 
 Its own Trainer on one GPU: blocks compiled one by one, chunked loss, FlexAttention (it has no plain
 causal attention for language models), autocast or its mixed precision, no checkpointing.

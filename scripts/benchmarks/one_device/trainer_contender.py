@@ -1,4 +1,4 @@
-"""transformers' Llama, in a loop by hand and in its Trainer: contenders of one_device.py.
+"""transformers' Llama, in a loop by hand and in its Trainer: contenders of one_device.
 
 All train the same model on the same corpus, with fused AdamW, clipping at 1, and fp32 masters
 where they compute in bf16, unless they say otherwise. Each is set up as its users would.

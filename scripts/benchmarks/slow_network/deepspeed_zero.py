@@ -1,6 +1,6 @@
-"""DeepSpeed's ZeRO-3 and hpZ as a user would set them up: rivals of slow_network.py.
+"""DeepSpeed's ZeRO-3 and hpZ as a user would set them up: rivals of slow_network.
 
-Must be installed, see slow_network.py. Its limits on what is gathered ahead and kept are numbers of
+Must be installed, see slow_network. Its limits on what is gathered ahead and kept are numbers of
 elements made for models of billions, under which a small model would stay gathered whole; they are
 scaled as this model is to the 20B that the benchmark stands for.
 """

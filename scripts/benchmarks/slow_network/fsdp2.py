@@ -1,4 +1,4 @@
-"""torch's FSDP2 as a user would set it up for a slow network: the rival of slow_network.py.
+"""torch's FSDP2 as a user would set it up for a slow network: the rival of slow_network.
 
 A fully_shard for every block, embedding and head, weights and gradients bf16 on the wire, fp32
 masters, AdamW, clipping. The head is not resharded after its forward, because its backward comes

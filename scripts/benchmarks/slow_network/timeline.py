@@ -1,4 +1,4 @@
-"""Draw traces of `megafrontier train --trace`, or of slow_network.py --trace, as a picture.
+"""Draw traces of `megafrontier train --trace`, or of slow_network --trace, as a picture.
 
     python -m scripts.benchmarks.slow_network.timeline OUT.png TRACE.json [TITLE] …
         [--begin S] [--seconds S]
