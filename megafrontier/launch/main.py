@@ -24,9 +24,8 @@ from megafrontier.config import Config, TrainConfig, load_machine, save_config
 from megafrontier.launch.allocator import prepare_allocator
 from megafrontier.launch.health import excluded_nodes
 from megafrontier.launch.health.liveness import LivenessCheck
-from megafrontier.launch.health.preflight import check_present, preflight
+from megafrontier.launch.health.preflight import check_present, clear_room, preflight
 from megafrontier.launch.health.run_lock import hold
-from megafrontier.launch.health.storage import clear_room
 from megafrontier.launch.health.watchdog import (
     Watchdog,
     collective_seconds,

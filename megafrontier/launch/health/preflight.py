@@ -1,71 +1,70 @@
-"""Before the first step: is every node fit for the run?
+"""Preflight: before the first step, is every node fit for the run?
 
-Each rank tries its device, its links and the storage, and tells a few numbers, which all ranks
-gather; so all come to the same verdict, and rank 0 names the hosts.
+Every rank tries its device, its links and the storage, and gathers a few numbers from all ranks. So
+all ranks reach the same verdict, and rank 0 names the hosts that failed.
 """
 
 import os
+import shutil
+import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 
 import torch
 
+from megafrontier.checkpoint.folder import clean_partials, list_checkpoints, step_of
 from megafrontier.common.errors import (
     NodesUnfit,
     RunFailed,
     StorageFailed,
     UserError,
+    as_fatal_error,
+    as_run_directory_error,
 )
+from megafrontier.common.files import sync_file
 from megafrontier.config import Config, DeviceConfig
 from megafrontier.launch.health import excluded_nodes
 from megafrontier.launch.health.links import measure
-from megafrontier.launch.health.storage import (
-    STORAGE,
-    Problem,
-    check_checkpoints,
-    check_shared,
-    check_storage,
-)
 from megafrontier.parallel.env import Identity
 from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.world import World
+from megafrontier.training.callbacks.save import checkpoint_bytes, checkpoint_root
 from megafrontier.training.plan import GIB, RunPlan
 
-MEMORY_PART = 0.9
-"""Drivers and firmware keep some of what is sold; a process of an earlier job keeps more."""
+FREE_FRACTION = 0.9
+"""Of a device's stated memory. Drivers keep some of it; processes of an earlier job keep more."""
 SKEW_SECONDS = 1.0
-NAMED = 16
-"""Hosts that a line names at most."""
+SEEN_SECONDS = 10.0
+"""How long a file written on one host may take to be seen on another."""
+NAMED_HOSTS = 16
+"""The most hosts that a message names."""
+STORAGE = "run.directory"
+Problem = UserError | StorageFailed
+"""What is wrong on a rank."""
 
 
 @dataclass(frozen=True)
-class Table:
-    """What all ranks told, by rank: `host` [ranks] a number for each host, `clock` [ranks] in
-    seconds, `rates` [ranks, levels] in GB/s, infinite where a level has one rank."""
+class Measurements:
+    """What all ranks measured, by rank: `host` [ranks] is a number for each host, `clock` [ranks]
+    in seconds, `rates` [ranks, levels] in GB/s (infinite for a level of one rank)."""
 
     host: torch.Tensor
     clock: torch.Tensor
     rates: torch.Tensor
 
-    def ranks_beside(self, rank: int) -> str:
-        """The ranks of a rank's host, for people."""
-        mine = torch.nonzero(self.host == self.host[rank]).flatten().tolist()
-        return f"ranks {mine[0]} to {mine[-1]}" if len(mine) > 1 else f"rank {mine[0]}"
-
     @property
     def hosts(self) -> int:
         return len(self.host.unique())
 
-
-@dataclass(frozen=True)
-class Place:
-    """What all ranks told, and which of them this is."""
-
-    table: Table
-    identity: Identity
-    hierarchy: Hierarchy
+    def ranks_of_host(self, rank: int) -> str:
+        """The ranks of a rank's host, as text."""
+        ranks = torch.nonzero(self.host == self.host[rank]).flatten().tolist()
+        return f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
 
 
 def preflight(
@@ -75,175 +74,135 @@ def preflight(
     hierarchy: Hierarchy,
     warn: Callable[[str], None],
 ) -> None:
-    """Try everything; what is only slow is a call of `warn`, on rank 0.
+    """Check everything. `warn` is called on rank 0 for slow links and wrong clocks.
 
-    Raises on every rank alike: NodesUnfit where single hosts fail, their names in bad-nodes.txt;
-    where most of them do RunFailed, or StorageFailed if it is the storage's own fault; UserError
-    where the storage lacks room.
+    Raises on all ranks: UserError if there is no room for checkpoints; NodesUnfit if few hosts
+    fail, which are then in bad-nodes.txt; RunFailed if most hosts fail, or StorageFailed if the
+    storage failed them.
     """
-    directory = Path(config.run.directory)
-    hierarchy.world.run_on_all(partial(check_checkpoints, config, plan, hierarchy))
-    table = _tell(plan, identity, hierarchy)
-    if slow_links(config, plan, table, hierarchy):  # perhaps only disturbed for a moment
-        again = _tell(plan, identity, hierarchy)
-        table = replace(table, rates=torch.maximum(table.rates, again.rates))
-    problem: Problem | None = None
-    with hierarchy.world.status.doing("its device"):
-        # A launcher's have tried their accelerators before they met.
-        if hierarchy.device.type != "cuda" or not identity.has_launcher:
-            lacking = check_device(plan.machine.device, hierarchy.device)
-            problem = UserError(lacking) if lacking else None
-    with hierarchy.world.status.doing(STORAGE):
+    directory, world = Path(config.run.directory), hierarchy.world
+    world.run_on_all(partial(check_room, config, plan, world))
+    measured = _measure(plan, identity, hierarchy)
+    if slow_links(config, plan, measured, hierarchy):  # perhaps only disturbed for a moment
+        again = _measure(plan, identity, hierarchy)
+        measured = replace(measured, rates=torch.maximum(measured.rates, again.rates))
+    with world.status.doing("its device"):
+        problem = check_own_device(plan.machine.device, identity, world)
+    with world.status.doing(STORAGE):
         problem = problem or check_storage(directory, identity)
-    if table.hosts > 1:
-        problem = check_shared(directory, identity, hierarchy) or problem
-    place = Place(table, identity, hierarchy)
-    _refuse(problem, place, directory)
-    slow, skewed = slow_links(config, plan, table, hierarchy), clock_skew(table)
+    if measured.hosts > 1:
+        problem = check_shared(directory, identity, world) or problem
+    verdict = Verdict(measured, identity, world, directory)
+    verdict.refuse(problem)
+    slow, skewed = slow_links(config, plan, measured, hierarchy), clock_skew(measured)
     if config.preflight.if_slow == "fail":
-        _refuse(slow.get(hierarchy.world.rank), place, directory)
+        verdict.refuse(slow.get(world.rank))
     for found in filter(None, (slow, skewed)):
-        for line in _name_hosts(found.get(hierarchy.world.rank), place, NAMED).values():
+        for line in verdict.named_hosts(found.get(world.rank), NAMED_HOSTS).values():
             warn(f"warning: preflight: {line}")
 
 
-def _tell(plan: RunPlan, identity: Identity, hierarchy: Hierarchy) -> Table:
-    levels = range(len(hierarchy.levels.sizes))
-    stated = stated_rates(plan, hierarchy)
-    rates = [measure(hierarchy, level, _size_bytes(stated[level])) for level in levels]
-    hierarchy.world.barrier()  # so that all read their clocks at one time
-    mine = torch.tensor([identity.host_number, time.time(), *rates], dtype=torch.float64)
-    told = hierarchy.world.gather(mine.to(hierarchy.device)).cpu()
-    return Table(told[:, 0], told[:, 1], told[:, 2:])
+@dataclass(frozen=True)
+class Verdict:
+    """What follows from problems that some ranks have. All ranks call the methods alike."""
+
+    measured: Measurements
+    identity: Identity
+    world: World
+    directory: Path
+
+    def refuse(self, problem: Problem | None) -> None:
+        """End the run if some ranks have a problem. Unless most hosts have one, the next start is
+        without these hosts. Raises as `preflight` does."""
+        hosts, world = self.measured.hosts, self.world
+        flags = [problem is not None, isinstance(problem, StorageFailed)]
+        found = world.gather(torch.tensor(flags, dtype=torch.float64, device=world.device))
+        failed, by_storage = (
+            len(self.measured.host[flag].unique()) for flag in found.cpu().bool().unbind(1)
+        )
+        if not failed:
+            return
+        # A launcher's job of one node can move to another node. Local ranks have only this host.
+        is_general = 2 * failed > hosts and (hosts > 1 or not self.identity.has_launcher)
+        named = self.named_hosts(problem, min(failed, NAMED_HOSTS) if is_general else failed)
+        line = "; ".join(list(named.values())[:NAMED_HOSTS])
+        line += f"; and {failed - NAMED_HOSTS} more hosts" * (failed > NAMED_HOSTS)
+        if is_general:
+            kind = StorageFailed if 2 * by_storage > hosts else RunFailed
+            raise kind(f"preflight: {failed} of {hosts} hosts fail: {line}")
+        world.run_on_all(partial(self._exclude, named, line))
+        raise NodesUnfit(f"preflight: {line}")
+
+    def named_hosts(self, problem: Problem | None, most: int) -> dict[str, str]:
+        """Each host with a problem and a line about it, `most` hosts at most; the same on every
+        rank."""
+        host, mine = self.identity.host, None
+        if problem is not None:
+            ranks = self.measured.ranks_of_host(self.world.rank)
+            mine = f"{host}\t{host} ({ranks}): {problem}"
+        named: dict[str, str] = {}
+        while len(named) < most:
+            message = self.world.first_error(None if host in named else mine)
+            if message is None:
+                break
+            name, _, line = message.partition("\t")
+            named[name] = line
+        return named
+
+    def _exclude(self, hosts: Iterable[str], line: str) -> None:
+        """Add the hosts to bad-nodes.txt on rank 0. Raises StorageFailed if that is not possible,
+        because the next start would meet the same hosts."""
+        if self.world.rank:
+            return
+        try:
+            excluded_nodes.add(self.directory, hosts)
+        except OSError as error:
+            path = self.directory / excluded_nodes.FILE_NAME
+            line = f"preflight: {line}; not listed, {path}: {error.strerror}"
+            raise StorageFailed(line) from error
 
 
-def stated_rates(plan: RunPlan, hierarchy: Hierarchy) -> list[float | None]:
-    """The machine file's GB/s of each level. None are expected of CPUs that stand in for its
-    devices."""
-    machine = plan.machine
-    rates = [level.gigabytes_per_second for level in machine.levels.values()]
-    stands_in = machine.device.is_stood_in_for_by(hierarchy.device.type)
-    return [None] * len(rates) if stands_in else rates
+# Devices
 
 
-def _size_bytes(rate: float | None) -> int:
-    """About 5 ms at the stated rate."""
-    return 2**20 if rate is None else max(2**20, min(2**26, int(rate * 5e6)))
+def check_own_device(device: DeviceConfig, identity: Identity, world: World) -> Problem | None:
+    """`check_device`, unless `check_present` did it before the communicators took memory."""
+    if world.device.type == "cuda" and identity.has_launcher:
+        return None
+    problem = check_device(device, world.device)
+    return UserError(problem) if problem else None
 
 
 def check_device(device: DeviceConfig, found: torch.device) -> str | None:
-    """What the device lacks, if anything."""
+    """What is wrong with a rank's device: too little free memory, or it does not answer."""
     if device.memory_gib is None or device.is_stood_in_for_by(found.type):
         return None
-    need = MEMORY_PART * device.memory_gib
-    kind = "host" if found.type == "cpu" else f"device {found.index}"
+    need = FREE_FRACTION * device.memory_gib
+    name = "host" if found.type == "cpu" else f"device {found.index}"
     try:
-        free = _free_gib(found)
-    except RuntimeError as error:  # torch's, of a device that fails or has no room to begin at all
-        said = str(error).splitlines()[0]
-        return f"{kind}: {said}, need {need:.1f} GiB of memory (machine.device.memory_gib)"
+        if found.type == "cuda":
+            free = torch.cuda.mem_get_info(found)[0] / GIB
+        else:  # All memory, because other processes of a host come and go.
+            free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    except RuntimeError as error:  # torch: the device fails, or has no memory left for a context
+        reason = str(error).splitlines()[0]
+        return f"{name}: {reason}, need {need:.1f} GiB of memory (machine.device.memory_gib)"
     if free >= need:
         return None
-    return f"{kind}: {free:.1f} GiB of memory, need {need:.1f} (machine.device.memory_gib)"
+    return f"{name}: {free:.1f} GiB of memory, need {need:.1f} (machine.device.memory_gib)"
 
 
-def _free_gib(found: torch.device) -> float:
-    """Of a device what no other process has; of a host all, which others only borrow."""
-    if found.type == "cuda":
-        return torch.cuda.mem_get_info(found)[0] / GIB
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+def check_present(device: DeviceConfig, identity: Identity, check_memory: bool) -> None:
+    """Check a launcher's rank before the ranks meet, so before RCCL takes memory.
 
-
-def slow_links(
-    config: Config, plan: RunPlan, table: Table, hierarchy: Hierarchy
-) -> dict[int, Problem]:
-    """What is slow, by rank. Ranks of one host are not compared among each other: what differs
-    there is whose turn it was on the cores."""
-    found: dict[int, Problem] = {}
-    for level, stated in enumerate(stated_rates(plan, hierarchy)):
-        if hierarchy.levels.sizes[level] == 1 or (stated is None and table.hosts == 1):
-            continue
-        rates, name = table.rates[:, level], hierarchy.levels.names[level]
-        usual = float(rates.median()) if stated is None else stated
-        need = config.preflight.slow_link * usual
-        of = f"all ranks' median {usual:.3g}" if stated is None else f"stated {usual:g}"
-        for rank in torch.nonzero(rates < need).flatten().tolist():
-            text = f"link {name} {rates[rank]:.3g} GB/s, need {need:.3g} ({of})"
-            found.setdefault(rank, UserError(text))
-    return found
-
-
-def clock_skew(table: Table) -> dict[int, Problem]:
-    """Whose clock differs from most hosts', by the host's first rank. A rank that was late to read
-    it counts as its host's earliest does."""
-    hosts, inverse = table.host.unique(return_inverse=True)
-    earliest = torch.full((len(hosts),), float("inf"), dtype=torch.float64)
-    earliest.scatter_reduce_(0, inverse, table.clock, "amin")
-    skew = earliest - earliest.median()
-    found: dict[int, Problem] = {}
-    for number in torch.nonzero(skew.abs() > SKEW_SECONDS).flatten().tolist():
-        first = int(torch.nonzero(inverse == number)[0])
-        text = f"clock off by {skew[number]:+.1f} s, need within {SKEW_SECONDS:g} s"
-        found[first] = UserError(text)
-    return found
-
-
-def _name_hosts(problem: Problem | None, place: Place, most: int) -> dict[str, str]:
-    """Each host with a problem and what it is, the same on every rank; so many hosts at most."""
-    host, hierarchy = place.identity.host, place.hierarchy
-    named: dict[str, str] = {}
-    mine = None
-    if problem is not None:
-        mine = f"{host}\t{host} ({place.table.ranks_beside(hierarchy.world.rank)}): {problem}"
-    while len(named) < most:
-        heard = hierarchy.world.first_error(None if host in named else mine)
-        if heard is None:
-            break
-        name, _, line = heard.partition("\t")
-        named[name] = line
-    return named
-
-
-def _refuse(problem: Problem | None, place: Place, directory: Path) -> None:
-    """End where some ranks have a problem, without their hosts the next time unless most have."""
-    hosts, hierarchy = place.table.hosts, place.hierarchy
-    flags = [problem is not None, isinstance(problem, StorageFailed)]
-    mine = torch.tensor(flags, dtype=torch.float64, device=hierarchy.device)
-    told = hierarchy.world.gather(mine).cpu().bool()
-    count, of_storage = (len(place.table.host[flag].unique()) for flag in told.unbind(1))
-    if not count:
-        return
-    # A job of one node may go to another; of local ranks this host is all there is.
-    is_general = 2 * count > hosts and (hosts > 1 or not place.identity.has_launcher)
-    named = _name_hosts(problem, place, min(count, NAMED) if is_general else count)
-    line = "; ".join(list(named.values())[:NAMED])
-    line += f"; and {count - NAMED} more hosts" * (count > NAMED)
-    if is_general:
-        kind = StorageFailed if 2 * of_storage > hosts else RunFailed
-        raise kind(f"preflight: {count} of {hosts} hosts fail: {line}")
-    hierarchy.world.run_on_all(partial(_list, directory, named, line, hierarchy))
-    raise NodesUnfit(f"preflight: {line}")
-
-
-def _list(directory: Path, hosts: Iterable[str], line: str, hierarchy: Hierarchy) -> None:
-    """Raises StorageFailed where another start would meet the same hosts."""
-    if hierarchy.world.rank:
-        return
-    try:
-        excluded_nodes.add(directory, hosts)
-    except OSError as error:
-        not_listed = f"not listed, {directory / excluded_nodes.FILE_NAME}: {error.strerror}"
-        raise StorageFailed(f"preflight: {line}; {not_listed}") from error
-
-
-def check_present(device: DeviceConfig, identity: Identity, tries_memory: bool) -> None:
-    """Raises UserError where a launcher's rank finds no accelerator and the machine file has one,
-    or fewer than the host has ranks, or with `tries_memory` one whose memory another process has:
-    of a few ranks it is their nodes' matter, of most the environment's."""
+    Raises UserError if the machine file has accelerators and torch finds none, if the host has
+    fewer than ranks, or, with `check_memory`, if another process uses the memory of this rank's.
+    """
     if not identity.has_launcher or device.name == "cpu":
         return
     count = torch.cuda.device_count()
-    if 1 < count <= identity.local_rank:  # a launcher that binds them shows each rank one
+    # A launcher that binds devices to ranks shows each rank one device.
+    if 1 < count <= identity.local_rank:
         raise UserError(
             f"{identity.source}: local rank {identity.local_rank} on {identity.host} sees {count} "
             "accelerators; need no more ranks a host, or machine.device.name=cpu"
@@ -255,7 +214,170 @@ def check_present(device: DeviceConfig, identity: Identity, tries_memory: bool) 
             f"machine.device.name: {device.name}, but torch finds no accelerator; need a node with "
             "one, and a torch for it"
         )
-    if tries_memory:  # before RCCL takes some for each of its communicators
+    if check_memory:
         found = torch.device("cuda", identity.local_rank % count)
         if (problem := check_device(device, found)) is not None:
             raise UserError(f"{problem}, or preflight.enabled=false")
+
+
+# Links and clocks
+
+
+def _measure(plan: RunPlan, identity: Identity, hierarchy: Hierarchy) -> Measurements:
+    world = hierarchy.world
+    sizes = [_message_bytes(rate) for rate in stated_rates(plan, hierarchy)]
+    rates = [measure(hierarchy, level, size) for level, size in enumerate(sizes)]
+    world.barrier()  # so that all ranks read their clocks at the same time
+    own = torch.tensor([identity.host_number, time.time(), *rates], dtype=torch.float64)
+    found = world.gather(own.to(world.device)).cpu()
+    return Measurements(found[:, 0], found[:, 1], found[:, 2:])
+
+
+def stated_rates(plan: RunPlan, hierarchy: Hierarchy) -> list[float | None]:
+    """The machine file's GB/s of each level; None if it states none, or if CPUs stand in for the
+    machine's devices."""
+    machine = plan.machine
+    rates = [level.gigabytes_per_second for level in machine.levels.values()]
+    stands_in = machine.device.is_stood_in_for_by(hierarchy.device.type)
+    return [None] * len(rates) if stands_in else rates
+
+
+def _message_bytes(rate: float | None) -> int:
+    """About 5 ms at `rate` GB/s."""
+    return 2**20 if rate is None else max(2**20, min(2**26, int(rate * 5e6)))
+
+
+def slow_links(
+    config: Config, plan: RunPlan, measured: Measurements, hierarchy: Hierarchy
+) -> dict[int, Problem]:
+    """The slow links, by rank: below `preflight.slow_link` of the stated rate, or of the median
+    over all ranks."""
+    found: dict[int, Problem] = {}
+    for level, stated in enumerate(stated_rates(plan, hierarchy)):
+        # Ranks of one host are not compared: their rates differ by which of them had the cores.
+        if hierarchy.levels.sizes[level] == 1 or (stated is None and measured.hosts == 1):
+            continue
+        rates, name = measured.rates[:, level], hierarchy.levels.names[level]
+        usual = float(rates.median()) if stated is None else stated
+        need = config.preflight.slow_link * usual
+        of = f"all ranks' median {usual:.3g}" if stated is None else f"stated {usual:g}"
+        for rank in torch.nonzero(rates < need).flatten().tolist():
+            text = f"link {name} {rates[rank]:.3g} GB/s, need {need:.3g} ({of})"
+            found.setdefault(rank, UserError(text))
+    return found
+
+
+def clock_skew(measured: Measurements) -> dict[int, Problem]:
+    """The hosts whose clock differs from the median, by the first rank of each. A host's earliest
+    rank counts, because the others may have been late to read the clock."""
+    hosts, inverse = measured.host.unique(return_inverse=True)
+    earliest = torch.full((len(hosts),), float("inf"), dtype=torch.float64)
+    earliest.scatter_reduce_(0, inverse, measured.clock, "amin")
+    skew = earliest - earliest.median()
+    found: dict[int, Problem] = {}
+    for number in torch.nonzero(skew.abs() > SKEW_SECONDS).flatten().tolist():
+        first = int(torch.nonzero(inverse == number)[0])
+        text = f"clock off by {skew[number]:+.1f} s, need within {SKEW_SECONDS:g} s"
+        found[first] = UserError(text)
+    return found
+
+
+# Storage
+
+
+def clear_room(config: Config, world: World) -> None:
+    """Delete what a killed save left, because it occupies the room of the next. All ranks wait,
+    however long it takes: this is no check of a node."""
+    if world.rank == 0:
+        with suppress(OSError):
+            clean_partials(checkpoint_root(config))
+    world.barrier()
+
+
+def check_room(config: Config, plan: RunPlan, world: World) -> None:
+    """Check on rank 0 that there is room for checkpoints: for those that `checkpoint.keep` asks for
+    and that are not there yet, and for the next one, which is written before the oldest goes.
+
+    Raises UserError if there is not, and UserError or StorageFailed if their folder is there and
+    cannot be written.
+    """
+    if world.rank:
+        return
+    root = checkpoint_root(config)
+    with world.status.doing(STORAGE):
+        own = list_checkpoints(root)
+        count = max(1, min(config.checkpoint.keep + 1 - len(own), _saves_to_come(config, own)))
+        is_there = root.exists()  # It may be a link to other storage, or to another user's.
+        where = root if is_there else Path(config.run.directory)
+        free = shutil.disk_usage(where).free / GIB
+        problem = _try_to_write(root, world.rank) if is_there else None
+    need = count * checkpoint_bytes(config, plan) / GIB
+    if free < need:
+        raise UserError(
+            f"run.directory: {where}: {free:.3g} GiB free, need {need:.3g} for "
+            f"{count} checkpoints (checkpoint.keep {config.checkpoint.keep})"
+        )
+    if problem is not None:
+        raise problem
+
+
+def _saves_to_come(config: Config, own: Sequence[Path]) -> int:
+    """How many checkpoints will be saved after the newest of the run's `own`."""
+    done = (step_of(own[-1]) or 0) if own else 0
+    steps = max(1, (config.train.stop_at or config.train.steps) - done)
+    return ceil(steps / (config.checkpoint.every or steps))
+
+
+def check_storage(directory: Path, identity: Identity) -> Problem | None:
+    """Why this host cannot write to the run directory, if so; one rank a host tries."""
+    return _try_to_write(directory, identity.rank) if identity.local_rank == 0 else None
+
+
+def _try_to_write(directory: Path, rank: int) -> Problem | None:
+    trial = directory / f".preflight-{rank}"
+    try:
+        with trial.open("wb") as file:
+            file.write(b"trial")
+            sync_file(file)
+        trial.unlink()
+    except OSError as error:
+        return as_run_directory_error(error, directory)
+    return None
+
+
+def check_shared(directory: Path, identity: Identity, world: World) -> Problem | None:
+    """Why this host does not see a file that rank 0 writes to the run directory, if so; one rank a
+    host looks."""
+    path: Path | None = None
+    # Only the work on files has this status. A rank in an exchange waits for another rank's work.
+    with world.status.doing(STORAGE), suppress(OSError):  # which check_storage reports
+        if world.rank == 0:
+            # A name that no host has looked for: a file system may remember that it was missing.
+            descriptor, name = tempfile.mkstemp(prefix=".preflight-", dir=directory)
+            os.close(descriptor)
+            path = Path(name)
+    name = world.broadcast_from_rank_0(lambda: path.name if path else "")
+    with world.status.doing(STORAGE):
+        looks = identity.local_rank == 0 and name != ""
+        problem = _wait_for(directory / name) if looks else None
+    world.barrier()
+    if path is not None:
+        with suppress(OSError):
+            path.unlink()
+    return problem
+
+
+def _wait_for(path: Path) -> Problem | None:
+    """Why a file is not seen within SEEN_SECONDS, if so."""
+    deadline = time.monotonic() + SEEN_SECONDS
+    where = f"run.directory: {path.parent}"
+    while time.monotonic() < deadline:
+        try:
+            path.stat()
+            return None
+        except OSError as error:
+            failure = as_fatal_error(error, f"{where}: {error.strerror}")
+            if isinstance(failure, StorageFailed):
+                return failure
+        time.sleep(0.1)
+    return UserError(f"{where}: not the folder that rank 0 sees, need one that hosts share")
