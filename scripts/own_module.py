@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from megafrontier.checkpoint.folder import delete, prune
-from megafrontier.checkpoint.manifest import Manifest
-from megafrontier.checkpoint.resume import open_newest
+from megafrontier.checkpoint.format import Manifest
+from megafrontier.checkpoint.load import open_newest
 from megafrontier.checkpoint.save import save
 from megafrontier.common.errors import UserError, exit_on_fatal_error
 from megafrontier.config import OptimizerConfig, load_machine
@@ -76,10 +76,10 @@ def states(engine: Engine, optimizer: ShardedAdamW) -> dict[str, list[torch.Tens
 def resume(root: Path, engine: Engine, optimizer: ShardedAdamW) -> int:
     """Take up the newest whole checkpoint. Returns the steps done."""
     layouts = [unit.layout for unit in engine.units]
-    piece = engine.hierarchy.shard_index(engine.placement.optimizer)
+    index = engine.hierarchy.shard_index(engine.placement.optimizer)
     found = open_newest(
         root,
-        lambda checkpoint: checkpoint.fill(layouts, states(engine, optimizer), *piece),
+        lambda checkpoint: checkpoint.fill(layouts, states(engine, optimizer), *index),
         engine.hierarchy.world,
         print,
     )
@@ -93,11 +93,12 @@ def resume(root: Path, engine: Engine, optimizer: ShardedAdamW) -> int:
 def checkpoint(root: Path, step: int, engine: Engine, optimizer: ShardedAdamW) -> None:
     """Write one; the three newest are kept."""
     hierarchy, depth = engine.hierarchy, engine.placement.optimizer
-    piece, pieces = hierarchy.shard_index(depth)
+    index, num_shards = hierarchy.shard_index(depth)
     held = states(engine, optimizer)
     types = {state: tensors[0].dtype for state, tensors in held.items()}
-    manifest = Manifest(step, step * GLOBAL_BATCH, [u.layout for u in engine.units], pieces, types)
-    save(root, manifest, held, piece, hierarchy.is_first_replica(depth), hierarchy.world)
+    layouts = [unit.layout for unit in engine.units]
+    manifest = Manifest(step, step * GLOBAL_BATCH, layouts, num_shards, types)
+    save(root, manifest, held, index, hierarchy.is_first_replica(depth), hierarchy.world)
     if hierarchy.rank == 0:
         delete(prune(root, keep=3, keep_every=0))
 

@@ -1,9 +1,9 @@
-"""The folder of a run's checkpoints: names, which are there, which are kept.
+"""The folder of a run's checkpoints: their names, which there are, and which are kept.
 
 A checkpoint appears under its name `step-00000100` by one rename and disappears by one. Hidden
-names are work in progress: `.step-00000100.partial` is being written, `.step-00000100.removed`
-deleted. `step-00000100.superseded` was given up for another line of training and is nobody's but
-the user's: never resumed from, counted or deleted.
+names are unfinished work: `.step-00000100.partial` is being written, `.step-00000100.removed` being
+deleted. `step-00000100.superseded` is of a training that was given up. It is never resumed from,
+counted or deleted; only the user does that.
 """
 
 import os
@@ -12,19 +12,17 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from megafrontier.checkpoint.manifest import FILE_NAME
+from megafrontier.checkpoint.format import FILE_NAME
 from megafrontier.common.errors import StorageFailed, UserError, as_fatal_error
-from megafrontier.common.files import looked_in
+from megafrontier.common.files import looked_in, sync_folder
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
-TRIES = 5
-"""Newest checkpoints that are begun with in turn while a training prunes each."""
-GONE = "gone"
+MAX_TRIES = 5
+"""How many newest checkpoints are tried in turn while a training prunes each."""
 
 _NAME = re.compile(r"step-(\d{8,})")
 _SUPERSEDED = re.compile(rf"{_NAME.pattern}\.superseded(-\d+)?")
@@ -32,24 +30,24 @@ _HIDDEN = re.compile(r"\.step-\d{8,}\.(partial|removed)")
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """The path of the checkpoint of a step."""
     return root / f"step-{step:08d}"
 
 
 def partial_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies while it is being written."""
+    """The path of the checkpoint of a step while it is being written."""
     return root / f".step-{step:08d}.partial"
 
 
 def step_of(path: Path) -> int | None:
-    """The step in a checkpoint's name, None for every other name."""
+    """The step in a checkpoint's name, None for any other name."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def candidates(root: Path) -> Iterator[Path]:
-    """Folders with a checkpoint's name, newest step first, whole or not. Raises OSError: what the
-    storage does not tell is not to be taken for absent, as Python's own `is_dir` does."""
+    """Folders with a checkpoint's name, newest step first, whole or not. Raises OSError, unlike
+    `Path.is_dir`, because a storage that does not answer does not mean that nothing is there."""
     with suppress(FileNotFoundError, NotADirectoryError):
         found = [(step_of(root / name), root / name) for name in os.listdir(root)]
         named = sorted((step, path) for step, path in found if step is not None)
@@ -57,30 +55,32 @@ def candidates(root: Path) -> Iterator[Path]:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether there is a folder at `path`. Raises OSError where the storage does not tell."""
-    return _is(stat.S_ISDIR, path)
+    """Whether there is a folder at `path`. Raises OSError if the storage does not answer."""
+    return _has_mode(path, stat.S_ISDIR)
 
 
-def _is(kind: Callable[[int], bool], path: Path) -> bool:
+def _has_mode(path: Path, check: Callable[[int], bool]) -> bool:
     with suppress(FileNotFoundError, NotADirectoryError):
-        return kind(path.stat().st_mode)
+        return check(path.stat().st_mode)
     return False
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """The published checkpoints, oldest step first: those whose manifest is there. Whether every
-    byte is right, `verify` says. Raises OSError."""
-    return [path for path in candidates(root) if _is(stat.S_ISREG, path / FILE_NAME)][::-1]
+    """The published checkpoints (those with a manifest), oldest step first. Raises OSError.
+
+    Not every byte needs to be right: `verify` checks that.
+    """
+    return [path for path in candidates(root) if _has_mode(path / FILE_NAME, stat.S_ISREG)][::-1]
 
 
 def find(path: Path) -> list[Path]:
-    """The checkpoints, oldest first, that a run directory, a checkpoints folder or the path of
-    one checkpoint stands for. Raises UserError when there is none."""
+    """The checkpoints, oldest first, of a run directory, a checkpoints folder or a checkpoint.
+    Raises UserError if there is none, StorageFailed."""
     try:
         if not is_folder(path):
             fits = "need a run, its checkpoints or one checkpoint"
             raise UserError(f"{path}: no such folder{looked_in(path)}, {fits}")
-        if step_of(path) is not None or _is(stat.S_ISREG, path / FILE_NAME):
+        if step_of(path) is not None or _has_mode(path / FILE_NAME, stat.S_ISREG):
             return [path]
         found = list(candidates(path / "checkpoints")) or list(candidates(path))
     except OSError as error:
@@ -91,68 +91,68 @@ def find(path: Path) -> list[Path]:
 
 
 def newest(path: Path) -> Path:
-    """The one that `find` gives last. Raises UserError when there is none."""
+    """The newest checkpoint that `find` finds. Raises as `find`."""
     return find(path)[-1]
 
 
 def of_newest(
     path: Path,
-    use: Callable[[Path], Made],
-    seen: Callable[[Callable[[], str]], str] = lambda look: look(),
-) -> Made:
-    """What `use` makes of the newest checkpoint that `path` stands for. Where a training has pruned
-    that meanwhile, `use` is called again with the one that is newest now.
+    use: Callable[[Path], T],
+    broadcast: Callable[[Callable[[], str]], str] = lambda look: look(),
+) -> T:
+    """Return `use` of the newest checkpoint that `find` finds at `path`. If a running training
+    prunes it meanwhile, `use` is called again with the one that is newest then.
 
-    Several ranks call it alike: `use` raises alike on all of them, and `seen` gives all what one of
-    them sees. Raises what `use` raises of a checkpoint that is still there, and UserError where
-    there is none or TRIES are gone.
+    Ranks may call it together. `use` must then raise on all or no ranks, and `broadcast` gives all
+    ranks what rank 0 sees. Raises what `use` raises for a checkpoint that is still there, and
+    UserError if there is none or MAX_TRIES have been pruned.
     """
-    for _ in range(TRIES):
-        chosen = Path(seen(lambda: str(newest(path))))
+    for _ in range(MAX_TRIES):
+        chosen = Path(broadcast(lambda: str(newest(path))))
         try:
             return use(chosen)
         except (UserError, StorageFailed, OSError):
-            if seen(partial(_state, chosen)) != GONE:
+            if broadcast(lambda: str(_is_pruned(chosen))) != "True":  # noqa: B023 (called here)
                 raise
-    raise _pruned(path, f"{TRIES} newest checkpoints")
+    raise _pruned_error(path, f"{MAX_TRIES} newest checkpoints")
 
 
-def of_each(path: Path, look: Callable[[Path], Made]) -> Iterator[Made]:
-    """What `look` makes of each checkpoint that `path` stands for, oldest first, but for those that
-    a training has pruned meanwhile. Raises what `look` raises of the others, and UserError where
-    there is none, at last."""
+def of_each(path: Path, look: Callable[[Path], T]) -> Iterator[T]:
+    """Yield `look` of each checkpoint that `find` finds at `path`, oldest first, except those that
+    a running training prunes meanwhile. Raises what `look` raises for the others, and UserError if
+    there is none or all have been pruned."""
     is_any = False
     for one in find(path):
         try:
             found = look(one)
         except (UserError, StorageFailed, OSError):
-            if one == path or _state(one) != GONE:
+            if one == path or not _is_pruned(one):
                 raise
             continue
-        if one == path or _state(one) != GONE:
+        if one == path or not _is_pruned(one):
             is_any = True
             yield found
     if not is_any:
-        raise _pruned(path, "all of its checkpoints")
+        raise _pruned_error(path, "all of its checkpoints")
 
 
-def _pruned(path: Path, which: str) -> UserError:
+def _pruned_error(path: Path, which: str) -> UserError:
     need = "need the path of one that checkpoint.keep_every keeps"
     return UserError(f"{path}: {which} were pruned while they were read; {need}")
 
 
-def _state(path: Path) -> str:
+def _is_pruned(path: Path) -> bool:
     with suppress(OSError):
-        return "there" if is_folder(path) else GONE
-    return "not told"
+        return not is_folder(path)
+    return False
 
 
 def prune(root: Path, keep: int, keep_every: int) -> list[Path]:
-    """Take their names from all published checkpoints but the newest `keep` and those of every
-    `keep_every`-th step; 0 newest keeps all, 0 steps keeps none for good. One rank calls it.
+    """Hide all published checkpoints but the newest `keep` (0: all) and those of every
+    `keep_every`-th step (0: none). Only one rank calls it.
 
-    Returns the hidden folders that are left of them, for `delete`: a kill in between leaves no half
-    of a checkpoint under its name. Raises OSError.
+    Returns the hidden folders, to be passed to `delete`. A kill in between leaves no half-deleted
+    checkpoint under its name. Raises OSError.
     """
     if keep == 0:
         return []
@@ -163,12 +163,12 @@ def prune(root: Path, keep: int, keep_every: int) -> list[Path]:
         if keep_every == 0 or step % keep_every != 0:
             hidden.append(path.with_name(f".{path.name}.removed"))
             path.rename(hidden[-1])
-    fsync_folder(root)
+    sync_folder(root)
     return hidden
 
 
 def delete(paths: Iterable[Path]) -> None:
-    """Delete folders with all that is in them, and links, where they are there. Raises OSError."""
+    """Delete folders with their content, and links. Missing ones are skipped. Raises OSError."""
     for path in paths:
         if path.is_symlink():
             path.unlink()
@@ -177,9 +177,8 @@ def delete(paths: Iterable[Path]) -> None:
 
 
 def clean_partials(root: Path) -> list[Path]:
-    """Delete what killed saves and deletions left behind. One rank calls it, while no other saves
-    into `root`. Returns what was deleted; what cannot be is only in the way of a save of its own
-    step."""
+    """Delete what killed saves and deletions left, and return it. Only one rank calls it, while no
+    rank saves into `root`. What cannot be deleted blocks only a save of the same step."""
     if not root.is_dir():
         return []
     left = [path for path in root.iterdir() if _HIDDEN.fullmatch(path.name)]
@@ -201,32 +200,23 @@ def set_aside(path: Path) -> Path:
 
 
 def set_later_aside(root: Path, step: int) -> None:
-    """Set aside all checkpoints after `step`. One rank calls it. Raises OSError."""
+    """Set aside all checkpoints after `step`. Only one rank calls it. Raises OSError."""
     for path in list(candidates(root)):
         if (step_of(path) or 0) > step:
             set_aside(path)
 
 
 def is_set_aside(path: Path) -> bool:
-    """Whether it has a name that `set_aside` gives."""
+    """Whether the path has a name that `set_aside` gives."""
     return _SUPERSEDED.fullmatch(path.name) is not None
 
 
-def take_back(path: Path, step: int) -> Path:
-    """Give a checkpoint that was set aside its name again; what has that now is set aside. One rank
-    calls it. Returns the new path. Raises OSError."""
+def restore(path: Path, step: int) -> Path:
+    """Give a checkpoint that was set aside its name again. A checkpoint that has this name now is
+    set aside. Only one rank calls it. Returns the new path. Raises OSError."""
     named = step_folder(path.parent, step)
     if named.exists():
         set_aside(named)
     path.rename(named)
-    fsync_folder(path.parent)
+    sync_folder(path.parent)
     return named
-
-
-def fsync_folder(path: Path) -> None:
-    """Bring a folder's names to the disk: without it a rename may be lost with the power."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

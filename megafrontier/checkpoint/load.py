@@ -1,41 +1,50 @@
-"""Open a checkpoint and read any part of any tensor of it, on any number of ranks.
+"""Open a checkpoint and read any part of any tensor, on any number of ranks.
 
-Nothing here depends on how the reader cuts its tensors: it asks for elements of global tensors,
-and only the files and slices that hold them are read, each checked against its checksum.
+Nothing here depends on how the reader shards its tensors. It asks for elements of global tensors.
+Only the files and slices that hold these are read, and each slice is checked.
 """
 
+import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import torch
 
-from megafrontier.checkpoint.checksum import crc32_hex
-from megafrontier.checkpoint.errors import CheckpointCorrupt, not_read
-from megafrontier.checkpoint.folder import is_folder
-from megafrontier.checkpoint.manifest import FILE_NAME, Attached, Manifest, piece_file
-from megafrontier.checkpoint.piece import PieceFile, file_size
-from megafrontier.common.errors import UserError
+from megafrontier.checkpoint.folder import candidates, is_folder
+from megafrontier.checkpoint.format import (
+    FILE_NAME,
+    AttachedFile,
+    CheckpointCorrupt,
+    CheckpointUnreadable,
+    Manifest,
+    as_read_error,
+    crc32_hex,
+    shard_path,
+)
+from megafrontier.checkpoint.shard_file import ShardFile, file_size
+from megafrontier.common.errors import PeersLost, StorageFailed, UserError
+from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
 
 OPEN_FILES = 16
-"""Piece files held open: a reader that goes through a tensor in steps opens each once."""
+"""Shard files kept open, so that a reader which walks through a tensor opens each once."""
 
 
 def open_checkpoint(path: Path, rank: int = 0, size: int = 1) -> "Checkpoint":
-    """Open the checkpoint at `path` after checking that its manifest is sound and that all its
-    files are there in full length; of `size` ranks each looks at every size-th file.
+    """Open the checkpoint at `path`, after checking its manifest and that all files are there in
+    full length. Each of `size` ranks checks its share of the files.
 
-    Raises CheckpointCorrupt naming the file that is not right, UserError when there is no folder
-    at `path` or it was written by a later version.
+    Raises CheckpointCorrupt with the name of a file that is not right, CheckpointUnreadable if the
+    storage fails, UserError if there is no folder or if a later version wrote the checkpoint.
     """
     path = Path(path)
     try:
         is_there = is_folder(path)
     except OSError as error:
-        raise not_read(path, error) from error
+        raise as_read_error(path, error) from error
     if not is_there:
         raise UserError(f"{path}: no such folder, need a checkpoint")
     manifest = read_manifest(path)
@@ -45,57 +54,58 @@ def open_checkpoint(path: Path, rank: int = 0, size: int = 1) -> "Checkpoint":
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`, checked. Raises CheckpointCorrupt when there is
-    none or it is damaged, CheckpointUnreadable when the storage fails, UserError when it was
-    written by a later version."""
+    """The checked manifest of the checkpoint at `path`. Raises CheckpointCorrupt if it is missing
+    or damaged, CheckpointUnreadable, and UserError if a later version wrote it."""
     try:
         text = (path / FILE_NAME).read_bytes()
     except FileNotFoundError as error:
         reason = f"{path}: no {FILE_NAME}: half-written, or not a megafrontier checkpoint"
         raise CheckpointCorrupt(reason) from error
     except OSError as error:
-        raise not_read(path / FILE_NAME, error) from error
+        raise as_read_error(path / FILE_NAME, error) from error
     return Manifest.decode(text, path / FILE_NAME)
 
 
 def attached_problems(path: Path, manifest: Manifest) -> Iterator[str]:
-    """What is wrong with the files beside the pieces of the checkpoint at `path`, by all of their
-    bytes: a line for each that is not as it was written."""
-    found = (_attached_problem(path, file) for file in manifest.files)
-    return (problem for problem in found if problem is not None)
+    """Read the attached files of the checkpoint at `path`. Yields a line for each file that is not
+    as it was written."""
+    for file in manifest.files:
+        problem = _attached_problem(path / file.path, file)
+        if problem is not None:
+            yield f"{path / file.path}: {problem}"
 
 
-def _attached_problem(path: Path, file: Attached) -> str | None:
+def _attached_problem(path: Path, file: AttachedFile) -> str | None:
     try:
-        data = (path / file.path).read_bytes()
+        data = path.read_bytes()
     except OSError as error:
-        return f"{path / file.path}: missing: {error.strerror}"
+        return f"missing: {error.strerror}"
     if len(data) != file.size:
-        return f"{path / file.path}: {len(data)} bytes, need {file.size}: cut short or grown"
+        return f"{len(data)} bytes, need {file.size}: cut short or grown"
     if crc32_hex(data) != file.crc32:
-        return f"{path / file.path}: checksum does not match: changed since it was written"
+        return "checksum does not match: changed since it was written"
     return None
 
 
 def _needed_files(manifest: Manifest, rank: int, size: int) -> Iterator[tuple[str, int]]:
     if rank == 0:
         yield from ((file.path, file.size) for file in manifest.files)
-    for piece in range(rank, manifest.pieces, size):
-        yield piece_file(piece), file_size(manifest, piece)
+    for index in range(rank, manifest.num_shards, size):
+        yield shard_path(index), file_size(manifest, index)
 
 
 def _check_size(path: Path, need: int) -> None:
     try:
         found = path.stat().st_size
     except OSError as error:
-        raise not_read(path, error) from error
+        raise as_read_error(path, error) from error
     if found != need:
         raise CheckpointCorrupt(f"{path}: {found} bytes, need {need}: cut short or grown")
 
 
 @dataclass(frozen=True)
-class _Want:
-    """Elements [start, start + out.numel()) of a parameter in one state, to be put into `out`."""
+class _Request:
+    """Elements [start, start + out.numel()) of a parameter in one state, to be read into `out`."""
 
     state: str
     parameter: str
@@ -107,79 +117,76 @@ class Checkpoint:
     """An open checkpoint: its folder, its manifest, and its tensors by name."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        """Use `open_checkpoint`, which checks first; this to look at the manifest alone."""
+        """Checks nothing, unlike `open_checkpoint`; enough to look at the manifest."""
         self.path = path
         self.manifest = manifest
-        self._files: OrderedDict[int, PieceFile] = OrderedDict()
+        self._files: OrderedDict[int, ShardFile] = OrderedDict()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Global shape of every parameter, by name."""
+        """The global shape of every parameter, by name."""
         return {name: entry.shape for name, (_, entry) in self.manifest.tensors.items()}
 
     def read(self, state: str, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop), row-major, of parameter `name` in `state`: 1-D, on the CPU.
 
-        Raises UserError for a state, name or range that is not there, CheckpointCorrupt for a
-        file that is not as it was written.
+        Raises UserError if there is no such state, name or range, CheckpointCorrupt if a file is
+        not as it was written, CheckpointUnreadable if the storage fails.
         """
         numel = prod(self._shape(state, name))
         if not 0 <= start <= stop <= numel:
             raise UserError(f"{self.path}: {name}: elements {start} to {stop}, need 0 to {numel}")
         out = torch.empty(stop - start, dtype=self.manifest.states[state])
-        self._copy([_Want(state, name, start, out)])
+        self._read([_Request(state, name, start, out)])
         return out
 
     def tensor(self, state: str, name: str) -> torch.Tensor:
-        """All of parameter `name` in `state`, in its global shape, on the CPU. Raises as `read`."""
+        """Parameter `name` in `state`, in its global shape, on the CPU. Raises as `read`."""
         return self.tensors(state, [name])[name]
 
     def tensors(self, state: str, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Whole parameters in `state`, in their global shapes, on the CPU; each file is opened
-        once for all of them. Raises as `read`."""
+        """Parameters in `state`, in their global shapes, on the CPU. Opens each file once for all
+        of them. Raises as `read`."""
         shapes = {name: self._shape(state, name) for name in names}
         dtype = self.manifest.states[state]
         found = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
-        self._copy([_Want(state, name, 0, out.view(-1)) for name, out in found.items()])
+        self._read([_Request(state, name, 0, out.view(-1)) for name, out in found.items()])
         return found
 
     def fill(
         self,
         layouts: Sequence[Layout],
         states: Mapping[str, Sequence[torch.Tensor]],
-        piece: int,
-        pieces: int,
+        index: int,
+        num_shards: int,
     ) -> None:
-        """Load a rank's shards in place, however the units were grouped, padded and cut in save.
+        """Load a rank's shards in place, however units were grouped, padded and sharded in `save`.
 
-        `states[state][u]` is piece number `piece` of `pieces` equal ones of the flat buffer that
-        `layouts[u]` describes: 1-D, on any device; other types are converted. Padding is left as
-        it is. Raises UserError when the model's tensors are not the checkpoint's,
-        CheckpointCorrupt for a file that is not as it was written.
+        `states[state][u]` is shard number `index` of `num_shards` of the flat buffer with layout
+        `layouts[u]`: 1-D, on any device. Other types are converted. Padding is not written. Raises
+        UserError if the model has other tensors than the checkpoint, else as `read`.
         """
         self.check_shapes({entry.name: entry.shape for unit in layouts for entry in unit.entries})
         for state in states:
             self._check_state(state)
-        self._copy(
+        self._read(
             [
-                _Want(state, entry.name, first, shard[at : at + last - first])
+                _Request(state, entry.name, first, shard[offset : offset + last - first])
                 for state, shards in states.items()
                 for unit, shard in zip(layouts, shards, strict=True)
-                for entry, first, last, at in unit.in_shard(piece, pieces)
+                for entry, first, last, offset in unit.in_shard(index, num_shards)
             ]
         )
 
     def close(self) -> None:
-        """Close the files that reading has opened; further reading opens them again."""
+        """Close the files that reads have opened. Further reads open them again."""
         while self._files:
             self._files.popitem()[1].close()
 
     def _shape(self, state: str, name: str) -> tuple[int, ...]:
         self._check_state(state)
         if name not in self.manifest.tensors:
-            raise UserError(
-                f"{self.path}: no tensor {name!r}; `checkpoint show` lists those it has"
-            )
+            raise UserError(f"{self.path}: no tensor {name!r}; `checkpoint show` lists the tensors")
         return self.manifest.tensors[name][1].shape
 
     def _check_state(self, state: str) -> None:
@@ -187,7 +194,7 @@ class Checkpoint:
             raise UserError(f"{self.path}: no state {state!r}, it has {list(self.manifest.states)}")
 
     def check_shapes(self, model: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises UserError for the first tensor of which a model and this have not the same."""
+        """Raise UserError unless a model has the same parameters, of the same shapes."""
         saved = self.shapes
         for name in (*model, *saved):
             if model.get(name) != saved.get(name):
@@ -196,36 +203,35 @@ class Checkpoint:
                     f"{_shape_text(model.get(name))} in the model"
                 )
 
-    def _copy(self, wants: Sequence[_Want]) -> None:
-        """Read what is wanted file by file, so that each is opened once, in the file's order."""
-        by_piece: dict[int, list[_Want]] = {}
-        for want in wants:
-            for piece, part in self._by_piece(want):
-                by_piece.setdefault(piece, []).append(part)
-        for piece in sorted(by_piece):
-            file = self._file(piece)
-            for want in by_piece[piece]:
-                _copy_slices(file, want)
+    def _read(self, requests: Sequence[_Request]) -> None:
+        """Read file by file, so that each is opened once."""
+        by_shard: dict[int, list[_Request]] = {}
+        for request in requests:
+            for index, part in self._split(request):
+                by_shard.setdefault(index, []).append(part)
+        for index in sorted(by_shard):
+            file = self._file(index)
+            for part in by_shard[index]:
+                _read_slices(file, part)
 
-    def _by_piece(self, want: _Want) -> Iterator[tuple[int, _Want]]:
-        """The parts of `want` that lie in each piece."""
-        unit, entry = self.manifest.tensors[want.parameter]
-        length = unit.numel // self.manifest.pieces
-        begin = entry.offset + want.start
-        end = begin + want.out.numel()
-        at = begin
-        while at < end:
-            piece = at // length
-            stop = min(end, (piece + 1) * length)
-            out = want.out[at - begin : stop - begin]
-            yield piece, _Want(want.state, want.parameter, at - entry.offset, out)
-            at = stop
+    def _split(self, request: _Request) -> Iterator[tuple[int, _Request]]:
+        """The parts of a request that are in each shard."""
+        unit, entry = self.manifest.tensors[request.parameter]
+        length = unit.numel // self.manifest.num_shards
+        begin = position = entry.offset + request.start
+        end = begin + request.out.numel()
+        while position < end:
+            index = position // length
+            stop = min(end, (index + 1) * length)
+            out = request.out[position - begin : stop - begin]
+            yield index, _Request(request.state, request.parameter, position - entry.offset, out)
+            position = stop
 
-    def _file(self, piece: int) -> PieceFile:
-        file = self._files.pop(piece, None)
+    def _file(self, index: int) -> ShardFile:
+        file = self._files.pop(index, None)
         if file is None:
-            file = PieceFile(self.path, piece_file(piece), self.manifest, piece)
-        self._files[piece] = file
+            file = ShardFile(self.path, shard_path(index), self.manifest, index)
+        self._files[index] = file
         if len(self._files) > OPEN_FILES:
             self._files.popitem(last=False)[1].close()
         return file
@@ -235,27 +241,118 @@ def _shape_text(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else f"shape {list(shape)}"
 
 
-def _copy_slices(file: PieceFile, want: _Want) -> None:
-    """Copy what the slices of one file have of `want`, which must be all of it."""
-    done, stop = want.start, want.start + want.out.numel()
-    for stored in file.slices.get((want.state, want.parameter), ()):
+def _read_slices(file: ShardFile, request: _Request) -> None:
+    """Read a request from the slices of one file, which must hold all of it."""
+    done, stop = request.start, request.start + request.out.numel()
+    for stored in file.slices.get((request.state, request.parameter), ()):
         first, last = max(done, stored.start), min(stop, stored.stop)
         if first >= last or first > done:
             continue
-        out = want.out[first - want.start : last - want.start]
-        if (first, last) == (stored.start, stored.stop) and _takes_bytes(out, stored.dtype):
+        out = request.out[first - request.start : last - request.start]
+        is_whole = (first, last) == (stored.start, stored.stop)
+        is_plain = out.device.type == "cpu" and out.is_contiguous()
+        if is_whole and is_plain and out.dtype == stored.dtype:
             file.read_into(stored, out)
-        else:
-            # The checksum is the whole slice's, so all of it is read for any part of it.
+        else:  # The checksum covers the slice, so all of it is read for any part of it.
             whole = torch.empty(stored.stop - stored.start, dtype=stored.dtype)
             file.read_into(stored, whole)
             out.copy_(whole[first - stored.start : last - stored.start])
         done = last
     if done != stop:
         raise CheckpointCorrupt(
-            f"{file.path}: no element {done} of {want.state}/{want.parameter}, though it must have"
+            f"{file.path}: no element {done} of {request.state}/{request.parameter}, need all"
         )
 
 
-def _takes_bytes(out: torch.Tensor, dtype: torch.dtype) -> bool:
-    return out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous()
+Load = Callable[[Checkpoint], None]
+"""Reads this rank's part of an open checkpoint. It makes no collective call, because another rank
+may be failing, and overwrites all that it sets, because it may be called for an older checkpoint
+after one that turned out to be damaged."""
+
+
+def open_newest(
+    root: Path, load: Load, world: World, warn: Callable[[str], None]
+) -> Checkpoint | None:
+    """Load the newest whole checkpoint in `root`; all ranks call it and get the same one. Returns
+    None if there is no checkpoint. `warn` is called on rank 0 for each damaged checkpoint.
+
+    Raises on all ranks: UserError if there are checkpoints and none is whole, because to start over
+    in silence would waste them, or if one does not fit the model or was written by a later version;
+    StorageFailed if the storage fails, because an older checkpoint would give up a whole one.
+    """
+
+    def list_names() -> str:
+        try:
+            return json.dumps([path.name for path in candidates(root)])
+        except OSError as error:
+            raise CheckpointUnreadable(f"{root}: {error.strerror}") from error
+
+    refused = []
+    for name in json.loads(world.broadcast_from_rank_0(list_names)):
+        checkpoint, problem = _try_to_load(root / name, load, world)
+        if checkpoint is not None:
+            return checkpoint
+        refused.append(problem)
+        if world.rank == 0:
+            warn(f"checkpoint refused, trying the one before: {problem}")
+    if refused:
+        raise UserError(
+            f"{root}: none of {len(refused)} checkpoints is whole: {'; '.join(refused)}; to start "
+            "over, move them away or give another run.name"
+        )
+    return None
+
+
+def load_checkpoint(path: Path, load: Load, world: World) -> Checkpoint:
+    """Load the checkpoint at `path`; all ranks call it. Raises CheckpointCorrupt on all ranks if it
+    is damaged, else as `open_newest`."""
+    checkpoint, problem = _try_to_load(path, load, world)
+    if checkpoint is None:
+        raise CheckpointCorrupt(problem)
+    return checkpoint
+
+
+def _try_to_load(path: Path, load: Load, world: World) -> tuple[Checkpoint | None, str]:
+    """The checkpoint, or None and how it is damaged. All ranks raise any other failure."""
+    checkpoint: Checkpoint | None = None
+
+    def open_share() -> None:
+        nonlocal checkpoint
+        checkpoint = open_checkpoint(path, world.rank, world.size)
+
+    def load_share() -> None:
+        assert checkpoint is not None
+        load(checkpoint)
+        checkpoint.close()
+
+    problem = _damage(open_share, world) or _damage(load_share, world)
+    return (None, problem) if problem else (checkpoint, "")
+
+
+def _damage(act: Callable[[], None], world: World) -> str | None:
+    """Call `act` on all ranks. Returns the first rank's message if it found damage, and raises any
+    other failure. Other ranks of one that breaks, say because its device fails, raise PeersLost."""
+    corrupt: CheckpointCorrupt | None = None
+    broken: Exception | None = None
+
+    def act_here() -> None:
+        nonlocal corrupt, broken
+        try:
+            act()
+        except CheckpointCorrupt as error:
+            corrupt = error
+        except OSError as error:
+            line = f"{error.filename or 'storage'}: {error.strerror}"
+            raise CheckpointUnreadable(line) from error
+        except (UserError, StorageFailed):
+            raise
+        except Exception as error:
+            broken = error
+
+    world.run_on_all(act_here)
+    lost = world.first_error(f"rank {world.rank}: {broken!r}" if broken else None)
+    if broken is not None:
+        raise broken
+    if lost is not None:
+        raise PeersLost(lost)
+    return world.first_error(str(corrupt) if corrupt else None)

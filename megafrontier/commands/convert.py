@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 
-from megafrontier.checkpoint.errors import CheckpointCorrupt
 from megafrontier.checkpoint.folder import candidates, of_newest, step_folder, step_of
+from megafrontier.checkpoint.format import CheckpointCorrupt, Manifest
 from megafrontier.checkpoint.load import (
     Checkpoint,
     attached_problems,
     open_checkpoint,
     read_manifest,
 )
-from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.checkpoint.save import save
 from megafrontier.commands.generate import check_request, generate, stream_text
 from megafrontier.common.errors import UserError

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megafrontier.checkpoint.folder import find, of_newest
-from megafrontier.checkpoint.resume import load_checkpoint
+from megafrontier.checkpoint.load import load_checkpoint
 from megafrontier.commands.convert import device_name, saved_config
 from megafrontier.common.errors import UserError
 from megafrontier.config import (

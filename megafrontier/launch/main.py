@@ -57,7 +57,7 @@ from megafrontier.training.loop import run
 from megafrontier.training.plan import RunPlan, check_memory, resolve_plan
 from megafrontier.training.preview import check_training, describe_ranks, warn_vocabulary
 from megafrontier.training.resume.restarts import StartRecord, record_interrupt, record_start
-from megafrontier.training.resume.resume import check_resume, goes_on, resume
+from megafrontier.training.resume.resume import check_resume, resume, resumes_when_repeated
 from megafrontier.training.trainer import Trainer, build_trainer
 
 Made = TypeVar("Made")
@@ -249,7 +249,7 @@ def _train_watched(config: Config, identity: Identity, directory: Path) -> int:
     ):
         watch.last_words = start.end
         if config.preflight.enabled:
-            clear_room(config, hierarchy)
+            clear_room(config, hierarchy.world)
             with watch.trying_nodes():
                 preflight(config, plan, identity, hierarchy, run_logger.info)
         where = f"rank {identity.rank} on {identity.host}"
@@ -299,7 +299,9 @@ def _run(
             return 0
         if trainer.is_first:
             how = (
-                "the same command goes on" if goes_on(config) else "go on without checkpoint.resume"
+                "the same command goes on"
+                if resumes_when_repeated(config)
+                else "go on without checkpoint.resume"
             )
             # There may have been no room for it.
             saved = "" if save.saved_step == trainer.step else f", saved at step {save.saved_step}"

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from megafrontier.checkpoint.format import Manifest
 from megafrontier.checkpoint.load import Checkpoint
-from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.checkpoint.save import Attach, save
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
@@ -55,7 +55,7 @@ class Threads(World):
         return found
 
 
-def run_crowd(size: int, body: Callable[[Threads], Any]) -> list[Any]:
+def run_threads(size: int, body: Callable[[Threads], Any]) -> list[Any]:
     """What `body` returns or raises on each of `size` ranks."""
     barrier, slots = threading.Barrier(size), [None] * size
     results: list[Any] = [None] * size
@@ -82,11 +82,15 @@ def make_tensors(seed: int = 0, states: dict[str, torch.dtype] = STATES) -> Tens
     }
 
 
-def make_layouts(groups: Sequence[tuple[str, list[str]]], pieces: int) -> list[Layout]:
-    return [Layout.build(unit, [(n, SHAPES[n]) for n in names], pieces) for unit, names in groups]
+def make_layouts(groups: Sequence[tuple[str, list[str]]], num_shards: int) -> list[Layout]:
+    return [
+        Layout.build(unit, [(n, SHAPES[n]) for n in names], num_shards) for unit, names in groups
+    ]
 
 
-def cut(layouts: Sequence[Layout], tensors: Tensors, piece: int, pieces: int) -> dict[str, list]:
+def cut(
+    layouts: Sequence[Layout], tensors: Tensors, index: int, num_shards: int
+) -> dict[str, list]:
     """A rank's shards of every state and unit."""
     shards: dict[str, list] = {}
     for state, values in tensors.items():
@@ -95,34 +99,34 @@ def cut(layouts: Sequence[Layout], tensors: Tensors, piece: int, pieces: int) ->
             for entry in unit.entries:
                 stop = entry.offset + entry.numel
                 flat[entry.offset : stop] = values[entry.name].flatten()
-            shards.setdefault(state, []).append(flat.chunk(pieces)[piece].clone())
+            shards.setdefault(state, []).append(flat.chunk(num_shards)[index].clone())
     return shards
 
 
-def make_manifest(step: int, layouts: Sequence[Layout], pieces: int, **more: Any) -> Manifest:
+def make_manifest(step: int, layouts: Sequence[Layout], num_shards: int, **more: Any) -> Manifest:
     defaults = {"tokens": step * 1000, "states": STATES, "slice_elements": 100}
-    return Manifest(step=step, units=layouts, pieces=pieces, **(defaults | more))
+    return Manifest(step=step, units=layouts, num_shards=num_shards, **(defaults | more))
 
 
 def save_all(
     root: Path,
     step: int = 100,
-    pieces: int = 8,
+    num_shards: int = 8,
     groups: Sequence[tuple[str, list[str]]] = BY_BLOCK,
     tensors: Tensors | None = None,
     attach: Attach | None = None,
     **more: Any,
 ) -> Path:
     """Save from as many ranks as there are pieces; every rank must return the same folder."""
-    layouts = make_layouts(groups, pieces)
+    layouts = make_layouts(groups, num_shards)
     tensors = make_tensors(step) if tensors is None else tensors
-    manifest = make_manifest(step, layouts, pieces, **more)
+    manifest = make_manifest(step, layouts, num_shards, **more)
 
-    def body(coordinator: Threads) -> Path:
-        shards = cut(layouts, tensors, coordinator.rank, pieces)
-        return save(root, manifest, shards, coordinator.rank, True, coordinator, attach)
+    def body(world: Threads) -> Path:
+        shards = cut(layouts, tensors, world.rank, num_shards)
+        return save(root, manifest, shards, world.rank, True, world, attach)
 
-    results = run_crowd(pieces, body)
+    results = run_threads(num_shards, body)
     for result in results:
         if isinstance(result, Exception):
             raise result
@@ -132,22 +136,25 @@ def save_all(
 
 def load_all(
     checkpoint: Checkpoint,
-    pieces: int,
+    num_shards: int,
     groups: Sequence[tuple[str, list[str]]],
     states: dict[str, torch.dtype] = STATES,
 ) -> Tensors:
     """Fill the shards of all pieces and put the tensors together again; checks the padding."""
-    layouts = make_layouts(groups, pieces)
+    layouts = make_layouts(groups, num_shards)
     loaded: Tensors = {state: {} for state in states}
     shards = [
-        {s: [torch.zeros(u.numel // pieces, dtype=d) for u in layouts] for s, d in states.items()}
-        for _ in range(pieces)
+        {
+            s: [torch.zeros(u.numel // num_shards, dtype=d) for u in layouts]
+            for s, d in states.items()
+        }
+        for _ in range(num_shards)
     ]
-    for piece in range(pieces):
-        checkpoint.fill(layouts, shards[piece], piece, pieces)
+    for index in range(num_shards):
+        checkpoint.fill(layouts, shards[index], index, num_shards)
     for state in states:
         for u, unit in enumerate(layouts):
-            flat = torch.cat([shards[piece][state][u] for piece in range(pieces)])
+            flat = torch.cat([shards[index][state][u] for index in range(num_shards)])
             for e in unit.entries:
                 loaded[state][e.name] = flat[e.offset : e.offset + e.numel].view(e.shape).clone()
                 flat[e.offset : e.offset + e.numel] = 0

@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 
 import pytest
 
-from megafrontier.checkpoint.manifest import FILE_NAME, piece_file
+from megafrontier.checkpoint.format import FILE_NAME, shard_path
 from megafrontier.cli import main
 from megafrontier.common.errors import LOST
 from tests.checkpoint.helpers import SHAPES, flip, save_all
@@ -33,7 +33,7 @@ def test_list_shows_all_of_a_run_whatever_path_it_is_given_by(run, capsys):
 
 
 def test_list_names_what_is_not_whole(run, capsys):
-    (run / "checkpoints" / "step-00000100" / piece_file(1)).unlink()
+    (run / "checkpoints" / "step-00000100" / shard_path(1)).unlink()
     assert main(["checkpoint", "list", str(run), "--json"]) == 2
     first, second = json.loads(capsys.readouterr().out)
     assert (first["whole"], second["whole"]) == (False, True)
@@ -45,8 +45,8 @@ def test_list_names_what_is_not_whole(run, capsys):
     [
         ("list", "commands.read_manifest"),
         ("list", "commands.open_checkpoint"),
-        ("verify", "verify.read_manifest"),
-        ("verify", "verify._check_piece"),
+        ("verify", "commands.read_manifest"),
+        ("verify", "commands._check_shard"),
     ],
 )
 def test_what_a_training_prunes_meanwhile_is_not_told_of(run, capsys, monkeypatch, action, reader):
@@ -91,7 +91,7 @@ def test_show_tells_tensors_states_and_config_of_the_newest(run, capsys):
 def test_verify_says_whole_or_names_every_damaged_file(run, capsys):
     assert main(["checkpoint", "verify", str(run)]) == 0
     assert capsys.readouterr().out.count("whole, 3 files") == 2
-    broken = [run / "checkpoints" / "step-00000200" / piece_file(piece) for piece in (0, 1)]
+    broken = [run / "checkpoints" / "step-00000200" / shard_path(index) for index in (0, 1)]
     for path in broken:
         flip(path, 99)
     assert main(["checkpoint", "verify", str(run)]) == 2

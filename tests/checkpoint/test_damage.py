@@ -9,13 +9,18 @@ import pytest
 import torch
 
 import megafrontier.checkpoint
-from megafrontier.checkpoint import piece
-from megafrontier.checkpoint.checksum import seal
-from megafrontier.checkpoint.errors import CheckpointCorrupt
+from megafrontier.checkpoint import shard_file
+from megafrontier.checkpoint.commands import verify
+from megafrontier.checkpoint.format import (
+    FILE_NAME,
+    MANIFEST_PREFIX,
+    CheckpointCorrupt,
+    Manifest,
+    add_checksum,
+    shard_path,
+)
 from megafrontier.checkpoint.load import open_checkpoint
-from megafrontier.checkpoint.manifest import FILE_NAME, SEAL_PREFIX, Manifest, piece_file
 from megafrontier.checkpoint.save import save
-from megafrontier.checkpoint.verify import verify
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
@@ -35,21 +40,21 @@ def save_small(root):
     return save(root, manifest, {"weight": [shard]}, 0, True, World.single())
 
 
-@pytest.mark.parametrize("name", [FILE_NAME, piece_file(0)])
+@pytest.mark.parametrize("name", [FILE_NAME, shard_path(0)])
 def test_every_flipped_byte_of_every_file_is_found_and_its_file_named(small, name):
     path = small / name
     sound = path.read_bytes()
-    assert verify(small).whole
+    assert verify(small).is_whole
     for at in range(len(sound)):
         flip(path, at, (0x01, 0x20, 0xFF)[at % 3])
         report = verify(small)
-        assert not report.whole, f"byte {at}"
+        assert not report.is_whole, f"byte {at}"
         assert report.problems[0].startswith(f"{path}: "), f"byte {at}"
         path.write_bytes(sound)
-    assert verify(small).whole
+    assert verify(small).is_whole
 
 
-@pytest.mark.parametrize("name", [FILE_NAME, piece_file(0)])
+@pytest.mark.parametrize("name", [FILE_NAME, shard_path(0)])
 def test_every_truncation_is_found(small, name):
     path = small / name
     sound = path.read_bytes()
@@ -61,7 +66,7 @@ def test_every_truncation_is_found(small, name):
 
 
 def test_a_file_that_has_grown_is_refused(small):
-    with open(small / piece_file(0), "ab") as file:
+    with open(small / shard_path(0), "ab") as file:
         file.write(b"\0")
     with pytest.raises(CheckpointCorrupt, match="cut short or grown"):
         open_checkpoint(small)
@@ -71,7 +76,7 @@ def test_a_file_that_has_grown_is_refused(small):
 @pytest.mark.parametrize("part", ["header", "payload"])
 def test_a_flipped_byte_is_found_while_loading(tmp_path, part):
     path = save_all(tmp_path)
-    file = path / piece_file(1)
+    file = path / shard_path(1)
     flip(file, 200 if part == "header" else file.stat().st_size - 5)
     with pytest.raises(CheckpointCorrupt, match=r"00000001\.safetensors"):
         load_all(open_checkpoint(path), 4, BY_BLOCK)
@@ -79,7 +84,7 @@ def test_a_flipped_byte_is_found_while_loading(tmp_path, part):
 
 def test_a_missing_piece_file_is_refused_by_name(tmp_path):
     path = save_all(tmp_path)
-    (path / piece_file(5)).unlink()
+    (path / shard_path(5)).unlink()
     with pytest.raises(CheckpointCorrupt, match=r"00000005\.safetensors: missing"):
         open_checkpoint(path)
     assert "00000005.safetensors: missing" in verify(path).problems[0]
@@ -87,7 +92,7 @@ def test_a_missing_piece_file_is_refused_by_name(tmp_path):
 
 def test_each_rank_checks_its_share_of_the_files_and_together_all(tmp_path):
     path = save_all(tmp_path)
-    (path / piece_file(5)).unlink()
+    (path / shard_path(5)).unlink()
     for rank in (0, 2):
         open_checkpoint(path, rank, 3 if rank == 0 else 8)
     with pytest.raises(CheckpointCorrupt):
@@ -115,7 +120,9 @@ def _rewrite(path, **changes):
     text = (path / FILE_NAME).read_text()
     values = json.loads(text) | changes
     lines = ",\n".join(f'"{key}": {json.dumps(value)}' for key, value in values.items())
-    (path / FILE_NAME).write_bytes(seal(("{\n" + lines + "\n}\n").encode(), len(SEAL_PREFIX)))
+    (path / FILE_NAME).write_bytes(
+        add_checksum(("{\n" + lines + "\n}\n").encode(), len(MANIFEST_PREFIX))
+    )
 
 
 def test_a_version_from_the_future_is_refused_as_such(small):
@@ -146,21 +153,21 @@ def test_a_manifest_that_contradicts_itself_is_refused(small, changes):
 def test_a_piece_of_another_checkpoint_or_of_another_number_is_refused(tmp_path):
     tensors = {}
     paths = [save_all(tmp_path / run, groups=BY_BLOCK, **tensors) for run in "ab"]
-    shutil.copy(paths[0] / piece_file(1), paths[1] / piece_file(1))
-    with pytest.raises(CheckpointCorrupt, match="is piece 1 of 8 of another checkpoint"):
+    shutil.copy(paths[0] / shard_path(1), paths[1] / shard_path(1))
+    with pytest.raises(CheckpointCorrupt, match="is shard 1 of 8 of another checkpoint"):
         load_all(open_checkpoint(paths[1]), 1, BY_BLOCK)
     assert "of another checkpoint" in verify(paths[1]).problems[0]
-    shutil.copy(paths[0] / piece_file(2), paths[0] / piece_file(1))
-    assert any("is piece 2 of 8" in problem for problem in verify(paths[0]).problems)
+    shutil.copy(paths[0] / shard_path(2), paths[0] / shard_path(1))
+    assert any("is shard 2 of 8" in problem for problem in verify(paths[0]).problems)
 
 
 def test_verify_lists_all_problems_and_not_only_the_first(tmp_path):
     path = save_all(tmp_path)
-    (path / piece_file(0)).unlink()
-    flip(path / piece_file(1), 100)
-    flip(path / piece_file(2), (path / piece_file(2)).stat().st_size - 1)
+    (path / shard_path(0)).unlink()
+    flip(path / shard_path(1), 100)
+    flip(path / shard_path(2), (path / shard_path(2)).stat().st_size - 1)
     named = [problem.split(": ")[0] for problem in verify(path).problems]
-    assert named == [str(path / piece_file(piece)) for piece in (0, 1, 2)]
+    assert named == [str(path / shard_path(index)) for index in (0, 1, 2)]
 
 
 def test_verify_finds_elements_that_no_piece_holds_or_two_hold(small):
@@ -172,7 +179,7 @@ def test_verify_finds_elements_that_no_piece_holds_or_two_hold(small):
     assert verify(small).problems == (f"{small}: weight/a: ends at element 21, need 20",)
     unit["tensors"] = [["a", [3, 7], 0]]
     _rewrite(small, units=[unit])
-    assert "weight/b: in the pieces but not in the manifest" in verify(small).problems[0]
+    assert "weight/b: in the shard files but not in the manifest" in verify(small).problems[0]
 
 
 def earlier(taken):
@@ -188,8 +195,8 @@ def earlier(taken):
     ],
 )
 def test_verify_finds_gaps_and_doubles_between_slices(tmp_path, monkeypatch, change, said):
-    plan = piece.plan
-    monkeypatch.setattr(piece, "plan", lambda *arguments: change(plan(*arguments)))
+    slices_of = shard_file.slices_of
+    monkeypatch.setattr(shard_file, "slices_of", lambda *arguments: change(slices_of(*arguments)))
     path = save_small(tmp_path)
     assert said in "\n".join(verify(path).problems)
 

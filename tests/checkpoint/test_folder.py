@@ -15,7 +15,7 @@ from megafrontier.checkpoint.folder import (
     step_folder,
     step_of,
 )
-from megafrontier.checkpoint.manifest import FILE_NAME
+from megafrontier.checkpoint.format import FILE_NAME
 from megafrontier.common.errors import UserError
 
 

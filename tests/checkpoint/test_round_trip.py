@@ -8,11 +8,11 @@ import torch
 from safetensors import safe_open
 
 from megafrontier.checkpoint import load as read
+from megafrontier.checkpoint.commands import verify
+from megafrontier.checkpoint.format import Manifest, shard_path
 from megafrontier.checkpoint.load import open_checkpoint
-from megafrontier.checkpoint.manifest import Manifest, piece_file
-from megafrontier.checkpoint.piece import PieceFile, file_size
 from megafrontier.checkpoint.save import save
-from megafrontier.checkpoint.verify import verify
+from megafrontier.checkpoint.shard_file import ShardFile, file_size
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
@@ -29,7 +29,7 @@ from tests.checkpoint.helpers import (
     make_layouts,
     make_manifest,
     make_tensors,
-    run_crowd,
+    run_threads,
     save_all,
 )
 from tests.processes import in_child
@@ -38,16 +38,16 @@ from tests.processes import in_child
 def test_a_checkpoint_goes_through_8_4_1_and_8_pieces_unchanged(tmp_path):
     tensors = first = make_tensors()
     chain = [(8, BY_BLOCK), (4, ALL_IN_ONE), (1, EACH_ALONE), (8, BY_BLOCK)]
-    for step, (pieces, groups) in enumerate(chain):
-        path = save_all(tmp_path, step, pieces, groups, tensors)
-        next_pieces, next_groups = chain[(step + 1) % len(chain)]
-        tensors = load_all(open_checkpoint(path), next_pieces, next_groups)
+    for step, (num_shards, groups) in enumerate(chain):
+        path = save_all(tmp_path, step, num_shards, groups, tensors)
+        next_num_shards, next_groups = chain[(step + 1) % len(chain)]
+        tensors = load_all(open_checkpoint(path), next_num_shards, next_groups)
         assert_same(tensors, first)
 
 
 @pytest.mark.parametrize("slice_elements", [1, 7, 128, 10**9])
 def test_the_size_of_slices_changes_nothing(tmp_path, slice_elements):
-    path = save_all(tmp_path, pieces=4, slice_elements=slice_elements)
+    path = save_all(tmp_path, num_shards=4, slice_elements=slice_elements)
     assert verify(path).problems == ()
     assert_same(load_all(open_checkpoint(path), 3, ALL_IN_ONE), make_tensors(100))
 
@@ -55,7 +55,7 @@ def test_the_size_of_slices_changes_nothing(tmp_path, slice_elements):
 def test_states_may_have_different_types(tmp_path):
     states = {"weight": torch.bfloat16, "exp_avg": torch.float32, "count": torch.int64}
     tensors = make_tensors(states=states)
-    path = save_all(tmp_path, pieces=4, tensors=tensors, states=states)
+    path = save_all(tmp_path, num_shards=4, tensors=tensors, states=states)
     assert_same(load_all(open_checkpoint(path), 8, ALL_IN_ONE, states), tensors)
 
 
@@ -86,7 +86,7 @@ def test_the_manifest_brings_back_all_that_was_given(tmp_path):
         "extra": {"loss_scale": 65536.0, "good_steps": 17, "third": 1 / 3},
     }
     found = open_checkpoint(save_all(tmp_path, 1700, **more)).manifest
-    assert (found.step, found.tokens, found.pieces) == (1700, 1_700_000, 8)
+    assert (found.step, found.tokens, found.num_shards) == (1700, 1_700_000, 8)
     assert {key: getattr(found, key) for key in more} == more
     assert found.states == STATES
     assert list(found.units) == make_layouts(BY_BLOCK, 8)
@@ -108,35 +108,35 @@ def test_piece_files_are_safetensors_that_others_can_read(tmp_path):
 
 def test_a_piece_of_padding_alone_is_a_sound_file(tmp_path):
     path = save_all(tmp_path, groups=[("norm", ["blocks.0.norm.weight"])])
-    with safe_open(path / piece_file(7), "pt") as slices:
+    with safe_open(path / shard_path(7), "pt") as slices:
         assert list(slices.keys()) == []
-    assert verify(path).whole
+    assert verify(path).is_whole
 
 
 def test_no_folder_holds_more_than_256_pieces():
-    assert piece_file(255) == "pieces/00000/00000255.safetensors"
-    assert piece_file(256) == "pieces/00001/00000256.safetensors"
-    assert piece_file(75_263) == "pieces/00293/00075263.safetensors"
+    assert shard_path(255) == "pieces/00000/00000255.safetensors"
+    assert shard_path(256) == "pieces/00001/00000256.safetensors"
+    assert shard_path(75_263) == "pieces/00293/00075263.safetensors"
 
 
 def test_the_size_of_a_file_is_known_without_looking(tmp_path):
     path = save_all(tmp_path)
     manifest = open_checkpoint(path).manifest
-    sizes = [(path / piece_file(piece)).stat().st_size for piece in range(8)]
-    assert sizes == [file_size(manifest, piece) for piece in range(8)]
+    sizes = [(path / shard_path(index)).stat().st_size for index in range(8)]
+    assert sizes == [file_size(manifest, index) for index in range(8)]
 
 
 def test_only_one_replica_writes_and_all_return(tmp_path):
     layouts = make_layouts(BY_BLOCK, 4)
     manifest = make_manifest(100, layouts, 4)
 
-    def body(coordinator):
-        piece, replica = coordinator.rank % 4, coordinator.rank // 4
-        shards = cut(layouts, make_tensors(100), piece, 4)
-        return save(tmp_path, manifest, shards, piece, replica == 0, coordinator)
+    def body(world):
+        index, replica = world.rank % 4, world.rank // 4
+        shards = cut(layouts, make_tensors(100), index, 4)
+        return save(tmp_path, manifest, shards, index, replica == 0, world)
 
-    assert run_crowd(8, body) == [tmp_path / "step-00000100"] * 8
-    assert verify(tmp_path / "step-00000100").whole
+    assert run_threads(8, body) == [tmp_path / "step-00000100"] * 8
+    assert verify(tmp_path / "step-00000100").is_whole
 
 
 def test_attached_files_are_saved_and_checked(tmp_path):
@@ -146,7 +146,7 @@ def test_attached_files_are_saved_and_checked(tmp_path):
 
     path = save_all(tmp_path, attach=attach)
     assert (path / "tokenizer" / "vocab.json").read_text() == "{}"
-    assert verify(path).whole
+    assert verify(path).is_whole
     (path / "tokenizer" / "vocab.json").write_text("[]")
     assert "vocab.json: checksum does not match" in verify(path).problems[0]
     (path / "tokenizer" / "vocab.json").unlink()
@@ -155,7 +155,7 @@ def test_attached_files_are_saved_and_checked(tmp_path):
 
 
 def test_a_rank_opens_only_the_files_that_overlap_its_piece(tmp_path, monkeypatch):
-    checkpoint = open_checkpoint(save_all(tmp_path, pieces=8, groups=ALL_IN_ONE))
+    checkpoint = open_checkpoint(save_all(tmp_path, num_shards=8, groups=ALL_IN_ONE))
     layouts = make_layouts(ALL_IN_ONE, 4)
     shards = cut(layouts, make_tensors(), 1, 4)
     opened = []
@@ -171,16 +171,16 @@ def test_a_rank_opens_only_the_files_that_overlap_its_piece(tmp_path, monkeypatc
 
 
 def test_each_file_is_opened_once_though_every_unit_lies_in_all(tmp_path, monkeypatch):
-    checkpoint = open_checkpoint(save_all(tmp_path, pieces=8, groups=ALL_IN_ONE))
+    checkpoint = open_checkpoint(save_all(tmp_path, num_shards=8, groups=ALL_IN_ONE))
     monkeypatch.setattr(read, "OPEN_FILES", 2)
     opened = []
-    real_init = PieceFile.__init__
+    real_init = ShardFile.__init__
 
-    def counting_init(self, root, name, manifest, piece):
-        opened.append(piece)
-        real_init(self, root, name, manifest, piece)
+    def counting_init(self, root, name, manifest, index):
+        opened.append(index)
+        real_init(self, root, name, manifest, index)
 
-    monkeypatch.setattr(PieceFile, "__init__", counting_init)
+    monkeypatch.setattr(ShardFile, "__init__", counting_init)
     load_all(checkpoint, 1, BY_BLOCK)
     assert opened == sorted(set(opened))
     assert len(opened) == 8
@@ -218,9 +218,9 @@ def test_filling_a_sixteenth_reads_a_sixteenth(tmp_path, monkeypatch):
     layouts, manifest, tensor = _big(2**22)
     path = save(tmp_path, manifest, {"weight": [tensor]}, 0, True, World.single())
     read = []
-    real_read_at = PieceFile._read_at
+    real_read_at = ShardFile._read_at
     monkeypatch.setattr(
-        PieceFile,
+        ShardFile,
         "_read_at",
         lambda self, at, buffer: (read.append(len(buffer)), real_read_at(self, at, buffer)),
     )
@@ -264,7 +264,7 @@ def test_shards_that_are_not_what_the_manifest_says_are_refused_before_writing(t
     with pytest.raises(ValueError, match="exp_avg of unit block 1"):
         save(tmp_path / "c", make_manifest(1, layouts, 1), shards, 0, True, World.single())
     assert not (tmp_path / "c").exists()
-    with pytest.raises(ValueError, match="do not make 7 pieces"):
+    with pytest.raises(ValueError, match="do not make 7 shards"):
         make_manifest(1, layouts, 7)
     with pytest.raises(ValueError, match="twice"):
         make_manifest(1, [*layouts, layouts[0]], 1)

@@ -201,7 +201,7 @@ def test_the_last_evaluation_does_not_wait_until_old_checkpoints_are_deleted(
 
 
 def test_who_waits_for_a_deletion_before_a_save_is_not_taken_for_hung(monkeypatch):
-    monkeypatch.setattr(saving, "DELETING_SECONDS", 0.01)
+    monkeypatch.setattr(saving, "POLL_SECONDS", 0.01)
     goes_on, beats = threading.Event(), []
 
     def beat():
@@ -210,7 +210,7 @@ def test_who_waits_for_a_deletion_before_a_save_is_not_taken_for_hung(monkeypatc
             goes_on.set()
 
     save = saving.Save(None, 0, beat)
-    save._deleting = save._thread.submit(goes_on.wait, 60)
+    save._deletion = save._thread.submit(goes_on.wait, 60)
     save.finish(SimpleNamespace(all_true=lambda is_over: is_over))
     assert len(beats) >= 3
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megafrontier.checkpoint import save as write
+from megafrontier.checkpoint import save as save_module
 from megafrontier.cli import main
 from megafrontier.common.errors import FAILED, LOST, STOPPED, UserError
 from megafrontier.common.signals import stops_remembered
@@ -17,8 +17,7 @@ from megafrontier.config import load_config, load_machine
 from megafrontier.data.tokenizers.tokenizer import load_tokenizer
 from megafrontier.launch import main as launch
 from megafrontier.parallel.env import Identity
-from megafrontier.training import loop
-from megafrontier.training import plan as plan
+from megafrontier.training import loop, preview
 from megafrontier.training.callbacks import save as saving
 from megafrontier.training.logging import run_log as run_logger
 from tests import runs
@@ -110,7 +109,7 @@ def test_bad_input_is_refused_in_one_line_before_any_rank_starts(
         raise AssertionError("ranks were started")
 
     monkeypatch.setattr(launch, "fork_ranks", fork_nothing)
-    monkeypatch.setattr(plan, "find_spec", lambda package: None)
+    monkeypatch.setattr(preview, "find_spec", lambda package: None)
     chosen = [override.replace("{folder}", str(tmp_path)) for override in chosen]
     assert main(["train", str(config_file), "--nproc", "4", *chosen]) == 2
     error = capfd.readouterr().err
@@ -209,15 +208,15 @@ CHECKPOINTS = ("checkpoint.every=2", "checkpoint.keep=2", "train.steps=6", "eval
 def test_a_disk_that_fills_up_in_a_save_costs_that_checkpoint_alone(
     config_file, tmp_path, monkeypatch
 ):
-    whole = write.write_piece
+    whole = save_module.write_shard
 
-    def full(path, manifest, piece, shards):
-        if manifest.step == 4 and piece == 2:
-            whole(path, manifest, piece, shards)
+    def full(path, manifest, index, shards):
+        if manifest.step == 4 and index == 2:
+            whole(path, manifest, index, shards)
             raise OSError(28, "No space left on device", str(path))
-        return whole(path, manifest, piece, shards)
+        return whole(path, manifest, index, shards)
 
-    monkeypatch.setattr(write, "write_piece", full)
+    monkeypatch.setattr(save_module, "write_shard", full)
     lines = runs.run(config_file, 4, *CHECKPOINTS)
     assert len(runs.losses(lines)) == 6
     log = runs.log(tmp_path / "run")
@@ -239,14 +238,14 @@ def test_a_disk_that_fills_up_in_a_save_costs_that_checkpoint_alone(
 def test_a_run_whose_end_cannot_be_saved_is_not_done(
     config_file, monkeypatch, capfd, every, unsaved_from, fault, code
 ):
-    whole = write.write_piece
+    whole = save_module.write_shard
 
-    def full(path, manifest, piece, shards):
+    def full(path, manifest, index, shards):
         if manifest.step >= unsaved_from:
             raise OSError(fault, os.strerror(fault), str(path))
-        return whole(path, manifest, piece, shards)
+        return whole(path, manifest, index, shards)
 
-    monkeypatch.setattr(write, "write_piece", full)
+    monkeypatch.setattr(save_module, "write_shard", full)
     config = runs.load(config_file, *CHECKPOINTS, f"checkpoint.every={every}")
     assert runs.train(config, 4) == code
     shown = capfd.readouterr()
@@ -258,20 +257,20 @@ def test_a_run_whose_end_cannot_be_saved_is_not_done(
 def test_a_run_stopped_without_room_for_its_last_step_says_from_where_it_goes_on(
     config_file, tmp_path, monkeypatch
 ):
-    whole, start_step = write.write_piece, loop.start_step
+    whole, start_step = save_module.write_shard, loop.start_step
 
     def stopped(trainer, *others):
         if trainer.step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
         return start_step(trainer, *others)
 
-    def full(path, manifest, piece, shards):
+    def full(path, manifest, index, shards):
         if manifest.step == 5:
             raise OSError(28, "No space left on device", str(path))
-        return whole(path, manifest, piece, shards)
+        return whole(path, manifest, index, shards)
 
     monkeypatch.setattr(loop, "start_step", stopped)
-    monkeypatch.setattr(write, "write_piece", full)
+    monkeypatch.setattr(save_module, "write_shard", full)
     with stops_remembered():
         assert runs.train(runs.load(config_file, *CHECKPOINTS), 4) == STOPPED
     said = "stopped on request at step 5, saved at step 4; the same command goes on\n"

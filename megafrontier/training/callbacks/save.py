@@ -1,42 +1,50 @@
-"""Checkpoints of a trainer: what goes into one, and when."""
+"""Checkpoints of a trainer: what they hold, and when they are saved."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megafrontier.checkpoint.errors import CheckpointWriteError
 from megafrontier.checkpoint.folder import delete, prune
-from megafrontier.checkpoint.manifest import Manifest
+from megafrontier.checkpoint.format import CheckpointWriteError, Manifest
 from megafrontier.checkpoint.save import save
 from megafrontier.common.errors import RunFailed, StorageFailed
 from megafrontier.config import Config, config_to_dict
 from megafrontier.data.tokenizers.tokenizer import save_cached_tokenizer
+from megafrontier.model.flops import parameter_count
 from megafrontier.parallel.world import World
+from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.training.callbacks.base import Callback, is_due
 from megafrontier.training.logging.run_log import RunLogger
+from megafrontier.training.plan import RunPlan
 from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer
 
-DELETING_SECONDS = 1.0
-"""How often it is told that old checkpoints are still being deleted."""
+POLL_SECONDS = 1.0
+"""How often the watchdog hears that old checkpoints are still being deleted."""
 
 
 def checkpoint_root(config: Config) -> Path:
-    """Where the run's checkpoints lie."""
+    """The folder of the run's checkpoints."""
     return Path(config.run.directory) / "checkpoints"
+
+
+def checkpoint_bytes(config: Config, plan: RunPlan) -> int:
+    """Bytes of one checkpoint: for each parameter fp32 weight and two moments, the published weight
+    with delta wires, and the bf16 error with error feedback."""
+    published = DTYPES[config.train.precision].itemsize if plan.wires.have_deltas else 0
+    return parameter_count(config.model) * (12 + published + (2 if plan.error_feedback else 0))
 
 
 def shards(trainer: Trainer) -> Mapping[str, Sequence[torch.Tensor]]:
     """This rank's 1-D shard of each unit, by state.
 
-    The computing weights follow from the masters and are not among them, unless delta wires have
-    left them a little behind; nor is gradient error, unless it is fed back.
+    The weights used in computation are left out, because they follow from the fp32 masters, except
+    with delta wires (`published`). So are errors without error feedback.
     """
     units = trainer.engine.units
     found = {"weight": [unit.master for unit in units], **trainer.optimizer.moments}
@@ -49,19 +57,20 @@ def shards(trainer: Trainer) -> Mapping[str, Sequence[torch.Tensor]]:
 
 
 def save_trainer(trainer: Trainer) -> Path:
-    """Write a checkpoint of the present step. Raises CheckpointWriteError on all ranks alike."""
+    """Save a checkpoint of the current step; all ranks call it. Returns its folder. Raises
+    CheckpointWriteError on all ranks."""
     config, hierarchy = trainer.config, trainer.hierarchy
     depth = trainer.engine.placement.optimizer
     trainer.engine.finish_publishing()
     with trainer.engine.ledger.paused():
         trainer.engine.fold_errors()
-    piece, pieces = hierarchy.shard_index(depth)
+    index, num_shards = hierarchy.shard_index(depth)
     states = shards(trainer)
     manifest = Manifest(
         step=trainer.step,
         tokens=trainer.tokens,
         units=[unit.layout for unit in trainer.engine.units],
-        pieces=pieces,
+        num_shards=num_shards,
         states={state: tensors[0].dtype for state, tensors in states.items()},
         config=config_to_dict(config),
         rng={"seed": config.run.seed},
@@ -71,16 +80,16 @@ def save_trainer(trainer: Trainer) -> Path:
             "spikes": trainer.spikes.state(),
             "data": trainer.loader.position(trainer.step),
             "windows": trainer.loader.samples.windows,
-            # The first rank's manifest is the one that is written: thousands need not look, too.
+            # Only the first rank's manifest is written, so the other ranks need not read this.
             "contents": trainer.loader.samples.fingerprints if trainer.is_first else None,
             **({"callbacks": kept} if (kept := callback_states(trainer)) else {}),
         },
     )
     return save(
-        checkpoint_root(trainer.config),
+        checkpoint_root(config),
         manifest,
         states,
-        piece,
+        index,
         hierarchy.is_first_replica(depth),
         trainer.world,
         partial(attach_tokenizer, config.tokenizer),
@@ -94,56 +103,58 @@ def callback_states(trainer: Trainer) -> dict[str, dict[str, Any]]:
 
 
 def attach_tokenizer(tokenizer: str, folder: Path) -> None:
-    """Put a tokenizer's files into a checkpoint's folder, so that it needs nothing else."""
+    """Put a tokenizer's files into a checkpoint's folder, so that it can be used on its own."""
     save_cached_tokenizer(tokenizer, folder / "tokenizer")
 
 
 class Save(Callback):
-    """Checkpoint every so many steps and at the end; what cannot be written on the way is reported
-    and the run goes on, the older checkpoints intact."""
+    """Saves a checkpoint every `checkpoint.every` steps and at the end. If one cannot be written,
+    that is a warning, and training goes on."""
 
     def __init__(self, run_logger: RunLogger, resumed_step: int, beat: Callable[[], None]) -> None:
-        """`beat` hears that deletions go on, which may take minutes. `saved_step` is where another
-        start goes on."""
+        """`beat` tells the watchdog that old checkpoints are still being deleted."""
         self._run_logger, self._beat = run_logger, beat
         self.saved_step = self._resumed_step = resumed_step
-        self._is_sound = True  # by the newest step's loss, as far as a loss can tell
-        self._is_late = False  # for want of a step with a finite loss
+        """The step from which another start would go on."""
         self.on_saved: Callable[[Trainer, Path], None] | None = None
-        """Is called on every rank after each checkpoint."""
-        self._is_storages = False  # the fault that kept the last save from being one
+        """Called on every rank after each checkpoint."""
+        self._is_finite = True  # the loss of the newest step
+        self._is_overdue = False  # a save waits for a finite loss
+        self._failed_by_storage = False  # the last save
         self._thread = ThreadPoolExecutor(1, "delete")
-        self._deleting: Future[None] | None = None
+        self._deletion: Future[None] | None = None
 
     def needs_settled_state(self, trainer: Trainer, step: int) -> bool:
-        # The last step before its evaluation, which may be cut short.
+        # The last step is saved before its evaluation, which may be cut short.
         is_due_now = is_due(trainer.config.checkpoint.every, step) or step == trainer.last_step
-        return is_due_now or self._is_late
+        return is_due_now or self._is_overdue
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        self._is_sound = math.isfinite(result.loss)
+        self._is_finite = math.isfinite(result.loss)
         if not self.needs_settled_state(trainer, result.step):
             return
-        # Weights that give such a loss may be broken, and would push the sound ones out.
-        is_late, self._is_late = self._is_late, not self._is_sound
-        if not self._is_late:
+        # With such a loss the weights may be broken, and would replace older ones that are not.
+        was_overdue, self._is_overdue = self._is_overdue, not self._is_finite
+        if not self._is_overdue:
             self._save(trainer)
-        elif not is_late:
+        elif not was_overdue:
             self._run_logger.info(
                 f"no checkpoint at step {result.step}, whose loss is not finite: after the next "
                 "step whose loss is"
             )
 
     def at_end(self, trainer: Trainer) -> None:
-        """Save what has not been. Raises RunFailed where nothing of this start could be, for a
-        reason that will not go by itself, and StorageFailed where the storage failed, or the run's
-        end could not be saved: no other job is to take it for done."""
+        """Save the newest step if that has not been done, in two tries.
+
+        Raises RunFailed if nothing of this start could be saved for a reason that needs a person,
+        and StorageFailed if the storage failed, or if the last step of the run could not be saved.
+        """
         if self.saved_step == trainer.step or self._save(trainer) or self._save(trainer):
             return
         what = f"step {trainer.step}: could not be saved; log.txt has the reason"
-        if self.saved_step == self._resumed_step and not self._is_storages:
+        if self.saved_step == self._resumed_step and not self._failed_by_storage:
             raise RunFailed(f"{what}, nor could any step of this start")
-        if trainer.step >= trainer.last_step or self._is_storages:
+        if trainer.step >= trainer.last_step or self._failed_by_storage:
             raise StorageFailed(what)
 
     def _save(self, trainer: Trainer) -> bool:
@@ -153,38 +164,38 @@ class Save(Callback):
             path = save_trainer(trainer)
         except CheckpointWriteError as error:
             self._run_logger.info(f"warning: no checkpoint at step {trainer.step}: {error}")
-            self._is_storages = error.is_storages
+            self._failed_by_storage = error.by_storage
             return False
         self.saved_step = trainer.step
         self._run_logger.info(f"checkpoint {path}")
-        if trainer.is_first and self._is_sound:
-            self._prune(trainer)
+        if trainer.is_first and self._is_finite:
+            self._prune(trainer.config)
         if self.on_saved is not None:
             self.on_saved(trainer, path)
         return True
 
-    def _prune(self, trainer: Trainer) -> None:
-        """Delete old checkpoints under the steps that follow: they have a file for every rank."""
-        keep = trainer.config.checkpoint
-        with self._telling():
-            hidden = prune(checkpoint_root(trainer.config), keep.keep, keep.keep_every)
-            self._deleting = self._thread.submit(delete, hidden)
+    def _prune(self, config: Config) -> None:
+        """Hide old checkpoints, and delete them during the next steps: they have many files."""
+        try:
+            hidden = prune(
+                checkpoint_root(config), config.checkpoint.keep, config.checkpoint.keep_every
+            )
+            self._deletion = self._thread.submit(delete, hidden)
+        except OSError as error:
+            self._warn(error)
 
     def finish(self, world: World) -> None:
-        """Return, on all ranks, when old checkpoints are gone: before the next save; at the end
-        after the evaluation, for it may take minutes, and not without the others, or a launcher
-        would end the one that deletes."""
-        while not world.all_true(self._deleting is None or self._deleting.done()):
+        """Wait until old checkpoints are deleted; all ranks call it. A rank that left earlier would
+        make its launcher end the rank that deletes."""
+        while not world.all_true(self._deletion is None or self._deletion.done()):
             self._beat()
-            wait([self._deleting] if self._deleting else [], DELETING_SECONDS)
-        deleting, self._deleting = self._deleting, None
-        with self._telling():
-            if deleting is not None:
-                deleting.result()
+            wait([self._deletion] if self._deletion else [], POLL_SECONDS)
+        deletion, self._deletion = self._deletion, None
+        error = deletion.exception() if deletion else None
+        if isinstance(error, OSError):
+            self._warn(error)
+        elif error is not None:
+            raise error
 
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self._run_logger.info(f"warning: old checkpoints not deleted: {error}")
+    def _warn(self, error: OSError) -> None:
+        self._run_logger.info(f"warning: old checkpoints not deleted: {error}")

@@ -1,12 +1,16 @@
-"""Whether a checkpoint is of the model that is to go on, and what else differs from then."""
+"""Whether a checkpoint fits the configured model, and what else in the config has changed since.
 
-from collections.abc import Iterator, Mapping, Sequence
+All keys of `model` are compared, except those listed here; so a key that is new is compared.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from math import isclose
 from typing import Any, TypeVar
 
+from megafrontier.checkpoint.format import Manifest
 from megafrontier.checkpoint.load import Checkpoint
-from megafrontier.checkpoint.manifest import Manifest
 from megafrontier.common.errors import UserError
 from megafrontier.config import (
     Config,
@@ -22,12 +26,15 @@ from megafrontier.training.trainer import Trainer
 
 Section = TypeVar("Section", ModelConfig, TrainConfig, OptimizerConfig, ScheduleConfig)
 
-COMPARED_STEPS = 1000
-"""Of those to come, in two schedules."""
-
 ROTARY_KEYS = ("rotary_base", "rotary_scaling")
-"""Of `model`; others may be meant, for longer sequences."""
-
+"""Keys of `model` whose change is a warning: longer sequences need other frequencies."""
+MODEL_KEYS_NOT_REFUSED = {
+    *ROTARY_KEYS,
+    "dropout",  # reported
+    "init",  # no effect on loaded weights
+    "init_std",
+    "vocab_multiple",  # the padded size is a shape, which is compared
+}
 ORDER_KEYS = (
     "run.seed",
     "model.sequence_length",
@@ -36,9 +43,8 @@ ORDER_KEYS = (
     "data.split",
     "data.document_mask",
 )
-"""On what it depends which tokens a sample's number stands for."""
-
-TOLD_KEYS = (
+"""Keys whose change is a warning: sample numbers then stand for other tokens."""
+REPORTED_KEYS = (
     "train.precision",
     "train.clip_grad_norm",
     "model.dropout",
@@ -50,45 +56,40 @@ TOLD_KEYS = (
     "train.spike_grad_norm",
     "train.spike_window",
 )
-"""What also makes another training of it, unseen."""
+"""Keys whose change is reported, because training goes on differently."""
+COMPARED_STEPS = 1000
+"""The most steps at which two learning-rate schedules are compared."""
 
 
 def check_model(model: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Refuse weights that fit, of a model that computes something else with them. Raises
-    UserError."""
+    """Raise UserError if the checkpoint is of a model that computes something else, even if its
+    weights have the same shapes."""
     saved = _saved(checkpoint.manifest, "model", ModelConfig)
     if saved is None:
         return
-    ours = _function(model)
-    for name, theirs in _function(saved).items():
-        if ours[name] != theirs:
+    before, now = _resolved(saved), _resolved(model)
+    for key in now:
+        if key not in MODEL_KEYS_NOT_REFUSED and now[key] != before[key]:
             raise UserError(
-                f"model.{name}: {ours[name]}, but {checkpoint.path} was trained with {theirs}"
+                f"model.{key}: {now[key]}, but {checkpoint.path} was trained with {before[key]}"
             )
 
 
-def _function(model: ModelConfig) -> dict[str, Any]:
-    """What the shapes of the weights do not tell, under the names of the config's keys; and what
-    they do tell, before what follows from it."""
-    return {
-        "hidden": model.hidden,
-        "heads": model.heads,
+def _resolved(model: ModelConfig) -> dict[str, Any]:
+    """The keys of `model`, with defaults that depend on other keys filled in."""
+    is_learned = model.position == "learned"
+    return asdict(model) | {
         "kv_heads": model.num_kv_heads,
         "head_size": model.head_dim,
-        "vocab_size": model.vocab_size,
-        "norm": model.norm,
-        "norm_eps": model.norm_eps,
-        "activation": model.activation,
-        "position": model.position,
+        "ffn_hidden": model.mlp_hidden,
         "rotary_fraction": model.rotary_dims / model.head_dim,
-        "parallel_residual": model.parallel_residual,
-        "sequence_length": model.sequence_length if model.position == "learned" else None,
+        "sequence_length": model.sequence_length if is_learned else None,
     }
 
 
 def _saved(manifest: Manifest, name: str, kind: type[Section]) -> Section | None:
-    """A section of the config that a checkpoint was trained with, if it tells; an older version's
-    may lack some keys, and have others."""
+    """A section of the config that a checkpoint was trained with, if it has it. Keys that an older
+    version lacked have their defaults; keys that only it had are left out."""
     saved = manifest.config.get(name)
     if not isinstance(saved, Mapping):
         return None
@@ -97,26 +98,28 @@ def _saved(manifest: Manifest, name: str, kind: type[Section]) -> Section | None
 
 
 def changes(trainer: Trainer, manifest: Manifest) -> list[str]:
-    """What may be another on purpose, such as rotary frequencies for longer sequences."""
-    lines = rotary_changes(trainer.config.model, manifest)
-    lines += _data_changes(trainer, manifest) or _corpus_changes(trainer, manifest)
-    if "error" in manifest.states and not any(
-        unit.feedback.errors for unit in trainer.engine.units
-    ):
+    """Lines on what has changed since the checkpoint and may be intended."""
+    config = trainer.config
+    lines = rotary_changes(config.model, manifest)
+    changed = _changed_keys(config, manifest) if manifest.step else {}
+    order = {key: changed[key] for key in ORDER_KEYS if key in changed}
+    if _has_only_moved(trainer, manifest):
+        order.pop("data.train", None)
+    if manifest.step:
+        different = list(order.values()) or corpus_changes(trainer, manifest)
+        lines += [f"warning: {line}; samples are others from here on" for line in different]
+    feedback = (unit.feedback.errors for unit in trainer.engine.units)
+    if "error" in manifest.states and not any(feedback):
         lines.append("error feedback: none on these levels; the errors kept so far are dropped")
-    before, now = _global_batch(manifest), trainer.config.train.global_batch
-    if manifest.step and before != now:
+    if "train.global_batch" in changed:
         _, sample = trainer.loader.position(trainer.step)
-        lines.append(f"train.global_batch: {now}, was {before}; the data go on at sample {sample}")
-    lines += [
-        f"{key}: {now}, was {before}"
-        for key, now, before in _changed(trainer.config, manifest, TOLD_KEYS)
-    ]
-    return lines + _rate_changes(trainer.config, manifest)
+        lines.append(f"{changed['train.global_batch']}; the data go on at sample {sample}")
+    lines += [changed[key] for key in REPORTED_KEYS if key in changed]
+    return lines + list(_rate_changes(config, manifest))
 
 
 def rotary_changes(model: ModelConfig, manifest: Manifest) -> list[str]:
-    """Rotary frequencies that are others than a checkpoint's, for longer sequences perhaps."""
+    """Warnings if rotary frequencies are not those of the checkpoint."""
     saved = _saved(manifest, "model", ModelConfig)
     if saved is None or model.position != "rotary":
         return []
@@ -128,37 +131,47 @@ def rotary_changes(model: ModelConfig, manifest: Manifest) -> list[str]:
     ]
 
 
-def _rate_changes(config: Config, manifest: Manifest) -> list[str]:
-    """More steps, say, stretch a schedule that was nearly at its end."""
+def _changed_keys(config: Config, manifest: Manifest) -> dict[str, str]:
+    """The keys that have another value than in the checkpoint's config, with a text on each."""
+    now = _flatten(json.loads(json.dumps(config_to_dict(config))))
+    before = now | _flatten(manifest.config)
+    return {key: f"{key}: {now[key]}, was {before[key]}" for key in now if now[key] != before[key]}
+
+
+def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of all sections, as `section.key`."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}.{key}": found for key, found in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def _rate_changes(config: Config, manifest: Manifest) -> Iterator[str]:
+    """A line if the learning rate goes on differently, for instance because more steps stretch the
+    schedule."""
     train = _saved(manifest, "train", TrainConfig)
     optimizer = _saved(manifest, "optimizer", OptimizerConfig)
     schedule = _saved(manifest, "schedule", ScheduleConfig)
     if not (manifest.step and train and optimizer and schedule):
-        return []
-    # In a warm-up, or on wsd's plain, the rates of two schedules are alike for a while.
+        return
+    # Two schedules may be equal for a while: during warm-up, or on the plateau of wsd.
     last = max(train.steps, config.train.steps)
     for step in range(manifest.step, last, max(1, (last - manifest.step) // COMPARED_STEPS)):
         before = learning_rate(step, train.steps, optimizer, schedule)
         now = learning_rate(step, config.train.steps, config.optimizer, config.schedule)
         if not isclose(before, now):
             start = "here" if step == manifest.step else f"about step {step}"
-            return [f"learning rate: {now:.3g} from {start} on, would have been {before:.3g}"]
-    return []
+            yield f"learning rate: {now:.3g} from {start} on, would have been {before:.3g}"
+            return
 
 
-def _data_changes(trainer: Trainer, manifest: Manifest) -> list[str]:
-    """What gives the numbers of the samples another meaning: some are then read twice."""
-    is_moved = _is_moved(trainer, manifest)
-    return [
-        f"warning: {key}: {now}, was {before}; samples are others from here on"
-        for key, now, before in _changed(trainer.config, manifest, ORDER_KEYS)
-        if not (key == "data.train" and is_moved)
-    ]
-
-
-def _is_moved(trainer: Trainer, manifest: Manifest) -> bool:
-    """Whether `data.train` means the same as before, in other places perhaps; to the first rank."""
-    before = _value(manifest.config, "data.train") or []
+def _has_only_moved(trainer: Trainer, manifest: Manifest) -> bool:
+    """Whether `data.train` has the same content and weights as before, perhaps in other files. Only
+    rank 0 knows."""
+    before = _flatten(manifest.config).get("data.train") or []
     weights = [corpus.weight for corpus in trainer.config.data.train]
     return (
         trainer.is_first
@@ -167,60 +180,30 @@ def _is_moved(trainer: Trainer, manifest: Manifest) -> bool:
     )
 
 
-def _changed(
-    config: Config, manifest: Manifest, keys: Sequence[str]
-) -> Iterator[tuple[str, Any, Any]]:
-    """Those of the keys that a checkpoint in the midst of training was made with another value of:
-    key, value now, value before."""
-    ours = config_to_dict(config)
-    for key in keys if manifest.step else ():
-        now, before = _value(ours, key), _value(manifest.config, key)
-        now = list(now) if isinstance(now, tuple) else now  # as JSON has it
-        if before is not None and before != now:
-            yield key, now, before
+def corpus_changes(trainer: Trainer, manifest: Manifest) -> list[str]:
+    """A line if corpora with the same names are not the same: grown, or made again.
 
-
-def _corpus_changes(trainer: Trainer, manifest: Manifest) -> list[str]:
-    """Of corpora that are given as before, and are others: grown, say, or made anew."""
-    changed = _window_changes(trainer, manifest) or _content_changes(trainer, manifest)
+    The order is one of all windows, so a corpus that has grown changes all of it.
+    """
+    samples = trainer.loader.samples
+    now = samples.windows
+    before = manifest.extra.get("windows", now)
+    if not isinstance(before, list):  # older checkpoints hold the sum
+        now, before = [sum(now)], [before]
+    changed = [f"{n} windows, was {b}" for n, b in zip(now, before, strict=False) if n != b]
+    contents = manifest.extra.get("contents")
+    if not changed and contents is not None and trainer.is_first:
+        corpora = zip(trainer.config.data.train, samples.fingerprints, contents, strict=False)
+        changed = [f"{corpus.path}: made anew, of other ids" for corpus, n, b in corpora if n != b]
     if not changed:
         return []
     more = f" (and {len(changed) - 1} more corpora)" if len(changed) > 1 else ""
-    return [f"warning: data.train: {changed[0]}{more}; samples are others from here on"]
-
-
-def _window_changes(trainer: Trainer, manifest: Manifest) -> list[str]:
-    """The order is one of all windows: a corpus that has grown, or `data.valid` in place of a part
-    of `data.train`, changes it from the first to the last."""
-    now = trainer.loader.samples.windows
-    before = manifest.extra.get("windows", now) if manifest.step else now
-    if not isinstance(before, list):  # from before checkpoints told those of each corpus
-        now, before = [sum(now)], [before]
-    return [f"{n} windows, was {b}" for n, b in zip(now, before, strict=False) if n != b]
-
-
-def _content_changes(trainer: Trainer, manifest: Manifest) -> list[str]:
-    """Which corpora of as many windows have other ids in them; to the first rank, which tells."""
-    before = manifest.extra.get("contents") if manifest.step else None
-    if before is None or not trainer.is_first:
-        return []
-    corpora = zip(
-        trainer.config.data.train, trainer.loader.samples.fingerprints, before, strict=False
-    )
-    return [f"{corpus.path}: made anew, of other ids" for corpus, n, b in corpora if n != b]
-
-
-def _value(config: Mapping[str, Any], key: str) -> Any:
-    """None where an older or imported checkpoint does not say."""
-    section, _, name = key.rpartition(".")
-    return (config.get(section, {}) if section else config).get(name)
-
-
-def _global_batch(manifest: Manifest) -> int:
-    return int(_value(manifest.config, "train.global_batch") or 0)
+    return [f"data.train: {changed[0]}{more}"]
 
 
 def old_position(manifest: Manifest) -> tuple[int, int]:
-    """Where the data stood, from before checkpoints said so."""
-    own = data_step(manifest.step, _value(manifest.config, "data.skip") or [])
-    return own, own * _global_batch(manifest)
+    """The data step and the sample at which training goes on, for a checkpoint from before these
+    were saved."""
+    config = _flatten(manifest.config)
+    step = data_step(manifest.step, config.get("data.skip") or [])
+    return step, step * int(config.get("train.global_batch") or 0)

@@ -1,7 +1,14 @@
-"""How a run takes up a checkpoint, and which one."""
+"""Resume: which checkpoint a run goes on from, and how it loads that.
+
+Note [Which checkpoint]
+A path in `checkpoint.resume` says where a run begins. Once the run has checkpoints of its own, it
+goes on from the newest of these; otherwise a job in the queue would begin again at each start. If
+the path is one of the run's own checkpoints, the run goes back to it and sets later ones aside,
+once for each launch: a requeued job has the same arguments. The same holds for `never`.
+"""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,13 +20,12 @@ from megafrontier.checkpoint.folder import (
     is_set_aside,
     list_checkpoints,
     of_newest,
+    restore,
     set_later_aside,
     step_of,
-    take_back,
 )
-from megafrontier.checkpoint.load import Checkpoint, read_manifest
-from megafrontier.checkpoint.manifest import Manifest
-from megafrontier.checkpoint.resume import load_checkpoint, open_newest
+from megafrontier.checkpoint.format import Manifest
+from megafrontier.checkpoint.load import Checkpoint, load_checkpoint, open_newest, read_manifest
 from megafrontier.common.errors import StorageFailed, UserError, as_fatal_error
 from megafrontier.config import Config, ModelConfig
 from megafrontier.model.flops import parameter_shapes
@@ -32,17 +38,17 @@ from megafrontier.training.trainer import Trainer
 
 
 def check_resume(config: Config) -> None:
-    """Raises UserError where `checkpoint.resume` names a checkpoint that is needed and not sound at
-    first sight."""
+    """Raise UserError if `checkpoint.resume` names a checkpoint that the run needs and whose
+    manifest is not sound. All ranks need not call it."""
     path = named_checkpoint(config)
-    if config.checkpoint.weights_only and (path is None or leads_back(config)):
+    if config.checkpoint.weights_only and (path is None or goes_back(config)):
         raise UserError(
             f"checkpoint.resume: {config.checkpoint.resume}, but checkpoint.weights_only is true; "
             "need the path of another run's checkpoint"
         )
     if path is None:
         return
-    if leads_back(config) and step_of(path) is None and not is_set_aside(path):
+    if goes_back(config) and step_of(path) is None and not is_set_aside(path):
         raise UserError(
             f"checkpoint.resume: {path}: another name among the run's own checkpoints; need its "
             "name, as step-00000100, which checkpoint.keep_every may keep for good"
@@ -58,167 +64,110 @@ def check_resume(config: Config) -> None:
 
 
 def check_own(config: Config) -> None:
-    """Raises UserError as `check_resume`, and where the run cannot go on from what it would: a
-    checkpoint is of another model, or `checkpoint.resume` is `never` and some are there. The ranks
-    find out themselves; this looks at one manifest, before a job waits for them."""
+    """Raise UserError if a run would not start: as `check_resume`, if the checkpoint it resumes
+    from is of another model, or if `checkpoint.resume` is `never` and there are checkpoints.
+
+    For use before a job is submitted; the ranks find out themselves. Reads one manifest.
+    """
     check_resume(config)
     if config.checkpoint.resume == "never":
-        if not is_begun(config):
+        if not has_begun_as_asked(config):
             _refuse_old_checkpoints(checkpoint_root(config))
         return
-    path, one = named_checkpoint(config), _own_newest(config)
 
-    def look_at(one: Path) -> None:
-        checkpoint = Checkpoint(one, read_manifest(one))
+    def check_one(path: Path) -> None:
+        checkpoint = Checkpoint(path, read_manifest(path))
         checkpoint.check_shapes(parameter_shapes(config.model))
         check_model(config.model, checkpoint)
 
-    if one is not None:
-        look_at(one)
-    elif path is not None:
-        of_newest(path, look_at)
-
-
-def _own_newest(config: Config) -> Path | None:
-    """The run's own newest checkpoint, where it goes on from that."""
-    own = list_checkpoints(checkpoint_root(config))
-    return own[-1] if own and (not leads_back(config) or is_begun(config)) else None
+    named, own = named_checkpoint(config), _own_newest(config)
+    if own is not None:
+        check_one(own)
+    elif named is not None:
+        of_newest(named, check_one)
 
 
 def named_checkpoint(config: Config) -> Path | None:
-    """The path in `checkpoint.resume`, of a checkpoint or of a folder or run whose newest is meant;
-    None for auto and never. A link to one of the run's own stands for that."""
+    """The path in `checkpoint.resume` (of a checkpoint, or of a run or folder whose newest is
+    meant), None for auto and never. A link to one of the run's own checkpoints is resolved."""
     wanted = config.checkpoint.resume
     if wanted in ("auto", "never"):
         return None
-    meant = Path(wanted).resolve()
-    return meant if _is_own(config, meant) else Path(wanted)
+    resolved = Path(wanted).resolve()
+    return resolved if _is_own(config, resolved) else Path(wanted)
 
 
 def _is_own(config: Config, path: Path) -> bool:
-    """Whether a path is in the run's own folder, wherever a link there leads: checkpoints may lie
-    elsewhere."""
+    """Whether a path is in the run's own checkpoints folder, which may be a link."""
     return path.parent.resolve() == checkpoint_root(config).resolve()
 
 
-def leads_back(config: Config) -> bool:
-    """Whether the run is to go back to a checkpoint of its own."""
+def _own_newest(config: Config) -> Path | None:
+    """The run's own newest checkpoint, if the run resumes from it."""
+    own = list_checkpoints(checkpoint_root(config))
+    return own[-1] if own and (not goes_back(config) or has_begun_as_asked(config)) else None
+
+
+def goes_back(config: Config) -> bool:
+    """Whether `checkpoint.resume` names one of the run's own checkpoints."""
     path = named_checkpoint(config)
     return path is not None and _is_own(config, path)
 
 
-def is_begun(config: Config) -> bool:
-    """Whether an earlier start of this Slurm job or by this torchrun, with the same arguments, has
-    gone back or begun anew as they say: then this one goes on."""
+def has_begun_as_asked(config: Config) -> bool:
+    """Whether an earlier start of this launch has gone back, or begun anew, as `checkpoint.resume`
+    says. Then this start goes on from the newest checkpoint (Note [Which checkpoint])."""
     return has_begun(Path(config.run.directory), config.checkpoint.resume)
 
 
-def goes_on(config: Config) -> bool:
-    """Whether another start as this one would take up the newest checkpoint."""
-    if config.checkpoint.resume != "never" and not leads_back(config):
+def resumes_when_repeated(config: Config) -> bool:
+    """Whether the same command, given again, resumes from the newest checkpoint."""
+    if config.checkpoint.resume != "never" and not goes_back(config):
         return True
     try:
-        # Whom torchrun started, a user starts with another one.
-        return "SLURM_JOB_ID" in os.environ and is_begun(config)
+        # A restart by torchrun resumes as well, but a user would start another torchrun.
+        return "SLURM_JOB_ID" in os.environ and has_begun_as_asked(config)
     except StorageFailed:
         return False
 
 
 def resume(trainer: Trainer, run_logger: RunLogger) -> None:
-    """Take up the checkpoint that `checkpoint.resume` asks for, if any.
+    """Load the checkpoint that `checkpoint.resume` asks for, if any (Note [Which checkpoint]). All
+    ranks call it.
 
-    A path is where a run begins: once it has checkpoints of its own it goes on from them, or a job
-    in the queue would begin again at each start. Only a path among its own leads back, and those
-    after it are set aside.
-
-    Raises UserError when it cannot be had, is of another model, or when `never` would mix two runs
-    in one directory.
+    Raises on all ranks: UserError if the checkpoint cannot be loaded, is of another model, or if
+    `never` would mix two runs in one directory; StorageFailed.
     """
-    config, root = trainer.config, checkpoint_root(trainer.config)
-    load = partial(_fill, trainer)
+    config, root, world = trainer.config, checkpoint_root(trainer.config), trainer.world
+    load = partial(_load_shards, trainer)
     path = named_checkpoint(config)
-    is_begun_now = trainer.world.broadcast_from_rank_0(lambda: str(is_begun(config))) == "True"
-    is_back = leads_back(config) and not is_begun_now
-    if config.checkpoint.resume == "never" and not is_begun_now:
-        refuse = partial(_refuse_old_checkpoints, root)
-        trainer.world.run_on_all(refuse if trainer.is_first else lambda: None)
-        trainer.world.run_on_all(partial(_note_begun, trainer))
+    is_begun = world.broadcast_from_rank_0(lambda: str(has_begun_as_asked(config))) == "True"
+    is_back = goes_back(config) and not is_begun
+    if config.checkpoint.resume == "never" and not is_begun:
+        _on_rank_0(trainer, partial(_refuse_old_checkpoints, root))
+        _on_rank_0(trainer, partial(_record_begun, config))
         return
-    trainer.world.run_on_all(partial(_refuse_loose_link, trainer, root))
-    found = None if is_back else open_newest(root, load, trainer.world, run_logger.info)
-    if found is not None and path is not None and not leads_back(config):
+    _on_rank_0(trainer, partial(_refuse_loose_link, root))
+    found = None if is_back else open_newest(root, load, world, run_logger.info)
+    if found is not None and path is not None and not goes_back(config):
         run_logger.info(f"checkpoint.resume: {path}: not used, the run has checkpoints of its own")
     is_start = found is None and not is_back
     if found is None and path is not None:
         load = partial(load, is_start=is_start)
-        load_it = partial(load_checkpoint, load=load, world=trainer.world)
-        found = of_newest(path, load_it, trainer.world.broadcast_from_rank_0)
+        load_named = partial(load_checkpoint, load=load, world=world)
+        found = of_newest(path, load_named, world.broadcast_from_rank_0)
     if found is None:
-        _say_lost(trainer, root, run_logger)
+        _warn_if_lost(trainer, root, run_logger)
         return
     _go_on_from(found, trainer, is_start, run_logger)
     if is_back:
-        trainer.world.run_on_all(partial(_give_up_later, trainer, root, found.path, run_logger))
-        trainer.world.run_on_all(partial(_note_begun, trainer))
+        _on_rank_0(trainer, partial(_set_later_aside, root, trainer.step, found.path, run_logger))
+        _on_rank_0(trainer, partial(_record_begun, config))
 
 
-def _go_on_from(found: Checkpoint, trainer: Trainer, is_start: bool, run_logger: RunLogger) -> None:
-    """After this rank's part of it has been read."""
-    manifest = _taken(trainer.config, found.manifest, is_start)
-    states = restored(trainer, manifest)
-    share_shards(trainer.engine, states)
-    trainer.engine.restore("published" in states)
-    _take_up(trainer, manifest)
-    of = "" if manifest is found.manifest else "the weights of "
-    run_logger.info(f"resumed from {of}{found.path} at step {trainer.step}")
-    if trainer.step >= trainer.last_step:
-        _say_done(trainer, found.path, is_start, run_logger)
-        return
-    for line in changes(trainer, manifest):
-        run_logger.info(line)
-
-
-def _taken(config: Config, manifest: Manifest, is_start: bool) -> Manifest:
-    """What a run takes up of a checkpoint. With `checkpoint.weights_only` it begins with no more
-    than an imported one has."""
-    if not (is_start and config.checkpoint.weights_only):
-        return manifest
-    weights = {"weight": manifest.states["weight"]}
-    return replace(manifest, step=0, tokens=0, states=weights, rng={}, extra={"data": (0, 0)})
-
-
-def _refuse_loose_link(trainer: Trainer, root: Path) -> None:
-    """Without the storage that it leads to, the run would begin anew and could not save."""
-    if trainer.is_first and root.is_symlink() and not root.exists():
-        raise StorageFailed(f"{root}: leads to {root.readlink()}, which is not there")
-
-
-def _say_lost(trainer: Trainer, root: Path, run_logger: RunLogger) -> None:
-    """That a run which has been further begins at step 0: perhaps its checkpoints are away."""
-    if trainer.is_first:
-        reached = reached_step(Path(trainer.config.run.directory) / "metrics.jsonl")
-        if reached:
-            run_logger.info(
-                f"warning: {root}: no checkpoints, though metrics.jsonl has step {reached}; "
-                "beginning at step 0"
-            )
-
-
-def _say_done(trainer: Trainer, path: Path, is_start: bool, run_logger: RunLogger) -> None:
-    """Nothing is left to do: right for a run that is started once more, wrong for a new one."""
-    key = "stop_at" if trainer.config.train.stop_at else "steps"
-    problem = f"train.{key}: {trainer.last_step}"
-    if is_start:
-        raise UserError(
-            f"{problem}, need more than {trainer.step}, the step of {path}, or "
-            "checkpoint.weights_only=true"
-        )
-    run_logger.info(f"{problem}: reached, nothing left to do; another run.name begins anew")
-
-
-def _note_begun(trainer: Trainer) -> None:
-    if trainer.is_first:
-        record_begun(Path(trainer.config.run.directory), trainer.config.checkpoint.resume)
+def _on_rank_0(trainer: Trainer, act: Callable[[], None]) -> None:
+    """Call `act` on rank 0. All ranks raise its error."""
+    trainer.world.run_on_all(act if trainer.is_first else lambda: None)
 
 
 def _refuse_old_checkpoints(root: Path) -> None:
@@ -232,33 +181,85 @@ def _refuse_old_checkpoints(root: Path) -> None:
         )
 
 
-def _give_up_later(trainer: Trainer, root: Path, path: Path, run_logger: RunLogger) -> None:
-    """Begin a line of training at the checkpoint at `path`: of those in `root` it is the newest."""
-    if not trainer.is_first:
-        return
+def _refuse_loose_link(root: Path) -> None:
+    """If the storage behind the link is away, the run would begin anew and could not save."""
+    if root.is_symlink() and not root.exists():
+        raise StorageFailed(f"{root}: leads to {root.readlink()}, which is not there")
+
+
+def _record_begun(config: Config) -> None:
+    record_begun(Path(config.run.directory), config.checkpoint.resume)
+
+
+def _set_later_aside(root: Path, step: int, path: Path, run_logger: RunLogger) -> None:
+    """Make the checkpoint at `path`, of this step, the newest in `root`."""
     try:
-        set_later_aside(root, trainer.step)
+        set_later_aside(root, step)
         if is_set_aside(path):
-            run_logger.info(f"{path} is {take_back(path, trainer.step).name} again")
+            run_logger.info(f"{path} is {restore(path, step).name} again")
     except OSError as error:
         line = f"checkpoint.resume: {root}: {error.strerror}, need to set checkpoints aside"
         raise as_fatal_error(error, line) from error
 
 
-def _fill(trainer: Trainer, checkpoint: Checkpoint, is_start: bool = False) -> None:
-    """This rank's part of every state that both sides have. Others start from zero: a checkpoint
-    that proved damaged half-way may have left something in them."""
-    units = trainer.engine.units
-    for unit in units:
+def _warn_if_lost(trainer: Trainer, root: Path, run_logger: RunLogger) -> None:
+    """Warn if a run that has done steps begins at step 0: its checkpoints may be elsewhere."""
+    if not trainer.is_first:
+        return
+    reached = reached_step(Path(trainer.config.run.directory) / "metrics.jsonl")
+    if reached:
+        run_logger.info(
+            f"warning: {root}: no checkpoints, though metrics.jsonl has step {reached}; "
+            "beginning at step 0"
+        )
+
+
+def _go_on_from(found: Checkpoint, trainer: Trainer, is_start: bool, run_logger: RunLogger) -> None:
+    """Take over the state of a checkpoint whose shards this rank has loaded."""
+    manifest = _used(trainer.config, found.manifest, is_start)
+    states = states_to_load(trainer, manifest)
+    share_shards(trainer.engine, states)
+    trainer.engine.restore("published" in states)
+    _restore_progress(trainer, manifest)
+    of = "" if manifest is found.manifest else "the weights of "
+    run_logger.info(f"resumed from {of}{found.path} at step {trainer.step}")
+    if trainer.step < trainer.last_step:
+        for line in changes(trainer, manifest):
+            run_logger.info(line)
+        return
+    # Right for a run that is started once more, wrong for a new one.
+    key = "stop_at" if trainer.config.train.stop_at else "steps"
+    problem = f"train.{key}: {trainer.last_step}"
+    if is_start:
+        raise UserError(
+            f"{problem}, need more than {trainer.step}, the step of {found.path}, or "
+            "checkpoint.weights_only=true"
+        )
+    run_logger.info(f"{problem}: reached, nothing left to do; another run.name begins anew")
+
+
+def _used(config: Config, manifest: Manifest, is_start: bool) -> Manifest:
+    """What a run uses of a checkpoint. With `checkpoint.weights_only`, it begins with no more than
+    an imported checkpoint has."""
+    if not (is_start and config.checkpoint.weights_only):
+        return manifest
+    weights = {"weight": manifest.states["weight"]}
+    return replace(manifest, step=0, tokens=0, states=weights, rng={}, extra={"data": (0, 0)})
+
+
+def _load_shards(trainer: Trainer, checkpoint: Checkpoint, is_start: bool = False) -> None:
+    """Load this rank's shards of every state that both sides have, and set the others to zero: a
+    checkpoint that turned out to be damaged may have left something in them."""
+    for unit in trainer.engine.units:
         unit.feedback.clear()
     for tensors in trainer.optimizer.moments.values():
         for tensor in tensors:
             tensor.zero_()
-    states = restored(trainer, _taken(trainer.config, checkpoint.manifest, is_start))
+    states = states_to_load(trainer, _used(trainer.config, checkpoint.manifest, is_start))
     try:
         fill_shards(checkpoint, trainer.config.model, trainer.engine, states)
     except UserError as error:
-        # Others are of one that is damaged, say.
+        # Subclasses are of a damaged checkpoint, say.
         if type(error) is not UserError or not _is_own(trainer.config, checkpoint.path):
             raise
         raise UserError(f"{error}; another run.name begins anew") from error
@@ -270,8 +271,8 @@ def fill_shards(
     engine: Engine,
     states: Mapping[str, Sequence[torch.Tensor]],
 ) -> None:
-    """Load this rank's shard of each unit in these states; its replicas wait for `share_shards`, or
-    hundreds of them would read the same files. Raises UserError for another model."""
+    """Load this rank's shard of each unit in these states. Replicas get theirs by `share_shards`;
+    otherwise hundreds of them would read the same files. Raises UserError for another model."""
     check_model(model, checkpoint)
     depth = engine.placement.optimizer
     if engine.hierarchy.is_first_replica(depth):
@@ -280,25 +281,25 @@ def fill_shards(
 
 
 def share_shards(engine: Engine, states: Mapping[str, Sequence[torch.Tensor]]) -> None:
-    """Give the replicas what the first one has loaded. All ranks call it."""
+    """Broadcast what the first replica has loaded to the others. All ranks call it."""
     for state, tensors in states.items():
-        if state != "error":  # which the first replica alone is to send
+        if state != "error":  # only the first replica sends it with its gradients
             engine.hierarchy.broadcast_to_replicas(tensors, engine.placement.optimizer)
 
 
-def restored(trainer: Trainer, manifest: Manifest) -> dict[str, Sequence[torch.Tensor]]:
-    """The states to take up. An imported checkpoint has weights only, and one of another placement
-    or other wires may lack some of ours."""
+def states_to_load(trainer: Trainer, manifest: Manifest) -> dict[str, Sequence[torch.Tensor]]:
+    """This rank's shards of the states that the checkpoint has. An imported one has only weights;
+    with another placement or wires it may lack others."""
     return {state: found for state, found in shards(trainer).items() if state in manifest.states}
 
 
-def _take_up(trainer: Trainer, manifest: Manifest) -> None:
+def _restore_progress(trainer: Trainer, manifest: Manifest) -> None:
     trainer.step = manifest.step
     trainer.tokens = manifest.tokens
     trainer.optimizer.restore(int(manifest.extra.get("optimizer_steps", 0)))
     saved_scale = manifest.extra.get("loss_scale", {})
     trainer.loss_scale.restore(saved_scale)
-    # Errors are in units of the scale, which another precision changes.
+    # Errors are in units of the loss scale, which another precision changes.
     trainer.engine.scale_errors(trainer.loss_scale.scale / saved_scale.get("scale", 1.0))
     trainer.spikes.restore(manifest.extra.get("spikes", {}))
     for name, state in manifest.extra.get("callbacks", {}).items():

@@ -255,7 +255,7 @@ def test_a_run_goes_back_to_a_checkpoint_that_lies_elsewhere(config_file, tmp_pa
     runs.run(config_file, 1, *runs.ONE, f"checkpoint.resume={link}", "train.stop_at=3")
     named = link.with_name("step-00000003")
     (tmp_path / "good").symlink_to(named)
-    assert resuming.leads_back(runs.load(config_file, f"checkpoint.resume={tmp_path}/good"))
+    assert resuming.goes_back(runs.load(config_file, f"checkpoint.resume={tmp_path}/good"))
     assert "step-00000002 at step 2" in runs.log(tmp_path / "run")
     assert link.with_name("step-00000004.superseded").is_dir()
     assert link.is_symlink()
@@ -302,7 +302,7 @@ def test_ranks_that_torchrun_starts_again_go_on_with_a_run_that_was_to_begin_new
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     start_twice("TORCHELASTIC_RESTART_COUNT", config_file, monkeypatch)
     assert "step-00000003 at step 3" in runs.log(tmp_path / "run")
-    assert not resuming.goes_on(runs.load(config_file, NEW)), "with the same command"
+    assert not resuming.resumes_when_repeated(runs.load(config_file, NEW)), "with the same command"
     for restarts in ("0", "1"):  # of another torchrun, which starts again what was refused
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
         assert runs.train(runs.load(config_file, *runs.ONE, NEW), 1) == 2

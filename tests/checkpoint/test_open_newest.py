@@ -5,10 +5,9 @@ import os
 import pytest
 import torch
 
-from megafrontier.checkpoint.errors import CheckpointCorrupt
-from megafrontier.checkpoint.manifest import FILE_NAME, Manifest, piece_file
-from megafrontier.checkpoint.resume import load_checkpoint, open_newest
-from megafrontier.checkpoint.verify import verify
+from megafrontier.checkpoint.commands import verify
+from megafrontier.checkpoint.format import FILE_NAME, CheckpointCorrupt, Manifest, shard_path
+from megafrontier.checkpoint.load import load_checkpoint, open_newest
 from megafrontier.common.errors import PeersLost, StorageFailed, UserError
 from megafrontier.parallel.world import World
 from tests.checkpoint import helpers
@@ -18,7 +17,7 @@ from tests.checkpoint.helpers import (
     flip,
     make_layouts,
     make_tensors,
-    run_crowd,
+    run_threads,
     save_all,
 )
 
@@ -28,22 +27,22 @@ def resume(root, ranks=4):
     warnings = []
     layouts = make_layouts(BY_BLOCK, ranks)
 
-    def body(coordinator):
-        shards = cut(layouts, make_tensors(0), coordinator.rank, ranks)
+    def body(world):
+        shards = cut(layouts, make_tensors(0), world.rank, ranks)
         checkpoint = open_newest(
             root,
-            lambda found: found.fill(layouts, shards, coordinator.rank, ranks),
-            coordinator,
+            lambda found: found.fill(layouts, shards, world.rank, ranks),
+            world,
             warnings.append,
         )
         if checkpoint is None:
             return None
-        need = cut(layouts, make_tensors(checkpoint.manifest.step), coordinator.rank, ranks)
+        need = cut(layouts, make_tensors(checkpoint.manifest.step), world.rank, ranks)
         for state in need:
             assert all(map(torch.equal, shards[state], need[state]))
         return checkpoint.manifest.step
 
-    results = run_crowd(ranks, body)
+    results = run_threads(ranks, body)
     assert len({str(result) for result in results}) == 1, "all ranks agree"
     if isinstance(results[0], Exception):
         raise results[0]
@@ -63,11 +62,11 @@ def test_where_nothing_is_training_starts_new(tmp_path):
 
 
 def _flip_payload(path):
-    flip(path / piece_file(3), (path / piece_file(3)).stat().st_size - 1)
+    flip(path / shard_path(3), (path / shard_path(3)).stat().st_size - 1)
 
 
 def _truncate(path):
-    with open(path / piece_file(3), "ab") as file:
+    with open(path / shard_path(3), "ab") as file:
         file.truncate(300)
 
 
@@ -75,7 +74,7 @@ DAMAGES = {
     "flipped byte of a piece": _flip_payload,
     "flipped byte of the manifest": lambda path: flip(path / FILE_NAME, 150),
     "truncated file": _truncate,
-    "missing file": lambda path: (path / piece_file(3)).unlink(),
+    "missing file": lambda path: (path / shard_path(3)).unlink(),
     "half-written folder": lambda path: (path / FILE_NAME).unlink(),
     "foreign folder": lambda path: (path / FILE_NAME).write_text("{}"),
 }
@@ -112,14 +111,14 @@ def test_a_checkpoint_of_another_model_stops_all_ranks_and_is_no_reason_to_go_ba
 def test_a_failure_of_one_rank_alone_stops_all(tmp_path):
     save_all(tmp_path, 100)
 
-    def body(coordinator):
+    def body(world):
         def load(checkpoint):
-            if coordinator.rank == 1:
+            if world.rank == 1:
                 raise RuntimeError("out of memory")
 
-        return open_newest(tmp_path, load, coordinator, print)
+        return open_newest(tmp_path, load, world, print)
 
-    results = run_crowd(3, body)
+    results = run_threads(3, body)
     assert [type(result) for result in results] == [PeersLost, RuntimeError, PeersLost], (
         "nothing is wrong with the input: another start may do better"
     )
@@ -132,7 +131,7 @@ def test_a_storage_that_fails_one_rank_is_no_reason_to_give_up_a_checkpoint(tmp_
     reads = os.preadv
 
     def preadv(descriptor, buffers, offset):
-        if os.readlink(f"/proc/self/fd/{descriptor}") == str(path / piece_file(3)):
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(path / shard_path(3)):
             raise OSError(5, "Input/output error")
         return reads(descriptor, buffers, offset)
 
@@ -151,7 +150,7 @@ def test_a_storage_that_does_not_list_checkpoints_is_not_one_without(tmp_path, m
         raise OSError(5, "Input/output error", str(path))
 
     monkeypatch.setattr(os, "listdir", listdir)
-    results = run_crowd(ranks, lambda coordinator: open_newest(tmp_path, print, coordinator, print))
+    results = run_threads(ranks, lambda world: open_newest(tmp_path, print, world, print))
     assert [type(result) for result in results] == [StorageFailed] * ranks
     assert str(results[-1]) == f"{tmp_path}: Input/output error"
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from megafrontier.checkpoint import folder, piece
-from megafrontier.checkpoint import save as write
-from megafrontier.checkpoint.errors import CheckpointWriteError
+from megafrontier.checkpoint import folder, shard_file
+from megafrontier.checkpoint import save as save_module
+from megafrontier.checkpoint.commands import verify
 from megafrontier.checkpoint.folder import list_checkpoints
+from megafrontier.checkpoint.format import CheckpointWriteError
 from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.checkpoint.save import save
-from megafrontier.checkpoint.verify import verify
 from megafrontier.parallel.world import World
 from tests.checkpoint.helpers import (
     ALL_IN_ONE,
@@ -27,21 +27,21 @@ from tests.checkpoint.helpers import (
     make_layouts,
     make_manifest,
     make_tensors,
-    run_crowd,
+    run_threads,
     save_all,
 )
 from tests.processes import in_child
 
 
-def _save_on_ranks(root: Path, step: int, pieces: int = 4, attach=None) -> list:
-    layouts = make_layouts(BY_BLOCK, pieces)
-    manifest = make_manifest(step, layouts, pieces)
+def _save_on_ranks(root: Path, step: int, num_shards: int = 4, attach=None) -> list:
+    layouts = make_layouts(BY_BLOCK, num_shards)
+    manifest = make_manifest(step, layouts, num_shards)
 
-    def body(coordinator):
-        shards = cut(layouts, make_tensors(step), coordinator.rank, pieces)
-        return save(root, manifest, shards, coordinator.rank, True, coordinator, attach)
+    def body(world):
+        shards = cut(layouts, make_tensors(step), world.rank, num_shards)
+        return save(root, manifest, shards, world.rank, True, world, attach)
 
-    return run_crowd(pieces, body)
+    return run_threads(num_shards, body)
 
 
 def _assert_all_refused(results: list, reason: str) -> None:
@@ -53,16 +53,18 @@ def _assert_all_refused(results: list, reason: str) -> None:
 def test_a_disk_full_on_one_rank_stops_all_alike_and_harms_nothing(tmp_path, monkeypatch):
     save_all(tmp_path, 100, 4)
     before = contents(tmp_path)
-    real_write_piece = write.write_piece
+    real_write_shard = save_module.write_shard
     full_file = partial(open, mode="wb")  # "xb" would refuse the link.
 
     def full_disk(path, manifest, number, shards):
         if number == 2:
             path.symlink_to("/dev/full")
-            monkeypatch.setattr(piece, "open", lambda path, _mode: full_file(path), raising=False)
-        real_write_piece(path, manifest, number, shards)
+            monkeypatch.setattr(
+                shard_file, "open", lambda path, _mode: full_file(path), raising=False
+            )
+        real_write_shard(path, manifest, number, shards)
 
-    monkeypatch.setattr(write, "write_piece", full_disk)
+    monkeypatch.setattr(save_module, "write_shard", full_disk)
     said = f"rank 2: {tmp_path}: No space left on device"
     _assert_all_refused(_save_on_ranks(tmp_path, 200), said)
     assert contents(tmp_path) == before
@@ -96,7 +98,7 @@ def test_an_error_at_any_system_call_of_any_rank_stops_all_alike(tmp_path, monke
         if not (tmp_path / "step-00000200").exists():
             assert contents(tmp_path) == before
         else:  # Published in full; only that it survives a power cut is not sure.
-            assert verify(tmp_path / "step-00000200").whole
+            assert verify(tmp_path / "step-00000200").is_whole
             shutil.rmtree(tmp_path / "step-00000200")
         fails_at += 1
     assert fails_at >= {"fsync": 8, "rename": 1, "mkdir": 4}[call]
@@ -131,15 +133,15 @@ def test_a_piece_without_a_writer_or_with_two_is_not_published(tmp_path):
     layouts = make_layouts(BY_BLOCK, 2)
     manifest = make_manifest(1, layouts, 2)
 
-    def body(coordinator):
-        number = piece_of[coordinator.rank]
+    def body(world):
+        number = piece_of[world.rank]
         shards = cut(layouts, make_tensors(), number, 2)
-        return save(tmp_path, manifest, shards, number, number in writers, coordinator)
+        return save(tmp_path, manifest, shards, number, number in writers, world)
 
     piece_of, writers = [0, 1], {0}
-    _assert_all_refused(run_crowd(2, body), "1 piece files, need 2")
+    _assert_all_refused(run_threads(2, body), "1 shard files, need 2")
     piece_of, writers = [0, 0], {0}
-    _assert_all_refused(run_crowd(2, body), "File exists")
+    _assert_all_refused(run_threads(2, body), "File exists")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -177,7 +179,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_only_whole_checkpoints(tmp_path):
                 (os, "fsync"),
                 (os, "rename"),
                 (Path, "mkdir"),
-                (piece, "crc32_hex"),
+                (shard_file, "crc32_hex"),
             ]:
                 _kill_at(owner, name, counter, at)
             save(root, manifest, shards, 0, True, World.single())
@@ -193,7 +195,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_only_whole_checkpoints(tmp_path):
         code = killed_save(root, at)
         found = list_checkpoints(root)
         outcomes.add(tuple(path.name for path in found))
-        assert all(verify(path).whole for path in found)
+        assert all(verify(path).is_whole for path in found)
         assert found[0].name == "step-00000100"
         if code == 0:
             break
@@ -232,4 +234,4 @@ def test_a_kill_during_a_deletion_leaves_no_half_of_a_checkpoint(tmp_path):
     assert in_child(child) == -signal.SIGKILL
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
     assert folder.clean_partials(tmp_path) == [tmp_path / ".step-00000001.removed"]
-    assert all(verify(path).whole for path in list_checkpoints(tmp_path))
+    assert all(verify(path).is_whole for path in list_checkpoints(tmp_path))
