@@ -7,12 +7,12 @@ import torch
 
 from megafrontier.commands import generate as generate_module
 from megafrontier.commands.generate import (
-    KVCache,
     generate,
     next_token_probabilities,
     stream_text,
 )
 from megafrontier.common.errors import UserError
+from megafrontier.model.attention import KVCache
 from megafrontier.model.families.hf_io import export_model
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -146,7 +146,9 @@ def test_a_model_whose_output_is_not_finite_is_refused(make_config, make_model, 
     with torch.no_grad():
         next(model.parameters()).fill_(value)
     tokens = generate(model, PROMPT, max_new_tokens=3, temperature=temperature, seed=0)
-    with pytest.raises(UserError, match="values are not finite; need sound weights"):
+    with pytest.raises(
+        UserError, match="logits of the next token are not finite, need other weights"
+    ):
         next(tokens)
     assert model.training
 
@@ -174,7 +176,7 @@ def test_sampled_tokens_follow_the_probabilities(make_config, make_model):
     ("changes", "message"),
     [
         ({"prompt": []}, "prompt: no tokens"),
-        ({"prompt": [1] * 24}, "prompt: 24 tokens, at most 23"),
+        ({"prompt": [1] * 24}, "prompt: 24 tokens, need at most 23"),
         ({"prompt": [1, 50]}, "prompt: token 50, need 0 to 49"),
         ({"temperature": -1.0}, "temperature: -1.0, need 0 or more"),
         ({"top_p": 0.0}, "top_p: 0.0, need more than 0"),

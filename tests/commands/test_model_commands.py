@@ -365,7 +365,7 @@ def test_a_model_imported_without_a_tokenizer_trains_and_evaluates_and_refuses_p
     [
         ("--temperature", "-1", "--temperature: -1.0, need 0 or more"),
         ("--max-new-tokens", "-1", "--max-new-tokens: -1, need 0 or more"),
-        ("--prompt", "D" * 999, "--prompt: 999 tokens, at most "),
+        ("--prompt", "D" * 999, "--prompt: 999 tokens, need at most "),
     ],
 )
 def test_a_request_that_cannot_be_is_refused_before_the_model_is_loaded(

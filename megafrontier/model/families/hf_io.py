@@ -1,7 +1,6 @@
-"""A model as a Hugging Face folder, and a Hugging Face folder as a model.
+"""Export a model to a Hugging Face folder, and import one from it.
 
-Only config.json and safetensors are read: no code and no pickle. Neither way imports
-`transformers`.
+Only config.json and safetensors are read: no code and no pickle. `transformers` is not imported.
 """
 
 import json
@@ -24,11 +23,11 @@ from megafrontier.model.families.base import HEAD, ParamMapping
 from megafrontier.model.flops import parameter_shapes
 
 SHARD_BYTES = 4 * 1024**3
-"""Larger models are split into files of about this size."""
+"""Larger models are written as several files of about this size."""
 
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 _DERIVED = (*_BUFFERS, "rotary_emb.inv_freq")
-"""Ends of names under which old files keep causal masks and rotary tables."""
+"""Suffixes of the names of causal masks and rotary tables in old files."""
 
 
 class SavedTokenizer(Protocol):
@@ -36,18 +35,18 @@ class SavedTokenizer(Protocol):
 
     @property
     def eod(self) -> int:
-        """Id that ends a document."""
+        """Id at the end of a document."""
 
     @property
     def bos(self) -> int:
-        """Id that begins a text."""
+        """Id at the start of a text."""
 
     @property
     def pad(self) -> int | None:
-        """Id that fills short rows of a batch and nothing else."""
+        """Id that only pads short rows of a batch."""
 
     def save(self, folder: Path) -> None:
-        """Write the files that `transformers` loads it from."""
+        """Write the files that `transformers` loads the tokenizer from."""
 
 
 def export_model(
@@ -57,14 +56,14 @@ def export_model(
     tokenizer: SavedTokenizer | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> str:
-    """Write config.json, safetensors and the tokenizer's files; returns the architecture's name.
+    """Write config.json, safetensors and the tokenizer's files. Returns the architecture's name.
 
-    `weights` holds GPT's parameters by name; it is asked for one at a time and may load them
-    lazily. The folder appears whole or not at all. Padded token ids are cut off; a model without
-    biases becomes one with zero biases where its family always has them.
+    `weights` holds GPT's parameters by name. They are read one at a time, so it may load them
+    lazily. The folder appears complete or not at all. Padded token ids are dropped. A model without
+    biases gets zero biases if its family always has them.
 
-    Raises UserError when no family can express the model, when a weight is missing, has another
-    shape or is too large for `dtype`, when `out` is not empty, or cannot be written.
+    Raises UserError if no family can express the model, if a weight is missing, has another shape
+    or is too large for `dtype`, or if `out` is not empty or cannot be written.
     """
     family = family_for(config)
     with _new_folder(out) as folder:
@@ -77,7 +76,7 @@ def export_model(
 
 
 def export_order(config: ModelConfig) -> list[str]:
-    """GPT's parameters in the order in which `export_model` asks for them. Raises UserError when no
+    """GPT's parameters in the order in which `export_model` reads them. Raises UserError if no
     family can express the model."""
     return [mapping.name for mapping in family_for(config).mappings(config)]
 
@@ -85,8 +84,8 @@ def export_order(config: ModelConfig) -> list[str]:
 def import_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The model in a Hugging Face folder: its config, and GPT's parameters by name.
 
-    Tensors come in the type they are stored in; rows of padded token ids are zero. Raises
-    UserError for anything missing, damaged, or beyond what GPT does.
+    Tensors have the type that they are stored in. Rows of padded token ids are zero. Raises
+    UserError for anything missing, damaged, or not supported by GPT.
     """
     family, config = described_model(folder)
     files = _TensorFiles(folder, family)
@@ -104,7 +103,7 @@ def import_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 
 def described_model(folder: Path) -> tuple[Family, ModelConfig]:
-    """What a Hugging Face folder's config.json says. Raises UserError as `import_model`."""
+    """The family and config in a folder's config.json. Raises UserError as `import_model`."""
     path = folder / "config.json"
     reader = HFConfigReader(path, _read_json(path))
     family = family_of(reader)
@@ -119,10 +118,10 @@ def described_model(folder: Path) -> tuple[Family, ModelConfig]:
 def _config_json(
     config: ModelConfig, family: Family, tokenizer: SavedTokenizer | None, dtype: torch.dtype
 ) -> dict[str, Any]:
-    # Without this, transformers would fill in ids of the family's own tokenizer.
+    # Without these ids, transformers would use those of the family's own tokenizer.
     begin, end = (None, None) if tokenizer is None else (tokenizer.bos, tokenizer.eod)
     pad = None if tokenizer is None else tokenizer.pad
-    if pad is not None and pad >= config.vocab_size:  # the tokenizer's alone; refused over there
+    if pad is not None and pad >= config.vocab_size:  # transformers would refuse it
         pad = None
     return {
         "architectures": [family.architecture],
@@ -140,20 +139,20 @@ def _config_json(
 def _exported(
     config: ModelConfig, family: Family, weights: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """The family's tensors under the names of its files, one at a time."""
+    """The family's tensors and their names in files, one at a time."""
     shapes = parameter_shapes(replace(config, bias=True))
     for mapping in family.mappings(config):
         weight = _weight(config, weights, mapping.name, shapes[mapping.name])
         for hf_name, tensor in zip(mapping.hf_names, mapping.export(weight), strict=True):
             name = family.head if hf_name == HEAD else family.prefix + hf_name
-            # A copy of its own: safetensors refuses tensors that share memory.
+            # Copy, because safetensors refuses tensors that share memory.
             exported = tensor.detach().to("cpu", dtype, copy=True).contiguous()
             _refuse_overflow(mapping.name, tensor, exported)
             yield name, exported
 
 
 def _refuse_overflow(name: str, tensor: Tensor, exported: Tensor) -> None:
-    """Raise UserError for a number that the type of `exported` has no room for."""
+    """Raise UserError for a number that overflows the type of `exported`."""
     tensor = tensor.to("cpu")
     lost = tensor[exported.isinf() & tensor.isfinite()]
     if lost.numel():
@@ -177,7 +176,7 @@ def _weight(
 
 
 def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
-    """One model.safetensors, or several and their index, of about SHARD_BYTES each."""
+    """Write model.safetensors, or several files of about SHARD_BYTES and their index."""
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     total = size = 0
@@ -198,7 +197,7 @@ def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
 
 
 def _name_shards(shards: list[list[str]], total_bytes: int, folder: Path) -> None:
-    """Give the parts their final names, which hold how many there are."""
+    """Give the files their final names, which contain their number."""
     if len(shards) == 1:
         (folder / "0.part").rename(folder / "model.safetensors")
         return
@@ -213,10 +212,10 @@ def _name_shards(shards: list[list[str]], total_bytes: int, folder: Path) -> Non
 
 @contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `out` when everything went well, and vanishes if not."""
+    """A temporary folder that becomes `out` on success and is removed otherwise."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists and is not an empty folder; choose another --out")
-    out = out.resolve()  # `.` has no name
+    out = out.resolve()  # because `.` has no name
     try:
         with in_work(out) as folder:
             yield folder
@@ -226,7 +225,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
 
 class _TensorFiles:
-    """The tensors of a folder by the family's names, read when asked for."""
+    """The tensors of a folder by the family's names, read on demand."""
 
     def __init__(self, folder: Path, family: Family) -> None:
         self.folder, self._family = folder, family
@@ -242,11 +241,11 @@ class _TensorFiles:
         known = self._canonical(name)
         if known in self._files:
             also = f"{self._names[known]} in {self._files[known].name}"
-            raise UserError(f"{path}: tensor {name}: also there as {also}, need one of them")
+            raise UserError(f"{path}: tensor {name}: also stored as {also}, need one of them")
         self._names[known], self._files[known] = name, path
 
     def get(self, name: str) -> Tensor:
-        """One tensor. Raises UserError when it is missing, damaged, or holds no floats."""
+        """One tensor. Raises UserError if it is missing, damaged, or not floating point."""
         if name not in self._files:
             raise UserError(f"{self.folder}: tensor {self._spelled(name)}: missing")
         self._read.add(name)
@@ -261,8 +260,8 @@ class _TensorFiles:
         return tensor
 
     def refuse_other_head(self, embedding: Tensor) -> None:
-        """Raise UserError for an output matrix that is not the embedding which config.json takes it
-        for: transformers would leave the two untied."""
+        """Raise UserError for an output matrix that differs from the embedding although config.json
+        ties them: transformers would leave the two untied."""
         if HEAD not in self._files:
             return
         head = self.get(HEAD)
@@ -273,7 +272,7 @@ class _TensorFiles:
             )
 
     def refuse_unread(self) -> None:
-        """Raise UserError if a tensor was left over: then this is not the model it says it is."""
+        """Raise UserError for an unused tensor, because then this is another model."""
         for name in sorted(self._files.keys() - self._read):
             if name.endswith(_DERIVED):
                 continue
@@ -281,7 +280,7 @@ class _TensorFiles:
             raise UserError(f"{found}: not part of a {self._family.architecture}")
 
     def _canonical(self, name: str) -> str:
-        # transformers 5 calls every head lm_head, 4 and its files GPT-NeoX's embed_out.
+        # transformers 5 names every head lm_head. In transformers 4, GPT-NeoX's is embed_out.
         if name in ("lm_head.weight", "embed_out.weight"):
             return HEAD
         return name.removeprefix(self._family.prefix)
@@ -302,9 +301,10 @@ def _load(mapping: ParamMapping, files: _TensorFiles) -> Tensor:
 
 
 def _safetensors_in(folder: Path) -> list[Path]:
-    """The weight files of a folder. Raises UserError when there are none, or one is missing.
+    """The weight files of a folder. Raises UserError if there are none or one is missing.
 
-    A whole file goes before an index, as in transformers, which leaves an older save's beside it.
+    A single file takes precedence over an index, as in transformers, which does not remove the
+    index of an earlier save.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file() and not (folder / "model.safetensors").is_file():
@@ -326,7 +326,7 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: not a whole safetensors file: {error}") from error
+        raise UserError(f"{path}: not a complete safetensors file: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -337,5 +337,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(values, dict):
-        raise UserError(f"{path}: expected keys and values at the top")
+        raise UserError(f"{path}: need keys and values at the top")
     return values

@@ -469,7 +469,7 @@ def test_a_tensor_that_is_there_twice_is_refused(exported):
     tensors = load_file(path)
     tensors["wpe.weight"] = tensors["transformer.wpe.weight"] + 1
     save_file(tensors, path, {"format": "pt"})
-    with pytest.raises(UserError, match=r"model.safetensors: tensor .*wpe.weight: also there as"):
+    with pytest.raises(UserError, match=r"model.safetensors: tensor .*wpe.weight: also stored as"):
         import_model(exported)
 
 
@@ -487,7 +487,7 @@ def test_damaged_folders_are_refused_by_file(exported, tmp_path):
     weights = exported / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match=r"model.safetensors: not a whole safetensors file"):
+    with pytest.raises(UserError, match=r"model.safetensors: not a complete safetensors file"):
         import_model(exported)
     weights.unlink()
     (exported / "pytorch_model.bin").write_bytes(b"pickle")
