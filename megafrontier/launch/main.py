@@ -45,7 +45,7 @@ from megafrontier.training.callbacks.evaluate import (
 from megafrontier.training.callbacks.guard import Guard
 from megafrontier.training.callbacks.log import Log, TraceWriter
 from megafrontier.training.callbacks.save import Save
-from megafrontier.training.callbacks.stragglers import Stragglers, collect_garbage_every
+from megafrontier.training.callbacks.stragglers import GarbageCollection, Stragglers
 from megafrontier.training.device import (
     check_caches,
     describe_kernels,
@@ -289,11 +289,11 @@ def _run(
         trace, stragglers = TraceWriter(trainer), Stragglers(identify(os.environ).host)
         evaluate = Evaluate(watch.beat, is_missing)
         watch.begin(trainer.step, trainer.engine.ledger)
-        with collect_garbage_every(config.train.gc_every) as garbage:
-            # Evaluation comes after the checkpoint, because it may be cut short.
-            callbacks = [Log(), guard, *users.values(), save, evaluate, trace, stragglers, garbage]
-            save.on_saved = partial(notify_saved, callbacks)
-            run(trainer, callbacks, watch.beat)
+        garbage = GarbageCollection(config.train.gc_every)
+        # Evaluation comes after the checkpoint, because it may be cut short.
+        callbacks = [Log(), guard, *users.values(), save, evaluate, trace, stragglers, garbage]
+        save.on_saved = partial(notify_saved, callbacks)
+        run(trainer, callbacks, watch.beat)
         save.finish(hierarchy.world)
         if trainer.step >= trainer.last_step:
             return 0

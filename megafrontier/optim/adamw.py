@@ -18,8 +18,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class ShardedAdamW:
     """Decoupled weight decay (Loshchilov & Hutter 2019) over the engine's master shards.
 
-    Each shard is cut once, at its `decay_stops` element: decayed parameters lie before it, the
-    others after. Both parts are views, and so are their moments, so that a shard's moments are
+    Each shard is split at its element of `decay_stops`: decayed parameters come before it, the
+    others after it. Both parts and their moments are views, so that a shard's moments are
     contiguous like the shard itself.
     """
 
@@ -50,14 +50,14 @@ class ShardedAdamW:
         self._place_state(0)
 
     def _place_state(self, steps: int) -> None:
-        """Give the optimizer our views as its state, so that it allocates none of its own."""
+        """Give the optimizer our views as its state, so that it allocates no state itself."""
         for part, index, where in self._parts:
             state = self._optimizer.state[part]
             state["step"] = torch.tensor(float(steps), device=self._step_device(part))
             for name in MOMENTS:
                 state[name] = self._moments[name][index][where]
         for group in self._optimizer.param_groups:
-            group["step"] = steps  # where apex counts
+            group["step"] = steps  # apex counts here
 
     def _step_device(self, part: torch.Tensor) -> torch.device:
         return part.device if self._implementation == "torch" else torch.device("cpu")
@@ -69,10 +69,12 @@ class ShardedAdamW:
         divisor: torch.Tensor,
         skip: torch.Tensor,
     ) -> None:
-        """Update the masters in place from `gradients`, one 1-D fp32 shard for each, divided by
-        `divisor` []; where `skip` [] is 1 change nothing. The gradients are used up.
+        """Update the masters in place, or change nothing if `skip` [] is 1.
 
-        torch's fused kernel looks at both on the device; the others make the host wait.
+        gradients: one 1-D fp32 shard for each master. They are overwritten.
+        divisor: [], what the gradients are divided by.
+
+        torch's fused kernel reads both on the device. With the others the host waits for it.
         """
         if self._implementation == "torch":
             self._optimizer.grad_scale, self._optimizer.found_inf = divisor.float(), skip.float()
@@ -93,18 +95,18 @@ class ShardedAdamW:
 
     @property
     def steps(self) -> int:
-        """Updates made; waits for the device."""
+        """Number of updates made. Waits for the device."""
         if self._implementation == "apex":
             return int(self._optimizer.param_groups[0]["step"])
         return int(self._optimizer.state[self._parts[0][0]]["step"].item())
 
     @property
     def moments(self) -> dict[str, list[torch.Tensor]]:
-        """First and second moments, one 1-D shard for each master, under Adam's names."""
+        """First and second moments by torch's names, one 1-D shard for each master."""
         return self._moments
 
     def restore(self, steps: int) -> None:
-        """Go on as after `steps` updates; the moments have been filled in place."""
+        """Continue after `steps` updates. The moments have been filled in place."""
         self._place_state(steps)
 
 
@@ -120,20 +122,21 @@ def _build(groups: list[dict[str, object]], config: OptimizerConfig) -> torch.op
 
 
 def find_apex() -> ModuleType:
-    """apex's optimizers module, NVIDIA's or ROCm's. Looks at no device: ranks may be forked later.
+    """The optimizers module of NVIDIA's or ROCm's apex. Initializes no device, so that ranks may be
+    forked later.
 
-    Raises UserError where there is none, and for the unrelated package of that name on PyPI.
+    Raises UserError if there is none, and for the unrelated package of that name on PyPI.
     """
     try:
-        module = importlib.import_module("apex.optimizers")
+        return importlib.import_module("apex.optimizers")
     except ImportError as error:
-        raise UserError(f"optimizer.fused: apex, but {_why(error)}; need torch or none") from error
-    return module
+        reason = _missing_reason(error)
+        raise UserError(f"optimizer.fused: apex, but {reason}; need torch or none") from error
 
 
-def _why(error: ImportError) -> str:
-    """Why apex's optimizers could not be imported, from the files of what bears its name: the
-    unrelated package may fail to import too."""
+def _missing_reason(error: ImportError) -> str:
+    """Why apex's optimizers cannot be imported, by the installed package's files: the unrelated
+    one may fail to import, too."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return "apex is not installed (build NVIDIA's or ROCm's from source, not from PyPI)"

@@ -16,7 +16,7 @@ from megafrontier.optim import gradients
 from megafrontier.training import loop, step
 from megafrontier.training import trainer as trainer_module
 from megafrontier.training.callbacks.base import Callback
-from megafrontier.training.callbacks.stragglers import collect_garbage_every
+from megafrontier.training.callbacks.stragglers import GarbageCollection
 from scripts.benchmarks.shared.measuring import tensor_bytes
 from tests import runs
 from tests.ranks import run_ranks
@@ -328,7 +328,8 @@ def test_memory_is_flat_after_the_second_step_without_pythons_collector(config_f
 
     def body(hierarchy):
         held = []
-        with runs.open_trainer(config, hierarchy) as trainer, collect_garbage_every(100):
+        with runs.open_trainer(config, hierarchy) as trainer:
+            GarbageCollection(100).at_start(trainer)
             for _ in range(6):
                 loop.train_step(trainer)
                 trainer.engine.finish_publishing()

@@ -1,17 +1,11 @@
 """A step that is not finite, a spike or without a target changes no weight, on all ranks alike."""
 
 import math
-import os
-import signal
 
 import pytest
 import torch
 
 from megafrontier.cli import main
-from megafrontier.common.errors import STOPPED
-from megafrontier.common.signals import stops_remembered
-from megafrontier.launch.main import train
-from megafrontier.training import loop
 from megafrontier.training.callbacks.evaluate import evaluate
 from megafrontier.training.loop import train_step
 from tests import runs
@@ -24,10 +18,6 @@ SPIKES = ("train.steps=12", "evaluate.batches=0", "machine=laptop", "train.spike
 
 def skipped_lines(lines):
     return [line for line in lines if line.get("skipped")]
-
-
-def checkpoints(folder):
-    return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
 
 
 def test_one_ranks_nan_is_skipped_by_all_ranks_and_logged_with_its_samples(
@@ -100,46 +90,6 @@ def test_a_skipped_step_leaves_no_errors_for_the_next(config_file, strategy):
     for after_a_step, after_a_skipped_one in run_ranks((2, 2, 2), body):
         assert after_a_step > 0
         assert after_a_skipped_one == 0
-
-
-def test_checkpoints_of_sound_weights_are_not_replaced_by_those_of_a_broken_run(
-    config_file, tmp_path, multiply_loss
-):
-    """By the time a run ends because of its losses, it would keep no other checkpoints."""
-    multiply_loss(math.nan, 48, 64, 80)  # steps 4 to 6
-    keep = ("checkpoint.every=2", "checkpoint.keep=2", "train.nonfinite_limit=4")
-    runs.run(config_file, 4, *STEPS, *keep, "train.steps=8", "train.stop_at=6")
-    # The last one may be sound, and would be lost otherwise; no other was deleted for it.
-    assert checkpoints(tmp_path) == ["step-00000002", "step-00000006"]
-    log = runs.log(tmp_path / "run")
-    assert log.count("no checkpoint at step 4, whose loss is not finite: after the next") == 1
-
-
-def test_a_request_to_stop_among_broken_steps_keeps_the_sound_checkpoint(
-    config_file, tmp_path, multiply_loss, monkeypatch
-):
-    """Also if none of these steps was due to be saved."""
-    multiply_loss(math.nan, *range(48, 128, 16))  # steps 4 and later
-    start_step = loop.start_step
-
-    def stopped(trainer, *others):
-        if trainer.step == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return start_step(trainer, *others)
-
-    monkeypatch.setattr(loop, "start_step", stopped)
-    keep = ("checkpoint.every=3", "checkpoint.keep=1", "train.nonfinite_limit=4")
-    with stops_remembered():
-        assert train(runs.load(config_file, *STEPS, *keep, "machine=laptop"), 1) == STOPPED
-    assert checkpoints(tmp_path) == ["step-00000003", "step-00000005"]
-
-
-def test_a_checkpoint_that_was_due_is_made_up_for_at_the_next_finite_loss(
-    config_file, tmp_path, multiply_loss
-):
-    multiply_loss(math.nan, 48, 64)  # steps 4 and 5
-    runs.run(config_file, 2, *STEPS, "checkpoint.every=4", "checkpoint.keep=0", "train.steps=7")
-    assert checkpoints(tmp_path) == ["step-00000006", "step-00000007"]
 
 
 def test_fp16_finds_its_scale_alike_on_all_ranks_and_then_learns(config_file):

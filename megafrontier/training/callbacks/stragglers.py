@@ -1,8 +1,6 @@
 """Ranks that keep the others waiting: name the slow ones, and collect garbage on all at once."""
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -65,31 +63,33 @@ def _list_ranks(ranks: list[int]) -> str:
 
 
 class GarbageCollection(Callback):
-    """Runs Python's garbage collector every `every` steps."""
+    """Runs Python's garbage collector every `every` steps, on all ranks at once; with 0 leaves it
+    to Python.
+
+    The automatic collector would stop each rank at another time, and the other ranks would wait
+    each time. Objects that exist at the start are never collected nor examined again.
+    """
 
     def __init__(self, every: int) -> None:
         self._every = every
+
+    def at_start(self, trainer: Trainer) -> None:
+        if self._every:
+            gc.collect()
+            gc.freeze()
+            gc.disable()
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         if is_due(self._every, result.step):
             gc.collect()
 
+    def at_end(self, trainer: Trainer) -> None:
+        self._restore()
 
-@contextmanager
-def collect_garbage_every(every: int) -> Iterator[GarbageCollection]:
-    """Turn the automatic garbage collector off and yield a callback that runs it; with `every` 0
-    leave it on.
+    def on_error(self, trainer: Trainer, error: Exception) -> None:
+        self._restore()
 
-    The automatic collector would stop each rank at another time, and the other ranks would wait
-    each time. Objects that exist at the start are never collected nor examined again.
-    """
-    if every:
-        gc.collect()
-        gc.freeze()
-        gc.disable()
-    try:
-        yield GarbageCollection(every)
-    finally:
-        if every:
+    def _restore(self) -> None:
+        if self._every:
             gc.enable()
             gc.unfreeze()

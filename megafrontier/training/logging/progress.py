@@ -1,4 +1,4 @@
-"""What a person sees of a running training: one live line, or plain lines in a log."""
+"""What a person sees of a run: one live line on a terminal, or plain lines in a log."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -14,10 +14,10 @@ from megafrontier.optim.gradients import is_scale_overflow
 
 
 class Progress:
-    """Shows each step on `stream`; a context manager that gives the terminal back at the end.
+    """Shows each step on `stream`. Use it as a context manager, which restores the terminal.
 
-    On a terminal the newest step is one live line below what was printed before. Anywhere else,
-    and in `log` on any stream, every `every`-th step is a plain line.
+    On a terminal the newest step is one live line below the printed lines. On any other stream, and
+    in the file `log`, every `every`-th step is a plain line.
     """
 
     def __init__(
@@ -28,29 +28,29 @@ class Progress:
         log: TextIO | None = None,
         stop_at: int | None = None,
     ) -> None:
-        """`steps` is the step the run ends at, `stop_at` the one this process does (None: that
-        too); `log` is a file that gets the plain lines."""
+        """`steps` is the run's last step, `stop_at` this process's last step (None: the same)."""
         self._steps, self._every = steps, every
         self._stop_at = stop_at or steps
         self._stream, self._log = stream, log
-        # The median forgets a step that compiled, evaluated or hung; 20 steps follow a change.
+        # The median ignores single steps that compiled, evaluated or hung; 20 steps are few enough
+        # to follow a lasting change.
         self._recent_seconds: deque[float] = deque(maxlen=20)
         self._live = _open_live(stream) if stream.isatty() else None
 
     def update(self, values: dict[str, Any]) -> None:
-        """Show one line of metrics, in the format of metrics.jsonl; `waiting` among them is the
-        part of the step that computing waited for the levels."""
+        """Show one line of metrics in the format of metrics.jsonl. `waiting` among them is the
+        fraction of the step for which computation waited for communication."""
         if values.get("step_seconds") is not None:
             self._recent_seconds.append(values["step_seconds"])
         line = format_line(values, self._steps, self._eta_seconds(values))
         if self._live is not None and "valid_loss" not in values:
             self._live.update(_one_line(line), refresh=True)
-        if self._is_kept(values):
+        if self._is_printed(values):
             self.note(line)
 
     def note(self, line: str) -> None:
-        """Print a line that stays, above the live one and in the log."""
-        # A full disk, on which the stream may lie, too, or a pipe that nobody reads any more.
+        """Print a line above the live one and in the log."""
+        # The disk may be full, or the other end of a pipe closed.
         with suppress(OSError):
             if self._live is not None:
                 self._live.console.print(Text(line), soft_wrap=True)
@@ -61,11 +61,11 @@ class Progress:
                 print(line, file=self._log, flush=True)
 
     def close(self) -> None:
-        """Remove the live line; what was printed stays."""
+        """Remove the live line. Printed lines stay."""
         if self._live is not None:
             self._live.stop()
 
-    def _is_kept(self, values: dict[str, Any]) -> bool:
+    def _is_printed(self, values: dict[str, Any]) -> bool:
         step = values["step"]
         special = "valid_loss" in values or values.get("skipped", False)
         return special or step % self._every == 0 or step >= self._stop_at
@@ -89,17 +89,16 @@ _PARTS: dict[str, Callable[[float], str]] = {
     "lr": lambda rate: f"lr {rate:.1e}",
     "tokens_per_second": lambda speed: f"{format_count(speed)} tok/s",
     "tflops_per_device": lambda speed: f"{speed:.3g} TF/s",
-    "mfu": lambda part: f"MFU {part:.1%}",
-    "waiting": lambda part: f"wait {part:.0%}",
+    "mfu": lambda fraction: f"MFU {fraction:.1%}",
+    "waiting": lambda fraction: f"wait {fraction:.0%}",
     "memory_gib": lambda memory: f"{memory:.1f} GiB",
 }
 
 
 def format_line(values: dict[str, Any], steps: int, eta_seconds: float | None) -> str:
-    """One line of metrics for people; what is null or absent is left out.
+    """One line of metrics for people, without those that are null or absent.
 
-    `steps` is the run's last step, `mfu` a part of 1 shown in percent; `eta_seconds` None leaves
-    the time to go out.
+    `steps` is the run's last step; without `eta_seconds` the line has no remaining time.
     """
     parts = [f"step {values['step']}/{steps}"]
     if values.get("skipped"):
@@ -124,7 +123,7 @@ def _why_skipped(values: Mapping[str, Any]) -> str:
 def format_count(number: float) -> str:
     """Three digits and a suffix: 950, 12.3k, 4.56M, 1.2G."""
     for suffix in ("", "k", "M", "G"):
-        # 999.5 would round to four digits, so it belongs to the next suffix.
+        # 999.5 would round to four digits, so it takes the next suffix.
         if abs(number) < 999.5:
             return f"{number:.3g}{suffix}"
         number /= 1000
@@ -143,7 +142,7 @@ def format_duration(seconds: float) -> str:
 
 
 def _open_live(stream: TextIO) -> Live:
-    # transient: the live line repeats a step; when it goes, only the lines that stay are left.
+    # transient: the live line repeats a step, so it is removed at the end.
     live = Live(console=Console(file=stream), auto_refresh=False, transient=True)
     live.start()
     return live

@@ -1,4 +1,4 @@
-"""The run's own record: metrics to the sinks and the progress line, remarks to log.txt."""
+"""The run's log: metrics go to the sinks and the progress line, other lines to log.txt."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -14,9 +14,10 @@ from megafrontier.training.logging.sinks import JsonLines, Sink, open_sinks
 
 
 class RunLogger:
-    """Takes metrics and remarks; on all ranks but the first it keeps nothing.
+    """Writes metrics and log lines; without `progress`, on all ranks but the first, it writes
+    nothing.
 
-    A full disk costs lines, not the run: what cannot be written is reported once for each place.
+    If a disk is full, the run loses lines and goes on. That is reported once for each sink.
     """
 
     def __init__(self, progress: Progress | None) -> None:
@@ -25,26 +26,26 @@ class RunLogger:
         self._failed: set[str] = set()
 
     def open_sinks(self, config: Config, resume_step: int) -> None:
-        """Begin to keep metrics, after `resume_step`."""
+        """Write metrics from here on, those of the steps after `resume_step`."""
         if self._progress is not None:
             directory = Path(config.run.directory)
             self._sinks = open_sinks(config, directory, resume_step, self.info)
 
     def write(self, values: dict[str, Any], **shown: float) -> None:
-        """Keep one line of metrics; what is `shown` the progress line has beside."""
+        """Write one line of metrics. The progress line has `shown` as well."""
         for sink in self._sinks:
             self._attempt(sink, partial(sink.write, values))
         if self._progress is not None:
             self._progress.update(values | shown)
 
     def sync(self) -> None:
-        """Bring the metrics so far to the disk."""
+        """Flush the metrics so far to the disk."""
         for sink in self._sinks:
             if isinstance(sink, JsonLines):
                 self._attempt(sink, sink.sync)
 
     def info(self, line: str) -> None:
-        """Tell the reader something that is not a number."""
+        """Write one line for people, to the terminal and log.txt."""
         if self._progress is not None:
             self._progress.note(line)
 
@@ -57,19 +58,19 @@ class RunLogger:
         try:
             act()
         except Exception as error:
-            # What others' packages raise, when their process is gone, say, is not known.
+            # Other packages may raise anything, for example if their process has ended.
             if isinstance(sink, JsonLines) and not isinstance(error, OSError):
                 raise
             if sink.name not in self._failed:
                 self._failed.add(sink.name)
-                why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-                said = " ".join(why.split())
-                self.info(f"warning: metrics are not written to {sink.name}: {said}")
+                reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                reason = " ".join(reason.split())
+                self.info(f"warning: metrics are not written to {sink.name}: {reason}")
 
 
 @contextmanager
 def open_run_logger(config: Config, is_first: bool) -> Iterator[RunLogger]:
-    """The logbook of a run directory. Raises UserError when that cannot be written."""
+    """The log of a run directory. Raises UserError if that cannot be written."""
     if not is_first:
         yield RunLogger(None)
         return
@@ -84,7 +85,7 @@ def open_run_logger(config: Config, is_first: bool) -> Iterator[RunLogger]:
 
 
 def check_directory(config: Config) -> None:
-    """Raises UserError when the run directory cannot be written."""
+    """Raises UserError if the run directory cannot be written."""
     with _open_log(config):
         pass
 
@@ -96,10 +97,10 @@ def _open_log(config: Config) -> Iterator[TextIO]:
         folder.mkdir(parents=True, exist_ok=True)
         log = (folder / "log.txt").open("a", encoding="utf-8")
     except OSError as error:
-        # Perhaps not of the folder: of another user's log in it.
+        # error.filename may be another user's log in that folder.
         raise as_run_directory_error(error, error.filename) from error
     try:
         yield log
     finally:
-        with suppress(OSError):  # what a full disk has kept back
+        with suppress(OSError):  # the disk may be full
             log.close()

@@ -1,4 +1,4 @@
-"""Where a run's metrics go: metrics.jsonl always, Weights & Biases and TensorBoard when asked.
+"""Where a run's metrics go: metrics.jsonl always, Weights & Biases and TensorBoard on request.
 
 Only the first rank opens sinks. One `write` is one optimizer step, or one evaluation.
 """
@@ -17,19 +17,19 @@ from megafrontier.common.signals import stops_held_back
 from megafrontier.config import Config, config_to_dict
 
 FINISH_SECONDS = 120.0
-"""How long W&B may take at the end to send what it has not: its files stay, for `wandb sync`."""
+"""How long W&B may take to send the rest at the end. Its files stay, for `wandb sync`."""
 
 
 class Sink(Protocol):
-    """A place that takes one dict of metrics a step; `values["step"]` is always there."""
+    """A destination for one dict of metrics a step, which always has a "step"."""
 
     name: str
 
     def write(self, values: dict[str, Any]) -> None:
-        """Keep the metrics of one step."""
+        """Write the metrics of one step."""
 
     def close(self) -> None:
-        """Flush and release what the sink holds."""
+        """Flush and close."""
 
 
 def open_sinks(
@@ -38,17 +38,17 @@ def open_sinks(
     resume_step: int = 0,
     warn: Callable[[str], None] = lambda line: None,
 ) -> list[Sink]:
-    """The sinks that `config.log` asks for, in the run directory, going on after `resume_step`.
+    """The sinks of `config.log`, in the run directory, continued after `resume_step` (0: new run).
 
-    A fresh run has `resume_step` 0. `warn` hears of one that does less than asked for. Raises
-    UserError when a package is missing or the directory cannot be written.
+    `warn` is called with a line if a sink does less than requested. Raises UserError if a package
+    is missing or the directory cannot be written.
     """
     sinks: list[Sink] = []
     if config.log.wandb != "disabled":
         sinks.append(WandbSink(config, directory, config.log.wandb, resume_step, warn))
     if config.log.tensorboard:
         sinks.append(TensorboardSink(directory, resume_step))
-    try:  # opened last, for it drops lines for good, and another may refuse
+    try:  # opened last, because it drops lines for good, and another sink may fail to open
         return [JsonLines(directory / "metrics.jsonl", resume_step), *sinks]
     except Exception:
         for sink in sinks:
@@ -57,17 +57,17 @@ def open_sinks(
 
 
 class JsonLines:
-    """One JSON object a line, each readable from outside as soon as `write` returns."""
+    """One JSON object a line, which other processes can read as soon as `write` returns."""
 
     name = "metrics.jsonl"
 
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
-        """Open `path` to append; lines of steps after `resume_step` are dropped first.
+        """Open `path` to append, after moving lines of steps after `resume_step` (None: no lines)
+        to metrics.superseded.jsonl.
 
-        They stem from steps that ran after the last checkpoint and will run again, and are kept in
-        metrics.superseded.jsonl beside it: some are of a line of training that was given up. None
-        keeps them all. A last line that a kill cut short is dropped in either case.
-        Raises UserError when the file cannot be written, StorageFailed where the storage fails.
+        Those steps ran after the checkpoint and run again, perhaps differently. A last line that a
+        kill cut short is dropped. Raises UserError if the file cannot be written, StorageFailed if
+        the storage fails.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,12 +79,12 @@ class JsonLines:
             raise as_fatal_error(error, line) from error
 
     def write(self, values: dict[str, Any]) -> None:
-        """Append one line and flush it; NaN and infinity, which JSON lacks, become null."""
+        """Append one line and flush it. NaN and infinity, which JSON lacks, become null."""
         self._file.write(json.dumps(_finite(values)) + "\n")
         self._file.flush()
 
     def sync(self) -> None:
-        """Bring the lines so far to the disk: a checkpoint that is there is to have them."""
+        """Flush the lines so far to the disk, so that a checkpoint that follows has them."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class JsonLines:
 
 
 class WandbSink:
-    """A Weights & Biases run; nested metrics are named as paths, `comm/pair/bytes`."""
+    """A Weights & Biases run. Nested metrics are named as paths, `comm/pair/bytes`."""
 
     name = "wandb"
 
@@ -105,18 +105,18 @@ class WandbSink:
         resume_step: int = 0,
         warn: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`mode` is offline (files below `directory`/wandb, no network) or online; where W&B cannot
-        be reached, which is no reason not to train, offline after all.
+        """`mode` is offline (files below `directory`/wandb, no network) or online. If W&B cannot be
+        reached, the run goes on offline, with a warning.
 
-        A resumed run keeps its W&B id. Raises UserError when wandb is missing or refuses.
+        A resumed run keeps its W&B id. Raises UserError if wandb is missing or refuses.
         """
-        if mode == "offline":  # W&B reads this on import; its crash reports need the network
+        if mode == "offline":  # read on import: W&B's crash reports need the network
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         try:
             import wandb
         except ImportError as error:
             raise UserError(missing_package("log.wandb", mode, "wandb")) from error
-        # W&B would also record the machine, its load, the code and git: none of its business.
+        # Do not let W&B record the machine, its load, the code and git.
         settings = wandb.Settings(
             console="off",
             silent=True,
@@ -129,7 +129,7 @@ class WandbSink:
         )
 
         def start(mode: Literal["offline", "online"]) -> Any:
-            with stops_held_back():  # W&B starts a process, which has to last as long as we do
+            with stops_held_back():  # W&B starts a process, which must not end before this one
                 return wandb.init(
                     project="megafrontier",
                     name=config.run.name,
@@ -144,38 +144,36 @@ class WandbSink:
         try:
             self._run = start(mode)
         except wandb.Error as error:
-            # AuthenticationError is one, too, but an answer.
-            is_away = isinstance(error, wandb.errors.CommError)
-            if not is_away or isinstance(error, wandb.errors.AuthenticationError):
+            # AuthenticationError is a CommError, too, but then W&B has been reached.
+            is_unreachable = isinstance(error, wandb.errors.CommError)
+            if not is_unreachable or isinstance(error, wandb.errors.AuthenticationError):
                 raise UserError(f"log.wandb: {mode}, wandb does not start: {error}") from error
             warn(f"warning: log.wandb: {error}; kept in {directory / 'wandb'} for `wandb sync`")
             self._run = start("offline")
-        # W&B drops what comes at a step below its newest; it has seen those after the checkpoint
-        # that this run goes on from. So its own count goes on, and `step` is what charts show; an
-        # evaluation of the checkpoint's own step may be the first to come.
+        # W&B drops metrics of steps below its newest one, and it has seen steps after the
+        # checkpoint that this run resumes from. Its own step counter therefore goes on, and charts
+        # show our `step`. The first metrics may be an evaluation of the checkpoint's step.
         self._ahead = max(0, self._run.starting_step - resume_step)
         self._run.define_metric("*", step_metric="step")
 
     def write(self, values: dict[str, Any]) -> None:
-        """Log the numbers of one step at that step."""
+        """Log the numbers of one step."""
         step = values["step"]
         self._run.log({"step": step, **_flat_numbers(values)}, step=step + self._ahead)
 
     def close(self) -> None:
-        """Finish the run: offline its file is whole, online everything is uploaded."""
+        """Finish the run: complete its file, or online upload the rest."""
         self._run.finish()
 
 
 class TensorboardSink:
-    """TensorBoard events in `directory`/tensorboard; nested metrics become `comm/pair/bytes`."""
+    """TensorBoard events in `directory`/tensorboard. Nested metrics become `comm/pair/bytes`."""
 
     name = "tensorboard"
 
     def __init__(self, directory: Path, resume_step: int = 0) -> None:
-        """On resume TensorBoard forgets the events after `resume_step`.
-
-        Raises UserError when the tensorboard package is missing.
-        """
+        """TensorBoard forgets events after `resume_step`. Raises UserError if the tensorboard
+        package is missing."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -184,7 +182,7 @@ class TensorboardSink:
         self._writer: Any = SummaryWriter(folder, purge_step=resume_step + 1, flush_secs=10)
 
     def write(self, values: dict[str, Any]) -> None:
-        """Add one scalar for every number."""
+        """Add a scalar for every number."""
         for name, number in _flat_numbers(values).items():
             self._writer.add_scalar(name, number, values["step"])
 
@@ -194,7 +192,7 @@ class TensorboardSink:
 
 
 def _keep_lines(path: Path, resume_step: int | None) -> None:
-    """Take the lines after the step that a run goes on from out of `path`."""
+    """Move the lines of steps after `resume_step` out of `path`."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     kept: list[str] = []
     dropped: list[str] = []
@@ -225,7 +223,7 @@ def _finite(value: Any) -> Any:
 
 
 def _flat_numbers(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """`{"comm": {"pair": {"bytes": 8}}}` as `{"comm/pair/bytes": 8}`; only numbers stay."""
+    """`{"comm": {"pair": {"bytes": 8}}}` as `{"comm/pair/bytes": 8}`, without what is no number."""
     flat: dict[str, float] = {}
     for key, value in values.items():
         if isinstance(value, dict):
@@ -236,10 +234,10 @@ def _flat_numbers(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 def _wandb_id(path: Path, resume_step: int) -> str:
-    """The id of the run that is resumed, or a new one, kept beside W&B's files."""
+    """The id of the resumed run, or a new one, kept beside W&B's files."""
     if resume_step > 0 and path.is_file():
         kept = path.read_text(encoding="utf-8").strip()
-        if kept:  # else cut short by a kill
+        if kept:  # empty if a kill cut it short
             return kept
     path.parent.mkdir(parents=True, exist_ok=True)
     new = uuid.uuid4().hex[:12]
@@ -248,5 +246,5 @@ def _wandb_id(path: Path, resume_step: int) -> str:
 
 
 def missing_package(key: str, value: str, package: str) -> str:
-    """What to say of an optional package that `key` asks for."""
+    """The error about a missing optional package that `key` needs."""
     return f"{key}: {value}, needs a package: pip install megafrontier[{package}]"

@@ -8,10 +8,7 @@ import torch
 from megafrontier.config import Config
 from megafrontier.partition.comm import ledger
 from megafrontier.partition.comm.ledger import Ledger
-from megafrontier.training.callbacks import save
 from megafrontier.training.callbacks.log import TraceWriter
-from megafrontier.training.logging.sinks import JsonLines
-from tests import runs
 
 
 def test_bars_that_a_trace_has_no_room_for_are_reported(tmp_path, monkeypatch):
@@ -31,16 +28,3 @@ def test_bars_that_a_trace_has_no_room_for_are_reported(tmp_path, monkeypatch):
         events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
         assert sum(event["ph"] == "X" for event in events) == 3
     assert said == [f"{tmp_path}/trace.json ends before the run: 2 bars too many"]
-
-
-def test_metrics_are_on_the_disk_before_a_checkpoint_that_goes_on_after_them(
-    config_file, monkeypatch
-):
-    order = []
-    sync, save_trainer = JsonLines.sync, save.save_trainer
-    monkeypatch.setattr(JsonLines, "sync", lambda self: (order.append("sync"), sync(self)))
-    monkeypatch.setattr(
-        save, "save_trainer", lambda trainer: (order.append("save"), save_trainer(trainer))[1]
-    )
-    runs.run(config_file, None, *runs.ONE, "train.steps=2", "checkpoint.every=1")
-    assert order == ["sync", "save"] * 2

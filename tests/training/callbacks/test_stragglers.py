@@ -11,7 +11,7 @@ import pytest
 
 from megafrontier.launch import main as launch
 from megafrontier.training import loop
-from megafrontier.training.callbacks.stragglers import Stragglers, collect_garbage_every
+from megafrontier.training.callbacks.stragglers import GarbageCollection, Stragglers
 from tests import runs
 from tests.ranks import run_ranks
 
@@ -83,14 +83,13 @@ def test_a_rank_that_dawdles_in_a_real_run_is_found(tmp_path, monkeypatch, overl
 def test_garbage_is_collected_when_it_is_due_and_not_between(monkeypatch):
     collected = []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(None))
-    with collect_garbage_every(3) as garbage:
-        assert not gc.isenabled()
+    for every, collections in ((3, 2), (0, 0)):
+        garbage = GarbageCollection(every)
+        garbage.at_start(None)
+        assert gc.isenabled() == (every == 0)
         del collected[:]
         for step in range(1, 8):
             garbage.after_step(None, SimpleNamespace(step=step))
-        assert len(collected) == 2
-    assert gc.isenabled()
-    with collect_garbage_every(0) as garbage:
+        assert len(collected) == collections
+        garbage.at_end(None)
         assert gc.isenabled()
-        garbage.after_step(None, SimpleNamespace(step=6))
-        assert len(collected) == 2

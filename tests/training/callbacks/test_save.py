@@ -1,0 +1,140 @@
+"""Checkpoints are written and deleted beside the steps, and those of sound weights are kept."""
+
+import math
+import os
+import signal
+import threading
+from types import SimpleNamespace
+
+from megafrontier.common.errors import STOPPED
+from megafrontier.common.signals import stops_remembered
+from megafrontier.launch.main import train
+from megafrontier.training import loop
+from megafrontier.training.callbacks import evaluate as evaluation
+from megafrontier.training.callbacks import save as saving
+from megafrontier.training.logging.sinks import JsonLines
+from megafrontier.training.loop import train_step
+from tests import runs
+from tests.partition.tiny import watch_collectives
+from tests.ranks import run_ranks
+
+STEPS = ("train.steps=10", "evaluate.batches=0")
+
+
+def checkpoints(folder):
+    return sorted(os.listdir(folder / "run" / "checkpoints"))
+
+
+def test_the_last_evaluation_does_not_wait_for_the_deletion_of_old_checkpoints(
+    config_file, tmp_path, monkeypatch
+):
+    """A large run's take minutes, on one rank."""
+    evaluated, waited = threading.Event(), []
+    delete, evaluate = saving.delete, evaluation.evaluate
+
+    def delete_late(hidden):
+        if hidden:
+            waited.append(evaluated.wait(60))
+        delete(hidden)
+
+    def evaluate_first(*arguments, **options):
+        found = evaluate(*arguments, **options)
+        evaluated.set()
+        return found
+
+    monkeypatch.setattr(saving, "delete", delete_late)
+    monkeypatch.setattr(evaluation, "evaluate", evaluate_first)
+    chosen = ("train.steps=2", "checkpoint.every=1", "checkpoint.keep=1", "evaluate.every=0")
+    runs.run(config_file, None, "machine=laptop", *chosen)
+    assert waited == [True]
+    assert checkpoints(tmp_path) == ["step-00000002"]
+
+
+def test_the_heartbeat_goes_on_while_a_save_waits_for_a_deletion(monkeypatch):
+    monkeypatch.setattr(saving, "POLL_SECONDS", 0.01)
+    deleted, beats = threading.Event(), []
+
+    def heartbeat():
+        beats.append(1)
+        if len(beats) == 3:
+            deleted.set()
+
+    save = saving.Save(None, 0, heartbeat)
+    save._deletion = save._thread.submit(deleted.wait, 60)
+    save.finish(SimpleNamespace(all_true=lambda is_done: is_done))
+    assert len(beats) >= 3
+
+
+def test_some_checkpoints_are_kept_for_good(config_file, tmp_path):
+    chosen = ("train.steps=5", "checkpoint.every=1", "checkpoint.keep=1", "checkpoint.keep_every=2")
+    runs.run(config_file, 1, *runs.ONE, *chosen)
+    assert checkpoints(tmp_path) == [f"step-{step:08d}" for step in (2, 4, 5)]
+
+
+def test_errors_are_folded_into_a_checkpoint_outside_of_any_steps_traffic(config_file):
+    config = runs.load(config_file, "partition.wires=low", "train.global_batch=8")
+
+    def body(hierarchy):
+        with runs.open_trainer(config, hierarchy) as trainer:
+            train_step(trainer)
+            trainer.engine.finish_publishing()
+            trainer.engine.ledger.take(wait=True)
+            crossed = []
+            watch_collectives(trainer.engine, lambda _, label: crossed.append(label))
+            saving.save_trainer(trainer)
+            sent, _ = trainer.engine.ledger.take(wait=True)
+        return {label.split()[0] for label in crossed}, sent
+
+    assert run_ranks((2, 2, 2), body) == [({"fold"}, [0, 0, 0])] * 8
+
+
+def test_metrics_are_on_the_disk_before_a_checkpoint_that_continues_them(config_file, monkeypatch):
+    order = []
+    sync, save_trainer = JsonLines.sync, saving.save_trainer
+    monkeypatch.setattr(JsonLines, "sync", lambda self: (order.append("sync"), sync(self)))
+    monkeypatch.setattr(
+        saving, "save_trainer", lambda trainer: (order.append("save"), save_trainer(trainer))[1]
+    )
+    runs.run(config_file, None, *runs.ONE, "train.steps=2", "checkpoint.every=1")
+    assert order == ["sync", "save"] * 2
+
+
+def test_checkpoints_of_sound_weights_are_not_replaced_by_those_of_a_broken_run(
+    config_file, tmp_path, multiply_loss
+):
+    """By the time a run ends because of its losses, it would keep no other checkpoints."""
+    multiply_loss(math.nan, 48, 64, 80)  # steps 4 to 6
+    keep = ("checkpoint.every=2", "checkpoint.keep=2", "train.nonfinite_limit=4")
+    runs.run(config_file, 4, *STEPS, *keep, "train.steps=8", "train.stop_at=6")
+    # The last one may be sound, and would be lost otherwise; no other was deleted for it.
+    assert checkpoints(tmp_path) == ["step-00000002", "step-00000006"]
+    log = runs.log(tmp_path / "run")
+    assert log.count("no checkpoint at step 4, whose loss is not finite: after the next") == 1
+
+
+def test_a_request_to_stop_among_broken_steps_keeps_the_sound_checkpoint(
+    config_file, tmp_path, multiply_loss, monkeypatch
+):
+    """Also if none of these steps was due to be saved."""
+    multiply_loss(math.nan, *range(48, 128, 16))  # steps 4 and later
+    start_step = loop.start_step
+
+    def stopped(trainer, *others):
+        if trainer.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return start_step(trainer, *others)
+
+    monkeypatch.setattr(loop, "start_step", stopped)
+    keep = ("checkpoint.every=3", "checkpoint.keep=1", "train.nonfinite_limit=4")
+    with stops_remembered():
+        assert train(runs.load(config_file, *STEPS, *keep, "machine=laptop"), 1) == STOPPED
+    assert checkpoints(tmp_path) == ["step-00000003", "step-00000005"]
+
+
+def test_a_checkpoint_that_was_due_is_made_up_for_at_the_next_finite_loss(
+    config_file, tmp_path, multiply_loss
+):
+    multiply_loss(math.nan, 48, 64)  # steps 4 and 5
+    keep = ("checkpoint.every=4", "checkpoint.keep=0")
+    runs.run(config_file, 1, *STEPS, "machine=laptop", *keep, "train.steps=7")
+    assert checkpoints(tmp_path) == ["step-00000006", "step-00000007"]
