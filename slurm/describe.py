@@ -1,13 +1,13 @@
-"""Print name, directory and attempts of the run that a config and overrides describe, a line each,
-and with the number of nodes, where the machine file has their ranks, what runs there, and what the
-job will lack if it is not there for it either.
+"""Print what a config and overrides describe: name, directory and attempts of the run, a line each.
+
+With a number of nodes, and if the machine file has ranks per host, also print what runs there and
+warn of files and packages that are missing here.
 
     python slurm/describe.py [--nodes=N] [--tasks-per-node=N] [--tasks=N] [--submitting] CONFIG \
         [key=value …]
 
-Exit code 2 and one line when they are wrong, with --submitting also for want of training
-data, which nobody needs who looks at the sizes of a ready-made config; 70 where the storage
-fails. A batch file asks before it starts a thousand ranks.
+A batch file runs this before it starts a thousand ranks. Exit code 2 and one line for bad input,
+70 if storage fails. --submitting also refuses a config without training data.
 """
 
 import sys
@@ -24,7 +24,7 @@ def describe(
     tasks: int | None,
     is_submitting: bool,
 ) -> list[str]:
-    """The lines. Raises UserError where so many nodes and tasks cannot train it."""
+    """The lines to print. Raises UserError if this many nodes and tasks cannot train the config."""
     if is_submitting:
         from megafrontier.data.sampling.samples import (
             refuse_no_corpus,
@@ -50,7 +50,7 @@ def describe(
 
 
 def check_tasks(nodes: int | None, per_node: int | None, tasks: int | None, per_host: int) -> None:
-    """Raises UserError for other numbers of tasks than the machine file has ranks."""
+    """Raise UserError if the number of tasks is not the machine file's number of ranks."""
     if per_node is not None and per_node != per_host:
         raise UserError(
             f"--ntasks-per-node: {per_node}, need {per_host}, as machine.device.ranks_per_host says"
@@ -65,8 +65,8 @@ def check_tasks(nodes: int | None, per_node: int | None, tasks: int | None, per_
 
 
 def missing(config: Config, ranks: int) -> list[str]:
-    """Warnings of a corpus, tokenizer, package or checkpoint that is not to be had here, which a
-    node may have on a disk of its own, and of a torch that cannot use the machine's devices."""
+    """Warnings of a corpus, tokenizer, package or checkpoint that is missing here, though nodes may
+    have it on their own disks, and of a torch that cannot use the machine's devices."""
     import torch
 
     from megafrontier.training.preview import check_training
@@ -83,15 +83,17 @@ def missing(config: Config, ranks: int) -> list[str]:
     device = load_machine(config.machine).device
     if device.is_accelerator and torch.version.cuda is None and torch.version.hip is None:
         found.append(
-            f"warning: here torch is one for CPUs alone, need one for {device.name}; "
+            f"warning: here torch is a build for CPUs, need one for {device.name}; "
             "MEGAFRONTIER_PREFIX names the environment"
         )
     return found
 
 
-def taken(words: list[str], option: str) -> int | None:
-    """N of `OPTION=N`, where the words begin so, which is taken off them. Raises UserError where it
-    is no number."""
+def take_option(words: list[str], option: str) -> int | None:
+    """Remove a leading `OPTION=N` from the words and return N, or None if there is none.
+
+    Raises UserError if N is not a whole number above 0.
+    """
     if not words or not words[0].startswith(f"{option}="):
         return None
     said = words.pop(0).partition("=")[2]
@@ -102,8 +104,8 @@ def taken(words: list[str], option: str) -> int | None:
 
 with exit_on_fatal_error("megafrontier"):
     words = sys.argv[1:]
-    nodes, per_node = taken(words, "--nodes"), taken(words, "--tasks-per-node")
-    tasks = taken(words, "--tasks")
+    nodes, per_node = take_option(words, "--nodes"), take_option(words, "--tasks-per-node")
+    tasks = take_option(words, "--tasks")
     is_submitting = bool(words) and words[0] == "--submitting"
     if not words[is_submitting:]:
         raise UserError("CONFIG: not given, need the path of a config")

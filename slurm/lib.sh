@@ -12,23 +12,23 @@ fail() {
     exit 2
 }
 
-# What is said of a job may not end it: its output may be on a full disk.
+# A message must not end the job: its output may be on a full disk.
 say() { echo "$(date -u +%FT%TZ) job $SLURM_JOB_ID: $*" || true; }
 
 warn() { echo "megafrontier: $*" >&2 || true; }
 
-# Ask Slurm until it answers, for some 5 minutes: slurmctld may have been started anew. The answer is
-# in `answer`, and the loop in this shell, for a subshell would end at the first TERM.
+# Ask Slurm until it answers, for about 5 minutes, because slurmctld may be restarting. Sets `answer`.
+# The loop runs in this shell, because a subshell would end at the first TERM.
 patiently() {
     local pause
     for pause in {1..24}; do
-        answer=$("$@") && return 0 # without the number a trap would give its own
+        answer=$("$@") && return 0 # a bare `return` could return a trap's exit code
         sleep "$pause" || true
     done
     return 1
 }
 
-# Each argument for any POSIX shell: bash's own %q may write $'…', which dash does not know.
+# Print each argument quoted for any POSIX shell. bash's %q may write $'…', which dash does not know.
 show() {
     local word
     for word; do
@@ -41,8 +41,8 @@ show() {
     echo
 }
 
-# A cluster's file sets these: options in place of the #SBATCH lines below "Frontier", options of
-# each srun, a folder that is each node's own, and the function `enter` that a job calls.
+# A cluster's file sets: options that replace the #SBATCH lines below "Frontier", options of each
+# srun, a folder on each node's own disk, and the function `enter` that a job calls.
 sbatch_options=()
 srun_options=()
 cluster=${MEGAFRONTIER_CLUSTER:-frontier}
@@ -59,23 +59,23 @@ reminder=
 seconds=${MEGAFRONTIER_UNPACK_SECONDS:-1800}
 [[ $seconds =~ ^[1-9][0-9]*$ ]] ||
     fail "MEGAFRONTIER_UNPACK_SECONDS: $seconds, need a whole number above 0"
-# What is started by this ignores the stop signal, and so does a rank until it has a handler: it may
-# come while they start.
+# Start a command with the stop signal ignored, because the signal may arrive before a rank has
+# installed its handler.
 deaf=(sh -c 'trap "" USR1; exec "$@"' sh)
 
-# Where the job will be, the config's paths are looked up, and its output's folder is made.
+# Change to the job's working directory, where relative paths of the config are looked up.
 go_to() {
     [ -n "$1" ] && CDPATH='' cd -- "$1" 2>/dev/null || fail "--chdir: $1, need a folder"
     options+=("--chdir=$PWD")
 }
 
-# The lines above those for sbatch in the file itself.
+# Print the comment at the head of the batch file.
 show_help() {
     sed -n '2,/^#SBATCH/ { /^#SBATCH/q; s/^# \{0,1\}//; p }' "$0"
     exit 0
 }
 
-# Takes leading options off the arguments: sbatch's, and --dry-run. The rest is in `arguments`.
+# Split the words into leading `options` (of sbatch, and --dry-run) and `arguments`.
 split_options() {
     local word
     options=()
@@ -101,7 +101,7 @@ split_options() {
                 go_to "${2:-}"
                 shift
                 ;;
-            # The other short ones have a value, and of the long ones those that are common.
+            # Options that take the next word as their value: other short ones, and common long ones.
             -? | --nodes | --ntasks | --ntasks-per-node | --cpus-per-task | --time | --account | \
                 --partition | --qos | --job-name | --output | --error | --array | --dependency | \
                 --nodelist | --exclude | --constraint | --reservation | --begin | --mem | \
@@ -124,17 +124,17 @@ split_options() {
     arguments=("$@")
     for word; do [ "$word" != : ] || refuse_parts; done
     [ -z "${SLURM_JOB_ID:-}" ] || [ -n "$dry_run" ] || [ ${#options[@]} = 0 ] ||
-        fail "${options[*]}: options of sbatch, in job $SLURM_JOB_ID; need them where that is asked" \
-            "for, or to submit another job from here: env -u SLURM_JOB_ID $0 …"
+        fail "${options[*]}: options of sbatch, but this runs in job $SLURM_JOB_ID; to submit another" \
+            "job from here: env -u SLURM_JOB_ID $0 …"
 }
 
-# srun would start ranks on the first part's nodes alone, and the others' would stand idle.
+# srun would start ranks on the nodes of the first component only, and leave the others idle.
 refuse_parts() {
     fail "heterogeneous job (\`:\` between options): ranks run on its first part alone, need one part"
 }
 
-# asked LETTER NAME OPTION…: the value of the last of sbatch's options that is -LETTER or --NAME. Of an
-# option without a letter this is =, with which none begins.
+# asked LETTER NAME OPTION…: print the value of the last -LETTER or --NAME among sbatch's options.
+# LETTER is = for an option that has no short form.
 asked() {
     local short=-$1 long=--$2 option open='' found=''
     shift 2
@@ -149,7 +149,7 @@ asked() {
     echo "$found"
 }
 
-# --nodes=N, where sbatch's options say how many.
+# Print --nodes=N if sbatch's options give a number of nodes.
 asked_nodes() {
     local found
     found=$(asked N nodes "$@")
@@ -160,7 +160,7 @@ asked_nodes() {
     fi
 }
 
-# --tasks-per-node=N and --tasks=N, where the batch file, the cluster or sbatch's options say how many.
+# Print --tasks-per-node=N and --tasks=N if the batch file, the cluster or sbatch's options give them.
 asked_tasks() {
     local found
     found=$(asked = ntasks-per-node "${sbatch_options[@]}" "$@")
@@ -172,17 +172,17 @@ asked_tasks() {
     [[ ! $found =~ ^[0-9]+$ ]] || echo "--tasks=$found"
 }
 
-# Whether a job with these options of sbatch gets all of the caller's variables.
+# Whether a job with these sbatch options gets all environment variables of the caller.
 gets_all_variables() {
     local option list=${SBATCH_EXPORT:-ALL}
     for option; do [[ $option != --export=* ]] || list=${option#*=}; done
     [[ ,${list^^}, == *,ALL,* ]]
 }
 
-# submit FILE OPTION… -- ARGUMENT…: hand a batch file to Slurm. Leaves the job's number in `job`.
+# submit FILE OPTION… -- ARGUMENT…: submit a batch file. Sets `job` to the job's number.
 submit() {
     local file=$1 own=() kept=() lines name until='' command code=0
-    if [ -z "$dry_run" ]; then # before it waits in the queue
+    if [ -z "$dry_run" ]; then # fail now, not after the wait in the queue
         need_archive
         need_python "$(here)"
     fi
@@ -200,8 +200,8 @@ submit() {
     if [ ${#sbatch_options[@]} = 0 ] && [ ${#kept[@]} = 0 ]; then
         command+=("${own[@]}" "$file" "$@")
     else
-        # By another file, for sbatch to read none of another cluster's lines, of which some cannot be
-        # taken back, and for a job without the caller's environment to know what it is to use.
+        # Submit start.sh instead, because sbatch would read Frontier's #SBATCH lines, some of which
+        # cannot be overridden, and because a job without the caller's environment needs ours.
         [ ${#sbatch_options[@]} = 0 ] || until='/^# Frontier/q;'
         mapfile -t lines < <(sed -n "$until s/^#SBATCH //p" "$file")
         command+=("${lines[@]}" "${sbatch_options[@]}" "${own[@]}")
@@ -211,17 +211,17 @@ submit() {
     if [ -n "$dry_run" ]; then
         show "${command[@]}"
     else
-        job=$("${command[@]}") || code=$? # with --wait the job's own
-        job=${job%%;*} # JOB;CLUSTER where there are several
+        job=$("${command[@]}") || code=$? # with --wait this is the job's exit code
+        job=${job%%;*} # sbatch prints JOB;CLUSTER if there are several clusters
         [ -z "$job" ] || echo "Submitted batch job $job"
     fi
     return "$code"
 }
 
-# What this job is to Slurm: the variables of another one, from which it was submitted, may be here.
+# Ask Slurm about this job. The environment may hold variables of the job that submitted it.
 know_job() {
     local record
-    # Of an array's task there may be the other tasks' records, too.
+    # For a task of an array Slurm may print the records of the other tasks, too.
     record=$(scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null |
         grep "^JobId=$SLURM_JOB_ID ") || return 0
     [[ ! $record =~ \ Restarts=([0-9]+)\  ]] || export SLURM_RESTART_COUNT=${BASH_REMATCH[1]}
@@ -240,17 +240,17 @@ need_python() {
         fail "MEGAFRONTIER_PREFIX: $1 has no bin/python, need a Python environment"
 }
 
-# The environment of a job on all its nodes.
+# Set up the job's environment on all its nodes.
 enter_job() {
     [ -n "$dry_run" ] || [ -z "${SLURM_HET_SIZE:-}" ] || refuse_parts
-    # Until a step runs, which then is told. Without this the signal would end the job.
+    # Until a step runs, remember the signal, which would otherwise end the job.
     trap 'is_asked_to_stop=1' USR1
-    # With --export=NONE sbatch has srun, too, hand on nothing of what follows.
+    # With --export=NONE sbatch sets this so that srun, too, would export nothing.
     unset SLURM_EXPORT_ENV
-    set +u # the site's own `module` may look at variables that are not set
+    set +u # the site's `module` may read unset variables
     enter
     set -u
-    if is_on_a_login_node; then # where no rank is
+    if is_on_a_login_node; then # rank 0 does not run here
         MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
         export MASTER_ADDR
     fi
@@ -258,12 +258,12 @@ enter_job() {
         unpack_environment
     fi
     [ -n "$dry_run" ] || need_python "$(here)"
-    export PYTHONNOUSERSITE=1 # a torch in ~/.local would come before a conda environment's own
-    export PYTHONSAFEPATH=1   # and the package, or a random.py, of the folder that the job is in
+    export PYTHONNOUSERSITE=1 # ignore a torch in ~/.local
+    export PYTHONSAFEPATH=1   # do not import modules from the working directory
     export PATH=$prefix/bin:$PATH
     export PYTHONPATH=$package${PYTHONPATH:+:$PYTHONPATH}
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
-    # Caches on the shared file system are locked by all ranks at once, or torn.
+    # On a shared file system, ranks would block each other on these caches, or corrupt them.
     export MIOPEN_USER_DB_PATH=$node_disk/miopen MIOPEN_CUSTOM_CACHE_DIR=$node_disk/miopen
     export TORCHINDUCTOR_CACHE_DIR=$node_disk/inductor TRITON_CACHE_DIR=$node_disk/triton
 }
@@ -271,13 +271,13 @@ enter_job() {
 unpack_environment() {
     local target=$node_disk/environment source
     [ -n "$dry_run" ] || need_archive
-    try_each_node rm -rf "$target" # that an earlier start may have left, of another day
+    try_each_node rm -rf "$target" # may be left from an earlier start
     try_each_node mkdir -p "$target"
     unpack "$MEGAFRONTIER_ENV_TAR" "$node_disk/environment.tar.gz" "$target"
-    # What conda-pack packed has its old place written in many files.
+    # conda-unpack replaces the old prefix in the packed files.
     try_each_node sh -c '[ ! -e "$0"/conda-unpack ] || "$0"/python "$0"/conda-unpack' "$target/bin"
     prefix=$target
-    # The package as it is now, or each rank would open its hundred files on the shared storage.
+    # Copy the package as well, or each rank would open its files on the shared storage.
     source=$(mktemp)
     run tar -czf "$source" -C "$home" --exclude=__pycache__ megafrontier configs
     unpack "$source" "$target/package.tar.gz" "$target"
@@ -285,10 +285,10 @@ unpack_environment() {
     package=$target
 }
 
-# As what salloc starts may be.
+# A shell that salloc started may run on a login node.
 is_on_a_login_node() { [ -z "$dry_run" ] && [ -z "${SLURMD_NODENAME:-}" ]; }
 
-# The environment that this script can use: what is packed is unpacked on the job's nodes alone.
+# The Python environment of this script. A packed environment exists on the job's nodes only.
 here() {
     if is_on_a_login_node; then echo "${MEGAFRONTIER_PREFIX:-$home/.venv}"; else echo "$prefix"; fi
 }
@@ -299,7 +299,7 @@ unpack() {
     try_each_node tar -xzf "$2" -C "$3"
 }
 
-# Like each_node; ends the job when nodes fail, or do not say that it went well.
+# Run a command on each node. End the job if it fails, or does not answer, on any of them.
 try_each_node() {
     local well failing
     if [ -n "$dry_run" ]; then
@@ -308,20 +308,21 @@ try_each_node() {
     fi
     patiently hear_each_node "$@" || start_again "srun: no node answers"
     well=$answer
-    # Not as an argument: of 9,362 nodes it would be too long.
+    # A pipe, because the list of 9,362 nodes is too long for an argument.
     mapfile -t failing < <(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -vxFf <(printf '%s\n' "$well"))
     refuse_nodes "$1" "${failing[@]}"
 }
 
-# The nodes on which a command goes well. Each says a line before: without one srun has failed.
+# Print the nodes on which a command succeeds. Each node prints a line first: if none does, srun
+# has failed.
 hear_each_node() {
     local said
-    unset SLURM_LABELIO # it would put something before the names
+    unset SLURM_LABELIO # it would prefix the names
     said=$(each_node sh -c 'echo -; "$@" >&2 && echo "$SLURMD_NODENAME"' sh "$@") || true
     [ -n "$said" ] && echo "$said"
 }
 
-# sbcast stops at the first nodes that fail, and names them. Where it names none Slurm was busy.
+# sbcast stops at the first nodes that fail and names them. If it names none, Slurm was busy.
 broadcast() {
     local said failing try code
     for try in 1 2 3; do
@@ -330,7 +331,7 @@ broadcast() {
             sbcast --preserve --force "$@" 2>&1) || code=$?
         [ -z "$said" ] || echo "$said" || true
         [ "$code" != 0 ] || return 0
-        if [[ $code =~ ^(124|137)$ ]]; then # it hangs, and says of no node why
+        if [[ $code =~ ^(124|137)$ ]]; then # it hung, and names no node
             seconds=60 try_each_node test -e "$2"
             break
         fi
@@ -341,8 +342,8 @@ broadcast() {
     start_again "MEGAFRONTIER_ENV_TAR: sbcast of $1 fails"
 }
 
-# refuse_nodes COMMAND NODE…: end the job, for another to do without these nodes. What most of them
-# fail is no matter of nodes.
+# refuse_nodes COMMAND NODE…: end the job, so that its next start excludes these nodes. If most nodes
+# fail, the cause is not a bad node.
 refuse_nodes() {
     local line="MEGAFRONTIER_ENV_TAR: $1 fails on ${*:2:16}"
     shift
@@ -356,13 +357,13 @@ refuse_nodes() {
     leave_out "$@"
 }
 
-# What becomes of a job that cannot use some of its nodes.
+# How a job ends that cannot use some of its nodes. train.sbatch replaces this.
 leave_out() {
     leave_job
     exit 69
 }
 
-# What becomes of one to which Slurm does not answer.
+# How a job ends that gets no answer from Slurm. train.sbatch replaces this.
 start_again() {
     warn "$*"
     leave_job
@@ -376,7 +377,7 @@ leave_job() {
     fi
 }
 
-# A command on each node. One that fails does not end the others', nor is one that hangs waited for.
+# Run a command on each node. A failure does not end the others, and a hang is not waited for.
 each_node() {
     run timeout --foreground --kill-after=30 "$seconds" \
         srun --nodes="${SLURM_JOB_NUM_NODES:-NODES}" --ntasks-per-node=1 \
@@ -388,58 +389,58 @@ run() {
     if [ -n "$dry_run" ]; then show "$@"; else "$@"; fi
 }
 
-# The command of a step of all ranks, in `step`. After the first rank has ended the others have 11
-# minutes (SLURM_WAIT, if set) to end by themselves: they may wait 10 for one that has not come, and
-# are to say so. --kill-on-bad-exit would end them at once: those who still live could not say whom
-# they lost, and srun's exit code would be that of its own kill.
+# Set `step` to the command that starts all ranks. When the first rank has ended, the others have 11
+# minutes (or SLURM_WAIT) to end, because they may wait 10 minutes for an absent rank and then name
+# it. --kill-on-bad-exit would kill them at once: they could not name the lost rank, and srun's exit
+# code would be that of its own kill.
 make_step() {
     step=(srun --kill-on-bad-exit=0 --wait="${SLURM_WAIT:-660}")
-    # Slurm tells the cores that were asked for; without, as by salloc, it is left to the site.
+    # Slurm sets this only if cores were asked for. Otherwise the site's default applies.
     local cores=${SLURM_CPUS_PER_TASK:-${dry_run:+CORES}}
     step+=(${cores:+--cpus-per-task="$cores"})
     step+=("${srun_options[@]}")
-    [ "$1" != train ] || step+=("${deaf[@]}") # evaluate has no handler, and ends at the signal
+    [ "$1" != train ] || step+=("${deaf[@]}") # evaluate has no handler: the signal ends it
     step+=(python -m megafrontier "$@")
 }
 
-# What a batch file does at TERM, a few seconds (KillWait) before Slurm kills all of its job.
+# What a batch file does at TERM, KillWait seconds before Slurm kills the job. train.sbatch replaces this.
 before_kill() { :; }
 
-# Run a command and tell it the signals that the job gets. Returns its exit code; 75 where the job was
+# Run a command and forward the job's signals to it. Returns its exit code, or 75 if the job was
 # asked to stop before.
 run_with_signals() {
     [ -z "$is_asked_to_stop" ] || return 75
     "$@" &
-    # Not local: the traps outlive this function, and an unset name would end the script in one.
+    # Not local, because the traps that read it outlive this function.
     child=$!
-    # Never CONT: Slurm sends it together with USR1, and bash would lose one of the two.
-    # INT comes from the keyboard of an allocation, and what runs in the background does not hear of
-    # it. USR1 is what srun hands on to the ranks: at TERM it kills them.
+    # No trap for CONT: Slurm sends it together with USR1, and bash would lose one of the two.
+    # INT comes from the keyboard of an allocation, which does not reach background processes.
+    # srun forwards USR1 to the ranks; at TERM it would kill them.
     trap ask_to_stop USR1 INT
     trap 'kill -TERM "$child" 2>/dev/null || true; before_kill' TERM
     [ -z "$is_asked_to_stop" ] || ask_to_stop
-    # In the background, because bash delays traps while it waits for a child in the foreground;
-    # `wait` ends at each signal.
+    # In the background, because bash delays traps while a foreground child runs. `wait` returns at
+    # each signal.
     while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done
     [ -z "$reminder" ] || kill "$reminder" 2>/dev/null || true
     wait "$child"
 }
 
-# Again and again, by a signal to this script: srun loses what comes while it starts the ranks.
+# Repeat the signal to this script, because srun loses signals while it starts the ranks.
 ask_to_stop() {
     kill -USR1 "$child" 2>/dev/null || return 0
     [ -z "$reminder" ] || kill "$reminder" 2>/dev/null || true
     { sleep 20 && kill -USR1 $$; } >/dev/null 2>&1 &
     reminder=$!
-    disown "$reminder" # bash would tell of its end
+    disown "$reminder" # or bash would report its end
 }
 
-# What a job would do, for --dry-run: the variables it sets, then its commands.
+# For --dry-run: print the variables that a job sets, then its commands.
 show_job() {
     local before
     before=$(export -p)
     echo "# in the job, with slurm/env/$cluster.sh:"
-    module() { show module "$@"; } # only the cluster has the real one
+    module() { show module "$@"; } # the real one exists only on the cluster
     enter_job
     comm -13 <(sort <<<"$before") <(export -p | sort) | sed 's/^declare -x /export /'
     make_step "$@"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Pack a Python environment once, for jobs to unpack onto each node's own disk, where a thousand
-# ranks import from it in seconds: export MEGAFRONTIER_ENV_TAR=OUT, then submit as always.
+# Pack a Python environment once. Jobs unpack it onto each node's own disk, from which a thousand
+# ranks import in seconds: export MEGAFRONTIER_ENV_TAR=OUT, then submit as always.
 #
 #   slurm/pack_env.sh OUT.tar.gz [PREFIX]     PREFIX: venv or conda environment; default: the jobs'
 #                                             own, MEGAFRONTIER_PREFIX or .venv
@@ -21,7 +21,7 @@ if [ ! -d "$folder" ] || [ ! -w "$folder" ]; then
     echo "megafrontier: OUT: $out: cannot be written, need a file in a folder to write" >&2
     exit 2
 fi
-# Under its name it is always whole.
+# Written under another name first, so that OUT is never incomplete.
 if [ -d "$prefix/conda-meta" ]; then
     if ! command -v conda-pack >/dev/null; then
         echo "megafrontier: $prefix: a conda environment, need conda-pack to pack it" >&2

@@ -1,4 +1,4 @@
 #!/usr/bin/env bash
-# Handed to sbatch in place of a batch file whose #SBATCH lines it is not to read: runs its arguments.
-# By --wrap that would be sh's to do, and dash drops the functions that bash exports, as `module` is.
+# Runs its arguments. Submitted instead of a batch file whose #SBATCH lines sbatch must not read.
+# --wrap would use sh, and dash drops exported bash functions such as `module`.
 exec "$@"

@@ -1,4 +1,4 @@
-# OLCF Frontier. The #SBATCH lines of the batch files are Frontier's: the account stands there.
+# OLCF Frontier. Its sbatch options, the account included, are the #SBATCH lines of the batch files.
 srun_options=(--gpus-per-task=1 --gpu-bind=closest)
 node_disk=/mnt/bb/${USER:-$(id -un)} # NVMe, of nodes asked for with -C nvme; empty at each job's start
 
@@ -9,8 +9,8 @@ enter() {
     export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-3442}
     export GLOO_SOCKET_IFNAME=hsn0 NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3
     export NCCL_CROSS_NIC=1 NCCL_NET_GDR_LEVEL=PHB
-    # Compute nodes reach the internet through OLCF's proxy alone (docs/frontier.md): without it a
-    # name of the Hugging Face hub is looked up in the cache, and not in vain for minutes.
+    # Compute nodes reach the internet only through OLCF's proxy (docs/frontier.md). Without it, look
+    # up hub names in the cache at once, instead of after minutes of retries.
     [ -n "${https_proxy:-}" ] || export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
     export HSA_FORCE_FINE_GRAIN_PCIE=1
     export FI_MR_CACHE_MONITOR=kdreg2 FI_CXI_DISABLE_HOST_REGISTER=1

@@ -1,13 +1,12 @@
-# Any Slurm cluster, CPU nodes too (the ranks then talk through gloo). What differs from these comes
-# as sbatch options: slurm/train.sbatch --nodes=4 --ntasks-per-node=16 CONFIG. For GPUs see
-# docs/frontier.md: each rank takes its own of all that the node has (--gpu-bind=none), for NCCL
-# reaches the others directly, which it may not where each task sees but one.
+# Any Slurm cluster, CPU nodes included (ranks then use gloo). Give other options to sbatch:
+# slurm/train.sbatch --nodes=4 --ntasks-per-node=16 CONFIG. For GPUs see docs/frontier.md. Each rank
+# must see all GPUs of its node (--gpu-bind=none), because NCCL accesses the other GPUs directly.
 sbatch_options=(--time=01:00:00 --ntasks-per-node=4 --cpus-per-task=1)
 srun_options=()
-# Jobs may share nodes, so nothing may be found or left under another job's name.
+# Jobs may share nodes, so the folder's name holds the job's number.
 node_disk=${MEGAFRONTIER_NODE_DISK:-${SLURM_TMPDIR:-/tmp}}/megafrontier-${SLURM_JOB_ID:-JOB}
 
 enter() {
-    # Rank 0's address is known from Slurm; this is a port of the job's own.
+    # Slurm gives rank 0's address. The port must differ between jobs.
     export MASTER_PORT=${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-0} % 10000))}
 }

@@ -1,5 +1,5 @@
-# LUMI-G: Frontier's node without the NVMe, and another binding: GCD i goes to local rank i by the
-# mask of its cores (7 of 8; the first of each L3 region is the system's).
+# LUMI-G: like a Frontier node without NVMe. The CPU masks bind GCD i to local rank i (7 of 8 cores,
+# because the first core of each L3 region is reserved for the system).
 sbatch_options=(
     --account=project_000000000
     --partition=standard-g
@@ -14,12 +14,12 @@ cores_of_gcd=(
     fe fe00 fe00000000 fe0000000000
 )
 srun_options=(--cpu-bind="mask_cpu:$(IFS=,; echo "${cores_of_gcd[*]}")")
-node_disk=/tmp/${USER:-$(id -un)} # in memory, the job's own
+node_disk=/tmp/${USER:-$(id -un)} # in memory, private to the job
 
 enter() {
     module load CrayEnv PrgEnv-gnu craype-accel-amd-gfx90a rocm
-    # Yours to add: aws-ofi-rccl, which LUMI has its users install. RCCL would go over sockets
-    # without it, several times slower; asked for by name, it says so and ends instead.
+    # Add aws-ofi-rccl here, which LUMI's users install themselves. Without it RCCL would use sockets
+    # and be several times slower. Because the plugin is named here, RCCL fails instead.
     export NCCL_NET="AWS Libfabric"
     MASTER_ADDR=$(hostname -i | cut -d ' ' -f 1)
     export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-3442}

@@ -369,7 +369,7 @@ def test_a_job_is_named_after_its_run_unless_the_user_has_named_it(tmp_path, nam
 def test_what_salloc_runs_is_not_said_to_be_requeued(tmp_path):
     scontrol = SCONTROL.replace("JobState=RUNNING ", "JobState=RUNNING BatchFlag=0 ")
     said = run_job_on_frontier00001_and_2(tmp_path, ranks="exit 75", code=75, scontrol=scontrol)
-    assert "exit code 75, no batch job and so not requeued: start again to resume\n" in said
+    assert "exit code 75, not requeued (no batch job): start again to resume\n" in said
     assert "scontrol requeue" not in said
 
 
@@ -425,7 +425,7 @@ def test_a_requeue_goes_on_without_the_nodes_that_the_user_does_without(tmp_path
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ("echo ' Restarts=0 Requeue=0 JobState=RUNNING ' ;;", "of a job with --no-requeue"),
+        ("echo ' Restarts=0 Requeue=0 JobState=RUNNING ' ;;", "not requeued (--no-requeue)"),
         ("echo ' Restarts=0 JobState=RUNNING ' ;;\n *requeue*) exit 1 ;;", "could not be requeued"),
     ],
 )
@@ -449,7 +449,7 @@ def test_options_that_come_too_late_are_refused(tmp_path):
         )  # fmt: skip
         assert done.returncode == 2
         (line,) = done.stderr.splitlines()
-        assert "--ntasks-per-node=8: options of sbatch, in job 7" in line
+        assert "--ntasks-per-node=8: options of sbatch, but this runs in job 7" in line
 
 
 def test_what_salloc_starts_on_a_login_node_sends_the_ranks_to_a_node_of_the_job(tmp_path):

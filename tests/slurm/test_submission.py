@@ -316,7 +316,7 @@ def test_what_a_job_would_lack_is_warned_of_before_it_waits(tmp_path, describe):
     )
     is_for_cpus = torch.version.cuda is None and torch.version.hip is None
     assert len(of_torch) == is_for_cpus
-    said = "warning: here torch is one for CPUs alone, need one for MI250X GCD; "
+    said = "warning: here torch is a build for CPUs, need one for MI250X GCD; "
     assert all(line.startswith(said) for line in of_torch)
     (line,) = warnings("machine=laptop")
     assert line.startswith("warning: machine: states no device.ranks_per_host, so nothing is ")
