@@ -1,14 +1,14 @@
-"""The engine: a model's state placed on a hierarchy, and the steps of training it there.
+"""The engine: a model's state sharded over a hierarchy, and the training steps on it.
 
     engine = shard(model, blocks, placement, hierarchy)
     for i, batch in enumerate(micro_batches):
         loss = model(batch)  # a sum over tokens, not a mean
         engine.backward(loss, is_last=i == len(micro_batches) - 1)
     gradients = engine.finish_gradients()
-    ... update each unit.master with its finished gradient, or leave all of them (skip) ...
+    ... update each unit.master with its gradient, unless the step is skipped ...
     engine.finish_step(skip)
 
-When a unit is whole and when its gradient is reduced is the matter of `schedule.py`.
+`hooks.py` decides when a unit is unsharded and when its gradient is reduced.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,18 +21,18 @@ from megafrontier.partition.comm.collectives import LevelCollectives
 from megafrontier.partition.comm.ledger import Ledger
 from megafrontier.partition.comm.streams import CommStreams, Policy
 from megafrontier.partition.hooks import ModuleHooks
+from megafrontier.partition.memory import UnitBufferPool
 from megafrontier.partition.placement import Placement, error_levels, traffic_bytes
 from megafrontier.partition.unit import InitialSlice, Unit
-from megafrontier.partition.unit_buffers import UnitBufferPool
 from megafrontier.partition.wires.wire import Wires
 from megafrontier.partition.wrap import (
-    assign,
+    current_values,
     mark_sharded,
     move_buffers,
-    own_values,
     refuse_different,
     refuse_sharded,
     replace_parameters,
+    split_into_units,
 )
 
 Decay = Callable[[str], bool]
@@ -53,35 +53,36 @@ def shard(
     initial: InitialSlice | None = None,
     decay: Decay = lambda name: True,
 ) -> "Engine":
-    """Place a model's state on a hierarchy. The model keeps its class and is called as before.
+    """Shard a model's state over a hierarchy. The model keeps its class and is called as before.
 
-    `blocks` are (name, module) in the order in which they run; each becomes a unit that is
-    gathered only while it runs. What lies outside them is one more unit, gathered for the whole
-    pass, and so are parameters that a block shares with it or with another block. A parameter must
-    be used inside the block that holds it, and no block run inside of another; buffers are each
-    rank's own.
+    Each block becomes a unit that is unsharded only while it runs. All parameters outside of blocks
+    form the root unit, which is unsharded for the whole pass. Parameters that a block shares with
+    another block or with the rest belong to it too. A parameter must be used inside the block that
+    holds it, every rank must run the same blocks, and no block may run inside another. Buffers stay
+    on each rank.
 
-    dtype: type of weights and gradients in computation; masters are fp32.
-    wires: format on each level; default: `dtype`.
-    error_feedback: add the quantisation error of gradient messages between the gradient and the
-        optimizer level to the next step's; where these are one level, that of messages on the way.
-    overlap: `none`; `safe`, one collective in flight; `full`, one on each level (`lanes.py`).
-    prefetch: units gathered ahead of the one that runs; none with `overlap="none"`.
-    check_order: ranks compare what they are about to do before each collective, and cross one
-        level at a time for that (slow, for finding a hang).
-    initial: (name, shape, start, stop) → elements [start, stop) of a parameter's first value, 1-D
-        fp32, for a model on the meta device; without it the model's own values are taken, which
-        must be the same on every rank: seed it before.
-    decay: by name, which parameters have weight decay; they come first in their unit.
+    blocks: (name, module), in the order in which they run.
+    dtype: computing type of weights and gradients. Masters are fp32.
+    wires: format of messages on each level. Default: `dtype`.
+    error_feedback: add the quantisation errors of gradient messages to those of the next step. They
+        are kept for the levels between gradients and optimizer state; if there is none, for the
+        levels that every micro-batch is reduced over.
+    overlap: `none`; `safe`: one collective in flight; `full`: one on each level.
+    prefetch: units gathered ahead of the one that runs. None with `overlap="none"`.
+    check_order: compare the ranks' next operation before each collective, one level at a time. It
+        is slow, and finds ranks that run different blocks.
+    initial: (name, shape, start, stop) → elements [start, stop) of a parameter's initial value, 1-D
+        fp32, for a model on the meta device. Default: the model's present values, which must be the
+        same on every rank.
+    decay: whether a parameter, by name, has weight decay. Those come first in their unit.
 
-    Raises UserError for parameters that are frozen, complex or have hooks, for blocks that are not
-    part of the model, lie in each other, share a name or are called root, for a model that is
-    sharded already, and without `initial` for values that are on the meta device or not the same on
-    every rank.
+    Raises UserError for parameters that are frozen, complex or have hooks; for blocks that are not
+    part of the model, overlap, share a name or are called root; for a model that is sharded
+    already; and without `initial` for values that are on the meta device or differ between ranks.
     """
     refuse_sharded(model)
     if initial is None:
-        initial = own_values(model)
+        initial = current_values(model)
         refuse_different(model, hierarchy)
     wires = wires or Wires.plain(len(hierarchy.levels.sizes), dtype)
     engine = Engine(placement, hierarchy, wires, overlap, prefetch, check_order)
@@ -90,7 +91,7 @@ def shard(
 
 
 class Engine:
-    """Units of one model on one hierarchy. Made by `shard`."""
+    """The units of one model on one hierarchy. Made by `shard`."""
 
     def __init__(
         self,
@@ -106,12 +107,13 @@ class Engine:
         self.wires = wires
         self.ledger = Ledger(hierarchy.levels.names, hierarchy.device)
         self.units: list[Unit] = []
-        # One rank crosses nothing: a thread would only cost.
+        # A single rank has no collectives, and a thread would only cost time.
         self._policy: Policy = overlap if hierarchy.size > 1 else "none"
         self._prefetch = 0 if self._policy == "none" else prefetch
-        levels = len(hierarchy.levels.sizes)
         stream_policy = "safe" if check_order and self._policy == "full" else self._policy
-        self._streams = CommStreams(stream_policy, levels, hierarchy.device, hierarchy.arbiter)
+        self._streams = CommStreams(
+            stream_policy, len(hierarchy.levels.sizes), hierarchy.device, hierarchy.arbiter
+        )
         self._collectives = LevelCollectives(
             hierarchy, wires, self.ledger, self._streams, check_order
         )
@@ -125,11 +127,11 @@ class Engine:
         initial: InitialSlice,
         decay: Decay,
     ) -> None:
-        """Make units of a model's parameters and hang hooks on its modules."""
+        """Make units of a model's parameters and attach hooks to its modules."""
         move_buffers(model, self.hierarchy.device)
-        owned = list(assign(model, blocks))
-        # So that neighbours have different buffers, and the oldest unit that is being reduced is
-        # done when it is its turn again.
+        owned = list(split_into_units(model, blocks))
+        # Fewer than units, so that neighbours have different buffers, and the oldest reduction is
+        # over when its unit runs again.
         prefetch = min(self._prefetch, len(owned) - 1)
         self.pool = UnitBufferPool(prefetch + 1, dtype, self.hierarchy.device)
         levels = self.hierarchy.levels
@@ -159,13 +161,13 @@ class Engine:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes that this rank holds beside its state, in the same buffers in each step: whole
-        units, their gradients on the way, and messages."""
+        """Bytes of the buffers that this rank holds beside its state: unsharded weights, full
+        gradients and messages. They are the same buffers in every step."""
         return self.pool.held_bytes + self._collectives.held_bytes
 
     def step_bytes(self, micro_batches: int, wires: Wires | None = None) -> list[int]:
-        """Bytes this rank sends over each level in an optimizer step, by the formula; with `wires`,
-        what they would send."""
+        """Bytes that this rank sends over each level in an optimizer step, by formula, with its
+        wires or with `wires`."""
         units = (
             traffic_bytes(
                 unit.layout.numel,
@@ -180,30 +182,30 @@ class Engine:
         return [sum(level) for level in zip(*units, strict=True)]
 
     def backward(self, loss: torch.Tensor, is_last: bool = False) -> None:
-        """Backward of one micro-batch; gradients go to their shards, summed over the ranks.
+        """Run backward of one micro-batch, and sum its gradients over ranks into their shards.
 
-        `loss` is a scalar sum (over tokens): dividing is left to the end of the step. With
-        `is_last`, the step's last micro-batch, each unit goes on to the optimizer level at once.
+        loss: a scalar sum over tokens. The division comes at the end of the step.
+        is_last: this is the step's last micro-batch, so that the gradient of each unit is reduced
+            to the optimizer level as soon as it is complete.
 
-        Raises RuntimeError for a loss that is no scalar or has no graph; for a parameter that gets
-        a gradient when the engine cannot have had its weights there, or a second one after its unit
-        was done: after that, and any exception in backward, the engine is of no more use, and
-        refuses the next one.
+        Raises RuntimeError for a loss that is not a scalar or has no graph, and for a parameter
+        that gets a gradient when its unit is resharded or finished. After an exception in backward
+        the engine cannot be used, and refuses the next backward.
         """
         self._hooks.backward(loss, is_last)
 
     def finish_gradients(self) -> list[torch.Tensor]:
-        """Reduce from the gradient level to the optimizer level, once per step.
+        """Reduce the gradients to the optimizer level, once per step.
 
-        Returns one 1-D fp32 tensor for each of `units`, in their order, as long as its `master`:
-        the sum over all ranks and everything since `clear_gradients`, in the memory of the gradient
-        shards. Call that before the next backward, which writes over them; raises RuntimeError when
-        called twice without.
+        Returns one 1-D fp32 tensor for each of `units`, as long as its `master`: the sum over all
+        ranks and over every backward since the last `clear_gradients`. It lies in the memory of the
+        gradient shards, which must be cleared before the next backward. Raises RuntimeError if
+        called twice without clearing.
         """
-        self._hooks.reducing.clear()  # each unit waits for its own
+        self._hooks.reducing.clear()  # each unit waits for its own reduction
         with self.ledger.waiting("finish gradients"):
             self.finish_publishing()
-            # All that `is_last` has not begun, before the first is waited for: levels side by side.
+            # Start all before waiting for the first, so that levels work side by side.
             for unit in self.units:
                 if not unit.is_finishing:
                     unit.start_finishing()
@@ -223,17 +225,16 @@ class Engine:
         self.scale_errors((1 - skip) * error_scale)
 
     def clear_gradients(self) -> None:
-        """Start the next accumulation from zero. Raises RuntimeError for sums that have begun, by
-        `is_last`, and were not finished: they would go on into the next ones."""
+        """Start accumulating from zero. Raises RuntimeError if a backward with `is_last` was not
+        followed by `finish_gradients`, because its sums are still in flight."""
         for unit in self.units:
             unit.clear_gradient()
 
     def publish(self) -> None:
-        """Bring the masters' present values to the weights of every rank.
+        """Bring the present values of the masters to the weights of every rank.
 
-        With overlap this only begins: it runs under the next forward, first unit first, each one
-        with its gathering or, where levels run side by side, before it: the masters may be written
-        again after `finish_publishing` or `finish_gradients`.
+        With overlap, publishing only begins here. It runs under the next forward, first unit first.
+        The masters must not be written until `finish_publishing` or `finish_gradients` returns.
         """
         for unit in self.units:
             unit.mark_stale()
@@ -242,37 +243,38 @@ class Engine:
         self._hooks.start_publishing(-1)
 
     def finish_publishing(self) -> None:
-        """Return when every copy of the weights is up to date."""
+        """Wait until every copy of the weights is up to date."""
         for index, unit in enumerate(self.units):
             self._hooks.start_publishing(index - 1)
             unit.finish_publishing()
 
     def restore(self, has_published: bool) -> None:
-        """Bring the weights to every rank, after the masters have been filled from outside, and
-        with `has_published` every unit's `published`: the same bits that the ranks computed with
-        when those were saved."""
+        """Bring the weights to every rank after the masters were filled from a checkpoint.
+
+        With `has_published`, every unit's `published` was filled too, and all ranks compute with
+        the same bits as when it was saved.
+        """
         if has_published or self.wires.have_deltas:
             self._broadcast_weights(from_masters=not has_published)
-        else:  # what these wires make of the masters
+        else:  # these wires give the same weights from the same masters
             self.publish()
             self.finish_publishing()
 
     def _broadcast_weights(self, from_masters: bool) -> None:
-        """Bring each rank's `published`, with `from_masters` copied from them, to every rank
-        exactly."""
+        """Copy each rank's `published` shard, or with `from_masters` its master, to all ranks
+        without rounding."""
         for unit in self.units:
             unit.mark_stale()
             if from_masters:
                 unit.published.copy_(unit.master)
             unit.broadcast_weights()
 
-    def scale_errors(self, factor: torch.Tensor) -> None:
-        """Multiply by `factor` [] the errors of gradient messages: with error feedback by 0 after a
-        step that is skipped, or its errors would come back in the next."""
+    def scale_errors(self, factor: torch.Tensor | float) -> None:
+        """Multiply the errors of gradient messages by `factor` []."""
         for unit in self.units:
             unit.feedback.scale(factor)
 
     def fold_errors(self) -> None:
-        """Make every unit's `feedback.error` hold all errors; before a checkpoint."""
+        """Sum all errors into every unit's `feedback.error`, for a checkpoint."""
         for unit in self.units:
             unit.feedback.fold()

@@ -1,4 +1,4 @@
-"""Error feedback: the quantisation error of a unit's gradient messages, added to its later ones."""
+"""Error feedback: the quantisation errors of gradient messages, added to later messages."""
 
 import torch
 
@@ -7,10 +7,10 @@ from megafrontier.partition.layout import Layout
 
 
 class ErrorFeedback:
-    """The quantisation errors of one rank's gradient messages of one unit.
+    """The quantisation errors of this rank's gradient messages of one unit.
 
-    `errors`: by level, 1-D bf16, as long as the slice that crosses it; the next message over the
-    level carries them. Empty without error feedback.
+    errors: by level, 1-D bf16, as long as the slice that is reduced over the level. The next
+        message over the level includes them. Empty without error feedback.
     """
 
     def __init__(
@@ -20,13 +20,13 @@ class ErrorFeedback:
         depth: int,
         errors: dict[int, torch.Tensor],
     ) -> None:
-        """`depth` is that of the optimizer state."""
+        """`depth`: that of the optimizer state."""
         self._layout, self._collectives, self._depth = layout, collectives, depth
         self.errors = errors
 
     @property
     def error(self) -> torch.Tensor | None:
-        """This rank's optimizer shard of the errors, after `fold`; None without any."""
+        """This rank's optimizer shard of the errors, complete after `fold`; None without errors."""
         if not self.errors:
             return None
         first = min(self.errors)
@@ -38,27 +38,27 @@ class ErrorFeedback:
             error.mul_(factor)
 
     def clear(self) -> None:
-        """Forget all errors."""
+        """Set all errors to zero."""
         for error in self.errors.values():
             error.zero_()
 
     def fold(self) -> None:
         """Sum each element's errors over all ranks into its owner's `error`.
 
-        What is left then fits one shard, whatever the placement: so checkpoints hold it and any
-        number of ranks takes it up. Where the optimizer is replicated the first replica has it.
+        The errors then fit one optimizer shard whatever the placement, so a checkpoint can hold
+        them for any number of ranks. If the optimizer is replicated, the first replica has them.
         """
+        label, depth = f"fold {self._layout.name}", self._depth
         totals = [
-            self._collectives.reduce_exact(
-                error, level, self._depth, f"fold {self._layout.name}"
-            ).wait()
+            self._collectives.reduce_exact(error, level, depth, label).wait()
             for level, error in self.errors.items()
         ]
         if self.error is None:
             return
-        total = torch.stack(totals).sum(0)  # each lay where the errors do
+        total = torch.stack(totals).sum(0)  # a copy, because the totals lie in the errors' memory
         self.clear()
-        if self._collectives.hierarchy.is_first_replica(self._depth):
+        hierarchy = self._collectives.hierarchy
+        if hierarchy.is_first_replica(depth):
             self.error.copy_(total)
-            own = self._layout.bounds(*self._collectives.hierarchy.shard_index(self._depth))
-            self.error[self._layout.padding_within(*own)].zero_()  # checkpoints hold parameters
+            own = self._layout.bounds(*hierarchy.shard_index(depth))
+            self.error[self._layout.padding_within(*own)].zero_()  # checkpoints have no padding

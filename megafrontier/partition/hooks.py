@@ -1,35 +1,109 @@
-"""The schedule: hooks that gather a unit when its module runs and reduce its gradient when done.
+"""Hooks that unshard a unit before its module runs and reduce its gradient after its backward.
 
-Note on order. Every rank runs the same modules in the same order, so hooks issue the same
-collectives in the same order on every rank; nothing here depends on timing, or on which parameters
-of a block have a gradient.
+Note [Order of collectives]
+Every rank runs the same blocks in the same order. The hooks issue the collectives of a block at
+points that depend on this order alone, not on timing and not on which parameters of the block get a
+gradient. So every rank issues the same collectives in the same order.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Literal
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
 
 from megafrontier.common.errors import UserError
-from megafrontier.partition.backward_order import Run, Runs
 from megafrontier.partition.comm.collectives import LevelCollectives
 from megafrontier.partition.comm.ledger import Ledger
 from megafrontier.partition.comm.streams import Policy
 from megafrontier.partition.unit import ROOT, Phase, Unit
-from megafrontier.partition.wrap import (
-    Copy,
-    bases_of,
-    in_backward,
-    refuse_views,
-    tensors_in,
-)
+from megafrontier.partition.wrap import forbid_inplace, in_backward, refuse_weights, tensors_in
+
+
+class ForwardRecord:
+    """One forward of a block, as the gradient hook of the tensors that it made.
+
+    It lives as long as the graph of that forward. `index` is the unit's, `number` counts the
+    forwards of all blocks that had begun when this one ended.
+    """
+
+    def __init__(self, index: int, number: int, begin_backward: "BeginBackward") -> None:
+        self.index = index
+        self.number = number
+        self._begin_backward = begin_backward
+
+    def __call__(self, _gradient: torch.Tensor) -> None:
+        """Called with the gradient of each tensor; the first one begins the block's backward."""
+        self._begin_backward(self)
+
+
+BeginBackward = Callable[[ForwardRecord], None]
+
+
+class BackwardOrder:
+    """Tracks the forwards of all blocks whose backward is pending.
+
+    Autograd runs them backward in reverse order, so the numbers of forwards tell which are over.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self.newest = 0
+        """Index of the unit whose block began to run last."""
+        # Weak, because a graph may be dropped without a backward.
+        self._pending: dict[int, WeakSet[ForwardRecord]] = defaultdict(WeakSet)
+
+    def begin_forward(self, index: int) -> int:
+        """A block begins to run. Returns the number of this forward."""
+        self._number += 1
+        self.newest = index
+        return self._number
+
+    def is_newest(self, number: int) -> bool:
+        """Whether no other block has begun to run since."""
+        return number == self._number
+
+    def end_forward(
+        self,
+        index: int,
+        made: Sequence[torch.Tensor],
+        begin_backward: BeginBackward,
+        is_recomputed: bool,
+    ) -> None:
+        """A block has `made` these tensors. If recomputed, its backward has begun already."""
+        record = ForwardRecord(index, self._number, begin_backward)
+        for tensor in made:
+            tensor.register_hook(record)
+        if made and not is_recomputed:
+            self._pending[index].add(record)
+
+    def is_pending(self, index: int, number: float = inf) -> bool:
+        """Whether a backward of this unit is pending, among forwards up to `number`: later ones
+        belong to another graph."""
+        return any(record.number <= number for record in self._pending[index])
+
+    def begin_backward(self, record: ForwardRecord) -> None:
+        """The backward of this forward is no longer pending."""
+        self._pending[record.index].discard(record)
+
+
+@dataclass
+class HookPoint:
+    """A module with hooks, and its forward that is running now."""
+
+    index: int
+    unit: Unit
+    number: int = 0
+    inputs: dict[int, object] = field(default_factory=dict)
+    """The grad_fn of each input tensor, by the tensor's id."""
 
 
 class ModuleHooks:
-    """When each unit of a model is whole, and when its gradient is reduced."""
+    """Decides when each unit of a model is unsharded and when its gradient is reduced."""
 
     def __init__(
         self,
@@ -40,121 +114,134 @@ class ModuleHooks:
         policy: Policy,
         prefetch: int,
     ) -> None:
-        """`modules` are those of `units`, in the order in which they run; they get the hooks, where
-        there is something to gather or an order to keep."""
+        """Attach hooks to `modules`, those of `units` in the order in which they run."""
         self.units = units
         self.reducing: deque[Unit] = deque()
-        """Units whose gradient is on its way to its shard, oldest first."""
+        """Units whose gradient is being reduced to its shard, oldest first."""
         self._collectives = collectives
         self._ledger = ledger
         self._policy = policy
         self._prefetch = prefetch
-        self._runs = Runs()
-        # By number of unit: of those whose backward has begun and is not done, the parameters that
-        # have no gradient yet; those that are done.
+        self._order = BackwardOrder()
+        # Of units whose backward has begun and is not over, the parameters without a gradient.
         self._missing: dict[int, set[int]] = {}
         self._done: set[int] = set()
         self._is_last = False
-        self._leads = False  # a backward; another's, for its own ends, leaves no gradients here
-        # Where the pass turns round those that have just run are the next to run, and nobody else
-        # wants their buffers: they stay. So does the root, which has its own.
-        in_turns = [unit for unit in units if unit.name != ROOT]
+        self._leads_backward = False  # else the user runs a backward that leaves no gradients here
+        # Where forward turns to backward, and backward to the next forward, the units that ran last
+        # are the first to run, and no other unit needs their buffers: they stay unsharded. So does
+        # the root unit, which has a buffer of its own.
+        blocks = [unit for unit in units if unit.name != ROOT]
         roots = [unit for unit in units if unit.name == ROOT]
-        self._first = {*roots, *in_turns[: prefetch + 1]}
-        self._last = {*roots, *in_turns[-1 - prefetch :]}
+        self._kept_after_backward = {*roots, *blocks[: prefetch + 1]}
+        self._kept_after_forward = {*roots, *blocks[-1 - prefetch :]}
         for index, (unit, module) in enumerate(zip(units, modules, strict=True)):
-            # One rank, whose weights are never away, has nothing to gather and no order to keep.
+            # A single rank with persistent weights has nothing to gather and no order to keep.
             if collectives.hierarchy.size > 1 or not unit.is_persistent:
-                self._attach(module, index)
+                self._attach(module, HookPoint(index, unit))
             for number, parameter in enumerate(unit.parameters):
                 parameter.register_post_accumulate_grad_hook(self._on_gradient(index, number))
 
     def gathers(self, unit: Unit, micro_batches: int) -> int:
-        """How often a step of so many micro-batches gathers a unit: for each forward, unless it has
-        stayed from the backward before, and for each backward, unless it stays for that."""
-        forward = 1 if unit in self._first else micro_batches
-        return forward + (0 if unit in self._last else micro_batches)
+        """How often a step of `micro_batches` gathers a unit: for each forward and each backward in
+        which it is not unsharded still."""
+        forward = 1 if unit in self._kept_after_backward else micro_batches
+        return forward + (0 if unit in self._kept_after_forward else micro_batches)
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         """See `Engine.backward`."""
-        if self._leads:
-            raise RuntimeError("a backward of this engine has failed; need it and its model anew")
-        if loss.numel() != 1 or not loss.requires_grad:  # nothing has been led yet: no harm is done
+        if self._leads_backward:
+            raise RuntimeError("engine: an earlier backward failed, need a new engine and model")
+        if loss.numel() != 1 or not loss.requires_grad:  # refused before any harm is done
             shape = tuple(loss.shape)
-            raise RuntimeError(f"loss: of shape {shape}, need a scalar that comes of the model")
-        self._is_last, self._leads = is_last, True
-        self._runs.begin_backward()
+            raise RuntimeError(f"loss: shape {shape}, need a scalar that depends on the model")
+        self._is_last, self._leads_backward = is_last, True
         loss.backward()
-        for run in self._runs.due_at_last():
-            self._begin_run(run)
         for index, unit in reversed(list(enumerate(self.units))):
-            if index in self._missing:  # the root, or some parameter took no part
+            if index in self._missing:  # the root, or a unit with a parameter that was not used
                 self._finish_backward(index)
             else:
-                self._reshard(unit)  # if it was gathered ahead, but its turn never came
-        self._leads = False
+                self._reshard(unit)  # it may have been prefetched for a block that did not run
+        self._leads_backward = False
         self._done.clear()
 
     def start_publishing(self, index: int) -> None:
-        """Where levels run side by side, begin with those that come after unit `index` and after
-        those gathered ahead of it: 2 · prefetch + 1 in all, so that what is on its way stays
-        bounded. On one lane they would hold up the gathering of the units before them."""
+        """If levels have streams of their own, begin to publish the units after unit `index` and
+        after those prefetched with it.
+
+        At most 2 · prefetch + 1 units, so that the memory in use is bounded. On a single stream
+        they would delay the gathering of the units before them.
+        """
         if self._policy == "full":
             for unit in self.units[index + 1 : index + 2 * (self._prefetch + 1)]:
                 if unit.is_stale:
                     unit.start_publishing()
 
-    def _attach(self, module: nn.Module, index: int) -> None:
-        unit = self.units[index]
-        given: dict[int, object] = {}
-        number = 0
-
+    def _attach(self, module: nn.Module, point: HookPoint) -> None:
         def before(_module: nn.Module, *arguments: Any) -> None:
-            nonlocal number
-            given.clear()  # of a forward that ended early, as a recomputation does
-            given.update((id(t), t.grad_fn) for t in tensors_in(arguments))
-            if in_backward():  # recomputed: the units after it have had their turn
-                self._done.discard(index)
-                self._gather(index, ahead=0)
-                unit.phase = Phase.BACKWARD
-            else:
-                self._gather(index, ahead=1)
-                unit.phase = Phase.FORWARD
-                if unit.name != ROOT:  # around all of them
-                    number = self._runs.enter(index)
+            self._before_forward(point, arguments)
 
-        def after(_module: nn.Module, _arguments: Any, output: Any) -> Any:
-            # What a block passes on as it came has its gradient in the backward of another block.
-            made = [t for t in tensors_in(output) if given.get(id(t), self) is not t.grad_fn]
-            refuse_views(made, unit)
-            # A parameter that it returns as it is would keep each run's hook.
-            made = [t for t in made if t.requires_grad and not t.is_leaf]
-            made += bases_of(made, given.values())
-            given.clear()
-            if in_backward():  # the unit stays as it is: its own backward still needs it
-                if not made and torch.is_grad_enabled():
-                    output, made = self._pass_on(index, output)
-                self._runs.recompute(index, made, self._before_backward)
-                return output
-            if unit.name != ROOT and not self._runs.is_newest(number):
-                self._refuse_inner(index)
-            if not made and torch.is_grad_enabled():
-                output, made = self._pass_on(index, output)
-            has_backward = made or torch.is_grad_enabled()
-            if has_backward:
-                self._runs.end(index, made, self._before_backward)
-            if not (has_backward and unit in self._last):
-                unit.reshard()
-            return output
+        def after(_module: nn.Module, _arguments: Any, output: Any) -> None:
+            self._after_forward(point, output)
 
-        # Before hooks that compute a weight of others, as weight_norm's does.
-        # A compiler that traced them would take what they bring for the same in each step.
+        # The compiler must not trace the hooks: it would take their result as constant over steps.
         hidden = torch.compiler.disable
+        # First, because other hooks compute a weight from parameters, as those of weight_norm do.
         module.register_forward_pre_hook(hidden(before), with_kwargs=True, prepend=True)
         module.register_forward_hook(hidden(after))
 
-    def _gather(self, index: int, ahead: Literal[-1, 0, 1]) -> None:
-        """Make a unit whole, and begin with those that run after it (`ahead` 1) or before (-1)."""
+    def _before_forward(self, point: HookPoint, arguments: Any) -> None:
+        point.inputs = {id(tensor): tensor.grad_fn for tensor in tensors_in(arguments)}
+        if in_backward():  # recomputed: the units after this one are done
+            self._done.discard(point.index)
+            self._unshard(point.index, ahead=0)
+            point.unit.phase = Phase.BACKWARD
+        else:
+            self._unshard(point.index, ahead=1)
+            point.unit.phase = Phase.FORWARD
+            if point.unit.name != ROOT:  # which runs around all blocks
+                point.number = self._order.begin_forward(point.index)
+
+    def _after_forward(self, point: HookPoint, output: Any) -> None:
+        made = self._made_by(point, tensors_in(output))
+        forbid_inplace(made)
+        is_recomputed = in_backward()
+        if not is_recomputed and point.unit.name != ROOT:
+            self._refuse_inner(point)
+        self._order.end_forward(point.index, made, self._begin_backward, is_recomputed)
+        # A recomputed unit stays unsharded, because its own backward comes next.
+        if not is_recomputed and not (made and point.unit in self._kept_after_forward):
+            point.unit.reshard()
+
+    def _made_by(self, point: HookPoint, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The output tensors whose gradient shows that the backward of this block begins.
+
+        Raises UserError if the block returns a view of its weights, or only its inputs: a layer
+        that is skipped on some ranks does so, and its collectives would be missing there.
+        """
+        # The gradient of a tensor that is passed on belongs to the block that made it.
+        made = [t for t in outputs if point.inputs.get(id(t), self) is not t.grad_fn]
+        point.inputs = {}
+        refuse_weights(made, point.unit)
+        if outputs and not made and torch.is_grad_enabled():
+            raise UserError(
+                f"block {point.unit.name!r}: returns only its inputs, need a new tensor among its "
+                "outputs (x.clone()), or all ranks not to call it"
+            )
+        # Not leaves: a parameter that is returned as it is would collect hooks.
+        return [tensor for tensor in made if tensor.requires_grad and not tensor.is_leaf]
+
+    def _refuse_inner(self, point: HookPoint) -> None:
+        """Raises UserError if another block ran inside this one: it may have taken this unit's
+        buffer, and the order of backward would not be known."""
+        if not self._order.is_newest(point.number):
+            raise UserError(
+                f"block {self.units[self._order.newest].name!r}: runs inside of block "
+                f"{point.unit.name!r}, need one of them left out of the blocks"
+            )
+
+    def _unshard(self, index: int, ahead: Literal[-1, 0, 1]) -> None:
+        """Unshard a unit, and prefetch those that run after it (`ahead` 1) or before it (-1)."""
         if self._policy == "none" and self.units[index].is_resident:
             return
         self.units[index].start_unshard()
@@ -167,58 +254,26 @@ class ModuleHooks:
         with self._ledger.waiting(f"gather {self.units[index].name}"):
             self.units[index].unshard()
 
-    def _pass_on(self, index: int, output: Any) -> tuple[Any, list[torch.Tensor]]:
-        """The block has computed nothing on this rank (an expert without tokens, a dropped layer).
-        Its turn in backward must come all the same, for the order of collectives: so a tensor is
-        copied. Returns the output, and what of it has a gradient of its own then."""
-        if isinstance(output, torch.Tensor) and output.requires_grad:
-            own = Copy.apply(output)  # no view, which an in-place operation would take out of it
-            return own, [own]
-        if any(tensor.requires_grad for tensor in tensors_in(output)):
-            raise UserError(
-                f"block {self.units[index].name!r} returns only what it was given; need a tensor "
-                "of its own among it (x.clone())"
-            )
-        return output, []
-
-    def _refuse_inner(self, index: int) -> None:
-        """Raises UserError for a run in which another block ran: it may have taken the outer one's
-        place, and nobody could tell when the outer one's backward is over."""
-        raise UserError(
-            f"block {self.units[self._runs.newest].name!r}: runs inside of block "
-            f"{self.units[index].name!r}, need one of them left out of the blocks"
-        )
-
-    def _before_backward(self, run: Run) -> None:
-        if self._leads:
-            for idle in self._runs.due_before(run):
-                self._begin_run(idle)
-        self._begin_run(run)
-
-    def _begin_run(self, run: Run) -> None:
-        self._runs.begin(run)
-        if run.index not in self._done:  # else what is left of its backward has no parameters
-            self._begin_backward(run.index, run.number)
-
-    def _begin_backward(self, index: int, number: int) -> None:
-        if self._leads:
-            self._finish_those_before(index, number)
+    def _begin_backward(self, record: ForwardRecord) -> None:
+        self._order.begin_backward(record)
+        index = record.index
+        if index in self._done:  # the rest of its backward needs no parameters
+            return
+        if self._leads_backward:
+            self._finish_earlier(index, record.number)
             self._missing_of(index)
-        self._gather(index, ahead=-1)
+        self._unshard(index, ahead=-1)
         self.units[index].phase = Phase.BACKWARD
 
-    def _finish_those_before(self, index: int, number: int) -> None:
-        """Finish the units whose backward is over, though a parameter may have taken no part in it,
-        perhaps on this rank alone.
+    def _finish_earlier(self, index: int, number: int) -> None:
+        """Finish the units whose backward is over although a parameter may have got no gradient,
+        perhaps on this rank alone (an expert without tokens).
 
-        Autograd runs the nodes of one run of a block before those of any run before it.
+        Autograd runs the nodes of one forward before those of any forward before it.
         """
         for other in list(self._missing):
-            if (
-                other != index
-                and not self._runs.is_waiting(other, number)
-                and self.units[other].name != ROOT
-            ):
+            is_block = other != index and self.units[other].name != ROOT
+            if is_block and not self._order.is_pending(other, number):
                 self._finish_backward(other)
 
     def _missing_of(self, index: int) -> set[int]:
@@ -227,50 +282,50 @@ class ModuleHooks:
         return self._missing[index]
 
     def _on_gradient(self, index: int, number: int) -> Callable[[nn.Parameter], None]:
-        # The collector does not see what a parameter's hooks hold: they would hold the engine, and
-        # with it the parameter, for ever. Those of the modules hold it while there is a model; on
-        # one rank, where modules have none, its engine alone does.
+        # Weak, because the garbage collector does not see what the hooks of a parameter hold. The
+        # hooks of modules hold `self`; on one rank, where modules have none, the engine does.
         owner = ref(self)
 
         def ready(parameter: nn.Parameter) -> None:
-            schedule = owner()
-            if schedule is None:
-                raise RuntimeError("backward through a model whose engine is gone")
-            schedule._take_gradient(index, number, parameter)
+            hooks = owner()
+            if hooks is None:
+                raise RuntimeError("engine: deleted, need it for the backward of its model")
+            hooks._collect_gradient(index, number, parameter)
 
         return ready
 
-    def _take_gradient(self, index: int, number: int, parameter: nn.Parameter) -> None:
+    def _collect_gradient(self, index: int, number: int, parameter: nn.Parameter) -> None:
         unit = self.units[index]
-        is_whole = unit.is_persistent or unit.phase is Phase.BACKWARD
-        if not self._leads or not is_whole or unit.is_finishing:
+        is_unsharded = unit.is_persistent or unit.phase is Phase.BACKWARD
+        if not self._leads_backward or not is_unsharded or unit.is_finishing:
             name = unit.layout.entries[number].name
-            raise RuntimeError(f"parameter {name}: {_untimely(unit, self._leads)}")
+            raise RuntimeError(f"parameter {name}: {_untimely(unit, self._leads_backward)}")
         unit.collect_gradient(number, parameter)
         missing = self._missing_of(index)
         missing.discard(number)
-        # Of one whose weights go away more may be to come that needs them (a use of `w.detach()`):
-        # it is over when another one's backward begins. The root comes last in any case.
+        # The root comes last. And after its last gradient, a block may still read a weight in
+        # backward (`w.detach()` was used): if it is not persistent, it is over when the next block
+        # begins.
         if missing or unit.name == ROOT or not unit.is_persistent:
             return
-        if not self._runs.is_waiting(index):
+        if not self._order.is_pending(index):
             self._finish_backward(index)
 
     def _reshard(self, unit: Unit) -> None:
-        """Its backward is over: release it, but for those that run first in the next forward."""
-        if unit in self._first:
+        """Reshard a unit after backward, unless it is among the first in the next forward."""
+        if unit in self._kept_after_backward:
             unit.keep_unsharded()
         else:
             unit.reshard()
 
     def _finish_backward(self, index: int) -> None:
-        """Reduce a unit's gradient and, into its place, begin to gather the unit whose turn comes
-        after those already gathered, if there is one."""
+        """Reduce a unit's gradient. In the buffer that it leaves, begin to gather the unit that
+        follows those already prefetched."""
         unit, next_index = self.units[index], index - 1 - self._prefetch
         self._missing.pop(index)
         self._done.add(index)
         self._reshard(unit)
-        # As many full gradients wait for their reduction as units are gathered ahead: bounded.
+        # As many full gradients wait for their reduction as units are prefetched.
         while len(self.reducing) > self._prefetch:
             with self._ledger.waiting(f"reduce {self.reducing[0].name}"):
                 self.reducing.popleft().finish_reducing()
@@ -281,28 +336,28 @@ class ModuleHooks:
         else:
             unit.start_reducing()
         if self._policy == "none":
-            unit.finish_reducing()  # it is done, and its memory serves the next unit
+            unit.finish_reducing()  # its buffer serves the next unit
         else:
             self.reducing.append(unit)
         if self._is_last:
             unit.start_finishing()
 
 
-def _untimely(unit: Unit, is_led: bool) -> str:
-    """Why a gradient cannot be taken now."""
-    if not is_led:
+def _untimely(unit: Unit, leads_backward: bool) -> str:
+    """Why a gradient cannot be accepted now, and what to do."""
+    if not leads_backward:
         return (
-            "a gradient of a backward that the engine does not lead; need engine.backward(loss), "
-            "or another model's loss without this one's gradients"
+            "gradient produced outside engine.backward(); call engine.backward(loss), or detach "
+            "this model from that loss"
         )
     if unit.is_finishing:
         return (
-            "a gradient after the step's last one: `is_last` is for the last backward before "
-            "`finish_gradients`, after which comes `clear_gradients`, and a block that several "
-            "reentrant checkpoints run needs use_reentrant=False"
+            "gradient after the last one of the step; need `is_last` in the last backward before "
+            "`finish_gradients` only, `clear_gradients` after it, and use_reentrant=False if "
+            "several checkpoints run this block"
         )
     return (
-        f"a gradient outside of the backward of {unit.name!r}; its output must be tensors, in "
-        "tuples, lists, dicts or dataclasses, and checkpoints around blocks need "
-        "use_reentrant=False"
+        f"gradient outside of the backward of {unit.name!r}; need the block's outputs to be "
+        "tensors in tuples, lists, dicts or dataclasses, and use_reentrant=False in checkpoints "
+        "around blocks"
     )

@@ -1,7 +1,7 @@
-"""One unit's flat buffer: where each parameter lies in it, and which slice each rank owns.
+"""The flat buffer of one unit: where each parameter lies in it, and which slice each rank owns.
 
-The buffer is cut by the fastest level first and each piece by the next, so that a rank's shard of
-every state is one contiguous slice, and the deeper shard lies inside the shallower one.
+The buffer is cut by the fastest level first and each part by the next level. So a rank's shard of
+any state is one contiguous slice, and deeper shards lie inside shallower ones.
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,7 +18,7 @@ SHARD_ALIGNMENT = 128
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter in a unit: elements [offset, offset + numel) of the flat buffer, row-major."""
+    """One parameter: elements [offset, offset + numel) of the flat buffer, row-major."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,49 +31,49 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """The parameters of one unit in order, and the padded length of their flat buffer."""
+    """The parameters of one unit in order, and the padded length `numel` of their flat buffer."""
 
     name: str
     entries: tuple[Entry, ...]
     numel: int
 
     @classmethod
-    def build(cls, name: str, shapes: Iterable[tuple[str, Sequence[int]]], pieces: int) -> "Layout":
-        """Lay the parameters end to end and pad to `pieces` equal, aligned shards."""
+    def build(cls, name: str, shapes: Iterable[tuple[str, Sequence[int]]], shards: int) -> "Layout":
+        """Lay the parameters end to end and pad to `shards` equal, aligned shards."""
         entries = []
         offset = 0
         for parameter, shape in shapes:
             entries.append(Entry(parameter, tuple(shape), offset))
             offset += prod(shape)
-        multiple = pieces * SHARD_ALIGNMENT
+        multiple = shards * SHARD_ALIGNMENT
         return cls(name, tuple(entries), -(-offset // multiple) * multiple)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter's part of the buffer `flat` [numel], in its shape."""
+        """Views of the buffer `flat` [numel], one for each parameter, in its shape."""
         return [flat[e.offset : e.offset + e.numel].view(e.shape) for e in self.entries]
 
-    def bounds(self, piece: int, pieces: int) -> tuple[int, int]:
-        """[start, stop) of piece number `piece` of `pieces` equal ones."""
-        length = self.numel // pieces
-        return piece * length, (piece + 1) * length
+    def bounds(self, index: int, shards: int) -> tuple[int, int]:
+        """[start, stop) of shard `index` of `shards` equal ones."""
+        length = self.numel // shards
+        return index * length, (index + 1) * length
 
-    def in_shard(self, piece: int, pieces: int) -> list[tuple[Entry, int, int, int]]:
-        """As `within`, of piece number `piece` of `pieces` equal ones."""
-        return self.within(*self.bounds(piece, pieces))
+    def in_shard(self, index: int, shards: int) -> list[tuple[Entry, int, int, int]]:
+        """`within` the bounds of shard `index` of `shards` equal ones."""
+        return self.within(*self.bounds(index, shards))
 
     def padding_within(self, start: int, stop: int) -> slice:
-        """Where [start, stop) of the buffer has only padding, counted from `start`."""
+        """The padding in [start, stop) of the buffer, relative to `start`."""
         last = self.entries[-1]
         return slice(max(0, min(last.offset + last.numel, stop) - start), None)
 
     def within(self, start: int, stop: int) -> list[tuple[Entry, int, int, int]]:
-        """The parts of parameters inside [start, stop) of the buffer.
+        """The parts of parameters in [start, stop) of the buffer.
 
         Each is (entry, first, last, at): elements [first, last) of that parameter, row-major, and
-        where they begin, counted from `start`.
+        their offset relative to `start`.
         """
         parts = []
-        # A checkpoint asks this of each of its pieces: not of every parameter for each.
+        # Bisect, because a checkpoint calls this for each of its many shards.
         begin = bisect_right(self.entries, start, key=attrgetter("offset")) - 1
         end = bisect_left(self.entries, stop, key=attrgetter("offset"))
         for entry in self.entries[begin:end]:
@@ -87,8 +87,8 @@ class Layout:
 def shard_range(
     numel: int, sizes: Sequence[int], coordinates: Sequence[int], depth: int
 ) -> tuple[int, int]:
-    """The slice [start, stop) of a buffer of `numel` that a rank holds when it is cut through
-    the first `depth` levels, whose sizes and the rank's coordinates are given fastest first."""
+    """[start, stop) of a rank's shard of a buffer of `numel`, cut through the first `depth` levels.
+    `sizes` and the rank's `coordinates` are given fastest level first."""
     start, length = 0, numel
     for size, coordinate in zip(sizes[:depth], coordinates[:depth], strict=True):
         length //= size

@@ -1,38 +1,114 @@
-"""What a rank holds beside its state, by formula: the buffers of units, and those of messages."""
+"""The memory that a rank holds beside its state: a pool of unit buffers, and formulas of its size.
+
+Note [Fixed buffers]
+In forward, autograd may save views of a parameter, such as a transposed weight, and read them in
+backward. So a unit is always gathered into the same buffer, even if another unit used the buffer in
+between. Units that are unsharded at the same time have different buffers.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import cycle
 from math import prod
+from typing import Protocol
 
 import torch
 
+from megafrontier.common.buffers import BufferPool, empty
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition.comm.delta import delta_levels
 from megafrontier.partition.comm.streams import Policy
 from megafrontier.partition.placement import Placement
 from megafrontier.partition.wires.wire import Wire, Wires
 
-Need = tuple[int, str, int]
-"""(level, purpose, bytes) of `Workspace` that a crossing takes."""
+
+class BufferOwner(Protocol):
+    """A unit that uses a buffer for a while."""
+
+    def reshard(self) -> None:
+        """Stop using the buffer, because another owner acquires it."""
+        ...
+
+
+class UnitBuffer:
+    """Memory for the unsharded weights of one unit at a time, as large as the largest unit."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        self.numel = 0
+        self._owner: BufferOwner | None = None
+
+    def reserve(self, numel: int) -> None:
+        """Make the buffer at least `numel` elements long. Call it before the first use."""
+        self.numel = max(self.numel, numel)
+
+    @cached_property
+    def memory(self) -> torch.Tensor:
+        """The buffer [numel]."""
+        return empty(self.numel, self._dtype, self._device)
+
+    def acquire(self, owner: BufferOwner) -> None:
+        """Give the buffer to a unit, and reshard the unit that had it. The latter was prefetched
+        too early, or its block runs again later, and it is gathered again then."""
+        if self._owner is not None and self._owner is not owner:
+            self._owner.reshard()
+        self._owner = owner
+
+
+class UnitBufferPool:
+    """The buffers of one model's units, for unsharded weights and for full gradients."""
+
+    def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        """`count`: how many successive units are unsharded at the same time."""
+        self.dtype = dtype
+        self.device = device
+        self._buffers = [UnitBuffer(dtype, device) for _ in range(count)]
+        self._shared = cycle(self._buffers[:])
+        self._gradients = BufferPool(device)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all buffers for weights, and of the gradient buffers made so far."""
+        weights = sum(buffer.numel for buffer in self._buffers)
+        return weights * self.dtype.itemsize + self._gradients.held_bytes
+
+    def next_buffer(self) -> UnitBuffer:
+        """The buffer of the next unit, in the order in which units run."""
+        return next(self._shared)
+
+    def own_buffer(self) -> UnitBuffer:
+        """A buffer for a unit that shares with no other."""
+        self._buffers.append(UnitBuffer(self.dtype, self.device))
+        return self._buffers[-1]
+
+    def acquire_gradient(self, numel: int) -> torch.Tensor:
+        """A buffer [numel] with undefined contents."""
+        return self._gradients.acquire(numel, self.dtype)
+
+    def release_gradient(self, buffer: torch.Tensor) -> None:
+        """Return a gradient buffer. The compute stream must have waited for all its readers."""
+        self._gradients.release(buffer)
 
 
 def unit_buffer_bytes(
     numels: Sequence[int], root: int, placement: Placement, itemsize: int, prefetch: int | None
 ) -> int:
-    """Bytes of all buffers of a rank's pool (`pool.py`) after a step of several micro-batches.
+    """Bytes of a rank's `UnitBufferPool` after a step of several micro-batches.
 
-    `numels` are the elements of the units that take turns, in the order in which they run, `root`
-    those of the unit that does not (0: none); `prefetch` units are gathered ahead, None without
-    overlap: whole weights of one more are there, and gradients of two more. The root's gradient is
-    taken to come in the whole of a backward; where it comes last, and is as long as a block's, it
-    has the buffer of one.
+    numels: elements of each block's unit, in the order in which they run.
+    root: elements of the root unit, 0 if there is none. Its gradient is taken to be in use during
+        all of backward. (If it comes last and is as long as a block's, it reuses that buffer.)
+    prefetch: units gathered ahead, None without overlap. One more unit is unsharded than that, and
+        two more full gradients exist.
     """
     ahead = min(prefetch or 0, max(len(numels) + bool(root) - 1, 0))
     weights = gradients = 0
     if placement.backward_weights:
-        turns = range(min(ahead + 1, len(numels)))
-        weights = root + sum(max(numels[first :: ahead + 1]) for first in turns)
+        buffers = range(min(ahead + 1, len(numels)))
+        weights = root + sum(max(numels[first :: ahead + 1]) for first in buffers)
     if placement.gradients:
         waiting = 1 if prefetch is None else ahead + 2
         sizes = Counter(numels)
@@ -42,8 +118,8 @@ def unit_buffer_bytes(
 
 @dataclass(frozen=True)
 class MessageBuffers:
-    """Where the messages of all levels stand, by formula: those of one crossing at a time on each
-    lane (`Workspace`), and those of changes on their way from one level to the next (`BufferPool`).
+    """Predicts the memory of messages: each stream's `Workspace`, and the `BufferPool` of deltas
+    that are passed on to another level.
 
     `placement` is `Placement.on` the levels, `dtype` the computing type.
     """
@@ -56,76 +132,78 @@ class MessageBuffers:
     prefetch: int
 
     def held_bytes(self, numels: Sequence[int]) -> int:
-        """Bytes after a step of units of so many elements, in the order in which they run."""
+        """Bytes after a step of units of `numels` elements, in the order in which they run."""
         largest: dict[tuple[int, str], int] = {}
-        for level, purpose, size in self._needs(max(numels)):
+        for level, purpose, size in self._workspaces(max(numels)):
             key = (level if self.policy == "full" else 0), purpose
             largest[key] = max(largest.get(key, 0), size)
         return sum(largest.values()) + self._passed_on(numels)
 
-    def _needs(self, numel: int) -> Iterator[Need]:
-        """Of all crossings of a unit of `numel` elements."""
-        placement, changes = self.placement, self._changes
-        yield from self._difference(numel, changes)
+    def _workspaces(self, numel: int) -> Iterator[tuple[int, str, int]]:
+        """(level, purpose, bytes) of all collectives of a unit of `numel` elements."""
+        placement, deltas = self.placement, self._delta_levels
+        yield from self._delta(numel, deltas)
         dtype = self.dtype if placement.gradients else torch.float32
         for level, size in enumerate(self.levels.sizes):
             if size == 1:
                 continue
-            piece = numel // prod(self.levels.sizes[: level + 1])
-            if level < placement.optimizer and level not in changes:
-                yield from self._gather(level, self.wires.gather[level], piece, self.dtype)
-            yield from self._reduce(level, piece, dtype)
+            shard = numel // prod(self.levels.sizes[: level + 1])
+            if level < placement.optimizer and level not in deltas:
+                yield from self._gather(level, self.wires.gather[level], shard, self.dtype)
+            yield from self._reduce(level, shard, dtype)
             dtype = torch.float32
-            if level >= placement.optimizer:  # the sum comes back
-                yield from self._gather(level, self.wires.reduce[level], piece, dtype)
+            if level >= placement.optimizer:  # the sum comes back to all replicas
+                yield from self._gather(level, self.wires.reduce[level], shard, dtype)
 
     @property
-    def _changes(self) -> list[int]:
+    def _delta_levels(self) -> list[int]:
         start, stop = self.placement.optimizer, self.placement.backward_weights
         return delta_levels(self.wires, self.levels.sizes, start, stop)
 
-    def _difference(self, numel: int, changes: Sequence[int]) -> Iterator[Need]:
+    def _delta(self, numel: int, deltas: Sequence[int]) -> Iterator[tuple[int, str, int]]:
         own = numel // prod(self.levels.sizes[: self.placement.optimizer])
-        came_by: Wire | None = None
-        for level in reversed(changes):
+        previous: Wire | None = None
+        for level in reversed(deltas):
             wire = self.wires.gather[level]
             rows = prod(self.levels.sizes[level + 1 : self.placement.optimizer])
-            if came_by is None or came_by.codec != wire.codec:
+            if previous is None or previous.codec != wire.codec:
                 yield level, "change", 4 * own * rows
                 yield level, "sent", wire.codec.message_bytes(own) * rows
-            if came_by is None and self.dtype is not torch.float32:
+            if previous is None and self.dtype is not torch.float32:
                 yield level, "rounded", own * self.dtype.itemsize
-            if level == changes[0]:
+            if level == deltas[0]:
                 size = rows * self.levels.sizes[level]
                 yield level, "received", wire.codec.message_bytes(own) * size
-            came_by = wire
+            previous = wire
 
-    def _gather(self, level: int, wire: Wire, piece: int, dtype: torch.dtype) -> Iterator[Need]:
+    def _gather(
+        self, level: int, wire: Wire, shard: int, dtype: torch.dtype
+    ) -> Iterator[tuple[int, str, int]]:
         if wire.codec.dtype is not dtype:
-            yield level, "sent", wire.codec.message_bytes(piece)
-            yield level, "received", wire.codec.message_bytes(piece) * self.levels.sizes[level]
+            yield level, "sent", wire.codec.message_bytes(shard)
+            yield level, "received", wire.codec.message_bytes(shard) * self.levels.sizes[level]
 
-    def _reduce(self, level: int, piece: int, dtype: torch.dtype) -> Iterator[Need]:
+    def _reduce(self, level: int, shard: int, dtype: torch.dtype) -> Iterator[tuple[int, str, int]]:
         wire, size = self.wires.reduce[level], self.levels.sizes[level]
         rows = size - wire.codec.is_quantized
-        yield level, "received", wire.codec.message_bytes(piece) * rows
+        yield level, "received", wire.codec.message_bytes(shard) * rows
         if wire.codec.dtype is not dtype:
-            yield level, "sent", wire.codec.message_bytes(piece) * rows
+            yield level, "sent", wire.codec.message_bytes(shard) * rows
         if wire.codec.is_quantized and dtype is not torch.float32:
-            yield level, "own", piece * dtype.itemsize
+            yield level, "own", shard * dtype.itemsize
 
     def _passed_on(self, numels: Sequence[int]) -> int:
-        """Of as many units of each size as are published at a time."""
+        """For each size of unit, as many buffers as units of that size are published at a time."""
         window = {"none": 1, "safe": self.prefetch + 1, "full": 2 * self.prefetch + 2}[self.policy]
         most: Counter[int] = Counter()
         for first in range(len(numels)):
             most |= Counter(numels[first : first + window])
-        sizes, whole = self.levels.sizes, self.placement.optimizer
-        owners = prod(sizes[:whole])
+        sizes, depth = self.levels.sizes, self.placement.optimizer
+        owners = prod(sizes[:depth])
         return sum(
             count
             * self.wires.gather[level].codec.message_bytes(numel // owners)
-            * prod(sizes[level:whole])
+            * prod(sizes[level:depth])
             for numel, count in most.items()
-            for level in self._changes[1:]
+            for level in self._delta_levels[1:]
         )

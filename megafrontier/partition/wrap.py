@@ -1,4 +1,4 @@
-"""A model as the engine sees it: which unit owns which parameter, and how to replace them."""
+"""How a model is divided into units, and the changes and checks that its modules need."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
@@ -16,16 +16,16 @@ _MARK = "_megafrontier_is_sharded"
 SUMMED_BYTES = 1 << 24
 
 
-def assign(
+def split_into_units(
     model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]
 ) -> Iterator[tuple[str, nn.Module, list[Named]]]:
-    """(unit name, module, its parameters) of those that have any: the root unit, of all that no
-    block has to itself, first.
+    """(unit name, module, parameters) of each unit: first the root, with all parameters that no
+    block has to itself, then the blocks. Units without elements are left out.
 
-    Raises UserError for a parameter that is frozen, complex or has a hook, which would be lost, and
-    for a block that is not part of the model, lies in another one, or has another's name.
+    Raises UserError for a parameter that is frozen, complex or has a hook, and for a block that is
+    not part of the model, lies inside another block, or has the name of another.
     """
-    _refuse_tangled(blocks)
+    _refuse_overlap(blocks)
     owners: dict[str, set[str]] = {}
     names = dict(model.named_parameters())
     by_identity = {id(parameter): name for name, parameter in names.items()}
@@ -43,13 +43,13 @@ def assign(
             raise UserError(f"parameter {name}: has a hook, need it registered after `shard`")
     for identity in _held_outside(model, [module for _, module in blocks]):
         owners.setdefault(by_identity[identity], set()).add(ROOT)
-    # What several blocks share, or a block with the rest, must be whole while any of them runs.
+    # A parameter that several blocks share must be unsharded while any of them runs.
     root = [(n, p) for n, p in names.items() if ROOT in owners[n] or len(owners[n]) > 1]
     if _has_elements(root):
         yield ROOT, model, root
     for block, module in blocks:
         own = [(n, p) for n, p in names.items() if owners[n] == {block}]
-        if _has_elements(own):  # else it runs as it is
+        if _has_elements(own):
             yield block, module, own
 
 
@@ -58,7 +58,7 @@ def _has_elements(parameters: Sequence[tuple[str, nn.Parameter]]) -> bool:
 
 
 def _held_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
-    """The parameters, by identity, of modules that can be reached without passing a block."""
+    """Ids of the parameters of modules that can be reached without passing through a block."""
     seen = {id(block) for block in blocks}
     found: set[int] = set()
     rest = [model]
@@ -71,14 +71,14 @@ def _held_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
     return found
 
 
-def _refuse_tangled(blocks: Sequence[tuple[str, nn.Module]]) -> None:
+def _refuse_overlap(blocks: Sequence[tuple[str, nn.Module]]) -> None:
     names: set[str] = set()
     by_module = {id(block): name for name, block in blocks}
     for name, block in blocks:
         if name == ROOT:
-            raise UserError(f"block {name!r}: the name of what no block owns, need another")
+            raise UserError(f"block {name!r}: reserved for parameters outside of blocks")
         if name in names or by_module[id(block)] != name:
-            raise UserError(f"block {name!r}: given twice, need each once and by its own name")
+            raise UserError(f"block {name!r}: given twice, need each block and each name once")
         names.add(name)
         for module in block.modules():
             if module is not block and id(module) in by_module:
@@ -87,54 +87,58 @@ def _refuse_tangled(blocks: Sequence[tuple[str, nn.Module]]) -> None:
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raises UserError for a model that has been sharded, or is a part or a copy of one: it holds
-    no values, and the hooks of the first engine."""
+    """Raises UserError if a model has been sharded, or is a part or a copy of one that has: it
+    holds no values, and it has the hooks of another engine."""
     if any(getattr(module, _MARK, False) for module in model.modules()):
-        raise UserError("model: sharded already, need one that is built anew")
+        raise UserError("model: sharded already, need a new one")
 
 
-def mark_sharded(model: nn.Module, modules: Iterable[nn.Module], is_whole: bool) -> None:
-    """Let `refuse_sharded` know it, and unless `is_whole`, every rank's parameters are the masters,
-    refuse copies, and state dicts of these modules: what parameters hold is shown, not kept."""
+def mark_sharded(model: nn.Module, modules: Iterable[nn.Module], holds_masters: bool) -> None:
+    """Mark a model for `refuse_sharded`.
+
+    Unless its parameters are the masters on every rank, refuse copies of the model and state dicts
+    of `modules` too, because the parameters do not hold the weights.
+    """
     for module in model.modules():
         setattr(module, _MARK, True)
-        if not is_whole:
+        if not holds_masters:
             module.__deepcopy__ = _refuse_copy  # type: ignore[assignment]
-    for module in () if is_whole else modules:
+    for module in () if holds_masters else modules:
         module.register_state_dict_pre_hook(_refuse_state_dict)
         module.register_load_state_dict_pre_hook(_refuse_state_dict)
 
 
 def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
     raise RuntimeError(
-        f"state dict of a sharded {type(module).__name__}: its parameters are views of what the "
-        "engine gathers; the values are the shards in engine.units, `published` and `master`; "
-        'open_checkpoint(path).tensor("weight", name) has each whole'
+        f"state dict of a sharded {type(module).__name__}: its parameters are views of buffers; "
+        "need `published` and `master` of engine.units, the shards of this rank, or "
+        'open_checkpoint(path).tensor("weight", name), a whole tensor'
     )
 
 
 def _refuse_copy(_memo: Any) -> NoReturn:
     raise RuntimeError(
-        "deepcopy of a sharded model: its parameters are views of what the engine gathers, and a "
-        "copy's would stay as they are; take averages of the masters in engine.units"
+        "deepcopy of a sharded model: its parameters are views of buffers, and a copy would not be "
+        "trained; average the masters in engine.units instead"
     )
 
 
-def own_values(model: nn.Module) -> InitialSlice:
-    """The parameters' present values; asking for one on the meta device raises UserError."""
+def current_values(model: nn.Module) -> InitialSlice:
+    """The present values of the parameters. Raises UserError if one is on the meta device."""
     values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, value in values.items():
+        if value.is_meta:
+            raise UserError(f"parameter {name}: on the meta device, need `initial` for its values")
 
     def initial(name: str, _shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
-        if values[name].is_meta:
-            raise UserError(f"parameter {name}: on the meta device, need `initial` for its values")
         return values[name].reshape(-1)[start:stop].float()
 
     return initial
 
 
 def refuse_different(model: nn.Module, hierarchy: Hierarchy) -> None:
-    """Raises UserError, on all ranks, naming the first parameter or buffer of which ranks bring
-    other values: replicas would stay different, and shards be pieces of several models."""
+    """Raises UserError, on all ranks, with the first parameter or buffer whose values differ
+    between ranks: replicas would never be equal, and shards would belong to different models."""
     named = [(f"parameter {name}", p.detach()) for name, p in model.named_parameters()]
     named += [(f"buffer {name}", buffer) for name, buffer in model.named_buffers()]
     named = [(name, tensor) for name, tensor in named if not tensor.is_meta]
@@ -145,23 +149,23 @@ def refuse_different(model: nn.Module, hierarchy: Hierarchy) -> None:
     different = torch.nonzero(largest != -negated).flatten().tolist()
     if different:
         raise UserError(
-            f"{named[different[0]][0]}: ranks bring other values; seed them alike before "
-            "the model is built, or give `initial`"
+            f"{named[different[0]][0]}: values differ between ranks; use the same seed on every "
+            "rank before the model is built, or give `initial`"
         )
 
 
 def _byte_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum of its bytes: exact, and the same in any order. In parts, for torch makes int64 of all
-    that it is given to sum."""
+    """Sum of a tensor's bytes, which is exact in any order."""
     if tensor.layout is not torch.strided:
         sparse = tensor.to_sparse_coo().coalesce()
         return _byte_sum(sparse.indices()) + _byte_sum(sparse.values())
+    # In parts, because torch converts its whole argument to int64 before it sums.
     parts = tensor.contiguous().view(-1).view(torch.uint8).split(SUMMED_BYTES)
     return torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum()
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Bring a model's buffers to the device. Raises UserError for one without values."""
+    """Move a model's buffers to the device. Raises UserError for a buffer without values."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -171,9 +175,11 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def replace_parameters(model: nn.Module, units: Iterable[Unit]) -> None:
-    """Put the units' parameters in place of the model's, wherever a module holds one. What uses one
-    of the old ones all the same, by a list of its own say, is told in its first backward: it would
-    never be trained."""
+    """Put the parameters of the units into the modules, in place of the model's own.
+
+    A module may still use an old parameter, from a list of its own for example. The first backward
+    then raises RuntimeError, because that parameter would never be trained.
+    """
     old = dict(model.named_parameters())
     new = {
         id(old[entry.name]): parameter
@@ -183,7 +189,7 @@ def replace_parameters(model: nn.Module, units: Iterable[Unit]) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                # One without elements may have no unit: it stays.
+                # A parameter without elements may belong to no unit and stays.
                 module._parameters[name] = new.get(id(parameter), parameter)
     for name, parameter in old.items():
         if id(parameter) in new:
@@ -192,16 +198,16 @@ def replace_parameters(model: nn.Module, units: Iterable[Unit]) -> None:
 
 def _refuse_old(name: str, _parameter: nn.Parameter) -> NoReturn:
     raise RuntimeError(
-        f"parameter {name}: a gradient for the one from before `shard`, which put another in its "
-        "place; need it taken from its module, not from a list or variable that was set before"
+        f"parameter {name}: `shard` has replaced it, but the old one is still used; need it read "
+        "from its module, not from a list or variable set before"
     )
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:
-    """The tensors in a module's output, however nested in dicts, lists, tuples and dataclasses."""
+    """The tensors in a module's output, nested in dicts, lists, tuples and dataclasses."""
     found: list[torch.Tensor] = []
     rest = [output]
-    opened: set[int] = set()  # a container may hold itself, or one that holds it
+    opened: set[int] = set()  # because containers may hold each other
     while rest:
         item = rest.pop()
         if isinstance(item, torch.Tensor):
@@ -222,60 +228,30 @@ def _parts_of(item: Any) -> list[Any]:
     return []
 
 
-class Copy(torch.autograd.Function):
-    """A copy of a tensor that saves something for its backward, as a block that computes does: so a
-    checkpoint around several blocks runs them again at the same moment on all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(tensor.new_empty(0))
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        _ = ctx.saved_tensors  # this is what runs a checkpoint's part again
-        return gradients[0]
+def forbid_inplace(tensors: Iterable[torch.Tensor]) -> None:
+    """Let autograd raise RuntimeError when one of these tensors is a view and is changed in place:
+    such a change drops the view from the graph, and the engine's hook with it."""
+    for tensor in tensors:
+        if tensor._is_view():
+            # Autograd refuses the same for `unbind` and its like, and says what to do instead.
+            refused = torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE
+            torch._C._autograd._set_creation_meta(tensor, refused)
 
 
-def bases_of(tensors: Iterable[torch.Tensor], given: Iterable[object]) -> list[torch.Tensor]:
-    """The bases of those outputs of a block that are views of the block's own results, not of its
-    inputs, whose autograd nodes are `given`. An in-place operation on such a view takes the view
-    out of the graph but not its base, so the hook belongs on the base."""
-    inputs = [None, *given]
-    return [
-        tensor._base
-        for tensor in tensors
-        if tensor._base is not None
-        and tensor.grad_fn is not None
-        and not any(tensor._base.grad_fn is node for node in inputs)
-        and _leads_to(tensor.grad_fn, tensor._base.grad_fn, inputs)
-    ]
-
-
-def _leads_to(node: Any, base: Any, inputs: Sequence[object]) -> bool:
-    """Whether a view's autograd node comes to that of its base by nodes of one input each: views of
-    views."""
-    while node is not base:
-        if any(node is one for one in inputs) or len(node.next_functions) != 1:
-            return False
-        node = node.next_functions[0][0]
-    return True
-
-
-def refuse_views(tensors: Iterable[torch.Tensor], unit: Unit) -> None:
-    """Raises UserError for one of a block's outputs that lies in its weights: they are away when it
-    is used."""
+def refuse_weights(outputs: Iterable[torch.Tensor], unit: Unit) -> None:
+    """Raises UserError if an output of a block is a view of its weights, which will be resharded
+    before it is used."""
     if unit.is_persistent:
         return
     weights = unit.full.untyped_storage().data_ptr()
-    for tensor in tensors:
+    for tensor in outputs:
         if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() == weights:
             raise UserError(
-                f"block {unit.name!r} returns a view of its own parameter, need a copy (.clone())"
+                f"block {unit.name!r}: returns a view of its own parameter, need a copy (.clone())"
             )
 
 
 def in_backward() -> bool:
-    """Whether autograd runs a backward here, in which forward is recomputed."""
-    task: int = torch._C._current_graph_task_id()  # torch's own checkpointing asks this, too
+    """Whether autograd runs a backward now, so that a forward is a recomputation."""
+    task: int = torch._C._current_graph_task_id()  # as torch.utils.checkpoint does
     return task != -1

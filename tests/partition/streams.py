@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from megafrontier.common.buffers import BufferPool, Workspace
 from megafrontier.partition.comm.streams import DONE
-from megafrontier.partition.unit_buffers import UnitBuffer
+from megafrontier.partition.memory import UnitBuffer
 
 COMPUTATION = -1
 """The index, among the streams', of where the model runs."""

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from megafrontier.partition import STRATEGIES
-from megafrontier.partition.memory import MessageBuffers
-from megafrontier.partition.unit_buffers import UnitBufferPool
+from megafrontier.partition.memory import MessageBuffers, UnitBufferPool
 from megafrontier.partition.wires import wire as wires_module
 from megafrontier.partition.wires.wire import Wire
 from tests.partition.tiny import (

@@ -1,6 +1,7 @@
-"""A small language model and its training on one process or on a hierarchy, for comparison."""
+"""Small models, and their training on one process and on a hierarchy, for comparison."""
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from megafrontier.partition.engine import Engine
 from megafrontier.partition.memory import unit_buffer_bytes
 from megafrontier.partition.presets import choose_wires
 from megafrontier.partition.unit import ROOT
-from tests.ranks import make_levels
+from tests.ranks import make_levels, run_ranks
 
 VOCABULARY, WIDTH, LENGTH, GLOBAL_BATCH = 37, 13, 9, 32
 CLIP = 0.5
+SIDE = 6
+Call = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 LEVELS = make_levels((2, 2, 2))
 
 
@@ -222,3 +225,137 @@ def train_sharded(
     masters = [unit.master for unit in engine.units]
     optimizer = torch.optim.AdamW(masters, lr=0.02, weight_decay=0.1)
     return [engine_step(engine, model, optimizer, step, accumulation) for step in range(steps)]
+
+
+def residual(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + block(x).tanh()
+
+
+class Stack(nn.Module):
+    """A first layer, blocks, each run as `call(block, x)`, and a head; the loss is a sum.
+
+    Outputs of the default block are views, because its input has three dimensions and it has a
+    bias.
+    """
+
+    def __init__(
+        self,
+        block: Callable[[], nn.Module] = lambda: nn.Linear(SIDE, SIDE),
+        call: Call = residual,
+        count: int = 4,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.head = nn.Linear(SIDE, SIDE), nn.Linear(SIDE, 1)
+        self.blocks = nn.ModuleList(block() for _ in range(count))
+        self.call = call
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        return [(f"blocks.{i}", block) for i, block in enumerate(self.blocks)]
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.call(block, x)
+        return self.head(x).square().sum()
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        return self.loss(*inputs)
+
+
+def stack_input(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(2, 3, SIDE, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def sharded_stack(
+    hierarchy: Hierarchy,
+    placement: Placement,
+    *stack: Any,
+    make: Callable[..., Stack] = Stack,
+    **options: Any,
+) -> tuple[Stack, Engine]:
+    """`make(*stack)` and its engine; `options` are those of `shard`."""
+    model = make(*stack)
+    return model, shard(model, model.units(), placement, hierarchy, **options)
+
+
+def named_gradients(engine: Engine) -> list[tuple[str, int, int, torch.Tensor]]:
+    """(parameter, first, last, gradient of these elements) of what is finished on this rank."""
+    return [
+        (entry.name, first, last, gradient[at : at + last - first].clone())
+        for unit, gradient in zip(engine.units, engine.finish_gradients(), strict=True)
+        for entry, first, last, at in unit.layout.within(*unit.range)
+    ]
+
+
+def assert_gradients_of_one_process(
+    make: Callable[[], nn.Module],
+    placement: Placement | str,
+    loss: Callable[[nn.Module, int], torch.Tensor] = lambda model, rank: model(stack_input(rank)),
+    sizes: tuple[int, ...] = (2,),
+    steps: int = 1,
+    **options: Any,
+) -> None:
+    """The gradients of `loss(model, rank)` over all ranks, in steps that change no weights. The
+    ranks compare their collectives."""
+
+    def body(hierarchy: Hierarchy) -> list[Any]:
+        model = make()
+        named = isinstance(placement, str)
+        here = Placement.named(placement, hierarchy.levels) if named else placement
+        engine = shard(model, model.units(), here, hierarchy, check_order=True, **options)
+        found = []
+        for _ in range(steps):
+            engine.backward(loss(model, hierarchy.rank), is_last=True)
+            found += named_gradients(engine)
+            engine.finish_step(torch.zeros(()))
+        return found
+
+    alone = make()
+    for rank in range(prod(sizes)):
+        loss(alone, rank).backward()
+    expected = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
+        for name, p in alone.named_parameters()
+    }
+    seen = set()
+    for found in run_ranks(sizes, body):
+        for name, first, last, gradient in found:
+            seen.add(name)
+            whole = expected[name].flatten()
+            torch.testing.assert_close(gradient, whole[first:last], rtol=1e-5, atol=1e-5)
+    assert seen == set(expected)
+
+
+def descend(
+    engine: Engine,
+    loss: Callable[[int], torch.Tensor],
+    steps: int,
+    rate: float = 0.01,
+) -> list[float]:
+    """Global losses of gradient descent, where `loss(step)` is that of this rank."""
+    losses = []
+    for step in range(steps):
+        part = loss(step)
+        losses.append(engine.hierarchy.world.sum(part.detach().double().view(1)).item())
+        engine.backward(part, is_last=True)
+        for unit, gradient in zip(engine.units, engine.finish_gradients(), strict=True):
+            unit.master.sub_(gradient, alpha=rate)
+        engine.finish_step(torch.zeros(()))
+    return losses
+
+
+def descend_alone(
+    model: nn.Module, loss: Callable[[int, int], torch.Tensor], steps: int, rate: float = 0.01
+) -> list[float]:
+    """The same on one process, where `loss(rank, step)` is that of one of four ranks."""
+    losses = []
+    for step in range(steps):
+        model.zero_grad()
+        total = sum(loss(rank, step) for rank in range(4))
+        total.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=rate)
+        losses.append(total.item())
+    return losses

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megafrontier.partition import flat_gradient as module
-from megafrontier.partition.flat_gradient import FlatGradient
+from megafrontier.partition import flat_buffers as module
+from megafrontier.partition.flat_buffers import FlatGradient
 from megafrontier.partition.layout import Layout
 
 LAYOUT = Layout.build("unit", [("a", (2, 3)), ("b", (4,)), ("c", ())], 1)
@@ -49,7 +49,7 @@ def test_gradients_of_other_types_are_summed_in_fp32():
 
 @pytest.mark.parametrize("bound", [0, 20, 1 << 25])
 def test_what_waits_to_be_written_stays_within_the_bound_and_is_let_go(monkeypatch, bound):
-    monkeypatch.setattr(module, "TOGETHER", bound)
+    monkeypatch.setattr(module, "GROUPED_BYTES", bound)
     flat = FlatGradient(LAYOUT)
     flat.start(torch.full((LAYOUT.numel,), torch.nan))
     for index, shape in enumerate(((2, 3), (4,), ())):
