@@ -4,12 +4,16 @@ SIGUSR1 is what a scheduler sends when the time limit is near, SIGTERM when it w
 back. Nothing slow is imported here: the handlers stand before torch is.
 """
 
+import ctypes
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
+_SET_PARENT_DEATH_SIGNAL = 1  # prctl
 # A signal belongs to the process, and so does its memory; forked ranks inherit both.
 _received: list[int] = []
 
@@ -63,3 +67,11 @@ def stops_held_back() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this forked process when `parent`, the process that forked it, ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call above
+        os._exit(1)

@@ -1,4 +1,4 @@
-"""Hugging Face's hub, as far as something is looked up there by name."""
+"""Lookups of names in Hugging Face's hub."""
 
 import socket
 import sys
@@ -14,25 +14,24 @@ PROBE_SECONDS = 3.0
 
 @contextmanager
 def hub_lookup(name: str) -> Iterator[None]:
-    """Meanwhile `name`, a path or a name of the hub's, is looked up by one of the hub's libraries.
+    """Run the body, in which a library of the hub looks up `name`, a path or a name in the hub.
 
-    It says nothing of its attempts to reach the hub: there are twenty of them where no internet is,
-    on each rank, and what came of them is told in one line. Where the hub does not answer they are
-    left out, for they take a minute; what has been downloaded before is found all the same.
+    The library's warnings are silenced: without a network it logs some twenty attempts per rank. If
+    the hub does not answer, only the local cache is searched, because the attempts take a minute.
     """
     from huggingface_hub.utils import logging
 
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        with nullcontext() if Path(name).exists() or _answers() else _offline():
+        with nullcontext() if Path(name).exists() or _is_reachable() else _offline():
             yield
     finally:
         logging.set_verbosity(before)
 
 
-def _answers() -> bool:
-    """Whether the hub's host takes a connection; taken for granted where a proxy is to be asked."""
+def _is_reachable() -> bool:
+    """Return whether the hub accepts a connection. True if there is a proxy, which decides."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or getproxies():
@@ -48,7 +47,7 @@ def _answers() -> bool:
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """As HF_HUB_OFFLINE=1 would have it, which the libraries read when they are imported."""
+    """Have the effect of HF_HUB_OFFLINE=1, which the libraries read only at import."""
     from huggingface_hub import constants
 
     configs: list[Any] = [constants]

@@ -1,34 +1,36 @@
-"""Processes that work for a command and end with it: at once, where it fails or is told to end."""
+"""Worker processes of a command, which end at once when the command fails or is interrupted."""
 
 import multiprocessing
 import os
 import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.connection import wait
 from typing import Self, TypeVar
 
 from megafrontier.common.errors import UserError
+from megafrontier.common.signals import die_with_parent
 
 Item = TypeVar("Item")
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 class Workers:
-    """`count` processes, forked from this one. Left by an exception they are killed, whatever they
-    have in hand; they hold nothing that needs an end."""
+    """A pool of `count` forked processes.
+
+    If the `with` block raises, the workers are killed, whatever they are doing. They must not hold
+    anything that needs cleaning up.
+    """
 
     def __init__(self, count: int, start: Callable[[], None] | None = None) -> None:
-        """`start` is called in each at first; it need not be picklable."""
-        self._ahead = 2 * count + 2
-        # fork: workers share what there is, and need not import anything again.
+        """`start` is called first in each worker. It need not be picklable."""
+        self._max_pending = 2 * count + 2
+        # Forked workers share the memory of this process, and import nothing again.
         context = multiprocessing.get_context("fork")
         others = set(multiprocessing.active_children())
-        self._pool = ProcessPoolExecutor(count, context, _begin, (start,))
-        # All workers fork now, before any thread or lock of ours exists.
+        self._pool = ProcessPoolExecutor(count, context, _begin, (os.getpid(), start))
+        # The first task forks all workers. Fork them now, before we have threads or locks.
         self._pool.submit(int).result()
         self._processes = set(multiprocessing.active_children()) - others
 
@@ -41,34 +43,30 @@ class Workers:
         self._pool.shutdown(cancel_futures=True)
 
     def results(
-        self, work: Callable[[Item], Made], items: Iterator[Item], remedy: str
-    ) -> Iterator[Made]:
-        """What `work` makes of each item, in their order. Few are under way at any time, so that
-        memory does not grow with their number. Raises UserError, with the `remedy`, when a worker
-        is killed."""
-        under_way: deque[Future[Made]] = deque()
+        self, work: Callable[[Item], Result], items: Iterator[Item], remedy: str
+    ) -> Iterator[Result]:
+        """Yield `work(item)` of each item, in order.
+
+        Only a few items are pending at any time, so memory does not grow with their number. Raises
+        UserError, with the `remedy`, if a worker is killed.
+        """
+        pending: deque[Future[Result]] = deque()
         try:
             for item in items:
-                under_way.append(self._pool.submit(work, item))
-                if len(under_way) >= self._ahead:
-                    yield under_way.popleft().result()
-            while under_way:
-                yield under_way.popleft().result()
+                pending.append(self._pool.submit(work, item))
+                if len(pending) >= self._max_pending:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
         except BrokenProcessPool as error:
             line = f"a worker was killed, perhaps for want of memory; {remedy}"
             raise UserError(line) from error
 
 
-def _begin(start: Callable[[], None] | None) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # which a whole group may get: the parent's
+def _begin(parent: int, start: Callable[[], None] | None) -> None:
+    # A terminal sends these to the whole process group; the parent acts on them.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    die_with_parent(parent)
     if start is not None:
         start()
-
-
-def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)

@@ -5,7 +5,6 @@ not have started threads of its own (no parallel torch operation, no device) bef
 """
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -21,7 +20,7 @@ from typing import Any
 
 from megafrontier.common.errors import STOPPED, FatalError, UserError, print_error
 from megafrontier.common.files import try_room
-from megafrontier.common.signals import STOPPING, handled
+from megafrontier.common.signals import STOPPING, die_with_parent, handled
 
 GRACE_SECONDS = 0.5
 """From the first failure to the end of all ranks: time for the one that speaks to say why."""
@@ -34,7 +33,6 @@ MEETING_BYTES = 2**20
 """More than the file grows to in which ranks meet: some two KiB for each."""
 HELD_BACK = (*STOPPING, signal.SIGINT)
 """Signals that wait while ranks are forked."""
-_SET_PARENT_DEATH_SIGNAL = 1
 
 
 def import_early() -> None:
@@ -98,7 +96,8 @@ def _fork_one(rank: int, count: int, folder: Path, body: Callable[[], int]) -> i
         return child
     code = 1
     try:
-        _die_with(parent)
+        # Without its parent a rank would train on unseen, and write where the next run does.
+        die_with_parent(parent)
         # Ctrl-C reaches all of us; the parent alone acts on it, and ends us.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
@@ -113,14 +112,6 @@ def _fork_one(rank: int, count: int, folder: Path, body: Callable[[], int]) -> i
     finally:
         flush_output()
         os._exit(code)
-
-
-def _die_with(parent: int) -> None:
-    """Without its parent a rank would train on unseen, and write where the next run does."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def flush_output() -> None:

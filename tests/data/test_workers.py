@@ -59,7 +59,7 @@ def test_a_worker_that_is_killed_is_an_error_and_not_a_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "megafrontier.data.text.prepare.Job.encode", lambda job, pieces: os._exit(9)
+        "megafrontier.data.text.prepare.Encoder.encode", lambda job, pieces: os._exit(9)
     )
     text = tmp_path / "x.txt"
     text.write_text("x")

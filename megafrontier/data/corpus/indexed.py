@@ -1,9 +1,9 @@
-"""A corpus on disk in Megatron's indexed format: PREFIX.bin (tokens) and PREFIX.idx (where).
+"""Reads a corpus in Megatron's indexed format: PREFIX.bin (tokens) and PREFIX.idx (index).
 
-The .idx is: b"MMIDIDX\\0\\0", uint64 version, uint8 dtype code, uint64 sequences, uint64 entries of
-the document index, int32 tokens of each sequence, int64 byte offset of each sequence in the .bin,
-int64 document index (the first sequence of each document, and the number of sequences at the end).
-Little endian, no padding. `docs/data-format.md` tells the rest.
+The .idx holds: b"MMIDIDX\\0\\0", uint64 version, uint8 dtype code, uint64 sequences, uint64 entries
+of the document index, int32 tokens of each sequence, int64 byte offset of each sequence in the
+.bin, int64 document index (the first sequence of each document, then the number of sequences).
+Little endian, no padding. See `docs/data-format.md`.
 """
 
 import errno
@@ -30,36 +30,35 @@ DTYPES: dict[int, np.dtype] = {
     5: np.dtype(np.int64),
     8: np.dtype(np.uint16),
 }
-"""Dtype codes of token ids; 6 and 7 are the floating-point types, which no token has."""
+"""Dtype codes of token ids. Codes 6 and 7 are floating-point types."""
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """PREFIX.bin."""
+    """Return PREFIX.bin."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """PREFIX.idx."""
+    """Return PREFIX.idx."""
     return Path(f"{prefix}.idx")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The type Megatron stores ids of such a vocabulary in: uint16 below 65500, else int32."""
+    """Return the type in which Megatron stores ids: uint16 for less than 65500 ids, else int32."""
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
 def dtype_code(dtype: np.dtype) -> int:
-    """Megatron's code of a token type."""
+    """Return Megatron's code of a token type."""
     return next(code for code, known in DTYPES.items() if known == dtype)
 
 
 class IndexedDataset:
-    """A memory-mapped corpus. Opening reads a few bytes only, whatever its size.
+    """A memory-mapped corpus. Opening it reads only a few bytes, whatever its size.
 
-    `tokens` are all tokens in the order of the .bin, `sizes` the tokens of each sequence [n],
+    `tokens` are all tokens of the .bin, `sizes` the number of tokens of each sequence [n],
     `pointers` their byte offsets [n], `document_index` the first sequence of each document [d+1].
-
-    Raises UserError when a file is missing, foreign, truncated, or holds no token.
+    Raises UserError if a file is missing, of another format, truncated, or without tokens.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -79,42 +78,43 @@ class IndexedDataset:
         self.tokens: NDArray = np.frombuffer(data, self.dtype)
 
     def __len__(self) -> int:
-        """Number of documents."""
+        """The number of documents."""
         return len(self.document_index) - 1
 
     def document(self, number: int) -> NDArray:
-        """Tokens of one document [tokens], its sequences joined."""
+        """Return the tokens of one document [tokens], with its sequences joined."""
         return self.tokens[self.document_start(number) : self.document_start(number + 1)]
 
     def document_start(self, number: int) -> int:
-        """Token at which document `number` starts; that of `len(self)` is the end of the .bin."""
+        """Return the token at which document `number` starts. That of `len(self)` is the end."""
         sequence = int(self.document_index[number])
         if sequence == len(self.pointers):
             return len(self.tokens)
         if not 0 <= sequence < len(self.pointers):
-            raise self._damaged(f"document {number} begins with sequence {sequence}")
+            raise self.damaged(f"document {number} starts with sequence {sequence}")
         return int(self.pointers[sequence]) // self.dtype.itemsize
 
     def document_starts(self, first: int, stop: int) -> NDArray[np.int64]:
-        """Tokens in [first, stop) at which a document starts, ascending [starts].
+        """Return the tokens in [first, stop) at which a document starts, ascending [starts].
 
-        A binary search on the mapped index: no array of the corpus' length is ever made. Raises
-        UserError where what it comes across is not in order.
+        This is a binary search in the mapped index, and needs no array of the corpus' length.
+        Raises UserError if the entries that it reads are not in order.
         """
         begin = bisect_right(range(len(self)), first - 1, key=self.document_start)
         end = bisect_right(range(len(self)), stop - 1, lo=begin, key=self.document_start)
         sequences = self.document_index[begin:end]
-        # Documents without a sequence at the very end of the corpus point behind the last one.
+        # Empty documents at the end of the corpus point behind the last sequence.
         steps = np.diff(np.concatenate([[0], sequences, [len(self.pointers)]]))
         if (steps < 0).any():
-            raise self._damaged(f"documents {begin} to {end} do not follow each other")
+            raise self.damaged(f"documents {begin} to {end} do not follow each other")
         starts = self.pointers[sequences[sequences < len(self.pointers)]] // self.dtype.itemsize
         ordered = np.concatenate([[first], starts, [max(first, stop - 1)]])
         if (np.diff(ordered) < 0).any():
-            raise self._damaged(f"documents {begin} to {end} do not follow each other")
+            raise self.damaged(f"documents {begin} to {end} do not follow each other")
         return starts
 
-    def _damaged(self, what: str) -> UserError:
+    def damaged(self, what: str) -> UserError:
+        """Return the error for a damaged index."""
         return UserError(f"{idx_path(self.prefix)}: damaged: {what}; copy or prepare again")
 
     def _check_index(self) -> None:
@@ -134,13 +134,17 @@ class IndexedDataset:
             raise UserError(
                 f"{path}: truncated at byte {length}, its .idx needs {need}; copy or prepare again"
             )
-        raise UserError(f"{path}: {length} bytes, its .idx knows {need}; it is another corpus'")
+        raise UserError(
+            f"{path}: {length} bytes, its .idx describes {need}; it belongs to another corpus"
+        )
 
 
 def is_empty(prefix: str | Path) -> bool:
-    """Whether it is the corpus of nothing that `prepare` makes of a share without text: by its
-    index, for a .bin without tokens may have been cut off. Raises UserError for an index that
-    cannot be read or is foreign."""
+    """Return whether this is the empty corpus that `prepare` makes of a part without text.
+
+    The index decides, because an empty .bin may have been truncated. Raises UserError for an index
+    that cannot be read or is of another format.
+    """
     if not bin_path(prefix).is_file() or bin_path(prefix).stat().st_size > 0:
         return False
     idx = _map(idx_path(prefix))
@@ -153,7 +157,7 @@ def _map(path: Path) -> mmap.mmap:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
-        if error.errno == errno.EMFILE and _allow_files():
+        if error.errno == errno.EMFILE and _raise_file_limit():
             return _map(path)
         line = f"{path}: cannot read the corpus: {error.strerror}"
         if error.errno == errno.ENOENT:
@@ -164,22 +168,25 @@ def _map(path: Path) -> mmap.mmap:
         raise UserError(f"{path}: empty at byte 0, need a corpus with tokens") from error
 
 
-def _allow_files() -> bool:
-    """Raise the limit of open files as far as it goes, whether it could be: a mapping keeps its
-    file open, and a blend of hundreds of corpora more of them than the usual 1,024."""
+def _raise_file_limit() -> bool:
+    """Raise the limit of open files to its maximum. Returns whether that changed it.
+
+    Every mapping keeps its file open, and the usual limit of 1,024 is too low for a blend of many
+    corpora.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return soft != hard
 
 
 def _read_header(path: Path, idx: mmap.mmap) -> tuple[np.dtype, int, int]:
-    """(token type, sequences, entries of the document index)."""
+    """Return (token type, number of sequences, entries of the document index)."""
     if len(idx) < HEADER.size:
         raise UserError(f"{path}: truncated at byte {len(idx)}, need a header of {HEADER.size}")
     magic, version, code, sequences, entries = HEADER.unpack_from(idx)
     if magic != MAGIC:
         raise UserError(
-            f"{path}: byte 0: {magic!r} is no Megatron index, need {MAGIC!r}; "
+            f"{path}: byte 0: {magic!r} is not a Megatron index, need {MAGIC!r}; "
             "make one with `megafrontier prepare`"
         )
     if version != VERSION:
@@ -195,6 +202,6 @@ def _check_length(path: Path, length: int, sequences: int, entries: int) -> None
         raise UserError(f"{path}: byte 18: {sequences} sequences, need a corpus with at least one")
     if length < need:
         raise UserError(f"{path}: truncated at byte {length}, its header needs {need}")
-    # A multimodal corpus ends with one int8 mode for each sequence; text has no use for them.
+    # A multimodal corpus ends with an int8 mode for each sequence, which is of no use for text.
     if length not in (need, need + sequences):
-        raise UserError(f"{path}: {length} bytes, its header announces {need}; not this format")
+        raise UserError(f"{path}: {length} bytes, its header needs {need}; need a text corpus")

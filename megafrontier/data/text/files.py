@@ -1,4 +1,4 @@
-"""Files as streams of bytes: unpacked as they are read, cut at lines, in flat memory."""
+"""Text files and files of JSON lines: unpacked and split as they are read, in constant memory."""
 
 import re
 import zlib
@@ -9,18 +9,18 @@ from typing import Any, BinaryIO
 from megafrontier.common.errors import UserError
 
 BLOCK_BYTES = 1 << 20
-"""Text read, shipped and tokenised at a time; a longer line or document row is taken whole."""
+"""Text that is read and tokenised at a time. A longer line or row is not split."""
 
 _READ_BYTES = 1 << 18
-_NEAR_END = 1 << 14
+_SPLIT_WINDOW = 1 << 14  # bytes at the end of a block in which a place to split is searched
 _BETWEEN_WORDS = re.compile(rb"[0-9A-Za-z\x80-\xff] (?=[A-Za-z\x80-\xff])")
 
 
 class Stream:
-    """A file's bytes, unpacked if its name ends in .gz or .zst.
+    """The bytes of a file, unpacked if its name ends in .gz or .zst.
 
-    `position` is the byte of the file itself up to which it has been read. Raises UserError, naming
-    the file and that byte, when it is missing, corrupt or ends too early.
+    `position` is the number of bytes read from the file itself. Raises UserError, with the file and
+    that byte, if the file is missing, corrupt or truncated.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,36 +28,22 @@ class Stream:
         self.position = 0
 
     def chunks(self) -> Iterator[bytes]:
-        """The unpacked bytes, in chunks."""
+        """Yield the unpacked bytes in chunks."""
         try:
             with self.path.open("rb") as file:
                 yield from self._unpack(file)
         except OSError as error:
             raise UserError(f"{self.path}: cannot read: {error.strerror}") from error
 
-    def blocks(self) -> Iterator[bytes]:
-        """The unpacked bytes in blocks of whole lines, about BLOCK_BYTES each."""
-        held: list[bytes] = []
-        size = 0
-        for chunk in self.chunks():
-            cut = chunk.rfind(b"\n") + 1
-            if cut and size + cut >= BLOCK_BYTES:
-                yield b"".join([*held, chunk[:cut]])
-                held, size, chunk = [], 0, chunk[cut:]
-            held.append(chunk)
-            size += len(chunk)
-        if size:
-            yield b"".join(held)
-
     def _unpack(self, file: BinaryIO) -> Iterator[bytes]:
         packing = self.path.suffix.lower()
         if packing == ".gz":
-            # What a tape or a block device adds is no part of it, as for gzip itself.
+            # Like gzip itself, ignore zeros that a tape or block device has appended.
             return self._members(file, lambda: zlib.decompressobj(wbits=31), zlib.error, b"\0")
         if packing == ".zst":
             import zstandard
 
-            # Of `zstd --long=31`, too; the library's own limit is a window of 128 MiB.
+            # The default limit is a window of 128 MiB; `zstd --long=31` needs 2 GiB.
             make = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
             return self._members(file, make, zstandard.ZstdError)
         return self._read(file)
@@ -74,13 +60,12 @@ class Stream:
         corrupt: type[Exception],
         padding: bytes = b"",
     ) -> Iterator[bytes]:
-        """Unpack the members (gzip) or frames (zstd) that the file is a chain of, with any number
-        of `padding` behind each.
+        """Unpack consecutive members (gzip) or frames (zstd), with any `padding` after each.
 
-        By hand because the libraries' own readers take a file cut off between two blocks of a
-        zstd frame for a whole one.
+        We do not use the readers of the libraries: they accept a file that is truncated between
+        two blocks of a zstd frame as complete.
         """
-        member, inside, has_ended = make(), True, False  # an empty file lacks its first one
+        member, inside, has_ended = make(), True, False  # an empty file is truncated, too
         for chunk in self._read(file):
             while chunk := chunk.lstrip(padding) if has_ended else chunk:
                 try:
@@ -97,17 +82,50 @@ class Stream:
             raise UserError(f"{self.path}: cut off at byte {self.position}, within packed data")
 
 
-def cut_characters(block: bytes) -> int:
-    """Where to cut a block of a long text: before its last space between two words, which no
-    tokenizer's token goes across; without one behind its last line, before its last space, or else
-    before its last UTF-8 character, so that no character is cut in two."""
-    between = list(_BETWEEN_WORDS.finditer(block, max(0, len(block) - _NEAR_END)))
+def split_lines(stream: Stream) -> Iterator[tuple[int, bytes]]:
+    """Yield (number of the first line, from 1; whole lines of about BLOCK_BYTES)."""
+    line, held, size = 1, list[bytes](), 0
+    for chunk in stream.chunks():
+        end = chunk.rfind(b"\n") + 1
+        if end and size + end >= BLOCK_BYTES:
+            block = b"".join([*held, chunk[:end]])
+            yield line, block
+            line += block.count(b"\n")
+            held, size, chunk = [], 0, chunk[end:]
+        held.append(chunk)
+        size += len(chunk)
+    if size:
+        yield line, b"".join(held)
+
+
+def split_text(stream: Stream) -> Iterator[tuple[int, bytes, bool]]:
+    """Yield (first byte, about BLOCK_BYTES of text, whether the text ends with them)."""
+    held, start = b"", 0
+    for chunk in stream.chunks():
+        # Hold a full block back until more bytes come: only then is it known not to be the last.
+        while len(held) > BLOCK_BYTES:
+            end = _split_point(held[:BLOCK_BYTES])
+            yield start, held[:end], False
+            held, start = held[end:], start + end
+        held += chunk
+    if held:
+        yield start, held, True
+
+
+def _split_point(block: bytes) -> int:
+    """Return where to split a block of a long text.
+
+    Best is before the last space between two words, because no tokenizer has a token across it.
+    Otherwise split after the last line end, before the last space, or before the last UTF-8
+    character, so that no character is split.
+    """
+    between = list(_BETWEEN_WORDS.finditer(block, max(0, len(block) - _SPLIT_WINDOW)))
     if between:
         return between[-1].start() + 1
     line, space = block.rfind(b"\n") + 1, block.rfind(b" ")
     if line or space > 0:
         return line or space
-    cut = len(block) - 1
-    while cut > 0 and block[cut] & 0xC0 == 0x80:
-        cut -= 1
-    return cut or len(block)
+    end = len(block) - 1
+    while end > 0 and block[end] & 0xC0 == 0x80:
+        end -= 1
+    return end or len(block)

@@ -1,110 +1,113 @@
-"""Which paths a folder or a pattern stands for: each once, by name, and none left out unseen.
+"""The files that a folder or a glob pattern stands for.
 
-Whoever gives a folder of links to corpora wants all of them: one that leads nowhere, since a disk
-is not mounted, say, is an error, as is a folder that may not be read.
+Every file is taken once, in the order of names, even if links to folders form a cycle. A folder
+that cannot be read, or a link that leads nowhere (to a disk that is not mounted, for example), is
+an error, so that no text is left out unnoticed.
 """
 
 import errno
+import fnmatch
 import glob
 import os
-import re
 import stat
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from mimetypes import MimeTypes
 from pathlib import Path
-from typing import NoReturn
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
-"""Plain text taken from a folder; a file that is named itself may have any suffix."""
+"""Suffixes of plain text in a folder. A file that is named itself may have any suffix."""
 
 LINE_SUFFIXES = (".jsonl", ".ndjson")
 PACKED_SUFFIXES = (".gz", ".zst")
-NO_PACKING = (".bz2", ".xz", ".zip", ".tar", ".tgz", ".7z", ".lz4", ".br")
-"""What is not unpacked here, and so no text of it may be left out."""
+UNSUPPORTED_PACKING = (".bz2", ".xz", ".zip", ".tar", ".tgz", ".7z", ".lz4", ".br")
 
-_TAKEN = (*TEXT_SUFFIXES, *LINE_SUFFIXES, ".parquet")
-"""Of a folder."""
-
-_OTHERS = MimeTypes().types_map[True].keys() - {*_TAKEN, ".json"}
-"""Of files of other kinds. Any other name may be that of a link to a folder of texts: one without
-a suffix, or with what looks like one, as v1.7 and wiki.en."""
+_READ_SUFFIXES = (*TEXT_SUFFIXES, *LINE_SUFFIXES, ".parquet")
+# A name with any other suffix may be a link to a folder of texts, such as v1.7 or wiki.en.
+_OTHER_SUFFIXES = MimeTypes().types_map[True].keys() - {*_READ_SUFFIXES, ".json"}
 
 
 def suffix(path: Path) -> str:
-    """The file's own when it is unpacked, in small letters."""
+    """Return the suffix of the unpacked file, in lower case."""
     is_packed = path.suffix.lower() in PACKED_SUFFIXES
     return Path(path.stem if is_packed else path.name).suffix.lower()
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether it is a file. Raises OSError for what may not be looked at, and where a link that
-    leads nowhere may be to texts."""
+    """Return whether `path` is a regular file.
+
+    Raises OSError if it cannot be examined, or is a link to nowhere that may stand for texts.
+    """
     return stat.S_ISREG(_mode(path))
 
 
-def texts_in(folder: Path) -> Iterator[Path]:
-    """Its texts, however packed, and those of the folders in it or linked from it, each folder
-    once: links may go in circles. Raises OSError as `is_file`, and for a folder that cannot be
-    listed."""
-    seen = set()
-    for parent, folders, files in os.walk(folder, onerror=_fail, followlinks=True):
-        real = os.path.realpath(parent)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = sorted(filter(_is_shown, folders))
-        for path in (Path(parent, file) for file in sorted(files) if _is_shown(file)):
-            # A .json in a folder is as often about the texts as one of them.
-            kind = suffix(Path(path.stem) if path.suffix.lower() in NO_PACKING else path)
-            if kind not in _OTHERS and is_file(path) and kind in _TAKEN:
+def text_files_in(folder: Path) -> Iterator[Path]:
+    """Yield the text files in a folder and in all folders below it or linked from it.
+
+    Each folder is visited once. Raises OSError as `is_file`, and for a folder that cannot be read.
+    """
+    for parent in sorted(map(Path, _folders(str(folder))), key=lambda path: path.parts):
+        for path in (parent / name for name in _shown_names(str(parent))):
+            # A .json file is left out: it may as well describe the texts as be one of them.
+            packed = path.suffix.lower() in UNSUPPORTED_PACKING
+            kind = suffix(Path(path.stem) if packed else path)
+            if kind not in _OTHER_SUFFIXES and is_file(path) and kind in _READ_SUFFIXES:
                 yield path
 
 
-def matches(pattern: str) -> list[str]:
-    """The matches of a glob, by name, each folder's once: links to folders may go in circles.
-    Raises OSError as `texts_in`."""
+def expand_pattern(pattern: str) -> list[str]:
+    """Return the paths that match a glob pattern, sorted, each file once.
+
+    If links give a folder several names, the shortest match is taken. `glob` itself would follow
+    a cycle of links until the name is too long. Raises OSError as `text_files_in`.
+    """
+    names = [name for name in pattern.split("/") if name]
+    literal = list(takewhile(lambda name: not glob.has_magic(name), names))
+    base = "/" * pattern.startswith("/") + "/".join(literal)
+    matches = _expand(base, names[len(literal) :]) if os.path.isdir(base or ".") else ()
     once: dict[tuple[str, str], str] = {}
-    for match in sorted(_expanded(pattern), key=lambda match: (match.count("/"), match)):
+    for match in sorted(matches, key=lambda match: (match.count("/"), match)):
         folder, name = os.path.split(match)
         once.setdefault((os.path.realpath(folder), name), match)
     return sorted(once.values())
 
 
-def _expanded(pattern: str) -> Iterator[str]:
-    """As the `glob` module does it, which follows a link in a circle until its name is too long."""
-    stars = re.search(r"(^|/)\*\*(/|$)", pattern)  # as one name; in another they are a star
-    if stars is None:
-        yield from _globbed(pattern)
+def _expand(folder: str, names: Sequence[str]) -> Iterator[str]:
+    """Yield the matches in `folder` of a pattern with the components `names`."""
+    name, *rest = names
+    if name == "**":
+        for inner in _folders(folder):
+            yield from _expand(inner, rest or ["*"])
         return
-    head, rest = pattern[: stars.end(1)], pattern[stars.end() :] or "*"
-    seen: set[str] = set()
-    for base in sorted(_globbed(head)) if head else [""]:
-        for folder in _folders(base, seen):
-            yield from _expanded(os.path.join(glob.escape(folder), rest))
+    for found in fnmatch.filter(_shown_names(folder, hidden=name.startswith(".")), name):
+        path = os.path.join(folder, found)
+        if not rest:
+            yield path
+        elif _is_folder(path):
+            yield from _expand(path, rest)
 
 
-def _globbed(pattern: str) -> list[str]:
-    """As `glob.glob`, which passes over a folder that cannot be listed."""
-    head = os.path.dirname(pattern)
-    for folder in filter(_is_folder, _globbed(head)) if glob.has_magic(head) else ():
-        os.listdir(folder)
-    return glob.glob(pattern)
-
-
-def _folders(base: str, seen: set[str]) -> Iterator[str]:
-    """A folder and those in it or linked from it, the nearest first, each once."""
-    rest = deque([base])
-    while rest:
-        folder = rest.popleft()
+def _folders(base: str) -> Iterator[str]:
+    """Yield a folder and all folders below it or linked from it, each once, the nearest first."""
+    visited: set[str] = set()
+    queue = deque([base])
+    while queue:
+        folder = queue.popleft()
         real = os.path.realpath(folder or ".")
-        if real in seen or not _is_folder(real):
-            continue
-        seen.add(real)
-        yield folder
-        inside = (os.path.join(folder, name) for name in sorted(os.listdir(folder or ".")))
-        rest += (path for path in inside if _is_shown(path) and _is_folder(path))
+        if real not in visited:
+            visited.add(real)
+            yield folder
+            with os.scandir(folder or ".") as entries:
+                # Only links cost a stat: a folder may have a million files.
+                found = [e for e in entries if e.is_symlink() or e.is_dir()]
+            names = sorted(entry.name for entry in found if not entry.name.startswith("."))
+            queue += filter(_is_folder, (os.path.join(folder, name) for name in names))
+
+
+def _shown_names(folder: str, hidden: bool = False) -> list[str]:
+    names = sorted(os.listdir(folder or "."))
+    return [name for name in names if hidden or not name.startswith(".")]
 
 
 def _is_folder(path: str) -> bool:
@@ -112,20 +115,12 @@ def _is_folder(path: str) -> bool:
 
 
 def _mode(path: str | Path) -> int:
-    """Of what is there; 0 for a link that leads to itself, or nowhere by the name of no text."""
+    """The file mode; 0 for a link to itself, or to nowhere if its name is not that of a text."""
     try:
         return os.stat(path).st_mode
     except OSError as error:
-        is_nothing = error.errno == errno.ENOENT and suffix(Path(path)) in _OTHERS
-        if is_nothing or error.errno == errno.ELOOP:
+        is_no_text = error.errno == errno.ENOENT and suffix(Path(path)) in _OTHER_SUFFIXES
+        if is_no_text or error.errno == errno.ELOOP:
             return 0
         why = "leads nowhere" if error.errno == errno.ENOENT else error.strerror
         raise OSError(error.errno, why, str(path)) from error
-
-
-def _is_shown(path: str) -> bool:
-    return not os.path.basename(path).startswith(".")
-
-
-def _fail(error: OSError) -> NoReturn:
-    raise error

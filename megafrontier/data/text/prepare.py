@@ -1,42 +1,28 @@
-"""`megafrontier prepare`: text to a corpus, by many processes, the same bytes at any number."""
+"""`megafrontier prepare`: tokenise text with many processes; their number changes no byte."""
 
 import os
+import sys
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megafrontier.common.errors import UserError
+from megafrontier.common.errors import UserError, print_error
 from megafrontier.data.corpus.indexed import bin_path, idx_path, token_dtype
 from megafrontier.data.corpus.writer import CorpusWriter, DocumentWriter, partial_path
-from megafrontier.data.text.progress import Progress
-from megafrontier.data.text.reader import BadText, read_texts
-from megafrontier.data.text.sources import Reader, TextRange, find_sources, share
+from megafrontier.data.text.reader import BadText, Reader, TextRange, read_texts, refuse_bad
+from megafrontier.data.text.sources import find_sources, select_part
 from megafrontier.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megafrontier.data.workers import Workers
 
-
-@dataclass
-class Encoded:
-    """What became of one batch of pieces."""
-
-    tokens: NDArray
-    """All runs' ids, one after the other [tokens]."""
-    sizes: NDArray[np.int32]
-    """Tokens of each run [runs]; a run is a document, or a part of one."""
-    ends: NDArray[np.bool_]
-    """Whether a document ends with the run [runs]."""
-    bad: NDArray[np.bool_]
-    """Whether the run's text was bad [runs], and so its document is to be left out."""
-    messages: list[str] = field(default_factory=list)
-    """Why, for each bad one."""
-    text_bytes: int = 0
-    """UTF-8 bytes tokenised."""
-    unknown: list[int] = field(default_factory=list)
-    """Tokens of each run [runs] that stand for characters without a piece."""
+_PROGRESS_SECONDS = 10.0
+_SHOWN_BAD_TEXTS = 10
 
 
 @dataclass
@@ -47,66 +33,80 @@ class Summary:
     tokens: int = 0
     text_bytes: int = 0
     bad: int = 0
-    """Documents left out for bad text: lines, rows and files."""
+    """Documents left out because of a bad text, line or row."""
     unknown: int = 0
-    """Tokens that stand for characters which the tokenizer has no piece for, …"""
+    """Tokens for characters that the tokenizer has no piece for."""
     unknown_documents: int = 0
-    """… and documents with one."""
+    """Documents with such a token."""
+
+
+@dataclass
+class EncodedBatch:
+    """The tokens of a batch. A chunk is a document, or one part of a long document."""
+
+    tokens: NDArray
+    """Ids of all chunks [tokens]."""
+    sizes: NDArray[np.int32]
+    """Tokens of each chunk [chunks]."""
+    ends: NDArray[np.bool_]
+    """Whether the document ends with the chunk [chunks]."""
+    bad: NDArray[np.bool_]
+    """Whether the text of the chunk is bad, so that its document is left out [chunks]."""
+    messages: list[str]
+    """What is wrong with each bad text."""
+    text_bytes: int
+    """UTF-8 bytes of all texts."""
+    unknown: list[int]
+    """Unknown tokens of each chunk [chunks]."""
 
 
 _WORD = "a"
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a worker has to know."""
+class Encoder:
+    """Tokenises batches in a worker."""
 
     tokenizer: Tokenizer
     key: str
     append_eod: bool
     skip_bad: bool
 
-    def encode(self, pieces: Sequence[TextRange]) -> Encoded:
+    def encode(self, ranges: Sequence[TextRange]) -> EncodedBatch:
         """Tokenise a batch. Raises UserError at the first bad text, unless `skip_bad`."""
-        texts = [(text, p) for p in pieces for text in read_texts(p, self.key)]
-        messages = [str(text) for text, _ in texts if isinstance(text, BadText)]
-        if messages and not self.skip_bad:
-            raise UserError(f"{messages[0]}; --skip-bad leaves such texts out")
-        good = [(text, piece.is_rest) for text, piece in texts if isinstance(text, str)]
-        runs = iter(self._runs(good))
-        ids: list[int] = []
-        sizes, unknown = [], []
-        for text, piece in texts:
-            run = [] if isinstance(text, BadText) else next(runs)
-            unknown.append(0 if self.tokenizer.unk is None else run.count(self.tokenizer.unk))
-            has_more = piece.is_rest and not isinstance(text, BadText)
-            if piece.last and (run or has_more) and self.append_eod:
-                run = [*run, self.tokenizer.eod]
-            ids += run
-            sizes.append(len(run))
-        return Encoded(
-            np.array(ids, token_dtype(self.tokenizer.vocab_size)),
-            np.array(sizes, np.int32),
-            np.array([piece.last for _, piece in texts], bool),
+        texts = [(text, r) for r in ranges for text in read_texts(r, self.key)]
+        bad = [text for text, _ in texts if isinstance(text, BadText)]
+        if bad and not self.skip_bad:
+            raise refuse_bad(bad[0])
+        good = [("" if isinstance(text, BadText) else text, r) for text, r in texts]
+        chunks = self._encode([(text, r.is_continuation) for text, r in good])
+        unk = self.tokenizer.unk
+        unknown = [0 if unk is None else chunk.count(unk) for chunk in chunks]
+        for chunk, (_, r) in zip(chunks, good, strict=True):
+            # A continuation may have no tokens; the document has some from earlier ranges.
+            if self.append_eod and r.is_last and (chunk or r.is_continuation):
+                chunk.append(self.tokenizer.eod)
+        return EncodedBatch(
+            np.array(list(chain.from_iterable(chunks)), token_dtype(self.tokenizer.vocab_size)),
+            np.array([len(chunk) for chunk in chunks], np.int32),
+            np.array([r.is_last for _, r in texts], bool),
             np.array([isinstance(text, BadText) for text, _ in texts], bool),
-            messages,
+            [text.message for text in bad],
             sum(len(text.encode()) for text, _ in good),
             unknown,
         )
 
-    def _runs(self, texts: Sequence[tuple[str, bool]]) -> list[list[int]]:
-        """Ids of each text; one may be the rest of a document that was cut between two words.
-
-        A rest is encoded behind a word, whose ids are then taken away: by itself it would begin as
-        a text does, for some tokenizers with one more space.
-        """
-        runs = self.tokenizer.encode_batch([_WORD * is_rest + text for text, is_rest in texts])
-        for index, (text, is_rest) in enumerate(texts):
-            if is_rest:
-                run, word = runs[index], self.tokenizer.encode(_WORD)
-                is_apart = run[: len(word)] == word
-                runs[index] = run[len(word) :] if is_apart else self.tokenizer.encode(text)
-        return runs
+    def _encode(self, texts: Sequence[tuple[str, bool]]) -> list[list[int]]:
+        """Ids of each text, given whether it continues a document that was split between words."""
+        # Many tokenizers put a space before a text. A continuation is therefore encoded after a
+        # word, and the word's ids are removed.
+        chunks = self.tokenizer.encode_batch([_WORD * later + text for text, later in texts])
+        for index, (text, is_continuation) in enumerate(texts):
+            if is_continuation:
+                chunk, word = chunks[index], self.tokenizer.encode(_WORD)
+                is_apart = chunk[: len(word)] == word
+                chunks[index] = chunk[len(word) :] if is_apart else self.tokenizer.encode(text)
+        return chunks
 
 
 def prepare(
@@ -122,46 +122,73 @@ def prepare(
 ) -> Summary:
     """Tokenise every text of the inputs, in order, into OUT.bin and OUT.idx.
 
-    `workers` processes (default: one a core), `append_eod` ends each document with the tokenizer's
-    eod, `skip_bad` leaves out and counts what is no text, `key` is the field or column that holds
-    the text, `split` the split of a `datasets` dataset (default: train). `part` (number from 1, of
-    how many) takes one share of the inputs' files; merged in order, the shares are what one process
-    would write. Empty texts are left out. Raises UserError for inputs that cannot be read, bad
-    text, and when no text is left; a share without any becomes a corpus of nothing, for `merge`
-    alone.
+    `workers` is the number of processes (default: one per core). `append_eod` ends each document
+    with the tokenizer's eod. `skip_bad` leaves out and counts bad texts. `key` is the field or
+    column that holds the text. `split` is the split of a dataset (default: train). `part` (number
+    from 1, of how many) takes a part of the input files; the parts merged in order are what one
+    process would write. Empty texts are left out. Raises UserError for inputs that cannot be read,
+    for bad text, and if no text is left. A part without text becomes an empty corpus, which only
+    `merge` accepts.
     """
     cores = len(os.sched_getaffinity(0))
     workers = cores if workers is None else workers
     if not 1 <= workers <= 8 * cores:
         raise UserError(f"--workers: {workers}, need 1 to {8 * cores}, 8 for each core")
-    job = Job(load_tokenizer(tokenizer), key, append_eod, skip_bad)
-    job.tokenizer.encode(_WORD)  # raises where there is none
-    reader = Reader(share(find_sources(inputs, split), *part), key)
+    encoder = Encoder(load_tokenizer(tokenizer), key, append_eod, skip_bad)
+    encoder.tokenizer.encode(_WORD)  # raises UserError for the tokenizer `none`
+    reader = Reader(select_part(find_sources(inputs, split), *part), key)
     _refuse_inputs(reader, out)
-    total = sum(source.file_bytes for source in reader.sources)
     with (
-        Workers(workers, partial(_take, job)) as pool,
-        CorpusWriter(out, _dtype(job)) as corpus,
-        Progress(total) as bar,
+        Workers(workers, partial(_set_encoder, encoder)) as pool,
+        CorpusWriter(out, token_dtype(encoder.tokenizer.vocab_size)) as corpus,
+        PrepareProgress(sum(source.file_bytes for source in reader.sources)) as progress,
     ):
-        encoded = pool.results(_encode, reader.batches(), "try fewer --workers")
-        summary = _write(encoded, corpus, bar, reader)
+        batches = pool.results(_encode, reader.batches(), "try fewer --workers")
+        summary = _write(batches, corpus, progress, reader)
         if summary.tokens == 0 and part[1] == 1:
             raise UserError(f"{', '.join(inputs)}: no text in it, need a corpus with some")
         corpus.publish()
     return summary
 
 
-class _Unknown:
-    """Counts unknown tokens of documents, which may come in several runs, some of them bad."""
+def _refuse_inputs(reader: Reader, out: str | Path) -> None:
+    written = {path.resolve() for path in (bin_path(out), idx_path(out))}
+    written |= {partial_path(path) for path in written}
+    for source in reader.sources:
+        if source.table is None and Path(source.name).resolve() in written:
+            raise UserError(f"--out {out}: {source.name} is one of the inputs; give another prefix")
+
+
+def _write(
+    batches: Iterator[EncodedBatch],
+    corpus: CorpusWriter,
+    progress: "PrepareProgress",
+    reader: Reader,
+) -> Summary:
+    writer = DocumentWriter(corpus)
+    summary, unknown = Summary(), _UnknownTokens()
+    for batch in batches:
+        unknown.count(batch, summary)
+        writer.write_chunks(batch.tokens, batch.sizes, batch.ends, batch.bad)
+        summary.text_bytes += batch.text_bytes
+        summary.bad = writer.left_out
+        for message in batch.messages:
+            progress.skipped(message)
+        summary.tokens, summary.documents = writer.tokens, corpus.index.documents
+        progress.update(reader.done_bytes, summary.text_bytes, summary.tokens)
+    return summary
+
+
+class _UnknownTokens:
+    """Counts the unknown tokens of documents, whose chunks may be in several batches."""
 
     def __init__(self) -> None:
         self._tokens, self._is_bad = 0, False
 
-    def count(self, encoded: Encoded, summary: Summary) -> None:
+    def count(self, batch: EncodedBatch, summary: Summary) -> None:
         """Add the documents that end in a batch to the summary."""
-        runs = zip(encoded.unknown, encoded.ends.tolist(), encoded.bad.tolist(), strict=True)
-        for tokens, is_end, is_bad in runs:
+        chunks = zip(batch.unknown, batch.ends.tolist(), batch.bad.tolist(), strict=True)
+        for tokens, is_end, is_bad in chunks:
             self._tokens += tokens
             self._is_bad |= is_bad
             if is_end:
@@ -171,43 +198,64 @@ class _Unknown:
                 self._tokens, self._is_bad = 0, False
 
 
-def _refuse_inputs(reader: Reader, out: str | Path) -> None:
-    made = {path.resolve() for path in (bin_path(out), idx_path(out))}
-    made |= {partial_path(path) for path in made}
-    for source in reader.sources:
-        if source.kind != "dataset" and Path(source.name).resolve() in made:
-            raise UserError(f"--out {out}: {source.name} is one of the inputs; give another prefix")
+_encoder: Encoder
+"""Set in each worker when it starts, because a tokenizer need not be picklable."""
 
 
-def _dtype(job: Job) -> np.dtype:
-    return token_dtype(job.tokenizer.vocab_size)
+def _set_encoder(encoder: Encoder) -> None:
+    global _encoder
+    _encoder = encoder
 
 
-def _write(
-    results: Iterator[Encoded], corpus: CorpusWriter, bar: Progress, reader: Reader
-) -> Summary:
-    writer = DocumentWriter(corpus)
-    summary, unknown = Summary(), _Unknown()
-    for encoded in results:
-        unknown.count(encoded, summary)
-        writer.write_runs(encoded.tokens, encoded.sizes, encoded.ends, encoded.bad)
-        summary.text_bytes += encoded.text_bytes
-        summary.bad = writer.left_out
-        for message in encoded.messages:
-            bar.skipped(message)
-        summary.tokens, summary.documents = writer.tokens, corpus.index.documents
-        bar.update(reader.done_bytes, summary.text_bytes, summary.tokens)
-    return summary
+def _encode(ranges: list[TextRange]) -> EncodedBatch:
+    return _encoder.encode(ranges)
 
 
-_job: Job
-"""The worker's own, set when it starts: a tokenizer need not be picklable."""
+class PrepareProgress:
+    """Shows bytes read, MB/s of text and tokens/s on stderr: a bar on a terminal, else lines."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total = total_bytes
+        self._start = self._last = time.monotonic()
+        self._bad = 0
+        self._bar = _make_bar() if sys.stderr.isatty() else None
+        if self._bar is not None:
+            self._task = self._bar.add_task("", total=total_bytes, rates="")
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if self._bad > _SHOWN_BAD_TEXTS:
+            print_error(f"… and {self._bad - _SHOWN_BAD_TEXTS} more skipped")
+
+    def update(self, done_bytes: int, text_bytes: int, tokens: int) -> None:
+        """Show totals: bytes read from disk, and the bytes of text and tokens made of them."""
+        now = time.monotonic()
+        seconds = max(now - self._start, 1e-9)
+        rates = f"{text_bytes / 1e6 / seconds:.2f} MB/s, {tokens / seconds:,.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done_bytes, rates=rates)
+        elif now - self._last >= _PROGRESS_SECONDS:
+            self._last = now
+            print_error(f"{done_bytes / 1e6:.1f} of {self._total / 1e6:.1f} MB read, {rates}")
+
+    def skipped(self, message: str) -> None:
+        """Show a bad text. After the first few they are only counted."""
+        self._bad += 1
+        if self._bad <= _SHOWN_BAD_TEXTS:
+            show = print_error if self._bar is None else self._bar.console.print
+            show(f"skipped {message}")
 
 
-def _take(job: Job) -> None:
-    global _job
-    _job = job
+def _make_bar() -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-
-def _encode(pieces: list[TextRange]) -> Encoded:
-    return _job.encode(pieces)
+    columns = [DownloadColumn(), BarColumn(), TextColumn("{task.fields[rates]}")]
+    console = Console(stderr=True, markup=False, highlight=False)
+    return Progress(*columns, TimeRemainingColumn(), console=console)

@@ -1,42 +1,129 @@
-"""Pieces become texts: UTF-8, JSON lines and rows, with what is wrong named by file and place."""
+"""Reads sources in two steps: the main process reads ranges of bytes or rows, workers decode them.
+
+Decoding and parsing take most of the time, so they are left to the workers.
+"""
 
 import codecs
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
-from megafrontier.data.text.sources import TextRange
+from megafrontier.common.errors import UserError
+from megafrontier.data.text import files
+from megafrontier.data.text.sources import Kind, Source
+from megafrontier.data.text.tables import Rows, read_rows, size_of
 
 
-class BadText(Exception):
-    """A line, row or text that is no text; the message names its file and place."""
+@dataclass(frozen=True)
+class TextRange:
+    """Consecutive bytes, lines or rows of one source."""
+
+    name: str
+    kind: Kind
+    start: int
+    """The first byte (text), line counted from 1 (lines), or row counted from 0 (rows)."""
+    payload: bytes | Rows
+    is_last: bool = True
+    """Whether the document ends with this range. Only a long text has several."""
+
+    @property
+    def is_continuation(self) -> bool:
+        """Whether the document starts in an earlier range."""
+        return self.kind == "text" and self.start > 0
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size of the payload, or about that."""
+        return len(self.payload) if isinstance(self.payload, bytes) else size_of(self.payload)
 
 
-def read_texts(piece: TextRange, key: str) -> Iterator[str | BadText]:
-    """The texts of a piece in order: one of kind text, one a line or row of the others. What
-    cannot be read comes as a BadText in its place; blank lines do not count."""
-    if isinstance(piece.payload, list):
-        for number, row in enumerate(piece.payload, piece.position):
-            yield _checked(row, f"{piece.name}: row {number}: column {key!r}")
-    elif piece.kind == "text":
-        text = _decode(piece.payload, f"{piece.name}: byte", piece.position)
-        if isinstance(text, str) and piece.position == 0:
-            text = text.removeprefix("\ufeff")
-        yield text
+@dataclass(frozen=True)
+class BadText:
+    """Takes the place of a text that cannot be read."""
+
+    message: str
+    """What is wrong, with the file and the place."""
+
+
+class Reader:
+    """Reads sources in batches of ranges, about BLOCK_BYTES each."""
+
+    def __init__(self, sources: Sequence[Source], key: str) -> None:
+        """`key` is the field of JSON lines, or the column of tables, that holds the text."""
+        self.sources = sources
+        self.key = key
+        self.done_bytes = 0
+        """Bytes on disk that have been read."""
+
+    def batches(self) -> Iterator[list[TextRange]]:
+        """Yield all ranges in order, small ones together. Raises UserError as reading does."""
+        batch: list[TextRange] = []
+        size = 0
+        for text_range in chain.from_iterable(map(self._read, self.sources)):
+            batch.append(text_range)
+            size += text_range.payload_bytes
+            if size >= files.BLOCK_BYTES:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+
+    def texts(self) -> Iterator[str | BadText]:
+        """Yield all texts in order, decoded in this process."""
+        for text_range in chain.from_iterable(self.batches()):
+            yield from read_texts(text_range, self.key)
+
+    def _read(self, source: Source) -> Iterator[TextRange]:
+        before, end = self.done_bytes, self.done_bytes + source.file_bytes
+        if source.kind == "rows":
+            for start, rows in read_rows(source.name, source.table, self.key):
+                yield TextRange(source.name, "rows", start, rows)
+                self.done_bytes = min(end, self.done_bytes + size_of(rows))
+        else:
+            stream = files.Stream(Path(source.name))
+            for text_range in _split(source, stream):
+                self.done_bytes = before + stream.position
+                yield text_range
+        self.done_bytes = end
+
+
+def _split(source: Source, stream: files.Stream) -> Iterator[TextRange]:
+    if source.kind == "lines":
+        for line, block in files.split_lines(stream):
+            yield TextRange(source.name, "lines", line, block)
     else:
-        lines = piece.payload
-        if piece.position == 1:
-            lines = lines.removeprefix(codecs.BOM_UTF8)
-        for number, line in enumerate(lines.split(b"\n"), piece.position):
+        for start, part, is_last in files.split_text(stream):
+            yield TextRange(source.name, "text", start, part, is_last)
+
+
+def read_texts(text_range: TextRange, key: str) -> Iterator[str | BadText]:
+    """Yield the texts of a range in order; BadText for each that cannot be read.
+
+    A range of kind text is one text, or part of one. Other ranges have one in each line or row.
+    Blank lines are skipped.
+    """
+    name, start, payload = text_range.name, text_range.start, text_range.payload
+    if isinstance(payload, list):
+        for number, row in enumerate(payload, start):
+            yield _check_text(row, f"{name}: row {number}: column {key!r}")
+    elif text_range.kind == "text":
+        text = _decode(payload, f"{name}: byte", start)
+        yield text.removeprefix("\ufeff") if isinstance(text, str) and start == 0 else text
+    else:
+        lines = payload.removeprefix(codecs.BOM_UTF8) if start == 1 else payload
+        for number, line in enumerate(lines.split(b"\n"), start):
             if line.strip():
-                yield _parse_line(line, key, f"{piece.name}:{number}")
+                yield _parse_line(line, key, f"{name}:{number}")
 
 
-def _decode(data: bytes, place: str, position: int) -> str | BadText:
+def _decode(data: bytes, place: str, start: int) -> str | BadText:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        at = position + error.start
+        at = start + error.start
         return BadText(f"{place} {at}: invalid UTF-8 (0x{data[error.start]:02x}: {error.reason})")
 
 
@@ -45,21 +132,17 @@ def _parse_line(line: bytes, key: str, place: str) -> str | BadText:
     if isinstance(text, BadText):
         return text
     try:
-        record = json.loads(text, parse_int=_shortened)
+        # Numbers are not needed, and Python refuses to parse integers of more than 4,300 digits.
+        record = json.loads(text, parse_int=lambda digits: 0)
     except (ValueError, RecursionError) as error:
         return BadText(f"{place}: not valid JSON: {error}")
     if not isinstance(record, dict) or key not in record:
         known = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
         return BadText(f"{place}: no {key!r} in it, only: {known[:200]}; see --json-key")
-    return _checked(record[key], f"{place}: {key!r}")
+    return _check_text(record[key], f"{place}: {key!r}")
 
 
-def _shortened(digits: str) -> int:
-    """A number of another field, which nobody asks for; Python refuses one of 4,301 digits."""
-    return int(digits[:99])
-
-
-def _checked(value: Any, place: str) -> str | BadText:
+def _check_text(value: Any, place: str) -> str | BadText:
     if isinstance(value, bytes) and isinstance(bad := _decode(value, f"{place}: byte", 0), BadText):
         return bad
     if not isinstance(value, str):
@@ -69,3 +152,8 @@ def _checked(value: Any, place: str) -> str | BadText:
     except UnicodeEncodeError as error:
         return BadText(f"{place} holds half a surrogate pair at character {error.start}")
     return value
+
+
+def refuse_bad(bad: BadText) -> UserError:
+    """Return the error that ends a command at a bad text."""
+    return UserError(f"{bad.message}; --skip-bad leaves such texts out")

@@ -1,36 +1,121 @@
-"""The texts of a table: one column of a parquet file, or of what the `datasets` library reads."""
+"""The rows of parquet files and of datasets that Hugging Face's `datasets` library reads."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 from megafrontier.common.errors import UserError
+from megafrontier.data.hub import hub_lookup
+from megafrontier.data.text import files
 
 Rows = list[Any]
-_ROWS = 512  # read and shipped at a time
+_BATCH_ROWS = 512
 
 
-def parquet_rows(name: str, key: str) -> Iterator[Rows]:
-    """The values of column `key` of the parquet file `name`. Raises UserError for a file that
-    cannot be read, or without that column."""
+def is_dataset_folder(folder: Path) -> bool:
+    """Return whether `save_to_disk` of `datasets` wrote the folder: one table, or one per split."""
+    table = ("state.json", "dataset_info.json")
+    return (folder / "dataset_dict.json").is_file() or all((folder / n).is_file() for n in table)
+
+
+def has_dataset_card(folder: Path) -> bool:
+    """Return whether the README.md is a dataset card that says how to read the folder."""
+    readme = folder / "README.md"
+    if not readme.is_file():
+        return False
+    head = readme.read_bytes()[:65536].split(b"\n---", 1)[0]
+    return head.startswith(b"---") and bool(re.search(rb"^(configs|dataset_info):", head, re.M))
+
+
+def load_dataset(name: str, split: str | None) -> Any:
+    """Load one split (default: train) of a dataset, as a `datasets.Dataset`.
+
+    `name` is a folder, NAME, OWNER/NAME or OWNER/NAME:CONFIG. Raises UserError if `datasets`
+    cannot load it, or it has no such split.
+    """
+    import datasets
+
+    try:
+        with hub_lookup(name):
+            if is_dataset_folder(Path(name)):
+                table = datasets.load_from_disk(name)
+            elif Path(name).is_dir():
+                table = datasets.load_dataset(name)
+            else:
+                dataset, _, config = name.partition(":")
+                _refuse_format(name, dataset)
+                table = datasets.load_dataset(dataset, config or None)
+    except UserError:
+        raise
+    except Exception as error:  # the library's dozen formats raise all kinds of exceptions
+        raise UserError(
+            f"input {name!r}: no file or folder of that name here, and no dataset either: {error}"
+        ) from error
+    if isinstance(table, dict):
+        split = split or "train"
+        if split not in table:
+            raise UserError(f"input {name!r}: no split {split!r}; it has {', '.join(table)}")
+        return table[split]
+    if split not in (None, str(table.split)):
+        raise UserError(f"input {name!r}: no split {split!r}; it is one table, need no --split")
+    return table
+
+
+def _refuse_format(name: str, dataset: str) -> None:
+    """Refuse names like `json`, for which the library reads all such files of this folder."""
+    import datasets.packaged_modules as formats
+
+    if dataset in {module.name for module in iter_modules(formats.__path__)}:
+        raise UserError(
+            f"input {name!r}: no such file or folder, and the name of a format, not of a dataset"
+        )
+
+
+def read_rows(name: str, table: Any, key: str) -> Iterator[tuple[int, Rows]]:
+    """Yield (number of the first row, from 0; at most about BLOCK_BYTES of column `key`).
+
+    Reads the parquet file `name` if `table` is None, otherwise that `datasets.Dataset`. A value is
+    bytes if it is a string that is not valid UTF-8. Raises UserError for a file that cannot be
+    read, or without that column.
+    """
+    start, held, size = 0, list[Any](), 0
+    for row in _parquet_values(name, key) if table is None else _dataset_values(name, table, key):
+        held.append(row)
+        size += size_of([row])
+        if size >= files.BLOCK_BYTES or len(held) >= _BATCH_ROWS:
+            yield start, held
+            start, held, size = start + len(held), [], 0
+    if held:
+        yield start, held
+
+
+def size_of(rows: Rows) -> int:
+    """Return the characters, or bytes, of all strings."""
+    return sum(len(row) for row in rows if isinstance(row, str | bytes))
+
+
+def _parquet_values(name: str, key: str) -> Iterator[Any]:
     import pyarrow.parquet
 
-    with _told(f"{name}: cannot read the parquet file"), pyarrow.parquet.ParquetFile(name) as file:
+    what = f"{name}: cannot read the parquet file"
+    with _as_user_error(what), pyarrow.parquet.ParquetFile(name) as file:
         _check_column(name, key, file.schema_arrow.names)
-        for rows in file.iter_batches(_ROWS, columns=[key]):
-            yield _values(rows.column(0))
+        for batch in file.iter_batches(_BATCH_ROWS, columns=[key]):
+            yield from _values(batch.column(0))
 
 
-def dataset_rows(name: str, table: Any, key: str) -> Iterator[Rows]:
-    """The values of column `key` of a `datasets.Dataset`. Raises as `parquet_rows`."""
-    with _told(f"{name}: cannot read the dataset"):
+def _dataset_values(name: str, table: Any, key: str) -> Iterator[Any]:
+    with _as_user_error(f"{name}: cannot read the dataset"):
         _check_column(name, key, table.column_names)
-        for rows in table.select_columns([key]).with_format("arrow").iter(_ROWS):
-            yield _values(rows.column(0))
+        for batch in table.select_columns([key]).with_format("arrow").iter(_BATCH_ROWS):
+            yield from _values(batch.column(0))
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _as_user_error(what: str) -> Iterator[None]:
     import pyarrow
 
     try:
@@ -40,19 +125,17 @@ def _told(what: str) -> Iterator[None]:
 
 
 def _values(column: Any) -> Rows:
-    """A column's values. Where some of its strings are no UTF-8, which not every writer looks at,
-    those come as bytes."""
     import pyarrow
 
     try:
         return list(column.to_pylist())
-    except UnicodeDecodeError:
+    except UnicodeDecodeError:  # not every writer checks its strings
         is_large = pyarrow.types.is_large_string(column.type)
         raw = column.cast(pyarrow.large_binary() if is_large else pyarrow.binary())
-        return [_decoded(value) for value in raw.to_pylist()]
+        return [_decode(value) for value in raw.to_pylist()]
 
 
-def _decoded(value: bytes | None) -> str | bytes | None:
+def _decode(value: bytes | None) -> str | bytes | None:
     try:
         return value if value is None else value.decode()
     except UnicodeDecodeError:

@@ -124,7 +124,7 @@ def _write_indexed(table: Any, vocab_size: int) -> None:
     with CorpusWriter("corpus", dtype) as corpus:
         writer = DocumentWriter(corpus)
         for ids in table.with_format("numpy")["ids"]:
-            writer.write_runs(ids.astype(dtype), np.array([len(ids)], np.int32), yes, ~yes)
+            writer.write_chunks(ids.astype(dtype), np.array([len(ids)], np.int32), yes, ~yes)
         corpus.publish()
 
 

@@ -111,7 +111,7 @@ def write_documents(
         writer = DocumentWriter(corpus)
         for ids, sizes in parts:
             yes = np.ones(len(sizes), bool)
-            writer.write_runs(ids.astype(dtype), sizes.astype(np.int32), yes, ~yes)
+            writer.write_chunks(ids.astype(dtype), sizes.astype(np.int32), yes, ~yes)
         corpus.publish()
 
 

@@ -145,7 +145,7 @@ print(peak_bytes() - before)
 def test_pointers_go_on_from_chunk_to_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megafrontier.data.corpus.writer._CHUNK", 2)
+    monkeypatch.setattr("megafrontier.data.corpus.writer._ENTRIES", 2)
     expected = write_corpus(tmp_path / "c", DOCUMENTS)
     spool = IndexBuilder(tmp_path)
     spool.add(np.array([3, 1, 2, 4], np.int32), np.array([1, 3, 4]))
@@ -171,7 +171,7 @@ def damaged(folder: Path, suffix: str, damage) -> str:
     ("suffix", "damage", "says"),
     [
         (".bin", lambda data: data[:-3], "truncated at byte 17, its .idx needs 20"),
-        (".bin", lambda data: data + b"xx", "22 bytes, its .idx knows 20"),
+        (".bin", lambda data: data + b"xx", "22 bytes, its .idx describes 20"),
         (".bin", lambda data: b"", "empty at byte 0"),
         (".bin", lambda data: None, "No such file"),
         (".idx", lambda data: None, "No such file"),
@@ -179,7 +179,7 @@ def damaged(folder: Path, suffix: str, damage) -> str:
         (".idx", lambda data: data[:20], "truncated at byte 20"),
         (".idx", lambda data: data[:-1], "truncated at byte 113"),
         (".idx", lambda data: data + b"x", "115 bytes"),
-        (".idx", lambda data: b"PARQUET!!" + data[9:], "byte 0: b'PARQUET!!' is no Megatron"),
+        (".idx", lambda data: b"PARQUET!!" + data[9:], "byte 0: b'PARQUET!!' is not a Megatron"),
         (".idx", lambda data: data[:9] + b"\x02" + data[10:], "byte 9: index version 2"),
         (".idx", lambda data: data[:17] + b"\x07" + data[18:], "byte 17: dtype code 7"),
         (".idx", lambda data: data[:-8] + bytes(8), "document index runs from 0 to 0"),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megafrontier.cli import main
-from megafrontier.data.text.sources import Source, share
+from megafrontier.data.text.sources import Source, select_part
 from tests.data.corpora import read_corpus
 
 
@@ -15,7 +15,7 @@ def make_sources(*sizes: int) -> list[Source]:
 
 def shares(sources: list[Source], parts: int) -> list[list[int]]:
     """File sizes of each share."""
-    return [[s.file_bytes for s in share(sources, i + 1, parts)] for i in range(parts)]
+    return [[s.file_bytes for s in select_part(sources, i + 1, parts)] for i in range(parts)]
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ from megafrontier.cli import main
 from megafrontier.common.errors import UserError
 from megafrontier.data.corpus.indexed import HEADER, IndexedDataset
 from megafrontier.data.corpus.merge import merge
-from megafrontier.data.text.prepare import prepare
-from megafrontier.data.text.progress import Progress
+from megafrontier.data.text.prepare import PrepareProgress, prepare
 from megafrontier.data.tokenizers.tokenizer import MARKER, ByteTokenizer, load_tokenizer
 from tests.data.corpora import read_corpus, write_corpus
 from tests.processes import alive, children, wait_for
@@ -64,7 +63,6 @@ def test_a_large_vocabulary_takes_four_bytes(
 def test_any_number_of_workers_gives_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megafrontier.data.text.sources.BLOCK_BYTES", 10_000)
     monkeypatch.setattr("megafrontier.data.text.files.BLOCK_BYTES", 10_000)
     texts = some_texts(500)
     inputs = [write_lines(tmp_path / "x.jsonl", texts)]
@@ -112,8 +110,7 @@ def test_characters_without_a_piece_are_counted_with_the_documents_that_have_the
 
 
 def test_a_long_text_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("sources", "files"):
-        monkeypatch.setattr(f"megafrontier.data.text.{module}.BLOCK_BYTES", 3000)
+    monkeypatch.setattr("megafrontier.data.text.files.BLOCK_BYTES", 3000)
     text = "one line é\n" * 50_000 + "日本" * 100_000 + " x" * 10_000
     (tmp_path / "long.txt").write_text(text)
     (tmp_path / "short.txt").write_text("short")
@@ -156,8 +153,7 @@ def save_tokenizer(folder: Path, begins_with_space: bool) -> str:
 def test_a_long_text_has_the_tokens_that_it_has_in_one_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    for module in ("sources", "files"):
-        monkeypatch.setattr(f"megafrontier.data.text.{module}.BLOCK_BYTES", 3000)
+    monkeypatch.setattr("megafrontier.data.text.files.BLOCK_BYTES", 3000)
     monkeypatch.setattr("megafrontier.data.text.files._READ_BYTES", 1000)
     spec = GENERAL if kind == "ours" else save_tokenizer(tmp_path / "tok", kind == "as Llama")
     text = spread_lines()
@@ -172,8 +168,7 @@ def test_a_long_text_that_ends_in_nothing_to_say_ends_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last piece is blank, and some tokenizers have no token for that."""
-    for module in ("sources", "files"):
-        monkeypatch.setattr(f"megafrontier.data.text.{module}.BLOCK_BYTES", 3000)
+    monkeypatch.setattr("megafrontier.data.text.files.BLOCK_BYTES", 3000)
     encode = ByteTokenizer.encode
     monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: encode(self, text.strip()))
     (tmp_path / "long.txt").write_text("word " * 600 + " " * 5000)
@@ -201,7 +196,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
         path = tmp_path / f"{lines}.jsonl"
         path.write_text(line * lines)
         code = f"""
-from megafrontier.data.text.prepare import prepare
+from megafrontier.data.text.prepare import PrepareProgress, prepare
 prepare([{str(path)!r}], "bytes", {str(tmp_path / "made")!r}, 1)
 print(next(l.split()[1] for l in open("/proc/self/status") if l.startswith("VmHWM")))
 """
@@ -306,7 +301,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     def full(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("megafrontier.data.corpus.writer.DocumentWriter.write_runs", full)
+    monkeypatch.setattr("megafrontier.data.corpus.writer.DocumentWriter.write_chunks", full)
     with pytest.raises(UserError, match=rf"made\.bin: {said}; nothing written"):
         prepare([write_lines(tmp_path / "x.jsonl", ["x"])], "bytes", tmp_path / "made", 1)
     assert os.listdir(tmp_path) == ["x.jsonl"]
@@ -333,7 +328,7 @@ def test_a_corpus_that_would_take_the_place_of_an_input_is_refused(
 def test_progress_is_a_line_now_and_then_without_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megafrontier.data.text.progress._LINE_SECONDS", 0.0)
+    monkeypatch.setattr("megafrontier.data.text.prepare._PROGRESS_SECONDS", 0.0)
     prepare([write_lines(tmp_path / "x.jsonl", some_texts(50))], "bytes", tmp_path / "made", 1)
     told = capsys.readouterr().err
     assert re.search(r"^\d+\.\d of \d+\.\d MB read, \d+\.\d+ MB/s, [\d,]+ tokens/s$", told, re.M)
@@ -347,7 +342,7 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    with Progress(1_000_000) as progress:
+    with PrepareProgress(1_000_000) as progress:
         progress.update(500_000, 2_000_000, 700_000)
         progress.skipped("x.jsonl:4: [odd] text")
     assert re.search(r"MB/s, [\d,]+ tokens/s", terminal.getvalue())

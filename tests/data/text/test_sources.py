@@ -14,7 +14,8 @@ from megafrontier.common.errors import UserError
 from megafrontier.data.corpus.indexed import IndexedDataset
 from megafrontier.data.text import sources
 from megafrontier.data.text.prepare import Summary, prepare
-from megafrontier.data.text.sources import Reader, find_sources
+from megafrontier.data.text.reader import Reader
+from megafrontier.data.text.sources import find_sources
 from tests.data.preparing import prepared
 
 TEXTS = ["first text\n", "zweiter Text é", "3"]
@@ -127,7 +128,7 @@ def test_json_lines_that_are_called_a_text_are_refused_where_they_are_named(
     tmp_path: Path, name: str
 ) -> None:
     (tmp_path / name).write_bytes(gzip.compress(LINES) if name.endswith(".gz") else LINES)
-    with pytest.raises(UserError, match=rf"{name}': JSON lines by .*; need the suffix \.jsonl"):
+    with pytest.raises(UserError, match=rf"{name}': looks like JSON lines, .*; need the suffix"):
         prepared(tmp_path, tmp_path / name)
 
 
@@ -215,7 +216,7 @@ def test_long_rows_are_handed_out_a_megabyte_at_a_time(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "x.parquet")
     reader = Reader(find_sources([str(tmp_path / "x.parquet")]), "text")
     pieces = [piece for batch in reader.batches() for piece in batch]
-    assert [piece.position for piece in pieces] == [0, 4, 8]
+    assert [piece.start for piece in pieces] == [0, 4, 8]
     assert [row for piece in pieces for row in piece.payload] == texts
 
 
@@ -315,7 +316,7 @@ def test_a_dataset_that_is_not_there_is_refused(tmp_path: Path) -> None:
         ("x.jsonl.zst", zstd(LINES * 99)[:-20], "cut off at byte "),
         ("x.jsonl.zst", zstd(LINES)[:-4] + b"1234", "x.jsonl.zst: corrupt near byte "),
         ("x.jsonl.zst", zstd(LINES) + bytes(512), "x.jsonl.zst: corrupt near byte "),
-        ("part-00000", LINES, "JSON lines by the look of it, which would be taken for one text"),
+        ("part-00000", LINES, "looks like JSON lines, but would be read as one text"),
         ("x.parquet", b"PAR1 but no more", "x.parquet: cannot read the parquet file"),
     ],
 )
