@@ -426,7 +426,7 @@ def test_a_requeue_goes_on_without_the_nodes_that_the_user_does_without(tmp_path
     ("answer", "said"),
     [
         ("echo ' Restarts=0 Requeue=0 JobState=RUNNING ' ;;", "not requeued (--no-requeue)"),
-        ("echo ' Restarts=0 JobState=RUNNING ' ;;\n *requeue*) exit 1 ;;", "could not be requeued"),
+        ("echo ' Restarts=0 JobState=RUNNING ' ;;\n *requeue*) exit 1 ;;", "but could not be requeued"),
     ],
 )
 def test_a_job_that_cannot_be_requeued_says_so(tmp_path, answer, said):
@@ -435,7 +435,7 @@ def test_a_job_that_cannot_be_requeued_says_so(tmp_path, answer, said):
     shown = run_job_on_frontier00001_and_2(
         tmp_path, ranks="exit 75", code=75, scontrol=scontrol, tools=tools
     )
-    assert f"exit code 75, but {said}" in shown
+    assert f"exit code 75, {said}" in shown
     assert "submit again to resume\n" in shown
 
 
