@@ -426,7 +426,7 @@ def test_a_requeue_goes_on_without_the_nodes_that_the_user_does_without(tmp_path
     ("answer", "said"),
     [
         ("echo ' Restarts=0 Requeue=0 JobState=RUNNING ' ;;", "not requeued (--no-requeue)"),
-        ("echo ' Restarts=0 JobState=RUNNING ' ;;\n *requeue*) exit 1 ;;", "but could not be requeued"),
+        ("echo ' Restarts=0 JobState=RUNNING ' ;;\n *requeue*) exit 1 ;;", "but could not be"),
     ],
 )
 def test_a_job_that_cannot_be_requeued_says_so(tmp_path, answer, said):
