@@ -198,11 +198,11 @@ def finished_gradients(
 
 
 def watch_collectives(engine, watch):
-    """Let `watch` see (name of the level, label) before each crossing, where it runs."""
+    """Call `watch(name of the level, label)` before each collective, on its stream."""
     collective = engine.ledger.collective
 
     def watched(level, label):
-        watch(LEVELS.names[level], label)
+        watch(engine.hierarchy.levels.names[level], label)
         return collective(level, label)
 
     engine.ledger.collective = watched

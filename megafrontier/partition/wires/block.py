@@ -26,11 +26,11 @@ On a GPU with Triton, `block_triton.py` writes the same messages to the byte.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -289,42 +289,26 @@ def _difference(kernels: ModuleType, codec: BlockCodec, device: str) -> str | No
         values = values.mul_(64).round_().div_(64)
     dtypes = torch.float32, torch.bfloat16, torch.float16
     for dtype, accumulate in product(dtypes, (False, True)):
-        expected = _Probe(values.to(dtype), codec, accumulate)
-        probe = _Probe(values.to(device, dtype), codec, accumulate)
-        expected.run(codec.encode, codec.decode, codec.decode_sum)
-        probe.run(
-            *(partial(getattr(kernels, f), codec) for f in ("encode", "decode", "decode_sum"))
-        )
-        for name, result in expected.results.items():
+        expected = _results(BlockCodec, codec, values.to(dtype), accumulate)
+        results = _results(kernels, codec, values.to(device, dtype), accumulate)
+        for name, tensor in expected.items():
             tolerance = 1e-3 if codec.rotates and name == "sums" else 0.0
-            if not torch.allclose(
-                probe.results[name].cpu(), result, 0.0, tolerance, equal_nan=True
-            ):
+            if not torch.allclose(results[name].cpu(), tensor, 0.0, tolerance, equal_nan=True):
                 return f"Triton's {codec.bits}-bit {name} differ from those of plain torch"
     return None
 
 
-class _Probe:
-    """Results of encoding and decoding `values` [rows, n] on their device; with `accumulate`, also
-    with errors and onto ones."""
-
-    def __init__(self, values: torch.Tensor, codec: BlockCodec, accumulate: bool) -> None:
-        rows, count = values.shape
-        self._values, self._accumulate = values, accumulate
-        self.results = {
-            "messages": values.new_empty(rows, codec.message_bytes(count), dtype=codec.dtype),
-            "errors": torch.full_like(values, 0.25, dtype=torch.bfloat16),
-            "values": torch.ones_like(values),
-            "sums": torch.ones_like(values[0], dtype=torch.float32),
-        }
-
-    def run(
-        self,
-        encode: Callable[..., None],
-        decode: Callable[..., None],
-        decode_sum: Callable[..., None],
-    ) -> None:
-        results, accumulate = self.results, self._accumulate
-        encode(self._values, results["messages"], results["errors"] if accumulate else None)
-        decode(results["messages"], results["values"], accumulate)
-        decode_sum(results["messages"], results["sums"], accumulate)
+def _results(
+    kernels: Any, codec: BlockCodec, values: torch.Tensor, accumulate: bool
+) -> dict[str, torch.Tensor]:
+    """Results of encoding and decoding `values` [rows, n] on their device; with `accumulate`, of
+    encoding with errors and of decoding onto ones."""
+    rows, count = values.shape
+    messages = values.new_empty(rows, codec.message_bytes(count), dtype=codec.dtype)
+    errors = torch.full_like(values, 0.25, dtype=torch.bfloat16)
+    decoded = torch.ones_like(values)
+    sums = torch.ones_like(values[0], dtype=torch.float32)
+    kernels.encode(codec, values, messages, errors if accumulate else None)
+    kernels.decode(codec, messages, decoded, accumulate)
+    kernels.decode_sum(codec, messages, sums, accumulate)
+    return {"messages": messages, "errors": errors, "values": decoded, "sums": sums}

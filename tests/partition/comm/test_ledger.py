@@ -1,17 +1,24 @@
-"""What a device's events are counted as, and how many of them are kept."""
+"""The ledger counts seconds of a device's events, names collectives that hang, and records traces.
+
+That its bytes are those that are sent is tested in `wires/test_wire.py`.
+"""
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
 
+from megafrontier.partition import Placement, shard
 from megafrontier.partition.comm import ledger as module
 from megafrontier.partition.comm.ledger import Ledger, Trace
+from tests.partition.tiny import TinyModel, batch
+from tests.ranks import make_levels, run_ranks
 
 
 class Event:
-    """As of a device that is done with everything at once, a second after the event before; or of
-    one that does not get on, where `is_over` is set to False."""
+    """An event of a device that finishes everything at once, one second after the event before. The
+    device has not reached it if `is_over` is False."""
 
     def __init__(self, **_):
         self.is_over = True
@@ -26,11 +33,16 @@ class Event:
         return 1000.0
 
 
-def test_a_loop_that_never_takes_keeps_few_events_and_loses_no_seconds(monkeypatch):
+@pytest.fixture
+def ledger(monkeypatch):
+    """A ledger of a device."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Ledger, "_is_exposed", lambda _: False)
+    return Ledger(["pair", "world"], torch.device("cuda"))
+
+
+def test_a_loop_that_never_takes_keeps_few_events_and_loses_no_seconds(ledger, monkeypatch):
     monkeypatch.setattr(module, "MAX_PENDING_EVENTS", 10)
-    ledger = Ledger(["pair", "world"], torch.device("cuda"))
     for _ in range(50):
         with ledger.collective(1, "gather") as sent:
             sent.append(3)
@@ -41,16 +53,12 @@ def test_a_loop_that_never_takes_keeps_few_events_and_loses_no_seconds(monkeypat
     assert ledger.take_waited() == 50.0
 
 
-def test_a_trace_shows_a_devices_waits_where_the_device_stood_still(monkeypatch, tmp_path):
-    """And not where the host handed it the wait, in microseconds."""
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(Ledger, "_is_exposed", lambda _: False)
-    ledger = Ledger(["pair"], torch.device("cuda"))
+def test_a_trace_shows_when_a_device_waited_not_the_host(ledger, tmp_path):
+    """The host only enqueues the wait, which takes microseconds."""
     ledger.trace = Trace(ledger.names)
     with ledger.waiting("gather"), ledger.collective(0, "gather"):
         pass
     ledger.take()
-    ledger.take_waited()
     ledger.trace.write(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     bars = {event["tid"]: event for event in events if event["ph"] == "X"}
@@ -60,12 +68,9 @@ def test_a_trace_shows_a_devices_waits_where_the_device_stood_still(monkeypatch,
         assert bar["dur"] == pytest.approx(1e6)
 
 
-def test_of_a_device_that_does_not_get_on_the_oldest_crossing_is_named(monkeypatch):
-    """The host has given it more since, or waits to give it another."""
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(Ledger, "_is_exposed", lambda _: False)
-    ledger = Ledger(["pair", "world"], torch.device("cuda"))
-    for level, label, begun, over in (
+def test_the_oldest_collective_of_a_device_that_hangs_is_named(ledger):
+    """The host has enqueued more since."""
+    for level, label, started, over in (
         (0, "gather 0", True, True),
         (0, "gather 1", True, False),
         (0, "gather 2", False, False),
@@ -74,6 +79,34 @@ def test_of_a_device_that_does_not_get_on_the_oldest_crossing_is_named(monkeypat
         with ledger.collective(level, label):
             pass
         *_, start, stop = ledger._events[-1]
-        start.is_over, stop.is_over = begun, over
+        start.is_over, stop.is_over = started, over
     with ledger._lock:  # another thread may hold it, and wait for the device
         assert ledger.last() == {"pair": "gather 1, in flight", "world": "reduce 2, waiting"}
+
+
+def test_a_trace_has_a_row_per_level_and_names_collectives_and_units(tmp_path):
+    levels = make_levels((2, 2))
+
+    def body(hierarchy):
+        model = TinyModel(tied=False)
+        engine = shard(model, model.units(), Placement.named("zero1", levels), hierarchy)
+        engine.ledger.trace = Trace(engine.ledger.names)
+        engine.backward(model(batch(0)[:2]), is_last=True)
+        engine.finish_gradients()
+        engine.publish()
+        engine.finish_publishing()
+        engine.ledger.trace.write(tmp_path / f"{hierarchy.rank}.json")
+
+    run_ranks((2, 2), body)
+    events = json.loads((tmp_path / "3.json").read_text())["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert list(rows.values()) == ["waiting", "pair", "world"]
+    bars = [(rows[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    named = {(row, name) for row, name, _, _ in bars}
+    labels = ("finish blocks.1", "publish blocks.1")
+    assert {(level, label) for level in levels.names for label in labels} <= named
+    assert any(row == "waiting" and duration > 0 for row, _, _, duration in bars)
+    collectives = sorted((ts, ts + duration) for row, _, ts, duration in bars if row != "waiting")
+    assert all(begin < end for begin, end in collectives)
+    # One at a time, except for the rounding of a float of microseconds.
+    assert all(end <= begin + 1 for (_, end), (begin, _) in pairwise(collectives))

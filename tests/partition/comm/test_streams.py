@@ -1,4 +1,4 @@
-"""CommStreams run what they are given in order, and end with their engine."""
+"""Comm streams run tasks in order, engines take turns, and buffers are kept until a chain's end."""
 
 import gc
 import threading
@@ -7,34 +7,34 @@ import weakref
 import pytest
 import torch
 
+from megafrontier.common.buffers import BufferPool
 from megafrontier.parallel.hierarchy import CommArbiter
 from megafrontier.partition.comm import streams as streams_module
-from megafrontier.partition.comm.streams import DONE, CommStreams, DeviceStream
+from megafrontier.partition.comm.streams import DONE, AsyncChain, CommStreams, DeviceStream
 from tests.partition.tiny import batch, place
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
 
-def test_a_lane_runs_tasks_in_order_and_after_what_they_wait_for():
+def test_a_stream_runs_tasks_in_order_and_after_the_tasks_they_wait_for():
     streams = CommStreams("full", 2, CPU, CommArbiter())
     gate, seen = threading.Event(), []
     first = streams.run(0, lambda: (gate.wait(), seen.append("gate")), DONE)
     second = streams.run(1, lambda: seen.append("after the gate"), first)
-    third = streams.run(0, lambda: seen.append("same lane"), DONE)
+    third = streams.run(0, lambda: seen.append("same stream"), DONE)
     last = streams.run(1, lambda: seen.append("last"), DONE)
     assert seen == []
     gate.set()
-    second.wait()
-    last.wait()
-    third.wait()
+    for work in (second, last, third):
+        work.wait()
     assert seen[0] == "gate"
     assert seen.index("after the gate") < seen.index("last")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("policy", ["safe", "full"])
-def test_a_streams_task_comes_after_the_computation_before_it_and_before_that_after_it(policy):
+def test_a_device_task_runs_after_earlier_and_before_later_computation(policy):
     device = torch.device("cuda", 0)
     streams = CommStreams(policy, 2, device, CommArbiter())
     slow, x, y = (torch.zeros(4096, 4096, device=device) for _ in range(3))
@@ -49,34 +49,43 @@ def test_a_streams_task_comes_after_the_computation_before_it_and_before_that_af
         assert y.sum().item() == 2 * value * y.numel()
 
 
+@pytest.mark.parametrize(("policy", "threads"), [("none", 0), ("safe", 1), ("full", 3)])
+def test_safe_has_one_stream_and_full_one_per_level(policy, threads):
+    streams = CommStreams(policy, 3, CPU, CommArbiter())
+    seen = set()
+    for level in range(3):
+        streams.run(streams.index(level), lambda: seen.add(threading.get_ident()), DONE)
+    streams.drain()
+    assert len(seen - {threading.get_ident()}) == threads
+
+
 @pytest.mark.parametrize("policy", ["none", "safe", "full"])
-def test_two_engines_do_not_mix_their_collectives(policy):
-    """They use the same process groups; a teacher and a student, say."""
-    turn = CommArbiter()
-    one, other = CommStreams("full", 2, CPU, turn), CommStreams(policy, 2, CPU, turn)
+def test_engines_that_share_process_groups_do_not_mix_their_collectives(policy):
+    """Such as a teacher and a student."""
+    arbiter = CommArbiter()
+    one, other = CommStreams("full", 2, CPU, arbiter), CommStreams(policy, 2, CPU, arbiter)
     gate, seen = threading.Event(), []
-    for number in (0, 1):
-        one.run(number, lambda: (gate.wait(10), seen.append("one")), DONE)
+    for index in (0, 1):
+        one.run(index, lambda: (gate.wait(10), seen.append("one")), DONE)
     threading.Timer(0.05, gate.set).start()
     other.run(0, lambda: seen.append("other"), DONE)
     other.drain()
     assert seen == ["one", "one", "other"]
 
 
-@pytest.mark.parametrize("policy", ["safe", "full"])
-def test_after_an_error_a_lane_issues_nothing_more(policy):
-    streams = CommStreams(policy, 1, CPU, CommArbiter())
+def test_a_stream_runs_nothing_after_an_error():
+    streams = CommStreams("safe", 1, CPU, CommArbiter())
     seen = []
     broken = streams.run(0, lambda: 1 / 0, DONE)
-    later = streams.run(0, lambda: seen.append("issued"), DONE)
-    for handle in (broken, later):
+    later = streams.run(0, lambda: seen.append("run"), DONE)
+    for work in (broken, later):
         with pytest.raises(ZeroDivisionError):
-            handle.wait()
+            work.wait()
     assert seen == []
 
 
-def test_an_engine_that_is_dropped_with_its_model_is_freed_and_its_threads_end():
-    """A notebook or a sweep builds one after another in one process."""
+def test_an_engine_is_freed_with_its_model_and_its_threads_end():
+    """A notebook or a sweep builds several in one process."""
 
     def body(hierarchy):
         def build_and_drop():
@@ -87,19 +96,19 @@ def test_an_engine_that_is_dropped_with_its_model_is_freed_and_its_threads_end()
 
         known = set(threading.enumerate())
         dropped = build_and_drop()
-        streams = set(threading.enumerate()) - known
-        build_and_drop()  # whoever used the groups last is known until the next comes
+        threads = set(threading.enumerate()) - known
+        build_and_drop()  # the arbiter keeps the last user of the groups until the next one comes
         gc.collect()
-        for thread in streams:
+        for thread in threads:
             thread.join(10)
         left = [reference() for reference in dropped]
-        return len(streams), any(thread.is_alive() for thread in streams), left
+        return len(threads), any(thread.is_alive() for thread in threads), left
 
-    assert run_ranks((2, 2, 2), body) == [(3, False, [None, None])] * 8
+    assert run_ranks((2, 2), body) == [(2, False, [None, None])] * 4
 
 
-def test_a_device_is_done_with_an_engines_memory_before_that_goes(monkeypatch):
-    """Of an engine that is dropped with its model while its publication is on its way."""
+def test_device_streams_are_drained_before_an_engines_memory_is_freed(monkeypatch):
+    """Even if the engine is dropped with its model while a publication is in flight."""
     seen = []
 
     class Stream(DeviceStream):
@@ -114,7 +123,7 @@ def test_a_device_is_done_with_an_engines_memory_before_that_goes(monkeypatch):
             seen.append(self._name)
 
     class Memory:
-        """Goes with the unit that it is part of."""
+        """Freed with the unit that holds it."""
 
         def __del__(self):
             seen.append("memory")
@@ -122,7 +131,7 @@ def test_a_device_is_done_with_an_engines_memory_before_that_goes(monkeypatch):
     monkeypatch.setattr(streams_module, "_make_stream", Stream)
 
     def body(hierarchy):
-        model, engine = place(hierarchy, "topo", overlap="full")
+        model, engine = place(hierarchy, "zero1", overlap="full")
         engine.units[0].memory = Memory()
         engine.publish()
         seen.clear()
@@ -130,25 +139,20 @@ def test_a_device_is_done_with_an_engines_memory_before_that_goes(monkeypatch):
         gc.collect()
         return seen
 
-    # The lane of the pair has nothing to publish.
-    for waited in run_ranks((2, 2, 2), body):
-        assert sorted(waited[:2]) == ["level-1", "level-2"]
+    for waited in run_ranks((2, 2), body):
+        assert sorted(waited[:2]) == ["level-0", "level-1"]
         assert waited[2:] == ["memory"]
 
 
-def test_safe_has_one_lane_and_full_one_a_level():
-    def lane_count(policy):
-        streams = CommStreams(policy, 3, CPU, CommArbiter())
-        threads = set()
-
-        def note():
-            threads.add(threading.get_ident())
-
-        handles = [streams.run(streams.index(level), note, DONE) for level in range(3)]
-        for handle in handles:
-            handle.wait()
-        return len(threads), threading.get_ident() in threads
-
-    assert lane_count("none") == (1, True)
-    assert lane_count("safe") == (1, False)
-    assert lane_count("full") == (3, False)
+def test_a_chain_releases_its_buffers_once_and_not_before_its_end():
+    """If a buffer were released twice, two chains would use it at a time."""
+    pool = BufferPool(CPU)
+    chains = [AsyncChain(torch.zeros(3), label) for label in ("publish blocks.0", "publish head")]
+    first, second = (chain.acquire(pool, 8, torch.float32) for chain in chains)
+    assert first.data_ptr() != second.data_ptr()
+    for _ in range(3):
+        chains[0].wait()
+    again, new = (chains[0].acquire(pool, 8, torch.float32) for _ in range(2))
+    assert again is first
+    assert new.data_ptr() not in (first.data_ptr(), second.data_ptr())
+    assert pool.held_bytes == 3 * 8 * 4
