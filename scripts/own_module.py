@@ -20,7 +20,7 @@ from megafrontier.checkpoint.load import open_newest
 from megafrontier.checkpoint.save import save
 from megafrontier.common.errors import UserError, exit_on_fatal_error
 from megafrontier.config import OptimizerConfig, load_machine
-from megafrontier.launch.main import choose_device
+from megafrontier.launch.device import choose_device
 from megafrontier.launch.rendezvous import join
 from megafrontier.optim.adamw import ShardedAdamW
 from megafrontier.optim.gradients import clip_factor, global_norm

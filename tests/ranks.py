@@ -4,11 +4,13 @@ import os
 import pickle
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megafrontier.launch.health.timeouts import Timeouts
 from megafrontier.launch.local import fork_ranks
 from megafrontier.launch.rendezvous import join
 from megafrontier.parallel.env import identify
@@ -36,6 +38,7 @@ def run_ranks(
     """What `body` returns on each rank of a hierarchy of these sizes, in rank order: with gloo, or
     `on_gpu`, of which nothing in this process may have used one."""
     levels = make_levels(sizes)
+    timeouts = replace(Timeouts.of(levels.ranks), collective=300.0)
     with tempfile.TemporaryDirectory() as folder:
 
         def rank_body() -> int:
@@ -44,7 +47,7 @@ def run_ranks(
             if on_gpu:
                 os.environ.update(share_devices(identity.rank, levels.ranks))
                 device = torch.device("cuda", identity.rank % torch.cuda.device_count())
-            with join(identity, levels, device, timeout_seconds=300) as hierarchy:
+            with join(identity, levels, device, timeouts) as hierarchy:
                 result = body(hierarchy)
             Path(folder, str(identity.rank)).write_bytes(pickle.dumps(result))
             return 0

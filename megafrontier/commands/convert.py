@@ -29,7 +29,7 @@ from megafrontier.config import (
     load_machine,
 )
 from megafrontier.data.tokenizers.tokenizer import Tokenizer, cached_tokenizer, load_tokenizer
-from megafrontier.launch.main import uses_accelerator
+from megafrontier.launch.device import uses_accelerator
 from megafrontier.model.families.hf_io import (
     described_model,
     export_model,

@@ -4,7 +4,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,11 +22,11 @@ from megafrontier.config import (
 )
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.data.tokenizers.tokenizer import Tokenizer, cached_tokenizer
+from megafrontier.launch.context import RunContext, open_context
 from megafrontier.launch.health.preflight import check_present
-from megafrontier.launch.health.watchdog import Watchdog, watched
-from megafrontier.launch.main import joined, launch, prepared
+from megafrontier.launch.main import launch, prepared
 from megafrontier.parallel.env import identify
-from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.fault_injection import fault_point
 from megafrontier.parallel.world import World
 from megafrontier.training.callbacks.evaluate import (
     Evaluation,
@@ -36,8 +35,6 @@ from megafrontier.training.callbacks.evaluate import (
     no_targets_message,
     warn_validation_repeats,
 )
-from megafrontier.training.device import explain_out_of_memory
-from megafrontier.training.plan import RunPlan
 from megafrontier.training.preview import check_training
 from megafrontier.training.resume.compatibility import rotary_changes
 from megafrontier.training.resume.resume import fill_shards, share_shards
@@ -109,16 +106,11 @@ def evaluate_command(
 
     def body() -> int:
         need = f"a smaller train.micro_batch ({config.train.micro_batch}), or more ranks"
-        identity, patience = identify(os.environ), config.train.hang_seconds
-        with (
-            closing(Watchdog(identity, target.directory, patience)) as watch,
-            joined(config, watch.start, watch.fail) as (plan, hierarchy),
-            watched(watch),
-        ):
-            _agree_on(config, hierarchy.world)
-            with explain_out_of_memory(f"rank {hierarchy.rank}", need):
-                checkpoint, found = _evaluate(target, plan, hierarchy, show, watch.beat)
-            if hierarchy.world.rank == 0:
+        with open_context(config, target.directory) as context:
+            _agree_on(config, context.world)
+            with context.explain_out_of_memory(need):
+                checkpoint, found = _evaluate(target, context, show)
+            if context.world.rank == 0:
                 show(describe(checkpoint, found))
         return 0
 
@@ -150,25 +142,21 @@ def _refuse_unused(overrides: Sequence[str], unused: Sequence[str]) -> None:
 
 
 def _evaluate(
-    target: Target,
-    plan: RunPlan,
-    hierarchy: Hierarchy,
-    show: Callable[[str], Any],
-    beat: Callable[[], None],
+    target: Target, context: RunContext, show: Callable[[str], Any]
 ) -> tuple[Path, Evaluation]:
     """The checkpoint that is the newest now, and what it comes to."""
-    config = target.config
-    model, engine = build_model(config, plan, hierarchy)
+    config, hierarchy, world = target.config, context.hierarchy, context.world
+    model, engine = build_model(config, context.plan, hierarchy)
     weights = {"weight": [unit.master for unit in engine.units]}
     load = partial(fill_shards, model=config.model, engine=engine, states=weights)
-    load_it = partial(load_checkpoint, load=load, world=hierarchy.world)
-    checkpoint = of_newest(target.path, load_it, hierarchy.world.broadcast_from_rank_0)
+    load_it = partial(load_checkpoint, load=load, world=world)
+    checkpoint = of_newest(target.path, load_it, world.broadcast_from_rank_0)
     share_shards(engine, weights)
     engine.restore(has_published=False)
-    loader = hierarchy.world.run_on_all(lambda: open_loader(config, "valid", hierarchy))
+    loader = world.run_on_all(lambda: open_loader(config, "valid", hierarchy))
     if loader is None:
         raise UserError("data.split: keeps nothing for validation; need data.valid or a part")
-    if hierarchy.world.rank == 0:
+    if world.rank == 0:
         # A config may lack what was given to the training on the command line.
         changes = rotary_changes(config.model, checkpoint.manifest)
         for line in changes + warn_validation_repeats(loader, config.evaluate.batches):
@@ -176,6 +164,8 @@ def _evaluate(
     tokenizer = cached_tokenizer(config.tokenizer)
     count_bytes = partial(text_bytes, tokenizer) if tokenizer.min_vocab_size else no_bytes
     try:
+        fault_point("evaluate")
+        beat = context.watchdog.beat
         found = evaluate(model, loader, hierarchy, config.evaluate.batches, count_bytes, beat)
         assert found is not None  # nothing breaks it off
         if found.tokens == 0:

@@ -1,7 +1,7 @@
-"""Requests to stop, remembered from a command's first moment and acted on between two steps.
+"""Requests to stop: noted from a command's first moment, and acted on between two steps.
 
 SIGUSR1 is what a scheduler sends when the time limit is near, SIGTERM when it wants the machine
-back. Nothing slow is imported here: the handlers stand before torch is.
+back. This module imports nothing slow, so that the handlers are installed before torch is imported.
 """
 
 import ctypes
@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from typing import Any
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
-_SET_PARENT_DEATH_SIGNAL = 1  # prctl
-# A signal belongs to the process, and so does its memory; forked ranks inherit both.
+_SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
+# One list for the process, as signals are. Forked ranks inherit both.
 _received: list[int] = []
 
 
 @contextmanager
 def handled(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
-    """Meanwhile `handler` is called for these signals; afterwards whatever was before."""
+    """Handle these signals with `handler` during the body."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
@@ -31,20 +31,21 @@ def handled(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> It
 
 @contextmanager
 def stops_remembered() -> Iterator[None]:
-    """Meanwhile the signals only leave a note, however often they come."""
+    """During the body, requests to stop are only noted, for `stop_requested`."""
     _received.clear()
-    with handled(STOPPING, _remember):
+    with handled(STOPPING, lambda number, _frame: _received.append(number)):
         yield
 
 
-def _remember(number: int, _frame: object) -> None:
-    _received.append(number)
+def stop_requested() -> bool:
+    """Whether this process was asked to stop within `stops_remembered`."""
+    return bool(_received)
 
 
 @contextmanager
 def termination_raised() -> Iterator[None]:
-    """Meanwhile SIGTERM ends the command as Ctrl-C does, with all that it cleans up, and the exit
-    code that a shell gives it."""
+    """During the body, SIGTERM ends the command as Ctrl-C does, with all cleanup, and with the exit
+    code that a shell reports for the signal."""
     with handled([signal.SIGTERM], _exit):
         yield
 
@@ -53,15 +54,13 @@ def _exit(number: int, _frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def stop_requested() -> bool:
-    """Whether this process has been asked to stop since it began to remember."""
-    return bool(_received)
-
-
 @contextmanager
 def stops_held_back() -> Iterator[None]:
-    """Processes started meanwhile never notice the signals, which a scheduler sends to all of a
-    job's processes; what comes in for this one waits until the end."""
+    """During the body, requests to stop are blocked; this process handles them afterwards.
+
+    Processes started in the body never handle them. A scheduler sends them to all processes of a
+    job, and these would end.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         yield
@@ -70,7 +69,8 @@ def stops_held_back() -> Iterator[None]:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this forked process when `parent`, the process that forked it, ends."""
+    """Have the kernel kill this process when the process `parent`, which forked it, ends. Only
+    Linux can."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call above

@@ -1,7 +1,7 @@
 """Local ranks: forked from one parent that has already imported torch.
 
-Eight fresh interpreters would each pay for the import; a fork costs milliseconds. The parent must
-not have started threads of its own (no parallel torch operation, no device) before it forks.
+A fork costs milliseconds, the import in each rank would cost seconds. The parent must not have
+started threads (by a parallel torch operation, or a device) before it forks.
 """
 
 import contextlib
@@ -21,42 +21,36 @@ from typing import Any
 from megafrontier.common.errors import STOPPED, FatalError, UserError, print_error
 from megafrontier.common.files import try_room
 from megafrontier.common.signals import STOPPING, die_with_parent, handled
+from megafrontier.launch.health.timeouts import LOCAL_GRACE, LOCAL_PEER, LOCAL_SPEAKER
 
-GRACE_SECONDS = 0.5
-"""From the first failure to the end of all ranks: time for the one that speaks to say why."""
-SPEAKER_SECONDS = 150.0
-"""After an end that all ranks come to alike: how long those who do not say why wait for the one
-that does, which may have metrics to hand over (W&B has 120 s) before."""
-PEER_SECONDS = 1.0
-"""Longer than that: a rank with an exception of its own waits whether it is to be ended."""
-MEETING_BYTES = 2**20
-"""More than the file grows to in which ranks meet: some two KiB for each."""
-HELD_BACK = (*STOPPING, signal.SIGINT)
-"""Signals that wait while ranks are forked."""
+_STORE_BYTES = 2**20
+"""More than the file of the store grows to: about 2 KiB a rank."""
+_BLOCKED = (*STOPPING, signal.SIGINT)
+"""Signals that are blocked while ranks are forked."""
 
 
 def import_early() -> None:
-    """Import what torch imports at the first use of its optimizers and of the meta device, seconds
-    of computing: before ranks fork or meet, for then the others wait."""
+    """Import what torch imports at the first use of its optimizers and of the meta device. It takes
+    seconds, during which other ranks would wait, so do it before ranks fork or meet."""
     importlib.import_module("torch._dynamo")
 
 
 def fork_ranks(count: int, body: Callable[[], int]) -> int:
-    """Run `body` in `count` forked processes that find themselves as ranks 0 … count - 1.
+    """Run `body` in `count` forked processes, which are ranks 0 … count - 1.
 
-    Returns 0 or STOPPED when all do, else the first failing rank's exit code; when one fails, the
-    others are killed after a grace period. They are not asked: SIGTERM asks for a checkpoint, and
-    without their peer they can neither write one nor go on. Raises UserError where they have no
-    room to meet.
+    Returns 0 or STOPPED if all ranks do, else the exit code of the first rank that fails. The
+    others are then killed after a grace period. They are not sent SIGTERM, because it requests a
+    checkpoint, which they cannot write without their peer. Raises UserError if there is no room for
+    the file of the store, or for the processes.
     """
-    _check_room_to_meet()
-    import_early()  # once here, not once in every rank
-    gc.freeze()  # the ranks' collectors leave our objects alone, so their pages stay shared
+    _check_room_for_store()
+    import_early()
+    gc.freeze()  # so that garbage collection in the ranks does not copy the parent's pages
     with tempfile.TemporaryDirectory(prefix="megafrontier-") as folder:
         flush_output()
-        # A signal that comes while we fork waits until every rank can be told of it; Ctrl-C would
-        # be lost in what Python itself does at a fork, where exceptions are ignored.
-        signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+        # Block signals until every rank can be told of them. Python ignores exceptions in its own
+        # code around a fork, so that Ctrl-C would be lost.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
             children = _fork_all(count, Path(folder), body)
         finally:
@@ -64,26 +58,26 @@ def fork_ranks(count: int, body: Callable[[], int]) -> int:
         return _wait_for(children)
 
 
-def _check_room_to_meet() -> None:
-    """Raises UserError: in a file that cannot grow ranks would wait for each other in vain."""
+def _check_room_for_store() -> None:
+    """Raises UserError. With a file that cannot grow, ranks would wait for each other in vain."""
     where = "TMPDIR"
     try:
         where = f"TMPDIR: {tempfile.gettempdir()}"
-        try_room(None, MEETING_BYTES)
+        try_room(None, _STORE_BYTES)
     except OSError as error:
-        need = f"need a folder with {MEETING_BYTES >> 20} MiB of room, where the ranks meet"
+        need = f"need a folder with {_STORE_BYTES >> 20} MiB of room, where the ranks meet"
         raise UserError(f"{where}: {error.strerror}, {need}") from error
 
 
 def _fork_all(count: int, folder: Path, body: Callable[[], int]) -> dict[int, int]:
-    """Ranks by process number: all, or none where the system has no room for them."""
+    """Fork all ranks, or none. Returns the ranks by process id."""
     children: dict[int, int] = {}
     try:
         for rank in range(count):
             children[_fork_one(rank, count, folder, body)] = rank
     except OSError as error:
-        _end(children)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+        _kill_all(children)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
         why = f"cannot start rank {len(children)}: {error.strerror}"
         raise UserError(f"--nproc: {count}: {why}, need as many processes") from error
     return children
@@ -96,18 +90,18 @@ def _fork_one(rank: int, count: int, folder: Path, body: Callable[[], int]) -> i
         return child
     code = 1
     try:
-        # Without its parent a rank would train on unseen, and write where the next run does.
+        # Without its parent, a rank would go on unseen, and write where the next run writes.
         die_with_parent(parent)
-        # Ctrl-C reaches all of us; the parent alone acts on it, and ends us.
+        # Ctrl-C reaches all processes. Only the parent acts on it, and ends the ranks.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
         os.environ["MEGAFRONTIER_LOCAL"] = f"{rank}/{count}"
         os.environ["MEGAFRONTIER_STORE"] = str(folder / "store")
-        code = exit_code(body, rank == 0, lambda: time.sleep(SPEAKER_SECONDS))
+        code = exit_code(body, rank == 0, lambda: time.sleep(LOCAL_SPEAKER))
     except BaseException:
-        # Most likely a peer is gone and its own word says why. Then the parent ends this rank
-        # now, before it adds a traceback to that.
-        time.sleep(PEER_SECONDS)
+        # Most likely a peer is gone, and has said why. The parent then kills this rank now, before
+        # it adds its own traceback.
+        time.sleep(LOCAL_PEER)
         traceback.print_exc()
     finally:
         flush_output()
@@ -115,7 +109,8 @@ def _fork_one(rank: int, count: int, folder: Path, body: Callable[[], int]) -> i
 
 
 def flush_output() -> None:
-    """Nobody may be reading any more (`| head`): a forked rank must come to its exit even so."""
+    """Flush stdout and stderr. A reader that is gone (`| head`) must not keep a rank from its
+    exit."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
@@ -124,10 +119,10 @@ def flush_output() -> None:
 def exit_code(
     body: Callable[[], int], speaks: bool = True, stay: Callable[[], None] = lambda: None
 ) -> int:
-    """What `body` returns, or the code of the one-line error it ends with.
+    """Return what `body` returns, or the exit code of the FatalError that it raises.
 
-    All ranks come to the same end; the one that `speaks` says so, and the others `stay`. An error
-    of one rank alone it tells itself.
+    All ranks raise the same error. The rank that `speaks` prints it, and the others `stay` alive
+    meanwhile. An error that only one rank raises is printed by that rank.
     """
     try:
         return body()
@@ -139,71 +134,68 @@ def exit_code(
         return error.code
 
 
-def _wait_for(living: dict[int, int]) -> int:
-    """Wait for ranks by process number; the exit code of them all."""
-    passed_on: set[int] = set()
-    with handled(STOPPING, _forward_to(living, passed_on)):
+def _wait_for(running: dict[int, int]) -> int:
+    """Wait for ranks, given by process id. Returns the exit code of all."""
+    forwarded: set[int] = set()
+    with handled(STOPPING, _forward_to(running, forwarded)):
         try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
-            return _watch_over(living, passed_on)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
+            return _supervise(running, forwarded)
         finally:
-            _end(living)
+            _kill_all(running)
 
 
-def _end(living: Iterable[int]) -> None:
-    _send(living, signal.SIGKILL)
-    for child in living:
+def _kill_all(children: Iterable[int]) -> None:
+    _send(children, signal.SIGKILL)
+    for child in children:
         os.waitpid(child, 0)
 
 
-def _watch_over(living: dict[int, int], passed_on: set[int]) -> int:
+def _supervise(running: dict[int, int], forwarded: set[int]) -> int:
     code = 0
     deadline = float("inf")
-    while living:
-        for rank, status in _reap(living):
-            _tell_of_signal(rank, status, passed_on)
+    while running:
+        for rank, status in _reap(running):
+            _report_signal(rank, status, forwarded)
             if status and code in (0, STOPPED):
                 code = status if status > 0 else 128 - status
                 if code != STOPPED:
-                    deadline = time.monotonic() + GRACE_SECONDS
+                    deadline = time.monotonic() + LOCAL_GRACE
         if time.monotonic() > deadline:
-            passed_on.add(signal.SIGKILL)
-            _send(living, signal.SIGKILL)
+            forwarded.add(signal.SIGKILL)
+            _send(running, signal.SIGKILL)
         time.sleep(0.02)
     return code
 
 
-def _reap(living: dict[int, int]) -> list[tuple[int, int]]:
-    """(rank, exit code, or -n for signal n) of the ranks that have ended, which leave `living`."""
+def _reap(running: dict[int, int]) -> list[tuple[int, int]]:
+    """Remove the ranks that have ended. Returns their (rank, exit code, or -n for signal n)."""
     ended = []
-    for child in list(living):
+    for child in list(running):
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
-            ended.append((living.pop(child), os.waitstatus_to_exitcode(status)))
+            ended.append((running.pop(child), os.waitstatus_to_exitcode(status)))
     return ended
 
 
-def _tell_of_signal(rank: int, status: int, passed_on: set[int]) -> None:
-    """A rank that a signal ends cannot say so itself; one that we passed on is no news, nor that
-    we end the others."""
-    if status < 0 and -status not in passed_on:
+def _report_signal(rank: int, status: int, forwarded: set[int]) -> None:
+    """Print that a signal ended a rank, unless this process sent the signal."""
+    if status < 0 and -status not in forwarded:
         why = f"signal {-status}, {signal.strsignal(-status)}"
         print_error(f"megafrontier: rank {rank} on {socket.gethostname()} was lost: {why}")
 
 
-def _forward_to(living: dict[int, int], passed_on: set[int]) -> Callable[[int, Any], None]:
-    """Pass what the parent is told on to the ranks, and keep waiting for them."""
+def _forward_to(running: dict[int, int], forwarded: set[int]) -> Callable[[int, Any], None]:
+    """A signal handler that sends the signal to the ranks as well."""
 
     def forward(number: int, _frame: object) -> None:
-        passed_on.add(number)
-        _send(living, number)
+        forwarded.add(number)
+        _send(running, number)
 
     return forward
 
 
 def _send(children: Iterable[int], number: int) -> None:
     for child in list(children):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(child, number)
-        except ProcessLookupError:
-            continue

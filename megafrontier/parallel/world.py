@@ -14,6 +14,7 @@ from megafrontier.common.errors import (
     UserError,
     as_generic_fatal_error,
 )
+from megafrontier.parallel.fault_injection import fault_point
 from megafrontier.parallel.groups import all_gather_stacked
 
 T = TypeVar("T")
@@ -42,6 +43,7 @@ class RankStatus:
         """Set the status for the body. It stays set if the body raises, because the other ranks
         then wait for this operation."""
         self.current = Operation(name, peer)
+        fault_point(name, peer=peer)
         yield
         self.current = Operation()
 

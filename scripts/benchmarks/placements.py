@@ -20,8 +20,8 @@ from pathlib import Path
 
 from megafrontier.common.errors import exit_on_fatal_error
 from megafrontier.config import Config, load_config
+from megafrontier.launch.context import joined
 from megafrontier.launch.local import fork_ranks
-from megafrontier.launch.main import joined
 from megafrontier.partition import STRATEGIES, Engine
 from megafrontier.partition.placement import state_bytes
 from megafrontier.training.loop import train_step

@@ -1,5 +1,6 @@
 """Ranks that torchrun or Slurm starts train as local ones do."""
 
+import json
 import os
 import shutil
 import socket
@@ -10,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megafrontier.common.errors import BAD_INPUT, BAD_NODE, LOST
+from megafrontier.parallel.fault_injection import VARIABLE
 from tests import runs
 from tests.processes import COMMAND, Forked
 
@@ -99,7 +101,7 @@ UNMET = """
 import sys
 from megafrontier import cli
 from megafrontier.launch import rendezvous as join
-def meet(identity, seconds):
+def meet(identity, timeouts):
     sys.exit("ready" if "torch._dynamo" in sys.modules else "not ready")
 join._meet = meet
 cli.main(sys.argv[1:])
@@ -180,27 +182,13 @@ def test_what_one_rank_a_host_finds_on_all_hosts_blames_no_node(folder, hosts):
     assert not (folder / name / "bad-nodes.txt").exists()
 
 
-FAILING = """
-import os, sys
-from megafrontier import cli
-from megafrontier.common.errors import StorageFailed, UserError
-from megafrontier.launch import main as launch
-def fail(*_):
-    if {where}:
-        raise {error}
-launch.{name} = fail
-sys.exit(cli.main(sys.argv[1:]))
-"""
-
-
 def test_a_storage_that_fails_every_host_ends_all_ranks_for_another_start(folder):
-    error = "StorageFailed('run.directory: Input/output error')"
-    script = FAILING.format(where="True", error=error, name="check_directory")
-    started = start(script, folder, "away", slurm)
-    ended = wait_for(started)
-    assert [process.returncode for process in started] == [LOST] * RANKS, ended
-    assert "run.directory: Input/output error" in ended[0][1]
-    assert ended[1][1] == ""
+    error = {"error": "StorageFailed", "message": "run.directory: Input/output error"}
+    faults = json.dumps([{"at": "check host", "do": "raise", **error}])
+    ended = launch(folder, "away", lambda rank: slurm(rank) | {VARIABLE: faults})
+    assert [code for code, _, _ in ended] == [LOST] * RANKS, ended
+    assert "run.directory: Input/output error" in ended[0][2]
+    assert ended[1][2] == ""
 
 
 def test_a_first_ranks_own_fault_is_not_taken_for_its_hosts(folder):
@@ -208,11 +196,11 @@ def test_a_first_ranks_own_fault_is_not_taken_for_its_hosts(folder):
 
     def spread(rank):
         node = {"SLURM_LOCALID": rank % 2, "SLURMD_NODENAME": f"frontier0000{rank // 2}"}
-        return slurm(rank) | node | {"SLURM_NTASKS": 4}
+        return slurm(rank) | node | {"SLURM_NTASKS": 4, VARIABLE: faults}
 
-    where = "os.environ['SLURM_PROCID'] == '2'"
-    script = FAILING.format(where=where, error="UserError('device 0: full')", name="check_present")
-    started = start(script, folder, "full", spread, ranks=4)
+    error = {"error": "UserError", "message": "device 0: full"}
+    faults = json.dumps([{"at": "check", "rank": 2, "do": "raise", **error}])
+    started = start(COMMAND, folder, "full", spread, ranks=4)
     ended = wait_for(started)
     assert [process.returncode for process in started] == [BAD_NODE] * 4, ended
     assert (folder / "full" / "bad-nodes.txt").read_text() == "frontier00001\n"

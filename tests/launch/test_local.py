@@ -14,7 +14,7 @@ import pytest
 
 from megafrontier.common.errors import STOPPED, RankError, RunFailed, UserError
 from megafrontier.common.signals import stops_remembered
-from megafrontier.launch import local
+from megafrontier.launch.health.timeouts import LOCAL_GRACE
 from megafrontier.launch.local import fork_ranks
 from megafrontier.parallel.env import identify
 from tests.processes import alive, children, wait_for
@@ -141,7 +141,7 @@ def test_ranks_that_stop_on_request_are_given_the_time_they_need():
         time.sleep(1.0 * my_rank())
         return STOPPED
 
-    assert local.GRACE_SECONDS < 1
+    assert LOCAL_GRACE < 1
     assert fork_ranks(2, body) == STOPPED
 
 
@@ -161,7 +161,7 @@ def test_the_rank_that_says_why_all_end_is_given_the_time_it_needs(capfd):
     """It may have metrics to hand over first; the others are at their end at once."""
 
     def body():
-        time.sleep(0 if my_rank() else 2 * local.GRACE_SECONDS)
+        time.sleep(0 if my_rank() else 2 * LOCAL_GRACE)
         raise RunFailed("the loss is not finite")
 
     assert fork_ranks(3, body) == RunFailed.code

@@ -5,13 +5,15 @@ import resource
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megafrontier.common.errors import PeersLost, UserError
-from megafrontier.launch import rendezvous as join
+from megafrontier.launch import rendezvous
+from megafrontier.launch.health.timeouts import Timeouts
 from megafrontier.parallel.env import Identity
 
 
@@ -30,23 +32,23 @@ def limits(monkeypatch):
 
 def test_rank_0_may_open_as_many_sockets_as_ranks_connect(limits):
     """48 nodes need more than the common soft limit."""
-    join._allow_sockets(join.SOCKETS * 384, is_first=True)
-    assert limits == [(os.getpid(), 3 * 384 + join.SPARE_FILES, 10_000)]
+    rendezvous._allow_sockets(rendezvous._SOCKETS * 384, is_first=True)
+    assert limits == [(os.getpid(), 3 * 384 + rendezvous._OTHER_FILES, 10_000)]
 
 
 def test_where_torchrun_has_the_store_its_limit_is_raised(limits, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    join._allow_sockets(join.SOCKETS * 384, is_first=True)
-    assert limits == [(os.getppid(), 3 * 384 + join.SPARE_FILES, 10_000)]
+    rendezvous._allow_sockets(rendezvous._SOCKETS * 384, is_first=True)
+    assert limits == [(os.getppid(), 3 * 384 + rendezvous._OTHER_FILES, 10_000)]
 
 
 def test_the_limits_of_other_ranks_stay(limits):
-    join._allow_sockets(join.SOCKETS * 384, is_first=False)
+    rendezvous._allow_sockets(rendezvous._SOCKETS * 384, is_first=False)
     assert limits == []
 
 
 def test_a_limit_that_is_enough_stays(limits):
-    join._allow_sockets(join.SOCKETS * 8, is_first=True)
+    rendezvous._allow_sockets(rendezvous._SOCKETS * 8, is_first=True)
     assert limits == []
 
 
@@ -54,7 +56,7 @@ def test_a_limit_that_is_enough_stays(limits):
 def test_a_hard_limit_below_is_named_by_all_ranks(limits, is_first):
     """Rank 0 needs them; the others, who would wait for it in vain, have the same limit."""
     with pytest.raises(UserError, match=r"ulimit -n: at most 10000 open files .*, need 29312 for"):
-        join._allow_sockets(join.SOCKETS * 9600, is_first)
+        rendezvous._allow_sockets(rendezvous._SOCKETS * 9600, is_first)
 
 
 @pytest.fixture
@@ -67,12 +69,16 @@ def agent(monkeypatch):
     return store
 
 
+def within(seconds):
+    return replace(Timeouts.of(2), arrive=seconds)
+
+
 def meet(*ranks):
     """What each of these ranks comes to: whom it missed, or how it failed."""
 
     def one(identity):
         try:
-            return join._roll(identity, 20).meet(3)
+            return rendezvous._open_store(identity, within(20)).meet(3)
         except (PeersLost, RuntimeError) as error:
             return error
 
@@ -97,7 +103,7 @@ def test_a_port_that_another_process_has_is_told_with_what_to_do():
         with pytest.raises(
             PeersLost, match=f"rank 0: cannot wait at {place}: .*another MASTER_PORT"
         ):
-            join._meet(Identity(0, 2, 0, "slurm", place, "here"), seconds=5)
+            rendezvous._meet(Identity(0, 2, 0, "slurm", place, "here"), within(5))
 
 
 def test_a_rank_waits_for_rank_0_no_longer_than_it_was_told(monkeypatch):
@@ -108,12 +114,12 @@ def test_a_rank_waits_for_rank_0_no_longer_than_it_was_told(monkeypatch):
         is_over.wait(20)
         raise RuntimeError("late")
 
-    monkeypatch.setattr(join, "rendezvous", answer_late)
+    monkeypatch.setattr(rendezvous, "rendezvous", answer_late)
     who = Identity(1, 2, 1, "slurm", "tcp://nowhere:1", "here")
     with pytest.raises(
         PeersLost, match=r"rank 0: no answer at tcp://nowhere:1: no store within 0.1 s"
     ):
-        join._meet(who, seconds=0.1)
+        rendezvous._meet(who, within(0.1))
     is_over.set()
 
 
@@ -127,11 +133,11 @@ def test_ranks_meet_whose_agents_of_torchrun_have_counted_different_restarts(age
 
 def test_groups_that_cannot_be_given_up_do_not_keep_a_rank_that_failed(monkeypatch):
     end, ended = threading.Event(), threading.Event()
-    monkeypatch.setattr(join, "ABORT_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "GIVE_UP_GROUPS", 0.1)
     monkeypatch.setattr(
         dist.distributed_c10d, "_abort_process_group", lambda: (end.wait(), ended.set())
     )
-    join.give_up(torch.device("cuda"))
+    rendezvous.give_up(torch.device("cuda"))
     assert not ended.is_set()
     end.set()
     assert ended.wait(10), "it had begun"

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megafrontier.common.errors import LOST, StorageFailed, UserError
+from megafrontier.launch.health.timeouts import Timeouts
 from megafrontier.launch.local import fork_ranks
 from megafrontier.launch.rendezvous import give_up, join
 from megafrontier.parallel import groups
@@ -139,7 +140,7 @@ def test_the_groups_of_levels_have_the_timeout_that_was_asked_for(tmp_path, monk
 
     def body():
         identity = identify(os.environ)
-        with join(identity, make_levels((2, 1, 2)), CPU, timeout_seconds=77):
+        with join(identity, make_levels((2, 1, 2)), CPU, replace(Timeouts.of(4), collective=77)):
             (tmp_path / str(identity.rank)).write_text(str(found))
         return 0
 
@@ -168,7 +169,7 @@ def meet(hosts, sizes, folder):
         identity = replace(identity, host=hosts[identity.rank])
         told = ""
         try:
-            with join(identity, levels, CPU, timeout_seconds=60):
+            with join(identity, levels, CPU):
                 pass
         except UserError as error:
             told = str(error)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megafrontier.launch.main import joined
+from megafrontier.launch.context import joined
 from megafrontier.training.loop import train_step
 from megafrontier.training.trainer import build_trainer
 from scripts.benchmarks.one_device import one_rank

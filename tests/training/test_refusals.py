@@ -15,6 +15,7 @@ from megafrontier.common.errors import FAILED, LOST, STOPPED, UserError
 from megafrontier.common.signals import stops_remembered
 from megafrontier.config import load_config, load_machine
 from megafrontier.data.tokenizers.tokenizer import load_tokenizer
+from megafrontier.launch import context, device
 from megafrontier.launch import main as launch
 from megafrontier.parallel.env import Identity
 from megafrontier.training import loop, preview
@@ -29,7 +30,7 @@ def test_more_local_ranks_than_devices_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UserError, match="--nproc: 4, need at most 2, one a device"):
-        launch.choose_device(Identity(1, 4, 1, "local"), "any")
+        device.choose_device(Identity(1, 4, 1, "local"), "any")
 
 
 def test_a_local_rank_whose_device_is_full_says_so_in_one_line(config_file, monkeypatch, capfd):
@@ -40,7 +41,7 @@ def test_a_local_rank_whose_device_is_full_says_so_in_one_line(config_file, monk
         return torch.device("cuda", 1) if identity.rank == 1 else torch.device("cpu")
 
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
-    monkeypatch.setattr(launch, "choose_device", choose_device)
+    monkeypatch.setattr(context, "choose_device", choose_device)
     assert launch.train(runs.load(config_file), 4) == FAILED
     (said,) = capfd.readouterr().err.splitlines()
     assert said.startswith("megafrontier: rank 1 on ")
@@ -51,7 +52,7 @@ def test_a_machine_of_processors_leaves_accelerators_alone(monkeypatch):
     """README's quickstart, on a workstation with two of them and eight local ranks."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     name = load_machine(load_config("configs/quickstart.yaml").machine).device.name
-    assert launch.choose_device(Identity(1, 8, 1, "local"), name) == torch.device("cpu")
+    assert device.choose_device(Identity(1, 8, 1, "local"), name) == torch.device("cpu")
 
 
 def test_local_ranks_share_the_cores_unless_they_are_told_their_threads(monkeypatch):
@@ -61,7 +62,7 @@ def test_local_ranks_share_the_cores_unless_they_are_told_their_threads(monkeypa
     for told, ranks in ((True, 2), (False, 2), (False, 16)):
         if not told:
             monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        launch.choose_device(Identity(0, ranks, 0, "local"), "cpu")
+        device.choose_device(Identity(0, ranks, 0, "local"), "cpu")
     assert chosen == [4, 1]
 
 

@@ -1,4 +1,4 @@
-"""How fast this rank's links are, level by level: short timed exchanges with its neighbours."""
+"""Connect a rank to its peers level by level, and measure the links with short timed exchanges."""
 
 import time
 from collections.abc import Iterator
@@ -11,14 +11,15 @@ from megafrontier.common.errors import Unconnected
 from megafrontier.parallel.hierarchy import Hierarchy
 
 REPEATS = 4
-"""The best of them counts: the first opens the connection, and others may be disturbed."""
+"""Exchanges with a peer. The fastest counts: the first one opens the connection, and others may be
+disturbed."""
 
 
 def neighbours(index: int, size: int) -> list[int | None]:
-    """Whom peer `index` of `size` in a ring meets in each round; None: nobody.
+    """The peers that peer `index` of a ring of `size` meets, one a round; None for no peer.
 
-    Everybody meets both its neighbours (of two peers, the other one), one at a time. So a peer
-    whose own link is bad is slow with both, and a good one next to it with one only.
+    Every peer meets both its neighbours (the other one, of two peers), one at a time. A peer whose
+    own link is bad is then slow with both. A good peer next to it is slow only with that one.
     """
     met: list[int | None] = [None] * (1 if size == 2 else 2 + size % 2)
     for edge, peer in ((index, index + 1), ((index - 1) % size, index - 1)):
@@ -29,27 +30,27 @@ def neighbours(index: int, size: int) -> list[int | None]:
 
 @contextmanager
 def reaching(what: str) -> Iterator[None]:
-    """That a rank does not reach others is no bug: Unconnected says so in one line."""
+    """Raise Unconnected, with one line, for a RuntimeError of torch's backends in the body."""
     try:
         yield
-    except RuntimeError as error:  # torch's, of every backend
-        raise Unconnected(f"{what}: {_in_a_line(str(error))}") from error
+    except RuntimeError as error:
+        raise Unconnected(f"{what}: {_one_line(str(error))}") from error
 
 
-def _in_a_line(text: str) -> str:
-    """The first line of an error, which of NCCL's and RCCL's says of what kind it is, and what is
-    wrong, which stands further down there."""
+def _one_line(text: str) -> str:
+    """The first line of an error. NCCL and RCCL have only its kind there, and the cause after the
+    line "Last error:"."""
     first = text.splitlines()[0]
     last = text.partition("\nLast error:\n")[2].strip().splitlines()
     return f"{first}: {last[0]}" if last else first
 
 
 def connect(hierarchy: Hierarchy, level: int) -> None:
-    """Have NCCL or RCCL make a level's communicators, which they would do at their first exchange,
-    of whichever two: there all of the group wait for each other, and nobody may claim to wait for
-    one peer. Links are not opened for it yet. All ranks call it. Raises Unconnected.
+    """Create the communicators of a level. All ranks must call this. Raises Unconnected.
 
-    With gloo a group is connected when it is made.
+    NCCL and RCCL would create a communicator in its first exchange, for which all ranks of the
+    group wait; no rank could then say for which peer it waits. No links are opened here yet. gloo
+    connects a group when it is created.
     """
     if hierarchy.device.type != "cuda":
         return
@@ -62,31 +63,35 @@ def connect(hierarchy: Hierarchy, level: int) -> None:
 
 
 def measure(hierarchy: Hierarchy, level: int, size_bytes: int) -> float:
-    """Gigabytes per second, one direction while the other is in use as well, of the better of this
-    rank's links over `level`; infinite where the level has one rank. All ranks call it. Raises
-    Unconnected."""
+    """The bandwidth over `level` in GB/s, of the better of this rank's links, in one direction
+    while both are in use. Infinite for a level of one rank.
+
+    All ranks must call this. Raises Unconnected.
+    """
     group = hierarchy.groups[level]
     if group is None:
         return float("inf")
     peers = hierarchy.levels.peers(hierarchy.rank, level)
-    out = torch.zeros(size_bytes, dtype=torch.uint8, device=hierarchy.device)
-    into = torch.empty_like(out)
+    send = torch.zeros(size_bytes, dtype=torch.uint8, device=hierarchy.device)
+    receive = torch.empty_like(send)
     met = neighbours(hierarchy.coordinates[level], len(peers))
+    name = f"link {hierarchy.levels.names[level]}"
     seconds = []
     for peer in (peers[index] for index in met if index is not None):
-        name = f"link {hierarchy.levels.names[level]}"
-        whom = f"rank {hierarchy.world.rank}: {name} to rank {peer}"
-        with reaching(whom), hierarchy.world.status.doing(name, peer):
-            seconds += [_exchange(peer, out, into, group) for _ in range(REPEATS)]
+        what = f"rank {hierarchy.world.rank}: {name} to rank {peer}"
+        with reaching(what), hierarchy.world.status.doing(name, peer):
+            seconds += [_exchange(peer, send, receive, group) for _ in range(REPEATS)]
     return size_bytes / min(seconds) / 1e9
 
 
-def _exchange(peer: int, out: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup) -> float:
-    """Seconds to send `out` to a rank and to receive as much."""
+def _exchange(
+    peer: int, send: torch.Tensor, receive: torch.Tensor, group: dist.ProcessGroup
+) -> float:
+    """The seconds it takes to send a tensor to a peer and to receive one of the same size."""
     begin = time.perf_counter()
-    both = [dist.P2POp(dist.isend, out, peer, group), dist.P2POp(dist.irecv, into, peer, group)]
-    for work in dist.batch_isend_irecv(both):
+    ops = [dist.P2POp(dist.isend, send, peer, group), dist.P2POp(dist.irecv, receive, peer, group)]
+    for work in dist.batch_isend_irecv(ops):
         work.wait()
-    if out.device.type == "cuda":
-        torch.cuda.synchronize(out.device)
+    if send.device.type == "cuda":
+        torch.cuda.synchronize(send.device)
     return time.perf_counter() - begin

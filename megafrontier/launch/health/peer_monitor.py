@@ -1,10 +1,11 @@
-"""Ranks of one host notice when one of them is killed.
+"""Notice at once that a rank on the same host was killed.
 
-gloo's connections break then, and all hear of it. NCCL's and RCCL's may not: nothing tells the end
-of a process over a fabric or in shared memory, and the others would wait for it until the watch
-loses its patience. But the kernel closes what a process had open. So each rank opens a socket, to
-which the ranks before and after it on its host hold a connection, and nothing is sent until it
-leaves in order. Rank 0, with whom the store ends, is noticed anyway.
+When a rank is killed, gloo's connections to it break, and all its peers notice. Those of NCCL and
+RCCL may not: neither a fabric nor shared memory reports the end of a process, and the other ranks
+would wait until the watchdog's time limit. But the kernel closes every socket of a process that
+ends. So each rank listens on a socket, and the ranks before and after it on its host keep a
+connection to it. Nothing is sent until the rank leaves in order. Rank 0 needs no monitor, because
+the store ends with it.
 """
 
 import hashlib
@@ -16,46 +17,49 @@ from contextlib import suppress
 
 from megafrontier.parallel.env import Identity
 
-_FAREWELL = b"."
+_GOODBYE = b"."
 
 
 class PeerMonitor:
-    """One rank's socket, and its connections to the ranks beside it. To be made before the ranks
-    meet: afterwards every neighbour's socket is there."""
+    """One rank's socket, and its connections to the sockets of its neighbours on the same host.
+
+    Create it before the ranks meet: then every neighbour's socket exists when they have met.
+    """
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
-        self._own = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # Without a socket of its own, on a system other than Linux say, a rank takes no part.
-        self._takes_part = False
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # Without abstract socket names (only Linux has them), this rank is not monitored.
+        self._is_open = False
         with suppress(OSError):
-            self._own.bind(self._name(identity.rank))
-            self._own.listen(2)
-            self._takes_part = True
+            self._socket.bind(self._name(identity.rank))
+            self._socket.listen(2)
+            self._is_open = True
 
     def _name(self, rank: int) -> str:
-        """Of no file (Linux's abstract names), and of this run's present start alone."""
+        """The abstract name of a rank's socket, different for every run and start on this host."""
         who = self._identity
         place = who.rendezvous
-        if who.source == "torchrun":  # whose rendezvous says "the environment"
+        if who.source == "torchrun":  # its rendezvous is "env://"
             names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
             place = " ".join(os.environ.get(name, "") for name in names)
-        # A name has 107 bytes at most, and a path that is the place may have more.
+        # A digest, because a name has at most 107 bytes.
         digest = hashlib.sha256(f"{place} {who.restarts} {rank}".encode()).hexdigest()
         return f"\0megafrontier {digest}"
 
-    def watch(self, lost: Callable[[int], None]) -> None:
-        """Call `lost`, on a thread, with the number of a neighbour that ends without `leave`."""
+    def watch(self, on_lost: Callable[[int], None]) -> None:
+        """Call `on_lost`, on a thread, with the rank of a neighbour that ends without `leave`."""
         for rank in (self._identity.rank - 1, self._identity.rank + 1):
-            connection = self._connect(rank) if self._takes_part and rank > 0 else None
+            connection = self._connect(rank) if self._is_open and rank > 0 else None
             if connection is not None:
-                waiting = (rank, connection, lost)
-                threading.Thread(target=_await, args=waiting, name="beside", daemon=True).start()
+                arguments = (rank, connection, on_lost)
+                threading.Thread(target=_wait, args=arguments, name="peer", daemon=True).start()
 
     def _connect(self, rank: int) -> socket.socket | None:
-        """None where that rank is on another host."""
+        """A connection to a rank's socket. None if the rank is on another host."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.setblocking(False)  # where the queue there is full, it is not for this rank
+        # Do not block: a socket whose queue is full is not one of ours.
+        connection.setblocking(False)
         try:
             connection.connect(self._name(rank))
         except OSError:
@@ -65,19 +69,19 @@ class PeerMonitor:
         return connection
 
     def leave(self) -> None:
-        """Tell the neighbours that this rank's end is no loss."""
-        self._own.setblocking(False)
-        with suppress(OSError):  # of nobody who has yet to be told
+        """Tell the neighbours that this rank ends in order."""
+        self._socket.setblocking(False)
+        with suppress(OSError):  # no more connections
             while True:
-                connection, _ = self._own.accept()
-                with connection, suppress(OSError):  # of one that has left before
-                    connection.sendall(_FAREWELL)
-        self._own.close()
+                connection, _ = self._socket.accept()
+                with connection, suppress(OSError):  # the neighbour has left before
+                    connection.sendall(_GOODBYE)
+        self._socket.close()
 
 
-def _await(rank: int, connection: socket.socket, lost: Callable[[int], None]) -> None:
-    said = b""
+def _wait(rank: int, connection: socket.socket, on_lost: Callable[[int], None]) -> None:
+    received = b""
     with connection, suppress(ConnectionError):
-        said = connection.recv(1)
-    if said != _FAREWELL:
-        lost(rank)
+        received = connection.recv(1)
+    if received != _GOODBYE:
+        on_lost(rank)

@@ -1,24 +1,29 @@
-"""What a rank was doing when the run hung: a page for a person."""
+"""Stacks of all threads: a rank's report of a hang, and a hard timeout that needs no Python."""
 
 import faulthandler
 import os
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 
 from megafrontier.parallel.env import Identity
 from megafrontier.partition.comm.ledger import Ledger
 
+_STDERR = 2
+
 
 def hang_folder(directory: Path, step: int) -> Path:
-    """Where the pages of a hang after `step` lie: HOST/rank-N.txt below it."""
+    """The folder of the reports of a hang after `step`: HOST/rank-N.txt below it."""
     return directory / "hang" / f"step-{step:08d}"
 
 
 def write_stacks(
     folder: Path, identity: Identity, step: int, idle_seconds: float, ledger: Ledger | None
 ) -> None:
-    """One page: every thread's stack, newest call first, then the last collective over each level.
-    Raises OSError, and RuntimeError for a device that has failed."""
+    """Write this rank's report: the stacks of all threads and the last collective of each level.
+
+    Raises OSError, and RuntimeError if the device has failed.
+    """
     path = folder / identity.host / f"rank-{identity.rank}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -30,7 +35,33 @@ def write_stacks(
         )
         print("stacks of all threads, newest call first:\n", file=file, flush=True)
         faulthandler.dump_traceback(file, all_threads=True)
-        # Last, for it asks the device, which may not answer any more.
+        # Last, because it asks the device, which may not answer any more.
         print(file=file)
-        for level, crossing in {} if ledger is None else ledger.last().items():
-            print(f"last collective over {level}: {crossing}", file=file)
+        for level, collective in {} if ledger is None else ledger.last().items():
+            print(f"last collective over {level}: {collective}", file=file)
+
+
+class HardTimeout:
+    """Ends the process, with exit code 1 and all stacks on stderr, unless it is armed again.
+
+    A kernel launch blocks while the device's queue is full. Some launches (of compiled blocks, of
+    Triton's kernels on ROCm) hold the GIL meanwhile, as may a query of a device that does not
+    answer. In a hang, no Python thread could then end the process. faulthandler's thread can.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_disarmed = False
+
+    def arm(self, seconds: float) -> None:
+        """End the process in `seconds`, instead of at the time set before. No effect after
+        `disarm`."""
+        with self._lock:
+            if not self._is_disarmed:
+                faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
+
+    def disarm(self) -> None:
+        """Never end the process."""
+        with self._lock:
+            self._is_disarmed = True
+            faulthandler.cancel_dump_traceback_later()

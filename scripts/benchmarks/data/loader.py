@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from megafrontier.config import CorpusConfig, DataConfig
 from megafrontier.data.sampling.samples import open_samples
-from megafrontier.launch.main import joined
+from megafrontier.launch.context import joined
 from megafrontier.training.loop import train_step
 from megafrontier.training.trainer import build_trainer
 from scripts.benchmarks.one_device.ours import our_config

@@ -16,7 +16,7 @@ import torch
 
 from megafrontier.common.errors import exit_on_fatal_error
 from megafrontier.config import Config, load_config
-from megafrontier.launch.main import joined
+from megafrontier.launch.context import joined
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise, parameter_kind
 from megafrontier.optim.schedule import learning_rate

@@ -15,7 +15,7 @@ from megafrontier.config import (
     TrainConfig,
     check,
 )
-from megafrontier.launch.main import joined
+from megafrontier.launch.context import joined
 from megafrontier.model.recompute.checkpointing import Mode
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.loop import run

@@ -13,7 +13,7 @@ import torch
 from megafrontier.config import Config, load_config
 from megafrontier.data.sampling.loader import Loader
 from megafrontier.data.sampling.samples import Batch
-from megafrontier.launch.main import joined
+from megafrontier.launch.context import joined
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
 from megafrontier.parallel.hierarchy import Hierarchy

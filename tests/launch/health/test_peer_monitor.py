@@ -89,7 +89,7 @@ def test_torchruns_of_one_port_and_two_addresses_are_two_runs(monkeypatch):
         monkeypatch.setenv("MASTER_ADDR", address)
         pairs.append([PeerMonitor(Identity(r, 8, r, "torchrun", "env://", "")) for r in (1, 2)])
         pairs[-1][0].watch(heard.put)
-    pairs[0][1]._own.close()  # as the kernel does
+    pairs[0][1]._socket.close()  # as the kernel does
     assert heard.get(timeout=5) == 2
     with pytest.raises(queue.Empty):
         heard.get(timeout=0.3)

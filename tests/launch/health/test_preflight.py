@@ -13,9 +13,10 @@ import torch
 from megafrontier.cli import main
 from megafrontier.common.errors import BAD_INPUT, BAD_NODE, FAILED, LOST, UserError
 from megafrontier.config import DeviceConfig
-from megafrontier.launch import main as launch
+from megafrontier.launch import context
 from megafrontier.launch.health import preflight
 from megafrontier.launch.health.preflight import check_device, check_present
+from megafrontier.parallel.env import Identity, identify
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.training.callbacks.save import checkpoint_bytes, save_trainer
 from megafrontier.training.plan import resolve_plan
@@ -46,8 +47,7 @@ def hosts(monkeypatch):
             first = letters.index(letters[found.rank])
             return replace(found, host=letters[found.rank], local_rank=found.rank - first)
 
-        identify = launch.identify
-        monkeypatch.setattr(launch, "identify", on_its_host)
+        monkeypatch.setattr(context, "identify", on_its_host)
 
     return spread
 
@@ -249,7 +249,7 @@ def test_the_memory_of_a_host_is_checked_if_it_is_stated(config_file):
 
 
 FRONTIER = DeviceConfig(name="MI250X GCD", memory_gib=64)
-ON_SLURM = launch.Identity(3, 8, 3, "slurm", "tcp://x:1", "frontier00012")
+ON_SLURM = Identity(3, 8, 3, "slurm", "tcp://x:1", "frontier00012")
 
 
 def test_a_rank_without_the_accelerator_that_the_machine_has_cannot_start(gpus):

@@ -1,97 +1,60 @@
 """Ranks that lose one of them, or hang, end soon, all of them, and one line says why."""
 
 import faulthandler
+import json
 import os
 import queue
 import signal
 import socket
 import threading
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from megafrontier.common.errors import BAD_NODE, FAILED, LOST, RanksAbsent, RunFailed
-from megafrontier.launch.health import excluded_nodes
-from megafrontier.launch.health import liveness as rollcall
-from megafrontier.launch.health import watchdog as watch
+from megafrontier.launch.health import excluded_nodes, watchdog
 from megafrontier.launch.health.liveness import Alarm, Answers, LivenessCheck
+from megafrontier.launch.health.timeouts import Timeouts
 from megafrontier.launch.health.watchdog import Watchdog
 from megafrontier.launch.rendezvous import ALL_PEERS
 from megafrontier.parallel.env import Identity
+from megafrontier.parallel.fault_injection import VARIABLE
 from tests import processes, runs
 from tests.launch.test_launchers import MACHINE, slurm, start
+from tests.processes import COMMAND
 from tests.tools import with_tools
 
 HOST = socket.gethostname()
-# Freezes or kills a rank in a step's midst: the others wait for it in a collective.
-AT_STEP = """
-import os, signal, sys
-from megafrontier import cli
-from megafrontier.training import loop
-start_step = loop.start_step
-def strike(trainer, *others):
-    if trainer.step == {step} and trainer.hierarchy.rank == {rank}:
-        {act}
-    return start_step(trainer, *others)
-loop.start_step = strike
-sys.exit(cli.main(sys.argv[1:]))
-"""
-# One rank meets a bug while the others are at what all do together.
-EVALUATE = """
-import sys
-from megafrontier import cli
-from megafrontier.commands import evaluate as evaluating
-evaluate = evaluating.evaluate
-def strike(model, loader, hierarchy, *rest):
-    return 1 / 0 if hierarchy.rank else evaluate(model, loader, hierarchy, *rest)
-evaluating.evaluate = strike
-words = [word for word in sys.argv[2:] if not word.startswith("train.")]
-sys.exit(cli.main(["evaluate", *words]))
-"""
-# All ranks come to the same verdict; the first is the last to leave.
-UNFIT = """
-import sys, time
-from megafrontier import cli
-from megafrontier.common.errors import NodesUnfit
-from megafrontier.launch import main as launch
-def unfit(config, plan, identity, *_):
-    time.sleep(0 if identity.rank else 2)
-    raise NodesUnfit("preflight: frontier00001 is slow")
-launch.preflight = unfit
-sys.exit(cli.main(sys.argv[1:]))
-"""
-# Before the first step, where only nodes and links are tried.
-WHILE_TRIED = """
-import os, signal, sys
-from megafrontier import cli
-from megafrontier.launch import rendezvous as join
-from megafrontier.launch.health import links
-from megafrontier.launch.health import preflight
-{name} = {module}.{name}
-RANK = int(os.environ["SLURM_PROCID"])
-def strike(first, *others):
-    if {where}:
-        {act}
-    return {name}(first, *others)
-{module}.{name} = strike
-sys.exit(cli.main(sys.argv[1:]))
-"""
-KILL = "os.kill(os.getpid(), signal.SIGKILL)"
-FREEZE = "os.kill(os.getpid(), signal.SIGSTOP)"
-SLEEP = "__import__('time').sleep(1000)"
+ALONE = Identity(0, 1, 0, "alone")
 ENDLESS = ("train.steps=100000",)
+TWO_HOSTS = ("train.hang_seconds=3", "machine.device.ranks_per_host=1")
 
 
-def launched(folder, name, script, *overrides, identity=slurm, count=2):
+def fault(at, rank, do, **others):
+    """An entry of MEGAFRONTIER_FAULTS: what `rank` does at a fault point."""
+    return {"at": at, "rank": rank, "do": do, **others}
+
+
+def fails(at, rank, error, message="", **others):
+    return fault(at, rank, "raise", error=error, message=message, **others)
+
+
+def environment(faults):
+    return {VARIABLE: json.dumps(faults)}
+
+
+def launched(folder, name, faults, *overrides, identity=slurm, count=2, script=COMMAND):
     """Ranks that no parent watches over; (exit code, stderr) of those that end."""
-    ranks = start(script, folder, name, identity, *ENDLESS, *overrides, ranks=count)
+    who = lambda rank: identity(rank) | environment(faults)  # noqa: E731
+    ranks = start(script, folder, name, who, *ENDLESS, *overrides, ranks=count)
+    frozen = sum(fault["do"] == "freeze" for fault in faults)
     ended = {}
     deadline = time.monotonic() + 120
-    while len(ended) < count and time.monotonic() < deadline:
+    while len(ended) < count - frozen and time.monotonic() < deadline:
         ended = {i: rank.poll() for i, rank in enumerate(ranks) if rank.poll() is not None}
-        if FREEZE in script and len(ended) == count - 1:
-            break
         time.sleep(0.1)
     for rank in ranks:
         rank.kill()
@@ -99,21 +62,22 @@ def launched(folder, name, script, *overrides, identity=slurm, count=2):
     return {i: (code, errors[i]) for i, code in ended.items()}
 
 
-def local(folder, name, ranks, script, *overrides):
+def local(monkeypatch, folder, name, ranks, faults, *overrides):
+    monkeypatch.setenv(VARIABLE, json.dumps(faults))
     arguments = [
         "train", str(folder / "config.yaml"), "--nproc", str(ranks),
         "machine=laptop", f"run.directory={folder}/{name}", *ENDLESS, *overrides,
     ]  # fmt: skip
-    return processes.run(script, arguments)
+    return processes.run(COMMAND, arguments)
 
 
 def attempts(folder, name):
     return (folder / name / "attempts.jsonl").read_text()
 
 
-def test_local_ranks_end_at_once_when_one_of_four_is_killed(folder):
+def test_local_ranks_end_at_once_when_one_of_four_is_killed(folder, monkeypatch):
     begin = time.monotonic()
-    ended = local(folder, "four", 4, AT_STEP.format(step=3, rank=2, act=KILL))
+    ended = local(monkeypatch, folder, "four", 4, [fault("step", 2, "kill", step=3)])
     assert ended.returncode == 128 + signal.SIGKILL
     assert ended.stderr == f"megafrontier: rank 2 on {HOST} was lost: signal 9, Killed\n"
     assert time.monotonic() - begin < 100
@@ -123,7 +87,7 @@ def test_local_ranks_end_at_once_when_one_of_four_is_killed(folder):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_launchers_ranks_name_the_one_that_was_killed(folder, victim):
     name = f"killed-{victim}"
-    ended = launched(folder, name, AT_STEP.format(step=3, rank=victim, act=KILL))
+    ended = launched(folder, name, [fault("step", victim, "kill", step=3)])
     code, told = ended[1 - victim]
     assert code == LOST
     assert told == f"megafrontier: rank {victim} on frontier00001: lost, no answer\n"
@@ -133,10 +97,9 @@ def test_a_launchers_ranks_name_the_one_that_was_killed(folder, victim):
 
 def test_a_killed_rank_is_noticed_though_no_connection_to_it_breaks(folder):
     """As on a device, whose collectives wait for it for ever."""
-    act = f"{KILL} if trainer.hierarchy.rank else {SLEEP}"
-    script = AT_STEP.replace(" and trainer.hierarchy.rank == {rank}", "").format(step=3, act=act)
+    faults = [fault("step", 0, "hang", step=3), fault("step", 1, "kill", step=3)]
     begin = time.monotonic()
-    code, told = launched(folder, "beside", script)[0]
+    code, told = launched(folder, "beside", faults)[0]
     assert time.monotonic() - begin < 100, "train.hang_seconds is 600"
     assert code == LOST
     lost = "megafrontier: rank 1 on frontier00001: lost, no answer; rank 1 has ended, stacks in "
@@ -145,7 +108,9 @@ def test_a_killed_rank_is_noticed_though_no_connection_to_it_breaks(folder):
 
 def test_ranks_that_evaluate_do_not_wait_for_one_that_failed(folder):
     runs.run(folder / "config.yaml", 2, f"run.directory={folder}/evaluated", *MACHINE)
-    ended = launched(folder, "evaluated", EVALUATE)
+    command = COMMAND.replace("sys.argv[1:]", "['evaluate', *sys.argv[2:]]")
+    faults = [fails("evaluate", 1, "ZeroDivisionError")]
+    ended = launched(folder, "evaluated", faults, script=command)
     assert ended[0] == (1, "")
     assert ended[1][0] == 1
     assert "ZeroDivisionError" in ended[1][1]
@@ -153,11 +118,11 @@ def test_ranks_that_evaluate_do_not_wait_for_one_that_failed(folder):
 
 @pytest.mark.parametrize(("hang_seconds", "seconds"), [(0, 604800), (1, 1800), (600, 3600)])
 def test_no_collective_ends_a_run_before_the_watch_does(hang_seconds, seconds):
-    assert watch.collective_seconds(hang_seconds) == seconds
+    assert Timeouts.of(2, hang_seconds).collective == seconds
 
 
 def test_one_ranks_own_error_is_told_by_it_alone_and_its_code_is_everybodys(folder):
-    ended = launched(folder, "own", AT_STEP.format(step=2, rank=1, act="1 / 0"))
+    ended = launched(folder, "own", [fails("step", 1, "ZeroDivisionError", step=2)])
     assert ended[0] == (1, "")
     assert ended[1][0] == 1
     assert "ZeroDivisionError" in ended[1][1]
@@ -166,8 +131,9 @@ def test_one_ranks_own_error_is_told_by_it_alone_and_its_code_is_everybodys(fold
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_device_without_memory_is_no_bug_and_what_helps_is_told(folder, rank):
     """Another start would meet the same: it is not worth the queue."""
-    act = "import torch; raise torch.OutOfMemoryError('HIP out of memory. Tried 2 GiB.\\nMore.')"
-    ended = launched(folder, f"memory-{rank}", AT_STEP.format(step=2, rank=rank, act=act))
+    told = "HIP out of memory. Tried 2 GiB.\nMore."
+    faults = [fails("step", rank, "OutOfMemoryError", told, step=2)]
+    ended = launched(folder, f"memory-{rank}", faults)
     assert [ended[r][0] for r in (0, 1)] == [FAILED, FAILED]
     told = ended[rank][1]
     assert told.startswith(
@@ -179,7 +145,10 @@ def test_a_device_without_memory_is_no_bug_and_what_helps_is_told(folder, rank):
 
 
 def test_unfit_nodes_are_told_by_the_first_rank_alone_and_the_code_is_everybodys(folder):
-    ended = launched(folder, "unfit", UNFIT)
+    error = {"error": "NodesUnfit", "message": "preflight: frontier00001 is slow"}
+    faults = [fault("preflight", 0, "sleep", seconds=2)]
+    faults += [fault("preflight", rank, "raise", **error) for rank in (0, 1)]
+    ended = launched(folder, "unfit", faults)
     assert ended[0] == (BAD_NODE, "megafrontier: preflight: frontier00001 is slow\n")
     assert ended[1] == (BAD_NODE, "")
 
@@ -188,18 +157,16 @@ def on_two_hosts(rank):
     return slurm(rank) | {"SLURM_LOCALID": 0, "SLURMD_NODENAME": f"frontier{rank + 1:05d}"}
 
 
-@pytest.mark.parametrize("where", ["join._check_hosts", "preflight.measure"])
-def test_a_host_that_is_silent_before_the_first_step_is_named_and_listed(folder, where):
-    """While the ranks connect to each other, or in an exchange of the pre-flight."""
-    module, name = where.split(".")
-    script = WHILE_TRIED.format(module=module, name=name, where="RANK == 1", act=FREEZE)
-    chosen = ("train.hang_seconds=3", "machine.device.ranks_per_host=1")
-    code, told = launched(folder, module, script, *chosen, identity=on_two_hosts)[0]
+@pytest.mark.parametrize("at", ["check hosts", "preflight"])
+def test_a_host_that_is_silent_before_the_first_step_is_named_and_listed(folder, at):
+    """While the ranks connect to each other, or in the preflight."""
+    faults, name = [fault(at, 1, "freeze")], at.replace(" ", "-")
+    code, told = launched(folder, name, faults, *TWO_HOSTS, identity=on_two_hosts)[0]
     assert code == BAD_NODE
     assert told.startswith("megafrontier: rank 1 on frontier00002: lost, no answer; nothing fini")
-    assert told.endswith(f"; listed in {folder}/{module}/bad-nodes.txt: frontier00002\n")
+    assert told.endswith(f"; listed in {folder}/{name}/bad-nodes.txt: frontier00002\n")
     assert told.count("\n") == 1
-    assert (folder / module / "bad-nodes.txt").read_text() == "frontier00002\n"
+    assert (folder / name / "bad-nodes.txt").read_text() == "frontier00002\n"
 
 
 def on_four_hosts(rank):
@@ -207,21 +174,18 @@ def on_four_hosts(rank):
 
 
 @pytest.mark.parametrize(
-    ("at", "function", "where", "who"),
+    ("at", "ranks"),
     [
-        # Neither reaches the other, though both reach the store; their neighbours wait for them.
-        ("link world", "links._exchange", "{RANK, first} == {1, 2}", (1, 2)),
-        ("run.directory", "preflight.check_storage", "RANK == 2", (2,)),
-        ("its device", "preflight.check_device", "RANK == 2", (2,)),
+        # Ranks 1 and 2 do not reach each other, but the store; their neighbours wait for them.
+        ("link world", {1: 2, 2: 1}),
+        ("run.directory", {2: None}),
+        ("its device", {2: None}),
     ],
 )
-def test_a_host_on_which_all_wait_before_the_first_step_is_named_and_listed(
-    folder, at, function, where, who
-):
-    module, name = function.split(".")
-    script = WHILE_TRIED.format(module=module, name=name, where=where, act=SLEEP)
-    chosen = ("train.hang_seconds=3", "machine.device.ranks_per_host=1")
-    ended = launched(folder, name, script, *chosen, identity=on_four_hosts, count=4)
+def test_a_host_for_which_all_wait_before_the_first_step_is_named_and_listed(folder, at, ranks):
+    name, who = at.replace(" ", "-"), tuple(ranks)
+    faults = [fault(at, rank, "hang", peer=peer) for rank, peer in ranks.items()]
+    ended = launched(folder, name, faults, *TWO_HOSTS, identity=on_four_hosts, count=4)
     assert [code for code, _ in ended.values()] == [BAD_NODE] * 4, ended
     hosts = [f"frontier{rank + 1:05d}" for rank in who]
     ranks = "; ".join(f"rank {rank} on {host}" for rank, host in zip(who, hosts, strict=True))
@@ -234,11 +198,13 @@ def test_a_host_on_which_all_wait_before_the_first_step_is_named_and_listed(
 
 def test_ranks_that_fail_to_reach_each_other_are_named_and_listed(folder):
     """Neither is told when the other gives up; no traceback comes of it."""
-    error = "(_ for _ in ()).throw(RuntimeError('reset by peer\\nat gloo'))"
-    where = "{RANK, first} == {1, 2}"
-    script = WHILE_TRIED.format(module="links", name="_exchange", where=where, act=error)
+    told = "reset by peer\nat gloo"
+    faults = [
+        fails("link world", rank, "RuntimeError", told, peer=peer)
+        for rank, peer in ((1, 2), (2, 1))
+    ]
     chosen = ("train.hang_seconds=60", "machine.device.ranks_per_host=1")
-    ended = launched(folder, "reset", script, *chosen, identity=on_four_hosts, count=4)
+    ended = launched(folder, "reset", faults, *chosen, identity=on_four_hosts, count=4)
     assert [code for code, _ in ended.values()] == [BAD_NODE] * 4, ended
     (told,) = "".join(errors for _, errors in ended.values()).splitlines()
     assert "rank 1 on frontier00002; rank 2 on frontier00003: stuck at link world, " in told
@@ -249,10 +215,8 @@ def test_ranks_that_fail_to_reach_each_other_are_named_and_listed(folder):
 
 def test_a_rank_that_fails_before_all_are_connected_ends_all_at_once(folder):
     """The others wait for it in a collective; its host is not bad for that."""
-    script = WHILE_TRIED.format(
-        module="join", name="_check_hosts", where="RANK == 1", act="raise OverflowError('a bug')"
-    )
-    ended = launched(folder, "early", script, "train.hang_seconds=600", identity=on_two_hosts)
+    faults = [fails("check hosts", 1, "OverflowError", "a bug")]
+    ended = launched(folder, "early", faults, "train.hang_seconds=600", identity=on_two_hosts)
     assert [code for code, _ in ended.values()] == [1, 1], ended
     assert "OverflowError: a bug" in ended[1][1]
     assert "Traceback" not in ended[0][1]
@@ -263,19 +227,19 @@ def test_a_rank_that_fails_before_all_are_connected_ends_all_at_once(folder):
 def test_a_silent_rank_is_its_hosts_matter_only_where_a_launcher_chose_that(
     tmp_path, capsys, codes, source
 ):
-    one = Watchdog(Identity(0, 64, 0, source, host="host0"), tmp_path, 60)
-    one._answers = lambda hang: Answers([(3, "host3")], [], 64)
-    alarm = Alarm(0, "why", BAD_NODE, True)
-    threading.Thread(target=one._end, args=(alarm,), daemon=True).start()
+    answers = Answers([(3, "host3")], [], 64)
+    alarm = Alarm(5, "why", BAD_NODE, hang=True)
+    identity = Identity(0, 64, 0, source, host="host0")
+    Watchdog(identity, tmp_path, Timeouts.of(64, 60)).start(FakeLiveness(alarm, answers))
     assert codes.get(timeout=60) == (LOST if source == "local" else BAD_NODE)
     assert (tmp_path / "bad-nodes.txt").exists() == (source == "slurm")
 
 
 def test_a_link_of_most_ranks_is_no_matter_of_nodes_but_named(folder):
     """Also without a pre-flight: neighbours meet before the first collective."""
-    script = WHILE_TRIED.format(module="links", name="_exchange", where="True", act=SLEEP)
-    chosen = ("train.hang_seconds=3", "preflight.enabled=false", "machine.device.ranks_per_host=1")
-    code, told = launched(folder, "both", script, *chosen, identity=on_two_hosts)[0]
+    faults = [fault("link world", rank, "hang") for rank in (0, 1)]
+    chosen = (*TWO_HOSTS, "preflight.enabled=false")
+    code, told = launched(folder, "both", faults, *chosen, identity=on_two_hosts)[0]
     assert code == LOST
     assert "rank 0 on frontier00001; rank 1 on frontier00002: stuck at link world, " in told
     assert not (folder / "both" / "bad-nodes.txt").exists()
@@ -290,9 +254,8 @@ def laid_out(tmp_path, monkeypatch):
 
 
 def frozen_before_meeting(folder, name, rank):
-    script = WHILE_TRIED.format(module="join", name="_meet", where=f"RANK == {rank}", act=FREEZE)
-    chosen = ("train.hang_seconds=3", "machine.device.ranks_per_host=1")
-    return launched(folder, name, script, *chosen, identity=on_two_hosts)[1 - rank]
+    faults = [fault("meet", rank, "freeze")]
+    return launched(folder, name, faults, *TWO_HOSTS, identity=on_two_hosts)[1 - rank]
 
 
 @pytest.mark.usefixtures("laid_out")
@@ -328,6 +291,16 @@ def test_where_rank_0_does_not_come_another_says_so(folder):
     assert line.startswith("megafrontier: rank 0: no answer at tcp://127.0.0.1:")
 
 
+class FakeLiveness:
+    """An alarm that another rank raises at once, and the answers to it."""
+
+    def __init__(self, alarm, answers):
+        self.wait_for_alarm = self.alarm = lambda: alarm
+        self.answer = lambda hang: answers
+        self.clone = lambda: self
+        self.store = SimpleNamespace(set_timeout=lambda timeout: None)
+
+
 @pytest.fixture
 def codes(monkeypatch):
     """With which this process would have ended; who ends it goes no further."""
@@ -360,9 +333,9 @@ def test_hosts_that_hold_up_the_others_are_listed_where_they_are_few_and_known(
     tmp_path, capsys, codes, stuck, hosts, code
 ):
     for rank in (1, 0):
-        one = Watchdog(Identity(rank, 64, rank, "slurm", host="host0"), tmp_path, 60)
-        one._answers = lambda hang: Answers([], stuck, hosts)
-        threading.Thread(target=one._end, args=(Alarm(0, "why", LOST, True),), daemon=True).start()
+        identity = Identity(rank, 64, rank, "slurm", host="host0")
+        liveness = FakeLiveness(Alarm(5, "why", LOST, hang=True), Answers([], stuck, hosts))
+        Watchdog(identity, tmp_path, Timeouts.of(64, 60)).start(liveness)
         assert codes.get(timeout=60) == code
         assert (capsys.readouterr().err == "") == (rank > 0), "rank 0 speaks alone"
     listed = tmp_path / "bad-nodes.txt"
@@ -373,28 +346,25 @@ def test_hosts_that_hold_up_the_others_are_listed_where_they_are_few_and_known(
 @pytest.mark.parametrize(
     ("answering", "listed"), [((1, 2), ["host3"]), ((1,), ["host2", "host3"]), ((), ["host0"])]
 )
-def test_who_hears_from_less_than_half_is_itself_the_silent_one(
-    tmp_path, monkeypatch, codes, answering, listed
-):
-    monkeypatch.setattr(rollcall, "ANSWER_SECONDS", 0.5)
-    store = dist.HashStore()
-    others = [
-        LivenessCheck(store, Identity(r, 4, 0, "slurm", host=f"host{r}")) for r in range(1, 4)
-    ]
+def test_who_hears_from_less_than_half_is_itself_the_silent_one(tmp_path, codes, answering, listed):
+    store, timeouts = dist.HashStore(), replace(Timeouts.of(4, 0.1), answer=0.5)
+    first, *others = (
+        LivenessCheck(store, Identity(r, 4, 0, "slurm", host=f"host{r}"), timeouts)
+        for r in range(4)
+    )
     for other in others:
         threading.Thread(target=other.meet, args=(60,)).start()
-    first = LivenessCheck(store, Identity(0, 4, 0, "slurm", host="host0"))
     assert first.meet(60) == []
     for rank in answering:
         threading.Thread(target=others[rank - 1].answer, args=(True,), daemon=True).start()
-    Watchdog(first.identity, tmp_path, 0.1).start(first)
+    Watchdog(first.identity, tmp_path, timeouts).start(first)
     assert codes.get(timeout=60) == BAD_NODE
     assert (tmp_path / "bad-nodes.txt").read_text().split() == listed
 
 
 def test_a_frozen_rank_is_lost_and_the_others_leave_their_stacks(folder):
-    script = AT_STEP.format(step=3, rank=1, act=FREEZE)
-    ended = launched(folder, "frozen", script, "train.hang_seconds=8")
+    faults = [fault("step", 1, "freeze", step=3)]
+    ended = launched(folder, "frozen", faults, "train.hang_seconds=8")
     code, told = ended[0]
     assert code == LOST
     assert told.startswith("megafrontier: rank 1 on frontier00001: lost, no answer; nothing")
@@ -408,22 +378,21 @@ def test_a_frozen_rank_is_lost_and_the_others_leave_their_stacks(folder):
 
 def test_a_rank_ends_also_where_the_storage_hangs(tmp_path, monkeypatch, codes, capsys):
     """Neither its stacks nor its last words can be written."""
-    monkeypatch.setattr(watch, "write_stacks", lambda *_: threading.Event().wait())
-    monkeypatch.setattr(watch, "STORAGE_SECONDS", 0.1)
-    hanging = Watchdog(Identity(0, 1, 0, "alone"), tmp_path, 0.1)
-    hanging.last_words = lambda *_: threading.Event().wait()
+    monkeypatch.setenv(VARIABLE, json.dumps([fault("report", 0, "hang")]))
+    hanging = Watchdog(ALONE, tmp_path, replace(Timeouts.of(1, 0.1), storage=0.1))
+    hanging.on_end = lambda *_: threading.Event().wait()
     hanging.start(None)
-    hanging.connected()
-    assert codes.get(timeout=60) == LOST
+    with hanging.watching():
+        assert codes.get(timeout=60) == LOST
     assert "the run hangs" in capsys.readouterr().err
 
 
 def test_time_in_which_a_run_was_suspended_is_no_hang(tmp_path, monkeypatch):
     """By Ctrl-Z or Slurm: the watch waits for longer than it asked to."""
-    one = Watchdog(Identity(0, 1, 0, "alone"), tmp_path, 60)
+    one = Watchdog(ALONE, tmp_path, Timeouts.of(1, 60))
     clock = [1000.0]
-    monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
-    one.connected()
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
+    one.beat()
     waits = iter([1.0, 3600.0, 1.5])
 
     def wait(seconds):
@@ -432,14 +401,13 @@ def test_time_in_which_a_run_was_suspended_is_no_hang(tmp_path, monkeypatch):
 
     monkeypatch.setattr(one._closed, "wait", wait)
     assert [one._pause(1.0) for _ in range(3)] == [False] * 3
-    assert clock[0] - one._last == pytest.approx(1.0 + 1.0 + 1.5)
+    assert clock[0] - one._last_beat == pytest.approx(1.0 + 1.0 + 1.5)
 
 
-def test_local_ranks_train_on_where_their_common_file_is_tidied_away(tmp_path, monkeypatch):
-    monkeypatch.setattr(watch, "FILE_SECONDS", 0.2)
+def test_local_ranks_train_on_where_their_common_file_is_tidied_away(tmp_path):
     identity = Identity(0, 2, 0, "local", f"file://{tmp_path}/store", HOST)
     roll = LivenessCheck(dist.FileStore(f"{tmp_path}/store", -1), identity)
-    one = Watchdog(identity, tmp_path, 60)
+    one = Watchdog(identity, tmp_path, replace(Timeouts.of(2, 60), local_store=0.2))
     one.start(roll)
     assert one._alarm_in_file() is None
     (tmp_path / "store").unlink()
@@ -449,25 +417,27 @@ def test_local_ranks_train_on_where_their_common_file_is_tidied_away(tmp_path, m
     one.close()
 
 
-def test_local_ranks_that_hang_all_leave_their_stacks_and_end(folder):
+def test_local_ranks_that_hang_all_leave_their_stacks_and_end(folder, monkeypatch):
     """One rank does not come to the collective; all are alive."""
-    script = AT_STEP.format(step=3, rank=1, act=SLEEP)
-    ended = local(folder, "asleep", 4, script, "train.hang_seconds=8")
+    faults = [fault("step", 1, "hang", step=3)]
+    ended = local(monkeypatch, folder, "asleep", 4, faults, "train.hang_seconds=8")
     assert ended.returncode == LOST
     assert ended.stderr.count("\n") == 1
     assert "the run hangs, though every rank answers; nothing finished for" in ended.stderr
     assert "after step 3 (train.hang_seconds 8)" in ended.stderr
     pages = folder / "asleep" / "hang" / "step-00000003" / HOST
     assert sorted(os.listdir(pages)) == [f"rank-{rank}.txt" for rank in range(4)]
-    assert "in strike" in (pages / "rank-1.txt").read_text()
+    assert "in fault_point" in (pages / "rank-1.txt").read_text()
     assert "in start_step" in (pages / "rank-0.txt").read_text()
 
 
-def test_what_a_lost_rank_interrupted_is_resumed_to_the_same_bits(folder):
+def test_what_a_lost_rank_interrupted_is_resumed_to_the_same_bits(folder, monkeypatch):
     chosen = ("train.steps=10", "machine=laptop")
     unbroken = runs.run(folder / "config.yaml", 2, *chosen, f"run.directory={folder}/unbroken")
-    script = AT_STEP.format(step=5, rank=0, act=KILL)
-    ended = local(folder, "resumed", 2, script, "checkpoint.every=2", "train.steps=10")
+    faults = [fault("step", 0, "kill", step=5)]
+    chosen_now = ("checkpoint.every=2", "train.steps=10")
+    ended = local(monkeypatch, folder, "resumed", 2, faults, *chosen_now)
     assert ended.returncode == 128 + signal.SIGKILL
+    monkeypatch.delenv(VARIABLE)
     resumed = runs.run(folder / "config.yaml", 2, *chosen, f"run.directory={folder}/resumed")
     assert runs.losses(resumed) == runs.losses(unbroken)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megafrontier.launch import main as launch
+from megafrontier.parallel.env import identify
 from megafrontier.training import loop
 from megafrontier.training.callbacks.stragglers import GarbageCollection, Stragglers
 from tests import runs
@@ -77,7 +77,7 @@ def test_a_rank_that_dawdles_in_a_real_run_is_found(tmp_path, monkeypatch, overl
     (waits,) = re.findall(r"  wait (\d+)%  ", log)
     assert 30 <= int(waits) <= 90
     (line,) = [line for line in log.splitlines() if line.startswith("warning: slow: ")]
-    assert f"rank 2 on {launch.identify({}).host}: " in line
+    assert f"rank 2 on {identify({}).host}: " in line
 
 
 def test_garbage_is_collected_when_it_is_due_and_not_between(monkeypatch):

@@ -2,11 +2,11 @@
 
 import ctypes
 import time
+from dataclasses import replace
 
-import pytest
-
-from megafrontier.launch.health import watchdog as watch
+from megafrontier.launch.health import watchdog
 from megafrontier.launch.health.liveness import Alarm
+from megafrontier.launch.health.timeouts import Timeouts
 from megafrontier.launch.health.watchdog import Watchdog
 from megafrontier.parallel.env import Identity
 from tests.processes import in_child
@@ -20,19 +20,14 @@ def hold_lock(seconds):
     ctypes.PyDLL(None).sleep(seconds)
 
 
-@pytest.fixture(autouse=True)
-def soon(monkeypatch):
-    monkeypatch.setattr(watch, "LOCKED_SECONDS", 0.2)
-    monkeypatch.setattr(watch, "STORAGE_SECONDS", 0.1)
-    monkeypatch.setattr(watch, "answer_seconds", lambda _: 0.2)
-    monkeypatch.setattr(watch, "verdict_seconds", lambda _: 0.2)
+SOON = replace(Timeouts.of(1, HANG_SECONDS), no_python=0.2, storage=0.1, answer=0.2, verdict=0.2)
 
 
 def started(folder):
-    one = Watchdog(Identity(0, 1, 0, "alone"), folder, HANG_SECONDS)
+    one = Watchdog(Identity(0, 1, 0, "alone"), folder, SOON)
     one.start(None)
-    one.connected()
-    time.sleep(HANG_SECONDS / 2)  # it has looked once
+    with one.checking_nodes():
+        time.sleep(HANG_SECONDS / 2)  # it has looked once
     return one
 
 
@@ -51,7 +46,7 @@ def test_a_rank_whose_lock_is_held_for_good_ends_and_shows_where(tmp_path, capfd
 
 def test_a_rank_ends_also_where_its_report_holds_the_lock(tmp_path, monkeypatch, capfd):
     """A device that does not answer is asked for the last collectives."""
-    monkeypatch.setattr(watch, "write_stacks", lambda *_: hold_lock(LONG))
+    monkeypatch.setattr(watchdog, "write_stacks", lambda *_: hold_lock(LONG))
 
     def body():
         started(tmp_path)
@@ -78,7 +73,8 @@ def test_a_rank_that_goes_on_with_its_own_failure_is_not_ended(tmp_path):
     """To leave its groups and close its log may take minutes."""
 
     def body():
-        started(tmp_path)._end(Alarm(0, "", 1))
+        one = started(tmp_path)
+        one._raise_alarm(Alarm(0, "", 1))
         hold_lock(3)
         return True
 

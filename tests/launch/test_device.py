@@ -11,7 +11,7 @@ FAULTS_PER_ROUND = """
 import ctypes
 import resource
 import torch
-from megafrontier.launch.allocator import prepare_allocator
+from megafrontier.launch.device import prepare_allocator
 
 {call}
 
@@ -58,7 +58,7 @@ RESIDENT = """
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
 import torch
-from megafrontier.launch.allocator import prepare_allocator
+from megafrontier.launch.device import prepare_allocator
 
 ctypes.CDLL(None).mallopt(-1, -1)
 ctypes.CDLL(None).mallopt(-3, 32 << 20)

@@ -1,0 +1,93 @@
+"""One rank of a command that runs on many: joined to the others, and watched."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megafrontier.config import Config
+from megafrontier.launch.device import choose_device, prepare_allocator
+from megafrontier.launch.health.liveness import LivenessCheck
+from megafrontier.launch.health.timeouts import Timeouts
+from megafrontier.launch.health.watchdog import Watchdog
+from megafrontier.launch.rendezvous import check_ranks_per_host, join
+from megafrontier.parallel.env import Identity, identify
+from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.world import World
+from megafrontier.training.device import explain_out_of_memory
+from megafrontier.training.logging.run_log import RunLogger
+from megafrontier.training.plan import RunPlan, resolve_plan
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What a command has on each of its ranks."""
+
+    config: Config
+    identity: Identity
+    plan: RunPlan
+    hierarchy: Hierarchy
+    watchdog: Watchdog
+    run_logger: RunLogger
+
+    @property
+    def world(self) -> World:
+        return self.hierarchy.world
+
+    def explain_out_of_memory(self, advice: str) -> AbstractContextManager[None]:
+        """Raise one line with `advice` for a device that runs out of memory in the body."""
+        return explain_out_of_memory(f"rank {self.identity.rank} on {self.identity.host}", advice)
+
+
+def no_logger(is_first: bool) -> AbstractContextManager[RunLogger]:
+    """A logger that keeps nothing, on any rank."""
+    return nullcontext(RunLogger(None))
+
+
+@contextmanager
+def open_context(
+    config: Config,
+    directory: Path,
+    open_logger: Callable[[bool], AbstractContextManager[RunLogger]] = no_logger,
+) -> Iterator[RunContext]:
+    """Join the other ranks, and watch over them while the body runs.
+
+    directory: gets the reports of hangs and the list of excluded nodes.
+    open_logger: given whether this is rank 0. It is closed after the watchdog, because that may
+        take minutes.
+
+    Raises as `join` does.
+    """
+    identity = identify(os.environ)
+    timeouts = Timeouts.of(identity.world_size, config.train.hang_seconds)
+    with (
+        closing(Watchdog(identity, directory, timeouts)) as watchdog,
+        joined(config, watchdog.start, watchdog.fail) as (plan, hierarchy),
+        open_logger(hierarchy.world.rank == 0) as run_logger,
+        watchdog.watching(),
+    ):
+        yield RunContext(config, identity, plan, hierarchy, watchdog, run_logger)
+
+
+@contextmanager
+def joined(
+    config: Config,
+    on_met: Callable[[LivenessCheck | None], None] = lambda liveness: None,
+    on_failure: Callable[[Exception], None] = lambda error: None,
+) -> Iterator[tuple[RunPlan, Hierarchy]]:
+    """Join the other ranks on the machine of a configuration. Arguments and errors as of `join`."""
+    identity = identify(os.environ)
+    plan = resolve_plan(config, identity.world_size)
+    device = choose_device(identity, plan.machine.device.name)
+    if device.type == "cuda":
+        where = f"rank {identity.rank} on {identity.host}"
+        with explain_out_of_memory(where, "a device without another process's memory"):
+            torch.cuda.set_device(device)  # allocates some of its memory
+    prepare_allocator(device)
+    timeouts = Timeouts.of(identity.world_size, config.train.hang_seconds)
+    with join(identity, plan.levels, device, timeouts, on_met, on_failure) as hierarchy:
+        check_ranks_per_host(hierarchy.world, identity, plan.machine.device.ranks_per_host)
+        yield plan, hierarchy
