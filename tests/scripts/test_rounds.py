@@ -24,7 +24,9 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measure:
             made.append(f"{task.variant}{number}")
             lacks = "not installed" if task.variant == skipped else ""
             values = {} if lacks else {"seconds": 1.0 + number}
-            return rounds.Turn(task.group, task.variant, number, task.arguments, values, lacks)
+            return rounds.Measurement(
+                task.group, task.variant, number, task.arguments, values, lacks
+            )
 
         monkeypatch.setattr(rounds, "_turn", turn)
         tasks = [rounds.Task("group", variant, "", {"size": size}) for variant in variants]

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.slurm.cluster import boot, why_not
-from tests.slurm.jobs import Runs, make_configs
+from tests.slurm.jobs import SubmittedRuns, make_configs
 
 NODES = 4
 """Two more than most jobs ask for: one that loses a node, and another, goes on at once."""
@@ -34,4 +34,4 @@ def config(tmp_path_factory):
 @pytest.fixture
 def training(cluster, config, tmp_path):
     """Submits runs of one tiny model, each test's in a folder of its own."""
-    return Runs(cluster, config, tmp_path / "run")
+    return SubmittedRuns(cluster, config, tmp_path / "run")

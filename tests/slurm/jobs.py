@@ -121,7 +121,7 @@ def _rank_of(folder: Path, wanted: dict[bytes, str]) -> int | None:
 
 
 @dataclass(frozen=True)
-class Runs:
+class SubmittedRuns:
     """One run directory, and the jobs that train in it, with so many ranks on each node: each of
     them takes seconds of computing to import torch."""
 
@@ -130,7 +130,7 @@ class Runs:
     directory: Path
     ranks_per_node: int = 1
 
-    def with_ranks(self, per_node: int) -> "Runs":
+    def with_ranks(self, per_node: int) -> "SubmittedRuns":
         """The same with 1, 2 or 4 on each node, and as many levels as that."""
         config = self.config.with_name(CONFIGS[per_node])
         return replace(self, config=config, ranks_per_node=per_node)

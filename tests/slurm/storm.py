@@ -15,14 +15,14 @@ from pathlib import Path
 
 import tests.conftest  # noqa: F401 (one thread, so that this process may fork ranks)
 from tests.slurm.cluster import boot, wait_until, why_not
-from tests.slurm.jobs import PATIENCE_SECONDS, Job, Runs, make_configs, unbroken
+from tests.slurm.jobs import PATIENCE_SECONDS, Job, SubmittedRuns, make_configs, unbroken
 
 MOMENTS = ("start", "step", "save")
 STEPS_A_KILL = 3
 START_SECONDS = 8.0
 
 
-def storm(training: Runs, kills: int, seed: int) -> None:
+def storm(training: SubmittedRuns, kills: int, seed: int) -> None:
     """Kill so many times, then let the run go on to its end. Fails unless its losses are those of
     an unbroken run, to the bit, and nothing is left lying about."""
     rng = random.Random(seed)
@@ -42,7 +42,7 @@ def storm(training: Runs, kills: int, seed: int) -> None:
     assert list(training.directory.glob("checkpoints/.*")) == [], "nothing to clean up by hand"
 
 
-def strike(training: Runs, job: Job, moment: str, rng: random.Random) -> None:
+def strike(training: SubmittedRuns, job: Job, moment: str, rng: random.Random) -> None:
     """Kill one rank of the job's present start, at such a moment."""
     job.wait_until(lambda: len(job.ranks()) == 4, "ranks")
     if moment != "start":
@@ -69,7 +69,7 @@ def main() -> int:
         folder = Path(name)
         (folder / "slurm").mkdir()
         with boot(folder / "slurm", nodes=2) as cluster:
-            training = Runs(cluster, make_configs(folder), folder / "run").with_ranks(2)
+            training = SubmittedRuns(cluster, make_configs(folder), folder / "run").with_ranks(2)
             storm(training, arguments.kills, arguments.seed)
     seconds = time.monotonic() - begin
     print(f"{arguments.kills} kills, {seconds:.0f} s: the losses of an unbroken run to the bit")

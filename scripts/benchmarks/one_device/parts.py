@@ -299,8 +299,8 @@ def _row(results: Results, group: str, name: str) -> list[str]:
         return [name, skipped, "", ""]
     seconds = results.values(group, name, "step_seconds")
     first = results.values(group, results.variants(group)[0], "step_seconds")
-    peaks, idle = (results.values(group, name, f"{which}_bytes") for which in ("peak", "idle"))
-    added = [(peak - before) / 2**20 for peak, before in zip(peaks, idle, strict=True)]
+    peaks, baselines = (results.values(group, name, f"{which}_bytes") for which in ("peak", "idle"))
+    added = [(peak - before) / 2**20 for peak, before in zip(peaks, baselines, strict=True)]
     return [
         name,
         spread([1e3 * value for value in seconds], ",.2f"),

@@ -53,7 +53,7 @@ class Task:
 
 
 @dataclass
-class Turn:
+class Measurement:
     """What one turn of a task gave: figures, or why there are none."""
 
     group: str
@@ -74,7 +74,7 @@ class Results:
         results of another machine or benchmark."""
         self.path, self._order = out / "results.json", {name: i for i, name in enumerate(order)}
         self.machine, self.version = describe_machine(), code_version()
-        self.turns: list[Turn] = []
+        self.turns: list[Measurement] = []
         if self.path.is_file():
             saved = json.loads(self.path.read_text())
             if saved["machine"] != self.machine:
@@ -82,7 +82,7 @@ class Results:
                 raise UserError(f"{self.path}: of another machine, {of}; need another OUT")
             if saved.get("benchmark", BENCHMARK) != BENCHMARK:
                 raise UserError(f"{self.path}: of {saved['benchmark']}.py; need another OUT")
-            self.turns = [Turn(**turn) for turn in saved["turns"]]
+            self.turns = [Measurement(**turn) for turn in saved["turns"]]
 
     def has(self, task: Task, number: int) -> bool:
         """Whether this turn was made and gave figures, with the same arguments and code."""
@@ -99,7 +99,7 @@ class Results:
         """Whether the version says how the code differs from any other."""
         return not self.version.endswith(("+", "unknown"))
 
-    def add(self, turn: Turn) -> None:
+    def add(self, turn: Measurement) -> None:
         """Keep a turn; those of the same row with other arguments or code are of no more use. Of
         code that is not known those are that an earlier run made, of this round and later ones."""
         row = (turn.group, turn.variant)
@@ -241,9 +241,9 @@ def _write_table(results: Results, out: Path, table: Callable[[Results], str]) -
     return text
 
 
-def _turn(task: Task, number: int, packages: Path | None) -> Turn:
+def _turn(task: Task, number: int, packages: Path | None) -> Measurement:
     """Run the task in a process of its own."""
-    turn = Turn(task.group, task.variant, number, task.arguments)
+    turn = Measurement(task.group, task.variant, number, task.arguments)
     environment = dict(os.environ, TOKENIZERS_PARALLELISM="false")
     # Last on the path: what both have is taken from where the benchmark runs.
     environment[PACKAGES] = str(packages.resolve()) if packages else ""
@@ -277,7 +277,7 @@ def _last_line(log: Path) -> str:
     return lines[-1][:200] if lines else "without a word"
 
 
-def _show(turn: Turn) -> None:
+def _show(turn: Measurement) -> None:
     figures = ", ".join(f"{name} {value:.4g}" for name, value in turn.values.items())
     where = f"{turn.group}, {turn.variant}, round {turn.round + 1}"
     print(f"{where}: {turn.skipped or figures}", flush=True)

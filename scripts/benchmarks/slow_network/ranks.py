@@ -36,7 +36,7 @@ from scripts.benchmarks.slow_network.links import machine_cpu_seconds, sent
 class Stepper:
     """Something that trains: `step` does one optimizer step and returns the mean loss.
 
-    `between` runs between steps and is not part of them, `settle` after the last one: it sends what
+    `between` runs between steps and is not part of them, `finish` after the last one: it sends what
     a step leaves to be sent under the next. `results` are of the engine's steps.
     """
 
@@ -46,7 +46,7 @@ class Stepper:
     protocol_bytes: Callable[[], int] = lambda: 0
     trainer: Trainer | None = None
     between: Callable[[], object] = lambda: None
-    settle: Callable[[], object] = lambda: None
+    finish: Callable[[], object] = lambda: None
     results: Sequence[StepResult] = ()
 
 
@@ -91,7 +91,7 @@ def _measure(
     counted, seconds = _comm(stepper.results[-job.steps :])
     if trace is not None:
         trace.write(Path(job.options["trace"]))
-    stepper.settle()
+    stepper.finish()
     hierarchy.world.all_true(True)  # the slowest rank of the node has sent its last, too
     bytes_after, packets_after = sent()
     return Answer(
@@ -150,7 +150,7 @@ def ours(job: Job, config: Config, plan: RunPlan, hierarchy: Hierarchy) -> Stepp
         lambda: trainer.engine.step_bytes(trainer.loader.micro_batches)[-1],
         lambda: _gloo_bytes(trainer, plan),
         trainer,
-        settle=trainer.engine.finish_publishing,
+        finish=trainer.engine.finish_publishing,
         results=results,
     )
 

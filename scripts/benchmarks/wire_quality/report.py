@@ -13,11 +13,11 @@ TARGET = 0.003
 """How far from the exact one a final loss may end, as a part of it."""
 STRETCHES = 20
 """Points of a training's curve: the mean of so many steps each that this many cover all of it."""
-Runs = Mapping[str, Run]
+RunsByVariant = Mapping[str, Run]
 Figures = dict[str, dict[str, Any]]
 
 
-def figures(runs: Runs) -> Figures:
+def figures(runs: RunsByVariant) -> Figures:
     """Of each variant the validation losses by step, and the training loss of the last quarter."""
     return {
         name: {"validation": dict(run.evaluations), "training": _last_quarter(run)}
@@ -43,7 +43,7 @@ def table(found: Figures) -> str:
     return "\n".join(lines)
 
 
-def draw(runs: Runs, path: Path) -> None:
+def draw(runs: RunsByVariant, path: Path) -> None:
     """How much higher than with exact wires the loss of each variant is: above in training, on the
     same batches, below in validation."""
     plt = pyplot()
