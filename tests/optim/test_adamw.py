@@ -1,4 +1,4 @@
-"""AdamW on shards is torch's AdamW on whole parameters, however they are cut."""
+"""AdamW on shards is torch's AdamW on full parameters, however they are cut."""
 
 import sys
 from itertools import pairwise
@@ -12,7 +12,7 @@ from megafrontier.config import OptimizerConfig
 from megafrontier.optim.adamw import ShardedAdamW, find_apex
 
 NUMEL, DECAYED = 96, 50
-CUTS = [[0, 96], [0, 10, 50, 96], [0, 49, 51, 96], [0, 1, 2, 60, 95, 96], [0, 50, 96]]
+CUTS = [[0, 96], [0, 10, 50, 96], [0, 1, 49, 51, 95, 96]]
 STEPS = 6
 
 
@@ -62,11 +62,11 @@ def make(cuts, chosen, weights=None):
 def run(optimizer, cuts, first, last):
     for step in range(first, last):
         gradient = values(step + 1)
-        give(optimizer, cuts, gradient, rate(step), torch.tensor(0.0))
+        step_once(optimizer, cuts, gradient, rate(step), torch.tensor(0.0))
 
 
-def give(optimizer, cuts, gradient, lr, skip):
-    """One step with a gradient that is still to be divided by four."""
+def step_once(optimizer, cuts, gradient, lr, skip):
+    """One step with a gradient that the optimizer has to divide by four."""
     shards = [gradient[a:b] * 4 for a, b in pairwise(cuts)]
     optimizer.step(shards, lr, torch.tensor(4.0), skip)
 
@@ -80,14 +80,14 @@ def assert_is_reference(masters, optimizer):
 
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("fused", ["torch", "none"])
-def test_any_cut_gives_the_weights_and_moments_of_whole_parameters(cuts, fused):
+def test_any_cut_gives_the_weights_and_moments_of_full_parameters(cuts, fused):
     masters, optimizer = make(cuts, config(fused))
     run(optimizer, cuts, 0, STEPS)
     assert_is_reference(masters, optimizer)
     assert optimizer.steps == STEPS
 
 
-def test_weight_decay_acts_up_to_the_stop_and_nowhere_else():
+def test_weight_decay_applies_up_to_the_stop_and_nowhere_else():
     cuts = [0, 49, 51, 96]
     with_decay, optimizer = make(cuts, config(decay=0.3))
     without, plain = make(cuts, config(decay=0.0))
@@ -117,7 +117,7 @@ def test_the_optimizer_holds_views_and_no_state_of_its_own(fused):
 
 
 @pytest.mark.parametrize("fused", ["torch", "none"])
-def test_a_restored_optimizer_goes_on_where_the_saved_one_stood(fused):
+def test_a_restored_optimizer_continues_the_saved_one(fused):
     cuts = [0, 49, 51, 96]
     masters, saved = make(cuts, config(fused))
     run(saved, cuts, 0, 3)
@@ -135,13 +135,13 @@ def test_a_skipped_step_changes_nothing_and_is_not_counted(fused):
     cuts = [0, 49, 51, 96]
     masters, optimizer = make(cuts, config(fused))
     run(optimizer, cuts, 0, 3)
-    give(optimizer, cuts, torch.full((NUMEL,), torch.nan), 0.1, torch.tensor(1.0))
+    step_once(optimizer, cuts, torch.full((NUMEL,), torch.nan), 0.1, torch.tensor(1.0))
     assert optimizer.steps == 3
     run(optimizer, cuts, 3, STEPS)
     assert_is_reference(masters, optimizer)
 
 
-def test_gradients_are_let_go_after_the_step():
+def test_gradients_are_released_after_the_step():
     _, optimizer = make([0, 96], config())
     run(optimizer, [0, 96], 0, 1)
     assert all(part.grad is None for part in optimizer._optimizer.state)
@@ -149,10 +149,10 @@ def test_gradients_are_let_go_after_the_step():
 
 @pytest.fixture
 def accelerator(monkeypatch):
-    """Let apex be looked for, and found only where the test puts it."""
+    """Let apex be searched for, and found only where the test puts it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("apex", "apex.optimizers"):
-        monkeypatch.setitem(sys.modules, name, None)  # so that what a test imports goes with it
+        monkeypatch.setitem(sys.modules, name, None)  # restored after the test
         del sys.modules[name]
 
 
@@ -162,42 +162,31 @@ def test_apex_without_an_accelerator_is_refused(monkeypatch):
         make([0, 96], config(fused="apex"))
 
 
-def test_apex_is_looked_for_without_a_look_at_the_device(monkeypatch):
-    """Which ranks that are forked afterwards could not use any more."""
+def test_apex_is_found_without_initializing_the_device(monkeypatch):
+    """Ranks that are forked afterwards could no longer use it."""
     monkeypatch.setattr(torch.cuda, "is_available", pytest.fail)
     monkeypatch.setitem(sys.modules, "apex", None)
     with pytest.raises(UserError, match="apex is not installed"):
         find_apex()
 
 
-def test_missing_apex_is_said_to_be_missing(accelerator, monkeypatch):
+def test_a_missing_apex_is_reported(accelerator, monkeypatch):
     monkeypatch.setitem(sys.modules, "apex", None)
     with pytest.raises(UserError, match=r"apex is not installed .* from source, not from PyPI"):
         find_apex()
 
 
-def test_the_unrelated_apex_of_pypi_is_recognised(accelerator, monkeypatch, tmp_path):
-    package = tmp_path / "apex"
-    package.mkdir()
-    (package / "__init__.py").write_text("from .lib.libapex import ApexImplementation\n")
-    (package / "lib").mkdir()
-    (package / "lib" / "__init__.py").write_text("")
-    (package / "lib" / "libapex.py").write_text("class ApexImplementation: ...\n")
+@pytest.mark.parametrize(
+    "source", ["name = 'apex'", "import velruse.not_installed"], ids=["imports", "does not import"]
+)
+def test_the_unrelated_apex_of_pypi_is_recognised(accelerator, monkeypatch, tmp_path, source):
+    """It needs packages of its own, so that it may not even import."""
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text(f"{source}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UserError, match="PyPI's apex is an unrelated web-authentication") as error:
         find_apex()
     assert "\n" not in str(error.value)
-
-
-def test_an_apex_of_pypi_that_does_not_even_import_is_recognised(
-    accelerator, monkeypatch, tmp_path
-):
-    """It needs packages of its own, velruse and pyramid."""
-    (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").write_text("import velruse.not_installed\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UserError, match="is not NVIDIA's or ROCm's"):
-        find_apex()
 
 
 def test_a_real_apex_that_does_not_import_gives_its_reason(accelerator, monkeypatch, tmp_path):
@@ -210,7 +199,7 @@ def test_a_real_apex_that_does_not_import_gives_its_reason(accelerator, monkeypa
 
 
 class FusedAdam(torch.optim.AdamW):
-    """Takes what apex's takes, and counts its steps where apex does."""
+    """Has apex's arguments, and counts steps where apex does."""
 
     def __init__(self, groups, lr, betas, eps, adam_w_mode):
         assert adam_w_mode
@@ -232,7 +221,7 @@ def test_a_real_apex_is_used(accelerator, monkeypatch):
     cuts = [0, 49, 51, 96]
     masters, optimizer = make(cuts, config("apex"))
     assert isinstance(optimizer._optimizer, FusedAdam)
-    # What stands for it steps as torch does, which would look at the accelerator.
+    # Its stand-in steps as torch does, which would initialize the accelerator.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     run(optimizer, cuts, 0, 3)
     optimizer.restore(3)

@@ -40,7 +40,7 @@ def test_cosine_is_half_way_at_half_time():
     assert rates("cosine")[55] == pytest.approx((PEAK + FLOOR) / 2)
 
 
-def test_linear_falls_in_equal_steps():
+def test_linear_decays_in_equal_steps():
     found = rates("linear", warmup=0, floor=0.0)
     assert found[:STEPS] == pytest.approx([1 - step / STEPS for step in range(STEPS)])
 
@@ -49,7 +49,7 @@ def test_constant_stays():
     assert set(rates("constant")[10:]) == {PEAK}
 
 
-def test_wsd_is_flat_and_falls_over_the_last_part_of_all_steps():
+def test_wsd_is_flat_and_decays_over_the_last_part_of_all_steps():
     found = rates("wsd", floor=0.0)
     assert set(found[10:81]) == {PEAK}
     assert found[80:STEPS] == pytest.approx([1 - step / 20 for step in range(20)])
@@ -59,9 +59,9 @@ def test_wsd_without_a_decay_stays_at_the_full_rate():
     assert set(rates("wsd", decay_fraction=0.0)[10:]) == {PEAK}
 
 
-def test_wsd_with_nothing_but_decay_is_linear():
+def test_wsd_of_decay_only_is_linear():
     assert rates("wsd", decay_fraction=1.0) == pytest.approx(rates("linear"))
 
 
-def test_a_run_of_nothing_but_warm_up_ends_at_the_full_rate():
+def test_a_run_of_warm_up_only_ends_at_the_full_rate():
     assert rates("cosine", warmup=STEPS)[STEPS - 1] == PEAK

@@ -1,4 +1,4 @@
-"""The progress line says what the run does, in one line, on a terminal and in a file."""
+"""The progress line describes a step in one line, on a terminal and in a file."""
 
 import io
 
@@ -42,28 +42,21 @@ def test_a_line_holds_every_metric_with_its_unit():
     )
 
 
-def test_what_computing_waits_for_the_levels_is_a_part_of_the_step():
+def test_only_metrics_that_are_known_are_shown():
     assert "TF/s  MFU 31.2%  wait 12%  1.3 GiB" in format_line(STEP | {"waiting": 0.123}, 2000, 1)
-
-
-def test_a_null_mfu_and_an_unknown_eta_are_left_out():
     line = format_line(STEP | {"mfu": None}, 2000, None)
     assert "MFU" not in line
     assert "ETA" not in line
-
-
-def test_an_evaluation_shows_the_validation_loss_alone():
     assert format_line({"step": 5, "valid_loss": 2.5}, 10, None) == "step 5/10  valid loss 2.500"
 
 
 def test_a_skipped_step_says_why():
-    line = format_line(STEP | {"loss": None, "grad_norm": None, "skipped": True}, 2000, 1)
+    skipped = STEP | {"skipped": True}
+    line = format_line(skipped | {"loss": None, "grad_norm": None}, 2000, 1)
     assert "skipped: loss or gradient not finite" in line
-    overflow = STEP | {"grad_norm": float("inf"), "skipped": True, "loss_scale": 512.0}
-    assert "skipped: gradient too large for fp16, loss scale lowered to 512" in format_line(
-        overflow, 2000, 1
-    )
     assert "grad 0" not in line
+    line = format_line(skipped | {"grad_norm": float("inf"), "loss_scale": 512.0}, 2000, 1)
+    assert "skipped: gradient too large for fp16, loss scale lowered to 512" in line
 
 
 @pytest.mark.parametrize(
@@ -92,8 +85,8 @@ def test_a_file_gets_every_nth_step_and_the_last():
     assert log.getvalue() == stream.getvalue()
 
 
-def test_a_stream_that_takes_no_more_costs_lines_not_the_run():
-    """Standard output redirected to a disk that is full."""
+def test_a_stream_that_cannot_be_written_costs_lines_not_the_run():
+    """As standard output on a full disk."""
 
     class Full(io.StringIO):
         def write(self, text: str) -> int:
@@ -106,7 +99,7 @@ def test_a_stream_that_takes_no_more_costs_lines_not_the_run():
     assert len(log.getvalue().splitlines()) == 2
 
 
-def test_evaluations_skipped_steps_and_notes_always_stay():
+def test_evaluations_skipped_steps_and_notes_are_always_printed():
     log = io.StringIO()
     with Progress(100, io.StringIO(), every=50, log=log) as progress:
         progress.update(STEP | {"step": 1})
@@ -119,7 +112,7 @@ def test_evaluations_skipped_steps_and_notes_always_stay():
     assert note == "saved step 2"
 
 
-def test_the_time_to_go_forgets_one_slow_step():
+def test_the_remaining_time_ignores_one_slow_step():
     stream = io.StringIO()
     with Progress(110, stream, every=10) as progress:
         for values in steps(10):
@@ -127,7 +120,7 @@ def test_the_time_to_go_forgets_one_slow_step():
     assert stream.getvalue().rstrip().endswith("ETA 50s")
 
 
-def test_a_terminal_shows_every_step_and_keeps_every_nth():
+def test_a_terminal_shows_every_step_and_the_file_has_every_nth():
     terminal, log = Terminal(), io.StringIO()
     with Progress(4, terminal, every=2, log=log) as progress:
         for values in steps(4):
