@@ -17,8 +17,8 @@ BUSY = """
 import signal, sys, time
 from pathlib import Path
 from megafrontier.cli import main
-from megafrontier.data.tokenizers import tokenizer
-from megafrontier.data.tokenizers import train as train_tokenizer
+from megafrontier.data.text import prepare
+from megafrontier.data.tokenizers import train
 
 def be_busy(*_):
     \"\"\"As a library is that hears of no signal until it is done.\"\"\"
@@ -27,7 +27,7 @@ def be_busy(*_):
     time.sleep(60)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run behind a shell
-tokenizer.ByteTokenizer.encode_batch = train_tokenizer._run_trainer = be_busy
+prepare.Encoder.encode = train._run_trainer = be_busy
 sys.exit(main(sys.argv[1:]))
 """
 

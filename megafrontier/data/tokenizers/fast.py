@@ -1,4 +1,4 @@
-"""A SentencePiece model written again as a fast tokenizer that `transformers` loads."""
+"""Converts SentencePiece models to fast tokenizers of `transformers`."""
 
 import json
 from collections.abc import Iterator
@@ -15,15 +15,15 @@ _PROBES = ("", " ", "\n", "\tone", " one", "  one two", "one  ", " \n one", _PRO
 def save_fast_tokenizer(model: Any, bos: int, eod: int, lossless: bool, folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json of a SentencePieceProcessor into `folder`.
 
-    `lossless` says that it has the rules of `megafrontier tokenizer`, which are known exactly. Any
-    other is left to `transformers`' own conversion of the tokenizer.model already there, which is
-    right for those made like Llama's. Where a probe shows another result, neither file is left.
+    `lossless` says that the model has the rules of `megafrontier tokenizer`. `transformers` itself
+    converts other models, from the tokenizer.model in the folder; that is correct for models like
+    Llama's. If the ids of a probe differ from the model's, neither file is written.
     """
     config: dict[str, Any] = {"eos_token": model.id_to_piece(eod)}
     path = folder / "tokenizer_config.json"
     config["clean_up_tokenization_spaces"] = False
     config["tokenizer_class"] = "PreTrainedTokenizerFast" if lossless else "LlamaTokenizer"
-    if not lossless:  # else transformers would take Llama's own, and begin each text with one
+    if not lossless:  # without these, the class would use Llama's and put a bos before each text
         config |= {"bos_token": model.id_to_piece(bos), "add_bos_token": False}
         config |= {"unk_token": model.id_to_piece(model.unk_id()), "add_eos_token": False}
     path.write_text(json.dumps(config, indent=2) + "\n")
@@ -39,13 +39,15 @@ def save_fast_tokenizer(model: Any, bos: int, eod: int, lossless: bool, folder: 
 
 
 def _convert(folder: Path, size: int) -> None:
-    """Have `transformers` write the saved model as a fast tokenizer, if it can read it, adds no
-    pieces to its `size`, and gives its ids; else leave the model alone."""
+    """Have `transformers` convert the saved model of `size` pieces.
+
+    Writes nothing if it cannot read the model, adds pieces, or gives other ids.
+    """
     from transformers import AutoTokenizer
 
     try:
         converted = with_rules_of(folder / "tokenizer.model", AutoTokenizer.from_pretrained(folder))
-    except Exception:  # each kind of model fails in its own way, or lacks a package
+    except Exception:  # models fail in many ways, for example because a package is missing
         converted = None
     (folder / "tokenizer_config.json").unlink()
     if converted is not None and len(converted) == size:
@@ -53,11 +55,11 @@ def _convert(folder: Path, size: int) -> None:
 
 
 def with_rules_of(path: Path, tokenizer: Any) -> Any:
-    """The tokenizer that `transformers` has made of the SentencePiece model at `path`, with that
-    model's own rules for spaces: some classes put one more before a text, or one less.
+    """Give a tokenizer that `transformers` made the space rules of the model at `path`.
 
-    Returns `tokenizer` itself where its class has its own ids, or is not a fast one. Raises
-    UserError where the ids of texts would still not be the model's.
+    Some classes of `transformers` add or drop a space before a text. Returns `tokenizer` unchanged
+    if it is not a fast one, or its class has other ids. Raises UserError if the ids of texts still
+    differ from those of the SentencePiece model.
     """
     import sentencepiece
     from transformers import PreTrainedTokenizerFast
@@ -65,7 +67,7 @@ def with_rules_of(path: Path, tokenizer: Any) -> Any:
     model = sentencepiece.SentencePieceProcessor()
     try:
         model.LoadFromSerializedProto(path.read_bytes())
-    except RuntimeError:  # of tiktoken's kind
+    except RuntimeError:  # a file of tiktoken
         return tokenizer
     ids = tokenizer.get_vocab()
     is_fast = isinstance(tokenizer, PreTrainedTokenizerFast)
@@ -76,7 +78,7 @@ def with_rules_of(path: Path, tokenizer: Any) -> Any:
         if tokenizer.encode(text, add_special_tokens=False) != model.encode(text):
             what = f"{tokenizer.name_or_path!r}: gives {text!r} other ids than its tokenizer.model"
             raise UserError(f"tokenizer {what}; need a tokenizer.json, or the .model by itself")
-    with TemporaryDirectory() as folder:  # as a tokenizer of no class that has rules
+    with TemporaryDirectory() as folder:  # reload it as a class without rules of its own
         tokenizer.save_pretrained(folder)
         return PreTrainedTokenizerFast.from_pretrained(folder)
 
@@ -118,7 +120,7 @@ def _fast_model(model: Any) -> Any:
     pieces = [model.id_to_piece(i) for i in range(model.get_piece_size())]
     scores = [model.get_score(i) for i in range(len(pieces))]
     unknown = pieces[model.unk_id()]
-    # BPE's scores are minus the rank of the merge; unigram's are logarithms of a probability.
+    # The scores of BPE are minus the rank of the merge; those of unigram are log-probabilities.
     if _is_bpe(model, scores):
         ids = {piece: i for i, piece in enumerate(pieces)}
         merges = [pair for _, pair in sorted(_merges(model, ids), key=lambda merge: merge[0])]
@@ -138,7 +140,7 @@ def _is_plain(model: Any, i: int) -> bool:
 
 
 def _merges(model: Any, ids: dict[str, int]) -> Iterator[tuple[tuple, tuple[str, str]]]:
-    """((rank of the piece, ids of its halves), its halves) for every way to merge two pieces."""
+    """Yield ((rank of the piece, ids of its halves), its halves) for all merges of two pieces."""
     for piece, i in ids.items():
         if not _is_plain(model, i):
             continue

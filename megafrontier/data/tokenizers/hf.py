@@ -1,4 +1,4 @@
-"""Any tokenizer of Hugging Face's, of a folder, a file, or a name on the hub."""
+"""Hugging Face tokenizers, from a folder, a file, or a name in the hub."""
 
 import json
 import re
@@ -9,81 +9,62 @@ from typing import Any
 from megafrontier.common.errors import UserError
 from megafrontier.common.files import looked_in
 from megafrontier.data.hub import hub_lookup
-from megafrontier.data.tokenizers.tokenizer import EOD_PIECES, MODEL_FILE
+from megafrontier.data.tokenizers.tokenizer import EOD_PIECES, MODEL_FILE, Tokenizer
 
 GENERATION_FILE = "generation_config.json"
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """Any tokenizer that `transformers` loads without running code from its folder.
 
-    Raises UserError when there is none of that name, or it has nothing to end a document with.
+    Raises UserError if there is none of that name, or it has no token to end a document with.
     """
 
     def __init__(self, name: str) -> None:
-        _refuse_folder_without(name)
-        try:
-            with hub_lookup(name):
-                self._tokenizer: Any = _from_files(name) or _from_pretrained(name)
-        except UserError:
-            raise
-        except Exception as error:  # the library raises a dozen kinds for a folder it cannot read
-            what = (
-                "no SentencePiece file, and not a Hugging Face tokenizer either"
-                if Path(name).exists()
-                else f"no file or folder of that name{looked_in(name)}, and none to be had "
-                "from the hub"
-            )
-            raise UserError(f"tokenizer {name!r}: {what}: {error}") from error
+        self._tokenizer = _load(name)
         vocabulary = self._tokenizer.get_vocab()
         if not vocabulary.keys() - set(self._tokenizer.all_special_tokens):
-            # What transformers makes of a model's folder that has no tokenizer in it.
+            # transformers makes such a tokenizer from the folder of a model without one.
             raise UserError(f"tokenizer {name!r}: no piece of text in its vocabulary, {_NEED}")
         _refuse_new_ids(self._tokenizer, name)
-        self.vocab_size = 1 + max(vocabulary.values())  # there may be holes
+        self.vocab_size = 1 + max(vocabulary.values())  # ids may have gaps
         self.eod = self._find_eod(name)
         bos = self._tokenizer.bos_token_id
         self.bos = self.eod if bos is None else int(bos)
         pad = self._tokenizer.pad_token_id
         self.pad = None if pad in (None, self.eod, self.bos) else int(pad)
-        unk = self._tokenizer.unk_token_id  # GPT-2's is its eos: a name for what it has no need of
+        unk = self._tokenizer.unk_token_id  # GPT-2 names its eos here, because it needs no unk
         self.unk = None if unk in (None, self.eod, self.bos) else int(unk)
-        self._ends = _end_ids(name)
+        self._eos_ids = _eos_ids(name)
         added = self._tokenizer.added_tokens_decoder
         others = (i for i in vocabulary.values() if i not in added or not added[i].special)
         self.min_vocab_size = 1 + max(*others, self.eod, self.bos)
-        self._backend = _bare_backend(self._tokenizer)
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
-        return self.encode_batch([text])[0]
+        self._backend = _plain_backend(self._tokenizer)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text."""
-        if not texts:  # which some of transformers' own trip over
+        if not texts:  # some tokenizers of transformers fail for an empty list
             return []
         if self._backend is not None:
-            # As the call below, without the offsets and masks that nobody asks for here.
+            # The same ids as below, without computing offsets and masks.
             self._backend.no_truncation()
             self._backend.no_padding()
             encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
             return [encoding.ids for encoding in encoded]
-        # verbose: a document longer than the model's context is nothing to warn of here.
+        # verbose=False: do not warn of documents that are longer than the model's context.
         return self._tokenizer(
             list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False
         )["input_ids"]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
         plain = [int(i) for i in ids]
         return self._tokenizer.decode(plain, clean_up_tokenization_spaces=False)
 
     def save(self, folder: Path) -> None:
-        """Write it as `transformers` does, and all ids that its model ends a text with."""
+        """Write it as `transformers` does, and all ids with which its model ends a text."""
         self._tokenizer.save_pretrained(folder)
-        if len(self._ends) > 1:
-            ends = {"bos_token_id": self.bos, "eos_token_id": self._ends}
-            (folder / GENERATION_FILE).write_text(json.dumps(ends, indent=2) + "\n")
+        if len(self._eos_ids) > 1:
+            ids = {"bos_token_id": self.bos, "eos_token_id": self._eos_ids}
+            (folder / GENERATION_FILE).write_text(json.dumps(ids, indent=2) + "\n")
 
     def _find_eod(self, name: str) -> int:
         tokenizer = self._tokenizer
@@ -102,15 +83,29 @@ _NEED = "need tokenizer.json, or vocab.json and merges.txt, or a SentencePiece t
 _TOKENIZER_FILE = re.compile(r"token|tekken|vocab|merges|\.model$|\.tiktoken$")
 
 
-def _refuse_folder_without(name: str) -> None:
+def _load(name: str) -> Any:
     path = Path(name)
     if path.is_dir() and not any(_TOKENIZER_FILE.search(file.name) for file in path.iterdir()):
         raise UserError(f"tokenizer {name!r}: no tokenizer in this folder, {_NEED}")
+    try:
+        with hub_lookup(name):
+            return _from_files(name) or _from_pretrained(name)
+    except UserError:
+        raise
+    except Exception as error:  # transformers raises a dozen kinds for a folder it cannot read
+        what = (
+            "no SentencePiece file, and not a Hugging Face tokenizer either"
+            if path.exists()
+            else f"no file or folder of that name{looked_in(name)}, and none in the hub"
+        )
+        raise UserError(f"tokenizer {name!r}: {what}: {error}") from error
 
 
 def _refuse_new_ids(tokenizer: Any, name: str) -> None:
-    """Raise UserError for an end or a beginning of texts that the folder's vocabulary lacks, to
-    which transformers gives a new id that no model has learned."""
+    """Refuse an eos or bos that the vocabulary lacks.
+
+    transformers would give it a new id, which no model has been trained on.
+    """
     from transformers import PreTrainedTokenizerFast
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -126,7 +121,7 @@ def _refuse_new_ids(tokenizer: Any, name: str) -> None:
 
 
 def _added_ids(name: str) -> dict[str, int]:
-    """The ids that a folder's files give to added tokens."""
+    """Return the ids of added tokens in the files of a folder."""
     legacy = _read_file_of(name, "added_tokens.json")
     config = _read_file_of(name, "tokenizer_config.json").get("added_tokens_decoder", {})
     fast = _read_file_of(name, "tokenizer.json").get("added_tokens", [])
@@ -138,7 +133,7 @@ def _added_ids(name: str) -> dict[str, int]:
 
 
 def _from_pretrained(name: str) -> Any:
-    """The tokenizer that transformers makes by the class which the folder names."""
+    """Load a tokenizer by the class that its folder names."""
     from transformers import AutoTokenizer
 
     from megafrontier.data.tokenizers.fast import with_rules_of
@@ -148,17 +143,17 @@ def _from_pretrained(name: str) -> Any:
     return tokenizer if model is None else with_rules_of(Path(model), tokenizer)
 
 
-def _end_ids(name: str) -> list[int]:
-    """All ids that the model in a folder ends a text with, where its files name several."""
+def _eos_ids(name: str) -> list[int]:
+    """Return all ids with which the model in a folder ends a text, if its files name several."""
     for file in (GENERATION_FILE, "config.json"):
-        ends = _read_file_of(name, file).get("eos_token_id")
-        if isinstance(ends, list):
-            return [int(i) for i in ends]
+        ids = _read_file_of(name, file).get("eos_token_id")
+        if isinstance(ids, list):
+            return [int(i) for i in ids]
     return []
 
 
 def _file_of(name: str, file: str) -> str | None:
-    """Where a file of a folder, or of a name on the hub, lies here; None if it has none."""
+    """Return the local path of a file of a folder or of a name in the hub; None without one."""
     from transformers.utils import cached_file
 
     may_lack = ("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors")
@@ -167,7 +162,7 @@ def _file_of(name: str, file: str) -> str | None:
 
 
 def _read_file_of(name: str, file: str) -> dict[str, Any]:
-    """A JSON file of a folder, or of a name on the hub; empty if it has none."""
+    """Read a JSON file of a folder or of a name in the hub; empty without one."""
     path = None if Path(name).is_file() else _file_of(name, file)
     try:
         found = {} if path is None else json.loads(Path(path).read_bytes())
@@ -179,15 +174,15 @@ def _read_file_of(name: str, file: str) -> dict[str, Any]:
 
 
 def _from_files(name: str) -> Any:
-    """The tokenizer of a tokenizer.json, in a folder or alone (as GPT-NeoX has one), or of a folder
-    whose only JSON is Megatron-LM's vocab.json of GPT-2, with its merges.txt; else None."""
+    """Load a tokenizer.json, alone (as of GPT-NeoX) or in a folder, or a folder with only the
+    vocab.json and merges.txt of GPT-2 (as of Megatron-LM). Returns None for anything else."""
     from transformers import GPT2TokenizerFast, PreTrainedTokenizerFast
 
     path = Path(name)
     if path.is_file():
         return PreTrainedTokenizerFast(tokenizer_file=name)
     if _file_of(name, "tokenizer.json") is not None:
-        # The class that tokenizer_config.json names would put its own rules over the file's.
+        # The class that tokenizer_config.json names would override the file's rules.
         return PreTrainedTokenizerFast.from_pretrained(name)
     vocabulary, merges = path / "vocab.json", path / "merges.txt"
     if list(path.glob("*.json")) == [vocabulary] and merges.is_file():
@@ -195,9 +190,9 @@ def _from_files(name: str) -> Any:
     return None
 
 
-def _bare_backend(tokenizer: Any) -> Any:
-    """The tokenizer of Hugging Face's `tokenizers` inside one of transformers', where the latter
-    adds nothing of its own to the ids; else None."""
+def _plain_backend(tokenizer: Any) -> Any:
+    """Return the `tokenizers` object inside a tokenizer of transformers, if the latter does not
+    change its ids; else None."""
     from transformers import PreTrainedTokenizerFast
 
     kind, base = type(tokenizer), PreTrainedTokenizerFast

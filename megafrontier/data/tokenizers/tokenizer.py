@@ -1,132 +1,111 @@
-"""One face for every tokenizer: SentencePiece, Hugging Face, and plain bytes."""
+"""One interface for all tokenizers: SentencePiece, Hugging Face, and plain bytes."""
 
 import json
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cache
 from hashlib import sha256
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megafrontier.common.errors import UserError, as_fatal_error
 from megafrontier.common.files import looked_in
 
 MARKER = "megafrontier_tokenizer.json"
-"""File that tells a folder written by `save` which kind of tokenizer it holds."""
+"""The file in a folder written by `save` that says which kind of tokenizer it holds."""
 
 MODEL_FILE = "tokenizer.model"
 SAVED_FILES = (MARKER, MODEL_FILE, "tokenizer.json", "tokenizer_config.json")
-"""What `save` writes of a SentencePiece model, and of bytes."""
+"""The files that `save` writes of a SentencePiece model, and of bytes."""
 
 EOD_PIECES = ("<|endoftext|>", "</s>", "<eod>")
-"""What ends a document where the tokenizer itself does not say."""
+"""Pieces that end a document, for a tokenizer that does not define its end of text."""
 
-_SPACE = "\u2581"  # what SentencePiece writes for a space, and so cannot tell from one
+_SPACE = "\u2581"  # SentencePiece's piece for a space
 
 
-class Tokenizer(Protocol):
-    """What the rest of the program knows of a tokenizer. Safe to use in forked processes."""
+class Tokenizer(ABC):
+    """The interface of all tokenizers. They can be used in forked processes."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids; every id is below it."""
-
-    @property
-    def min_vocab_size(self) -> int:
-        """How many a model has to know; 0 without a tokenizer. Behind them are special tokens that
-        were added, `<pad>` perhaps, which only a text that spells them has."""
-
-    @property
-    def eod(self) -> int:
-        """Id that ends a document."""
-
-    @property
-    def bos(self) -> int:
-        """Id that begins a text for models that expect one; `eod` where it has none of its own."""
-
-    @property
-    def pad(self) -> int | None:
-        """Id that `transformers` fills short rows of a batch with, where it has one for that alone:
-        a model there learns nothing of it."""
-
-    @property
-    def unk(self) -> int | None:
-        """Id that stands for characters without a piece, where there are such."""
+    vocab_size: int
+    """Number of ids. Every id is smaller."""
+    min_vocab_size: int
+    """Smallest vocabulary of a model; 0 without a tokenizer. Ids above are special tokens that were
+    added later, for example `<pad>`, and occur only in texts that spell them out."""
+    eod: int
+    """Id that ends a document."""
+    bos: int
+    """Id that starts a text for models that expect one; `eod` if the tokenizer has none."""
+    pad: int | None = None
+    """Id that only fills batches in `transformers`, if there is one."""
+    unk: int | None = None
+    """Id for characters without a piece, if there is one."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without any special ones at its ends."""
+        """Return the ids of a text, without special ids at its ends."""
+        return self.encode_batch([text])[0]
 
+    @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text."""
+        """Return the ids of each text. Raises UserError for the tokenizer `none`."""
 
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; `eod` has none in SentencePiece and bytes, nor has an unknown id."""
+        """Return the text of ids. Unknown ids, and the eod of SentencePiece and bytes, have none.
 
+        Raises UserError for the tokenizer `none`.
+        """
+
+    @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write into `folder` what `load_tokenizer(folder)` reads back, and, but for `bytes`, what
-        `transformers.AutoTokenizer.from_pretrained(folder)` reads too."""
+        """Write into `folder` what `load_tokenizer(folder)` reads.
+
+        Except for `bytes` and `none`, `transformers.AutoTokenizer` reads it, too.
+        """
 
 
-class ByteTokenizer:
-    """The 256 bytes of UTF-8, and 256 as end of document. `transformers` has none like it, so a
-    saved one is only a marker for `load_tokenizer`."""
+class ByteTokenizer(Tokenizer):
+    """The 256 bytes of UTF-8, and 256 as the end of a document."""
 
     vocab_size = min_vocab_size = 257
     eod = bos = 256
-    pad = unk = None
-
-    def encode(self, text: str) -> list[int]:
-        """One id a byte."""
-        return list(text.encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """One id a byte, for each text."""
-        return [self.encode(text) for text in texts]
+        return [list(text.encode()) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text; bytes that are no UTF-8 become U+FFFD, ids beyond the bytes nothing."""
         return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
 
     def save(self, folder: Path) -> None:
-        """Write the marker."""
         _write_marker(folder, "bytes")
 
 
-class NoTokenizer:
-    """For a model whose corpora are ids alone: any ids that the model knows, and no text."""
+class NoTokenizer(Tokenizer):
+    """For a model whose corpora are ids without a text. Accepts all ids of the model."""
 
     vocab_size = 2**31 - 1
     min_vocab_size = 0
     eod = bos = -1
-    pad = unk = None
-
-    def encode(self, text: str) -> list[int]:
-        """Raises UserError."""
-        raise UserError("tokenizer: none, need one to read and write text")
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Raises UserError."""
-        return [self.encode(text) for text in texts]
+        raise UserError("tokenizer: none, need one to read and write text")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Raises UserError."""
         raise UserError("tokenizer: none, need one to read and write text")
 
     def save(self, folder: Path) -> None:
-        """Write the marker."""
         _write_marker(folder, "none")
 
 
-class SentencePieceTokenizer:
-    """A SentencePiece model. With one from `megafrontier tokenizer`, decode(encode(text)) == text
-    for every text.
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model.
 
-    Raises UserError when `path` is no SentencePiece model, or has nothing to end a document with.
+    For a model from `megafrontier tokenizer`, decode(encode(text)) == text for every text. Raises
+    UserError if `path` is not a SentencePiece model, or has no piece to end a document with.
     """
-
-    pad = None
 
     def __init__(self, path: str | Path) -> None:
         import sentencepiece
@@ -146,60 +125,55 @@ class SentencePieceTokenizer:
                 f"tokenizer {str(path)!r}: no SentencePiece model{what}; {need}"
             ) from error
         try:
-            self._look_at_pieces()
+            self._read_pieces()
         except UnicodeDecodeError as error:
             raise UserError(f"tokenizer {str(path)!r}: damaged: a piece is not UTF-8") from error
 
-    def _look_at_pieces(self) -> None:
-        self.vocab_size: int = self._model.get_piece_size()
-        self.min_vocab_size = self.vocab_size
+    def _read_pieces(self) -> None:
+        self.vocab_size = self.min_vocab_size = self._model.get_piece_size()
         self.unk = self._model.unk_id()
         self.eod = self._find_eod()
         self.bos = self._model.bos_id() if self._model.bos_id() >= 0 else self.eod
-        self._lines_stand_alone = self._is_lossless()
+        self._is_lossless = self._has_lossless_rules()
         self._space_ids = [self._model.piece_to_id(f"<0x{b:02X}>") for b in _SPACE.encode()]
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
-        return self.encode_batch([text])[0]
-
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text."""
-        if not self._lines_stand_alone:
+        if not self._is_lossless:
             return self._model.encode(list(texts), num_threads=1)
-        # As the call above would, in half the time: BPE takes longer than linear, and no piece
-        # crosses a line. All lines in one call, which costs as much as thirty short lines do.
+        # No piece of a lossless model crosses a line end, so lines can be encoded one by one. This
+        # takes half the time, because the time of BPE grows faster than the length. All lines are
+        # encoded in one call, because a call costs as much as thirty short lines.
         split = [[part.splitlines(True) for part in text.split(_SPACE)] for text in texts]
         lines = [line for parts in split for part in parts for line in part]
-        runs = iter(self._model.encode(lines, num_threads=1))
-        return [self._join(parts, runs) for parts in split]
+        encoded = iter(self._model.encode(lines, num_threads=1))
+        return [self._join(parts, encoded) for parts in split]
+
+    def _join(self, parts: Sequence[Sequence[str]], encoded: Iterator[list[int]]) -> list[int]:
+        """Join the next encoded lines to the ids of one text, whose `parts` U+2581 separates.
+
+        SentencePiece would take U+2581 for a space, so it is encoded as bytes.
+        """
+        ids = list(chain.from_iterable(islice(encoded, len(parts[0]))))
+        for part in parts[1:]:
+            ids += self._space_ids
+            ids += chain.from_iterable(islice(encoded, len(part)))
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
         return self._model.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
 
     def save(self, folder: Path) -> None:
-        """Write the model and, for `transformers`, the same as a fast tokenizer.
+        """Write the model and, if it can be converted, a fast tokenizer for `transformers`.
 
-        Its ids are the model's, but where unigram finds two cuts of a text equally likely, for the
-        character U+2581, which it takes for a space, and for the text of the eod piece, which it
-        takes for the end. A model that `transformers` cannot convert is saved alone.
+        The ids of both are equal, with these exceptions: two segmentations that are equally likely
+        for unigram, the character U+2581, and texts that spell the eod piece.
         """
         from megafrontier.data.tokenizers.fast import save_fast_tokenizer
 
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MODEL_FILE).write_bytes(self._proto)
-        save_fast_tokenizer(self._model, self.bos, self.eod, self._lines_stand_alone, folder)
+        save_fast_tokenizer(self._model, self.bos, self.eod, self._is_lossless, folder)
         _write_marker(folder, "sentencepiece")
-
-    def _join(self, parts: Sequence[Sequence[str]], runs: Iterator[list[int]]) -> list[int]:
-        """The ids of one text from those of its lines, the next `runs`; what parts its `parts`
-        SentencePiece would read as a space."""
-        ids = list(chain.from_iterable(islice(runs, len(parts[0]))))
-        for part in parts[1:]:
-            ids += self._space_ids
-            ids += chain.from_iterable(islice(runs, len(part)))
-        return ids
 
     def _find_eod(self) -> int:
         named = (self._model.piece_to_id(piece) for piece in EOD_PIECES)
@@ -209,9 +183,11 @@ class SentencePieceTokenizer:
                 return candidate
         raise UserError(f"tokenizer {self.path}: no end-of-sequence piece, need one to end texts")
 
-    def _is_lossless(self) -> bool:
-        """Whether line ends are pieces of their own and in no other, spaces are kept, and bytes
-        catch the rest: so `megafrontier tokenizer` makes them."""
+    def _has_lossless_rules(self) -> bool:
+        """Return whether the model has the rules of `megafrontier tokenizer`.
+
+        Line ends are separate pieces, spaces are kept, and other characters become bytes.
+        """
         newline = self._model.piece_to_id("\n")
         pieces = self._model.id_to_piece(list(range(self.vocab_size)))
         probe = "  a \n"
@@ -231,22 +207,22 @@ _FORMATS = {
     rb"PK\x03\x04": "a zip archive, as PyTorch writes it",
     rb"version https://git-lfs": "a pointer of Git LFS, without the file that it stands for",
 }
-"""What files begin with that are taken for a tokenizer."""
+"""How files start that are mistaken for a SentencePiece model."""
 
 
 def _described(content: bytes) -> str:
-    found = (name for begins, name in _FORMATS.items() if re.match(begins, content))
+    found = (name for start, name in _FORMATS.items() if re.match(start, content))
     return next((f" but {name}" for name in found), "")
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer that `spec` names: `bytes`, a SentencePiece .model file, a folder that `save`
-    wrote, the folder or name of a Hugging Face tokenizer, a tokenizer.json under any name, or the
-    folder of a vocab.json and merges.txt of GPT-2's kind; or `none`.
+    """Load the tokenizer that `spec` names.
 
-    Raises UserError when it is none of these.
+    `spec` is `bytes`, a SentencePiece .model file, a folder written by `save`, the folder or name
+    of a Hugging Face tokenizer, a tokenizer.json of any name, a folder with the vocab.json and
+    merges.txt of GPT-2, or `none`. Raises UserError if it is none of these.
     """
-    # Its threads do not survive a fork, and workers are processes here.
+    # The threads of the `tokenizers` library do not survive the fork of our workers.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path = Path(spec)
     if spec == "bytes" or _read_marker(path) == "bytes":
@@ -269,30 +245,34 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 @cache
 def cached_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer that `spec` names, loaded once in a process and those forked from it: for a
-    run, in whose course the files may go. Raises UserError as `load_tokenizer` does."""
+    """Load a tokenizer once per process and its forks, because its files may be deleted later.
+
+    Raises UserError as `load_tokenizer`.
+    """
     return load_tokenizer(spec)
 
 
-_KEPT_FILES: dict[str, dict[Path, bytes]] = {}
+_SAVED: dict[str, dict[Path, bytes]] = {}
 
 
 def save_cached_tokenizer(spec: str, folder: Path) -> None:
-    """Write the files of the tokenizer that `spec` names into a new folder. They are made once in a
-    process: each checkpoint has them, and some take seconds to convert."""
-    if spec not in _KEPT_FILES:
+    """Write the files of a cached tokenizer into a new folder.
+
+    Every checkpoint has them, and some take seconds to convert, so they are made once per process.
+    """
+    if spec not in _SAVED:
         folder.mkdir(parents=True, exist_ok=True)
         cached_tokenizer(spec).save(folder)
         files = [path for path in folder.rglob("*") if path.is_file()]
-        _KEPT_FILES[spec] = {path.relative_to(folder): path.read_bytes() for path in files}
+        _SAVED[spec] = {path.relative_to(folder): path.read_bytes() for path in files}
         return
-    for path, content in _KEPT_FILES[spec].items():
+    for path, content in _SAVED[spec].items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(content)
 
 
 def _is_a_path(spec: str) -> bool:
-    """Whether it cannot be the name of a tokenizer, OWNER/NAME or NAME."""
+    """Return whether `spec` cannot be the name of a tokenizer, OWNER/NAME or NAME."""
     return spec.startswith((".", "/", "~")) or spec.count("/") > 1 or spec.endswith(".model")
 
 
@@ -317,11 +297,11 @@ def _marker(folder: Path) -> dict[str, Any]:
 
 
 def _is_rewritten(folder: Path) -> bool:
-    """Whether `transformers` has saved a tokenizer over ours, which may have more ids."""
+    """Return whether `transformers` has overwritten our tokenizer, perhaps with more ids."""
     return _marker(folder).get("fast", _fast_digest(folder)) != _fast_digest(folder)
 
 
 def _fast_digest(folder: Path) -> str | None:
-    """Of what `transformers` reads in a folder, None where that is nothing."""
+    """Return the SHA-256 of the tokenizer.json that `transformers` reads, None without one."""
     path = folder / "tokenizer.json"
     return sha256(path.read_bytes()).hexdigest() if path.is_file() else None

@@ -169,8 +169,10 @@ def test_a_long_text_that_ends_in_nothing_to_say_ends_all_the_same(
 ) -> None:
     """Its last piece is blank, and some tokenizers have no token for that."""
     monkeypatch.setattr("megafrontier.data.text.files.BLOCK_BYTES", 3000)
-    encode = ByteTokenizer.encode
-    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: encode(self, text.strip()))
+    encode = ByteTokenizer.encode_batch
+    monkeypatch.setattr(
+        ByteTokenizer, "encode_batch", lambda self, texts: encode(self, [t.strip() for t in texts])
+    )
     (tmp_path / "long.txt").write_text("word " * 600 + " " * 5000)
     prepare([str(tmp_path / "long.txt")], "bytes", tmp_path / "made", 1, append_eod=True)
     (tokens,) = (IndexedDataset(tmp_path / "made").document(0),)
@@ -196,7 +198,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
         path = tmp_path / f"{lines}.jsonl"
         path.write_text(line * lines)
         code = f"""
-from megafrontier.data.text.prepare import PrepareProgress, prepare
+from megafrontier.data.text.prepare import prepare
 prepare([{str(path)!r}], "bytes", {str(tmp_path / "made")!r}, 1)
 print(next(l.split()[1] for l in open("/proc/self/status") if l.startswith("VmHWM")))
 """

@@ -467,8 +467,8 @@ def test_a_name_that_is_nowhere_is_one_line_without_each_attempt_to_reach_the_hu
     with pytest.raises(UserError) as error:
         load_tokenizer("my-tokenizr")
     assert str(error.value) == (
-        f"tokenizer 'my-tokenizr': no file or folder of that name in {os.getcwd()}, and none to be "
-        "had from the hub: We couldn't connect to the hub"
+        f"tokenizer 'my-tokenizr': no file or folder of that name in {os.getcwd()}, and none "
+        "in the hub: We couldn't connect to the hub"
     )
     assert capfd.readouterr().err == ""
 
