@@ -19,10 +19,6 @@ Heartbeat = Callable[[int | None], None]
 LATE_MICRO_BATCHES = 8
 
 
-def _ignore(_step: int | None) -> None:
-    """The heartbeat of a run without a watchdog."""
-
-
 class StepQueue:
     """Started steps whose results the host has not read, at most `depth` (0 or 1) between steps.
 
@@ -56,7 +52,7 @@ class StepQueue:
 def run(
     trainer: Trainer,
     callbacks: Sequence[Callback],
-    heartbeat: Heartbeat = _ignore,
+    heartbeat: Heartbeat = lambda step: None,
     depth: int | None = None,
 ) -> None:
     """Train from the trainer's step to its last step, or until a signal asks to stop.
@@ -144,7 +140,7 @@ def train_step(trainer: Trainer) -> StepResult:
 def start_step(
     trainer: Trainer,
     callbacks: Sequence[Callback] = (),
-    heartbeat: Heartbeat = _ignore,
+    heartbeat: Heartbeat = lambda step: None,
     previous: AsyncStepResult | None = None,
 ) -> AsyncStepResult:
     """Hand one optimizer step to the device: all micro-batches forward and backward, one update.

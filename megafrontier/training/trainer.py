@@ -1,10 +1,9 @@
 """Everything that one rank trains with, built from a configuration."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -29,20 +28,12 @@ from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.plan import RunPlan
 from megafrontier.training.recorder import MetricRecorder
 
+if TYPE_CHECKING:
+    # At run time its package would take long to import.
+    from torch.distributed.checkpoint.stateful import Stateful
+
 Part = Literal["train", "valid"]
 PARTS: tuple[Part, ...] = ("train", "valid")
-
-
-class Stateful(Protocol):
-    """An object with a state that checkpoints keep."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state, as values that JSON can express; empty if there is nothing to keep."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint's state."""
-        ...
 
 
 @dataclass
@@ -66,7 +57,7 @@ class Trainer:
     spikes: SpikeRule
     metrics: MetricRecorder
     run_logger: RunLogger
-    stateful: dict[str, Stateful] = field(default_factory=dict)
+    stateful: dict[str, "Stateful"] = field(default_factory=dict)
     step: int = 0
     tokens: int = 0
 

@@ -1,6 +1,6 @@
-"""Whatever is chosen of levels, placement, wires, schedule and model, a run keeps its promises.
+"""With any levels, placement, wires, schedule and model, a run keeps its promises.
 
-A few drawn arrangements at each test; MEGAFRONTIER_ARRANGEMENTS=200 draws as many.
+Each test run draws a few layouts; MEGAFRONTIER_ARRANGEMENTS=200 draws 200.
 """
 
 import os
@@ -25,8 +25,8 @@ STEPS = 5
 
 @dataclass
 class Drawn:
-    """Overrides of a run on so many ranks: `schedule` may change no bit of its losses, `partition`
-    how they are rounded; `run` is what it trains."""
+    """Overrides of a run on `ranks` ranks. `schedule` may change no bit of the losses, `partition`
+    may change their rounding; `run` is what it trains."""
 
     ranks: int
     schedule: list[str]
@@ -39,13 +39,13 @@ class Drawn:
 
 
 def draw(rng: Random, config_file) -> Drawn:
-    """One that no check refuses."""
+    """A layout that no check refuses."""
     while True:
         found = _draw(rng)
         try:
             resolve_plan(runs.load(config_file, *found.partition, *found.run), found.ranks)
         except UserError:
-            continue  # a change that is not published, say
+            continue  # for example delta wires that are not published
         return found
 
 
@@ -67,7 +67,7 @@ def _draw(rng: Random) -> Drawn:
 
 
 def _draw_placement(rng: Random, names) -> list[str]:
-    """Nested: each state is cut at least as far as the one before."""
+    """Each state is sharded at least as far as the one before."""
     states = ("backward_weights", "weights", "gradients", "optimizer")
     depths = sorted(rng.randint(0, len(names)) for _ in states)
     chosen = zip(states, depths, strict=True)
@@ -108,7 +108,7 @@ def _chosen(rng: Random, section: str, **keys) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(COUNT))
-def test_any_arrangement_trains_alike_with_every_schedule_after_a_stop_and_as_one_process_does(
+def test_any_layout_has_the_losses_of_one_process_and_resumes_to_the_bit(
     config_file, tmp_path, seed
 ):
     rng = Random(seed)
@@ -117,7 +117,7 @@ def test_any_arrangement_trains_alike_with_every_schedule_after_a_stop_and_as_on
     stop = rng.randint(1, STEPS - 1)
     always = (
         *drawn.run, f"train.steps={STEPS}", f"run.seed={seed}", "evaluate.batches=0",
-        f"checkpoint.every={stop}",  # of both runs: saving folds what error feedback keeps
+        f"checkpoint.every={stop}",  # in both runs, because saving folds the errors
     )  # fmt: skip
 
     def train(name, ranks, *overrides):

@@ -1,6 +1,6 @@
 """Whole runs on GPUs, with NCCL or RCCL, by the command itself.
 
-Where there are fewer GPUs than ranks, ranks share them.
+If there are fewer GPUs than ranks, ranks share them.
 """
 
 import pytest
@@ -14,7 +14,7 @@ from tests.ranks import share_devices
 
 pytestmark = pytest.mark.usefixtures("unused_gpus")
 
-# Large enough that a kernel takes longer than its launch: what is used too early is seen.
+# Large enough that a kernel takes longer than its launch, so that a use before its end shows.
 LARGER = (
     "model.layers=4", "model.hidden=1024", "model.heads=8", "model.ffn_hidden=2048",
     "model.sequence_length=64", "train.precision=bf16", "optimizer.lr=1.0e-3",
@@ -22,18 +22,18 @@ LARGER = (
 
 
 def on_gpus(ranks):
-    """Who a rank is, as torchrun tells it."""
+    """The environment of a rank, as torchrun sets it."""
     return lambda rank: torchrun(rank, ranks) | share_devices(rank, ranks)
 
 
 def machine(ranks):
-    """Pairs at the lowest level."""
+    """An override: pairs at the lowest level."""
     levels = "pair: {size: 2}, world: {}" if ranks > 1 else "world: {}"
     return f"machine={{levels: {{{levels}}}}}"
 
 
 def train(folder, name, ranks, *overrides):
-    """The metrics of a run that ends well."""
+    """The metrics of a run that succeeds."""
     chosen = machine(ranks), *LARGER, *overrides
     started = start(COMMAND, folder, name, on_gpus(ranks), *chosen, ranks=ranks)
     ended = wait_for(started)
@@ -42,8 +42,8 @@ def train(folder, name, ranks, *overrides):
 
 
 def lose(folder, name, rank, act, *overrides):
-    """Of four ranks one is struck at step 3: (exit codes of the others that end in time, what the
-    first of them says)."""
+    """Let one of four ranks `act` in step 3. Returns the exit codes of the others that end in time,
+    and stderr of the first of them."""
     script = AT_STEP.format(step=3, rank=rank, act=act)
     chosen = machine(4), *LARGER, *overrides
     ended = launched(folder, name, script, *chosen, identity=on_gpus(4), count=4)
@@ -63,8 +63,8 @@ def test_a_local_rank_computes_on_a_gpu_as_a_launchers_does(folder):
     assert runs.losses(runs.metrics(folder / "local")) == runs.losses(others)
 
 
-def test_a_step_that_is_read_at_once_takes_as_long_as_the_others(folder):
-    """By the host's clock the last would have ended as soon as it was handed over."""
+def test_the_last_step_takes_as_long_as_the_others(folder):
+    """By the host's clock it would end as soon as it is handed over."""
     lines = train(folder, "timed", 1, "train.steps=20")
     *others, last = [line["step_seconds"] for line in lines if "loss" in line][5:]
     assert last > 0.3 * min(others)
@@ -85,8 +85,8 @@ def test_all_policies_give_the_same_losses_to_the_bit(folder, wires):
     assert "encoded by plain torch" not in log
 
 
-def test_a_run_goes_on_from_its_checkpoint_to_the_bit(folder):
-    # A save folds what error feedback carries on: the whole run has one, too.
+def test_a_run_resumes_from_its_checkpoint_to_the_bit(folder):
+    # A save folds the errors, so both runs save at the same step.
     chosen = (
         "partition.wires=low", "train.deterministic=true", "partition.overlap=full",
         "checkpoint.every=4",
@@ -100,22 +100,22 @@ def test_a_run_goes_on_from_its_checkpoint_to_the_bit(folder):
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_killed_rank_ends_the_others_soon_and_is_named(folder, rank):
-    codes, said = lose(folder, f"killed-{rank}", rank, KILL)
-    assert codes == [LOST] * 3, f"within 2 minutes, where train.hang_seconds is 600: {said}"
-    assert f"rank {rank}" in said
-    assert "Traceback" not in said
+    codes, error = lose(folder, f"killed-{rank}", rank, KILL)
+    assert codes == [LOST] * 3, f"within 2 minutes, though train.hang_seconds is 600: {error}"
+    assert f"rank {rank}" in error
+    assert "Traceback" not in error
 
 
-def test_a_rank_that_stands_still_is_named(folder):
-    codes, said = lose(folder, "frozen", 2, FREEZE, "train.hang_seconds=10")
-    assert codes == [LOST] * 3, said
-    assert "rank 2" in said
-    assert "Traceback" not in said
+def test_a_frozen_rank_is_named(folder):
+    codes, error = lose(folder, "frozen", 2, FREEZE, "train.hang_seconds=10")
+    assert codes == [LOST] * 3, error
+    assert "rank 2" in error
+    assert "Traceback" not in error
 
 
-def test_what_all_ranks_fail_of_ends_each_with_its_own_code(folder):
-    """And not with an error of communicators that others have given up by then: the next step has
-    begun."""
+def test_an_error_of_all_ranks_ends_each_with_its_exit_code(folder):
+    """And not with an error of communicators that other ranks have destroyed while the next step
+    was in progress."""
     chosen = machine(4), *LARGER, "optimizer.lr=1.0e+30", "train.nonfinite_limit=2"
     started = start(COMMAND, folder, "diverged", on_gpus(4), *chosen, ranks=4)
     ended = wait_for(started)

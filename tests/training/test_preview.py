@@ -1,4 +1,4 @@
-"""A run says what its ranks hold, what they send, and what may go wrong with that."""
+"""A run says what its ranks hold and send, and what may go wrong."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("chosen", "ranks", "said"),
+    ("chosen", "ranks", "line"),
     [
         (
             ["train.precision=bf16"], 8,
@@ -36,20 +36,20 @@ CPU = torch.device("cpu")
          "overlap safe"),
     ],
 )  # fmt: skip
-def test_the_wires_of_each_level_are_told_as_they_come_out(tmp_path, chosen, ranks, said):
+def test_the_wires_of_each_level_are_logged_as_resolved(tmp_path, chosen, ranks, line):
     config = runs.load(runs.make_config_file(tmp_path), *chosen)
     wires = describe_wires(config, resolve_plan(config, ranks))
-    assert wires == f"wires: {said}"
+    assert wires == f"wires: {line}"
     assert wires in describe_ranks(config, resolve_plan(config, ranks), CPU)
     assert wires in preview_run(config, ranks)
 
 
-def test_several_communicators_at_once_are_warned_of_where_they_have_hung(tmp_path):
+def test_several_communicators_at_once_are_warned_of_on_devices_on_which_they_have_hung(tmp_path):
     path = runs.make_config_file(tmp_path)
     for overlap, warnings in (("safe", 0), ("full", 1)):
         config = runs.load(path, "machine=frontier", f"partition.overlap={overlap}")
-        told = [line for line in preview_run(config, 16) if line.startswith("warning: ")]
-        assert len(told) == warnings
-    assert told[0].startswith("warning: partition.overlap: full, but RCCL ")
+        warned = [line for line in preview_run(config, 16) if line.startswith("warning: ")]
+        assert len(warned) == warnings
+    assert warned[0].startswith("warning: partition.overlap: full, but RCCL ")
     config = runs.load(path, "machine=nvlink8", "partition.overlap=full")
     assert not [line for line in preview_run(config, 8) if line.startswith("warning: ")]

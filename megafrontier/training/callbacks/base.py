@@ -1,6 +1,6 @@
 """Callbacks: what happens around the steps of a run, in the same way on every rank."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class Callback:
         on every rank, because only the first rank's is kept."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from the `state_dict` of a checkpoint, if that has one. Called before
         `at_start`."""
 

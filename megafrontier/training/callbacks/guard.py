@@ -1,6 +1,5 @@
 """Report skipped steps, and stop a run that no longer learns."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from megafrontier.common.errors import RunFailed
@@ -40,8 +39,8 @@ class Guard(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"nonfinite_steps": self._nonfinite_steps} if self._nonfinite_steps else {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._nonfinite_steps = int(state["nonfinite_steps"])
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._nonfinite_steps = int(state_dict["nonfinite_steps"])
 
 
 def _how_to_skip(result: StepResult, loader: Loader) -> str:

@@ -35,7 +35,11 @@ class Progress:
         # The median ignores single steps that compiled, evaluated or hung; 20 steps are few enough
         # to follow a lasting change.
         self._recent_seconds: deque[float] = deque(maxlen=20)
-        self._live = _open_live(stream) if stream.isatty() else None
+        self._live: Live | None = None
+        if stream.isatty():
+            # transient: the live line repeats a step, so it is removed at the end.
+            self._live = Live(console=Console(file=stream), auto_refresh=False, transient=True)
+            self._live.start()
 
     def update(self, values: dict[str, Any]) -> None:
         """Show one line of metrics in the format of metrics.jsonl. `waiting` among them is the
@@ -44,7 +48,7 @@ class Progress:
             self._recent_seconds.append(values["step_seconds"])
         line = format_line(values, self._steps, self._eta_seconds(values))
         if self._live is not None and "valid_loss" not in values:
-            self._live.update(_one_line(line), refresh=True)
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
         if self._is_printed(values):
             self.note(line)
 
@@ -139,14 +143,3 @@ def format_duration(seconds: float) -> str:
     if hours:
         return f"{hours}h{minutes % 60:02d}m"
     return f"{minutes}m{whole % 60:02d}s" if minutes else f"{whole}s"
-
-
-def _open_live(stream: TextIO) -> Live:
-    # transient: the live line repeats a step, so it is removed at the end.
-    live = Live(console=Console(file=stream), auto_refresh=False, transient=True)
-    live.start()
-    return live
-
-
-def _one_line(line: str) -> Text:
-    return Text(line, no_wrap=True, overflow="ellipsis")

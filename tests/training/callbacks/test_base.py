@@ -44,8 +44,8 @@ class Norms(Callback):
     def state_dict(self):
         return {"steps": self.steps}
 
-    def load_state_dict(self, state):
-        self.steps = state["steps"]
+    def load_state_dict(self, state_dict):
+        self.steps = state_dict["steps"]
 
 
 class Fails(Callback):
