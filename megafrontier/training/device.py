@@ -100,7 +100,7 @@ def memory_advice(config: Config) -> str:
     """What to change if a training step runs out of memory."""
     train = config.train
     return (
-        f"a smaller train.micro_batch ({train.micro_batch}), train.activation_checkpointing "
-        f"({train.activation_checkpointing}) of more, weights and gradients sharded further "
-        "(partition.weights, partition.gradients), or more ranks"
+        f"a smaller train.micro_batch ({train.micro_batch}), more "
+        f"train.activation_checkpointing ({train.activation_checkpointing}), weights and gradients "
+        "sharded further (partition.weights, partition.gradients), or more ranks"
     )

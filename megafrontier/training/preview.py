@@ -1,4 +1,4 @@
-"""What is checked and said about a run before it starts: refusals, warnings, a summary."""
+"""What happens before a run starts: checks, warnings, and a summary of its ranks."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
@@ -83,9 +83,9 @@ def warn_overlap_policy(config: Config, device: str) -> Iterator[str]:
     """A warning about an overlap policy that may hang on a device."""
     if config.partition.overlap == "full" and any(name in device for name in RCCL_DEVICES):
         yield (
-            "warning: partition.overlap: full, but RCCL does not start several communicators in "
-            "one order on all devices, and on MI250X they have hung (ROCm/rccl#2191); safe has one "
-            "at a time"
+            "warning: partition.overlap: full, but RCCL may start the kernels of several "
+            "communicators in another order on each device, which has hung on MI250X "
+            "(ROCm/rccl#2191); safe keeps one collective in flight"
         )
 
 
@@ -94,8 +94,8 @@ def warn_many_peers(levels: Levels) -> Iterator[str]:
     for name, size in zip(levels.names, levels.sizes, strict=True):
         if size > MANY_PEERS:
             yield (
-                f"warning: machine.levels.{name}: {size} peers, and a message of each unit for "
-                "each; with a level between (machine=frontier-large) they are fewer and larger"
+                f"warning: machine.levels.{name}: {size} peers, so each unit is sent in {size} "
+                "messages; a level in between (machine=frontier-large) makes them fewer and larger"
             )
 
 

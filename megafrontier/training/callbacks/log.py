@@ -89,4 +89,4 @@ class TraceWriter(Callback):
             info(f"warning: {path} is not written: {error.strerror}")
             return
         if self._trace.dropped:
-            info(f"{path} ends before the run: {self._trace.dropped} bars too many")
+            info(f"{path} ends before the run: {self._trace.dropped} events left out")
