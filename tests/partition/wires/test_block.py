@@ -1,4 +1,4 @@
-"""What a low-bit message promises about the numbers in it."""
+"""Messages of the block codecs: their bytes, their errors, and the ends of the range."""
 
 from dataclasses import replace
 
@@ -11,6 +11,7 @@ from megafrontier.partition.wires.block import (
     INT8,
     MESSAGE_ALIGNMENT,
     ROTATE_BACK_SCALE,
+    SMALLEST_SCALE,
     TOO_LARGE,
     rotate,
     rotate_back,
@@ -19,7 +20,7 @@ from tests.partition.codecs import read, rotate_by_hand, write
 
 CODECS = [INT8, INT4]
 ROTATING_CODECS = [codec.with_rotation() for codec in CODECS]
-LENGTHS = [1, 2, 5, 127, 128, 129, 255, 256, 1000, 4096]
+LENGTHS = [1, 2, 127, 128, 129, 256, 1000]
 
 
 def random(rows, count, seed=0, dtype=torch.float32):
@@ -40,7 +41,7 @@ def steps(codec, values):
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("count", LENGTHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_element_errs_by_more_than_half_a_step_tails_included(codec, count, dtype):
+def test_no_element_is_off_by_more_than_half_a_step(codec, count, dtype):
     values = random(7, count, dtype=dtype)
     decoded = read(codec, write(codec, values), count)
     assert ((decoded - values.float()).abs() <= steps(codec, values) / 2 * (1 + 5e-5)).all()
@@ -91,8 +92,17 @@ def test_a_non_finite_value_shows_in_its_block_and_nowhere_else(codec, bad):
 
 
 @pytest.mark.parametrize("codec", CODECS)
+def test_blocks_too_small_for_a_normal_scale_are_sent_as_zeros(codec):
+    """Their largest code would not fit: -128 instead of +190 gives a gradient of the wrong sign."""
+    values = torch.full((1, codec.block), codec.largest * SMALLEST_SCALE * 0.99)
+    assert torch.equal(read(codec, write(codec, values), codec.block), torch.zeros_like(values))
+    values = torch.full((1, codec.block), codec.largest * SMALLEST_SCALE)
+    assert torch.equal(read(codec, write(codec, values), codec.block), values)
+
+
+@pytest.mark.parametrize("codec", CODECS)
 def test_a_code_times_its_scale_is_exact_up_to_the_largest_block(codec):
-    """So may a device fuse it with a sum."""
+    """A device may therefore fuse it with a sum."""
     largest = torch.nextafter(torch.tensor(TOO_LARGE), torch.tensor(0.0)).item()
     values = random(1, 4 * codec.block).clamp_(-1, 1) * largest
     values[0, :: codec.block] = largest
@@ -118,26 +128,26 @@ def test_a_message_has_the_bytes_of_the_formula(codec, count):
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_what_was_decoded_encodes_to_the_same_codes(codec):
+def test_decoded_values_encode_to_the_same_codes(codec):
     decoded = read(codec, write(codec, random(4, 1000)), 1000)
     assert torch.equal(read(codec, write(codec, decoded), 1000), decoded)
 
 
 @pytest.mark.parametrize("codec", [*CODECS, *ROTATING_CODECS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_errors_go_with_the_values_and_what_is_not_said_stands_there(codec, dtype):
+def test_errors_are_added_and_replaced_by_the_new_errors(codec, dtype):
     values, errors = random(3, 1000).to(dtype), random(3, 1000).bfloat16()
-    meant = values.float() + errors.float()
+    total = values.float() + errors.float()
     messages = write(codec, values, errors)
-    assert torch.equal(messages, write(codec, meant))
-    assert torch.equal(errors, (meant - read(codec, messages, 1000)).bfloat16())
+    assert torch.equal(messages, write(codec, total))
+    assert torch.equal(errors, (total - read(codec, messages, 1000)).bfloat16())
 
 
 @pytest.mark.parametrize("codec", [*CODECS, *ROTATING_CODECS])
-def test_errors_of_what_is_not_finite_are_zero(codec):
+def test_errors_that_are_not_finite_become_zero(codec):
     values, errors = random(3, 1000), torch.ones(3, 1000, dtype=torch.bfloat16)
     values[0, 5], values[1, 300] = float("inf"), float("nan")
-    values[2] = 1.0  # nothing to be left but by rounding, and that finite
+    values[2] = 1.0  # the errors are those of rounding, which are finite
     messages = write(codec, values, errors)
     bad = ~read(codec, messages, 1000).isfinite()
     assert bad[0, 5]
@@ -148,11 +158,11 @@ def test_errors_of_what_is_not_finite_are_zero(codec):
 
 @pytest.mark.parametrize("codec", [*CODECS, *ROTATING_CODECS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_added_is_rounded_once(codec, dtype):
-    messages, there = write(codec, random(3, 1000)), random(3, 1000).to(dtype)
-    out = there.clone()
+def test_accumulation_rounds_once(codec, dtype):
+    messages, old = write(codec, random(3, 1000)), random(3, 1000).to(dtype)
+    out = old.clone()
     codec.decode(messages, out, accumulate=True)
-    assert torch.equal(out, (there.float() + read(codec, messages, 1000)).to(dtype))
+    assert torch.equal(out, (old.float() + read(codec, messages, 1000)).to(dtype))
     total, onto = torch.empty(1000), random(1, 1000)[0]
     codec.decode_sum(messages, total)
     out = onto.clone()
@@ -162,7 +172,7 @@ def test_what_is_added_is_rounded_once(codec, dtype):
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("count", [4096, 5001])
-def test_a_long_message_is_the_same_made_in_slabs_and_whole(codec, count, monkeypatch):
+def test_a_long_message_is_the_same_in_slabs_and_whole(codec, count, monkeypatch):
     def everything():
         errors = values.bfloat16()
         messages = write(codec, values, errors)
@@ -203,8 +213,8 @@ def test_a_rotation_can_be_undone_and_spreads_outliers():
     assert error(turned, rotate_back) < 0.5 * error(values, lambda x: x)
 
 
-def test_a_rotation_there_and_back_is_exact_where_the_sums_are():
-    """Nor is it off by a factor in TF32 or bf16: the matrices are of powers of two."""
+def test_a_rotation_and_its_inverse_are_exact_if_the_sums_are():
+    """The matrices are powers of two, so TF32 and bf16 add no factor."""
     values = torch.randint(-100, 100, (2, 256)).float()
     assert torch.equal(rotate_back(rotate(values)), values)
 
@@ -218,7 +228,7 @@ ROTATING = pytest.mark.parametrize("codec", ROTATING_CODECS)
 def test_a_rotating_message_holds_the_rotated_values(codec, count, slab, monkeypatch):
     monkeypatch.setattr("megafrontier.partition.wires.block._SLAB", {"cpu": slab})
     plain = replace(codec, rotates=False)
-    values = torch.randint(-100, 100, (3, count)).float()  # sums of which are exact
+    values = torch.randint(-100, 100, (3, count)).float()  # whose sums are exact
     messages = write(codec, values)
     assert torch.equal(messages, write(plain, rotate(values)))
     total, turned = torch.empty(count), torch.empty(count)
@@ -229,8 +239,8 @@ def test_a_rotating_message_holds_the_rotated_values(codec, count, slab, monkeyp
 
 @ROTATING
 @pytest.mark.parametrize("count", [128, 300, 1024])
-def test_one_message_is_rotated_back_alike_on_every_device(codec, count):
-    """Whatever the order in which a library adds: to the bits of sums of pairs, by hand."""
+def test_a_message_is_rotated_back_with_the_same_bits_on_every_device(codec, count):
+    """In whatever order a library adds: these are the bits of sums of pairs."""
     messages = write(codec, random(3, count))
     by_hand = rotate_by_hand(
         read(replace(codec, rotates=False), messages, count), ROTATE_BACK_SCALE
@@ -238,7 +248,7 @@ def test_one_message_is_rotated_back_alike_on_every_device(codec, count):
     assert torch.equal(read(codec, messages, count), by_hand)
 
 
-def test_rotations_are_in_fp32_whatever_type_torch_makes_by_default():
+def test_rotations_are_fp32_whatever_the_default_type_is():
     values = random(3, 256)
     expected = rotate(values)
     block._sylvester.cache_clear()
@@ -249,7 +259,7 @@ def test_rotations_are_in_fp32_whatever_type_torch_makes_by_default():
         torch.set_default_dtype(torch.float32)
 
 
-def test_rotations_are_in_fp32_though_the_caller_computes_in_less():
+def test_rotations_are_fp32_inside_autocast():
     values = random(2, 256)
     with torch.autocast("cpu", torch.bfloat16):
         inside = rotate(values), rotate_back(values)

@@ -1,12 +1,10 @@
-"""The Triton kernels say what the reference says, to the last bit.
+"""The Triton kernels give the results of plain torch, to the last bit.
 
-On a machine with a GPU the kernels run on it. Elsewhere Triton's interpreter runs them on the CPU,
-which it does only if asked before its import: hence a pytest of this file in a process of its own.
+On a machine with a GPU, the kernels run on it. Elsewhere, Triton's interpreter runs them on a CPU.
+It must be chosen before Triton is imported, so pytest runs this file again in a process of its own.
 """
 
-import itertools
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,7 +19,6 @@ from megafrontier.partition.wires.block import (
     INT8,
     ROTATE_BACK_SCALE,
     ROTATE_SCALE,
-    SMALLEST_SCALE,
     TOO_LARGE,
 )
 from megafrontier.partition.wires.registry import DTYPES as DTYPES_BY_NAME
@@ -43,7 +40,7 @@ ALL = pytest.mark.parametrize(
     ids=["int8", "int4", "int8 rotating", "int4 rotating"],
 )
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-LENGTHS = [1, 2, 127, 128, 129, 257, 1000, 4096, 4097, 12345]
+LENGTHS = [1, 129, 1000, 4096, 4097, 12345]
 needs_kernels = pytest.mark.skipif(
     not RUNS_KERNELS, reason="run by test_all_of_this_file_under_the_interpreter in its process"
 )
@@ -68,7 +65,7 @@ def random(rows, count, dtype=torch.float32, seed=0):
 
 
 def same_bits(a, b):
-    """NaN where NaN, the same bits elsewhere (a NaN's own bits may differ between processors)."""
+    """Whether bits are equal, but for those of a NaN, which may differ between processors."""
     a, b = a.cpu(), b.cpu()
     integers = {4: torch.int32, 2: torch.int16}[a.itemsize]
     equal = a.view(integers) == b.view(integers)
@@ -76,8 +73,8 @@ def same_bits(a, b):
 
 
 def assert_same_as_reference(codec, values):
-    """Messages, decoded values and sums of `values` [rows, n] in both implementations; of a codec
-    that rotates, with the sums of both rotations in the kernels' order."""
+    """Compare messages, decoded values and sums of `values` [rows, n]. If the codec rotates, the
+    reference adds in the kernels' order."""
     from megafrontier.partition.wires import block_triton as kernels
 
     count = values.shape[1]
@@ -90,11 +87,11 @@ def assert_same_as_reference(codec, values):
     assert_same_errors(codec, values)
     for out in (torch.float32, torch.bfloat16, torch.float16):
         for accumulate in (False, True):
-            found, there = (torch.ones(*values.shape, dtype=out) for _ in range(2))
+            found, expected_out = (torch.ones(*values.shape, dtype=out) for _ in range(2))
             found = found.to(DEVICE)
             kernels.decode(codec, messages, found, accumulate)
-            codec.decode(expected, there, accumulate)
-            assert same_bits(found, there)
+            codec.decode(expected, expected_out, accumulate)
+            assert same_bits(found, expected_out)
     total, expected_total = torch.empty(count, device=DEVICE), torch.empty(count)
     kernels.decode_sum(codec, messages, total)
     plain.decode_sum(expected, expected_total)
@@ -107,16 +104,16 @@ def assert_same_as_reference(codec, values):
 
 
 def assert_same_errors(codec, values):
-    """What is fed back, and what is left then, of `values` [rows, n] and some errors."""
+    """Compare messages of `values` [rows, n] with errors, and the new errors."""
     from megafrontier.partition.wires import block_triton as kernels
 
-    there = random(*values.shape, torch.bfloat16, seed=7)
-    errors = there.clone().to(DEVICE)
+    old = random(*values.shape, torch.bfloat16, seed=7)
+    errors = old.clone().to(DEVICE)
     messages = write(codec, values.to(DEVICE), errors, kernels=kernels).cpu()
-    meant = values.float() + there.float()
-    rotated = rotate_by_hand(meant, ROTATE_SCALE) if codec.rotates else meant
+    total = values.float() + old.float()
+    rotated = rotate_by_hand(total, ROTATE_SCALE) if codec.rotates else total
     assert torch.equal(messages, write(replace(codec, rotates=False), rotated))
-    left = (meant - read(codec, messages, values.shape[1])).bfloat16()
+    left = (total - read(codec, messages, values.shape[1])).bfloat16()
     assert same_bits(errors, left.nan_to_num(0.0, 0.0, 0.0))
 
 
@@ -125,7 +122,7 @@ def assert_same_errors(codec, values):
 @pytest.mark.parametrize(
     ("dtype", "count"),
     [(torch.float32, n) for n in LENGTHS]
-    + [(d, n) for d in (torch.bfloat16, torch.float16) for n in (1, 129, 12345)],
+    + [(d, n) for d in (torch.bfloat16, torch.float16) for n in (1, 12345)],
 )
 def test_messages_values_and_sums_equal_the_reference(codec, dtype, count):
     assert_same_as_reference(codec, random(3, count, dtype))
@@ -133,7 +130,7 @@ def test_messages_values_and_sums_equal_the_reference(codec, dtype, count):
 
 @needs_kernels
 @ALL
-@pytest.mark.parametrize("rows", [1, 2, 33])
+@pytest.mark.parametrize("rows", [1, 33])
 def test_any_number_of_rows(codec, rows):
     assert_same_as_reference(codec, random(rows, 700, seed=rows))
 
@@ -161,7 +158,7 @@ def test_halves_round_to_even(codec, dtype):
 @ALL
 @DTYPES
 def test_non_finite_values(codec, dtype):
-    """Each in a block of its own, and two whose sum is none."""
+    """Each in a block of its own, and two whose sum is NaN."""
     values = random(2, 5 * codec.block + 7, dtype)
     values[0, 3], values[1, codec.block + 5], values[1, -1] = (
         float(bad) for bad in ("nan", "inf", "-inf")
@@ -213,7 +210,7 @@ def test_scales_at_ties_of_bf16(codec):
 
 @needs_kernels
 @CODECS
-def test_rows_that_do_not_follow_on_and_nothing_at_all(codec):
+def test_strided_rows_and_empty_messages(codec):
     from megafrontier.partition.wires import block_triton as kernels
 
     values = random(4, 1000)
@@ -226,7 +223,7 @@ def test_rows_that_do_not_follow_on_and_nothing_at_all(codec):
 
 @needs_kernels
 @ALL
-def test_a_run_that_compares_them_first_finds_no_difference(codec):
+def test_the_check_before_a_run_finds_no_difference(codec):
     from megafrontier.partition.wires import block_triton as kernels
     from megafrontier.partition.wires.block import _difference
 
@@ -234,7 +231,7 @@ def test_a_run_that_compares_them_first_finds_no_difference(codec):
 
 
 class Launches:
-    """Stands for a kernel: computes nothing, and notes for which patterns of arguments Triton would
+    """Replaces a kernel. Computes nothing, and notes for which patterns of arguments Triton would
     compile it."""
 
     def __init__(self, kernel):
@@ -262,20 +259,19 @@ class Launches:
 
 
 @pytest.mark.skipif(RUNS_KERNELS, reason="nothing is launched here")
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
-    ("strategy", "name", "sizes"),
+    ("strategy", "name", "sizes", "precision"),
     [
-        ("topo", "low", (2, 2, 2)),
-        ("hpz", "zero++", (2, 2, 2)),
-        ("zero3", "low", (2, 3)),
-        ("mics", "low", (2, 2, 2)),
+        ("topo", "low", (2, 2, 2), "bf16"),
+        ("topo", "low", (2, 2), "fp32"),
+        ("hpz", "zero++", (2, 2), "fp16"),
+        ("zero3", "low", (2, 3), "bf16"),
     ],
 )
-def test_all_that_training_launches_has_been_compared_at_its_start(
+def test_training_launches_only_kernels_that_the_check_before_it_has_compared(
     strategy, name, sizes, precision, monkeypatch
 ):
-    """With lengths that no shard has, other kernels would be compiled, and compared in vain."""
+    """If the check used lengths that no shard has, Triton would compile and compare others."""
     from megafrontier.partition.wires import block as module
     from megafrontier.partition.wires import block_triton as kernels
 
@@ -315,7 +311,7 @@ def test_all_that_training_launches_has_been_compared_at_its_start(
 
 
 @needs_kernels
-def test_sums_and_values_refuse_memory_that_they_would_not_fill_right():
+def test_memory_of_another_type_or_layout_is_refused():
     from megafrontier.partition.wires import block_triton as kernels
 
     messages = write(INT8, random(2, 64)).to(DEVICE)
@@ -335,7 +331,7 @@ def test_sums_and_values_refuse_memory_that_they_would_not_fill_right():
 
 @pytest.mark.skipif(not HAS_GPU, reason="no GPU")
 @ALL
-def test_a_gpu_chooses_the_kernels_and_its_plain_torch_agrees_with_them(codec, monkeypatch):
+def test_a_gpu_uses_the_kernels_and_its_plain_torch_agrees_with_them(codec, monkeypatch):
     from megafrontier.partition.wires import block as module
     from megafrontier.partition.wires import block_triton as kernels
 
@@ -352,105 +348,8 @@ def test_a_gpu_chooses_the_kernels_and_its_plain_torch_agrees_with_them(codec, m
 @pytest.mark.skipif(not HAS_GPU, reason="no GPU")
 @pytest.mark.parametrize(("codec", "count"), [(INT8, 2**28 + 5), (INT4, 2**29 + 5)])
 def test_rows_whose_bits_cannot_be_counted_in_32_bits(codec, count):
-    """As of an embedding of 128k tokens over two ranks."""
+    """Such as an embedding of 128k tokens over two ranks."""
     values = torch.zeros(1, count, device="cuda")
     values[0, ::1001] = codec.largest  # so that the scale is 1, and exact
     values[0, -3:] = -codec.largest
     assert torch.equal(read(codec, write(codec, values), count), values)
-
-
-@CODECS
-def test_blocks_too_small_for_a_normal_scale_are_sent_as_zeros(codec):
-    """Their largest code would not fit: -128 instead of +190, a gradient of the wrong sign."""
-    values = torch.full((1, codec.block), codec.largest * SMALLEST_SCALE * 0.99)
-    assert torch.equal(read(codec, write(codec, values), codec.block), torch.zeros_like(values))
-    values = torch.full((1, codec.block), codec.largest * SMALLEST_SCALE)
-    assert torch.equal(read(codec, write(codec, values), codec.block), values)
-
-
-@pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels do not compile"
-)
-@ALL
-@pytest.mark.parametrize(
-    ("target", "alignment", "accumulate"),
-    [
-        *itertools.product(("sm_90", "gfx90a"), ("any", "as launched"), (False, True)),
-        ("gfx942", "as launched", True),
-        ("gfx1100", "as launched", True),
-    ],
-)
-def test_kernels_compile_for_both_makers_with_exact_divisions_and_no_fusion_of_inexact_products(
-    codec, target, alignment, accumulate
-):
-    """For machines that are not here: NVIDIA, and AMD with wavefronts of 64 and of 32. Launched,
-    they are compiled for what Triton finds out about their arguments, by other passes."""
-    encode, decode_sum = (
-        compile_for(target, codec, name, alignment == "as launched", accumulate=accumulate)
-        for name in ("_encode", "_decode_sum")
-    )
-    if target == "sm_90":
-        assert "div.rn.f32" in encode
-        assert "div.full" not in encode
-        assert "div.approx" not in encode
-        assert ".ftz" not in encode + decode_sum
-        assert "fma.rn" not in encode
-    else:
-        assert "v_div_fixup_f32" in encode  # the last of the exact division's instructions
-        assert "float_denorm_mode_32 3" in encode
-    if target == "gfx90a" and alignment == "as launched":
-        # Codes move 8 or 16 bytes at a time, whatever multiple of 128 a shard is: only the zeros at
-        # a message's end are stored singly.
-        assert not re.search(r"_load_[us]byte", encode + decode_sum)
-        assert encode.count("_store_byte") == 2
-
-
-@pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels do not compile"
-)
-@pytest.mark.parametrize("codec", [INT8, INT4], ids=["int8", "int4"])
-@pytest.mark.parametrize("target", ["sm_90", "gfx90a"])
-@pytest.mark.parametrize("out", ["*bf16", "*fp16"])
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_decoding_into_weights_compiles_for_both_makers(codec, target, out, accumulate):
-    assert compile_for(target, codec, "_decode_sum", True, out, accumulate)
-
-
-def compile_for(target, codec, name, is_launched, out="*fp32", accumulate=False):
-    """Assembly of one kernel, compiled without the GPU that it is for. `is_launched`: for aligned
-    tensors of up to 2 GiB, shards of a multiple of 128 elements, and one row. With `accumulate`,
-    encoding adds errors, and decoding adds to the output."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from megafrontier.partition.wires import block_triton as kernels
-
-    if target.startswith("sm_"):
-        gpu = GPUTarget("cuda", int(target[3:]), 32)
-    else:
-        gpu = GPUTarget("hip", target, 32 if target == "gfx1100" else 64)
-    tile = kernels.SMALL_TILE[gpu.backend]
-    if name == "_encode":
-        tile = kernels.encode_tile(codec, accumulate, gpu.backend)
-    kernel, constants = getattr(kernels, name), kernels._constants(codec, tile)
-    constants |= {"FEEDS_BACK" if name == "_encode" else "ACCUMULATE": accumulate}
-    signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
-    errors = "*i16" if accumulate else "*u8"
-    pointers = {"values": "*bf16", "messages": "*u8", "errors": errors, "out": out}
-    signature |= {key: kind for key, kind in pointers.items() if key in signature}
-    attributes = {}
-    if is_launched:
-        small = [["tt.pointer_range", 32]] if gpu.backend == "hip" else []
-        aligned = {key: [["tt.divisibility", 16], *small] for key in pointers}
-        aligned |= {
-            key: [["tt.divisibility", 16]]
-            for key in ("values_stride", "message_bytes", "count", "code_bytes", "scale_start")
-        }
-        names = kernel.arg_names
-        attributes = {(names.index(k),): found for k, found in aligned.items() if k in names}
-        if "rows" in names:
-            signature["rows"], constants = "constexpr", constants | {"rows": 1}
-    source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=gpu, options=dict(kernels.LAUNCH))
-    return compiled.asm["ptx" if gpu.backend == "cuda" else "amdgcn"]
