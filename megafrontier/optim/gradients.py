@@ -91,14 +91,14 @@ class LossScale:
             self._good_steps = torch.where((is_bad > 0) | is_due, 0.0, good)
         return self.scale / before
 
-    def state(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, float]:
         """What a checkpoint keeps: nothing if scaling is off."""
         if not self.enabled:
             return {}
         return {"scale": self.scale.item(), "good_steps": int(self._good_steps.item())}
 
-    def restore(self, state: Mapping[str, float]) -> None:
-        """Continue from a checkpoint's `state`; if that is of another precision, start anew."""
-        if self.enabled and state:
-            self.scale.fill_(state["scale"])
-            self._good_steps.fill_(state["good_steps"])
+    def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
+        """Continue from a checkpoint's state; if that is of another precision, start anew."""
+        if self.enabled and state_dict:
+            self.scale.fill_(state_dict["scale"])
+            self._good_steps.fill_(state_dict["good_steps"])

@@ -49,7 +49,7 @@ class SpikeRule:
         middle = self._window.sort(1).values[:, (length - 1) // 2 : length // 2 + 1].mean(1)
         return torch.where(self._window[:, 0].isnan(), math.inf, middle)
 
-    def state(self) -> dict[str, list[float]]:
+    def state_dict(self) -> dict[str, list[float]]:
         """What a checkpoint keeps: nothing if the rule is off."""
         if not self.enabled:
             return {}
@@ -59,10 +59,10 @@ class SpikeRule:
             for name, row in zip(NAMES, rows, strict=True)
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint's `state`; if it is empty, start anew. A window of another
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint's state; if it is empty, start anew. A window of another
         length takes the newest steps."""
         for row, name in zip(self._window, NAMES, strict=True):
-            values = state.get(name, ())[-len(row) :]
+            values = state_dict.get(name, ())[-len(row) :]
             if values:
                 row[-len(values) :] = torch.tensor(values, dtype=torch.float64)

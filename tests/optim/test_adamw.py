@@ -53,9 +53,9 @@ def reference(decay=0.3):
 def make(cuts, chosen, weights=None):
     """Shards of the flat parameter, and the optimizer on them."""
     flat = values(0) if weights is None else weights
-    pieces = list(pairwise(cuts))
-    masters = [flat[a:b].clone() for a, b in pieces]
-    stops = [max(0, min(DECAYED, b) - a) for a, b in pieces]
+    bounds = list(pairwise(cuts))
+    masters = [flat[a:b].clone() for a, b in bounds]
+    stops = [max(0, min(DECAYED, b) - a) for a, b in bounds]
     return masters, ShardedAdamW(masters, stops, chosen)
 
 

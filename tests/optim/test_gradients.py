@@ -28,8 +28,8 @@ def gradients():
 def test_the_norm_of_shards_is_torchs_with_the_same_bits_on_all_ranks():
     def body(hierarchy):
         def norm(depth):
-            number, pieces = hierarchy.shard_index(depth)
-            shards = [g.chunk(pieces)[number] for g in gradients()]
+            index, num_shards = hierarchy.shard_index(depth)
+            shards = [g.chunk(num_shards)[index] for g in gradients()]
             return global_norm(shards, hierarchy, depth).item()
 
         return [norm(depth) for depth in (0, 1, 3)]
@@ -95,7 +95,7 @@ def test_the_scale_doubles_after_a_number_of_good_steps_in_a_row():
     assert scale.scale == 4.0
     assert scale.update(GOOD) == 2
     assert scale.scale == 8.0
-    assert scale.state()["good_steps"] == 0
+    assert scale.state_dict()["good_steps"] == 0
 
 
 def test_the_scale_falls_far_below_one_but_has_a_floor():
@@ -136,10 +136,10 @@ def test_a_checkpoint_restores_scale_and_count_of_the_same_precision():
         for _ in range(7):
             saved.update(GOOD)
         again = make("fp16", 2.0**16)
-        again.restore(saved.state())
-        assert again.state() == saved.state() == {"scale": initial, "good_steps": 7}
+        again.load_state_dict(saved.state_dict())
+        assert again.state_dict() == saved.state_dict() == {"scale": initial, "good_steps": 7}
     fp16, bf16 = make("fp16", 2.0**16), make("bf16", 1.0)
-    fp16.restore(bf16.state())
+    fp16.load_state_dict(bf16.state_dict())
     assert fp16.scale == 2.0**16
-    bf16.restore(fp16.state())
+    bf16.load_state_dict(fp16.state_dict())
     assert bf16.scale == 1.0

@@ -60,6 +60,6 @@ def test_a_resumed_run_with_another_window_takes_the_newest_steps():
     detect(rule, [8, 1, 1, 1])
     shorter, longer = make_rule(1.5, window=2), make_rule(1.5, window=4)
     for other in (shorter, longer):
-        other.restore(rule.state())
+        other.load_state_dict(rule.state_dict())
     assert detect(shorter, [2]) == [True]
     assert detect(longer, [2, 2]) == [False, True]

@@ -131,5 +131,5 @@ def test_any_layout_has_the_losses_of_one_process_and_resumes_to_the_bit(
     train("stopped", drawn.ranks, *chosen, f"train.stop_at={stop}")
     assert train("stopped", drawn.ranks, *chosen) == unbroken
     tolerance = 2e-5 if drawn.is_exact else 0.1
-    alone = [loss for loss, _ in train("alone", 1, "machine=laptop")]
-    assert [loss for loss, _ in unbroken] == pytest.approx(alone, rel=tolerance)
+    one = [loss for loss, _ in train("one", 1, "machine=laptop")]
+    assert [loss for loss, _ in unbroken] == pytest.approx(one, rel=tolerance)

@@ -91,11 +91,11 @@ def test_a_run_resumes_from_its_checkpoint_to_the_bit(folder):
         "partition.wires=low", "train.deterministic=true", "partition.overlap=full",
         "checkpoint.every=4",
     )  # fmt: skip
-    whole = runs.losses(train(folder, "whole", 4, *chosen))
+    unbroken = runs.losses(train(folder, "unbroken", 4, *chosen))
     train(folder, "halves", 4, *chosen, "train.stop_at=4")
-    assert runs.losses(train(folder, "halves", 4, *chosen)) == whole
+    assert runs.losses(train(folder, "halves", 4, *chosen)) == unbroken
     train(folder, "fewer", 4, *chosen, "train.stop_at=4")
-    assert runs.losses(train(folder, "fewer", 2, *chosen)) == pytest.approx(whole, rel=2e-2)
+    assert runs.losses(train(folder, "fewer", 2, *chosen)) == pytest.approx(unbroken, rel=2e-2)
 
 
 @pytest.mark.parametrize("rank", [0, 2])

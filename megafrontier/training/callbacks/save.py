@@ -76,8 +76,8 @@ def save_trainer(trainer: Trainer) -> Path:
         rng={"seed": config.run.seed},
         extra={
             "optimizer_steps": trainer.optimizer.steps,
-            "loss_scale": trainer.loss_scale.state(),
-            "spikes": trainer.spikes.state(),
+            "loss_scale": trainer.loss_scale.state_dict(),
+            "spikes": trainer.spikes.state_dict(),
             "data": trainer.loader.position(trainer.step),
             "windows": trainer.loader.samples.windows,
             # Only the first rank's manifest is written, so the other ranks need not read this.

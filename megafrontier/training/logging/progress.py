@@ -136,10 +136,10 @@ def format_count(number: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """The two largest units: 42s, 3m12s, 1h04m, 2d03h."""
-    whole = round(seconds)
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    total = round(seconds)
+    minutes, hours, days = total // 60, total // 3600, total // 86400
     if days:
         return f"{days}d{hours % 24:02d}h"
     if hours:
         return f"{hours}h{minutes % 60:02d}m"
-    return f"{minutes}m{whole % 60:02d}s" if minutes else f"{whole}s"
+    return f"{minutes}m{total % 60:02d}s" if minutes else f"{total}s"

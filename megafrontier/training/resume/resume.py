@@ -298,10 +298,10 @@ def _restore_progress(trainer: Trainer, manifest: Manifest) -> None:
     trainer.tokens = manifest.tokens
     trainer.optimizer.restore(int(manifest.extra.get("optimizer_steps", 0)))
     saved_scale = manifest.extra.get("loss_scale", {})
-    trainer.loss_scale.restore(saved_scale)
+    trainer.loss_scale.load_state_dict(saved_scale)
     # Errors are in units of the loss scale, which another precision changes.
     trainer.engine.scale_errors(trainer.loss_scale.scale / saved_scale.get("scale", 1.0))
-    trainer.spikes.restore(manifest.extra.get("spikes", {}))
+    trainer.spikes.load_state_dict(manifest.extra.get("spikes", {}))
     for name, state in manifest.extra.get("callbacks", {}).items():
         if name in trainer.stateful:
             trainer.stateful[name].load_state_dict(state)
