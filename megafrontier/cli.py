@@ -20,10 +20,10 @@ from megafrontier.common.errors import (
     INTERRUPTED,
     FatalError,
     UserError,
-    discard,
     print_error,
+    redirect_to_devnull,
 )
-from megafrontier.common.signals import termination_raised
+from megafrontier.common.signals import exit_on_sigterm
 
 _PATH_ERRORS = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output (`| head`) has closed it, so nothing may be flushed at exit.
-        discard(sys.stdout)
+        redirect_to_devnull(sys.stdout)
         return 128 + signal.SIGPIPE
     except OSError as error:  # about a path from the arguments or the config
         if error.filename is None or error.errno not in _PATH_ERRORS:
@@ -170,7 +170,7 @@ _CORPUS = _arg("--out", "corpus to write", required=True, metavar="PREFIX")
 def _tokenizer(a: argparse.Namespace) -> None:
     from megafrontier.data.tokenizers.train import train_tokenizer
 
-    with termination_raised():
+    with exit_on_sigterm():
         sample = train_tokenizer(
             a.inputs, a.vocab_size, a.out, a.kind, a.max_megabytes, a.json_key, a.skip_bad
         )
@@ -200,7 +200,7 @@ def _prepare(a: argparse.Namespace) -> None:
     part = _part(a.part or "1/1")
     out = a.out if a.part is None else "{}.part-{:05d}-of-{:05d}".format(a.out, *part)
     chosen = (a.append_eod, a.skip_bad, a.json_key, a.split, part)
-    with termination_raised():
+    with exit_on_sigterm():
         made = prepare(a.inputs, a.tokenizer, out, a.workers, *chosen)
     skipped = f"; {made.bad} bad texts skipped" if made.bad else ""
     if made.unknown:
@@ -228,7 +228,7 @@ def _part(text: str) -> tuple[int, int]:
 def _merge(a: argparse.Namespace) -> None:
     from megafrontier.data.corpus.merge import merge
 
-    with termination_raised():
+    with exit_on_sigterm():
         documents = merge(a.prefixes, a.out, a.workers)
     print(f"{a.out}: {documents} documents")
 
@@ -240,16 +240,16 @@ def _merge(a: argparse.Namespace) -> None:
     _arg("--trace", "write a timeline, trace.json (log.trace=true)", action="store_true"),
 )
 def _train(a: argparse.Namespace) -> int:
-    from megafrontier.common.signals import stops_remembered
+    from megafrontier.common.signals import record_stop_requests
 
     _quiet_torch()
-    with stops_remembered():  # from here on, because the imports alone take seconds
+    with record_stop_requests():  # from here on, because the imports alone take seconds
         from megafrontier.config import load_config
-        from megafrontier.launch.main import prepared, train
+        from megafrontier.launch.main import load_or_refuse, train
 
         overrides = [*a.overrides, *(["log.trace=true"] if a.trace else [])]
         load = partial(load_config, a.config, overrides)
-        return train(prepared(load, a.nproc), a.nproc)
+        return train(load_or_refuse(load, a.nproc), a.nproc)
 
 
 def _quiet_torch() -> None:

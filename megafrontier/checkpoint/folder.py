@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from megafrontier.checkpoint.format import FILE_NAME
 from megafrontier.common.errors import StorageFailed, UserError, as_fatal_error
-from megafrontier.common.files import looked_in, sync_folder
+from megafrontier.common.files import search_folder_hint, sync_folder
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ def find(path: Path) -> list[Path]:
     try:
         if not is_folder(path):
             fits = "need a run, its checkpoints or one checkpoint"
-            raise UserError(f"{path}: no such folder{looked_in(path)}, {fits}")
+            raise UserError(f"{path}: no such folder{search_folder_hint(path)}, {fits}")
         if step_of(path) is not None or _has_mode(path / FILE_NAME, stat.S_ISREG):
             return [path]
         found = list(candidates(path / "checkpoints")) or list(candidates(path))

@@ -24,7 +24,7 @@ from megafrontier.data.sampling.samples import Batch
 from megafrontier.data.tokenizers.tokenizer import Tokenizer, cached_tokenizer
 from megafrontier.launch.context import RunContext, open_context
 from megafrontier.launch.health.preflight import check_present
-from megafrontier.launch.main import launch, prepared
+from megafrontier.launch.main import launch, load_or_refuse
 from megafrontier.parallel.env import identify
 from megafrontier.parallel.fault_injection import fault_point
 from megafrontier.parallel.world import World
@@ -97,7 +97,7 @@ def evaluate_command(
     unused = ["train.compile", "optimizer", "schedule", "checkpoint"]
     unused += ["machine", "partition"] if is_local else []
     unused += [] if path.is_file() else ["run.name", "run.directory"]
-    target = prepared(lambda: find_target(path, overrides, unused), nproc)
+    target = load_or_refuse(lambda: find_target(path, overrides, unused), nproc)
     config = target.config
     config.train.compile = False  # a few batches would not repay it
     if is_local:

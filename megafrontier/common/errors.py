@@ -1,14 +1,14 @@
-"""The exceptions with a line for the user, and the exit codes of every command.
+"""The exit codes of all commands, and the exceptions that are printed as one line.
 
     0   done
     2   bad input: change the command
-    3   the run has failed, or nothing of it could be saved: look at it
-    69  a node is not fit for the run: start again without those in RUN/bad-nodes.txt
+    3   the run failed, or none of it could be saved: look at it
+    69  a node is unfit for the run: start again without the nodes in RUN/bad-nodes.txt
     70  a rank was lost or hung, or the storage failed: start again
     75  stopped on request: start again to go on
     130 interrupted from the keyboard
 
-Any other code is a bug's or a signal's.
+Any other code comes from a bug or a signal.
 """
 
 import errno
@@ -28,11 +28,11 @@ INTERRUPTED = 130
 
 
 class FatalError(Exception):
-    """An end with one line for the user: the command prints the message alone and exits with
-    `code`. Every other exception is a bug and keeps its traceback.
+    """Ends the command with one line and exit code `code`. Other exceptions are bugs and keep their
+    traceback.
 
-    All ranks raise it alike, and one of them speaks, unless `is_rank_local`: then the rank that met
-    it has to say so itself.
+    All ranks raise it alike, and one of them prints it. If `is_rank_local`, only the rank that met
+    it raises and prints it.
     """
 
     code: int
@@ -40,25 +40,25 @@ class FatalError(Exception):
 
 
 def print_error(line: str) -> None:
-    """Print a line on stderr. Where that cannot be, on a full disk or in a pipe that nobody reads
-    any more, the line is lost, and the command's exit code is what it would have been."""
+    """Print a line on stderr. If stderr cannot be written (a full disk, a closed pipe), the line is
+    lost and the exit code stays what it would have been."""
     try:
-        if sys.stderr is not None:  # or print would take stdout
+        if sys.stderr is not None:  # otherwise print would use stdout
             print(line, file=sys.stderr, flush=True)
     except (OSError, ValueError):
-        discard(sys.stderr)
+        redirect_to_devnull(sys.stderr)
 
 
-def discard(stream: TextIO) -> None:
-    """Lead a stream to nowhere, with what it holds: Python flushes it at its exit, and where that
-    fails too exits with 120."""
+def redirect_to_devnull(stream: TextIO) -> None:
+    """Drop what a stream holds and all later output. Otherwise Python flushes it at exit, and exits
+    with code 120 if that fails."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextmanager
 def exit_on_fatal_error(program: str) -> Iterator[None]:
-    """An `FatalError` within prints its line, after the program's name, and exits with its code."""
+    """Exit with the code of a FatalError in the body, after printing `program: ` and its line."""
     try:
         yield
     except FatalError as error:
@@ -67,12 +67,12 @@ def exit_on_fatal_error(program: str) -> Iterator[None]:
 
 
 def is_collective(error: BaseException) -> bool:
-    """Whether all ranks raise it, and so leave together."""
+    """Whether all ranks raise this error, so that they end together."""
     return isinstance(error, FatalError) and not error.is_rank_local
 
 
 class UserError(FatalError):
-    """Bad input: the line names the thing, its value, and what would fit."""
+    """Bad input. The line has the form `key: value, need …`."""
 
     code = BAD_INPUT
 
@@ -88,7 +88,7 @@ def need(condition: bool, key: str, value: object, fits: str) -> None:
 
 @dataclass(frozen=True, order=True)
 class Refusal:
-    """Why a rank cannot start, with the exit code of that."""
+    """Why a rank cannot start, and the exit code of its error."""
 
     rank: int
     host: str
@@ -97,9 +97,11 @@ class Refusal:
 
 
 class RanksRefused(UserError):
-    """`count` of `size` ranks cannot start, some of them told by `refusals`. `part` is which part
-    they are of all ranks, or of those that looked for their hosts. What most met is no matter of
-    nodes: it ends with the first one's code, a failed storage's perhaps."""
+    """`count` of `size` ranks cannot start; `refusals` has some of them.
+
+    `part`: the fraction of all ranks that refused, or of the ranks that checked their hosts. If
+    most refuse, no single node is at fault, and the run ends with the first refusal's exit code.
+    """
 
     def __init__(self, refusals: list[Refusal], count: int, size: int, part: float) -> None:
         first = min(refusals)
@@ -111,29 +113,25 @@ class RanksRefused(UserError):
 
 
 class RankError(UserError):
-    """Bad input that one rank met and the others did not."""
+    """Bad input that only this rank met."""
 
     is_rank_local = True
 
 
 class RunFailed(FatalError):
-    """Training cannot go on, though nothing is wrong with the input's form.
-
-    Distinct from UserError so that a script can tell "fix the command" from "look at the run".
-    """
+    """Training cannot go on, though the input is valid: look at the run, not at the command."""
 
     code = FAILED
 
 
 class PeersLost(FatalError):
-    """Other ranks cannot be reached any more. Nothing is wrong with the run, so a script may start
-    it again."""
+    """Other ranks cannot be reached any more. A script may start the run again."""
 
     code = LOST
 
 
 class RanksAbsent(PeersLost):
-    """`ranks`, in order, are not where all others have met."""
+    """`ranks`, in rank order, did not arrive where the other ranks met."""
 
     def __init__(self, ranks: list[int], what: str) -> None:
         numbers = ", ".join(map(str, ranks[:8])) + ", …" * (len(ranks) > 8)
@@ -142,14 +140,13 @@ class RanksAbsent(PeersLost):
 
 
 class Unconnected(PeersLost):
-    """This rank does not reach another one, though both have met the others."""
+    """This rank cannot connect to another one, though both have met at the store."""
 
     is_rank_local = True
 
 
 class StorageFailed(FatalError):
-    """Files that are there could not be read, or nothing be written. Another start may find the
-    storage well."""
+    """The storage failed to read or write a file. Another start may succeed."""
 
     code = LOST
 
@@ -165,29 +162,28 @@ STORAGE_FAULTS = frozenset(
         errno.EREMOTEIO,
     }
 )
-"""What a file system says of itself, and not of the path it was given: Lustre of a server that is
-away, NFS of a handle that is old."""
+"""Errors of a file system itself, not of the path, as of Lustre without its server."""
 
 
 def as_fatal_error(error: OSError, line: str) -> UserError | StorageFailed:
-    """What a path that cannot be used is to the run: bad input, or the storage's failure."""
+    """The error, with this line, for a path that cannot be used: bad input or a failed storage."""
     return StorageFailed(line) if error.errno in STORAGE_FAULTS else UserError(line)
 
 
 def as_run_directory_error(error: OSError, path: object) -> UserError | StorageFailed:
-    """`as_fatal_error` for `path`, in the run directory, which cannot be written."""
+    """`as_fatal_error` for `path` in the run directory, which cannot be written."""
     return as_fatal_error(error, f"run.directory: {path}: {error.strerror}, need a folder to write")
 
 
-def as_generic_fatal_error(error: OSError) -> UserError | StorageFailed:
-    """`as_fatal_error` for one that nobody has worded. Raises `error` itself where it names no path
-    and is no fault of the storage: that is a bug."""
+def as_fatal_os_error(error: OSError) -> UserError | StorageFailed:
+    """`as_fatal_error` with a general line. Raises `error` itself if it names no path and is no
+    fault of the storage, because then it is a bug."""
     if error.filename is None and error.errno not in STORAGE_FAULTS:
         raise error
     return as_fatal_error(error, f"{error.filename or 'storage'}: {error.strerror}")
 
 
 class NodesUnfit(FatalError):
-    """Nodes on which the run cannot start; the line names them."""
+    """The run cannot start on some nodes. The line names them."""
 
     code = BAD_NODE

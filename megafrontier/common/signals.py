@@ -19,7 +19,7 @@ _received: list[int] = []
 
 
 @contextmanager
-def handled(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
+def handle_signals(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
     """Handle these signals with `handler` during the body."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
@@ -30,23 +30,23 @@ def handled(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> It
 
 
 @contextmanager
-def stops_remembered() -> Iterator[None]:
+def record_stop_requests() -> Iterator[None]:
     """During the body, requests to stop are only noted, for `stop_requested`."""
     _received.clear()
-    with handled(STOPPING, lambda number, _frame: _received.append(number)):
+    with handle_signals(STOPPING, lambda number, _frame: _received.append(number)):
         yield
 
 
 def stop_requested() -> bool:
-    """Whether this process was asked to stop within `stops_remembered`."""
+    """Whether this process was asked to stop within `record_stop_requests`."""
     return bool(_received)
 
 
 @contextmanager
-def termination_raised() -> Iterator[None]:
+def exit_on_sigterm() -> Iterator[None]:
     """During the body, SIGTERM ends the command as Ctrl-C does, with all cleanup, and with the exit
     code that a shell reports for the signal."""
-    with handled([signal.SIGTERM], _exit):
+    with handle_signals([signal.SIGTERM], _exit):
         yield
 
 
@@ -55,7 +55,7 @@ def _exit(number: int, _frame: object) -> None:
 
 
 @contextmanager
-def stops_held_back() -> Iterator[None]:
+def block_stop_requests() -> Iterator[None]:
     """During the body, requests to stop are blocked; this process handles them afterwards.
 
     Processes started in the body never handle them. A scheduler sends them to all processes of a

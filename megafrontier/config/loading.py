@@ -15,7 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megafrontier.common.errors import UserError, as_fatal_error
-from megafrontier.common.files import looked_in, write_whole
+from megafrontier.common.files import search_folder_hint, write_atomically
 from megafrontier.config import validation
 from megafrontier.config.schema import Config, MachineConfig, RunConfig
 from megafrontier.config.validation import MISSING, check, check_machine, key_of, leaves, path_of
@@ -53,7 +53,7 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved config as YAML. Raises OSError."""
-    write_whole(path, OmegaConf.to_yaml(OmegaConf.create(config_to_dict(config))))
+    write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(config_to_dict(config))))
 
 
 def load_machine(machine: Any) -> MachineConfig:
@@ -158,7 +158,7 @@ def _machine_file(name: str) -> Path:
         if path.is_file():
             return path
     known = sorted({path.stem for folder in _MACHINES for path in folder.glob("*.yaml")})
-    said = f": no such file{looked_in(name)}" if name.endswith(".yaml") else ""
+    said = f": no such file{search_folder_hint(name)}" if name.endswith(".yaml") else ""
     raise UserError(f"machine: {name}{said}, need the path of a machine file or one of {known}")
 
 
@@ -170,7 +170,7 @@ def _read_yaml(path: Path, schema: type, children: tuple[Path, ...] = ()) -> Dic
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        where = looked_in(path) if isinstance(error, FileNotFoundError) else ""
+        where = search_folder_hint(path) if isinstance(error, FileNotFoundError) else ""
         line = f"{origin}: cannot read the config: {error.strerror}{where}"
         raise as_fatal_error(error, line) from error
     except UnicodeDecodeError as error:

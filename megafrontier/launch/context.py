@@ -1,4 +1,4 @@
-"""One rank of a command that runs on many: joined to the others, and watched."""
+"""One rank of a command that runs on many: join_machine to the others, and watched."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -65,7 +65,7 @@ def open_context(
     timeouts = Timeouts.of(identity.world_size, config.train.hang_seconds)
     with (
         closing(Watchdog(identity, directory, timeouts)) as watchdog,
-        joined(config, watchdog.start, watchdog.fail) as (plan, hierarchy),
+        join_machine(config, watchdog.start, watchdog.fail) as (plan, hierarchy),
         open_logger(hierarchy.world.rank == 0) as run_logger,
         watchdog.watching(),
     ):
@@ -73,7 +73,7 @@ def open_context(
 
 
 @contextmanager
-def joined(
+def join_machine(
     config: Config,
     on_met: Callable[[LivenessCheck | None], None] = lambda liveness: None,
     on_failure: Callable[[Exception], None] = lambda error: None,

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from megafrontier.common.errors import STOPPED, FatalError, UserError, print_error
-from megafrontier.common.files import try_room
-from megafrontier.common.signals import STOPPING, die_with_parent, handled
+from megafrontier.common.files import try_writing
+from megafrontier.common.signals import STOPPING, die_with_parent, handle_signals
 from megafrontier.launch.health.timeouts import LOCAL_GRACE, LOCAL_PEER, LOCAL_SPEAKER
 
 _STORE_BYTES = 2**20
@@ -63,7 +63,7 @@ def _check_room_for_store() -> None:
     where = "TMPDIR"
     try:
         where = f"TMPDIR: {tempfile.gettempdir()}"
-        try_room(None, _STORE_BYTES)
+        try_writing(None, _STORE_BYTES)
     except OSError as error:
         need = f"need a folder with {_STORE_BYTES >> 20} MiB of room, where the ranks meet"
         raise UserError(f"{where}: {error.strerror}, {need}") from error
@@ -137,7 +137,7 @@ def exit_code(
 def _wait_for(running: dict[int, int]) -> int:
     """Wait for ranks, given by process id. Returns the exit code of all."""
     forwarded: set[int] = set()
-    with handled(STOPPING, _forward_to(running, forwarded)):
+    with handle_signals(STOPPING, _forward_to(running, forwarded)):
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
             return _supervise(running, forwarded)

@@ -15,7 +15,7 @@ from megafrontier.common.errors import (
     StorageFailed,
     UserError,
     as_fatal_error,
-    as_generic_fatal_error,
+    as_fatal_os_error,
 )
 from megafrontier.config import Config, TrainConfig, load_machine, save_config
 from megafrontier.launch.context import RunContext, open_context
@@ -128,7 +128,7 @@ def launch(
     return fork_ranks(nproc, body)
 
 
-def prepared(make: Callable[[], T], nproc: int | None) -> T:
+def load_or_refuse(make: Callable[[], T], nproc: int | None) -> T:
     """Return what `make` returns, such as a config, before ranks meet.
 
     If it fails on one of a launcher's ranks, perhaps only on that node, all ranks end with the
@@ -159,7 +159,7 @@ def _run_check(check: Callable[..., object], *arguments: object) -> None:
     try:
         check(*arguments)
     except OSError as error:
-        raise as_generic_fatal_error(error) from error
+        raise as_fatal_os_error(error) from error
 
 
 def _check_with_others(

@@ -25,7 +25,7 @@ from megafrontier.common.errors import (
     UserError,
     is_collective,
 )
-from megafrontier.launch.health.links import connect, measure, reaching
+from megafrontier.launch.health.links import connect, explain_unconnected, measure
 from megafrontier.launch.health.liveness import LivenessCheck, call_with_timeout
 from megafrontier.launch.health.timeouts import GIVE_UP_GROUPS, Timeouts
 from megafrontier.parallel.env import Identity
@@ -118,7 +118,7 @@ def _connect(
 ) -> Hierarchy:
     """Open all connections that this rank is going to use."""
     rank, status = liveness.identity.rank, liveness.status
-    with reaching(f"rank {rank}: {ALL_PEERS}"), status.doing(ALL_PEERS):
+    with explain_unconnected(f"rank {rank}: {ALL_PEERS}"), status.doing(ALL_PEERS):
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore("world", liveness.store),
@@ -126,7 +126,7 @@ def _connect(
             world_size=levels.ranks,
             timeout=timeout,
         )
-    with reaching(f"rank {rank}: groups of the levels"):
+    with explain_unconnected(f"rank {rank}: groups of the levels"):
         peers = [levels.peers(rank, level) for level in range(len(levels.sizes))]
         groups = make_groups(peers, device, timeout)
         control = make_groups(peers, device, timeout, has_small_messages=True)
@@ -293,7 +293,7 @@ def _check_hosts(hierarchy: Hierarchy, identity: Identity) -> None:
         )
 
 
-def misplaced(identity: Identity, expected: int | None) -> str | None:
+def rank_placement_error(identity: Identity, expected: int | None) -> str | None:
     """The error if this rank does not fit `expected` consecutive ranks a host
     (`machine.device.ranks_per_host`). Local ranks may be any number."""
     if expected is None or not identity.has_launcher:
@@ -309,5 +309,5 @@ def misplaced(identity: Identity, expected: int | None) -> str | None:
 def check_ranks_per_host(world: World, identity: Identity, expected: int | None) -> None:
     """Raise UserError on all ranks if the ranks on a host are not those of the machine file. A rank
     that raised it alone would leave the others waiting."""
-    error = misplaced(identity, expected)
+    error = rank_placement_error(identity, expected)
     world.raise_first(None if error is None else UserError(error))

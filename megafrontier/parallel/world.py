@@ -12,7 +12,7 @@ from megafrontier.common.errors import (
     RunFailed,
     StorageFailed,
     UserError,
-    as_generic_fatal_error,
+    as_fatal_os_error,
 )
 from megafrontier.parallel.fault_injection import fault_point
 from megafrontier.parallel.groups import all_gather_stacked
@@ -186,5 +186,5 @@ def as_shared_error(error: Exception) -> FatalError:
     if isinstance(error, UserError | StorageFailed | RunFailed):
         return error
     if isinstance(error, OSError):
-        return as_generic_fatal_error(error)
+        return as_fatal_os_error(error)
     raise error

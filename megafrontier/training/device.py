@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from megafrontier.common.errors import RunFailed, as_fatal_error
-from megafrontier.common.files import try_room
+from megafrontier.common.files import try_writing
 from megafrontier.config import Config
 from megafrontier.model.kernels.backends import attention_backend, uncompilable_attention
 from megafrontier.model.recompute.compile import missing_compiler
@@ -34,7 +34,7 @@ def check_caches(config: Config) -> None:
             continue
         try:
             os.makedirs(folder, exist_ok=True)
-            try_room(folder, _TRIAL_BYTES)
+            try_writing(folder, _TRIAL_BYTES)
         except OSError as error:
             need = "need a folder to write, or train.compile=false"
             raise as_fatal_error(error, f"{name}: {folder}: {error.strerror}, {need}") from error

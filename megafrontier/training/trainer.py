@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from megafrontier.common.errors import RankError, UserError
-from megafrontier.common.signals import stops_held_back
+from megafrontier.common.signals import block_stop_requests
 from megafrontier.config import Config
 from megafrontier.data.sampling.loader import Loader
 from megafrontier.data.sampling.samples import Batch, Samples, open_samples
@@ -123,7 +123,7 @@ def build_model(config: Config, plan: RunPlan, hierarchy: Hierarchy) -> tuple[GP
     compiles = config.train.compile and reason_not_compiled(config, hierarchy.world) is None
     if compiles:
         # A scheduler sends its signals to all processes of a job. They would end the workers.
-        with stops_held_back():
+        with block_stop_requests():
             start_workers(hierarchy.device)
     with torch.device("meta"):
         model = GPT(

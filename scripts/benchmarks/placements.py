@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megafrontier.common.errors import exit_on_fatal_error
 from megafrontier.config import Config, load_config
-from megafrontier.launch.context import joined
+from megafrontier.launch.context import join_machine
 from megafrontier.launch.local import fork_ranks
 from megafrontier.partition import STRATEGIES, Engine
 from megafrontier.partition.placement import state_bytes
@@ -49,7 +49,7 @@ def measure(config: Config, steps: int) -> Row | None:
     """Run on every rank; the first one's row."""
     gc.collect()
     before = tensor_bytes()
-    with joined(config) as (plan, hierarchy):
+    with join_machine(config) as (plan, hierarchy):
         trainer = build_trainer(config, plan, hierarchy)
         trainer.engine.ledger.take()
         results = [train_step(trainer) for _ in range(steps)]

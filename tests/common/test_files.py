@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megafrontier.common.files import in_work, write_whole
+from megafrontier.common.files import work_folder, write_atomically
 from tests.processes import in_child
 
 NOBODY = 2**30
@@ -19,7 +19,7 @@ def test_what_is_written_through_a_link_goes_where_it_leads(tmp_path):
     kept.parent.mkdir()
     kept.write_text("old")
     link.symlink_to("kept/real.yaml")
-    write_whole(link, "new")
+    write_atomically(link, "new")
     assert link.is_symlink()
     assert kept.read_text() == "new"
     assert os.listdir(kept.parent) == ["real.yaml"]
@@ -27,7 +27,7 @@ def test_what_is_written_through_a_link_goes_where_it_leads(tmp_path):
 
 
 def test_a_folder_in_work_is_empty_and_is_gone_afterwards(tmp_path):
-    with in_work(tmp_path / "new" / "out") as folder:
+    with work_folder(tmp_path / "new" / "out") as folder:
         assert folder.parent == tmp_path / "new"
         assert os.listdir(folder) == []
         (folder / "x").touch()
@@ -36,7 +36,7 @@ def test_a_folder_in_work_is_empty_and_is_gone_afterwards(tmp_path):
 
 def test_a_folder_in_work_is_gone_after_an_error(tmp_path):
     def fail():
-        with in_work(tmp_path / "out") as folder:
+        with work_folder(tmp_path / "out") as folder:
             (folder / "deep").mkdir()
             raise KeyboardInterrupt
 
@@ -46,7 +46,7 @@ def test_a_folder_in_work_is_gone_after_an_error(tmp_path):
 
 
 def test_a_folder_in_work_may_become_what_it_was_for(tmp_path):
-    with in_work(tmp_path / "out") as folder:
+    with work_folder(tmp_path / "out") as folder:
         (folder / "x").touch()
         folder.rename(tmp_path / "out")
     assert os.listdir(tmp_path) == ["out"]
@@ -59,7 +59,7 @@ def test_what_a_killed_process_left_goes_with_the_next_one(tmp_path):
     (precious / "x").touch()
 
     def work_and_die():
-        with in_work(tmp_path / "out") as folder:
+        with work_folder(tmp_path / "out") as folder:
             (folder / "file").touch()
             (folder / "deep" / "deeper").mkdir(parents=True)
             (folder / "link").symlink_to(precious)
@@ -68,7 +68,7 @@ def test_what_a_killed_process_left_goes_with_the_next_one(tmp_path):
     assert in_child(work_and_die) == -signal.SIGKILL
     (left,) = tmp_path.glob(".out.*.partial")
     assert sorted(os.listdir(left)) == ["deep", "file", "link"]
-    with in_work(tmp_path / "out") as folder:
+    with work_folder(tmp_path / "out") as folder:
         assert os.listdir(folder) == []
     assert os.listdir(tmp_path) == ["precious"]
     assert os.listdir(precious) == ["x"]
@@ -78,10 +78,10 @@ def test_a_second_process_works_in_a_folder_of_its_own(tmp_path):
     """No lock is one on every storage."""
 
     def work():
-        with in_work(tmp_path / "out") as folder:
+        with work_folder(tmp_path / "out") as folder:
             return os.listdir(folder) == []
 
-    with in_work(tmp_path / "out") as folder:
+    with work_folder(tmp_path / "out") as folder:
         (folder / "x").touch()
         assert in_child(work) == 0
         assert os.listdir(folder) == ["x"]
@@ -94,7 +94,7 @@ def test_what_another_hosts_process_left_goes_when_it_has_been_silent_for_a_day(
         folder.mkdir()
         os.utime(folder, (time.time() - age,) * 2)
     (tmp_path / ".out.partial").mkdir()  # somebody's
-    with in_work(tmp_path / "out"):
+    with work_folder(tmp_path / "out"):
         pass
     kept = {f".out.{living}.{NOBODY}-0.partial", ".out.partial"}
     assert set(os.listdir(tmp_path)) == kept
@@ -102,9 +102,9 @@ def test_what_another_hosts_process_left_goes_when_it_has_been_silent_for_a_day(
 
 def test_what_one_has_put_in_place_the_next_may_follow_at_once(tmp_path):
     """Before the first one has ended, and without losing what it makes to it."""
-    with in_work(tmp_path / "out") as first:
+    with work_folder(tmp_path / "out") as first:
         first.rename(tmp_path / "out")
-        second = in_work(tmp_path / "out")
+        second = work_folder(tmp_path / "out")
         folder = second.__enter__()
         (folder / "x").touch()
     assert os.listdir(folder) == ["x"]

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from megafrontier.common.errors import STOPPED, RankError, RunFailed, UserError
-from megafrontier.common.signals import stops_remembered
+from megafrontier.common.signals import record_stop_requests
 from megafrontier.launch.health.timeouts import LOCAL_GRACE
 from megafrontier.launch.local import fork_ranks
 from megafrontier.parallel.env import identify
@@ -150,7 +150,7 @@ def test_a_rank_that_remembers_stops_does_not_outlive_one_that_failed():
     def body():
         if my_rank() == 1:
             return 7
-        with stops_remembered():
+        with record_stop_requests():
             time.sleep(FOREVER)
         return 0
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megafrontier.common.errors import UserError
-from megafrontier.launch.rendezvous import misplaced
+from megafrontier.launch.rendezvous import rank_placement_error
 from megafrontier.parallel import env as identity
 from megafrontier.parallel.env import Identity, identify
 
@@ -180,7 +180,7 @@ def test_devices_are_never_counted(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", refuse)
     for environment in (SLURM, TORCHRUN, LOCAL, {}):
         found = identify(environment)
-        assert misplaced(found, None) is None
+        assert rank_placement_error(found, None) is None
 
 
 def task(rank, local_rank, source="slurm"):
@@ -189,9 +189,9 @@ def task(rank, local_rank, source="slurm"):
 
 def test_ranks_per_host_are_consecutive_and_as_many_as_the_machine_file_says():
     for rank in range(32):
-        assert misplaced(task(rank, rank % 8), 8) is None
+        assert rank_placement_error(task(rank, rank % 8), 8) is None
     for source in ("local", "alone"):
-        assert misplaced(task(3, 0, source), 8) is None
+        assert rank_placement_error(task(3, 0, source), 8) is None
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_ranks_per_host_are_consecutive_and_as_many_as_the_machine_file_says():
 )
 def test_another_number_or_order_of_ranks_on_a_host_is_refused(rank, local_rank):
     expected = 8 if rank != 8 else 16
-    problem = misplaced(task(rank, local_rank), expected)
+    problem = rank_placement_error(task(rank, local_rank), expected)
     assert problem is not None
     assert (
         f"ranks_per_host: rank {rank} is local rank {local_rank} on n1, need {expected}" in problem

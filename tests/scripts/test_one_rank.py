@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megafrontier.launch.context import joined
+from megafrontier.launch.context import join_machine
 from megafrontier.training.loop import train_step
 from megafrontier.training.trainer import build_trainer
 from scripts.benchmarks.one_device import one_rank
@@ -14,7 +14,7 @@ from tests import runs
 @pytest.fixture
 def trainer(tmp_path: Path):
     config = runs.load(runs.make_config_file(tmp_path), *runs.ONE, "train.micro_batch=8")
-    with joined(config) as (plan, hierarchy):
+    with join_machine(config) as (plan, hierarchy):
         trainer = build_trainer(config, plan, hierarchy)
         yield trainer
         trainer.close()

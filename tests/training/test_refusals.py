@@ -12,7 +12,7 @@ import torch
 from megafrontier.checkpoint import save as save_module
 from megafrontier.cli import main
 from megafrontier.common.errors import FAILED, LOST, STOPPED, UserError
-from megafrontier.common.signals import stops_remembered
+from megafrontier.common.signals import record_stop_requests
 from megafrontier.config import load_config, load_machine
 from megafrontier.data.tokenizers.tokenizer import load_tokenizer
 from megafrontier.launch import context, device
@@ -272,7 +272,7 @@ def test_a_run_stopped_without_room_for_its_last_step_says_from_where_it_goes_on
 
     monkeypatch.setattr(loop, "start_step", stopped)
     monkeypatch.setattr(save_module, "write_shard", full)
-    with stops_remembered():
+    with record_stop_requests():
         assert runs.train(runs.load(config_file, *CHECKPOINTS), 4) == STOPPED
     said = "stopped on request at step 5, saved at step 4; the same command goes on\n"
     assert said in runs.log(tmp_path / "run")

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megafrontier.common.errors import UserError, as_fatal_error
-from megafrontier.common.files import looked_in
+from megafrontier.common.files import search_folder_hint
 
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\x00\x00"
@@ -162,7 +162,7 @@ def _map(path: Path) -> mmap.mmap:
         line = f"{path}: cannot read the corpus: {error.strerror}"
         if error.errno == errno.ENOENT:
             need = "need the PREFIX of a PREFIX.bin and .idx, as `prepare` writes them"
-            line += f"{looked_in(path)}; {need}"
+            line += f"{search_folder_hint(path)}; {need}"
         raise as_fatal_error(error, line) from error
     except ValueError as error:  # mmap refuses to map nothing
         raise UserError(f"{path}: empty at byte 0, need a corpus with tokens") from error

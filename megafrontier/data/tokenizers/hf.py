@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megafrontier.common.errors import UserError
-from megafrontier.common.files import looked_in
+from megafrontier.common.files import search_folder_hint
 from megafrontier.data.hub import hub_lookup
 from megafrontier.data.tokenizers.tokenizer import EOD_PIECES, MODEL_FILE, Tokenizer
 
@@ -96,7 +96,7 @@ def _load(name: str) -> Any:
         what = (
             "no SentencePiece file, and not a Hugging Face tokenizer either"
             if path.exists()
-            else f"no file or folder of that name{looked_in(name)}, and none in the hub"
+            else f"no file or folder of that name{search_folder_hint(name)}, and none in the hub"
         )
         raise UserError(f"tokenizer {name!r}: {what}: {error}") from error
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megafrontier.common.errors import UserError, as_fatal_error
-from megafrontier.common.files import looked_in
+from megafrontier.common.files import search_folder_hint
 
 MARKER = "megafrontier_tokenizer.json"
 """The file in a folder written by `save` that says which kind of tokenizer it holds."""
@@ -238,8 +238,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
         return HuggingFaceTokenizer(spec)
     raise UserError(
-        f"tokenizer {spec!r}: no such file or folder{looked_in(spec)}; give a SentencePiece "
-        ".model, a Hugging Face tokenizer folder or name, or `bytes`"
+        f"tokenizer {spec!r}: no such file or folder{search_folder_hint(spec)}; give a "
+        "SentencePiece .model, a Hugging Face tokenizer folder or name, or `bytes`"
     )
 
 

@@ -10,7 +10,7 @@ from random import Random
 from typing import BinaryIO, Literal
 
 from megafrontier.common.errors import UserError
-from megafrontier.common.files import in_work, sync_file
+from megafrontier.common.files import sync_file, work_folder
 from megafrontier.data.text.reader import BadText, Reader, refuse_bad
 from megafrontier.data.text.sources import find_sources
 from megafrontier.data.tokenizers.tokenizer import MARKER, SAVED_FILES, SentencePieceTokenizer
@@ -96,7 +96,7 @@ def train_tokenizer(
     out = Path(out)
     _check_replaceable(out)
     try:
-        with in_work(out.resolve()) as folder:  # resolved, because `.` has no name
+        with work_folder(out.resolve()) as folder:  # resolved, because `.` has no name
             train = partial(_train, vocab_size=vocab_size, kind=kind, path=folder / "trained.model")
             # In a process of its own, because SentencePiece does not react to Ctrl-C.
             with Workers(1) as pool:

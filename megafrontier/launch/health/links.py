@@ -29,7 +29,7 @@ def neighbours(index: int, size: int) -> list[int | None]:
 
 
 @contextmanager
-def reaching(what: str) -> Iterator[None]:
+def explain_unconnected(what: str) -> Iterator[None]:
     """Raise Unconnected, with one line, for a RuntimeError of torch's backends in the body."""
     try:
         yield
@@ -57,7 +57,7 @@ def connect(hierarchy: Hierarchy, level: int) -> None:
     name = hierarchy.levels.names[level]
     for group in (hierarchy.groups[level], hierarchy.world.groups[level]):
         if group is not None:
-            with reaching(f"rank {hierarchy.world.rank}: communicator of {name}"):
+            with explain_unconnected(f"rank {hierarchy.world.rank}: communicator of {name}"):
                 backend = group._get_backend(hierarchy.device)  # torch has no public name for it
                 backend.eager_connect_single_device(hierarchy.device)
 
@@ -79,7 +79,7 @@ def measure(hierarchy: Hierarchy, level: int, size_bytes: int) -> float:
     seconds = []
     for peer in (peers[index] for index in met if index is not None):
         what = f"rank {hierarchy.world.rank}: {name} to rank {peer}"
-        with reaching(what), hierarchy.world.status.doing(name, peer):
+        with explain_unconnected(what), hierarchy.world.status.doing(name, peer):
             seconds += [_exchange(peer, send, receive, group) for _ in range(REPEATS)]
     return size_bytes / min(seconds) / 1e9
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megafrontier.common.errors import UserError
-from megafrontier.common.files import in_work
+from megafrontier.common.files import work_folder
 from megafrontier.config import Config, ModelConfig, check
 from megafrontier.model.families import Family, HFConfigReader, family_for, family_of
 from megafrontier.model.families.base import HEAD, ParamMapping
@@ -217,7 +217,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
         raise UserError(f"{out}: exists and is not an empty folder; choose another --out")
     out = out.resolve()  # because `.` has no name
     try:
-        with in_work(out) as folder:
+        with work_folder(out) as folder:
             yield folder
             folder.rename(out)
     except (OSError, SafetensorError) as error:

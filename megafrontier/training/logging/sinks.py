@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from megafrontier.common.errors import UserError, as_fatal_error
-from megafrontier.common.files import write_whole
-from megafrontier.common.signals import stops_held_back
+from megafrontier.common.files import write_atomically
+from megafrontier.common.signals import block_stop_requests
 from megafrontier.config import Config, config_to_dict
 
 FINISH_SECONDS = 120.0
@@ -129,7 +129,7 @@ class WandbSink:
         )
 
         def start(mode: Literal["offline", "online"]) -> Any:
-            with stops_held_back():  # W&B starts a process, which must not end before this one
+            with block_stop_requests():  # W&B starts a process, which must not end before this one
                 return wandb.init(
                     project="megafrontier",
                     name=config.run.name,
@@ -204,7 +204,7 @@ def _keep_lines(path: Path, resume_step: int | None) -> None:
     if dropped:
         with path.with_name(f"{path.stem}.superseded.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(dropped)
-    write_whole(path, "".join(kept))
+    write_atomically(path, "".join(kept))
 
 
 def _is_due(line: str, resume_step: int | None) -> bool:

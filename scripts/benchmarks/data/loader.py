@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from megafrontier.config import CorpusConfig, DataConfig
 from megafrontier.data.sampling.samples import open_samples
-from megafrontier.launch.context import joined
+from megafrontier.launch.context import join_machine
 from megafrontier.training.loop import train_step
 from megafrontier.training.trainer import build_trainer
 from scripts.benchmarks.one_device.ours import our_config
@@ -85,7 +85,7 @@ def waiting(setting: dict[str, Any], mask: bool) -> dict[str, float]:
     chosen_setting = Setting(**setting)
     config = our_config(chosen_setting, compiled=False)
     config.data.document_mask = mask
-    with joined(config) as (plan, hierarchy):
+    with join_machine(config) as (plan, hierarchy):
         trainer = build_trainer(config, plan, hierarchy)
         waited = _timed_steps(trainer.loader)
         for _ in range(chosen_setting.warm_up):

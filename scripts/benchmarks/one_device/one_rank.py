@@ -16,7 +16,7 @@ import torch
 
 from megafrontier.common.errors import exit_on_fatal_error
 from megafrontier.config import Config, load_config
-from megafrontier.launch.context import joined
+from megafrontier.launch.context import join_machine
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise, parameter_kind
 from megafrontier.optim.schedule import learning_rate
@@ -137,7 +137,7 @@ def main() -> None:
     with exit_on_fatal_error("one_rank"):
         config = load_config(arguments.config, [*arguments.overrides, "machine=laptop"])
         check_training(config, 1)
-    with joined(config) as (plan, hierarchy):
+    with join_machine(config) as (plan, hierarchy):
         trainer = build_trainer(config, plan, hierarchy)
         try:
             print(report(*compare(trainer, arguments.pairs)))

@@ -15,7 +15,7 @@ from megafrontier.config import (
     TrainConfig,
     check,
 )
-from megafrontier.launch.context import joined
+from megafrontier.launch.context import join_machine
 from megafrontier.model.recompute.checkpointing import Mode
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.loop import run
@@ -44,7 +44,7 @@ def ours(setting: dict[str, Any], compiled: bool, checkpointing: Mode = "none") 
     """The framework's own loop, on one rank."""
     chosen = Setting(**setting)
     config = our_config(chosen, compiled, checkpointing)
-    with joined(config) as (plan, hierarchy):
+    with join_machine(config) as (plan, hierarchy):
         clock = Clock(chosen.warm_up, chosen.steps)
         trainer = build_trainer(config, plan, hierarchy)
         tick = Tick(clock)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from megafrontier.common.errors import UserError, exit_on_fatal_error
-from megafrontier.common.files import write_whole
+from megafrontier.common.files import write_atomically
 from scripts.benchmarks.shared.measuring import (
     PACKAGES,
     ROOT,
@@ -117,7 +117,7 @@ class Results:
         turns = [asdict(turn) for turn in self.turns]
         found = {"benchmark": BENCHMARK, "machine": self.machine, "turns": turns}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, json.dumps(found, indent=1) + "\n")
+        write_atomically(self.path, json.dumps(found, indent=1) + "\n")
 
     def groups(self) -> list[str]:
         """In the order they were first measured."""

@@ -40,7 +40,7 @@ import torch
 
 from megafrontier.cli import split_overrides
 from megafrontier.common.errors import UserError
-from megafrontier.common.files import write_whole
+from megafrontier.common.files import write_atomically
 from megafrontier.config import PartitionConfig, load_config
 from megafrontier.data.corpus.writer import CorpusWriter
 from megafrontier.training.preview import check_training
@@ -274,7 +274,7 @@ class Results:
         self._rows = sorted([*kept, *group], key=lambda row: row.group)
         rows = [asdict(row) for row in self._rows]
         found = {"machine": machine(), "setting": self._setting, "rows": rows}
-        write_whole(self._out / "results.json", json.dumps(found, indent=1))
+        write_atomically(self._out / "results.json", json.dumps(found, indent=1))
         write_report(self._out)
 
 

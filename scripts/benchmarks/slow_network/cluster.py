@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Self
 
-from megafrontier.common.signals import handled
+from megafrontier.common.signals import handle_signals
 from scripts.benchmarks.shared.measuring import ROOT
 from scripts.benchmarks.slow_network.job import Answer, Job
 from scripts.benchmarks.slow_network.links import Links, machine_cpu_seconds
@@ -126,5 +126,5 @@ def interrupted_by_signals() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with handled((signal.SIGTERM, signal.SIGHUP), interrupt):
+    with handle_signals((signal.SIGTERM, signal.SIGHUP), interrupt):
         yield

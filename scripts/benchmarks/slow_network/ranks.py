@@ -13,7 +13,7 @@ import torch
 from megafrontier.config import Config, load_config
 from megafrontier.data.sampling.loader import Loader
 from megafrontier.data.sampling.samples import Batch
-from megafrontier.launch.context import joined
+from megafrontier.launch.context import join_machine
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
 from megafrontier.parallel.hierarchy import Hierarchy
@@ -61,7 +61,7 @@ def run(job: Job) -> Answer:
     torch.set_num_threads(1)
     resident = _reset_peak_memory()
     config = load_config(job.config, job.overrides)
-    with joined(config) as (plan, hierarchy):
+    with join_machine(config) as (plan, hierarchy):
         stepper = STEPPERS[job.kind](job, config, plan, hierarchy)
         answer = _measure(job, config, hierarchy, stepper, resident)
         hierarchy.world.all_true(True)  # nobody leaves while a peer still needs it

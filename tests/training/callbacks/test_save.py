@@ -7,7 +7,7 @@ import threading
 from types import SimpleNamespace
 
 from megafrontier.common.errors import STOPPED
-from megafrontier.common.signals import stops_remembered
+from megafrontier.common.signals import record_stop_requests
 from megafrontier.launch.main import train
 from megafrontier.training import loop
 from megafrontier.training.callbacks import evaluate as evaluation
@@ -126,7 +126,7 @@ def test_a_request_to_stop_among_broken_steps_keeps_the_sound_checkpoint(
 
     monkeypatch.setattr(loop, "start_step", stopped)
     keep = ("checkpoint.every=3", "checkpoint.keep=1", "train.nonfinite_limit=4")
-    with stops_remembered():
+    with record_stop_requests():
         assert train(runs.load(config_file, *STEPS, *keep, "machine=laptop"), 1) == STOPPED
     assert checkpoints(tmp_path) == ["step-00000003", "step-00000005"]
 
