@@ -1,6 +1,6 @@
-"""On GPUs, with NCCL or RCCL: the engine gives what it gives on CPUs, whenever collectives run.
+"""On GPUs, with NCCL or RCCL, the engine gives the results of CPUs with every overlap policy.
 
-Where there are fewer GPUs than ranks, ranks share them.
+Ranks share GPUs if there are fewer GPUs than ranks.
 """
 
 import pytest
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("unused_gpus")
 
 
 @pytest.mark.parametrize(("strategy", "name", "error_feedback", "precision", "accumulation"), CASES)
-def test_all_policies_give_the_same_losses_and_masters_to_the_bit_and_those_of_cpus(
+def test_all_policies_give_the_same_bits_and_about_the_losses_of_cpus(
     strategy, name, error_feedback, precision, accumulation
 ):
     chosen = strategy, name, error_feedback
@@ -31,5 +31,5 @@ def test_all_policies_give_the_same_losses_and_masters_to_the_bit_and_those_of_c
         for other_losses, other_masters in others:
             assert losses == other_losses
             assert all(torch.equal(a, b) for a, b in zip(masters, other_masters, strict=True))
-        # Sums in another order; the codes of few bits round where they decide.
+        # Sums are in another order, and quantization amplifies their rounding.
         assert losses == pytest.approx(on_cpu[0][0], rel=2e-2 if precision == "bf16" else 1e-3)

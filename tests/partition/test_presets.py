@@ -1,4 +1,4 @@
-"""Which formats presets and single choices come to, and what is refused."""
+"""The formats that presets and single choices give, and the choices that are refused."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def names(wires):
     return [wire.name for wire in (*wires.gather, *wires.reduce)]
 
 
-def test_presets_are_what_they_say():
+def test_presets_give_the_documented_formats():
     frontier = Levels(("pair", "node", "world"), (2, 4, 3))
     assert names(preset("low", "topo", frontier, "bf16")) == [
         "bf16", "delta4", "delta4",
@@ -32,7 +32,7 @@ def test_presets_are_what_they_say():
 @pytest.mark.parametrize(
     ("name", "strategy", "chosen", "rotates", "feeds_back"),
     [
-        # To be had where it takes more than a shard, too, but not unasked.
+        # On request also if the errors take more than a shard, but not by default.
         ("low", "zero3", True, [False, True, True], True),
         ("zero++", "hpz", True, [False, True, True], True),
         ("exact", "topo", None, [False, False, False], False),
@@ -40,12 +40,12 @@ def test_presets_are_what_they_say():
         ("zero++", "topo", True, [False, True, True], True),
         ("low", "topo", None, [False, True, True], True),
         ("low", "topo", False, [False, False, False], False),
-        # No level lies between their gradients and their optimizer state.
+        # No level lies between the gradients and the optimizer state.
         ("low", "zero3", None, [False, True, True], False),
         ("low", "mics", None, [False, True, True], False),
     ],
 )
-def test_rotation_and_error_feedback_are_as_chosen_and_of_low_else(
+def test_rotation_and_error_feedback_are_as_chosen_or_those_of_low(
     name, strategy, chosen, rotates, feeds_back
 ):
     wires = preset(name, strategy, rotation=chosen)
@@ -55,8 +55,8 @@ def test_rotation_and_error_feedback_are_as_chosen_and_of_low_else(
     assert has_error_feedback(config, wires, placement, LEVELS) is feeds_back
 
 
-def test_on_one_node_low_takes_no_memory_for_errors_unasked():
-    """The levels that topo's gradients cross once a step are gone, and others are crossed more."""
+def test_on_one_node_low_keeps_errors_only_on_request():
+    """No level is left over which topo reduces gradients once a step."""
     node = make_levels((2, 2, 1))
     placement, wires = Placement.named("topo", node), preset("low", "topo", node)
     for chosen, feeds_back in ((None, False), (True, True)):
@@ -67,15 +67,15 @@ def test_on_one_node_low_takes_no_memory_for_errors_unasked():
         has_error_feedback(config, preset("exact", "topo"), placement, node)
 
 
-def test_a_wire_of_the_users_outweighs_the_presets_where_both_cannot_be():
-    """int8 between nodes leaves no change to pass on inside them."""
+def test_a_chosen_wire_outweighs_the_presets_deltas():
+    """int8 between nodes leaves no delta to send inside them."""
     wires = preset("low", "topo", gather={"world": "int8"})
     assert names(wires)[:3] == ["fp32", "int8", "int8"]
-    single = make_levels((2, 2, 1))  # the slower level is there in name only
+    single = make_levels((2, 2, 1))  # the slower level has one rank
     assert preset("exact", "topo", single, gather={"node": "delta4"}).gather[1].is_delta
 
 
-def test_every_level_between_nodes_has_the_few_bits():
+def test_every_level_between_nodes_is_quantized_to_4_bits():
     large = Levels(("pair", "node", "group", "world"), (2, 4, 32, 3))
     assert names(preset("low", "topo", large, "bf16")) == [
         "bf16", *["delta4"] * 3,
@@ -95,7 +95,7 @@ def test_every_level_between_nodes_has_the_few_bits():
         (("node", "world"), ["bf16", "int4"], ["int4"] * 2),
     ],
 )
-def test_on_few_levels_the_last_one_has_the_few_bits(names_, low, zero):
+def test_on_few_levels_the_last_one_is_quantized_to_4_bits(names_, low, zero):
     levels = Levels(names_, (2,) * len(names_))
     reduce = slice(len(names_), None)
     assert names(preset("low", "topo", levels, "bf16"))[reduce] == low
@@ -110,7 +110,7 @@ def test_on_few_levels_the_last_one_has_the_few_bits(names_, low, zero):
         ("topo", {"rack": "int8"}, "no such level"),
     ],
 )
-def test_a_wire_that_cannot_be_is_refused_by_level(strategy, gather, named):
+def test_an_impossible_wire_is_refused_with_its_level(strategy, gather, named):
     with pytest.raises(UserError, match=named):
         preset("exact", strategy, gather=gather)
 
@@ -123,7 +123,7 @@ def test_a_wire_that_cannot_be_is_refused_by_level(strategy, gather, named):
         ({"gather": {"node": "fp32"}}, "bf16", "weights hold no more; need bf16"),
     ],
 )
-def test_casts_that_lose_range_or_send_nothing_more_are_refused(chosen, precision, said):
+def test_casts_that_lose_range_or_add_nothing_are_refused(chosen, precision, said):
     with pytest.raises(UserError, match=said):
         preset("exact", "topo", precision=precision, **chosen)
     preset("exact", "topo", precision="fp16", reduce={"world": "fp16"})
