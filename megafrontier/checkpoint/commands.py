@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,41 +92,28 @@ def verify_command(path: Path, as_json: bool) -> int:
     Returns 0, or 2 if there is a problem."""
     reports = list(of_each(path, verify))
     if as_json:
-        print(json.dumps([_report_json(report) for report in reports], indent=2))
+        print(json.dumps([asdict(report) for report in reports], indent=2))
     for report in reports:
         for problem in report.problems:
             print_error(f"megafrontier: {problem}")
-        if report.is_whole and not as_json:
+        if report.whole and not as_json:
             gib = report.payload_bytes / 2**30
             print(f"{report.path}: whole, {report.files} files, {gib:.3f} GiB")
-    return 0 if all(report.is_whole for report in reports) else 2
+    return 0 if all(report.whole for report in reports) else 2
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` found. `problems` are lines that start with the path of a file, `files` the
-    number of files read, `payload_bytes` the bytes of tensors that are right."""
+    """What `verify` found. Each problem is a line that starts with the path of a file."""
 
-    path: Path
-    problems: tuple[str, ...]
+    path: str
+    whole: bool
+    problems: list[str]
     files: int
+    """Files read."""
     payload_bytes: int
+    """Bytes of tensors that are right."""
     seconds: float
-
-    @property
-    def is_whole(self) -> bool:
-        return not self.problems
-
-
-def _report_json(report: VerifyReport) -> dict[str, Any]:
-    return {
-        "path": str(report.path),
-        "whole": report.is_whole,
-        "problems": list(report.problems),
-        "files": report.files,
-        "payload_bytes": report.payload_bytes,
-        "seconds": round(report.seconds, 3),
-    }
 
 
 def verify(path: Path) -> VerifyReport:
@@ -136,10 +123,20 @@ def verify(path: Path) -> VerifyReport:
     path = Path(path)
     if not path.is_dir():
         raise UserError(f"{path}: no such folder, need a checkpoint")
+    files, payload_bytes = 1, 0
     try:
         manifest = read_manifest(path)
     except NOT_WHOLE as error:
-        return VerifyReport(path, (str(error),), 1, 0, time.monotonic() - started)
+        problems = [str(error)]
+    else:
+        problems, payload_bytes = _check_files(path, manifest)
+        files += len(manifest.files) + manifest.num_shards
+    seconds = round(time.monotonic() - started, 3)
+    return VerifyReport(str(path), not problems, problems, files, payload_bytes, seconds)
+
+
+def _check_files(path: Path, manifest: Manifest) -> tuple[list[str], int]:
+    """The problems of all files beside the manifest, and the bytes of tensors that are right."""
     problems = list(attached_problems(path, manifest))
     checked: CheckedSlices = []
     # Threads help: reads and checksums release Python's lock.
@@ -148,10 +145,10 @@ def verify(path: Path) -> VerifyReport:
         for found, right in pool.map(check, range(manifest.num_shards)):
             problems += found
             checked += right
-    problems += _coverage_problems(path, manifest, checked) if not problems else []
-    read = sum((stop - start) * manifest.states[key[0]].itemsize for key, start, stop in checked)
-    files = 1 + len(manifest.files) + manifest.num_shards
-    return VerifyReport(path, tuple(problems), files, read, time.monotonic() - started)
+    if not problems:
+        problems = list(_coverage_problems(path, manifest, checked))
+    sizes = ((stop - start) * manifest.states[key[0]].itemsize for key, start, stop in checked)
+    return problems, sum(sizes)
 
 
 def _check_shard(path: Path, manifest: Manifest, index: int) -> tuple[list[str], CheckedSlices]:

@@ -8,7 +8,6 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
@@ -127,29 +126,23 @@ class Checkpoint:
         """The global shape of every parameter, by name."""
         return {name: entry.shape for name, (_, entry) in self.manifest.tensors.items()}
 
-    def read(self, state: str, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop), row-major, of parameter `name` in `state`: 1-D, on the CPU.
-
-        Raises UserError if there is no such state, name or range, CheckpointCorrupt if a file is
-        not as it was written, CheckpointUnreadable if the storage fails.
-        """
-        numel = prod(self._shape(state, name))
-        if not 0 <= start <= stop <= numel:
-            raise UserError(f"{self.path}: {name}: elements {start} to {stop}, need 0 to {numel}")
-        out = torch.empty(stop - start, dtype=self.manifest.states[state])
-        self._read([_Request(state, name, start, out)])
-        return out
-
     def tensor(self, state: str, name: str) -> torch.Tensor:
-        """Parameter `name` in `state`, in its global shape, on the CPU. Raises as `read`."""
+        """Parameter `name` in `state`, in its global shape, on the CPU. Raises as `tensors`."""
         return self.tensors(state, [name])[name]
 
     def tensors(self, state: str, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Parameters in `state`, in their global shapes, on the CPU. Opens each file once for all
-        of them. Raises as `read`."""
-        shapes = {name: self._shape(state, name) for name in names}
-        dtype = self.manifest.states[state]
-        found = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+        """Parameters in `state`, in their global shapes, on the CPU. Opens each file once.
+
+        Raises UserError if there is no such state or name, CheckpointCorrupt if a file is not as it
+        was written, CheckpointUnreadable if the storage fails.
+        """
+        self._check_state(state)
+        dtype, shapes = self.manifest.states[state], self.shapes
+        for name in names:
+            if name not in shapes:
+                need = "`checkpoint show` lists the tensors"
+                raise UserError(f"{self.path}: no tensor {name!r}; {need}")
+        found = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
         self._read([_Request(state, name, 0, out.view(-1)) for name, out in found.items()])
         return found
 
@@ -164,7 +157,7 @@ class Checkpoint:
 
         `states[state][u]` is shard number `index` of `num_shards` of the flat buffer with layout
         `layouts[u]`: 1-D, on any device. Other types are converted. Padding is not written. Raises
-        UserError if the model has other tensors than the checkpoint, else as `read`.
+        UserError if the model has other tensors than the checkpoint, else as `tensors`.
         """
         self.check_shapes({entry.name: entry.shape for unit in layouts for entry in unit.entries})
         for state in states:
@@ -182,12 +175,6 @@ class Checkpoint:
         """Close the files that reads have opened. Further reads open them again."""
         while self._files:
             self._files.popitem()[1].close()
-
-    def _shape(self, state: str, name: str) -> tuple[int, ...]:
-        self._check_state(state)
-        if name not in self.manifest.tensors:
-            raise UserError(f"{self.path}: no tensor {name!r}; `checkpoint show` lists the tensors")
-        return self.manifest.tensors[name][1].shape
 
     def _check_state(self, state: str) -> None:
         if state not in self.manifest.states:

@@ -44,14 +44,14 @@ def save_small(root):
 def test_every_flipped_byte_of_every_file_is_found_and_its_file_named(small, name):
     path = small / name
     sound = path.read_bytes()
-    assert verify(small).is_whole
+    assert verify(small).whole
     for at in range(len(sound)):
         flip(path, at, (0x01, 0x20, 0xFF)[at % 3])
         report = verify(small)
-        assert not report.is_whole, f"byte {at}"
+        assert not report.whole, f"byte {at}"
         assert report.problems[0].startswith(f"{path}: "), f"byte {at}"
         path.write_bytes(sound)
-    assert verify(small).is_whole
+    assert verify(small).whole
 
 
 @pytest.mark.parametrize("name", [FILE_NAME, shard_path(0)])
@@ -173,10 +173,10 @@ def test_verify_lists_all_problems_and_not_only_the_first(tmp_path):
 def test_verify_finds_elements_that_no_piece_holds_or_two_hold(small):
     unit = {"name": "unit", "numel": 128, "tensors": [["a", [3, 7], 0], ["b", [6], 21]]}
     _rewrite(small, units=[unit])
-    assert verify(small).problems == (f"{small}: weight/b: ends at element 5, need 6",)
+    assert verify(small).problems == [f"{small}: weight/b: ends at element 5, need 6"]
     unit["tensors"] = [["a", [20], 0], ["b", [5], 21]]
     _rewrite(small, units=[unit])
-    assert verify(small).problems == (f"{small}: weight/a: ends at element 21, need 20",)
+    assert verify(small).problems == [f"{small}: weight/a: ends at element 21, need 20"]
     unit["tensors"] = [["a", [3, 7], 0]]
     _rewrite(small, units=[unit])
     assert "weight/b: in the shard files but not in the manifest" in verify(small).problems[0]

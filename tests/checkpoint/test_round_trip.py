@@ -48,7 +48,7 @@ def test_a_checkpoint_goes_through_8_4_1_and_8_pieces_unchanged(tmp_path):
 @pytest.mark.parametrize("slice_elements", [1, 7, 128, 10**9])
 def test_the_size_of_slices_changes_nothing(tmp_path, slice_elements):
     path = save_all(tmp_path, num_shards=4, slice_elements=slice_elements)
-    assert verify(path).problems == ()
+    assert verify(path).problems == []
     assert_same(load_all(open_checkpoint(path), 3, ALL_IN_ONE), make_tensors(100))
 
 
@@ -66,17 +66,13 @@ def test_fill_converts_to_the_type_of_the_shard(tmp_path):
     assert_same(loaded, {"weight": need})
 
 
-def test_every_part_of_every_tensor_can_be_read(tmp_path):
+def test_every_tensor_can_be_read_by_its_name(tmp_path):
     checkpoint = open_checkpoint(save_all(tmp_path))
     tensors = make_tensors(100)
     for name, shape in SHAPES.items():
         whole = tensors["exp_avg"][name]
         assert torch.equal(checkpoint.tensor("exp_avg", name), whole)
         assert checkpoint.shapes[name] == shape
-        for start in range(0, whole.numel(), 97):
-            stop = min(start + 150, whole.numel())
-            part = checkpoint.read("exp_avg", name, start, stop)
-            assert torch.equal(part, whole.flatten()[start:stop])
 
 
 def test_the_manifest_brings_back_all_that_was_given(tmp_path):
@@ -110,7 +106,7 @@ def test_a_piece_of_padding_alone_is_a_sound_file(tmp_path):
     path = save_all(tmp_path, groups=[("norm", ["blocks.0.norm.weight"])])
     with safe_open(path / shard_path(7), "pt") as slices:
         assert list(slices.keys()) == []
-    assert verify(path).is_whole
+    assert verify(path).whole
 
 
 def test_no_folder_holds_more_than_256_pieces():
@@ -136,7 +132,7 @@ def test_only_one_replica_writes_and_all_return(tmp_path):
         return save(tmp_path, manifest, shards, index, replica == 0, world)
 
     assert run_threads(8, body) == [tmp_path / "step-00000100"] * 8
-    assert verify(tmp_path / "step-00000100").is_whole
+    assert verify(tmp_path / "step-00000100").whole
 
 
 def test_attached_files_are_saved_and_checked(tmp_path):
@@ -146,7 +142,7 @@ def test_attached_files_are_saved_and_checked(tmp_path):
 
     path = save_all(tmp_path, attach=attach)
     assert (path / "tokenizer" / "vocab.json").read_text() == "{}"
-    assert verify(path).is_whole
+    assert verify(path).whole
     (path / "tokenizer" / "vocab.json").write_text("[]")
     assert "vocab.json: checksum does not match" in verify(path).problems[0]
     (path / "tokenizer" / "vocab.json").unlink()
@@ -251,8 +247,6 @@ def test_wrong_requests_are_refused_in_one_line(tmp_path):
     checkpoint = open_checkpoint(save_all(tmp_path))
     with pytest.raises(UserError, match="no tensor 'nose'"):
         checkpoint.tensor("weight", "nose")
-    with pytest.raises(UserError, match="elements 0 to 482, need 0 to 481"):
-        checkpoint.read("weight", "head.weight", 0, 482)
     with pytest.raises(UserError, match="nowhere: no such folder"):
         open_checkpoint(tmp_path / "nowhere")
 

@@ -98,7 +98,7 @@ def test_an_error_at_any_system_call_of_any_rank_stops_all_alike(tmp_path, monke
         if not (tmp_path / "step-00000200").exists():
             assert contents(tmp_path) == before
         else:  # Published in full; only that it survives a power cut is not sure.
-            assert verify(tmp_path / "step-00000200").is_whole
+            assert verify(tmp_path / "step-00000200").whole
             shutil.rmtree(tmp_path / "step-00000200")
         fails_at += 1
     assert fails_at >= {"fsync": 8, "rename": 1, "mkdir": 4}[call]
@@ -195,7 +195,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_only_whole_checkpoints(tmp_path):
         code = killed_save(root, at)
         found = list_checkpoints(root)
         outcomes.add(tuple(path.name for path in found))
-        assert all(verify(path).is_whole for path in found)
+        assert all(verify(path).whole for path in found)
         assert found[0].name == "step-00000100"
         if code == 0:
             break
@@ -234,4 +234,4 @@ def test_a_kill_during_a_deletion_leaves_no_half_of_a_checkpoint(tmp_path):
     assert in_child(child) == -signal.SIGKILL
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
     assert folder.clean_partials(tmp_path) == [tmp_path / ".step-00000001.removed"]
-    assert all(verify(path).is_whole for path in list_checkpoints(tmp_path))
+    assert all(verify(path).whole for path in list_checkpoints(tmp_path))
