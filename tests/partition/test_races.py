@@ -1,4 +1,4 @@
-"""The computation and the comm streams never access the same memory at once.
+"""The computation and the comm streams never use the same memory at once.
 
 A CPU hides such races, because a task has usually run when the computation goes on. Simulated
 streams show them.
@@ -7,16 +7,17 @@ streams show them.
 import pytest
 import torch
 
+from megafrontier.partition import Placement, shard
 from megafrontier.partition import engine as engine_module
 from megafrontier.partition.wires.registry import DTYPES
-from tests.partition.races import Races
-from tests.partition.streams import COMPUTATION, ClockHandle
-from tests.partition.tiny import batch, place, preset
+from tests.partition.races import COMPUTATION, ClockHandle, Races
+from tests.partition.tiny import TinyModel, batch, preset
 from tests.ranks import run_ranks
 
 TOPO = "topo", "low", True, "bf16"
 HPZ = "hpz", "zero++", False, "bf16"
 ZERO2 = "zero2", "exact", False, "fp32"
+ZERO3 = "zero3", "exact", False, "fp32"
 
 
 def update(engine, optimizer):
@@ -42,11 +43,12 @@ def restore(engine):
     engine.restore(has_published=False)
 
 
-def train(hierarchy, strategy, name, error_feedback, precision, policy, steps):
-    levels = hierarchy.levels
-    model, engine = place(
-        hierarchy, strategy, dtype=DTYPES[precision], overlap=policy,
-        wires=preset(name, strategy, levels, precision), error_feedback=error_feedback,
+def train(hierarchy, strategy, name, error_feedback, precision, policy, steps, order=1):
+    model, levels = TinyModel(tied=False), hierarchy.levels
+    engine = shard(
+        model, model.units()[::order], Placement.named(strategy, levels), hierarchy,
+        dtype=DTYPES[precision], overlap=policy, error_feedback=error_feedback,
+        wires=preset(name, strategy, levels, precision),
     )  # fmt: skip
     optimizer = torch.optim.AdamW([unit.master for unit in engine.units], lr=0.02)
     between_steps = lambda: evaluate(model), lambda: restore(engine), lambda: None
@@ -60,40 +62,43 @@ def train(hierarchy, strategy, name, error_feedback, precision, policy, steps):
     engine.finish_publishing()
 
 
-def races(case, policy, sizes=(2, 2), steps=3):
-    """The races on all ranks, and the number of operators seen on the first one."""
+def watch(case, policy, sizes=(2, 2), steps=3, order=1):
+    """The races and the memory freed too early on all ranks, and the number of operators seen on
+    the first rank."""
 
     def body(hierarchy):
-        found = Races(policy)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_module, "CommStreams", lambda *_: found)
-            with found.watching():
-                train(hierarchy, *case, policy, steps)
-        return found.found, found.operators
+        races = Races(policy)
+        with pytest.MonkeyPatch.context() as patch, races.watching(patch):
+            patch.setattr(engine_module, "CommStreams", lambda *_: races)
+            train(hierarchy, *case, policy, steps, order)
+        return races.found, races.freed, races.operators
 
-    found, operators = zip(*run_ranks(sizes, body), strict=True)
-    return set().union(*found), operators[0]
+    found, freed, operators = zip(*run_ranks(sizes, body), strict=True)
+    return set().union(*found), set().union(*freed), operators[0]
 
 
 @pytest.mark.parametrize(
-    ("case", "policy", "sizes"),
+    ("case", "policy", "sizes", "order"),
     [
-        (TOPO, "safe", (2, 2)),
-        (TOPO, "full", (2, 2, 2)),
-        (HPZ, "full", (2, 2)),
-        (ZERO2, "full", (2, 2)),
+        (TOPO, "safe", (2, 2), 1),
+        (TOPO, "full", (2, 2, 2), 1),
+        (HPZ, "full", (2, 2), 1),
+        (ZERO2, "full", (2, 2), 1),
+        (ZERO3, "full", (2, 2), -1),  # units are gathered ahead in vain
     ],
 )
-def test_no_memory_is_accessed_at_once_while_it_is_written(case, policy, sizes):
-    found, operators = races(case, policy, sizes)
+def test_no_memory_is_accessed_or_freed_while_it_is_in_use(case, policy, sizes, order):
+    found, freed, operators = watch(case, policy, sizes, order=order)
     assert found == set()
+    assert freed == set()
     assert operators > 500
 
 
 def test_a_computation_that_does_not_wait_for_a_stream_is_found(monkeypatch):
     monkeypatch.setattr(ClockHandle, "wait", lambda handle: None)
-    found, _ = races(TOPO, "full", steps=1)
+    found, freed, _ = watch(TOPO, "full", sizes=(2, 2, 2), steps=1)
     assert any(second.endswith("in the computation") for _, second, _ in found)
+    assert any("buffer during" in memory for memory in freed)
 
 
 def test_a_stream_that_does_not_wait_for_the_computation_is_found(monkeypatch):
@@ -104,5 +109,5 @@ def test_a_stream_that_does_not_wait_for_the_computation_is_found(monkeypatch):
             learn(self, clock)
 
     monkeypatch.setattr(Races, "learn", learn_in_the_computation)
-    found, _ = races(TOPO, "full", steps=1)
+    found, _, _ = watch(TOPO, "full", steps=1)
     assert any("in stream" in second for _, second, _ in found)
