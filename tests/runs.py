@@ -17,7 +17,7 @@ from tests.data.corpora import write_corpus
 
 VOCABULARY = 61
 ONE = ("machine=laptop", "evaluate.batches=0")
-"""Of a run on one rank that is not evaluated."""
+"""A run on any number of ranks of one level, without evaluation."""
 
 CONFIG = """
 run: {{name: test, directory: {folder}/run, seed: 7}}

@@ -121,7 +121,7 @@ def test_fp16_finds_its_scale_alike_on_all_ranks_and_then_learns(config_file):
 
 
 def test_fp16_trains_from_the_default_scale_and_writes_it(config_file):
-    chosen = ("train.precision=fp16", "train.steps=12", "evaluate.batches=0")
+    chosen = ("train.precision=fp16", "train.steps=12", "evaluate.batches=0", "train.micro_batch=4")
     lines = runs.run(config_file, 4, *chosen)
     found = [line["loss"] for line in lines if line["loss"] is not None]
     assert found[-1] < found[0] - 0.1

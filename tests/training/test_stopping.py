@@ -16,7 +16,7 @@ from tests.launch.test_launchers import slurm, start
 from tests.training.signalling import VARIABLE
 
 RANKS = 2
-SMALL = ("machine=laptop", "train.steps=12")
+SMALL = ("machine=laptop", "train.steps=12", "train.micro_batch=8")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 from megafrontier.launch.main import train
 from tests import runs
 
-STEPS = ("train.steps=10", "evaluate.batches=0", "train.nonfinite_limit=3")
+STEPS = ("machine=laptop", "train.steps=10", "evaluate.batches=0", "train.nonfinite_limit=3")
 
 
 def test_the_numbers_for_data_skip_come_with_the_checkpoints_they_hold_for(
@@ -15,8 +15,8 @@ def test_the_numbers_for_data_skip_come_with_the_checkpoints_they_hold_for(
 ):
     """With a checkpoint from before the global batch changed, the numbers would be others."""
     multiply_loss(math.nan, 20, 56)
-    runs.run(config_file, 4, *STEPS, "train.stop_at=3")
-    runs.run(config_file, 4, *STEPS, "train.global_batch=8", "train.stop_at=6")
+    runs.run(config_file, 2, *STEPS, "train.stop_at=3")
+    runs.run(config_file, 2, *STEPS, "train.global_batch=8", "train.stop_at=6")
     lines = [line for line in runs.log(tmp_path / "run").splitlines() if "data.skip" in line]
     assert [line.partition("which ")[2] for line in lines] == [
         "data.skip=[[1,2]] leaves out",
@@ -30,8 +30,8 @@ def test_too_many_non_finite_steps_in_a_row_stop_the_run_also_across_a_restart(
 ):
     multiply_loss(math.nan, 64, 80, 96)
     if restart:
-        runs.run(config_file, 4, *STEPS, restart)
-    assert train(runs.load(config_file, *STEPS), 4) == 3
+        runs.run(config_file, 2, *STEPS, restart)
+    assert train(runs.load(config_file, *STEPS), 2) == 3
     error = capfd.readouterr().err
     assert error == (
         "megafrontier: step 7: the last 3 steps had a non-finite loss or gradient "
@@ -43,7 +43,7 @@ def test_too_many_non_finite_steps_in_a_row_stop_the_run_also_across_a_restart(
 def test_the_search_for_a_loss_scale_does_not_stop_the_run(config_file, tmp_path):
     """From 2^32 it takes more steps than may be non-finite in a row."""
     chosen = ("train.precision=fp16", f"train.loss_scale={2.0**32}", "train.steps=40")
-    lines = runs.run(config_file, 1, *STEPS, "machine=laptop", *chosen)
+    lines = runs.run(config_file, 1, *STEPS, *chosen)
     skipped = [line for line in lines if line.get("skipped")]
     assert [line["step"] for line in skipped] == list(range(1, len(skipped) + 1))
     assert 10 < len(skipped) < 40

@@ -18,7 +18,7 @@ from tests import runs
 from tests.partition.tiny import watch_collectives
 from tests.ranks import run_ranks
 
-STEPS = ("train.steps=10", "evaluate.batches=0")
+STEPS = ("machine=laptop", "train.steps=10", "evaluate.batches=0")
 
 
 def checkpoints(folder):
@@ -105,7 +105,7 @@ def test_checkpoints_of_sound_weights_are_not_replaced_by_those_of_a_broken_run(
     """By the time a run ends because of its losses, it would keep no other checkpoints."""
     multiply_loss(math.nan, 48, 64, 80)  # steps 4 to 6
     keep = ("checkpoint.every=2", "checkpoint.keep=2", "train.nonfinite_limit=4")
-    runs.run(config_file, 4, *STEPS, *keep, "train.steps=8", "train.stop_at=6")
+    runs.run(config_file, 2, *STEPS, *keep, "train.steps=8", "train.stop_at=6")
     # The last one may be sound, and would be lost otherwise; no other was deleted for it.
     assert checkpoints(tmp_path) == ["step-00000002", "step-00000006"]
     log = runs.log(tmp_path / "run")
@@ -127,7 +127,7 @@ def test_a_request_to_stop_among_broken_steps_keeps_the_sound_checkpoint(
     monkeypatch.setattr(loop, "start_step", stopped)
     keep = ("checkpoint.every=3", "checkpoint.keep=1", "train.nonfinite_limit=4")
     with record_stop_requests():
-        assert train(runs.load(config_file, *STEPS, *keep, "machine=laptop"), 1) == STOPPED
+        assert train(runs.load(config_file, *STEPS, *keep), 1) == STOPPED
     assert checkpoints(tmp_path) == ["step-00000003", "step-00000005"]
 
 
@@ -136,5 +136,5 @@ def test_a_checkpoint_that_was_due_is_made_up_for_at_the_next_finite_loss(
 ):
     multiply_loss(math.nan, 48, 64)  # steps 4 and 5
     keep = ("checkpoint.every=4", "checkpoint.keep=0")
-    runs.run(config_file, 1, *STEPS, "machine=laptop", *keep, "train.steps=7")
+    runs.run(config_file, 1, *STEPS, *keep, "train.steps=7")
     assert checkpoints(tmp_path) == ["step-00000006", "step-00000007"]
