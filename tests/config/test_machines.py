@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from megafrontier.config import load_config, load_machine
-from tests.config.refusals import refusal
+from tests.config.conftest import refusal
 
 
 @pytest.mark.parametrize(

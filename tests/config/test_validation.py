@@ -1,0 +1,187 @@
+"""Wrong keys, types and values are refused in one line: the key, its value, the fix."""
+
+from dataclasses import fields, is_dataclass
+
+import pytest
+
+from megafrontier.config import Config, check, load_config, load_machine
+from tests.config.conftest import refusal
+
+# Wrong keys and types: an override, then the start of the line.
+MISFITS = [
+    ("modell.layers=2", "modell: {'layers': 2}, no such key; did you mean model? known keys: run,"),
+    ("model.layer=2", "model.layer: 2, no such key; did you mean layers? known keys: layers,"),
+    ("zzz=1", "zzz: 1, no such key; known keys: run, model"),
+    (
+        "data.train=[{path: a}, {path: b, wei: 2}]",
+        "data.train[1].wei: 2, no such key; did you mean weight? known keys: path, weight",
+    ),
+    ("partition.wires.x={a: b}", "partition.wires.x: {'a': 'b'}, no such key; known keys: preset"),
+    ("model=3", "model: 3, need keys among layers, hidden"),
+    ("data.train=[a]", "data.train[0]: a, need keys among path, weight"),
+    ("data.train={a: 1}", "data.train: {'a': 1}, need a list"),
+    ("data.skip=[3]", "data.skip[0]: 3, need a list"),
+    ("data.skip=[[1, b]]", "data.skip[0][1]: b, need an integer"),
+    ("partition.wires.gather=fp32", "partition.wires.gather: fp32, need keys and values"),
+    ("model.layers=1.5", "model.layers: 1.5, need an integer"),
+    ("model.layers=true", "model.layers: True, need an integer"),
+    ("model.kv_heads=x", "model.kv_heads: x, need an integer"),
+    ("train.steps=null", "train.steps: null, need an integer"),
+    ("model.bias=7", "model.bias: 7, need true or false"),
+    ("optimizer.lr=fast", "optimizer.lr: fast, need a finite number"),
+    ("optimizer.lr=.nan", "optimizer.lr: nan, need a finite number"),
+    ("optimizer.lr=.inf", "optimizer.lr: inf, need a finite number"),
+    (f"optimizer.lr={'1' * 400}", f"optimizer.lr: {'1' * 57}..., need a finite number"),
+    (f"train.steps=0x{'f' * 5000}", "train.steps: thousands of digits, need an integer"),
+    ("optimizer.betas=[1]", "optimizer.betas: [1], need a list of 2"),
+    ("optimizer.betas=[0.9, b]", "optimizer.betas[1]: b, need a finite number"),
+    ("model.norm=batch", "model.norm: batch, need one of layernorm, rmsnorm"),
+    ("optimizer.no_decay=[head]", "optimizer.no_decay[0]: head, need one of norm, bias, embedding"),
+    ("tokenizer={a: 1}", "tokenizer: {'a': 1}, need text"),
+    ("tokenizer=true", "tokenizer: True, need text"),
+    ("run.name=", "run.name: null, need text"),
+    ("run.name=${nothing}", "run.name: Interpolation key 'nothing' not found"),
+]
+# Values out of range or that do not fit each other: overrides, then a part of the line.
+REFUSED = [
+    (["model.layers=0"], "model.layers: 0, need at least 1"),
+    (["model.kv_heads=0"], "model.kv_heads: 0, need at least 1"),
+    (["model.layers=2147483648"], "model.layers: 2147483648, need less than 2147483648"),
+    (["checkpoint.keep=-1"], "checkpoint.keep: -1, need at least 0"),
+    (["optimizer.lr=-1"], "optimizer.lr: -1.0, need at least 0"),
+    (["optimizer.eps=0"], "optimizer.eps: 0.0, need more than 0"),
+    (["optimizer.betas=[0.9, 1]"], "optimizer.betas[1]: 1.0, need less than 1"),
+    (["train.spike_window=1000001"], "train.spike_window: 1000001, need at most 1000000"),
+    (["train.loss_scale=1e39"], "train.loss_scale: 1e+39, need at most 4294967296"),
+    (["train.spike_loss=1"], "train.spike_loss: 1.0, need more than 1, or 0 for never"),
+    (['run.name=""'], "run.name: empty, need a name"),
+    (['run.directory=""'], "run.directory: empty, need a folder"),
+    (["run.directory=~/runs/a"], "run.directory: ~/runs/a, need it without ~, as $HOME"),
+    *[
+        ([f'{key}="a\\nb"'], f"{key}: 'a\\nb', need it without control characters")
+        for key in ("run.name", "run.directory", "checkpoint.resume")
+    ],
+    (["run.name=\\${x}"], "run.name: ${x}, need it without ${"),
+    (["model.heads=5"], "model.heads: 5, must divide model.hidden (64)"),
+    (["model.kv_heads=3"], "model.kv_heads: 3, must divide model.heads (4)"),
+    *[
+        (["model.position=rotary", f"model.rotary_fraction={fraction}"], said)
+        for fraction, said in (
+            ("0", "model.rotary_fraction: 0.0, must be above 0"),
+            ("1.5", "model.rotary_fraction: 1.5, must be"),
+            ("0.2", "even number of rotating dimensions (2 or more) in a head of 16"),
+            ("0.01", "even number of rotating dimensions (2 or more) in a head of 16"),
+        )
+    ],
+    (["model.rotary_scaling={factor: 8}"], "need null, or model.position=rotary"),
+    *[
+        (["model.position=rotary", f"model.rotary_scaling={{{name}: {value}}}"], f"{name}: {said}")
+        for name, value, said in (
+            ("factor", 0.5, "0.5, need at least 1"),
+            ("high_frequency", 1, "1.0, need more than model.rotary_scaling.low_frequency (1.0)"),
+        )
+    ],
+    (["data.train=[{weight: 1}]"], "data.train[0].path: empty, need a corpus prefix"),
+    (
+        ["data.valid=[{path: a}, {path: b, weight: 0}]"],
+        "data.valid[1].weight: 0.0, need more than 0",
+    ),
+    (["data.split=[1, 0, 0]"], "data.split: [1.0, 0.0, 0.0], need two parts"),
+    (["data.split=[0, 1]"], "data.split: [0.0, 1.0], need two parts, training above 0"),
+    (["data.split=[1, -1]"], "data.split: [1.0, -1.0], need two parts"),
+    (["data.skip=[[1, 2], [5, 5]]"], "data.skip[1]: [5, 5], need [from, to] with 0 <= from < to"),
+    (["data.skip=[[0, 281474976710656]]"], "need [from, to] with 0 <= from < to < 2**48"),
+    (["data.skip=[[1]]"], "data.skip[0]: [1], need [from, to]"),
+    (
+        ["train.global_batch=8", "train.micro_batch=3"],
+        "train.global_batch: 8, must be a multiple of train.micro_batch (3)",
+    ),
+    (
+        ["train.steps=5", "schedule.warmup_steps=6"],
+        "schedule.warmup_steps: 6, need at most train.steps (5)",
+    ),
+    (
+        ["optimizer.lr=0.1", "schedule.min_lr=0.2"],
+        "schedule.min_lr: 0.2, need at most optimizer.lr (0.1)",
+    ),
+    (["train.steps=5", "train.stop_at=6"], "train.stop_at: 6, need 1 to train.steps (5)"),
+    (["train.stop_at=0"], "train.stop_at: 0, need 1 to train.steps (1000)"),
+    (
+        ["partition.wires.reduce.pair=int3"],
+        "partition.wires.reduce.pair: int3, need one of fp32, bf16, fp16, int8, int4",
+    ),
+]
+
+
+@pytest.mark.parametrize(("override", "expected"), MISFITS, ids=lambda v: v[:60])
+def test_unknown_keys_and_wrong_types_are_refused(base, override, expected):
+    assert refusal(load_config, base, [override]).startswith(expected)
+
+
+@pytest.mark.parametrize(("overrides", "expected"), REFUSED, ids=lambda v: str(v)[:60])
+def test_values_that_do_not_fit_are_refused(base, overrides, expected):
+    assert expected in refusal(load_config, base, overrides)
+
+
+def test_every_bound_beside_a_field_is_checked():
+    outside = {"at_least": -1, "above": 0, "at_most": 1, "below": 0}
+    checked = set()
+    for section in filter(lambda f: is_dataclass(f.type), fields(Config)):
+        for option in fields(section.type):
+            for bound, limit in option.metadata.items():
+                config, key = Config(), f"{section.name}.{option.name}"
+                wrong = limit + outside[bound]
+                is_pair = isinstance(option.default, tuple)
+                setattr(
+                    getattr(config, section.name), option.name, (0, wrong) if is_pair else wrong
+                )
+                assert refusal(check, config).startswith(f"{key}[1]: " if is_pair else f"{key}: ")
+                checked.add(key)
+    assert len(checked) > 40
+
+
+@pytest.mark.parametrize(
+    ("override", "value", "expected"),
+    [
+        ("optimizer.lr=${oc.env:ASKED}", "inf", "optimizer.lr: inf, need a finite number"),
+        ("optimizer.betas=[0.9, '${oc.env:ASKED}']", "nan", "optimizer.betas[1]: nan, need a fin"),
+        ("train.steps=${oc.env:ASKED}", "9223372036854775808", "train.steps: '92233720368547758"),
+        ("train.steps=${oc.env:ASKED}", "many", "train.steps: many, need an integer"),
+        ("train.compile=${oc.env:ASKED}", "maybe", "train.compile: maybe, need true or false"),
+    ],
+)
+def test_a_reference_is_refused_like_its_value(base, monkeypatch, override, value, expected):
+    monkeypatch.setenv("ASKED", value)
+    assert (
+        refusal(load_config, base, [override])
+        .replace("'", "")
+        .startswith(expected.replace("'", ""))
+    )
+
+
+def test_references_stand_for_numbers_and_flags(base, monkeypatch):
+    monkeypatch.setenv("STEPS", "12")
+    monkeypatch.setenv("COMPILE", "true")
+    chosen = ["train.steps=${oc.env:STEPS}", "train.compile=${oc.env:COMPILE}"]
+    config = load_config(base, [*chosen, "train.stop_at=${train.steps}"])
+    assert (config.train.steps, config.train.compile, config.train.stop_at) == (12, True, 12)
+
+
+def test_a_machine_files_reference_is_refused_like_its_value(write, monkeypatch):
+    monkeypatch.setenv("ASKED", "inf")
+    path = write("m.yaml", "levels: {world: {}}\ndevice: {memory_gib: '${oc.env:ASKED}'}\n")
+    said = f"{path}: device.memory_gib: inf, need a finite number"
+    assert refusal(load_machine, str(path)) == said
+
+
+def test_a_file_is_blamed_for_what_is_wrong_in_it_and_an_override_for_the_rest(write):
+    path = write("a.yaml", "model: {head: 5}")
+    for overrides in ([], ["train.steps=3"], ["train.steps=3.5"]):
+        assert refusal(load_config, path, overrides).startswith(f"{path}: model.head: 5, no such")
+    long = write("b.yaml", "many words " * 100)
+    assert len(refusal(load_config, long)) < 400
+
+
+def test_a_number_in_quotes_is_shown_with_them(write):
+    path = write("top.yaml", "train: {steps: '2'}\noptimizer: {lr: 1.0e-3}")
+    assert refusal(load_config, path) == f"{path}: train.steps: '2', need an integer"
