@@ -1,10 +1,24 @@
-"""Counts that MFU rests on, checked by hand and against the model itself."""
+"""Counts of parameters and FLOPs, and the sizes of the shipped configs."""
+
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
 
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from megafrontier.config import ModelConfig
-from megafrontier.model.flops import flops_per_token, parameter_count
+from megafrontier.config import ModelConfig, load_config, load_machine
+from megafrontier.model.flops import flops_per_token, parameter_count, parameter_shapes
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+PARAMETERS = {
+    "gpt-125m": 125e6,
+    "gpt-350m": 350e6,
+    "gpt-1.3b": 1.3e9,
+    "gpt-10b": 10e9,
+    "gpt-20b": 20.55e9,
+    "llama-7b": 6.74e9,
+}
 
 
 def test_parameters_are_those_of_the_model(shape, make_model):
@@ -19,8 +33,8 @@ def test_gpt2_small_by_hand():
 
 
 def test_flops_are_those_torch_counts(shape, make_model, tokens):
-    """torch counts attention whole, not its causal half, and 2.5 backward passes for it: it
-    computes the scores again. So attention is counted apart: 2 products forward, 5 backward."""
+    """Except attention, which torch counts without causality, and 2.5 times in backward because it
+    recomputes the scores."""
     shape.vocab_multiple = 1
     model = make_model(shape).train()
     with FlopCounterMode(display=False) as counter:
@@ -30,3 +44,31 @@ def test_flops_are_those_torch_counts(shape, make_model, tokens):
     width = shape.heads * (shape.head_size or shape.hidden // shape.heads)
     attention = 6 * shape.layers * width * shape.sequence_length
     assert products / tokens.numel() == pytest.approx(flops_per_token(shape) - attention)
+
+
+def test_shapes_are_cached_for_configs_with_lists(make_config, shape):
+    @dataclass
+    class WithList(ModelConfig):
+        pattern: list[int] = field(default_factory=lambda: [1, 2])
+
+    assert parameter_shapes(WithList(**vars(shape))) == parameter_shapes(shape)
+    assert parameter_shapes(make_config(layers=1)) != parameter_shapes(make_config(layers=2))
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_shipped_model_is_what_its_name_says(name):
+    config = load_config(CONFIGS / f"{name}.yaml")
+    assert config.run.name == name
+    assert parameter_count(config.model) == pytest.approx(PARAMETERS[name], rel=0.03)
+    assert 6 < flops_per_token(config.model) / parameter_count(config.model) < 8
+    assert (config.train.activation_checkpointing == "block") == (PARAMETERS[name] > 1e9)
+    levels = load_machine(config.machine).levels
+    ranks_per_node = levels["pair"].size * levels["node"].size
+    assert config.train.global_batch % (config.train.micro_batch * ranks_per_node) == 0
+
+
+def test_7b_and_20b_are_the_published_shapes():
+    llama = load_config(CONFIGS / "llama-7b.yaml").model
+    assert parameter_count(llama) == 6_738_415_616
+    neox = parameter_shapes(load_config(CONFIGS / "gpt-20b.yaml").model)
+    assert sum(map(prod, neox.values())) == 20_554_567_680

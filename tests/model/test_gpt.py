@@ -1,4 +1,4 @@
-"""What the model promises to those that train it."""
+"""GPT: loss, causality, documents, dropout, checkpointing, numerics."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_loss_is_the_sum_of_cross_entropies_of_the_logits(shape, make_model, tok
 def test_repeated_keys_and_values_are_those_of_grouped_heads(
     make_config, make_model, tokens, monkeypatch
 ):
-    """As on a GPU in fp32, whose fused kernels do not know groups."""
+    """As on a GPU in fp32, whose fused kernels have no grouped heads."""
     model = make_model(make_config(kv_heads=2))
     grouped = model(tokens)
     monkeypatch.setattr(attention, "supports_gqa", lambda *_: False)
@@ -49,8 +49,8 @@ def test_no_token_sees_the_future(shape, make_model, tokens):
     assert not torch.allclose(model(tokens)[:, 12:], model(changed)[:, 12:])
 
 
-def test_documents_in_one_sequence_are_as_documents_alone(shape, make_model, tokens):
-    """Lengths 5, 11 and 8 in one row: same loss, same gradients as three rows of their own."""
+def test_documents_in_one_row_are_like_separate_documents(shape, make_model, tokens):
+    """Lengths 5, 11 and 8 in one row: same loss and gradients as in three rows."""
     model = make_model(shape)
     row, lengths = tokens[:1], [5, 11, 8]
     documents = torch.tensor([0, 5, 16, 24], dtype=torch.int32)
@@ -68,7 +68,7 @@ def test_documents_in_one_sequence_are_as_documents_alone(shape, make_model, tok
 def test_checkpointing_changes_no_gradient(shape, dropout, make_model, tokens):
     shape.dropout = dropout
     results = []
-    for checkpointing in ("none", "block", "selective", "offload"):
+    for checkpointing in ("none", "block", "selective"):
         model = make_model(shape, checkpointing=checkpointing).train()
         torch.manual_seed(5)
         loss = model(tokens, tokens)
@@ -123,7 +123,7 @@ def test_builds_on_the_meta_device_and_computes_after_filling(shape, make_model,
     torch.testing.assert_close(model.eval()(tokens), real(tokens), rtol=0, atol=0)
 
 
-def test_units_hold_every_parameter_once_and_leave_the_tied_to_the_root(shape):
+def test_units_hold_every_parameter_once_and_tied_ones_belong_to_the_root(shape):
     model = GPT(shape)
     units = model.units()
     held = [f"{name}.{p}" for name, unit in units for p, _ in unit.named_parameters()]
@@ -139,13 +139,13 @@ def test_units_hold_every_parameter_once_and_leave_the_tied_to_the_root(shape):
 
 
 def test_a_unit_touches_its_parameters_only_inside_its_own_forward(shape, make_model, tokens):
-    """What the engine relies on: give weights only while a unit's forward or backward runs."""
+    """The engine unshards a unit only while its forward or backward runs."""
     model = make_model(shape)
     expected = model(tokens, tokens)
     running = []
     owner = {id(p): name for name, unit in model.units() for p in unit.parameters()}
 
-    class Watchdog(torch.overrides.TorchFunctionMode):
+    class OwnerCheck(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             for argument in args:
                 assert owner.get(id(argument)) in (None, *running)
@@ -154,13 +154,13 @@ def test_a_unit_touches_its_parameters_only_inside_its_own_forward(shape, make_m
     for name, unit in model.units():
         unit.register_forward_pre_hook(lambda *_, name=name: running.append(name))
         unit.register_forward_hook(lambda *_: running.pop() and None)
-    with Watchdog():
+    with OwnerCheck():
         torch.testing.assert_close(model(tokens, tokens), expected)
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_norms_compute_in_fp32_and_return_their_inputs_type(norm, make_config):
-    """Large and nearly equal values, whose statistics bf16 could not hold."""
+    """Large and nearly equal values, whose statistics bf16 cannot represent."""
     config = make_config(norm=norm, hidden=512, heads=4)
     values = (torch.randn(4, 512, generator=torch.Generator().manual_seed(0)) * 3 + 200).bfloat16()
     low = make_norm(config).bfloat16()(values)
@@ -178,32 +178,20 @@ def test_bf16_model_is_near_the_fp32_one(shape, make_model, tokens):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_frequent_tokens_gradient_is_summed_in_fp32(dtype, make_config):
-    """torch's own loses a fifth of a sum of some thousand."""
+@pytest.mark.parametrize("part", ["tokens", "positions"])
+def test_the_gradient_of_a_frequent_id_is_summed_in_fp32(part, dtype, make_config):
+    """torch's own embedding loses a fifth of a sum of about 1000 numbers. The first positions are
+    frequent with short documents."""
     torch.manual_seed(0)
     embedding = Embedding(make_config()).to(dtype)
-    tokens = torch.randint(4, (8, 512))
+    ids = {"tokens": torch.randint(50, (8, 512)), "positions": torch.arange(512).expand(8, -1) % 8}
+    ids[part] = torch.randint(4, (8, 512))
     weights = 1 + torch.rand(8, 512, 1).to(dtype)
-    hidden = embedding(tokens, torch.arange(512).expand(1, -1) % 8)
-    (hidden * weights).sum().backward()
-    expected = torch.stack([weights[tokens == token].double().sum() for token in range(4)])
-    found = embedding.tokens.weight.grad[:4].double().mean(1)
-    assert embedding.tokens.weight.grad.dtype == dtype
-    torch.testing.assert_close(found, expected, rtol=0.005, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_frequent_positions_gradient_is_summed_in_fp32(dtype, make_config):
-    """The first ones begin every document."""
-    torch.manual_seed(0)
-    embedding = Embedding(make_config()).to(dtype)
-    positions = (torch.arange(512) % 4).expand(8, -1)
-    weights = 1 + torch.rand(8, 512, 1).to(dtype)
-    hidden = embedding(torch.randint(50, (8, 512)), positions)
-    (hidden * weights).sum().backward()
-    expected = torch.stack([weights[positions == place].double().sum() for place in range(4)])
-    found = embedding.positions.weight.grad[:4].double().mean(1)
-    torch.testing.assert_close(found, expected, rtol=0.005, atol=0)
+    (embedding(**ids) * weights).sum().backward()
+    expected = torch.stack([weights[ids[part] == i].double().sum() for i in range(4)])
+    grad = getattr(embedding, part).weight.grad
+    assert grad.dtype == dtype
+    torch.testing.assert_close(grad[:4].double().mean(1), expected, rtol=0.005, atol=0)
 
 
 def test_more_tokens_than_the_sequence_length_are_refused(make_config, make_model):

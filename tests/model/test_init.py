@@ -30,7 +30,7 @@ def test_any_cut_gives_the_same_values(cuts, make_config, monkeypatch):
         assert torch.equal(torch.cat(parts), whole(config, name)), name
 
 
-def test_a_slice_draws_only_the_chunks_it_touches(make_config, monkeypatch):
+def test_a_slice_draws_only_the_chunks_it_overlaps(make_config, monkeypatch):
     monkeypatch.setattr(module, "CHUNK", 1000)
     drawn, randn = [], torch.randn
     monkeypatch.setattr(torch, "randn", lambda n, **kw: drawn.append(n) or randn(n, **kw))
@@ -55,7 +55,7 @@ def test_a_model_is_filled_with_the_slices(shape):
 
 
 @pytest.mark.parametrize("init", ["gpt2", "neox"])
-def test_spread_is_what_the_papers_say(init, make_config):
+def test_standard_deviations_are_those_of_the_papers(init, make_config):
     config = make_config(init=init, hidden=256, layers=3, vocab_size=1000)
     plain = 0.02 if init == "gpt2" else sqrt(2 / (5 * 256))
     residual = 0.02 / sqrt(6) if init == "gpt2" else 2 / (3 * 16)
@@ -74,7 +74,7 @@ def test_spread_is_what_the_papers_say(init, make_config):
     assert positions.std().item() == pytest.approx(0.02, rel=0.05)
 
 
-def test_norms_biases_and_padded_rows_start_plain(make_config):
+def test_norms_are_1_and_biases_and_padded_rows_0(make_config):
     config = make_config()
     assert (whole(config, "blocks.0.norm1.weight") == 1).all()
     assert not whole(config, "head.norm.bias").any()
@@ -87,8 +87,8 @@ def test_norms_biases_and_padded_rows_start_plain(make_config):
         assert tail.bool().tolist() == [True] * 5 + [False] * 5
 
 
-def test_the_function_never_changes(make_config):
-    """Seeds in old configs must go on meaning the same weights."""
+def test_initial_values_never_change(make_config):
+    """A seed in an old config must give the same weights."""
     values = initial_slice(make_config(), 1234, "blocks.0.mlp.up.weight", (128, 32), 0, 3)
     torch.testing.assert_close(values, torch.tensor(KNOWN), rtol=1e-5, atol=0)
 

@@ -1,4 +1,4 @@
-"""The chunked loss is the ordinary one, in less memory."""
+"""The chunked loss equals cross-entropy, in less memory."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_low_precision_is_as_close_as_its_rounding(dtype):
 
 
 def test_fp16_keeps_gradients_of_unlikely_tokens():
-    """Far less likely than fp16's smallest number: without scaling their gradient would be 0."""
+    """Their probability is below fp16's smallest number, so without scaling their gradient is 0."""
     hidden = torch.ones(1, 1, dtype=torch.float16, requires_grad=True)
     weight = torch.tensor([[0.0], [-17.0]], dtype=torch.float16, requires_grad=True)
     loss = linear_cross_entropy(
@@ -70,8 +70,8 @@ def test_fp16_keeps_gradients_of_unlikely_tokens():
     torch.testing.assert_close(gradient[1, 0].float(), expected, rtol=2e-2, atol=0)
 
 
-def test_fp16_bears_a_chunk_of_one_frequent_id():
-    """Spaces, newlines: 200 tokens of a chunk add up to more than fp16 holds of the scaled sum."""
+def test_fp16_does_not_overflow_for_a_frequent_id():
+    """200 tokens in a chunk, of spaces for example, exceed fp16's range in the scaled sum."""
     hidden = torch.ones(1024, 2, dtype=torch.float16)
     weight = torch.zeros(50, 2, dtype=torch.float16, requires_grad=True)
     targets = torch.arange(1024) % 40
@@ -83,7 +83,7 @@ def test_fp16_bears_a_chunk_of_one_frequent_id():
 
 
 def test_weight_gradient_is_summed_in_fp32():
-    """600 chunks that each give a half: a bf16 sum would stop growing at 128."""
+    """600 chunks with a gradient of 0.5 each: a bf16 sum would stop at 128."""
     hidden = torch.ones(600, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.zeros(600, dtype=torch.int64)
@@ -117,7 +117,7 @@ def test_without_grad_gives_the_same_value():
 
 
 class LargestResult(TorchDispatchMode):
-    """Remembers the most elements that any operation returned."""
+    """Records the largest number of elements that an operation returned."""
 
     numel = 0
 

@@ -1,4 +1,4 @@
-"""Attention inside documents costs no mask, and gives what the mask would."""
+"""Attention within documents equals attention with the dense mask, and needs none."""
 
 import pytest
 import torch
@@ -46,25 +46,25 @@ def by_mask(query, key, value, documents):
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_result_and_gradients_are_those_of_the_dense_mask(kv_heads, dtype):
+def test_result_and_gradients_equal_those_with_the_dense_mask(kv_heads, dtype):
     inputs, documents = heads(kv_heads, dtype), starts()
     ours, theirs = (
         document_attention(*inputs, documents, LENGTH),
         by_mask(*(t.float() for t in inputs), documents).to(dtype),
     )
-    upstream = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    grad_output = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     rtol, atol = (1e-4, 1e-5) if dtype is torch.float32 else (0.1, 0.05)
     torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
     for a, b in zip(
-        torch.autograd.grad(ours, inputs, upstream),
-        torch.autograd.grad(theirs, inputs, upstream),
+        torch.autograd.grad(ours, inputs, grad_output),
+        torch.autograd.grad(theirs, inputs, grad_output),
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
 
 
-def test_the_gradient_is_the_slope():
-    """Along random directions, in differences of the loss itself."""
+def test_the_gradient_equals_finite_differences():
+    """Along random directions."""
     inputs, documents = heads(2), starts()
     weight = torch.randn(BATCH * LENGTH, 4, 8, generator=torch.Generator().manual_seed(2))
 
@@ -83,8 +83,8 @@ def test_the_gradient_is_the_slope():
         assert slope == pytest.approx((gradient * direction).sum().item(), rel=1e-2)
 
 
-def test_the_operator_keeps_torchs_rules_for_operators():
-    """Schema, registrations and shapes of the traced twin, as `torch.compile` needs them."""
+def test_the_operator_passes_torchs_opcheck():
+    """`torch.compile` needs the schema, the registrations and the shapes of the fake operator."""
     operator = torch.ops.megafrontier.document_attention.default
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     found = torch.library.opcheck(operator, (*heads(2), starts(), LENGTH), test_utils=checks)
@@ -92,7 +92,7 @@ def test_the_operator_keeps_torchs_rules_for_operators():
 
 
 def test_cost_is_the_sum_of_the_squares_of_the_lengths(monkeypatch):
-    """Every call of the kernel gets one document, and no tokens of another."""
+    """Each call of the kernel gets the tokens of one document."""
     seen = []
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -113,21 +113,21 @@ def test_starts_and_positions_are_those_of_the_rows_documents():
     assert document_positions(documents, BATCH, LENGTH).tolist() == expected
 
 
-def test_dropout_takes_the_dense_mask(make_config, make_model, tokens):
+def test_dropout_needs_the_dense_mask(make_config, make_model, tokens):
     config = make_config(dropout=0.1)
     assert not supports_varlen(config, CPU, torch.float32, config.dropout)
     assert supports_varlen(config, CPU, torch.float32, 0.0)
     model = make_model(config)
     documents = torch.tensor([0, 5, 24, 48], dtype=torch.int32)
-    without = model(tokens, tokens, documents)  # evaluation drops nothing
+    without = model(tokens, tokens, documents)  # evaluation has no dropout
     losses = [model.train()(tokens, tokens, documents).item() for _ in range(2)]
     assert losses[0] != losses[1]
     hardly = make_model(make_config(dropout=1e-9)).train()(tokens, tokens, documents)
     torch.testing.assert_close(hardly, without)
 
 
-def test_blocks_are_compiled_only_where_their_evaluation_can_be(make_config, monkeypatch):
-    """Which drops nothing: its documents need no dense mask, whatever the training's do."""
+def test_blocks_are_compiled_only_if_their_evaluation_can_be(make_config, monkeypatch):
+    """Evaluation has no dropout, so it needs no dense mask even if training does."""
     monkeypatch.setattr(backends, "returns_traced_shape", lambda *_: False)
     for dropout in (0.0, 0.1):
         config = make_config(dropout=dropout)
@@ -135,7 +135,7 @@ def test_blocks_are_compiled_only_where_their_evaluation_can_be(make_config, mon
         assert uncompilable_attention(config, CPU, torch.float32, False) is None
 
 
-def test_a_gpus_fused_kernels_know_grouped_heads_without_a_mask_and_in_few_bits():
+def test_a_gpus_fused_kernels_support_grouped_heads_without_a_mask_in_16_bits():
     gpu = torch.device("cuda")
     assert supports_gqa(gpu, torch.bfloat16, False)
     assert not supports_gqa(gpu, torch.bfloat16, True)
@@ -143,7 +143,7 @@ def test_a_gpus_fused_kernels_know_grouped_heads_without_a_mask_and_in_few_bits(
     assert supports_gqa(CPU, torch.float32, False)
 
 
-def test_the_kernel_that_will_run_has_a_name(make_config):
+def test_the_kernel_of_training_is_named(make_config):
     def backend(documents=False, **model):
         return attention_backend(make_config(**model), CPU, torch.float32, documents)
 

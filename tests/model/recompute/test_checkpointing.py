@@ -1,4 +1,4 @@
-"""What is kept of a block, and what is computed again."""
+"""What a block saves for backward, and what it recomputes."""
 
 from collections import Counter
 
@@ -11,7 +11,7 @@ from megafrontier.model.recompute.checkpointing import run_checkpointed
 
 
 class Counting(TorchDispatchMode):
-    """How often each operator is computed."""
+    """Counts the calls of each operator."""
 
     def __init__(self):
         super().__init__()
@@ -23,9 +23,9 @@ class Counting(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("draws", [True, False])
-def test_attention_is_kept_unless_it_may_draw_random_numbers(draws):
-    """On a GPU it draws its dropout itself. Were it taken from memory in backward, what draws after
-    it would get other numbers than in forward."""
+def test_attention_is_saved_unless_it_may_draw_random_numbers(draws):
+    """On a GPU, attention draws its dropout itself. If its result were saved, operations after it
+    would get other random numbers in backward than in forward."""
 
     def block(x):
         return F.scaled_dot_product_attention(x, x, x, is_causal=True) @ weight

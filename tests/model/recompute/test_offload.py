@@ -1,6 +1,6 @@
-"""Block inputs wait on the host: only they, each once, the next on its way while one is used.
+"""Block inputs are offloaded once each, and fetched one ahead in reverse order.
 
-The copies themselves need a GPU; here they are clones, and what is asked of them is written down.
+The copies need a GPU. Here they are clones, and the calls are recorded.
 """
 
 from weakref import ref
@@ -13,20 +13,20 @@ from megafrontier.model.recompute import compile, offload
 
 
 class Clones:
-    """Stands in for `offload.Copies`; `asked` has (what, its number) in order."""
+    """Replaces `offload.Copies`. `calls` has (operation, number of the tensor)."""
 
-    asked: list[tuple[str, int]] = []
-    given: list[int] = []
+    calls: list[tuple[str, int]] = []
+    released: list[int] = []
 
     def __init__(self, device):
-        self.asked.clear()
-        self.given.clear()
+        self.calls.clear()
+        self.released.clear()
         self.numbers = {}
         self.buffer_pool = BufferPool(device)
 
     def note(self, what, tensor):
         number = self.numbers.setdefault(tensor.sum().item(), len(self.numbers))
-        self.asked.append((what, number))
+        self.calls.append((what, number))
 
     def to_host(self, tensor):
         self.note("out", tensor)
@@ -42,7 +42,7 @@ class Clones:
         self.note("use", tensor)
 
     def release(self, host):
-        self.given.append(host.data_ptr())
+        self.released.append(host.data_ptr())
         self.buffer_pool.release(host.view(-1))
 
 
@@ -55,52 +55,52 @@ def is_compiled(request, monkeypatch):
     return request.param
 
 
-def test_inputs_come_back_one_ahead_in_reverse_and_give_the_same_gradients(
+def test_inputs_are_fetched_one_ahead_in_reverse_and_give_the_same_gradients(
     is_compiled, make_config, make_model, tokens
 ):
     config = make_config(layers=3, position="rotary")
     plain = make_model(config)
     plain(tokens, tokens).backward()
-    parking = make_model(config, checkpointing="offload", compile_blocks=is_compiled)
+    offloading = make_model(config, checkpointing="offload", compile_blocks=is_compiled)
     for _ in range(2):  # the second micro-batch fetches nothing of the first
-        parking.zero_grad()
-        Clones.asked.clear()
-        parking(tokens, tokens).backward()
-        assert Clones.asked == [
+        offloading.zero_grad()
+        Clones.calls.clear()
+        offloading(tokens, tokens).backward()
+        assert Clones.calls == [
             ("out", 0), ("out", 1), ("out", 2),
             ("back", 2), ("use", 2), ("back", 1),
             ("use", 1), ("back", 0),
             ("use", 0),
         ]  # fmt: skip
-    for ours, theirs in zip(parking.parameters(), plain.parameters(), strict=True):
+    for ours, theirs in zip(offloading.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
 
 
-def test_without_a_backward_nothing_is_parked(is_compiled, make_config, make_model, tokens):
+def test_without_a_backward_nothing_is_offloaded(is_compiled, make_config, make_model, tokens):
     model = make_model(make_config(), checkpointing="offload", compile_blocks=is_compiled)
-    Clones.asked.clear()
+    Clones.calls.clear()
     with torch.no_grad():
         model(tokens, tokens)
-    assert Clones.asked == []
+    assert Clones.calls == []
 
 
-def test_each_micro_batch_takes_the_host_memory_of_the_one_before(
+def test_each_micro_batch_reuses_the_host_memory_of_the_one_before(
     is_compiled, make_config, make_model, tokens
 ):
-    """A host that is micro-batches ahead would fill it."""
+    """Otherwise a host that runs micro-batches ahead would run out of memory."""
     model = make_model(make_config(layers=3), checkpointing="offload", compile_blocks=is_compiled)
     for _ in range(3):
         model(tokens, tokens).backward()
-    assert len(Clones.given) == 9
-    assert len(set(Clones.given)) == 3
+    assert len(Clones.released) == 9
+    assert len(set(Clones.released)) == 3
 
 
-def test_a_copy_on_its_way_is_waited_for_where_nobody_wants_it_any_more():
-    """Its memory would be another's while it is written."""
+def test_a_copy_in_flight_is_waited_for_even_if_its_graph_is_dropped():
+    """Otherwise its memory could be reused while it is written."""
     copies = Clones(torch.device("cpu"))
     first = offload.Offloaded(copies.to_host(torch.full((2,), 1.0)), copies, None)
     second = offload.Offloaded(copies.to_host(torch.full((2,), 2.0)), copies, ref(first))
     second.fetch()
-    assert Clones.asked[-1] == ("back", 0)
+    assert Clones.calls[-1] == ("back", 0)
     del first
-    assert Clones.asked[-1] == ("use", 0)
+    assert Clones.calls[-1] == ("use", 0)
