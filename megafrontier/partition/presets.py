@@ -28,7 +28,7 @@ def choose_wires(
     reduce = _formats(config, "reduce", levels, precision)
     for level, wire in enumerate(gather):
         is_chosen = levels.names[level] in config.gather
-        if wire.startswith("delta") and not is_chosen and not _publishes(placement, level):
+        if make_wire(wire).is_delta and not is_chosen and not _publishes(placement, level):
             gather[level] = "int8"
     _check_precision(config, precision)
     _check_use(config.gather, placement, levels)
@@ -128,7 +128,7 @@ def _check_deltas(
     """
     sends_weights = False
     for level in reversed(range(len(gather))):
-        name, is_delta = levels.names[level], gather[level].startswith("delta")
+        name, is_delta = levels.names[level], make_wire(gather[level]).is_delta
         publishes = _publishes(placement, level)
         key = f"partition.wires.gather.{name}: {gather[level]}"
         if is_delta and not publishes:

@@ -21,6 +21,8 @@ def test_the_configuration_accepts_exactly_the_registered_formats():
     assert set(get_args(WireFormat)) == set(registry.format_names())
     for name in registry.format_names():
         assert make_wire(name).name == make_wire(name, rotates=True).name == name
+        # The checks of a configuration know deltas by their name.
+        assert make_wire(name).is_delta == name.startswith("delta")
 
 
 def test_a_registered_codec_is_a_wire_format(monkeypatch):
