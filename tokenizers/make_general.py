@@ -1,7 +1,7 @@
-"""Makes general-16k.model from text that every installation of megafrontier brings along.
+"""Makes general-16k.model from text that is part of every installation of megafrontier.
 
-Half of it is English prose, the docstrings of Python's standard library and of some dependencies;
-half is code, the standard library's sources. Usage: python tokenizers/make_general.py [OUT.model]
+Half of the text is English prose: docstrings of the standard library and of some dependencies. The
+other half is code: sources of the standard library. Usage: python tokenizers/make_general.py [OUT.model]
 """
 
 import ast
@@ -18,17 +18,17 @@ from megafrontier.data.tokenizers.train import train_tokenizer
 
 PACKAGES = ("datasets", "matplotlib", "numpy", "pandas", "sympy", "torch", "transformers")
 LIBRARY = Path(sysconfig.get_path("stdlib"))
-NO_PROSE = {"site-packages", "test", "tests", "idle_test", "lib2to3", "dist-packages"}
+LEFT_OUT = {"site-packages", "test", "tests", "idle_test", "lib2to3", "dist-packages"}
 
 
 def library_files() -> list[Path]:
-    """The standard library's own sources, without its tests."""
+    """Return the sources of the standard library, without its tests."""
     found = sorted(path.relative_to(LIBRARY) for path in LIBRARY.rglob("*.py"))
-    return [LIBRARY / path for path in found if not NO_PROSE & set(path.parts)]
+    return [LIBRARY / path for path in found if not LEFT_OUT & set(path.parts)]
 
 
 def package_files() -> Iterator[Path]:
-    """The sources of the packages, without their tests."""
+    """Yield the sources of the packages, without their tests."""
     packages = Path(sysconfig.get_path("purelib"))
     for name in PACKAGES:
         for path in sorted((packages / name).rglob("*.py")):
@@ -37,7 +37,7 @@ def package_files() -> Iterator[Path]:
 
 
 def docstrings(path: Path) -> Iterator[str]:
-    """The docstrings of a module, and of its classes and functions."""
+    """Yield the docstrings of a module, and of its classes and functions."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
@@ -48,7 +48,7 @@ def docstrings(path: Path) -> Iterator[str]:
 
 
 def main() -> None:
-    """Collect, train, and keep the model alone: `save` makes the other files from it."""
+    """Train, and keep only the model, because `save` makes the other files from it."""
     warnings.simplefilter("ignore")
     out = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent / "general-16k.model")
     with tempfile.TemporaryDirectory() as folder:
