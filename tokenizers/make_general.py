@@ -1,7 +1,9 @@
 """Makes general-16k.model from text that is part of every installation of megafrontier.
 
 Half of the text is English prose: docstrings of the standard library and of some dependencies. The
-other half is code: sources of the standard library. Usage: python tokenizers/make_general.py [OUT.model]
+other half is code: sources of the standard library.
+
+    python tokenizers/make_general.py [OUT.model]
 """
 
 import ast

@@ -1,6 +1,5 @@
 """The micro-batches of a rank for each optimizer step. The next step is read in the background."""
 
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -78,7 +77,6 @@ class Loader:
         self.micro_batches = micro_batches(global_batch, micro_batch, dp_size)
         """Micro-batches per rank and step."""
         self._thread: ThreadPoolExecutor | None = None
-        self._process = os.getpid()
         self._prefetched: dict[int, Future[list[Batch]]] = {}
 
     def position(self, step: int) -> tuple[int, int]:
@@ -119,7 +117,6 @@ class Loader:
         Steps may be read in any order; the step after this one is prefetched. Raises what reading
         raises.
         """
-        self._reset_if_forked()
         future = self._prefetched.pop(step, None)
         self._prefetched.clear()
         batches = self._read(step) if future is None else future.result()
@@ -130,7 +127,7 @@ class Loader:
 
     def close(self) -> None:
         """Stop the background thread. `step` would start it again."""
-        if self._thread is not None and self._process == os.getpid():
+        if self._thread is not None:
             # Do not wait: nobody needs the prefetched step, and the storage may hang.
             self._thread.shutdown(wait=False, cancel_futures=True)
         self._thread, self._prefetched = None, {}
@@ -140,8 +137,3 @@ class Loader:
         size = self._micro_batch
         batches = [self.samples.batch(first + i * size, size) for i in range(self.micro_batches)]
         return [b.pin_memory() for b in batches] if self._device.type == "cuda" else batches
-
-    def _reset_if_forked(self) -> None:
-        # Threads do not survive a fork, so a forked process starts its own.
-        if self._process != os.getpid():
-            self._thread, self._prefetched, self._process = None, {}, os.getpid()

@@ -52,12 +52,12 @@ class EncodedBatch:
     """Whether the document ends with the chunk [chunks]."""
     bad: NDArray[np.bool_]
     """Whether the text of the chunk is bad, so that its document is left out [chunks]."""
+    unknown: NDArray[np.int32]
+    """Unknown tokens of each chunk [chunks]."""
     messages: list[str]
     """What is wrong with each bad text."""
     text_bytes: int
     """UTF-8 bytes of all texts."""
-    unknown: list[int]
-    """Unknown tokens of each chunk [chunks]."""
 
 
 _WORD = "a"
@@ -91,9 +91,9 @@ class Encoder:
             np.array([len(chunk) for chunk in chunks], np.int32),
             np.array([r.is_last for _, r in texts], bool),
             np.array([isinstance(text, BadText) for text, _ in texts], bool),
+            np.array(unknown, np.int32),
             [text.message for text in bad],
             sum(len(text.encode()) for text, _ in good),
-            unknown,
         )
 
     def _encode(self, texts: Sequence[tuple[str, bool]]) -> list[list[int]]:
@@ -166,36 +166,17 @@ def _write(
     reader: Reader,
 ) -> Summary:
     writer = DocumentWriter(corpus)
-    summary, unknown = Summary(), _UnknownTokens()
+    summary = Summary()
     for batch in batches:
-        unknown.count(batch, summary)
-        writer.write_chunks(batch.tokens, batch.sizes, batch.ends, batch.bad)
+        writer.write_chunks(batch.tokens, batch.sizes, batch.ends, batch.bad, batch.unknown)
         summary.text_bytes += batch.text_bytes
-        summary.bad = writer.left_out
         for message in batch.messages:
             progress.skipped(message)
-        summary.tokens, summary.documents = writer.tokens, corpus.index.documents
-        progress.update(reader.done_bytes, summary.text_bytes, summary.tokens)
+        progress.update(reader.done_bytes, summary.text_bytes, writer.tokens)
+    summary.tokens, summary.documents = writer.tokens, corpus.index.documents
+    summary.bad, summary.unknown = writer.left_out, writer.unknown
+    summary.unknown_documents = writer.unknown_documents
     return summary
-
-
-class _UnknownTokens:
-    """Counts the unknown tokens of documents, whose chunks may be in several batches."""
-
-    def __init__(self) -> None:
-        self._tokens, self._is_bad = 0, False
-
-    def count(self, batch: EncodedBatch, summary: Summary) -> None:
-        """Add the documents that end in a batch to the summary."""
-        chunks = zip(batch.unknown, batch.ends.tolist(), batch.bad.tolist(), strict=True)
-        for tokens, is_end, is_bad in chunks:
-            self._tokens += tokens
-            self._is_bad |= is_bad
-            if is_end:
-                if self._tokens and not self._is_bad:
-                    summary.unknown += self._tokens
-                    summary.unknown_documents += 1
-                self._tokens, self._is_bad = 0, False
 
 
 _encoder: Encoder

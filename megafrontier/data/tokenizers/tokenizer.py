@@ -225,14 +225,18 @@ def load_tokenizer(spec: str) -> Tokenizer:
     # The threads of the `tokenizers` library do not survive the fork of our workers.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path = Path(spec)
-    if spec == "bytes" or _read_marker(path) == "bytes":
+    marker = _read_marker(path)
+    if "bytes" in (spec, marker.get("kind")):
         return ByteTokenizer()
-    if spec == "none" or _read_marker(path) == "none":
+    if "none" in (spec, marker.get("kind")):
         return NoTokenizer()
     if path.is_file() and path.suffix != ".json":
         return SentencePieceTokenizer(path)
-    if _read_marker(path) == "sentencepiece" and not _is_rewritten(path):
-        return SentencePieceTokenizer(path / MODEL_FILE)
+    if marker.get("kind") == "sentencepiece":
+        # If `transformers` has overwritten our tokenizer.json, perhaps with more ids, that counts.
+        digest = _fast_digest(path)
+        if marker.get("fast", digest) == digest:
+            return SentencePieceTokenizer(path / MODEL_FILE)
     if path.exists() or not _is_a_path(spec):
         from megafrontier.data.tokenizers.hf import HuggingFaceTokenizer
 
@@ -281,24 +285,16 @@ def _write_marker(folder: Path, kind: str) -> None:
     (folder / MARKER).write_text(json.dumps({"kind": kind, "fast": _fast_digest(folder)}) + "\n")
 
 
-def _read_marker(folder: Path) -> str | None:
-    return _marker(folder).get("kind")
-
-
-def _marker(folder: Path) -> dict[str, Any]:
+def _read_marker(folder: Path) -> dict[str, Any]:
+    """Return the content of the marker; empty without one."""
     marker = folder / MARKER
     try:
-        found: dict[str, Any] = json.loads(marker.read_text()) if marker.is_file() else {}
-        if not isinstance(found, dict):
-            raise ValueError(found)
-        return found
-    except ValueError as error:
-        raise UserError(f"{marker}: cut short or changed, need the folder written anew") from error
-
-
-def _is_rewritten(folder: Path) -> bool:
-    """Return whether `transformers` has overwritten our tokenizer, perhaps with more ids."""
-    return _marker(folder).get("fast", _fast_digest(folder)) != _fast_digest(folder)
+        found = json.loads(marker.read_text()) if marker.is_file() else {}
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f"{marker}: cut short or changed, need the folder written anew")
+    return found
 
 
 def _fast_digest(folder: Path) -> str | None:

@@ -1,6 +1,5 @@
 """The loader: the same samples at any number of ranks, any micro-batch, after any resume."""
 
-import signal
 import threading
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from megafrontier.config import CorpusConfig, DataConfig
 from megafrontier.data.sampling.loader import Loader, data_step
 from megafrontier.data.sampling.samples import Batch, Samples, open_samples
 from tests.data.corpora import write_counting
-from tests.processes import in_child
 
 S = 4
 GLOBAL_BATCH = 16
@@ -143,18 +141,4 @@ def test_an_error_in_the_background_comes_out_of_its_step(samples: Samples) -> N
     loader.step(0)
     with pytest.raises(UserError, match="sample 2 is bad"):
         loader.step(1)
-    loader.close()
-
-
-def test_a_forked_rank_reads_on(samples: Samples) -> None:
-    loader = Loader(samples, GLOBAL_BATCH, 4)
-    read(loader, 0)
-    expected = [samples.batch(step * GLOBAL_BATCH, GLOBAL_BATCH).tokens for step in range(4)]
-
-    def reads_on() -> bool:
-        signal.alarm(20)  # waiting for the parent's thread would last for ever
-        return all(torch.equal(read(loader, s), expected[s]) for s in (1, 2, 3))
-
-    assert in_child(reads_on) == 0
-    assert torch.equal(read(loader, 1), expected[1])
     loader.close()
