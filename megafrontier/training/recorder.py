@@ -1,5 +1,6 @@
 """Metrics that are recorded by name during a step and reduced over the ranks in one message."""
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -7,6 +8,7 @@ from typing import Literal
 import torch
 
 from megafrontier.common.async_copy import to_device
+from megafrontier.common.errors import UserError
 from megafrontier.parallel.world import World
 
 Reduce = Literal["mean", "sum", "max"]
@@ -36,12 +38,14 @@ class MetricRecorder:
     """Collects one rank's metrics until the next step's end reduces them.
 
     All values travel in the one message per level that a step sends for its loss, so a metric costs
-    no collective. Therefore every rank has to record the same names with the same shapes.
+    no collective. Therefore every rank has to record the same names with the same shapes in each
+    step. That is checked in the first one.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._entries: dict[str, _Entry] = {}
+        self._is_checked = False
 
     def record(self, name: str, value: Value, reduce: Reduce = "mean") -> None:
         """Record a metric of the present step; metrics.jsonl has it under `name`.
@@ -82,11 +86,14 @@ class MetricRecorder:
         """Reduce everything that was recorded since the last call over all ranks.
 
         Returns float64 tensors on the device with the shapes that were recorded, the same bits on
-        every rank. All ranks call it.
+        every rank. All ranks call it. Raises UserError on all of them if ranks differ in what they
+        have recorded in the first step.
         """
+        if not self._is_checked:
+            self._check_ranks(world)
         entries, self._entries = self._entries, {}
         # Values of the host come last, so that one copy brings all of them to the device.
-        ordered = sorted(entries.items(), key=lambda item: not item[1].value.is_cuda)
+        ordered = sorted(entries.items(), key=lambda item: (not item[1].value.is_cuda, item[0]))
         groups = [
             [item for item in ordered if item[1].reduce != "max"],
             [item for item in ordered if item[1].reduce == "max"],
@@ -100,6 +107,21 @@ class MetricRecorder:
                     values = values / (world.size * entry.count)
                 found[name] = values.view(entry.value.shape)
         return found
+
+    def _check_ranks(self, world: World) -> None:
+        kinds = [
+            (name, entry.reduce, list(entry.value.shape), entry.value.is_cuda)
+            for name, entry in self._entries.items()
+        ]
+        checksum = to_device([zlib.crc32(repr(sorted(kinds)).encode())], world.device)
+        found = world.gather(checksum).flatten().tolist()
+        if len(set(found)) > 1:
+            rank = next(rank for rank, other in enumerate(found) if other != found[0])
+            raise UserError(
+                f"metrics: ranks 0 and {rank} recorded different ones, need the same names, shapes "
+                "and reductions on every rank"
+            )
+        self._is_checked = True
 
     def _flatten(self, group: list[tuple[str, _Entry]]) -> torch.Tensor:
         """The values of a group as float64 [n] on the device."""

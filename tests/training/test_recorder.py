@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megafrontier.common.errors import UserError
 from megafrontier.training.recorder import MetricRecorder
 from tests.ranks import run_ranks
 
@@ -26,6 +27,22 @@ def test_each_metric_is_reduced_in_its_own_way_over_ranks_and_records():
             "twice mean": 2.5, "twice total": 20, "twice largest": 0,
         }  # fmt: skip
         assert rest == [], "each step begins anew"
+
+
+def test_ranks_that_record_different_metrics_are_named():
+    """As with `if trainer.is_first`: their messages would not fit together."""
+
+    def body(hierarchy):
+        recorder = MetricRecorder(hierarchy.device)
+        recorder.record("x", 1.0)
+        if hierarchy.rank < 2:
+            recorder.record("y", 1.0)
+        with pytest.raises(UserError) as caught:
+            recorder.reduce(hierarchy.world)
+        return str(caught.value)
+
+    for message in run_ranks((2, 2), body):
+        assert message.startswith("metrics: ranks 0 and 2 recorded different ones, need the same ")
 
 
 def test_a_value_is_the_one_at_the_time_of_recording():
