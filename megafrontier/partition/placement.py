@@ -1,6 +1,6 @@
-"""A placement: through how many levels each state is sharded.
+"""A placement: over how many levels each state is sharded, and the bytes that follow from it.
 
-The named strategies are points in this space; any nesting combination is one too.
+The named strategies are placements. Any other combination of levels that nest is one too.
 """
 
 from dataclasses import astuple, dataclass
@@ -26,11 +26,11 @@ STRATEGIES = {
 
 @dataclass(frozen=True)
 class Placement:
-    """Depths: the number of levels, fastest first, through which each state is cut.
+    """Depths: the number of levels, fastest first, over which each state is sharded. 0: none.
 
-    0 is "not sharded". All gathers read from the copy at depth `backward_weights`, which publishing
-    refreshes; where it is below `weights` it is the secondary copy of ZeRO++'s hpZ. A primary copy
-    at depth `weights` is then not kept: the masters, which lie at least as deep, are its source.
+    All gathers read the copy of the weights at depth `backward_weights`, which publishing updates.
+    If that is below `weights`, it is the secondary copy of ZeRO++'s hpZ. A primary copy at depth
+    `weights` is not kept then, because publishing reads the masters.
     """
 
     weights: int
@@ -47,19 +47,16 @@ class Placement:
 
     @classmethod
     def named(cls, strategy: str, levels: Levels) -> "Placement":
-        """The named strategy on these levels; see `_stand_in` for machines without its names.
-
-        Raises UserError for an unknown name.
-        """
+        """The named strategy on these levels. Raises UserError for an unknown name."""
         if strategy not in STRATEGIES:
             raise UserError(
                 f"partition.strategy: {strategy!r}, need one of {', '.join(STRATEGIES)}"
             )
-        return cls(*(_stand_in(name, levels) for name in STRATEGIES[strategy]))
+        return cls(*(_depth(name, levels) for name in STRATEGIES[strategy]))
 
     @classmethod
     def from_config(cls, config: PartitionConfig, levels: Levels) -> "Placement":
-        """The placement a configuration asks for. Raises UserError when it cannot be."""
+        """The placement of a configuration. Raises UserError for one that is not valid."""
         chosen = {
             key: getattr(config, key)
             for key in ("weights", "backward_weights", "gradients", "optimizer")
@@ -84,15 +81,14 @@ class Placement:
 
     @property
     def error_feedback_levels(self) -> range:
-        """Levels whose gradient messages may carry error feedback: those crossed once a step, or,
-        if there are none, all that are crossed in every micro-batch."""
+        """Levels whose gradient messages may have error feedback: those reduced over once a step,
+        or, if there are none, those reduced over in every micro-batch."""
         first = self.gradients if self.gradients < self.optimizer else 0
         return range(first, self.optimizer)
 
     def on(self, levels: Levels) -> "Placement":
-        """The same placement by the fewest levels: one of a single rank cuts nothing, so what is
-        sharded to it is sharded to the level before, or not at all. Raises UserError for one that
-        goes through more levels than there are."""
+        """The same placement without levels of a single rank at the end of its depths: they do not
+        shard anything. Raises UserError if it needs more levels than there are."""
         if self.optimizer > len(levels.sizes):
             raise UserError(f"partition: placement {self}, need depths up to {len(levels.sizes)}")
 
@@ -104,16 +100,16 @@ class Placement:
         return Placement(*(tight(depth) for depth in astuple(self)))
 
 
-def _stand_in(name: str, levels: Levels) -> int:
-    """Depth of a strategy's level on any machine: that of its name, or else of the fastest level
-    for `pair`, of the slowest for `world`."""
+def _depth(name: str, levels: Levels) -> int:
+    """Depth of a strategy's level. On a machine without that name, `pair` is the fastest level and
+    `world` the slowest."""
     if name in levels.names:
         return levels.depth(name, "partition.strategy")
     return {"none": 0, "pair": 1, "node": node_depth(levels), "world": len(levels.names)}[name]
 
 
 def node_depth(levels: Levels) -> int:
-    """How many levels lie within a node: those up to the one called so, or all but the last."""
+    """How many levels lie within a node: up to the one named `node`, or else all but the last."""
     return levels.depth("node") if "node" in levels.names else max(1, len(levels.names) - 1)
 
 
@@ -128,8 +124,7 @@ def _check_nesting(given: dict[str, str], depths: dict[str, int]) -> None:
 
 
 def error_levels(placement: Placement, levels: Levels, wires: Wires) -> list[int]:
-    """The levels of `error_feedback_levels` that gradients do cross, and in low bits: each
-    rank keeps the errors of its messages over them."""
+    """The levels of `error_feedback_levels` with quantised messages, whose errors ranks keep."""
     return [
         level
         for level in placement.on(levels).error_feedback_levels
@@ -144,12 +139,11 @@ def state_bytes(
     itemsize: int,
     feedback_wires: Wires | None = None,
 ) -> dict[str, int]:
-    """Bytes one rank holds for a unit of `numel` padded elements, by state.
+    """Bytes that one rank holds for a unit of `numel` padded elements, by state.
 
-    The copy of the weights that gathers read from in the computing type of `itemsize` bytes,
-    gradients in fp32, optimizer state as fp32 master and two moments. Whole masters of fp32 weights
-    are that copy. With error feedback, over `feedback_wires`, the errors of gradients that cross a
-    level in low bits, in bf16.
+    Weights have the computing type, of `itemsize` bytes; gradients are fp32; the optimizer has an
+    fp32 master and two moments. If the masters are unsharded and weights fp32, the weights are the
+    masters. With error feedback (`feedback_wires`), errors are bf16.
     """
     are_masters = itemsize == 4 and placement.on(levels).optimizer == 0
 
@@ -175,22 +169,22 @@ def traffic_bytes(
     micro_batches: int,
     gathers: int,
 ) -> list[int]:
-    """Bytes one rank sends over each level in one optimizer step, for one unit.
+    """Bytes that one rank sends over each level in one optimizer step, for one unit.
 
-    `gathers` is how often the step gathers the unit: twice a micro-batch (forward and backward),
-    less for one that stays gathered between. Crossing a level of size s takes s - 1 messages.
+    `gathers`: how often the step gathers the unit (`ModuleHooks.gathers`). A collective over a
+    level of size s sends s - 1 messages.
     """
     source = placement.backward_weights
     totals = []
     for i, size in enumerate(levels.sizes):
-        piece = numel // prod(levels.sizes[: i + 1])
+        shard = numel // prod(levels.sizes[: i + 1])
         gathered = gathers if i < source else int(i < placement.optimizer)
         reduced = micro_batches if i < placement.gradients else 1
         if i >= placement.optimizer:
-            reduced += 1  # the sum comes back to every replica
-        # Changes are passed on as their owners' messages.
+            reduced += 1  # the sum is gathered by every replica
+        # A delta is passed on as one message of each owner.
         owners = prod(levels.sizes[i + 1 : placement.optimizer]) if wires.gather[i].is_delta else 1
-        message = wires.reduce[i].codec.message_bytes(piece) * reduced
-        message += wires.gather[i].codec.message_bytes(piece // owners) * owners * gathered
+        message = wires.reduce[i].codec.message_bytes(shard) * reduced
+        message += wires.gather[i].codec.message_bytes(shard // owners) * owners * gathered
         totals.append((size - 1) * message)
     return totals

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megafrontier.config import WiresConfig
 from megafrontier.optim.gradients import global_norm
@@ -261,6 +262,36 @@ class Stack(nn.Module):
 
     def forward(self, *inputs: Any) -> torch.Tensor:
         return self.loss(*inputs)
+
+
+class Shortened(Stack):
+    """Does not call some of its blocks."""
+
+    def loss(self, x: torch.Tensor, left_out: tuple[int, ...] = ()) -> torch.Tensor:
+        x = self.first(x)
+        for i, block in enumerate(self.blocks):
+            if i not in left_out:
+                x = self.call(block, x)
+        return self.head(x).square().sum()
+
+
+class Shared(nn.Module):
+    """Two reentrant checkpoints use a weight, so its gradient comes in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared = nn.Linear(SIDE, SIDE)
+        self.blocks = nn.ModuleList(nn.Linear(SIDE, SIDE) for _ in range(2))
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        return [(f"blocks.{i}", block) for i, block in enumerate(self.blocks)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(lambda x, block=block: self.shared(block(x)), x, use_reentrant=True)
+        return x.sum()
 
 
 def stack_input(rank: int, step: int = 0) -> torch.Tensor:

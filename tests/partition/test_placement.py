@@ -1,33 +1,27 @@
-"""Bytes sent and bytes held are those of the formulas, and resharded weights are gone."""
+"""Which placements strategies and configurations give, and the bytes that follow from them."""
 
 import gc
-from collections import Counter
 
 import pytest
 import torch
 
-from megafrontier.config import WiresConfig
+from megafrontier.common.errors import UserError
+from megafrontier.config import PartitionConfig, WiresConfig
+from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition import STRATEGIES, Placement, Wires
 from megafrontier.partition.placement import state_bytes, traffic_bytes
 from megafrontier.partition.presets import choose_wires
-from megafrontier.partition.unit import Phase
 from megafrontier.partition.wires.block import rotate, rotate_back
 from scripts.benchmarks.shared.measuring import tensor_bytes
 from tests.partition.tiny import (
-    LENGTH,
-    VOCABULARY,
-    TinyModel,
-    batch,
     engine_step,
     make_optimizer,
     place,
     pool_formula,
-    watch_collectives,
 )
 from tests.ranks import make_levels, run_ranks
 
 LEVELS = make_levels((2, 2, 2))
-NAMES = ["embedding", "blocks.0", "blocks.1", "blocks.2", "head"]
 STEPS = [
     (2, torch.float32, True, {"overlap": "full", "prefetch": 2}),
     (1, torch.bfloat16, True, {"prefetch": 9}),
@@ -108,75 +102,72 @@ def test_state_held_between_steps_equals_the_formula_within_two_percent(strategy
         assert held == pytest.approx(formula, rel=0.02)
 
 
+def test_named_strategies_are_the_documented_table():
+    levels = make_levels((2, 4, 3))
+    table = {name: Placement.named(name, levels) for name in STRATEGIES}
+    assert table == {
+        "ddp": Placement(0, 0, 0, 0),
+        "zero1": Placement(0, 0, 0, 3),
+        "zero2": Placement(0, 0, 3, 3),
+        "zero3": Placement(3, 3, 3, 3),
+        "mics": Placement(2, 2, 2, 2),
+        "hpz": Placement(3, 2, 3, 3),
+        "topo": Placement(1, 1, 2, 3),
+    }
+
+
+def test_a_strategy_uses_the_levels_of_its_names_at_any_depth():
+    inside = Levels(("core", "pair", "node", "world"), (2, 2, 2, 2))
+    assert Placement.named("topo", inside) == Placement(2, 2, 3, 4)
+    sites = Levels(("pair", "node", "world", "site"), (2, 2, 2, 2))
+    assert Placement.named("zero3", sites) == Placement(3, 3, 3, 3)
+    assert Placement.named("topo", Levels(("gpu", "box"), (2, 2))) == Placement(1, 1, 1, 2)
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+def test_named_strategies_nest_on_any_number_of_levels(count):
+    levels = make_levels((2,) * count)
+    for name in STRATEGIES:
+        assert Placement.named(name, levels).optimizer <= count
+
+
 @pytest.mark.parametrize(
-    ("overlap", "prefetch", "most"), [("none", 1, 1), ("safe", 1, 2), ("full", 2, 3)]
+    ("config", "named"),
+    [
+        (PartitionConfig(weights="node", gradients="pair", optimizer="world"), "weights: node"),
+        (PartitionConfig(weights="pair", gradients="node", optimizer="pair"), "gradients: node"),
+        (
+            PartitionConfig(
+                weights="pair", backward_weights="node", gradients="node", optimizer="world"
+            ),
+            "backward_weights: node",
+        ),
+        (PartitionConfig(weights="pear", gradients="node", optimizer="world"), "'pear'"),
+        (PartitionConfig(weights="pair", gradients="node"), "partition.optimizer: missing"),
+        (PartitionConfig(strategy="topo", weights="pair"), "not both"),
+    ],
 )
-def test_unsharded_are_the_running_unit_those_ahead_and_those_kept(overlap, prefetch, most):
-    """At the end of a forward the last units are kept, because they are the next to run."""
-
-    def body(hierarchy):
-        model, engine = place(hierarchy, "topo", overlap=overlap, prefetch=prefetch)
-        gathered = []
-
-        def held():
-            return {u.name for u in engine.units if u.phase is not Phase.RESHARDED}
-
-        for unit, (_, module) in zip(engine.units, model.units(), strict=True):
-            module.register_forward_pre_hook(lambda *_, name=unit.name: note(name))
-
-        def note(name):
-            assert name in held()
-            gathered.append(len(held()))
-
-        loss = model(batch(0)[:2])
-        after_forward = held()
-        engine.backward(loss)
-        return gathered, after_forward, held()
-
-    for gathered, after_forward, after in run_ranks((2, 2), body):
-        assert gathered[0] == most  # with the units ahead of the first one
-        assert max(gathered) == most
-        assert after_forward == {*NAMES[-most:]}
-        assert after == {*NAMES[:most]}
+def test_a_placement_that_is_not_valid_is_refused_by_key_and_value(config, named):
+    with pytest.raises(UserError, match="partition") as error:
+        Placement.from_config(config, make_levels((2, 4, 3)))
+    assert named in str(error.value)
 
 
-def test_kept_units_are_gathered_once():
-    """In a step of four micro-batches: the root, and the units at both ends of a pass."""
-
-    def body(hierarchy):
-        model, engine = place(hierarchy, "zero3", tied=True, prefetch=1)
-        gathered = Counter()
-        watch_collectives(engine, lambda _, label: gathered.update([label]))
-        for step in range(2):
-            engine_step(engine, model, make_optimizer(engine), step, 4)
-        return {label: n for label, n in gathered.items() if label.startswith("gather")}
-
-    # Two levels each, two steps; blocks.1 is at both ends.
-    counts = {"root": 1, "blocks.0": 1 + 4, "blocks.1": 1, "blocks.2": 4}
-    expected = {f"gather {name}": 4 * count for name, count in counts.items()}
-    assert run_ranks((2, 2), body) == [expected] * 4
+def test_a_free_placement_is_read_level_by_level():
+    config = PartitionConfig(
+        weights="node", backward_weights="none", gradients="node", optimizer="world"
+    )
+    assert Placement.from_config(config, make_levels((2, 4, 3))) == Placement(2, 0, 2, 3)
 
 
-def test_resharded_weights_are_nan():
-    def body(hierarchy):
-        model, _ = place(hierarchy, "zero3")
-        weight = model.blocks[0].up.weight
-        return tuple(weight.shape), bool(weight.isnan().all())
+def test_levels_of_a_single_rank_do_not_count_as_sharding():
+    topo = Placement(1, 1, 2, 3)
+    assert topo.on(make_levels((2, 4, 8))) == topo
+    assert topo.on(make_levels((2, 1, 1))) == Placement(1, 1, 1, 1)
+    assert topo.on(make_levels((1, 4, 1))) == Placement(0, 0, 2, 2)
+    assert topo.on(make_levels((1, 1, 1))) == Placement(0, 0, 0, 0)
 
-    assert run_ranks((2,), body) == [((31, 13), True)] * 2
 
-
-def test_evaluation_needs_no_gradient_and_leaves_nothing_gathered():
-    def body(hierarchy):
-        model, engine = place(hierarchy, "mics")
-        with torch.no_grad():
-            loss = model(batch(0)[:4])
-        left = [u.name for u in engine.units if u.phase is not Phase.RESHARDED]
-        return loss.item() / (4 * (LENGTH - 1)), left
-
-    with torch.no_grad():
-        alone = TinyModel(False)(batch(0)[:4]).item() / (4 * (LENGTH - 1))
-    assert alone < 3 * torch.tensor(float(VOCABULARY)).log().item()
-    for loss, left in run_ranks((2, 2), body):
-        assert loss == pytest.approx(alone, rel=1e-6)
-        assert left == []
+def test_a_placement_through_more_levels_than_there_are_is_refused():
+    with pytest.raises(UserError, match=r"optimizer=3.*need depths up to 2"):
+        Placement(1, 1, 2, 3).on(make_levels((2, 4)))
