@@ -10,12 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Self, TypeVar
 
 import torch
-
-NO_KERNELS: Mapping[str, str] = MappingProxyType({})
 
 
 class Codec(ABC):
@@ -79,31 +77,23 @@ class Codec(ABC):
 
 
 C = TypeVar("C", bound=Codec)
-_FORMATS: dict[str, tuple[Codec, bool]] = {}
+FORMATS: dict[str, tuple[Codec, bool]] = {}
+"""By format name: the codec, and whether its messages are weight deltas."""
 _KERNELS: dict[tuple[str, str], str] = {}
 
 
-def register(codec: C, kernels: Mapping[str, str] = NO_KERNELS) -> C:
+def register(codec: C, kernels: Mapping[str, str] | None = None) -> C:
     """Make `codec` known by its name, and as a delta by its `delta_name`.
 
     `kernels`: by device type, the module with functions `encode`, `decode` and `decode_sum` that
     take the codec and then the arguments of its methods.
     """
-    _FORMATS[codec.name] = codec, False
+    FORMATS[codec.name] = codec, False
     if codec.delta_name is not None:
-        _FORMATS[codec.delta_name] = codec, True
-    _KERNELS.update({(codec.name, device): module for device, module in kernels.items()})
+        FORMATS[codec.delta_name] = codec, True
+    for device_type, module in (kernels or {}).items():
+        _KERNELS[codec.name, device_type] = module
     return codec
-
-
-def format_names() -> tuple[str, ...]:
-    """The names of all registered formats."""
-    return tuple(_FORMATS)
-
-
-def find_format(name: str) -> tuple[Codec, bool]:
-    """The codec of a format, and whether its messages are weight deltas."""
-    return _FORMATS[name]
 
 
 def find_kernels(codec: Codec, device_type: str) -> ModuleType | None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megafrontier.common.buffers import Workspace
 from megafrontier.parallel.groups import all_gather, all_to_all
 from megafrontier.partition.wires import block  # noqa: F401  # registers its formats
-from megafrontier.partition.wires.registry import CastCodec, Codec, find_format
+from megafrontier.partition.wires.registry import FORMATS, CastCodec, Codec
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def make_wire(name: str, rotates: bool = False) -> Wire:
     int8 should rotate too, although its error is small against that of int4: without a rotation, it
     drops elements far below the block's largest in step after step, which Adam would amplify.
     """
-    codec, is_delta = find_format(name)
+    codec, is_delta = FORMATS[name]
     return Wire(codec.with_rotation() if rotates else codec, is_delta)
 
 
