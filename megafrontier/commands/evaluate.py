@@ -127,11 +127,8 @@ def _agree_on(config: Config, world: World) -> None:
     been resumed with it meanwhile. The tokenizer lies in each checkpoint anew."""
     mine = json.dumps(config_to_dict(replace(config, tokenizer="")), sort_keys=True, default=str)
     first = world.broadcast_from_rank_0(lambda: mine)
-    if world.first_error(None if mine == first else "another") is not None:
-        raise UserError(
-            f"{config.run.name}: ranks have found checkpoints of different configurations; need "
-            "the path of one"
-        )
+    line = f"{config.run.name}: ranks have found checkpoints of different configurations"
+    world.raise_first(None if mine == first else UserError(f"{line}; need the path of one"))
 
 
 def _refuse_unused(overrides: Sequence[str], unused: Sequence[str]) -> None:

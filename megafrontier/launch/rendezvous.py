@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from math import prod
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -79,7 +79,10 @@ def join(
     on_met(liveness)
     try:
         hierarchy = _connect(liveness, levels, device, timeout)
-        _check_hosts(hierarchy, identity)
+        fault_point("check hosts")
+        mine = torch.tensor([identity.host_number], dtype=torch.float64, device=device)
+        # Every rank checks all hosts, so that all raise alike.
+        check_hosts(levels, hierarchy.world.gather(mine).flatten().tolist())
         yield hierarchy
         hierarchy.arbiter.drain()  # a stream may not outlive the process groups
     except BaseException as error:
@@ -269,12 +272,9 @@ def _allow_sockets(count: int, is_first: bool) -> None:
         resource.prlimit(process, resource.RLIMIT_NOFILE, (need, hard))
 
 
-def _check_hosts(hierarchy: Hierarchy, identity: Identity) -> None:
+def check_hosts(levels: Levels, hosts: list[Any]) -> None:
     """Raise UserError if a level's group lies partly within a host: up to some level all peers must
-    share a host, beyond it no two may. Every rank checks all hosts, so that all raise alike."""
-    fault_point("check hosts")
-    mine = torch.tensor([identity.host_number], dtype=torch.float64, device=hierarchy.device)
-    hosts = hierarchy.world.gather(mine).flatten().tolist()
+    share a host, beyond it no two may. `hosts`: of all ranks, in rank order."""
     held = next((i for i, other in enumerate(hosts) if other != hosts[0]), len(hosts))
     firsts = hosts[::held]
     if hosts != [first for first in firsts for _ in range(held)] or len({*firsts}) < len(firsts):
@@ -282,10 +282,10 @@ def _check_hosts(hierarchy: Hierarchy, identity: Identity) -> None:
             f"machine.levels: {len(hosts)} ranks, of which the first host has {held} in a row and "
             "others another number; need the same number of consecutive ranks on every host"
         )
-    sizes = hierarchy.levels.sizes
+    sizes = levels.sizes
     fits = [prod(sizes[:depth]) for depth in range(len(sizes) + 1)]
     if held not in fits:
-        steps = " × ".join(f"{n} {s}" for n, s in zip(hierarchy.levels.names, sizes, strict=True))
+        steps = " × ".join(f"{n} {s}" for n, s in zip(levels.names, sizes, strict=True))
         raise UserError(
             f"machine.levels: {steps}, but every host has {held} ranks, which cuts through a "
             f"level; need sizes that multiply to {held} up to a host's edge, or another machine "

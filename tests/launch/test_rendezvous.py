@@ -14,7 +14,12 @@ import torch.distributed as dist
 from megafrontier.common.errors import PeersLost, UserError
 from megafrontier.launch import rendezvous
 from megafrontier.launch.health.timeouts import Timeouts
-from megafrontier.parallel.env import Identity
+from megafrontier.launch.local import fork_ranks
+from megafrontier.launch.rendezvous import join
+from megafrontier.parallel.env import Identity, identify
+from tests.ranks import make_levels
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -141,3 +146,113 @@ def test_groups_that_cannot_be_given_up_do_not_keep_a_rank_that_failed(monkeypat
     assert not ended.is_set()
     end.set()
     assert ended.wait(10), "it had begun"
+
+
+def test_the_groups_of_levels_have_the_timeout_that_was_asked_for(tmp_path, monkeypatch):
+    """They do not inherit it: NCCL would end them after 10 minutes, whatever the config says."""
+    found = []
+    new_group = dist.new_group
+
+    def noting(*arguments, **options):
+        found.append(options["timeout"].total_seconds())
+        return new_group(*arguments, **options)
+
+    monkeypatch.setattr(dist, "new_group", noting)
+
+    def body():
+        identity = identify(os.environ)
+        with join(identity, make_levels((2, 1, 2)), CPU, replace(Timeouts.of(4), collective=77)):
+            (tmp_path / str(identity.rank)).write_text(str(found))
+        return 0
+
+    assert fork_ranks(4, body) == 0
+    assert {path.read_text() for path in tmp_path.iterdir()} == {str([77.0] * 4)}
+
+
+@pytest.mark.parametrize(("device", "way"), [("cpu", "destroyed"), ("cuda", "aborted")])
+def test_a_rank_that_fails_does_not_wait_on_a_device_for_the_others(device, way, monkeypatch):
+    """NCCL's orderly end waits for collectives that peers who are gone never finish."""
+    ends = []
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ends.append("destroyed"))
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_abort_process_group", lambda: ends.append("aborted")
+    )
+    rendezvous.give_up(torch.device(device))
+    assert ends == [way]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "sizes"), [("aabb", (2, 2)), ("aaaa", (2, 2)), ("abcd", (2, 2)), ("aabb", (2, 1, 2))]
+)
+def test_levels_that_hosts_do_not_cut_are_accepted(hosts, sizes):
+    rendezvous.check_hosts(make_levels(sizes), list(hosts))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "sizes", "reason"),
+    [
+        ("aabb", (4,), "world 4, but every host has 2 ranks, which cuts through a level"),
+        ("aaab", (2, 2), "4 ranks, of which the first host has 3 in a row"),
+        ("aabc", (2, 2), "the first host has 2 in a row and others another number"),
+        ("abab", (2, 2), "need the same number of consecutive ranks on every host"),
+        ("abba", (2, 2), "need the same number of consecutive ranks on every host"),
+        ("aaabbb", (2, 3), "pair 2 × world 3, but every host has 3 ranks"),
+    ],
+)
+def test_levels_that_hosts_cut_are_refused(hosts, sizes, reason):
+    with pytest.raises(UserError, match=rf"^machine\.levels: .*{reason}"):
+        rendezvous.check_hosts(make_levels(sizes), list(hosts))
+
+
+def test_all_ranks_refuse_alike_levels_that_hosts_cut(tmp_path):
+    def body():
+        identity = identify(os.environ)
+        identity = replace(identity, host="aabc"[identity.rank])
+        with pytest.raises(UserError) as caught, join(identity, make_levels((2, 2)), CPU):
+            pass
+        (tmp_path / str(identity.rank)).write_text(str(caught.value))
+        return 0
+
+    assert fork_ranks(4, body) == 0
+    (told,) = {path.read_text() for path in tmp_path.iterdir()}
+    assert "need the same number of consecutive ranks on every host" in told
+
+
+def test_another_number_of_ranks_than_the_levels_hold_is_refused_before_meeting():
+    identity = Identity(0, 8, 0, "local", "file:///nowhere/at/all")
+    with (
+        pytest.raises(UserError, match="hold 4 ranks, but 8 were started"),
+        join(identity, make_levels((2, 2)), CPU),
+    ):
+        pass
+
+
+def test_a_single_process_creates_no_process_group():
+    with join(Identity(0, 1, 0, "alone"), make_levels((1, 1)), CPU) as hierarchy:
+        assert not dist.is_initialized()
+        assert hierarchy.world.size == 1
+
+
+def task(rank, local_rank, source="slurm"):
+    return Identity(rank, 32, local_rank, source, host="n1")
+
+
+def test_ranks_per_host_are_consecutive_and_as_many_as_the_machine_file_says():
+    for rank in range(32):
+        assert rendezvous.rank_placement_error(task(rank, rank % 8), 8) is None
+    for source in ("local", "alone"):
+        assert rendezvous.rank_placement_error(task(3, 0, source), 8) is None
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank"),
+    [(9, 9), (8, 0), (1, 0)],
+    ids=["too many on a host", "too few on a host", "cyclic distribution"],
+)
+def test_another_number_or_order_of_ranks_on_a_host_is_refused(rank, local_rank):
+    expected = 8 if rank != 8 else 16
+    problem = rendezvous.rank_placement_error(task(rank, local_rank), expected)
+    assert problem is not None
+    assert (
+        f"ranks_per_host: rank {rank} is local rank {local_rank} on n1, need {expected}" in problem
+    )

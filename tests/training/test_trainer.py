@@ -11,7 +11,7 @@ from tests import runs
 from tests.ranks import run_ranks
 
 
-class Watchdog(TorchDispatchMode):
+class PeakMemory(TorchDispatchMode):
     """Notes the most bytes of tensors that were alive at one time."""
 
     def __init__(self):
@@ -37,11 +37,11 @@ def test_at_the_start_a_rank_holds_its_shards_and_at_most_a_unit_more(tmp_path):
     )  # fmt: skip
 
     def body(hierarchy):
-        with Watchdog() as watch:
+        with PeakMemory() as memory:
             trainer = build_trainer(config, resolve_plan(config, 4), hierarchy)
         units = [4 * unit.layout.numel for unit in trainer.engine.units]
         trainer.close()
-        return watch.peak, units
+        return memory.peak, units
 
     for peak, units in run_ranks((4,), body):
         whole = sum(units)
