@@ -292,7 +292,7 @@ def _evaluate(a: argparse.Namespace) -> int:
     ),
 )
 def _generate(a: argparse.Namespace) -> None:
-    from megafrontier.commands.convert import generate_command
+    from megafrontier.commands.generate import generate_command
 
     keys = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "device")
     chosen = {key: getattr(a, key) for key in keys}

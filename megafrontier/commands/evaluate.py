@@ -11,7 +11,7 @@ from typing import Any
 
 from megafrontier.checkpoint.folder import find, of_newest
 from megafrontier.checkpoint.load import load_checkpoint
-from megafrontier.commands.convert import device_name, saved_config
+from megafrontier.commands.checkpoints import device_name, saved_config
 from megafrontier.common.errors import UserError
 from megafrontier.config import (
     Config,
@@ -43,8 +43,11 @@ from megafrontier.training.trainer import build_model, open_loader
 
 @dataclass(frozen=True)
 class Target:
-    """What to evaluate: the newest checkpoint that `path` stands for, with this configuration, in
-    the folder of its run."""
+    """What to evaluate.
+
+    path: a checkpoint, or a run whose newest checkpoint is meant.
+    directory: the folder of the run.
+    """
 
     path: Path
     config: Config
@@ -52,9 +55,13 @@ class Target:
 
 
 def find_target(path: Path, overrides: Sequence[str], unused: Sequence[str]) -> Target:
-    """A YAML config stands for its run's newest checkpoint, evaluated as the file says; a
-    checkpoint (or a run) is evaluated as it was trained. Raises UserError when there is none, for
-    nothing to evaluate on, and for overrides of `unused` keys and sections."""
+    """The target of the command.
+
+    A YAML config means its run's newest checkpoint, evaluated with the settings of the file. A
+    checkpoint or a run is evaluated with the settings it was trained with. Raises UserError if
+    there is no checkpoint or no data to evaluate on, and for overrides of `unused` keys or
+    sections.
+    """
     _refuse_unused(overrides, unused)
     if path.is_file():
         config = load_config(path, overrides)
@@ -72,14 +79,15 @@ def find_target(path: Path, overrides: Sequence[str], unused: Sequence[str]) -> 
 
 
 def _kept_config(checkpoint: Path, overrides: Sequence[str]) -> Config:
-    """Its config, with the tokenizer in memory: its files may go before they are needed."""
+    """The config of a checkpoint. Also loads its tokenizer, whose files a running training may
+    prune before they are needed."""
     config = saved_config(checkpoint, overrides)
     cached_tokenizer(config.tokenizer)
     return config
 
 
 def _run_of(path: Path) -> Path:
-    """A checkpoint's run, wherever that has been moved: the config may name an older place."""
+    """The run of a checkpoint. The config may name an older place of a run that was moved."""
     folder = find(path)[-1].resolve().parent
     return folder.parent if folder.name == "checkpoints" else folder
 
@@ -89,8 +97,8 @@ def evaluate_command(
 ) -> int:
     """Loss, perplexity and bits per byte on the validation data, over one or more ranks.
 
-    Local ranks are one level, all states sharded over it: the result does not depend on the
-    placement, and the machine that a checkpoint was trained on need not be at hand. Of it only
+    Local ranks form one level, and all states are sharded over it: the result does not depend on
+    the placement, and the machine file of the training may be missing here. Only its
     `device.name: cpu` is kept.
     """
     is_local = nproc is not None or identify(os.environ).world_size == 1
@@ -99,7 +107,7 @@ def evaluate_command(
     unused += [] if path.is_file() else ["run.name", "run.directory"]
     target = load_or_refuse(lambda: find_target(path, overrides, unused), nproc)
     config = target.config
-    config.train.compile = False  # a few batches would not repay it
+    config.train.compile = False  # compiling takes longer than a few batches
     if is_local:
         config.machine = {"levels": {"world": {}}, "device": {"name": device_name(config)}}
         config.partition = PartitionConfig(strategy="zero3")
@@ -123,8 +131,11 @@ def evaluate_command(
 
 
 def _agree_on(config: Config, world: World) -> None:
-    """Raises UserError on all ranks where some have found another configuration: the run may have
-    been resumed with it meanwhile. The tokenizer lies in each checkpoint anew."""
+    """Raise UserError on all ranks if they have found different configurations.
+
+    The run may have been resumed with another one meanwhile. Tokenizers are not compared, because
+    each checkpoint has its own copy.
+    """
     mine = json.dumps(config_to_dict(replace(config, tokenizer="")), sort_keys=True, default=str)
     first = world.broadcast_from_rank_0(lambda: mine)
     line = f"{config.run.name}: ranks have found checkpoints of different configurations"
@@ -141,7 +152,7 @@ def _refuse_unused(overrides: Sequence[str], unused: Sequence[str]) -> None:
 def _evaluate(
     target: Target, context: RunContext, show: Callable[[str], Any]
 ) -> tuple[Path, Evaluation]:
-    """The checkpoint that is the newest now, and what it comes to."""
+    """The path of the newest checkpoint, and its evaluation."""
     config, hierarchy, world = target.config, context.hierarchy, context.world
     model, engine = build_model(config, context.plan, hierarchy)
     weights = {"weight": [unit.master for unit in engine.units]}
@@ -154,7 +165,7 @@ def _evaluate(
     if loader is None:
         raise UserError("data.split: keeps nothing for validation; need data.valid or a part")
     if world.rank == 0:
-        # A config may lack what was given to the training on the command line.
+        # A config file may lack overrides that were given to the training.
         changes = rotary_changes(config.model, checkpoint.manifest)
         for line in changes + warn_validation_repeats(loader, config.evaluate.batches):
             show(line)
@@ -164,7 +175,7 @@ def _evaluate(
         fault_point("evaluate")
         beat = context.watchdog.beat
         found = evaluate(model, loader, hierarchy, config.evaluate.batches, count_bytes, beat)
-        assert found is not None  # nothing breaks it off
+        assert found is not None  # nothing interrupts it here
         if found.tokens == 0:
             need = "need documents of 2 tokens or more"
             raise UserError(f"{no_targets_message(config.evaluate.batches)}; {need}")
@@ -174,28 +185,28 @@ def _evaluate(
 
 
 def text_bytes(tokenizer: Tokenizer, batch: Batch) -> int:
-    """Bytes of UTF-8 that a batch's targets stand for."""
+    """UTF-8 bytes of the text of a batch's targets."""
     rows = zip(batch.tokens[:, :1].tolist(), batch.targets.tolist(), strict=True)
     return sum(_bytes_after(tokenizer, before, row) for before, row in rows)
 
 
 def _bytes_after(tokenizer: Tokenizer, before: list[int], row: list[int]) -> int:
-    """Bytes of a row's targets, decoded behind the token `before` them: Llama's tokenizers leave
-    out a space that comes first."""
-    # The end of a document is no text, though some tokenizers decode it to their name for it.
+    """UTF-8 bytes of a row's targets, decoded after the token `before` them, because Llama's
+    tokenizers drop a space at the start of a text."""
+    # The end-of-document token is no text, though some tokenizers decode it to its name.
     before, row = ([i for i in ids if i >= 0 and i != tokenizer.eod] for ids in (before, row))
     return _bytes_of(tokenizer.decode(before + row)) - _bytes_of(tokenizer.decode(before))
 
 
 def _bytes_of(row: str) -> int:
-    """Of a character that a row's end cuts each side decodes to U+FFFD: three bytes for one or
-    two, which are counted as one."""
+    """UTF-8 bytes of a decoded row. Part of a character at either end, which decodes to U+FFFD,
+    counts as one byte."""
     whole = row.strip("\ufffd")
     return len(whole.encode()) + len(row) - len(whole)
 
 
 def describe(checkpoint: Path, found: Evaluation) -> str:
-    """One line: nats per token, perplexity, and bits per byte of UTF-8 text, where there is any."""
+    """One line: nats per token, perplexity, and bits per byte of UTF-8 text, if there is any."""
     line = f"{checkpoint}: loss {found.loss:.4f}  perplexity {math.exp(min(found.loss, 700)):.2f}"
     if found.utf8_bytes == 0:
         return f"{line}  ({found.tokens} tokens)"

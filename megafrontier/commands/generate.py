@@ -1,14 +1,104 @@
-"""Generate text: sample tokens one at a time, and stream complete characters."""
+"""The command `generate`: sample tokens one at a time, and stream complete characters."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megafrontier.checkpoint.folder import of_newest
+from megafrontier.commands.checkpoints import device_name, load_model, saved_config
 from megafrontier.common.errors import UserError, need
 from megafrontier.config import ModelConfig
+from megafrontier.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from megafrontier.launch.device import uses_accelerator
 from megafrontier.model.attention import KVCache
 from megafrontier.model.gpt import GPT
+from megafrontier.training.device import explain_out_of_memory
+
+
+def generate_command(
+    path: Path,
+    prompt: str,
+    show: Callable[[str], Any],
+    device: str = "any",
+    **sampling: Any,
+) -> str | None:
+    """Continue `prompt` with the model of a checkpoint, and pass each piece of text to `show`.
+
+    device: `cpu`, or `any` for a GPU if there is one and the model was not trained on the CPU.
+    sampling: arguments of `generate`.
+
+    Returns a note for the user if the context was full before `max_new_tokens`. Raises UserError
+    for a bad checkpoint or value, and OutOfMemory.
+    """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # bytes of the shell that are no text
+        raise UserError("--prompt: not valid UTF-8") from error
+    session = of_newest(
+        path, partial(_open_session, prompt=prompt, device=device, sampling=sampling)
+    )
+    model, tokenizer, tokens = session.model, session.tokenizer, session.tokens
+    sampling |= {"stop": tokenizer.eod, "vocab_size": tokenizer.vocab_size}
+    new: list[int] = []
+    with _explain_out_of_memory(session.where):
+        show(prompt)
+        made = _recorded(generate(model, tokens, **sampling), new)
+        for text in stream_text(made, tokenizer.decode, tokens):
+            show(text)
+    length = model.config.sequence_length
+    if len(new) < sampling["max_new_tokens"] and len(tokens) + len(new) == length:
+        return f"ended at the {length} tokens of model.sequence_length"
+    return None
+
+
+@dataclass(frozen=True)
+class _Session:
+    """A model on its device, its tokenizer, and the tokens of the prompt."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    tokens: list[int]
+    where: torch.device
+
+
+def _open_session(
+    checkpoint: Path, prompt: str, device: str, sampling: Mapping[str, Any]
+) -> _Session:
+    """Check the request, then load the model."""
+    config = saved_config(checkpoint)
+    tokenizer = load_tokenizer(config.tokenizer)
+    tokens = tokenizer.encode(prompt)
+    if not tokens and config.data.document_mask:
+        raise UserError(
+            "--prompt: empty, but with data.document_mask no model learns how a document begins; "
+            "need some text"
+        )
+    tokens = tokens or [tokenizer.eod]  # an empty prompt continues the end of a document
+    try:
+        check_request(config.model, tokens, **sampling)
+    except UserError as error:  # names an argument of generate, here an option
+        name, _, problem = str(error).partition(":")
+        raise UserError(f"--{name.replace('_', '-')}:{problem}") from error
+    name = device_name(config) if device == "any" else device
+    where = torch.device("cuda" if uses_accelerator(name) else "cpu")
+    with _explain_out_of_memory(where):
+        return _Session(load_model(checkpoint, config, where), tokenizer, tokens, where)
+
+
+def _explain_out_of_memory(where: torch.device) -> AbstractContextManager[None]:
+    return explain_out_of_memory(str(where), "--device cpu, or a shorter text")
+
+
+def _recorded(tokens: Iterator[int], seen: list[int]) -> Iterator[int]:
+    for token in tokens:
+        seen.append(token)
+        yield token
 
 
 def generate(

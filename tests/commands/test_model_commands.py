@@ -12,9 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megafrontier.checkpoint.folder import newest
 from megafrontier.cli import main
-from megafrontier.commands import convert as standalone
-from megafrontier.commands import evaluate as evaluating
+from megafrontier.commands import checkpoints, convert
+from megafrontier.commands import evaluate as evaluate_module
+from megafrontier.commands import generate as generate_module
 from megafrontier.common.errors import FAILED
 from megafrontier.config import load_config
 from megafrontier.data.text.prepare import prepare
@@ -23,7 +25,9 @@ from tests import runs
 from tests.data.corpora import write_corpus
 
 TEXT = "Der Fluß ist breit, 3 € sind viel; a stitch in time saves nine.\n" * 60
-STANDALONE, EVALUATING = "megafrontier.commands.convert.", "megafrontier.commands.evaluate."
+CONVERT, GENERATE = "megafrontier.commands.convert.", "megafrontier.commands.generate."
+CHECKPOINTS = "megafrontier.commands.checkpoints."
+EVALUATE = "megafrontier.commands.evaluate."
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +67,7 @@ def numbers(line):
 def whole_model_loss(life, model_loss):
     """Nats, tokens and text of the same validation samples, by another road."""
     from megafrontier.checkpoint.folder import newest
-    from megafrontier.commands.convert import saved_config
+    from megafrontier.commands.checkpoints import saved_config
     from megafrontier.training.trainer import open_part
 
     config = saved_config(newest(life / "run"))
@@ -74,7 +78,7 @@ def whole_model_loss(life, model_loss):
 
 def test_evaluate_tells_the_loss_perplexity_and_bits_per_byte_of_one_whole_model(life, capfd):
     from megafrontier.checkpoint.folder import newest
-    from megafrontier.commands.convert import load_model, saved_config
+    from megafrontier.commands.checkpoints import load_model, saved_config
     from megafrontier.data.tokenizers.tokenizer import load_tokenizer
 
     path = newest(life / "run")
@@ -195,7 +199,6 @@ def test_the_end_of_a_document_is_no_text_to_evaluate(life, capfd, tmp_path):
 
 
 def test_generated_text_keeps_its_space_behind_the_prompt(life, capfd, monkeypatch):
-    from megafrontier.commands import convert as standalone
     from megafrontier.data.tokenizers.tokenizer import SentencePieceTokenizer
 
     decode = SentencePieceTokenizer.decode
@@ -203,7 +206,7 @@ def test_generated_text_keeps_its_space_behind_the_prompt(life, capfd, monkeypat
         SentencePieceTokenizer, "decode", lambda *a: decode(*a).removeprefix(" ")
     )
     tokens = SentencePieceTokenizer(life / "tokenizer" / "tokenizer.model").encode(" ist breit")
-    monkeypatch.setattr(standalone, "generate", lambda *_, **__: iter(tokens))
+    monkeypatch.setattr(generate_module, "generate", lambda *_, **__: iter(tokens))
     text = run_command(capfd, "generate", life / "run", "--prompt", "Der Fluß")
     assert text.rstrip("\n") == "Der Fluß ist breit"
 
@@ -226,7 +229,7 @@ def test_a_prompt_that_is_no_text_is_refused_in_one_line(life, capfd):
 def test_an_empty_prompt_is_refused_where_no_model_learns_how_a_document_begins(
     life, capfd, monkeypatch
 ):
-    saved = standalone.saved_config
+    saved = generate_module.saved_config
 
     def masked(checkpoint):
         config = saved(checkpoint)
@@ -236,14 +239,14 @@ def test_an_empty_prompt_is_refused_where_no_model_learns_how_a_document_begins(
     words = ["generate", str(life / "run"), "--prompt", "", "--max-new-tokens", "1"]
     assert main(words) == 0
     capfd.readouterr()
-    monkeypatch.setattr(standalone, "saved_config", masked)
+    monkeypatch.setattr(generate_module, "saved_config", masked)
     assert main(words) == 2
     assert capfd.readouterr().err.startswith("megafrontier: --prompt: empty, but with data.")
 
 
 def test_generate_keeps_to_the_processors_where_the_machine_says_so(life, capfd, monkeypatch):
     """As train and evaluate do, whatever else there is."""
-    load_model, saved_config = standalone.load_model, standalone.saved_config
+    load_model, saved_config = generate_module.load_model, generate_module.saved_config
     devices = []
 
     def load(path, config, device):
@@ -251,14 +254,14 @@ def test_generate_keeps_to_the_processors_where_the_machine_says_so(life, capfd,
         return load_model(path, config, torch.device("cpu"))
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(standalone, "load_model", load)
+    monkeypatch.setattr(generate_module, "load_model", load)
     words = ("generate", life / "run", "--prompt", "D", "--max-new-tokens", 1)
     for override in ("machine.device.name=any", "machine.device.name=cpu"):
         monkeypatch.setattr(
-            standalone, "saved_config", lambda path, o=override: saved_config(path, [o])
+            generate_module, "saved_config", lambda path, o=override: saved_config(path, [o])
         )
         run_command(capfd, *words)
-    monkeypatch.setattr(standalone, "saved_config", saved_config)
+    monkeypatch.setattr(generate_module, "saved_config", saved_config)
     run_command(capfd, *words, "--device", "cpu")
     assert devices == ["cuda", "cpu", "cpu"]
 
@@ -268,12 +271,12 @@ def test_generate_keeps_to_the_processors_where_the_machine_says_so(life, capfd,
     [
         (
             ["generate", "--prompt", "D"],
-            STANDALONE + "load_model",
+            GENERATE + "load_model",
             "--device cpu, or a shorter text",
         ),
         (
             ["evaluate"],
-            EVALUATING + "build_model",
+            EVALUATE + "build_model",
             "a smaller train.micro_batch (4), or more ranks",
         ),
     ],
@@ -294,8 +297,8 @@ def test_an_import_that_cannot_be_is_refused_before_its_weights_are_read(
     capfd, monkeypatch, tmp_path
 ):
     """Neither is the tokenizer blamed for a folder that is not there."""
-    monkeypatch.setattr(standalone, "import_model", lambda _: pytest.fail("weights are read"))
-    monkeypatch.setattr(standalone, "cached_tokenizer", lambda _: pytest.fail("tokenizer is read"))
+    monkeypatch.setattr(convert, "import_model", lambda _: pytest.fail("weights are read"))
+    monkeypatch.setattr(convert, "cached_tokenizer", lambda _: pytest.fail("tokenizer is read"))
 
     def refused(out):
         assert main(["import", str(tmp_path), "--out", str(out)]) == 2
@@ -304,10 +307,10 @@ def test_an_import_that_cannot_be_is_refused_before_its_weights_are_read(
 
     assert refused(tmp_path / "out").startswith(f"megafrontier: {tmp_path}/config.json: ")
     monkeypatch.undo()
-    monkeypatch.setattr(standalone, "import_model", lambda _: pytest.fail("weights are read"))
-    monkeypatch.setattr(standalone, "described_model", lambda _: None)
+    monkeypatch.setattr(convert, "import_model", lambda _: pytest.fail("weights are read"))
+    monkeypatch.setattr(convert, "described_model", lambda _: None)
     assert refused(tmp_path / "out").startswith(f"megafrontier: tokenizer '{tmp_path}': no ")
-    monkeypatch.setattr(standalone, "cached_tokenizer", lambda _: None)
+    monkeypatch.setattr(convert, "cached_tokenizer", lambda _: None)
     (tmp_path / "file").touch()
     assert refused(tmp_path / "file" / "out") == (
         f"megafrontier: --out {tmp_path}/file/out: {tmp_path}/file cannot be written into, need "
@@ -371,8 +374,8 @@ def test_a_model_imported_without_a_tokenizer_trains_and_evaluates_and_refuses_p
 def test_a_request_that_cannot_be_is_refused_before_the_model_is_loaded(
     life, capfd, monkeypatch, option, value, problem
 ):
-    monkeypatch.setattr(standalone, "load_model", lambda *_: pytest.fail("weights are read"))
-    monkeypatch.setattr(standalone, "load_tokenizer", lambda _: ByteTokenizer())
+    monkeypatch.setattr(generate_module, "load_model", lambda *_: pytest.fail("weights are read"))
+    monkeypatch.setattr(generate_module, "load_tokenizer", lambda _: ByteTokenizer())
     assert main(["generate", str(life / "run"), "--prompt", "D", option, value]) == 2
     said = capfd.readouterr()
     assert said.err.startswith(f"megafrontier: {problem}")
@@ -394,7 +397,6 @@ def test_a_trace_has_a_row_a_level_and_costs_no_run_its_end(life, capfd, tmp_pat
 
 
 def test_generated_tokens_are_the_tokenizers(life, capfd, monkeypatch):
-    from megafrontier.commands import convert as standalone
 
     found = {}
 
@@ -402,7 +404,7 @@ def test_generated_tokens_are_the_tokenizers(life, capfd, monkeypatch):
         found.update(sampling)
         return iter(())
 
-    monkeypatch.setattr(standalone, "generate", generate)
+    monkeypatch.setattr(generate_module, "generate", generate)
     run_command(capfd, "generate", life / "run", "--prompt", "Der Fluß")
     assert found["vocab_size"] == 300
 
@@ -439,11 +441,11 @@ def training(life, tmp_path):
     ("command", "reader"),
     [
         (["checkpoint", "show"], "megafrontier.checkpoint.commands.read_manifest"),
-        (["generate", "--prompt", "x", "--max-new-tokens", "1"], STANDALONE + "saved_config"),
-        (["generate", "--prompt", "x", "--max-new-tokens", "1"], STANDALONE + "open_checkpoint"),
-        (["export"], STANDALONE + "saved_config"),
-        (["export"], STANDALONE + "Checkpoint.tensors"),
-        (["evaluate"], EVALUATING + "saved_config"),
+        (["generate", "--prompt", "x", "--max-new-tokens", "1"], GENERATE + "saved_config"),
+        (["generate", "--prompt", "x", "--max-new-tokens", "1"], CHECKPOINTS + "open_checkpoint"),
+        (["export"], CONVERT + "saved_config"),
+        (["export"], CONVERT + "Checkpoint.tensors"),
+        (["evaluate"], EVALUATE + "saved_config"),
     ],
 )
 def test_what_the_training_prunes_meanwhile_is_not_needed(
@@ -462,7 +464,7 @@ def test_what_the_training_prunes_meanwhile_is_not_needed(
 
 
 def test_all_ranks_of_an_evaluation_take_the_same_next_newest(training, capfd, monkeypatch):
-    load_checkpoint = evaluating.load_checkpoint
+    load_checkpoint = evaluate_module.load_checkpoint
 
     def pruned_before(path, *, load, world):
         if world.rank == 1:
@@ -470,7 +472,7 @@ def test_all_ranks_of_an_evaluation_take_the_same_next_newest(training, capfd, m
         world.barrier()
         return load_checkpoint(path, load, world)
 
-    monkeypatch.setattr(evaluating, "load_checkpoint", pruned_before)
+    monkeypatch.setattr(evaluate_module, "load_checkpoint", pruned_before)
     line = run_command(capfd, "evaluate", training.path, "--nproc", "2").splitlines()[-1]
     assert line.startswith(f"{training.kept}: loss ")
     expected = runs.valid_losses(runs.metrics(training.path))[-1]
@@ -480,19 +482,19 @@ def test_all_ranks_of_an_evaluation_take_the_same_next_newest(training, capfd, m
 def test_what_is_exported_is_read_in_few_passes(life, tmp_path, monkeypatch):
     """Each may open every file: one parameter lies in as many as its share of the unit."""
     whole = tmp_path / "whole"
-    standalone.export_command(life / "run", whole, "fp32")
+    convert.export_command(life / "run", whole, "fp32")
     reads = []
-    tensors = standalone.Checkpoint.tensors
+    tensors = convert.Checkpoint.tensors
 
     def counted(checkpoint, state, names):
         reads.append(len(names))
         return tensors(checkpoint, state, names)
 
-    monkeypatch.setattr(standalone.Checkpoint, "tensors", counted)
+    monkeypatch.setattr(convert.Checkpoint, "tensors", counted)
     for size, most in ((2**40, 1), (20_000, 12), (1, 1000)):
-        monkeypatch.setattr(standalone, "READ_BYTES", size)
+        monkeypatch.setattr(convert, "READ_BYTES", size)
         reads.clear()
-        standalone.export_command(life / "run", tmp_path / str(size), "fp32")
+        convert.export_command(life / "run", tmp_path / str(size), "fp32")
         assert 1 <= len(reads) <= most
         name = "model.safetensors"
         assert (tmp_path / str(size) / name).read_bytes() == (whole / name).read_bytes()
@@ -551,15 +553,9 @@ def test_what_is_exported_gives_transformers_the_same_loss_and_comes_back_to_tra
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
 
 
-def test_a_model_in_bf16_as_on_a_gpu_gives_the_logits_of_fp32(life, monkeypatch):
-    from megafrontier.checkpoint.folder import newest
-    from megafrontier.commands import convert as standalone
-    from megafrontier.commands.convert import load_model, saved_config
-
+def test_a_model_in_bf16_as_on_a_gpu_gives_the_logits_of_fp32(life):
     path, cpu = newest(life / "run"), torch.device("cpu")
-    config, tokens = saved_config(path), torch.arange(16).view(1, -1)
-    exact = load_model(path, config, cpu)(tokens)
-    monkeypatch.setattr(standalone, "_dtype_on", lambda device: torch.bfloat16)
-    found = load_model(path, config, cpu)(tokens)
-    assert found.dtype is torch.bfloat16
+    config, tokens = checkpoints.saved_config(path), torch.arange(16).view(1, -1)
+    model = checkpoints.load_model(path, config, cpu)
+    exact, found = model(tokens), model.to(torch.bfloat16)(tokens)
     torch.testing.assert_close(found.float(), exact, rtol=0.05, atol=0.05)
