@@ -119,76 +119,56 @@ def test_collectives_for_the_next_unit_do_not_delay_a_forward(policy, label):
     assert run_ranks((2, 2), body) == [[True]] * 4
 
 
-@OVERLAPPING
-@pytest.mark.parametrize("label", ["gather blocks.0", "reduce blocks.2"])
-def test_collectives_for_its_neighbours_do_not_delay_a_backward(policy, label):
-    """They are blocked here until the backward of the unit between them has begun."""
+@pytest.mark.parametrize(
+    ("policy", "label", "level", "block"),
+    [
+        *((policy, "gather blocks.0", "pair", 1) for policy in ("safe", "full")),
+        *((policy, "reduce blocks.2", "pair", 1) for policy in ("safe", "full")),
+        ("full", "finish head", "world", 0),
+    ],
+)
+def test_collectives_for_other_units_do_not_delay_a_backward(policy, label, level, block):
+    """They are blocked here until the backward of `block` has begun."""
 
     def body(hierarchy):
         model, engine = place(hierarchy, "topo", overlap=policy)
         has_begun = threading.Event()
-        when_backward_begins(model.blocks[1], has_begun.set)
+        when_backward_begins(model.blocks[block], has_begun.set)
         loss = model(batch(0)[:2])
-        in_time = hold(engine, label, has_begun)
-        engine.backward(loss)
+        in_time = hold(engine, label, has_begun, level)
+        engine.backward(loss, is_last=True)
         engine.finish_gradients()
         return in_time
 
     assert run_ranks((2, 2), body) == [[True]] * 4
-
-
-def test_the_optimizer_level_does_not_delay_a_backward():
-    """Its collective for the first unit is blocked until the fourth unit's backward has begun."""
-
-    def body(hierarchy):
-        model, engine = place(hierarchy, "topo", overlap="full")
-        has_begun = threading.Event()
-        when_backward_begins(model.blocks[0], has_begun.set)
-        in_time = hold(engine, "finish head", has_begun, level="world")
-        engine.backward(model(batch(0)[:2]), is_last=True)
-        engine.finish_gradients()
-        return in_time
-
-    assert run_ranks((2, 2), body) == [[True]] * 4
-
-
-def test_a_sum_over_replicas_leaves_the_inner_levels_to_the_next_unit():
-    """The outermost level is blocked until the next unit uses the level inside it."""
-    until = "pair", "finish blocks.2"
-
-    def body(hierarchy):
-        model, engine = place(hierarchy, "ddp", overlap="full")
-        has_come = threading.Event()
-        watch_collectives(engine, lambda *issued: issued == until and has_come.set())
-        in_time = hold(engine, "finish head", has_come, level="world")
-        engine.backward(model(batch(0)[:2]), is_last=True)
-        engine.finish_gradients()
-        return in_time
-
-    assert run_ranks((2, 2), body) == [[True, True]] * 4  # a reduction and a gather
 
 
 @pytest.mark.parametrize(
-    ("held", "until", "finish"),
+    ("strategy", "held", "until", "count"),
     [
-        (("pair", "publish blocks.2"), ("world", "publish head"), "finish_publishing"),
-        (("world", "finish embedding"), ("pair", "finish blocks.0"), "finish_gradients"),
+        ("zero1", ("pair", "publish blocks.2"), ("world", "publish head"), 1),
+        ("zero1", ("world", "finish embedding"), ("pair", "finish blocks.0"), 1),
+        # A sum over replicas is a reduction and a gather.
+        ("ddp", ("world", "finish head"), ("pair", "finish blocks.2"), 2),
     ],
 )
-def test_units_that_are_finished_together_use_the_levels_side_by_side(held, until, finish):
+def test_units_use_the_levels_side_by_side(strategy, held, until, count):
     """One unit's collective is blocked until the next unit uses the other level."""
 
     def body(hierarchy):
-        _, engine = place(hierarchy, "zero1", overlap="full")
+        model, engine = place(hierarchy, strategy, overlap="full")
         has_begun = threading.Event()
         watch_collectives(engine, lambda *issued: issued == until and has_begun.set())
         level, label = held
         in_time = hold(engine, label, has_begun, level)
-        engine.publish()
-        getattr(engine, finish)()
+        if strategy == "ddp":
+            engine.backward(model(batch(0)[:2]), is_last=True)
+        else:
+            engine.publish()
+        engine.finish_gradients()
         return in_time
 
-    assert run_ranks((2, 2), body) == [[True]] * 4
+    assert run_ranks((2, 2), body) == [[True] * count] * 4
 
 
 @pytest.mark.parametrize("policy", ["none", "safe", "full"])

@@ -75,21 +75,6 @@ def test_formats_of_no_preset_train_and_send_the_bytes_of_the_formula(strategy, 
     assert all(sent == formula for _, sent, formula in found)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_two_runs_are_bit_identical(name):
-    def body(hierarchy):
-        runs = []
-        for _ in range(2):
-            wires = preset(name, "topo", hierarchy.levels)
-            model, engine, optimizer = build(hierarchy, wires, error_feedback=True)
-            losses = [engine_step(engine, model, optimizer, step, 2) for step in range(4)]
-            runs.append((losses, [bits(unit.master) for unit in engine.units]))
-        return runs
-
-    for first, second in run_ranks((2, 2), body):
-        assert first == second
-
-
 def count_given_bytes(hierarchy, patch):
     """Bytes per level of the buffers that the collectives are given from here on."""
     number = {id(group): level for level, group in enumerate(hierarchy.groups)}
