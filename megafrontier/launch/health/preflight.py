@@ -86,8 +86,11 @@ def preflight(
     if slow_links(config, plan, measured, hierarchy):  # perhaps only disturbed for a moment
         again = _measure(plan, identity, hierarchy)
         measured = replace(measured, rates=torch.maximum(measured.rates, again.rates))
+    problem: Problem | None = None
     with world.status.doing("its device"):
-        problem = check_own_device(plan.machine.device, identity, world)
+        # A launcher's ranks have checked theirs before communicators took memory.
+        if world.device.type != "cuda" or not identity.has_launcher:
+            problem = check_device(plan.machine.device, world.device)
     with world.status.doing(STORAGE):
         problem = problem or check_storage(directory, identity)
     if measured.hosts > 1:
@@ -165,15 +168,7 @@ class Verdict:
 # Devices
 
 
-def check_own_device(device: DeviceConfig, identity: Identity, world: World) -> Problem | None:
-    """`check_device`, unless `check_present` did it before the communicators took memory."""
-    if world.device.type == "cuda" and identity.has_launcher:
-        return None
-    problem = check_device(device, world.device)
-    return UserError(problem) if problem else None
-
-
-def check_device(device: DeviceConfig, found: torch.device) -> str | None:
+def check_device(device: DeviceConfig, found: torch.device) -> UserError | None:
     """What is wrong with a rank's device: too little free memory, or it does not answer."""
     if device.memory_gib is None or device.is_stood_in_for_by(found.type):
         return None
@@ -186,10 +181,12 @@ def check_device(device: DeviceConfig, found: torch.device) -> str | None:
             free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     except RuntimeError as error:  # torch: the device fails, or has no memory left for a context
         reason = str(error).splitlines()[0]
-        return f"{name}: {reason}, need {need:.1f} GiB of memory (machine.device.memory_gib)"
+        line = f"{name}: {reason}, need {need:.1f} GiB of memory (machine.device.memory_gib)"
+        return UserError(line)
     if free >= need:
         return None
-    return f"{name}: {free:.1f} GiB of memory, need {need:.1f} (machine.device.memory_gib)"
+    line = f"{name}: {free:.1f} GiB of memory, need {need:.1f} (machine.device.memory_gib)"
+    return UserError(line)
 
 
 def check_present(device: DeviceConfig, identity: Identity, check_memory: bool) -> None:

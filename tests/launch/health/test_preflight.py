@@ -186,7 +186,7 @@ def test_a_clock_that_differs_is_a_warning(config_file, hosts, monkeypatch):
 
 def lacking_on_rank_3(*_):
     text = "device 1: 10.0 GiB of memory, need 57.6 (machine.device.memory_gib)"
-    return text if is_on_rank(3) else None
+    return UserError(text) if is_on_rank(3) else None
 
 
 def test_a_device_with_too_little_memory_fails_only_its_host(
@@ -220,7 +220,7 @@ def test_many_hosts_that_are_not_most_are_all_listed_and_some_named(
 ):
     hosts("abcdefgh")
     monkeypatch.setattr(preflight, "NAMED_HOSTS", 2)
-    lacking = lambda *_: "lacks" if is_on_rank(1, 2, 3) else None  # noqa: E731
+    lacking = lambda *_: UserError("lacks") if is_on_rank(1, 2, 3) else None  # noqa: E731
     monkeypatch.setattr(preflight, "check_device", lacking)
     assert train(config_file, 8) == BAD_NODE
     error = capfd.readouterr().err
@@ -244,7 +244,8 @@ def test_the_memory_of_a_host_is_checked_if_it_is_stated(config_file):
     cpu = torch.device("cpu")
     assert check_device(device, cpu) is None
     assert check_device(replace(device, memory_gib=0.1), cpu) is None
-    assert "GiB of memory, need 900000.0" in check_device(replace(device, memory_gib=1e6), cpu)
+    problem = check_device(replace(device, memory_gib=1e6), cpu)
+    assert "GiB of memory, need 900000.0" in str(problem)
     assert check_device(replace(device, memory_gib=1e6, name="MI250X"), cpu) is None
 
 

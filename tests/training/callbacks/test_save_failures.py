@@ -1,0 +1,107 @@
+"""A checkpoint that cannot be written or deleted costs no more than itself."""
+
+import os
+import shutil
+import signal
+
+import pytest
+
+from megafrontier.checkpoint import save as save_module
+from megafrontier.cli import main
+from megafrontier.common.errors import FAILED, LOST, STOPPED
+from megafrontier.common.signals import record_stop_requests
+from megafrontier.training import loop
+from megafrontier.training.callbacks import save as saving
+from tests import runs
+
+CHECKPOINTS = (*runs.ONE, "checkpoint.every=2", "checkpoint.keep=2", "train.steps=6")
+
+
+@pytest.fixture
+def fail_to_write(monkeypatch):
+    """Let a shard's file fail with an error number `if_(step, index)`, after it was written."""
+    write = save_module.write_shard
+
+    def choose(number, if_):
+        def write_or_fail(path, manifest, index, shards):
+            write(path, manifest, index, shards)
+            if if_(manifest.step, index):
+                raise OSError(number, os.strerror(number), str(path))
+
+        monkeypatch.setattr(save_module, "write_shard", write_or_fail)
+
+    return choose
+
+
+def test_a_disk_that_fills_up_in_a_save_costs_only_that_checkpoint(
+    config_file, tmp_path, fail_to_write
+):
+    fail_to_write(28, lambda step, index: step == 4 and index == 1)
+    lines = runs.run(config_file, 2, *CHECKPOINTS)
+    assert len(runs.losses(lines)) == 6
+    log = runs.log(tmp_path / "run")
+    assert "warning: no checkpoint at step 4: checkpoint not saved: rank 1: " in log
+    assert "No space left on device" in log
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000002", "step-00000006"]
+    assert main(["checkpoint", "verify", str(checkpoints)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("every", "unsaved_from", "number", "code"),
+    [
+        (0, 0, 122, FAILED),  # nothing was saved: a person is needed
+        (2, 5, 122, LOST),  # only the end was not: another start may do better
+        (0, 0, 5, LOST),  # storage that is away for a while needs no person either
+    ],
+)
+def test_a_run_whose_end_cannot_be_saved_is_not_done(
+    config_file, fail_to_write, capfd, every, unsaved_from, number, code
+):
+    fail_to_write(number, lambda step, _: step >= unsaved_from)
+    config = runs.load(config_file, *CHECKPOINTS, f"checkpoint.every={every}")
+    assert runs.train(config, 2) == code
+    shown = capfd.readouterr()
+    assert "warning: no checkpoint at step 6: " in shown.out
+    assert shown.err.startswith("megafrontier: step 6: could not be saved; ")
+    assert shown.err.count("\n") == 1
+
+
+def test_a_run_stopped_without_room_for_its_last_step_says_from_where_it_goes_on(
+    config_file, tmp_path, monkeypatch, fail_to_write
+):
+    start_step = loop.start_step
+
+    def stopped(trainer, *others):
+        if trainer.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return start_step(trainer, *others)
+
+    monkeypatch.setattr(loop, "start_step", stopped)
+    fail_to_write(28, lambda step, _: step == 5)
+    with record_stop_requests():
+        assert runs.train(runs.load(config_file, *CHECKPOINTS), 2) == STOPPED
+    said = "stopped on request at step 5, saved at step 4; the same command goes on\n"
+    assert said in runs.log(tmp_path / "run")
+
+
+@pytest.mark.parametrize("step", ["prune", "rmtree"])
+def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(
+    config_file, tmp_path, monkeypatch, step
+):
+    rmtree = shutil.rmtree
+
+    def stuck(path, *rest, **options):
+        if step == "rmtree" and not str(path).endswith(".removed"):
+            return rmtree(path, *rest, **options)
+        raise OSError(16, "Device or resource busy", "step-00000002")
+
+    monkeypatch.setattr(saving if step == "prune" else shutil, step, stuck)
+    assert len(runs.losses(runs.run(config_file, 2, *CHECKPOINTS))) == 6
+    log = runs.log(tmp_path / "run")
+    assert "warning: old checkpoints not deleted: [Errno 16] Device or resource busy" in log
+    found = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert len(found) == 3
+    assert len([name for name in found if name.startswith("step-")]) == (
+        3 if step == "prune" else 2
+    )
