@@ -1,4 +1,4 @@
-"""Corpora written by hand, from the description of the format alone."""
+"""Corpora written from the description of the format alone, and corpora that `prepare` makes."""
 
 import struct
 from collections.abc import Sequence
@@ -6,13 +6,16 @@ from pathlib import Path
 
 import numpy as np
 
+from megafrontier.data.corpus.indexed import IndexedDataset
+from megafrontier.data.text.prepare import prepare
+
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 
 
 def write_corpus(
     prefix: Path, documents: Sequence[Sequence[Sequence[int]]], dtype: str = "uint16"
 ) -> Path:
-    """A corpus of documents of sequences of ids, as Megatron-LM writes it."""
+    """Write a corpus of documents of sequences of ids, as Megatron-LM does."""
     sequences = [sequence for document in documents for sequence in document]
     size = np.dtype(dtype).itemsize
     idx = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + bytes([CODES[dtype]])
@@ -29,11 +32,18 @@ def write_corpus(
 
 
 def write_counting(prefix: Path, tokens: int, document: int = 7, start: int = 0) -> Path:
-    """A corpus of the ids start, start + 1, … in documents of the given length."""
+    """Write a corpus of the ids start, start + 1, … in documents of the given length."""
     ids = list(range(start, start + tokens))
     return write_corpus(prefix, [[ids[i : i + document]] for i in range(0, tokens, document)])
 
 
 def read_corpus(prefix: Path) -> tuple[bytes, bytes]:
-    """The bytes of both files."""
+    """Return the bytes of both files."""
     return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def prepared(folder: Path, *inputs: str | Path, **options) -> list[str]:
+    """Return the documents that `prepare` makes of the inputs."""
+    prepare([str(i) for i in inputs], "bytes", folder / "made", 1, **options)
+    corpus = IndexedDataset(folder / "made")
+    return [bytes(corpus.document(i).tolist()).decode() for i in range(len(corpus))]

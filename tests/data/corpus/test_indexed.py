@@ -1,4 +1,4 @@
-"""Corpora: Megatron's bytes, opened at once whatever their size, refused by name when broken."""
+"""Corpora in Megatron's format: opened at once whatever their size, refused by name if damaged."""
 
 import os
 import re
@@ -13,14 +13,13 @@ import pytest
 
 from megafrontier.common.errors import UserError
 from megafrontier.data.corpus.indexed import HEADER, IndexedDataset, token_dtype
-from megafrontier.data.corpus.writer import IndexBuilder
 from tests.data.corpora import write_corpus
 
 DOCUMENTS = [[[5, 6, 7]], [[8], [9, 10]], [[11, 12, 13, 14]]]
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "int64", "uint16"])
-def test_a_corpus_written_elsewhere_is_read_as_it_is(tmp_path: Path, dtype: str) -> None:
+def test_a_corpus_of_megatron_is_read(tmp_path: Path, dtype: str) -> None:
     corpus = IndexedDataset(write_corpus(tmp_path / "c", DOCUMENTS, dtype))
     assert corpus.dtype == np.dtype(dtype)
     assert corpus.tokens.tolist() == list(range(5, 15))
@@ -31,7 +30,7 @@ def test_a_corpus_written_elsewhere_is_read_as_it_is(tmp_path: Path, dtype: str)
     ]
 
 
-def test_a_blend_may_have_more_corpora_than_files_are_allowed_at_first(tmp_path: Path) -> None:
+def test_a_blend_may_have_more_corpora_than_the_limit_of_open_files(tmp_path: Path) -> None:
     write_corpus(tmp_path / "c", DOCUMENTS)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = max(int(name) for name in os.listdir("/dev/fd"))
@@ -43,7 +42,7 @@ def test_a_blend_may_have_more_corpora_than_files_are_allowed_at_first(tmp_path:
     assert all(len(corpus) == 3 for corpus in corpora)
 
 
-def test_document_starts_are_those_of_documents_and_not_of_sequences(tmp_path: Path) -> None:
+def test_document_starts_are_not_sequence_starts(tmp_path: Path) -> None:
     corpus = IndexedDataset(write_corpus(tmp_path / "c", DOCUMENTS))
     assert corpus.document_starts(0, 10).tolist() == [0, 3, 6]
     assert corpus.document_starts(1, 6).tolist() == [3]
@@ -51,7 +50,7 @@ def test_document_starts_are_those_of_documents_and_not_of_sequences(tmp_path: P
     assert corpus.document_starts(7, 10).tolist() == []
 
 
-def test_empty_documents_of_others_do_no_harm(tmp_path: Path) -> None:
+def test_empty_documents_are_supported(tmp_path: Path) -> None:
     corpus = IndexedDataset(write_corpus(tmp_path / "c", [[[]], [[1, 2]], [], [[3]], []]))
     assert corpus.document_starts(0, 3).tolist() == [0, 0, 2, 2]
     assert [corpus.document(i).tolist() for i in range(len(corpus))] == [[], [1, 2], [], [3], []]
@@ -64,7 +63,7 @@ def test_empty_documents_of_others_do_no_harm(tmp_path: Path) -> None:
 def test_documents_out_of_order_or_range_are_refused_by_file(
     tmp_path: Path, number: int, sequence: int
 ) -> None:
-    """One that the binary search comes across, and one that it does not."""
+    """Document 50 is read by the binary search, document 37 is not."""
     prefix = write_corpus(tmp_path / "c", [[[token]] for token in range(100)])
     with Path(f"{prefix}.idx").open("r+b") as file:
         file.seek(-8 * (101 - number), os.SEEK_END)
@@ -78,14 +77,6 @@ def test_vocabularies_below_65500_take_two_bytes_as_in_megatron() -> None:
     assert token_dtype(65500) == np.int32
 
 
-# getrusage would tell the peak of the process that forked this one.
-PEAK_BYTES = """
-def peak_bytes():
-    lines = open("/proc/self/status").read().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-"""
-
-
 def test_a_corpus_of_a_hundred_million_documents_opens_at_once(tmp_path: Path) -> None:
     documents = 10**8
     sparse_index(tmp_path / "c.idx", documents)
@@ -93,14 +84,14 @@ def test_a_corpus_of_a_hundred_million_documents_opens_at_once(tmp_path: Path) -
         file.truncate(2 * 10 * documents)
     code = f"""
 import time
-{PEAK_BYTES}
 from megafrontier.data.corpus.indexed import IndexedDataset
 start = time.perf_counter()
 corpus = IndexedDataset({str(tmp_path / "c")!r})
 assert len(corpus) == {documents} and len(corpus.tokens) == {10 * documents}
 corpus.document_starts(10**9 - 5000, 10**9)
 seconds = time.perf_counter() - start
-print(seconds, peak_bytes())
+peak_kib = next(l.split()[1] for l in open("/proc/self/status") if l.startswith("VmHWM"))
+print(seconds, 1024 * int(peak_kib))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     seconds, rss_bytes = map(float, done.stdout.split())
@@ -109,7 +100,7 @@ print(seconds, peak_bytes())
 
 
 def sparse_index(path: Path, documents: int) -> None:
-    """An index whose entries are holes in the file, but for the few that opening looks at."""
+    """Write an index of holes in the file, except for the few entries that opening reads."""
     with path.open("wb") as file:
         file.write(HEADER.pack(b"MMIDIDX\x00\x00", 1, 8, documents, documents + 1))
         file.truncate(HEADER.size + 20 * documents + 8)
@@ -122,40 +113,8 @@ def sparse_index(path: Path, documents: int) -> None:
             file.write(struct.pack(form, value))
 
 
-def test_the_index_is_written_in_flat_memory(tmp_path: Path) -> None:
-    code = f"""
-{PEAK_BYTES}
-from pathlib import Path
-import numpy as np
-from megafrontier.data.corpus.writer import IndexBuilder
-spool = IndexBuilder(Path({str(tmp_path)!r}))
-before = peak_bytes()
-for part in range(100):
-    ends = np.arange(part * 10**5, (part + 1) * 10**5) + 1
-    spool.add(np.full(10**5, 3, np.int32), ends)
-with open({str(tmp_path / "c.idx")!r}, "wb") as file:
-    spool.write(file, np.dtype(np.uint16))
-print(peak_bytes() - before)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (tmp_path / "c.idx").stat().st_size == HEADER.size + 20 * 10**7 + 8
-    assert float(done.stdout) < 60e6  # the index has 200 MB
-
-
-def test_pointers_go_on_from_chunk_to_chunk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megafrontier.data.corpus.writer._ENTRIES", 2)
-    expected = write_corpus(tmp_path / "c", DOCUMENTS)
-    spool = IndexBuilder(tmp_path)
-    spool.add(np.array([3, 1, 2, 4], np.int32), np.array([1, 3, 4]))
-    with (tmp_path / "made.idx").open("wb") as file:
-        spool.write(file, np.dtype(np.uint16))
-    assert (tmp_path / "made.idx").read_bytes() == Path(f"{expected}.idx").read_bytes()
-
-
 def damaged(folder: Path, suffix: str, damage) -> str:
-    """A good corpus, one file of which `damage` has changed; returns the refusal."""
+    """Change one file of a good corpus with `damage`, and return the refusal."""
     prefix = write_corpus(folder / "c", DOCUMENTS)
     path = Path(f"{prefix}{suffix}")
     data = damage(path.read_bytes())
@@ -185,7 +144,7 @@ def damaged(folder: Path, suffix: str, damage) -> str:
         (".idx", lambda data: data[:-8] + bytes(8), "document index runs from 0 to 0"),
     ],
 )
-def test_a_broken_corpus_is_refused_by_file_and_byte(
+def test_a_damaged_corpus_is_refused_by_file_and_byte(
     tmp_path: Path, suffix: str, damage, says: str
 ) -> None:
     assert re.search(re.escape(says), damaged(tmp_path, suffix, damage))

@@ -1,0 +1,138 @@
+"""A corpus appears under its name when it is complete and on disk, and has one writer."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megafrontier.common.errors import UserError
+from megafrontier.data.corpus.indexed import HEADER, IndexedDataset
+from megafrontier.data.corpus.writer import CorpusWriter, DocumentWriter, IndexBuilder
+from tests.data.corpora import write_corpus
+
+UINT16 = np.dtype(np.uint16)
+
+
+def write(prefix: Path, *documents: list[int]) -> None:
+    """Write and publish a corpus."""
+    tokens = np.array([token for document in documents for token in document], UINT16)
+    sizes, yes = np.array([len(d) for d in documents], np.int32), np.ones(len(documents), bool)
+    with CorpusWriter(prefix, UINT16) as corpus:
+        DocumentWriter(corpus).write_chunks(tokens, sizes, yes, ~yes)
+        corpus.publish()
+
+
+def test_a_crash_while_publishing_never_pairs_an_old_index_with_new_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = Path.rename
+    write(tmp_path / "c", [1, 2, 3, 4])
+
+    def crash_at_the_index(path: Path, target: Path) -> Path:
+        if target.suffix == ".idx":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", crash_at_the_index)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "c", [1, 2], [3, 4])
+    with pytest.raises(UserError, match=r"c\.idx: cannot read the corpus: No such file"):
+        IndexedDataset(tmp_path / "c")
+
+
+def test_files_are_synced_before_they_are_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def watched_fsync(file) -> None:
+        fd = getattr(file, "fileno", lambda: file)()
+        events.append("sync " + Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        fsync(fd)
+
+    def watched_rename(path: Path, target: Path) -> Path:
+        events.append(f"rename {target.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(Path, "rename", watched_rename)
+    write(tmp_path / "out" / "c", [1])
+    assert sorted(events[:2]) == ["sync c.bin.partial", "sync c.idx.partial"]
+    assert events[2:] == ["rename c.bin", "rename c.idx", "sync out"]
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.ENOSPC, "no space left on the disk"),
+        (errno.EDQUOT, "no space left on the disk"),
+        (errno.EFBIG, "file too large"),
+    ],
+)
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, number: int, said: str) -> None:
+    def fill() -> None:
+        with CorpusWriter(tmp_path / "made", UINT16):
+            raise OSError(number, os.strerror(number))
+
+    with pytest.raises(UserError, match=rf"made\.bin: {said}; nothing written"):
+        fill()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_corpus_has_one_writer(tmp_path: Path) -> None:
+    with (
+        CorpusWriter(tmp_path / "c", UINT16),
+        pytest.raises(UserError, match="another process is writing"),
+    ):
+        CorpusWriter(tmp_path / "c", UINT16)
+
+
+def test_a_writer_that_has_published_leaves_the_next_ones_files_alone(tmp_path: Path) -> None:
+    """The next one may start while the first waits for a slow folder."""
+    first = CorpusWriter(tmp_path / "c", UINT16)
+    first.data.write(b"\1\0")
+    first.index.add(np.array([1], np.int32), np.array([1]))
+    first.publish()
+    with CorpusWriter(tmp_path / "c", UINT16) as second:
+        first.__exit__(None, None, None)
+        assert second.partial_bin.exists()
+
+
+def test_the_index_is_written_in_constant_memory(tmp_path: Path) -> None:
+    code = f"""
+from pathlib import Path
+import numpy as np
+from megafrontier.data.corpus import writer
+def peak_bytes():
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+writer._ENTRIES = 100_000
+index = writer.IndexBuilder(Path({str(tmp_path)!r}))
+before = peak_bytes()
+for part in range(30):
+    index.add(np.full(10**5, 3, np.int32), np.arange(part * 10**5, (part + 1) * 10**5) + 1)
+with open({str(tmp_path / "c.idx")!r}, "wb") as file:
+    index.write(file, np.dtype(np.uint16))
+print(peak_bytes() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (tmp_path / "c.idx").stat().st_size == HEADER.size + 20 * 3 * 10**6 + 8  # 60 MB
+    assert float(done.stdout) < 15e6
+
+
+def test_pointers_continue_from_block_to_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megafrontier.data.corpus.writer._ENTRIES", 2)
+    documents = [[[5, 6, 7]], [[8], [9, 10]], [[11, 12, 13, 14]]]
+    expected = write_corpus(tmp_path / "c", documents)
+    index = IndexBuilder(tmp_path)
+    index.add(np.array([3, 1, 2, 4], np.int32), np.array([1, 3, 4]))
+    with (tmp_path / "made.idx").open("wb") as file:
+        index.write(file, UINT16)
+    assert (tmp_path / "made.idx").read_bytes() == Path(f"{expected}.idx").read_bytes()
