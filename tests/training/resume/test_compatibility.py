@@ -1,86 +1,140 @@
-"""A checkpoint of another model is refused, one of other data or another batch is told."""
+"""A checkpoint of another model is refused, other changes since then are reported."""
 
 import re
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-from megafrontier.checkpoint.format import FILE_NAME
-from megafrontier.checkpoint.load import read_manifest
+from megafrontier.checkpoint.format import FILE_NAME, Manifest
+from megafrontier.checkpoint.load import Checkpoint, read_manifest
+from megafrontier.common.errors import UserError
+from megafrontier.config import config_to_dict
+from megafrontier.config.schema import RotaryScalingConfig
 from megafrontier.data.corpus.indexed import IndexedDataset
 from megafrontier.data.sampling.loader import Loader
-from megafrontier.training.resume.compatibility import corpus_changes
+from megafrontier.partition.layout import Layout
+from megafrontier.training.resume.compatibility import check_model, corpus_changes
 from tests import runs
 from tests.data.corpora import write_corpus
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ("model.heads=4", "model.heads: 4, but "),
-        ("model.hidden=64", "model.hidden: 64, but "),
-        ("model.vocab_size=258", "model.vocab_size: 258, but "),
-        ("model.norm_eps=1e-3", "model.norm_eps: 0.001, but "),
-        ("model.parallel_residual=true", "model.parallel_residual: True, but "),
-        ("model.rotary_fraction=0.5", "model.rotary_fraction: 0.5, but "),
-    ],
-)
-def test_weights_that_fit_a_model_of_another_function_are_refused(
-    config_file, imported, capfd, changed, said
-):
-    assert runs.train(runs.load(config_file, *runs.ONE, imported, changed), 1) == 2
-    error = capfd.readouterr().err
-    assert said in error
-    assert "was trained with " in error
-    assert error.count("\n") == 1
+def saved_with(config, path="step-00000002"):
+    """A checkpoint of which only the manifest is there."""
+    layout = Layout.build("unit", [("weight", (1,))], 1)
+    states = {"weight": torch.float32}
+    return Checkpoint(path, Manifest(2, 0, [layout], 1, states, config_to_dict(config)))
 
 
-def test_the_other_gelu_is_another_function(config_file, tmp_path, capfd):
-    """Its weights have the same shapes."""
+OTHER_MODEL = {
+    "layers": 3,
+    "hidden": 48,
+    "heads": 4,
+    "kv_heads": 1,
+    "head_size": 8,
+    "ffn_hidden": 48,
+    "sequence_length": 8,
+    "vocab_size": 258,
+    "norm": "layernorm",
+    "norm_eps": 1e-3,
+    "activation": "gelu",
+    "position": "learned",
+    "rotary_fraction": 0.5,
+    "parallel_residual": True,
+    "tie_embeddings": True,
+    "bias": True,
+}
+ALLOWED = {
+    "vocab_multiple": 8,
+    "rotary_base": 5e5,
+    "rotary_scaling": RotaryScalingConfig(2.0, 16),
+    "dropout": 0.5,
+    "init": "neox",
+    "init_std": 0.1,
+}
+
+
+def test_every_key_of_the_model_is_compared_unless_it_is_listed(config_file):
+    """A key that is new has to be added here: to those that are refused, or on purpose to those
+    that are not."""
+    config = runs.load(config_file)
+    saved = saved_with(config)
+    assert {field.name for field in fields(config.model)} == {*OTHER_MODEL, *ALLOWED}
+    for key, value in OTHER_MODEL.items():
+        # With rotary positions, a model computes the same for other lengths.
+        base = replace(config.model, position="learned") if key == "sequence_length" else None
+        checkpoint = saved_with(replace(config, model=base)) if base else saved
+        with pytest.raises(UserError, match=r"model\.\w+: .*, but step-00000002 was trained with "):
+            check_model(replace(base or config.model, **{key: value}), checkpoint)
+    for key, value in ALLOWED.items():
+        check_model(replace(config.model, **{key: value}), saved)
+
+
+def test_a_default_and_its_value_are_the_same_model(config_file):
+    config = runs.load(config_file)
+    check_model(replace(config.model, kv_heads=2, head_size=12), saved_with(config))
+
+
+def test_a_key_that_an_older_checkpoint_lacks_has_its_default(config_file):
+    config = runs.load(config_file)
+    old = saved_with(config)
+    del old.manifest.config["model"]["parallel_residual"]
+    old.manifest.config["model"]["gone_since"] = 1
+    check_model(config.model, old)
+    with pytest.raises(UserError, match=r"model\.parallel_residual: True, but .* with False"):
+        check_model(replace(config.model, parallel_residual=True), old)
+
+
+def test_weights_that_fit_another_model_are_refused_in_one_line(config_file, tmp_path, capfd):
     base = ("model.activation=gelu", "train.stop_at=2", f"run.directory={tmp_path}/other")
     runs.run(config_file, 1, *runs.ONE, *base)
     resumed = f"checkpoint.resume={tmp_path}/other/checkpoints/step-00000002"
     config = runs.load(config_file, *runs.ONE, resumed, "model.activation=gelu_tanh")
     assert runs.train(config, 1) == 2
-    assert "model.activation: gelu_tanh, but " in capfd.readouterr().err
+    error = capfd.readouterr().err
+    assert "model.activation: gelu_tanh, but " in error
+    assert "step-00000002 was trained with gelu" in error
+    assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ("run.seed=8", "run.seed: 8, was 7"),
-        ("data.split=[0.8, 0.2]", "data.split: [0.8, 0.2], was [0.9, 0.1]"),
-        ("data.document_mask=true", "data.document_mask: True, was False"),
-        ("model.sequence_length=8", "model.sequence_length: 8, was 16"),
-    ],
-)
-def test_other_data_under_the_same_numbers_are_told(config_file, tmp_path, imported, changed, said):
-    runs.run(config_file, 1, *runs.ONE, imported, changed, "train.stop_at=3")
-    warning = f"warning: {said}; samples are others from here on"
-    assert runs.log(tmp_path / "run").count("warning: ") == 1
-    assert warning in runs.log(tmp_path / "run")
+def test_keys_that_give_sample_numbers_another_meaning_are_warnings(
+    config_file, tmp_path, imported
+):
+    changed = (
+        "run.seed=8", "data.split=[0.8, 0.2]", "data.document_mask=true", "model.sequence_length=8",
+    )  # fmt: skip
+    runs.run(config_file, 1, *runs.ONE, imported, *changed, "train.stop_at=3")
+    found = [line for line in runs.log(tmp_path / "run").splitlines() if "warning: " in line]
+    texts = (
+        "run.seed: 8, was 7", "model.sequence_length: 8, was 16",
+        "data.split: [0.8, 0.2], was [0.9, 0.1]", "data.document_mask: True, was False",
+    )  # fmt: skip
+    assert len(found) == len(texts)
+    for line, text in zip(found, texts, strict=True):
+        assert f"warning: {text}; samples are others from here on" in line
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ("train.clip_grad_norm=0.5", "train.clip_grad_norm: 0.5, was 1.0"),
-        ("optimizer.betas=[0.5, 0.6]", "optimizer.betas: [0.5, 0.6], was [0.9, 0.95]"),
-        ("optimizer.no_decay=[norm]", "optimizer.no_decay: ['norm'], was "),
-        ("train.spike_window=7", "train.spike_window: 7, was "),
-        ("model.dropout=0.5", "model.dropout: 0.5, was 0.0"),
-        ("log.every=1", None),
-    ],
-)
-def test_what_trains_otherwise_unseen_is_told(config_file, tmp_path, imported, changed, said):
-    runs.run(config_file, 1, *runs.ONE, imported, changed, "train.stop_at=3")
-    told = [line for line in runs.log(tmp_path / "run").splitlines() if ", was " in line]
-    assert [said in line for line in told] == [True] * (said is not None)
+def test_keys_that_change_how_training_goes_on_are_reported(config_file, tmp_path, imported):
+    changed = (
+        "train.clip_grad_norm=0.5", "model.dropout=0.5", "optimizer.betas=[0.5, 0.6]",
+        "optimizer.no_decay=[norm]", "train.spike_window=7", "log.every=1",
+    )  # fmt: skip
+    runs.run(config_file, 1, *runs.ONE, imported, *changed, "train.stop_at=3")
+    found = [line for line in runs.log(tmp_path / "run").splitlines() if ", was " in line]
+    texts = (
+        "train.clip_grad_norm: 0.5, was 1.0", "model.dropout: 0.5, was 0.0",
+        "optimizer.betas: [0.5, 0.6], was [0.9, 0.95]", "optimizer.no_decay: ['norm'], was ",
+        "train.spike_window: 7, was ",
+    )  # fmt: skip
+    assert len(found) == len(texts)
+    for line, text in zip(found, texts, strict=True):
+        assert text in line
 
 
-def test_a_corpus_of_another_size_is_told(config_file, tmp_path, imported):
-    """All of it is for training once validation has a corpus of its own; or it was made anew."""
+def test_a_corpus_of_another_size_is_a_warning(config_file, tmp_path, imported):
+    """All of it is for training once validation has its own corpus. Or the corpus has grown."""
     valid = f"data.valid=[{{path: {tmp_path}/corpus}}]"
     runs.run(config_file, 1, *runs.ONE, imported, valid, "train.stop_at=3")
     warning = r"warning: data.train: (\d+) windows, was (\d+); samples are others from here on"
@@ -99,31 +153,33 @@ def test_a_corpus_of_another_size_is_told(config_file, tmp_path, imported):
         (11, "data.train: 10 windows, was 11"),
     ],
 )
-def test_text_moved_from_one_corpus_to_another_is_told(before, said):
+def test_text_moved_from_one_corpus_to_another_is_a_warning(before, said):
     trainer = SimpleNamespace(loader=SimpleNamespace(samples=SimpleNamespace(windows=[7, 3])))
     found = corpus_changes(trainer, SimpleNamespace(extra={"windows": before}))
     assert found == ([] if said is None else [said])
 
 
 @pytest.mark.parametrize(
-    ("remake", "is_told"),
+    ("remake", "is_warning"),
     [
         (lambda ids: (ids + 1) % runs.VOCABULARY, True),  # by another tokenizer, say
         (lambda ids: np.roll(ids, 1), True),  # of texts in another order
         (lambda ids: ids.astype(np.int32), False),  # the same, written by other code
     ],
 )
-def test_a_corpus_made_anew_with_as_many_windows_is_told(config_file, tmp_path, remake, is_told):
+def test_a_corpus_made_again_with_as_many_windows_is_a_warning(
+    config_file, tmp_path, remake, is_warning
+):
     runs.run(config_file, 1, *runs.ONE, "train.stop_at=2")
     ids = remake(IndexedDataset(tmp_path / "corpus").tokens)
     write_corpus(tmp_path / "corpus", [[ids.tolist()]], str(ids.dtype))
     runs.run(config_file, 1, *runs.ONE, "train.stop_at=3")
     warning = f"warning: data.train: {tmp_path}/corpus: made anew, of other ids; samples are others"
-    assert (warning in runs.log(tmp_path / "run")) == is_told
+    assert (warning in runs.log(tmp_path / "run")) == is_warning
 
 
-@pytest.mark.parametrize(("weights", "is_told"), [((1, 2), False), ((2, 1), True)])
-def test_corpora_that_have_moved_are_the_same(config_file, tmp_path, weights, is_told):
+@pytest.mark.parametrize(("weights", "is_warning"), [((1, 2), False), ((2, 1), True)])
+def test_corpora_that_have_moved_are_the_same(config_file, tmp_path, weights, is_warning):
     write_corpus(tmp_path / "b", [[[1, 2, 3] * 200]])
     chosen = "data.train=[{{path: {}/corpus, weight: {}}}, {{path: {}/b, weight: {}}}]"
     was = chosen.format(tmp_path, 1, tmp_path, 2)
@@ -133,32 +189,32 @@ def test_corpora_that_have_moved_are_the_same(config_file, tmp_path, weights, is
         path.rename(tmp_path / "scratch" / path.name)
     now = chosen.format(tmp_path / "scratch", weights[0], tmp_path / "scratch", weights[1])
     runs.run(config_file, 1, *runs.ONE, now, "train.stop_at=3")
-    assert ("warning: data.train: " in runs.log(tmp_path / "run")) == is_told
+    assert ("warning: data.train: " in runs.log(tmp_path / "run")) == is_warning
 
 
-def test_a_checkpoint_from_before_contents_were_kept_says_nothing_of_them():
+def test_an_older_checkpoint_without_contents_is_no_warning():
     loader = SimpleNamespace(samples=SimpleNamespace(windows=[7]))
     trainer = SimpleNamespace(loader=loader, is_first=True)
     assert not corpus_changes(trainer, SimpleNamespace(extra={"windows": [7]}))
 
 
-def test_other_rotary_frequencies_may_be_meant_and_are_told(config_file, tmp_path, imported):
+def test_other_rotary_frequencies_are_a_warning(config_file, tmp_path, imported):
     longer = ("model.rotary_base=500000", "model.rotary_scaling={factor: 2, original_length: 16}")
     runs.run(config_file, 1, *runs.ONE, imported, *longer)
-    told = runs.log(tmp_path / "run")
-    assert "warning: model.rotary_base: 500000.0, was 10000.0" in told
-    assert "warning: model.rotary_scaling: {'factor': 2.0, " in told
-    assert "'original_length': 16}, was None" in told
+    log = runs.log(tmp_path / "run")
+    assert "warning: model.rotary_base: 500000.0, was 10000.0" in log
+    assert "warning: model.rotary_scaling: {'factor': 2.0, " in log
+    assert "'original_length': 16}, was None" in log
 
 
-def test_a_schedule_that_goes_on_at_another_rate_is_told(config_file, tmp_path, imported):
-    """More steps stretch it, though it is alike within the warm-up; the same ones say nothing."""
+def test_a_schedule_that_goes_on_at_another_rate_is_reported(config_file, tmp_path, imported):
+    """More steps stretch it, though it is the same during warm-up. The same steps say nothing."""
     runs.run(config_file, 1, *runs.ONE, imported, "train.steps=80", "train.stop_at=3")
     runs.run(config_file, 1, *runs.ONE, "train.steps=80", "train.stop_at=4")
     runs.run(config_file, 1, *runs.ONE, "train.steps=8", "train.stop_at=5")
     pattern = r"learning rate: (\S+) from (\S+).* on, would have been (\S+)"
-    said = re.findall(pattern, runs.log(tmp_path / "run"))
-    assert [(start, float(now) < float(before)) for now, start, before in said] == [
+    found = re.findall(pattern, runs.log(tmp_path / "run"))
+    assert [(start, float(now) < float(before)) for now, start, before in found] == [
         ("about", False),
         ("here", True),
     ]
@@ -168,7 +224,7 @@ def test_a_schedule_that_goes_on_at_another_rate_is_told(config_file, tmp_path, 
 def test_another_global_batch_neither_repeats_nor_skips_a_sample(
     config_file, tmp_path, monkeypatch, keeps_position
 ):
-    """Also after a checkpoint from before they held the position."""
+    """Also after an older checkpoint, which lacks the position."""
     whole = Loader.step
 
     def step(loader, number):
