@@ -87,17 +87,6 @@ def test_any_cut_gives_the_weights_and_moments_of_full_parameters(cuts, fused):
     assert optimizer.steps == STEPS
 
 
-def test_weight_decay_applies_up_to_the_stop_and_nowhere_else():
-    cuts = [0, 49, 51, 96]
-    with_decay, optimizer = make(cuts, config(decay=0.3))
-    without, plain = make(cuts, config(decay=0.0))
-    for chosen in (optimizer, plain):
-        run(chosen, cuts, 0, 1)
-    differ = torch.cat(with_decay) != torch.cat(without)
-    assert differ[:DECAYED].all()
-    assert not differ[DECAYED:].any()
-
-
 @pytest.mark.parametrize("fused", ["torch", "none"])
 def test_the_optimizer_holds_views_and_no_state_of_its_own(fused):
     cuts = [0, 49, 51, 96]
