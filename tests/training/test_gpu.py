@@ -7,7 +7,7 @@ import pytest
 
 from megafrontier.common.errors import FAILED, LOST
 from tests import processes, runs
-from tests.launch.health.test_watchdog import AT_STEP, FREEZE, KILL, launched
+from tests.launch.health.test_watchdog import fault, launched
 from tests.launch.test_launchers import start, torchrun, wait_for
 from tests.processes import COMMAND
 from tests.ranks import share_devices
@@ -44,9 +44,9 @@ def train(folder, name, ranks, *overrides):
 def lose(folder, name, rank, act, *overrides):
     """Let one of four ranks `act` in step 3. Returns the exit codes of the others that end in time,
     and stderr of the first of them."""
-    script = AT_STEP.format(step=3, rank=rank, act=act)
     chosen = machine(4), *LARGER, *overrides
-    ended = launched(folder, name, script, *chosen, identity=on_gpus(4), count=4)
+    faults = [fault("step", rank, act, step=3)]
+    ended = launched(folder, name, faults, *chosen, identity=on_gpus(4), count=4)
     others = [ended[number] for number in sorted(ended) if number != rank]
     return [code for code, _ in others], others[0][1] if others else ""
 
@@ -100,14 +100,14 @@ def test_a_run_resumes_from_its_checkpoint_to_the_bit(folder):
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_killed_rank_ends_the_others_soon_and_is_named(folder, rank):
-    codes, error = lose(folder, f"killed-{rank}", rank, KILL)
+    codes, error = lose(folder, f"killed-{rank}", rank, "kill")
     assert codes == [LOST] * 3, f"within 2 minutes, though train.hang_seconds is 600: {error}"
     assert f"rank {rank}" in error
     assert "Traceback" not in error
 
 
 def test_a_frozen_rank_is_named(folder):
-    codes, error = lose(folder, "frozen", 2, FREEZE, "train.hang_seconds=10")
+    codes, error = lose(folder, "frozen", 2, "freeze", "train.hang_seconds=10")
     assert codes == [LOST] * 3, error
     assert "rank 2" in error
     assert "Traceback" not in error
