@@ -117,23 +117,14 @@ def of_newest(
     raise _pruned_error(path, f"{MAX_TRIES} newest checkpoints")
 
 
-def of_each(path: Path, look: Callable[[Path], T]) -> Iterator[T]:
-    """Yield `look` of each checkpoint that `find` finds at `path`, oldest first, except those that
-    a running training prunes meanwhile. Raises what `look` raises for the others, and UserError if
-    there is none or all have been pruned."""
-    is_any = False
-    for one in find(path):
-        try:
-            found = look(one)
-        except (UserError, StorageFailed, OSError):
-            if one == path or not _is_pruned(one):
-                raise
-            continue
-        if one == path or not _is_pruned(one):
-            is_any = True
-            yield found
-    if not is_any:
+def of_each(path: Path, look: Callable[[Path], T]) -> list[T]:
+    """`look` of each checkpoint that `find` finds at `path`, oldest first, except those that a
+    running training prunes meanwhile. Raises as `find`, and UserError if all have been pruned."""
+    rows = [(one, look(one)) for one in find(path)]
+    found = [row for one, row in rows if one == path or not _is_pruned(one)]
+    if not found:
         raise _pruned_error(path, "all of its checkpoints")
+    return found
 
 
 def _pruned_error(path: Path, which: str) -> UserError:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megafrontier.checkpoint.folder import candidates, is_folder
+from megafrontier.checkpoint.folder import candidates
 from megafrontier.checkpoint.format import (
     FILE_NAME,
     AttachedFile,
@@ -24,7 +24,7 @@ from megafrontier.checkpoint.format import (
     shard_path,
 )
 from megafrontier.checkpoint.shard_file import ShardFile, file_size
-from megafrontier.common.errors import PeersLost, StorageFailed, UserError
+from megafrontier.common.errors import UserError
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
 
@@ -37,15 +37,8 @@ def open_checkpoint(path: Path, rank: int = 0, size: int = 1) -> "Checkpoint":
     full length. Each of `size` ranks checks its share of the files.
 
     Raises CheckpointCorrupt with the name of a file that is not right, CheckpointUnreadable if the
-    storage fails, UserError if there is no folder or if a later version wrote the checkpoint.
+    storage fails, UserError if a later version wrote the checkpoint.
     """
-    path = Path(path)
-    try:
-        is_there = is_folder(path)
-    except OSError as error:
-        raise as_read_error(path, error) from error
-    if not is_there:
-        raise UserError(f"{path}: no such folder, need a checkpoint")
     manifest = read_manifest(path)
     for name, need in _needed_files(manifest, rank, size):
         _check_size(path / name, need)
@@ -317,29 +310,17 @@ def _try_to_load(path: Path, load: Load, world: World) -> tuple[Checkpoint | Non
 
 
 def _damage(act: Callable[[], None], world: World) -> str | None:
-    """Call `act` on all ranks. Returns the first rank's message if it found damage, and raises any
-    other failure. Other ranks of one that breaks, say because its device fails, raise PeersLost."""
-    corrupt: CheckpointCorrupt | None = None
-    broken: Exception | None = None
+    """Call `act` on all ranks. Returns the first rank's message if it found damage. All ranks raise
+    other errors, as `World.run_on_all` does."""
 
-    def act_here() -> None:
-        nonlocal corrupt, broken
+    def find_damage() -> str | None:
         try:
             act()
         except CheckpointCorrupt as error:
-            corrupt = error
+            return str(error)
         except OSError as error:
             line = f"{error.filename or 'storage'}: {error.strerror}"
             raise CheckpointUnreadable(line) from error
-        except (UserError, StorageFailed):
-            raise
-        except Exception as error:
-            broken = error
+        return None
 
-    world.run_on_all(act_here)
-    lost = world.first_error(f"rank {world.rank}: {broken!r}" if broken else None)
-    if broken is not None:
-        raise broken
-    if lost is not None:
-        raise PeersLost(lost)
-    return world.first_error(str(corrupt) if corrupt else None)
+    return world.first_error(world.run_on_all(find_damage))
