@@ -1,59 +1,37 @@
-"""A Hugging Face folder's ids are those of its own files, whatever class it names."""
+"""Hugging Face tokenizers: the ids of their files, whatever class their folder names."""
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from sentencepiece import SentencePieceProcessor
 
 from megafrontier.common.errors import UserError
 from megafrontier.data.tokenizers.fast import _fast_model
 from megafrontier.data.tokenizers.tokenizer import load_tokenizer
+from tests.data.tokenizers.models import END, save_digits, save_fast_bpe, train_model
 
 TEXTS = [
     *("", " ", "  ", "word", " word", "  word", "word ", "word  ", "a b", "a  b", " a   b "),
     *("\t", "\tx", "x\t", "a\tb", "\n", "\nx", "x\n", "a\n\nb", " \n x", "é 日本 \u2028 end"),
 ]
-END = "<|endoftext|>"
-
-
-def save_digits(folder: Path, tokenizer_class: str, prefix: bool, model_type: str) -> None:
-    """A byte-level BPE that cuts digits in threes, in the folder of a model."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [*((a, b) for a in "123456789" for b in "0123456789"), ("12", "3"), ("45", "6")]
-    vocabulary = [END, *alphabet, *(a + b for a, b in merges)]
-    ids = {piece: i for i, piece in enumerate(vocabulary)}
-    fast = Tokenizer(models.BPE(ids, merges))
-    fast.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"\d{1,3}| ?\D+"), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False),
-        ]
-    )
-    fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens([END])
-    folder.mkdir()
-    fast.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": tokenizer_class, "eos_token": END, "chat_template": "{{ 1 }}"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+LLAMA = {"byte_fallback": True, "remove_extra_whitespaces": False}
 
 
 @pytest.mark.parametrize(
-    "named", ["GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer", "CohereTokenizer", "Unheard"]
+    ("named", "prefix"),
+    [("GPT2Tokenizer", True), ("GPTNeoXTokenizer", False), ("Qwen2Tokenizer", False), ("X", False)],
 )
-@pytest.mark.parametrize("prefix", [False, True])
-def test_a_folders_ids_are_its_tokenizer_jsons_whatever_class_it_names(
+def test_the_tokenizer_json_of_a_folder_decides_the_ids_whatever_class_it_names(
     tmp_path: Path, named: str, prefix: bool
 ) -> None:
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
-    save_digits(tmp_path / "model", named, prefix, "llama")
+    save_digits(tmp_path / "model", named, prefix)
     alone = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
     texts = [*TEXTS, "2023", "1234567"]
     expected = [alone.encode(text).ids for text in texts]
@@ -63,7 +41,7 @@ def test_a_folders_ids_are_its_tokenizer_jsons_whatever_class_it_names(
     found = load_tokenizer(str(tmp_path / "model"))
     assert found.encode_batch(texts) == expected
     assert found.eod == alone.token_to_id(END)
-    # And so in the folder that a checkpoint and `export` have.
+    # The same holds for the folder in checkpoints and exports.
     found.save(tmp_path / "saved")
     (tmp_path / "saved" / "config.json").write_text(json.dumps({"model_type": "llama"}))
     theirs = AutoTokenizer.from_pretrained(str(tmp_path / "saved"))
@@ -74,8 +52,8 @@ def test_a_folders_ids_are_its_tokenizer_jsons_whatever_class_it_names(
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 def test_all_ids_that_end_a_text_are_kept(tmp_path: Path, file: str) -> None:
-    """As Llama 3.1's folders name three; config.json has the one that ends a document."""
-    save_digits(tmp_path / "model", "GPT2Tokenizer", False, "llama")
+    """Llama 3.1 names three in generation_config.json."""
+    save_digits(tmp_path / "model", "GPT2Tokenizer")
     (tmp_path / "model" / file).write_text(json.dumps({"eos_token_id": [0, 5, 7]}))
     load_tokenizer(str(tmp_path / "model")).save(tmp_path / "saved")
     load_tokenizer(str(tmp_path / "saved")).save(tmp_path / "again")
@@ -84,11 +62,9 @@ def test_all_ids_that_end_a_text_are_kept(tmp_path: Path, file: str) -> None:
 
 
 @pytest.mark.parametrize("role", ["eos_token", "bos_token"])
-def test_an_end_or_beginning_that_the_vocabulary_lacks_is_refused(
-    tmp_path: Path, role: str
-) -> None:
-    """transformers would give it a new id, which the model has never seen."""
-    save_digits(tmp_path / "model", "GPT2Tokenizer", False, "llama")
+def test_an_eos_or_bos_that_the_vocabulary_lacks_is_refused(tmp_path: Path, role: str) -> None:
+    """transformers would give it a new id, which no model has been trained on."""
+    save_digits(tmp_path / "model", "GPT2Tokenizer")
     config = {"eos_token": END, role: "<|im_end|>"}
     path = tmp_path / "model" / "tokenizer_config.json"
     path.write_text(json.dumps(config))
@@ -104,32 +80,14 @@ def test_an_end_or_beginning_that_the_vocabulary_lacks_is_refused(
 
 @pytest.mark.parametrize("content", ["[]", "{"])
 def test_a_damaged_file_beside_a_tokenizer_is_named(tmp_path: Path, content: str) -> None:
-    save_digits(tmp_path / "model", "GPT2Tokenizer", False, "llama")
+    save_digits(tmp_path / "model", "GPT2Tokenizer")
     (tmp_path / "model" / "generation_config.json").write_text(content)
     with pytest.raises(UserError, match=r"generation_config\.json: "):
         load_tokenizer(str(tmp_path / "model"))
 
 
-def train_model(folder: Path, prefix: bool) -> Path:
-    """A SentencePiece model of Llama 2's kind, or without a prefix space, as Yi's."""
-    folder.mkdir()
-    SentencePieceTrainer.train(
-        input=os.__file__,
-        model_prefix=str(folder / "tokenizer"),
-        model_type="bpe",
-        vocab_size=600,
-        byte_fallback=True,
-        add_dummy_prefix=prefix,
-        remove_extra_whitespaces=False,
-        normalization_rule_name="identity",
-        minloglevel=2,
-    )
-    (folder / "tokenizer.vocab").unlink()
-    return folder / "tokenizer.model"
-
-
 def write_json(model: Path, prefix: bool) -> Path:
-    """The same as a tokenizer.json, with the rules that Llama 2's has."""
+    """Write the same as a tokenizer.json, with the rules of Llama 2's."""
     from tokenizers import Tokenizer, decoders, normalizers
 
     fast = Tokenizer(_fast_model(SentencePieceProcessor(model_file=str(model))))
@@ -145,14 +103,13 @@ def write_json(model: Path, prefix: bool) -> Path:
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-@pytest.mark.parametrize("legacy", [{"legacy": True}, {"legacy": False}, {}])
-def test_three_names_of_one_tokenizer_give_one_result(
+@pytest.mark.parametrize("legacy", [{"legacy": True}, {"legacy": False}])
+def test_a_model_its_tokenizer_json_and_their_folder_give_the_same_ids(
     tmp_path: Path, prefix: bool, legacy: dict[str, bool]
 ) -> None:
-    """Its tokenizer.model, its tokenizer.json, its folder: the latter with and without the file."""
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     config: dict[str, Any] = {"tokenizer_class": "LlamaTokenizer", **special, **legacy}
-    model = train_model(tmp_path / "x", prefix)
+    model = train_model(tmp_path / "x", **LLAMA, add_dummy_prefix=prefix)
     (tmp_path / "x" / "tokenizer_config.json").write_text(json.dumps(config))
     theirs = SentencePieceProcessor(model_file=str(model))
     expected = theirs.encode(TEXTS)
@@ -165,13 +122,102 @@ def test_three_names_of_one_tokenizer_give_one_result(
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_a_sentencepiece_model_is_saved_for_transformers_with_its_own_spaces(
+def test_a_saved_sentencepiece_model_keeps_its_space_rules_in_transformers(
     tmp_path: Path, prefix: bool
 ) -> None:
     from transformers import AutoTokenizer
 
-    ours = load_tokenizer(str(train_model(tmp_path / "x", prefix)))
+    ours = load_tokenizer(str(train_model(tmp_path / "x", **LLAMA, add_dummy_prefix=prefix)))
     ours.save(tmp_path / "saved")
     theirs = AutoTokenizer.from_pretrained(str(tmp_path / "saved"))
     found = theirs(TEXTS, add_special_tokens=False)["input_ids"]
     assert found == ours.encode_batch(TEXTS)
+
+
+def test_a_byte_level_tokenizer_restores_texts_and_is_saved(tmp_path: Path) -> None:
+    save_fast_bpe(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (400, 0)
+    for text, ids in zip(TEXTS, tokenizer.encode_batch(TEXTS), strict=True):
+        assert tokenizer.decode(ids) == text
+    tokenizer.save(tmp_path / "again")
+    assert load_tokenizer(str(tmp_path / "again")).encode(TEXTS[3]) == tokenizer.encode(TEXTS[3])
+
+
+@pytest.mark.parametrize("truncation", [{}, {"max_length": 3}])
+def test_ids_are_those_of_transformers_and_never_truncated(
+    tmp_path: Path, truncation: dict[str, int]
+) -> None:
+    from transformers import AutoTokenizer
+
+    save_fast_bpe(tmp_path, **truncation)
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path))(TEXTS, add_special_tokens=False)
+    assert load_tokenizer(str(tmp_path)).encode_batch(TEXTS) == theirs["input_ids"]
+
+
+def test_ids_may_have_gaps(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    fast = Tokenizer(models.WordLevel({"a": 0, "<eos>": 9}, "a"))
+    PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<eos>").save_pretrained(tmp_path)
+    found = load_tokenizer(str(tmp_path))
+    assert (found.eod, found.vocab_size) == (9, 10)
+
+
+@pytest.mark.parametrize(
+    ("family", "files", "said"),
+    [
+        ("gpt2", [], "no tokenizer in this folder"),
+        ("gpt2", ["tokenizer_config.json"], "no piece of text in its vocabulary"),
+        ("gpt_neox", ["tokenizer_config.json"], "no piece of text in its vocabulary"),
+    ],
+)
+def test_the_folder_of_a_model_without_a_tokenizer_is_refused(
+    tmp_path: Path, family: str, files: list[str], said: str
+) -> None:
+    """transformers makes a tokenizer of nothing but special tokens from it."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    for file in files:
+        (tmp_path / file).write_text("{}")
+    with pytest.raises(UserError, match=rf"': {said}, need tokenizer\.json, or vocab\.json and "):
+        load_tokenizer(str(tmp_path))
+
+
+def test_the_files_of_gpt_neox_and_megatron_lm_are_tokenizers(tmp_path: Path) -> None:
+    """They do not say what ends a document, but both vocabularies have a token for it."""
+    save_fast_bpe(tmp_path / "saved", eos=END)
+    theirs = load_tokenizer(str(tmp_path / "saved"))
+    (tmp_path / "gpt2").mkdir()
+    alone = tmp_path / "20B_tokenizer.json"
+    shutil.copy(tmp_path / "saved" / "tokenizer.json", alone)
+    model = json.loads(alone.read_text())["model"]
+    (tmp_path / "gpt2" / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = "\n".join(" ".join(pair) for pair in model["merges"])
+    (tmp_path / "gpt2" / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+    (tmp_path / "only").mkdir()
+    shutil.copy(alone, tmp_path / "only" / "tokenizer.json")
+    for spec in (alone, tmp_path / "only", tmp_path / "gpt2"):
+        found = load_tokenizer(str(spec))
+        assert (found.vocab_size, found.eod) == (400, theirs.eod)
+        assert found.encode_batch(TEXTS) == theirs.encode_batch(TEXTS)
+
+
+def test_a_name_that_does_not_exist_is_one_line_without_the_attempts_to_reach_the_hub(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+    from huggingface_hub.utils import logging
+
+    def fetch(*_: Any, **__: Any) -> None:
+        logging.get_logger("huggingface_hub.utils").warning("Retrying in 1s [Retry 1/5].")
+        raise OSError("We couldn't connect\nto the hub")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", staticmethod(fetch))
+    with pytest.raises(UserError) as error:
+        load_tokenizer("my-tokenizr")
+    assert str(error.value) == (
+        f"tokenizer 'my-tokenizr': no file or folder of that name in {os.getcwd()}, and none in "
+        "the hub: We couldn't connect to the hub"
+    )
+    assert capfd.readouterr().err == ""
