@@ -1,4 +1,4 @@
-"""Names are looked up on the hub where it answers, and at once given up where it does not."""
+"""Names are looked up in the hub if it answers, and only in the cache if it does not."""
 
 import socket
 
@@ -10,7 +10,7 @@ from megafrontier.data.hub import hub_lookup
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> socket.socket:
-    """A server in the hub's place, which need not say anything."""
+    """A silent server in the place of the hub."""
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     server = socket.create_server(("127.0.0.1", 0))
@@ -19,7 +19,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> socket.socket:
     return server
 
 
-def test_where_the_hub_does_not_answer_what_is_at_hand_alone_is_looked_through(hub) -> None:
+def test_only_the_cache_is_searched_if_the_hub_does_not_answer(hub) -> None:
     datasets = pytest.importorskip("datasets")
     kept = datasets.config.HF_HUB_OFFLINE
     hub.close()
@@ -30,7 +30,7 @@ def test_where_the_hub_does_not_answer_what_is_at_hand_alone_is_looked_through(h
     assert kept == datasets.config.HF_HUB_OFFLINE
 
 
-def test_where_it_answers_or_a_proxy_may_know_it_is_asked(hub, monkeypatch) -> None:
+def test_the_hub_is_asked_if_it_answers_or_there_is_a_proxy(hub, monkeypatch) -> None:
     with hub, hub_lookup("owner/name"):
         assert not is_offline_mode()
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")

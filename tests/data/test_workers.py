@@ -1,4 +1,4 @@
-"""Processes that work for a command end with it, at once and without a trace."""
+"""Worker processes end with their command, at once and without leaving files."""
 
 import json
 import os
@@ -21,12 +21,12 @@ from megafrontier.data.text import prepare
 from megafrontier.data.tokenizers import train
 
 def be_busy(*_):
-    \"\"\"As a library is that hears of no signal until it is done.\"\"\"
+    \"\"\"Ignore signals, as a library in native code does.\"\"\"
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
     Path("busy").touch()
     time.sleep(60)
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run behind a shell
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
 prepare.Encoder.encode = train._run_trainer = be_busy
 sys.exit(main(sys.argv[1:]))
 """
@@ -39,7 +39,7 @@ sys.exit(main(sys.argv[1:]))
     "command",
     ["prepare x.jsonl --tokenizer bytes --out out/c", "tokenizer x.jsonl --vocab-size 400 --out t"],
 )
-def test_a_command_that_is_interrupted_ends_at_once_whatever_its_workers_have_in_hand(
+def test_an_interrupted_command_ends_at_once_whatever_its_workers_do(
     tmp_path: Path, command: str, number: int, code: int
 ) -> None:
     (tmp_path / "x.jsonl").write_text(json.dumps({"text": "a document"}) + "\n")
@@ -55,7 +55,7 @@ def test_a_command_that_is_interrupted_ends_at_once_whatever_its_workers_have_in
     assert left <= {"x.jsonl", "busy", "out"}
 
 
-def test_a_worker_that_is_killed_is_an_error_and_not_a_hang(
+def test_a_killed_worker_is_one_line_and_not_a_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

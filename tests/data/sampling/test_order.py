@@ -1,4 +1,4 @@
-"""The order of samples: a permutation an epoch, and exact shares of a blend."""
+"""The order of samples: one permutation per epoch, and exact shares of a blend."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from megafrontier.data.sampling.order import Blend, make_key, permute
 
 
 def order(size: int, seed: int = 1, corpus: int = 0, epoch: int = 0) -> list[int]:
-    """All windows of an epoch in their order."""
+    """All windows of an epoch in order."""
     keys = make_key(seed, corpus, np.full(size, epoch, np.uint64))
     return permute(np.arange(size, dtype=np.uint64), size, keys).tolist()
 
@@ -25,7 +25,7 @@ def test_seed_corpus_and_epoch_each_change_the_order() -> None:
 
 
 def test_the_order_does_not_change_between_versions() -> None:
-    # Runs are resumed with newer releases, and must find their samples again.
+    # Runs that resume with a newer release must find the same samples.
     assert order(10) == [0, 8, 9, 7, 2, 4, 6, 3, 5, 1]
 
 

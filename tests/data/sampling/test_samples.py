@@ -1,4 +1,4 @@
-"""Samples: windows of the corpora, split, blended, shuffled, masked, and refused when wrong."""
+"""Samples are windows of the corpora: split, blended, shuffled, masked, and checked."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def opened(part: str = "train", seed: int = 1, vocab_size: int = VOCABULARY, **d
 
 
 def windows(samples: Samples, first: int, count: int) -> list[int]:
-    """Number of the window of each sample, of a corpus that counts from 0."""
+    """The window of each sample, for a corpus of the ids 0, 1, 2, …"""
     return (samples.batch(first, count).tokens[:, 0] // S).tolist()
 
 
@@ -41,10 +41,10 @@ def test_a_sample_is_a_window_and_its_targets_are_the_next_tokens(corpus: Corpus
     assert (batch.tokens[:, 0] % S == 0).all()
 
 
-def test_the_same_sample_comes_however_it_is_asked_for(corpus: CorpusConfig) -> None:
-    run_on_all = opened(train=[corpus]).batch(0, 250).tokens
+def test_a_sample_does_not_depend_on_the_batch(corpus: CorpusConfig) -> None:
+    expected = opened(train=[corpus]).batch(0, 250).tokens
     for n in (249, 0, 99, 100, 101):
-        assert torch.equal(run_on_all[n : n + 1], opened(train=[corpus]).batch(n, 1).tokens)
+        assert torch.equal(expected[n : n + 1], opened(train=[corpus]).batch(n, 1).tokens)
 
 
 def test_epochs_differ_in_order_and_each_has_every_window_once(corpus: CorpusConfig) -> None:
@@ -54,10 +54,10 @@ def test_epochs_differ_in_order_and_each_has_every_window_once(corpus: CorpusCon
     assert epochs[0] != epochs[1] != epochs[2] != list(range(100))
 
 
-def test_a_small_corpus_of_great_weight_is_known_to_be_read_again(
+def test_a_small_corpus_of_large_weight_is_reported_as_repeated(
     corpus: CorpusConfig, tmp_path: Path
 ) -> None:
-    """Of both together there is enough."""
+    """Both corpora together have enough windows."""
     few = str(write_counting(tmp_path / "few", 10 * S + 1))
     samples = opened(train=[corpus, CorpusConfig(few, weight=3.0)], split=[1.0, 0.0])
     assert list(samples.repeated_corpora(12)) == []
@@ -108,8 +108,8 @@ def test_a_blend_draws_from_each_corpus_by_its_weight(tmp_path: Path) -> None:
     assert sorted(starts[starts >= 1000].tolist()) == [1000 + S * i for i in range(50)]
 
 
-def test_a_document_mask_tells_documents_apart(tmp_path: Path) -> None:
-    # Documents of 5, 2 and 10 tokens, the last of two sequences; windows begin at 0 and 8.
+def test_a_document_mask_separates_documents(tmp_path: Path) -> None:
+    # Documents of 5, 2 and 10 tokens, the last of two sequences; windows start at 0 and 8.
     documents = [[list(range(5))], [[5, 6]], [list(range(7, 12)), list(range(12, 17))]]
     corpus = CorpusConfig(str(write_corpus(tmp_path / "c", documents)))
     samples = opened(train=[corpus], valid=[corpus], document_mask=True)
