@@ -16,22 +16,13 @@ def data_step(steps: int, skip: Sequence[Sequence[int]], first: int = 0) -> int:
     are left out. Ranges may overlap; what lies before `first` has no effect.
     """
     step = first + steps
-    for start, stop in _merged(skip):
+    for start, stop in sorted(map(tuple, skip)):
+        start = max(start, first)
         if step < start:
             break
-        step += max(0, stop - max(start, first))
+        step += max(0, stop - start)
+        first = max(stop, first)
     return step
-
-
-def _merged(ranges: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """The ranges sorted, with ranges that overlap or touch merged."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted((start, stop) for start, stop in ranges):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return merged
 
 
 def micro_batches(global_batch: int, micro_batch: int, dp_size: int) -> int:

@@ -66,30 +66,22 @@ class WindowRange:
     windows: int
 
 
+@dataclass
 class Samples:
     """The endless sequence of samples for training, or for validation; see `open_samples`."""
 
-    def __init__(
-        self,
-        ranges: Sequence[WindowRange],
-        weights: Sequence[float],
-        sequence_length: int,
-        vocab_size: int,
-        seed: int | None,
-        document_mask: bool,
-    ) -> None:
-        """`seed` None reads the windows in the order of the corpus in every epoch."""
-        self._ranges = ranges
-        self._blend = Blend(weights)
-        self._length = sequence_length
-        self._vocab_size = vocab_size
-        self._seed = seed
-        self._document_mask = document_mask
+    ranges: Sequence[WindowRange]
+    blend: Blend
+    sequence_length: int
+    vocab_size: int
+    seed: int | None
+    """None reads the windows in the order of the corpus in every epoch."""
+    document_mask: bool
 
     @property
     def windows(self) -> list[int]:
         """The number of windows in one epoch of each corpus."""
-        return [used.windows for used in self._ranges]
+        return [used.windows for used in self.ranges]
 
     @cached_property
     def fingerprints(self) -> list[str]:
@@ -98,7 +90,7 @@ class Samples:
         Copies of a corpus have equal fingerprints. A corpus made of other text, or with another
         tokenizer, has a different one.
         """
-        return [self._fingerprint(used) for used in self._ranges]
+        return [self._fingerprint(used) for used in self.ranges]
 
     def _fingerprint(self, used: WindowRange) -> str:
         checksum = 0
@@ -110,7 +102,7 @@ class Samples:
     def repeated_corpora(self, count: int) -> Iterator[tuple[str, int, int]]:
         """Yield (prefix, samples, windows) of each corpus that the first `count` samples exhaust,
         that is, from which they take more samples than it has windows."""
-        for used, samples in zip(self._ranges, self._blend.counts(count), strict=True):
+        for used, samples in zip(self.ranges, self.blend.counts(count), strict=True):
             if samples > used.windows:
                 yield used.corpus.prefix, samples, used.windows
 
@@ -119,7 +111,7 @@ class Samples:
         numbers: dict[int, list[int]] = defaultdict(list)
         rows: dict[int, list[int]] = defaultdict(list)
         for row in range(count):
-            corpus, number = self._blend.locate(first + row)
+            corpus, number = self.blend.locate(first + row)
             numbers[corpus].append(number)
             rows[corpus].append(row)
         located = [(0, 0)] * count
@@ -138,7 +130,7 @@ class Samples:
         read = np.stack([self._read(corpus, window) for corpus, window in located])
         targets = read[:, 1:].copy()
         documents = None
-        if self._document_mask:
+        if self.document_mask:
             numbers = np.stack([self._documents(corpus, window) for corpus, window in located])
             targets[numbers[:, 1:] != numbers[:, :-1]] = IGNORE_INDEX
             documents = document_starts(torch.from_numpy(numbers[:, :-1]))
@@ -146,35 +138,37 @@ class Samples:
         return Batch(tokens, torch.from_numpy(targets), documents, first)
 
     def _windows_of(self, corpus: int, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        used = self._ranges[corpus]
+        used = self.ranges[corpus]
         epoch, index = np.divmod(numbers, np.uint64(used.windows))
-        if self._seed is not None:
-            index = permute(index, used.windows, make_key(self._seed, corpus, epoch))
+        if self.seed is not None:
+            index = permute(index, used.windows, make_key(self.seed, corpus, epoch))
         return index + np.uint64(used.first_window)
 
     def _read(self, corpus: int, window: int) -> NDArray[np.int64]:
-        dataset, start = self._ranges[corpus].corpus, window * self._length
+        dataset, start = self.ranges[corpus].corpus, window * self.sequence_length
         tokens = self._ids(dataset, window).astype(np.int64)
-        wrong = (tokens < 0) | (tokens >= self._vocab_size)
+        wrong = (tokens < 0) | (tokens >= self.vocab_size)
         if wrong.any():
             at = int(np.argmax(wrong))
             raise UserError(
                 f"{bin_path(dataset.prefix)}: byte {(start + at) * dataset.dtype.itemsize}: token "
-                f"id {tokens[at]}, need 0 to {self._vocab_size - 1}, the ids of `tokenizer` that "
+                f"id {tokens[at]}, need 0 to {self.vocab_size - 1}, the ids of `tokenizer` that "
                 "the model has; was it prepared with another one?"
             )
         return tokens
 
     def _ids(self, dataset: IndexedDataset, window: int) -> NDArray:
         """The ids of a window as stored [s + 1]."""
-        start = window * self._length
-        return dataset.tokens[start : start + self._length + 1]
+        start = window * self.sequence_length
+        return dataset.tokens[start : start + self.sequence_length + 1]
 
     def _documents(self, corpus: int, window: int) -> NDArray[np.int32]:
         """The document of each token, counted from the start of the window [s + 1]."""
-        start = window * self._length
-        starts = self._ranges[corpus].corpus.document_starts(start + 1, start + self._length + 1)
-        begins = np.zeros(self._length + 1, np.int32)
+        start = window * self.sequence_length
+        starts = self.ranges[corpus].corpus.document_starts(
+            start + 1, start + self.sequence_length + 1
+        )
+        begins = np.zeros(self.sequence_length + 1, np.int32)
         begins[starts - start] = 1
         return np.cumsum(begins, dtype=np.int32)
 
@@ -215,7 +209,7 @@ def open_samples(
         return None
     ranges, weights = zip(*used, strict=True)
     order = seed if subset == "train" else None
-    return Samples(ranges, weights, sequence_length, vocab_size, order, data.document_mask)
+    return Samples(ranges, Blend(weights), sequence_length, vocab_size, order, data.document_mask)
 
 
 def refuse_no_corpus(data: DataConfig) -> None:

@@ -19,6 +19,8 @@ def save_fast_tokenizer(model: Any, bos: int, eod: int, lossless: bool, folder: 
     converts other models, from the tokenizer.model in the folder; that is correct for models like
     Llama's. If the ids of a probe differ from the model's, neither file is written.
     """
+    from tokenizers import AddedToken
+
     config: dict[str, Any] = {"eos_token": model.id_to_piece(eod)}
     path = folder / "tokenizer_config.json"
     config["clean_up_tokenization_spaces"] = False
@@ -31,7 +33,7 @@ def save_fast_tokenizer(model: Any, bos: int, eod: int, lossless: bool, folder: 
         _convert(folder, model.get_piece_size())
         return
     fast = _fast_tokenizer(model)
-    fast.add_special_tokens([_special(config["eos_token"])])
+    fast.add_special_tokens([AddedToken(config["eos_token"], special=True, normalized=False)])
     if fast.encode(_PROBE, add_special_tokens=False).ids == model.encode(_PROBE):
         fast.save(str(folder / "tokenizer.json"))
     else:
@@ -93,12 +95,6 @@ def _set_rules(fast: Any, has_prefix: bool) -> None:
     fast.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
-
-
-def _special(piece: str) -> Any:
-    from tokenizers import AddedToken
-
-    return AddedToken(piece, special=True, normalized=False)
 
 
 def _fast_tokenizer(model: Any) -> Any:
