@@ -1,4 +1,4 @@
-"""A small model's state, cut as a run would cut it, and ranks that are threads."""
+"""The state of a small model, sharded as a run would shard it, and ranks that are threads."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -88,7 +88,7 @@ def make_layouts(groups: Sequence[tuple[str, list[str]]], num_shards: int) -> li
     ]
 
 
-def cut(
+def make_shards(
     layouts: Sequence[Layout], tensors: Tensors, index: int, num_shards: int
 ) -> dict[str, list]:
     """A rank's shards of every state and unit."""
@@ -117,13 +117,13 @@ def save_all(
     attach: Attach | None = None,
     **more: Any,
 ) -> Path:
-    """Save from as many ranks as there are pieces; every rank must return the same folder."""
+    """Save from one rank for each shard. Every rank must return the same folder."""
     layouts = make_layouts(groups, num_shards)
     tensors = make_tensors(step) if tensors is None else tensors
     manifest = make_manifest(step, layouts, num_shards, **more)
 
     def body(world: Threads) -> Path:
-        shards = cut(layouts, tensors, world.rank, num_shards)
+        shards = make_shards(layouts, tensors, world.rank, num_shards)
         return save(root, manifest, shards, world.rank, True, world, attach)
 
     results = run_threads(num_shards, body)
@@ -140,7 +140,7 @@ def load_all(
     groups: Sequence[tuple[str, list[str]]],
     states: dict[str, torch.dtype] = STATES,
 ) -> Tensors:
-    """Fill the shards of all pieces and put the tensors together again; checks the padding."""
+    """Fill all shards and put the tensors together again. Checks the padding."""
     layouts = make_layouts(groups, num_shards)
     loaded: Tensors = {state: {} for state in states}
     shards = [

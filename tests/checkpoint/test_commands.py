@@ -1,4 +1,4 @@
-"""`megafrontier checkpoint` tells what is there and whether it is whole."""
+"""`megafrontier checkpoint` says which checkpoints there are and whether they are whole."""
 
 import errno
 import json
@@ -49,8 +49,10 @@ def test_list_names_what_is_not_whole(run, capsys):
         ("verify", "commands._check_shard"),
     ],
 )
-def test_what_a_training_prunes_meanwhile_is_not_told_of(run, capsys, monkeypatch, action, reader):
-    """Right before it would be read."""
+def test_checkpoints_that_a_training_prunes_meanwhile_are_left_out(
+    run, capsys, monkeypatch, action, reader
+):
+    """Just before they are read."""
     reader = f"megafrontier.checkpoint.{reader}"
     read = resolve_name(reader)
     old = run / "checkpoints" / "step-00000100"
@@ -68,7 +70,7 @@ def test_what_a_training_prunes_meanwhile_is_not_told_of(run, capsys, monkeypatc
     assert "whole" in shown.out
 
 
-def test_list_tells_of_a_damaged_one_under_another_name(run, capsys):
+def test_list_shows_a_damaged_checkpoint_with_another_name(run, capsys):
     path = run / "checkpoints" / "step-00000200"
     (path / FILE_NAME).write_text("{}")
     path.rename(aside := path.with_name("best"))
@@ -76,7 +78,7 @@ def test_list_tells_of_a_damaged_one_under_another_name(run, capsys):
     assert capsys.readouterr().out.split()[0] == "?"
 
 
-def test_show_tells_tensors_states_and_config_of_the_newest(run, capsys):
+def test_show_prints_tensors_states_and_config_of_the_newest(run, capsys):
     assert main(["checkpoint", "show", str(run)]) == 0
     text = capsys.readouterr().out
     assert "step:        200" in text
@@ -124,7 +126,7 @@ def test_a_folder_that_cannot_be_read_is_refused_in_one_line(run, capsys, monkey
         assert err.count("\n") == 1
 
 
-def test_a_storage_that_fails_hides_no_other_checkpoint(run, capsys, monkeypatch):
+def test_storage_that_fails_hides_no_other_checkpoint(run, capsys, monkeypatch):
     whole = Path.read_bytes
 
     def read(path):

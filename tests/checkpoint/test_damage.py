@@ -1,4 +1,4 @@
-"""Whatever happens to a checkpoint's files is found and named."""
+"""Any damage to the files of a checkpoint is found, and the file is named."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def small(tmp_path):
 
 
 def save_small(root):
-    """A checkpoint of one piece of about a kilobyte."""
+    """A checkpoint of one shard, of about a kilobyte."""
     layouts = [Layout.build("unit", [("a", (3, 7)), ("b", (5,))], 1)]
     manifest = Manifest(7, 70, layouts, 1, {"weight": torch.float32}, slice_elements=8)
     shard = torch.arange(layouts[0].numel).float()
@@ -82,7 +82,7 @@ def test_a_flipped_byte_is_found_while_loading(tmp_path, part):
         load_all(open_checkpoint(path), 4, BY_BLOCK)
 
 
-def test_a_missing_piece_file_is_refused_by_name(tmp_path):
+def test_a_missing_shard_file_is_refused_by_name(tmp_path):
     path = save_all(tmp_path)
     (path / shard_path(5)).unlink()
     with pytest.raises(CheckpointCorrupt, match=r"00000005\.safetensors: missing"):
@@ -116,7 +116,7 @@ def test_a_foreign_folder_is_refused(tmp_path):
 
 
 def _rewrite(path, **changes):
-    """Change a manifest as a program would that knows how to seal it."""
+    """Change a manifest and its checksum."""
     text = (path / FILE_NAME).read_text()
     values = json.loads(text) | changes
     lines = ",\n".join(f'"{key}": {json.dumps(value)}' for key, value in values.items())
@@ -149,7 +149,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(small, changes):
         open_checkpoint(small)
 
 
-def test_a_piece_of_another_checkpoint_or_of_another_number_is_refused(tmp_path):
+def test_a_shard_of_another_checkpoint_or_index_is_refused(tmp_path):
     tensors = {}
     paths = [save_all(tmp_path / run, groups=BY_BLOCK, **tensors) for run in "ab"]
     shutil.copy(paths[0] / shard_path(1), paths[1] / shard_path(1))
@@ -169,7 +169,7 @@ def test_verify_lists_all_problems_and_not_only_the_first(tmp_path):
     assert named == [str(path / shard_path(index)) for index in (0, 1, 2)]
 
 
-def test_verify_finds_elements_that_no_piece_holds_or_two_hold(small):
+def test_verify_finds_elements_that_are_missing_or_unknown(small):
     unit = {"name": "unit", "numel": 128, "tensors": [["a", [3, 7], 0], ["b", [6], 21]]}
     _rewrite(small, units=[unit])
     assert verify(small).problems == [f"{small}: weight/b: ends at element 5, need 6"]
@@ -182,7 +182,7 @@ def test_verify_finds_elements_that_no_piece_holds_or_two_hold(small):
 
 
 def earlier(taken):
-    """The slice as it would be two elements before."""
+    """The slice, two elements earlier."""
     return replace(taken, start=taken.start - 2)
 
 
@@ -200,7 +200,7 @@ def test_verify_finds_gaps_and_doubles_between_slices(tmp_path, monkeypatch, cha
     assert said in "\n".join(verify(path).problems)
 
 
-def test_loading_finds_elements_that_a_piece_should_hold_and_does_not(small):
+def test_loading_finds_elements_that_a_shard_file_lacks(small):
     checkpoint = open_checkpoint(small)
     slices = checkpoint._file(0).slices["weight", "a"]
     del slices[1]

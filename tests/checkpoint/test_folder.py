@@ -34,7 +34,7 @@ def steps(paths):
     return [step_of(path) for path in paths]
 
 
-def test_names_tell_the_step_and_only_of_checkpoints(tmp_path):
+def test_names_of_checkpoints_hold_the_step_and_other_names_do_not(tmp_path):
     assert step_folder(tmp_path, 100).name == "step-00000100"
     assert step_of(step_folder(tmp_path, 123_456_789)) == 123_456_789
     for name in ("step-7", ".step-00000100.partial", "step-00000100.superseded", "x"):
@@ -72,7 +72,7 @@ def test_the_newest_and_every_nth_are_kept(root, keep, keep_every, left):
     assert others <= {path.name for path in root.iterdir()}, "what is not ours is left alone"
 
 
-def test_a_link_is_unlinked_and_what_it_leads_to_stays(root, tmp_path_factory):
+def test_a_link_is_deleted_and_its_target_stays(root, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / FILE_NAME).touch()
     (root / "step-00000050").symlink_to(elsewhere)
@@ -84,13 +84,13 @@ def test_a_link_is_unlinked_and_what_it_leads_to_stays(root, tmp_path_factory):
 
 
 def read_while_pruned(path):
-    """As a training does that saves faster than somebody reads."""
+    """Read the checkpoint while a training that saves faster prunes it."""
     if step_of(path) != 100:
         delete([path])
     return (path / FILE_NAME).read_bytes(), path
 
 
-def test_of_a_checkpoint_that_is_pruned_while_it_is_read_the_next_newest_is_taken(root):
+def test_if_a_checkpoint_is_pruned_while_it_is_read_the_newest_is_taken_again(root):
     prune(root, 3, 100)
     delete([step_folder(root, step) for step in (300, 400, 500)])
     assert of_newest(root, read_while_pruned) == (b"", step_folder(root, 100))
@@ -98,20 +98,20 @@ def test_of_a_checkpoint_that_is_pruned_while_it_is_read_the_next_newest_is_take
         of_newest(step_folder(root, 200), read_while_pruned)
 
 
-def test_one_that_is_there_and_cannot_be_read_is_no_reason_to_take_another(root):
+def test_a_checkpoint_that_cannot_be_read_is_not_replaced_by_another(root):
     (step_folder(root, 600) / FILE_NAME).mkdir()
     delete([step_folder(root, 100_000_000)])
     with pytest.raises(IsADirectoryError):
         of_newest(root, lambda path: (path / FILE_NAME).read_bytes())
 
 
-def test_a_training_that_always_saves_faster_than_one_reads_is_told_of(root):
+def test_a_training_that_always_saves_faster_than_one_reads_is_an_error(root):
     with pytest.raises(UserError, match=r"5 newest checkpoints were pruned .*keep_every"):
         of_newest(root, read_while_pruned)
 
 
-def test_a_left_over_that_cannot_be_deleted_is_in_nobodys_way(root, monkeypatch):
-    """Another user's, say, in a folder that is shared."""
+def test_leftovers_that_cannot_be_deleted_are_skipped(root, monkeypatch):
+    """For instance those of another user in a shared folder."""
     (root / ".step-00000100.removed").mkdir()
     remove = shutil.rmtree
 
@@ -124,7 +124,7 @@ def test_a_left_over_that_cannot_be_deleted_is_in_nobodys_way(root, monkeypatch)
     assert [path.name for path in clean_partials(root)] == [".step-00000100.removed"]
 
 
-def test_left_overs_of_killed_saves_and_deletions_are_cleaned_and_nothing_else(root):
+def test_leftovers_of_killed_saves_and_deletions_are_cleaned_and_nothing_else(root):
     (root / ".step-00000100.removed").mkdir()
     (root / ".step-mine.partial").mkdir()
     before = {path.name for path in root.iterdir()}

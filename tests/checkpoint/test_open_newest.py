@@ -1,4 +1,4 @@
-"""Training goes on from the newest whole checkpoint, on all ranks the same."""
+"""All ranks resume from the newest whole checkpoint."""
 
 import os
 
@@ -13,9 +13,9 @@ from megafrontier.parallel.world import World
 from tests.checkpoint import helpers
 from tests.checkpoint.helpers import (
     BY_BLOCK,
-    cut,
     flip,
     make_layouts,
+    make_shards,
     make_tensors,
     run_threads,
     save_all,
@@ -23,12 +23,12 @@ from tests.checkpoint.helpers import (
 
 
 def resume(root, ranks=4):
-    """The step whose state all ranks have, and the warnings; or raises the error that all raise."""
+    """The step that all ranks have loaded, and the warnings. Raises what all ranks raise."""
     warnings = []
     layouts = make_layouts(BY_BLOCK, ranks)
 
     def body(world):
-        shards = cut(layouts, make_tensors(0), world.rank, ranks)
+        shards = make_shards(layouts, make_tensors(0), world.rank, ranks)
         checkpoint = open_newest(
             root,
             lambda found: found.fill(layouts, shards, world.rank, ranks),
@@ -37,7 +37,7 @@ def resume(root, ranks=4):
         )
         if checkpoint is None:
             return None
-        need = cut(layouts, make_tensors(checkpoint.manifest.step), world.rank, ranks)
+        need = make_shards(layouts, make_tensors(checkpoint.manifest.step), world.rank, ranks)
         for state in need:
             assert all(map(torch.equal, shards[state], need[state]))
         return checkpoint.manifest.step
@@ -55,7 +55,7 @@ def test_the_newest_is_resumed_on_all_ranks(tmp_path):
     assert resume(tmp_path) == (1000, [])
 
 
-def test_where_nothing_is_training_starts_new(tmp_path):
+def test_without_checkpoints_training_begins_new(tmp_path):
     (tmp_path / ".step-00000100.partial").mkdir()
     assert resume(tmp_path) == (None, [])
     assert resume(tmp_path / "nowhere") == (None, [])
@@ -71,7 +71,7 @@ def _truncate(path):
 
 
 DAMAGES = {
-    "flipped byte of a piece": _flip_payload,
+    "flipped byte of a shard": _flip_payload,
     "flipped byte of the manifest": lambda path: flip(path / FILE_NAME, 150),
     "truncated file": _truncate,
     "missing file": lambda path: (path / shard_path(3)).unlink(),
@@ -90,7 +90,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_resumed(tmp_path, dama
     assert "step-00000200" in warnings[0]
 
 
-def test_where_none_is_whole_training_does_not_start_over_in_silence(tmp_path):
+def test_if_no_checkpoint_is_whole_training_does_not_start_over_in_silence(tmp_path):
     for step in (100, 200):
         _truncate(save_all(tmp_path, step))
     with pytest.raises(UserError, match=r"none of 2 .*step-00000200.*step-00000100.*run.name"):
@@ -108,7 +108,7 @@ def test_a_checkpoint_of_another_model_stops_all_ranks_and_is_no_reason_to_go_ba
         resume(tmp_path)
 
 
-def test_a_storage_that_fails_one_rank_is_no_reason_to_give_up_a_checkpoint(tmp_path, monkeypatch):
+def test_storage_that_fails_one_rank_does_not_lead_to_an_older_checkpoint(tmp_path, monkeypatch):
     save_all(tmp_path, 100)
     path = save_all(tmp_path, 200)
     reads = os.preadv
@@ -125,8 +125,8 @@ def test_a_storage_that_fails_one_rank_is_no_reason_to_give_up_a_checkpoint(tmp_
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_storage_that_does_not_list_checkpoints_is_not_one_without(tmp_path, monkeypatch, ranks):
-    """To begin at step 0 would set aside all that is there."""
+def test_storage_that_does_not_list_checkpoints_is_an_error(tmp_path, monkeypatch, ranks):
+    """Beginning at step 0 would set aside all checkpoints."""
     save_all(tmp_path, 100)
 
     def listdir(path):
@@ -150,8 +150,8 @@ def test_a_checkpoint_given_by_path_is_loaded_or_refused_but_never_replaced(tmp_
     assert steps == [100]
 
 
-def test_later_checkpoints_of_a_line_given_up_are_set_aside_and_not_resumed(tmp_path):
-    """Back to step 100 after a spike at 300: what follows is not mixed up with what was."""
+def test_later_checkpoints_of_a_training_given_up_are_set_aside_and_not_resumed(tmp_path):
+    """Going back to step 100 after a spike at 300 does not mix the two trainings."""
     for step in (100, 200, 300):
         save_all(tmp_path, step, tokens=1)
     save_all(tmp_path, 200, tokens=2)

@@ -1,6 +1,7 @@
-"""What is saved is what is loaded, on any number of ranks, and no more than that is read."""
+"""What was saved is loaded, on any number of ranks, and no more than that is read."""
 
 import builtins
+import secrets
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from safetensors import safe_open
 
 from megafrontier.checkpoint import load as read
 from megafrontier.checkpoint.commands import verify
-from megafrontier.checkpoint.format import Manifest, shard_path
+from megafrontier.checkpoint.format import FILE_NAME, Manifest, crc32_hex, shard_path
 from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.checkpoint.save import save
 from megafrontier.checkpoint.shard_file import ShardFile, file_size
@@ -24,10 +25,10 @@ from tests.checkpoint.helpers import (
     SHAPES,
     STATES,
     assert_same,
-    cut,
     load_all,
     make_layouts,
     make_manifest,
+    make_shards,
     make_tensors,
     run_threads,
     save_all,
@@ -35,7 +36,7 @@ from tests.checkpoint.helpers import (
 from tests.processes import in_child
 
 
-def test_a_checkpoint_goes_through_8_4_1_and_8_pieces_unchanged(tmp_path):
+def test_a_checkpoint_goes_through_8_4_1_and_8_shards_unchanged(tmp_path):
     tensors = first = make_tensors()
     chain = [(8, BY_BLOCK), (4, ALL_IN_ONE), (1, EACH_ALONE), (8, BY_BLOCK)]
     for step, (num_shards, groups) in enumerate(chain):
@@ -75,7 +76,7 @@ def test_every_tensor_can_be_read_by_its_name(tmp_path):
         assert checkpoint.shapes[name] == shape
 
 
-def test_the_manifest_brings_back_all_that_was_given(tmp_path):
+def test_the_manifest_keeps_all_that_was_given(tmp_path):
     more = {
         "config": {"run": {"seed": 3, "name": "ü"}, "betas": [0.9, 0.95]},
         "rng": {"seed": 3},
@@ -90,7 +91,7 @@ def test_the_manifest_brings_back_all_that_was_given(tmp_path):
     assert found.saved_at.endswith("+00:00")
 
 
-def test_piece_files_are_safetensors_that_others_can_read(tmp_path):
+def test_shard_files_are_safetensors_that_others_can_read(tmp_path):
     path = save_all(tmp_path)
     found = {state: {n: torch.zeros(SHAPES[n]) for n in SHAPES} for state in STATES}
     for file in path.glob("pieces/*/*.safetensors"):
@@ -102,14 +103,14 @@ def test_piece_files_are_safetensors_that_others_can_read(tmp_path):
     assert_same(found, make_tensors(100))
 
 
-def test_a_piece_of_padding_alone_is_a_sound_file(tmp_path):
+def test_a_shard_of_only_padding_is_a_valid_file(tmp_path):
     path = save_all(tmp_path, groups=[("norm", ["blocks.0.norm.weight"])])
     with safe_open(path / shard_path(7), "pt") as slices:
         assert list(slices.keys()) == []
     assert verify(path).whole
 
 
-def test_no_folder_holds_more_than_256_pieces():
+def test_no_folder_holds_more_than_256_shards():
     assert shard_path(255) == "pieces/00000/00000255.safetensors"
     assert shard_path(256) == "pieces/00001/00000256.safetensors"
     assert shard_path(75_263) == "pieces/00293/00075263.safetensors"
@@ -128,7 +129,7 @@ def test_only_one_replica_writes_and_all_return(tmp_path):
 
     def body(world):
         index, replica = world.rank % 4, world.rank // 4
-        shards = cut(layouts, make_tensors(100), index, 4)
+        shards = make_shards(layouts, make_tensors(100), index, 4)
         return save(tmp_path, manifest, shards, index, replica == 0, world)
 
     assert run_threads(8, body) == [tmp_path / "step-00000100"] * 8
@@ -150,10 +151,10 @@ def test_attached_files_are_saved_and_checked(tmp_path):
         open_checkpoint(path)
 
 
-def test_a_rank_opens_only_the_files_that_overlap_its_piece(tmp_path, monkeypatch):
+def test_a_rank_opens_only_the_files_that_overlap_its_shard(tmp_path, monkeypatch):
     checkpoint = open_checkpoint(save_all(tmp_path, num_shards=8, groups=ALL_IN_ONE))
     layouts = make_layouts(ALL_IN_ONE, 4)
-    shards = cut(layouts, make_tensors(), 1, 4)
+    shards = make_shards(layouts, make_tensors(), 1, 4)
     opened = []
     real_open = builtins.open
 
@@ -166,7 +167,7 @@ def test_a_rank_opens_only_the_files_that_overlap_its_piece(tmp_path, monkeypatc
     assert opened == ["00000002.safetensors", "00000003.safetensors"]
 
 
-def test_each_file_is_opened_once_though_every_unit_lies_in_all(tmp_path, monkeypatch):
+def test_each_file_is_opened_once_though_every_unit_is_in_all(tmp_path, monkeypatch):
     checkpoint = open_checkpoint(save_all(tmp_path, num_shards=8, groups=ALL_IN_ONE))
     monkeypatch.setattr(read, "OPEN_FILES", 2)
     opened = []
@@ -182,6 +183,32 @@ def test_each_file_is_opened_once_though_every_unit_lies_in_all(tmp_path, monkey
     assert len(opened) == 8
 
 
+def test_the_bytes_of_format_version_1_do_not_change(tmp_path, monkeypatch):
+    """Other programs read them, and older versions of this one."""
+    monkeypatch.setattr(secrets, "token_hex", lambda n: "0123456789abcdef")
+    shapes = [("a.w", (3, 7)), ("b", (5,)), ("c.weight", (40, 33))]
+    layouts = [Layout.build("u1", shapes, 2), Layout.build("u2", [("z", (300,))], 2)]
+    states = {"weight": torch.float32, "error": torch.bfloat16, "exp_avg": torch.float32}
+    manifest = Manifest(
+        7, 70, layouts, 2, states, {"run": {"name": "ü"}, "b": [0.9, None]}, {"seed": 3},
+        {"x": 1 / 3, "data": (0, 1)}, slice_elements=50,
+    )  # fmt: skip
+
+    def body(world):
+        shards = {
+            state: [torch.arange(u.numel).chunk(2)[world.rank].to(dtype) for u in layouts]
+            for state, dtype in states.items()
+        }
+        return save(tmp_path, manifest, shards, world.rank, True, world)
+
+    path, _ = run_threads(2, body)
+    text = (path / FILE_NAME).read_text().splitlines()
+    crcs = [crc32_hex((path / shard_path(index)).read_bytes()) for index in (0, 1)]
+    assert crcs == ["c27ef425", "f9cde083"]
+    fixed = [line for line in text if not line.startswith(('"crc32"', '"saved_at"'))]
+    assert crc32_hex("\n".join(fixed).encode()) == "d125f1e6"
+
+
 def _big(elements: int) -> tuple[list[Layout], Manifest, torch.Tensor]:
     layouts = [Layout.build("unit", [("a", (elements // 1024, 1024))], 1)]
     manifest = Manifest(1, 0, layouts, 1, {"weight": torch.float32}, slice_elements=2**16)
@@ -189,7 +216,7 @@ def _big(elements: int) -> tuple[list[Layout], Manifest, torch.Tensor]:
 
 
 def _grown_mib(folder: Path, elements: int) -> float:
-    """What a save and a fill of half the tensor add to the most memory held."""
+    """MiB that saving a tensor and loading half of it add to peak memory."""
     layouts, manifest, tensor = _big(elements)
     # Neither contiguous nor of the same type: what has to be copied, as from and to a GPU.
     spread = torch.stack([tensor, tensor], 1)[:, 0]
@@ -253,7 +280,7 @@ def test_wrong_requests_are_refused_in_one_line(tmp_path):
 
 def test_shards_that_are_not_what_the_manifest_says_are_refused_before_writing(tmp_path):
     layouts = make_layouts(BY_BLOCK, 1)
-    shards = cut(layouts, make_tensors(), 0, 1)
+    shards = make_shards(layouts, make_tensors(), 0, 1)
     shards["exp_avg"][2] = shards["exp_avg"][2][:-1]
     with pytest.raises(ValueError, match="exp_avg of unit block 1"):
         save(tmp_path / "c", make_manifest(1, layouts, 1), shards, 0, True, World.single())

@@ -22,10 +22,10 @@ from tests.checkpoint.helpers import (
     BY_BLOCK,
     assert_same,
     contents,
-    cut,
     load_all,
     make_layouts,
     make_manifest,
+    make_shards,
     make_tensors,
     run_threads,
     save_all,
@@ -38,7 +38,7 @@ def _save_on_ranks(root: Path, step: int, num_shards: int = 4, attach=None) -> l
     manifest = make_manifest(step, layouts, num_shards)
 
     def body(world):
-        shards = cut(layouts, make_tensors(step), world.rank, num_shards)
+        shards = make_shards(layouts, make_tensors(step), world.rank, num_shards)
         return save(root, manifest, shards, world.rank, True, world, attach)
 
     return run_threads(num_shards, body)
@@ -50,7 +50,7 @@ def _assert_all_refused(results: list, reason: str) -> None:
     assert reason in str(results[0])
 
 
-def test_a_disk_full_on_one_rank_stops_all_alike_and_harms_nothing(tmp_path, monkeypatch):
+def test_a_full_disk_on_one_rank_stops_all_ranks_and_harms_nothing(tmp_path, monkeypatch):
     save_all(tmp_path, 100, 4)
     before = contents(tmp_path)
     real_write_shard = save_module.write_shard
@@ -74,7 +74,7 @@ def test_a_disk_full_on_one_rank_stops_all_alike_and_harms_nothing(tmp_path, mon
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename", "mkdir"])
-def test_an_error_at_any_system_call_of_any_rank_stops_all_alike(tmp_path, monkeypatch, call):
+def test_an_error_at_any_system_call_of_any_rank_stops_all_ranks(tmp_path, monkeypatch, call):
     save_all(tmp_path, 100, 4)
     before = contents(tmp_path)
     owner = Path if call == "mkdir" else os
@@ -105,7 +105,7 @@ def test_an_error_at_any_system_call_of_any_rank_stops_all_alike(tmp_path, monke
     assert results == [tmp_path / "step-00000200"] * 4
 
 
-def test_a_save_over_one_of_the_same_step_that_cannot_be_published_leaves_it(tmp_path, monkeypatch):
+def test_a_save_that_cannot_replace_one_of_the_same_step_leaves_it(tmp_path, monkeypatch):
     for step in (100, 200):
         save_all(tmp_path, step, 4)
     before = contents(tmp_path)
@@ -129,13 +129,13 @@ def test_a_failing_attach_is_a_failed_save_on_all_ranks(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_piece_without_a_writer_or_with_two_is_not_published(tmp_path):
+def test_a_shard_without_a_writer_or_with_two_is_not_published(tmp_path):
     layouts = make_layouts(BY_BLOCK, 2)
     manifest = make_manifest(1, layouts, 2)
 
     def body(world):
         number = piece_of[world.rank]
-        shards = cut(layouts, make_tensors(), number, 2)
+        shards = make_shards(layouts, make_tensors(), number, 2)
         return save(tmp_path, manifest, shards, number, number in writers, world)
 
     piece_of, writers = [0, 1], {0}
@@ -166,10 +166,10 @@ def test_nothing_is_published_before_all_of_it_is_on_the_disk(tmp_path, monkeypa
 
 
 def test_a_kill_at_any_moment_of_a_save_leaves_only_whole_checkpoints(tmp_path):
-    """Kills at the n-th of all calls that change the disk or look at a slice, for every n."""
+    """Kills at the n-th call that changes the disk or reads a slice, for every n."""
     origin = save_all(tmp_path / "origin", 100, 1)
     layouts = make_layouts(ALL_IN_ONE, 1)
-    shards = cut(layouts, make_tensors(200), 0, 1)
+    shards = make_shards(layouts, make_tensors(200), 0, 1)
     manifest = make_manifest(200, layouts, 1, slice_elements=1000)
 
     def killed_save(root: Path, at: int) -> int:
