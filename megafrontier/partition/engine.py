@@ -55,11 +55,10 @@ def shard(
 ) -> "Engine":
     """Shard a model's state over a hierarchy. The model keeps its class and is called as before.
 
-    Each block becomes a unit that is unsharded only while it runs. All parameters outside of blocks
-    form the root unit, which is unsharded for the whole pass. Parameters that a block shares with
-    another block or with the rest belong to it too. A parameter must be used inside the block that
-    holds it, every rank must run the same blocks, and no block may run inside another. Buffers stay
-    on each rank.
+    Each block becomes a unit that is unsharded only while it runs. Parameters outside of blocks, or
+    shared by several, form the root unit, which is unsharded for the whole pass. A parameter must
+    be used inside the block that holds it, every rank must run the same blocks, and no block may
+    run inside another. Buffers stay on each rank.
 
     blocks: (name, module), in the order in which they run.
     dtype: computing type of weights and gradients. Masters are fp32.

@@ -16,8 +16,7 @@ PRESETS: dict[str, dict[str, dict[str, str]]] = {
         "reduce": {"second": "int8", "network": "int4"},
     },
 }
-"""Formats by where they begin (`_starts`), from there outwards; inside, the computing type. A delta
-becomes int8 if weights are gathered in every micro-batch, because no last copy exists to change."""
+"""Formats by where they begin (`_starts`), from there outwards; inside, the computing type."""
 
 
 def choose_wires(
@@ -26,13 +25,9 @@ def choose_wires(
     """The wires of a configuration. Raises UserError with the key that cannot be."""
     gather = _formats(config, "gather", levels, precision)
     reduce = _formats(config, "reduce", levels, precision)
-    for level, wire in enumerate(gather):
-        is_chosen = levels.names[level] in config.gather
-        if make_wire(wire).is_delta and not is_chosen and not _publishes(placement, level):
-            gather[level] = "int8"
     _check_precision(config, precision)
     _check_use(config.gather, placement, levels)
-    _check_deltas(gather, config.gather, placement, levels)
+    _settle_deltas(gather, config.gather, placement, levels)
     rotates = config.preset == "low" if config.rotation is None else config.rotation
     wires = Wires(
         tuple(make_wire(name) for name in gather),
@@ -93,11 +88,6 @@ def _starts(levels: Levels) -> dict[str, int]:
     return {"second": min(1, last), "node": max(network - 1, 0), "network": network}
 
 
-def _publishes(placement: Placement, level: int) -> bool:
-    """Whether weights are sent over a level once per step, into copies that stay."""
-    return placement.backward_weights <= level < placement.optimizer
-
-
 def _check_precision(config: WiresConfig, precision: str) -> None:
     """Refuse fp16 for values that may exceed its range, and fp32 for weights of fewer bits."""
     for move, chosen in (("gather", config.gather), ("reduce", config.reduce)):
@@ -118,7 +108,7 @@ def _check_use(chosen: dict[str, str], placement: Placement, levels: Levels) -> 
             )
 
 
-def _check_deltas(
+def _settle_deltas(
     gather: list[str], chosen: dict[str, str], placement: Placement, levels: Levels
 ) -> None:
     """Refuse chosen deltas that cannot work, and turn a preset's own into int8.
@@ -129,17 +119,16 @@ def _check_deltas(
     sends_weights = False
     for level in reversed(range(len(gather))):
         name, is_delta = levels.names[level], make_wire(gather[level]).is_delta
-        publishes = _publishes(placement, level)
-        key = f"partition.wires.gather.{name}: {gather[level]}"
-        if is_delta and not publishes:
-            raise UserError(
-                f"{key}, but this placement does not publish weights over that level; need int8, "
-                "bf16 or fp32"
-            )
-        if is_delta and sends_weights:
+        # Only weights that are sent once per step, into copies that are kept, can be deltas.
+        publishes = placement.backward_weights <= level < placement.optimizer
+        if is_delta and (sends_weights or not publishes):
             if name in chosen:
-                raise UserError(
-                    f"{key}, but a slower level has no delta; need one there too, or int8"
+                reason = (
+                    "but a slower level has no delta; need one there too, or int8"
+                    if publishes
+                    else "but this placement does not publish weights over that level; need int8, "
+                    "bf16 or fp32"
                 )
+                raise UserError(f"partition.wires.gather.{name}: {gather[level]}, {reason}")
             gather[level] = "int8"
         sends_weights = sends_weights or (publishes and not is_delta and levels.sizes[level] > 1)

@@ -142,7 +142,7 @@ class Unit:
     def mark_stale(self) -> None:
         """The masters have changed. Until they are published, parameters read outside of the hooks
         are NaN."""
-        self.wait_published()
+        self._publishing.wait()
         self.reshard()
         self._parameters.begin_step(self.full if self.computes_with_masters else None)
         self.is_stale = True
@@ -156,10 +156,6 @@ class Unit:
         self._publishing = self._collectives.publish(
             self.master, self.weights, place.optimizer, place.backward_weights, label
         )
-
-    def wait_published(self) -> None:
-        """Wait for a publication that has begun."""
-        self._publishing.wait()
 
     def finish_publishing(self) -> None:
         """Wait until the copies hold the published values of the masters."""

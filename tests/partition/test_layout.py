@@ -30,9 +30,9 @@ def test_shards_are_aligned_nested_contiguous_and_cover_the_buffer_once(sizes):
 def test_the_design_documents_formula_places_frontiers_ranks():
     pairs_per_node, nodes = 4, 3
     for p, q, n in product(range(2), range(pairs_per_node), range(nodes)):
-        piece = ((p * pairs_per_node) + q) * nodes + n
+        shard = ((p * pairs_per_node) + q) * nodes + n
         start, _ = shard_range(24, (2, pairs_per_node, nodes), (p, q, n), 3)
-        assert start == piece
+        assert start == shard
 
 
 def test_parts_within_a_slice_are_exactly_its_parameters():

@@ -60,9 +60,9 @@ def test_topo_uses_slow_levels_once_a_step_and_zero3_in_every_micro_batch():
         ]
         for s in ("topo", "zero3")
     ]
-    piece = numel // 8
-    assert world[0] == [piece * sum(sizes)] * 2
-    assert world[1] == [piece * 6, piece * 24]
+    shard = numel // 8
+    assert world[0] == [shard * sum(sizes)] * 2
+    assert world[1] == [shard * 6, shard * 24]
 
 
 @pytest.mark.parametrize(
