@@ -1,5 +1,5 @@
-"""Commands and functions in processes of their own, forked from this one: torch is there already,
-an interpreter of its own would take seconds to import it."""
+"""Commands and functions in processes forked from this one, which has imported torch: an
+interpreter of their own would take seconds for that."""
 
 import gc
 import importlib
@@ -20,7 +20,7 @@ _FORKING = multiprocessing.get_context("fork")
 
 
 class Forked:
-    """What a `subprocess.Popen` of `python -c SCRIPT ARGUMENTS…` would be, its output text."""
+    """Like a `subprocess.Popen` of `python -c SCRIPT ARGUMENTS…` with text output."""
 
     def __init__(
         self,
@@ -37,19 +37,19 @@ class Forked:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; -N after signal N."""
+        """The exit code, or -N for signal N; None while the process runs."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """`returncode`."""
+        """Return `returncode`."""
         return self.returncode
 
     def kill(self) -> None:
-        """Also one that is stopped, or has ended."""
+        """Kill the process, also if it is stopped or has ended."""
         self._process.kill()
 
     def communicate(self, timeout: float = 120) -> tuple[str, str]:
-        """What it has printed, (stdout, stderr), once it has ended. Raises TimeoutExpired."""
+        """Wait for the end and return (stdout, stderr). Raises TimeoutExpired."""
         self._process.join(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired("a forked command", timeout)
@@ -61,8 +61,8 @@ class Forked:
 
 
 def in_child(body: Callable[[], bool]) -> int:
-    """Run `body` in a forked process. Returns 0 where it returns True, 1 where it does not, and
-    minus the signal's number where one killed it."""
+    """Run `body` in a forked process. Returns 0 if it returns True, else 1, or -N if signal N
+    killed the process."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -76,7 +76,7 @@ def in_child(body: Callable[[], bool]) -> int:
 
 
 def run(script: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run to the end, as `subprocess.run` does. Raises TimeoutExpired after two minutes."""
+    """Run a script to its end, as `subprocess.run` does. Raises TimeoutExpired after 2 minutes."""
     process = Forked(script, arguments)
     try:
         stdout, stderr = process.communicate()
@@ -87,12 +87,12 @@ def run(script: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[st
 
 
 def children(pid: int) -> list[int]:
-    """What its main thread has started, those that have ended and nobody has waited for too."""
+    """The children of the main thread of a process, including zombies."""
     return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def alive(pid: int) -> bool:
-    """Whether it is there and not only waiting to be reaped."""
+    """Whether a process runs, and is not a zombie."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -101,7 +101,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_for(condition: Callable[[], bool], otherwise: str = "") -> None:
-    """Return once it holds. Fails after half a minute, and says what stands `otherwise`."""
+    """Wait until `condition` is true. Fails with `otherwise` after 30 seconds."""
     deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline, otherwise
@@ -111,7 +111,7 @@ def wait_for(condition: Callable[[], bool], otherwise: str = "") -> None:
 def _run(
     script: str, arguments: Sequence[str], environment: dict[str, str], texts: list[TextIO]
 ) -> None:
-    """In the new process, which is to find nothing of pytest's."""
+    """Run the script in the new process, without what pytest has changed."""
     for number, text in enumerate(texts, start=1):
         os.dup2(text.fileno(), number)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest has others

@@ -1,4 +1,4 @@
-"""Run a function on several ranks: forked from this process, which has already imported torch."""
+"""Run a function on several ranks, forked from this process, which has imported torch."""
 
 import os
 import pickle
@@ -20,13 +20,13 @@ NAMES = ("pair", "node", "rack", "site", "world")
 
 
 def make_levels(sizes: Sequence[int]) -> Levels:
-    """Levels of these sizes: pair, node, …, the last called world."""
+    """Levels of these sizes, named pair, node, …, world."""
     return Levels((*NAMES[: len(sizes) - 1], "world"), tuple(sizes))
 
 
 def share_devices(rank: int, ranks: int) -> dict[str, str]:
-    """What a rank's environment needs where there are fewer devices than ranks: two of one host on
-    one device NCCL and RCCL refuse, and take these for ranks of different hosts."""
+    """The environment of a rank with which ranks can share a device. NCCL and RCCL refuse two ranks
+    of one host on one device, so they are told that the hosts differ."""
     if ranks <= torch.cuda.device_count():
         return {}
     return {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
@@ -35,8 +35,10 @@ def share_devices(rank: int, ranks: int) -> dict[str, str]:
 def run_ranks(
     sizes: Sequence[int], body: Callable[[Hierarchy], Any], on_gpu: bool = False
 ) -> list[Any]:
-    """What `body` returns on each rank of a hierarchy of these sizes, in rank order: with gloo, or
-    `on_gpu`, of which nothing in this process may have used one."""
+    """Run `body` on every rank of a hierarchy of these sizes. Returns the results in rank order.
+
+    Uses gloo, or GPUs with `on_gpu`; this process must not have used a GPU then.
+    """
     levels = make_levels(sizes)
     timeouts = replace(Timeouts.of(levels.ranks), collective=300.0)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Memory that a step frees is there for the next one."""
+"""The allocator keeps the memory that a step frees for the next step."""
 
 import os
 import platform
@@ -31,18 +31,18 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc
 
 
 def printed(script: str, call: str, **settings: str) -> int:
-    """What `script` prints with `call` in its place, in an environment without other settings."""
+    """Run `script` with `call` filled in, without other allocator settings; return its output."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(NAMES)} | settings
     command = [sys.executable, "-c", script.format(call=call)]
     return int(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
 
 
 def faults(call: str, **settings: str) -> int:
-    """Pages that the system had to clear in each round of taking and freeing 120 MB."""
+    """Page faults in each round of allocating and freeing 120 MB."""
     return printed(FAULTS_PER_ROUND, call, **settings)
 
 
-def test_the_pages_of_a_step_are_kept_for_the_next_unless_the_environment_says_otherwise() -> None:
+def test_freed_memory_is_kept_for_the_next_step_unless_the_environment_sets_the_allocator() -> None:
     # What glibc begins with depends on what was allocated before; from this on it trims each time.
     trimming = "ctypes.CDLL(None).mallopt(-1, 100_000)"
     prepared = "prepare_allocator(torch.device('cpu'))"
@@ -80,6 +80,6 @@ print(resident() - before)
 """
 
 
-def test_threads_that_take_turns_share_what_is_kept() -> None:
+def test_threads_share_one_heap() -> None:
     alone = printed(RESIDENT, "")
     assert printed(RESIDENT, "prepare_allocator(torch.device('cpu'))") < alone / 2

@@ -1,4 +1,4 @@
-"""Ranks that torchrun or Slurm starts train as local ones do."""
+"""Ranks that torchrun or Slurm starts train as local ranks do, and refuse bad input together."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def slurm(rank):
 
 
 def interpreter(script, arguments, environment):
-    """What a launcher starts."""
+    """A rank as a launcher starts it, in an interpreter of its own."""
     return subprocess.Popen(
         [sys.executable, "-c", script, *arguments],
         env=environment,
@@ -51,14 +51,14 @@ def interpreter(script, arguments, environment):
 
 
 def launch(folder, name, identity, *overrides, make=Forked):
-    """Start the ranks as a launcher does; (exit code, stdout, stderr) of each."""
+    """Start the ranks as a launcher does. Returns (exit code, stdout, stderr) of each."""
     started = start(COMMAND, folder, name, identity, *overrides, make=make)
     ended = wait_for(started)
     return [(p.returncode, *texts) for p, texts in zip(started, ended, strict=True)]
 
 
 def wait_for(started):
-    """(stdout, stderr) of each. None is left over where one does not end."""
+    """Wait for all processes and return (stdout, stderr) of each. Kills those that do not end."""
     try:
         return [process.communicate(timeout=120) for process in started]
     finally:
@@ -67,7 +67,7 @@ def wait_for(started):
 
 
 def start(script, folder, name, identity, *overrides, ranks=RANKS, make=Forked):
-    """The ranks' processes, each running `script` as `train`."""
+    """Start the processes of the ranks, each running `script` with the arguments of `train`."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     arguments = [
         "train", str(folder / "config.yaml"), f"run.directory={folder}/{name}", *MACHINE,
@@ -86,7 +86,7 @@ def local(folder):
 
 
 @pytest.mark.parametrize(("identity", "make"), [(torchrun, interpreter), (slurm, Forked)])
-def test_a_launchers_ranks_give_the_losses_of_local_ones(folder, local, identity, make):
+def test_ranks_of_a_launcher_give_the_losses_of_local_ranks(folder, local, identity, make):
     ended = launch(folder, identity.__name__, identity, make=make)
     assert [code for code, _, _ in ended] == [0] * RANKS, ended
     found = runs.metrics(folder / identity.__name__)
@@ -108,14 +108,14 @@ cli.main(sys.argv[1:])
 """
 
 
-def test_no_rank_is_waited_for_because_it_imports(folder):
-    """The first to count parameters would, in the pre-flight, for seconds."""
+def test_slow_imports_are_done_before_ranks_meet(folder):
+    """Otherwise the first rank to count parameters would import for seconds, in the preflight."""
     (rank,) = start(UNMET, folder, "ready", slurm, ranks=1, make=interpreter)
     assert rank.communicate(timeout=120)[1] == "ready\n"
 
 
-def test_ranks_that_torchrun_starts_anew_do_not_hear_the_start_before(folder):
-    """`--max-restarts`: its store stays, with the word of those that could not start."""
+def test_ranks_that_torchrun_restarts_ignore_the_keys_of_the_start_before(folder):
+    """With `--max-restarts`, the store keeps the refusals of ranks that could not start."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def in_start(restarts):
@@ -128,14 +128,14 @@ def test_ranks_that_torchrun_starts_anew_do_not_hear_the_start_before(folder):
     assert [code for code, _, _ in again] == [0] * RANKS, again
 
 
-def test_ranks_that_a_launcher_spreads_otherwise_than_the_machine_file_are_refused(folder):
+def test_another_number_of_ranks_a_host_than_in_the_machine_file_is_refused(folder):
     ended = launch(folder, "spread", slurm, "machine.device.ranks_per_host=1")
     assert [code for code, _, _ in ended] == [2] * RANKS, "the other rank must not wait"
     assert "ranks_per_host: rank 1 is local rank 1 on frontier00001, need 1" in ended[0][2]
     assert "Traceback" not in ended[0][2] + ended[1][2]
 
 
-def test_what_the_first_rank_alone_refuses_ends_all_as_bad_input(folder):
+def test_bad_input_that_only_rank_0_meets_ends_all_ranks_with_code_2(folder):
     (folder / "refused" / "config.yaml").mkdir(parents=True)
     ended = launch(folder, "refused", slurm)
     assert [code for code, _, _ in ended] == [2] * RANKS
@@ -145,8 +145,8 @@ def test_what_the_first_rank_alone_refuses_ends_all_as_bad_input(folder):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_what_one_node_lacks_is_said_once_and_ends_all_as_bad_input(folder, failing):
-    """As a corpus on a disk of another node: nobody waits for ranks that cannot start."""
+def test_a_file_that_one_node_lacks_ends_all_ranks_with_one_line(folder, failing):
+    """Such as a corpus on the disk of another node. No rank waits for one that cannot start."""
 
     def lacking(rank):
         disk = folder / ("elsewhere" if rank == failing else "here")
@@ -164,8 +164,8 @@ def test_what_one_node_lacks_is_said_once_and_ends_all_as_bad_input(folder, fail
     assert ended[1][2] == ""
 
 
-def test_what_one_rank_a_host_finds_on_all_hosts_blames_no_node(folder):
-    """As a checkpoint's name with a slip: the other ranks do not look."""
+def test_a_check_of_one_rank_a_host_that_fails_on_all_hosts_excludes_no_node(folder):
+    """Such as a misspelt checkpoint. The other ranks of a host do not check it."""
 
     def spread(rank):
         return slurm(rank) | {"SLURM_NTASKS": 3}
@@ -180,7 +180,7 @@ def test_what_one_rank_a_host_finds_on_all_hosts_blames_no_node(folder):
     assert not (folder / name / "bad-nodes.txt").exists()
 
 
-def test_a_storage_that_fails_every_host_ends_all_ranks_for_another_start(folder):
+def test_a_storage_that_fails_on_every_host_ends_all_ranks_with_code_70(folder):
     error = {"error": "StorageFailed", "message": "run.directory: Input/output error"}
     faults = json.dumps([{"at": "check host", "do": "raise", **error}])
     ended = launch(folder, "away", lambda rank: slurm(rank) | {VARIABLE: faults})
@@ -189,7 +189,7 @@ def test_a_storage_that_fails_every_host_ends_all_ranks_for_another_start(folder
     assert ended[1][2] == ""
 
 
-def test_a_first_ranks_own_fault_is_not_taken_for_its_hosts(folder):
+def test_a_failure_of_the_first_rank_of_a_host_counts_as_one_rank_not_as_the_host(folder):
     """One device of four, on the first rank of the second host."""
 
     def spread(rank):
@@ -204,15 +204,15 @@ def test_a_first_ranks_own_fault_is_not_taken_for_its_hosts(folder):
     assert (folder / "full" / "bad-nodes.txt").read_text() == "frontier00001\n"
 
 
-def test_a_config_that_no_rank_can_read_is_said_once(folder):
+def test_a_config_that_no_rank_can_read_is_reported_once(folder):
     ended = launch(folder, "misspelt", slurm, "train.stepz=3")
     assert [code for code, _, _ in ended] == [2] * RANKS
     assert "train.stepz: 3, no such key; did you mean steps?" in ended[0][2]
     assert [errors.count("\n") for _, _, errors in ended] == [1, 0]
 
 
-def test_a_config_that_one_node_cannot_read_ends_all(folder):
-    """Nobody waits for those that never come."""
+def test_a_config_that_one_node_cannot_read_ends_all_ranks(folder):
+    """No rank waits for one that never arrives."""
 
     def lacking(rank):
         return slurm(rank) | {"STEPS": "3" if rank else "many"}
@@ -224,8 +224,8 @@ def test_a_config_that_one_node_cannot_read_ends_all(folder):
     assert told.count("\n") == 1
 
 
-def test_an_environment_without_accelerators_blames_no_node(folder):
-    """Every rank lacks one: a CPU's torch on Frontier. Listed nodes would be gone for good."""
+def test_an_environment_without_accelerators_excludes_no_node(folder):
+    """Such as a torch for CPUs on Frontier. Excluded nodes would stay excluded."""
     device = "machine.device.name=MI250X GCD"
     ended = launch(folder, "blind", slurm, device)
     assert [code for code, _, _ in ended] == [2] * RANKS, ended
@@ -236,8 +236,8 @@ def test_an_environment_without_accelerators_blames_no_node(folder):
     assert not (folder / "blind" / "bad-nodes.txt").exists()
 
 
-def test_a_node_that_cannot_start_while_most_can_is_named_listed_and_left_out(folder):
-    """As with a mount that has gone bad: another start goes without it."""
+def test_a_node_that_cannot_start_while_most_can_is_excluded(folder):
+    """Such as a node with a bad mount. The next start does without it."""
 
     def on_three_nodes(rank):
         disk = folder / ("gone" if rank == 2 else "here")

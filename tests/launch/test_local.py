@@ -1,4 +1,4 @@
-"""Local ranks: their exit codes, who speaks, and that none outlives the others."""
+"""Local ranks: their exit codes, which of them prints, and that none outlives the others."""
 
 import errno
 import os
@@ -46,7 +46,7 @@ def no_child_is_left():
     assert children(os.getpid()) == before
 
 
-def test_success_of_all_is_0_and_each_knows_its_place(tmp_path):
+def test_success_of_all_ranks_is_code_0_and_each_knows_its_rank(tmp_path):
     def body():
         found = identify(os.environ)
         (tmp_path / str(found.rank)).write_text(f"{found.source} {found.world_size}")
@@ -57,7 +57,7 @@ def test_success_of_all_is_0_and_each_knows_its_place(tmp_path):
     assert {p.read_text() for p in tmp_path.iterdir()} == {"local 4"}
 
 
-def test_ranks_that_the_system_has_no_room_for_are_refused_and_the_others_ended(monkeypatch):
+def test_if_one_rank_cannot_be_forked_the_others_are_killed(monkeypatch):
     fork, blocked = os.fork, signal.pthread_sigmask(signal.SIG_BLOCK, ())
     forked = []
 
@@ -75,13 +75,13 @@ def test_ranks_that_the_system_has_no_room_for_are_refused_and_the_others_ended(
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == blocked
 
 
-def test_ranks_meet_whatever_their_temporary_folder_is_called(tmp_path, monkeypatch):
+def test_ranks_meet_in_a_temporary_folder_of_any_name(tmp_path, monkeypatch):
     (tmp_path / "a#b?c=%20 d").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "a#b?c=%20 d"))
     assert run_ranks((2,), lambda hierarchy: hierarchy.size) == [2, 2]
 
 
-def test_bad_input_that_all_meet_is_said_once_and_is_code_2(capfd):
+def test_bad_input_that_all_ranks_meet_is_printed_once_with_code_2(capfd):
     def body():
         raise UserError("train.steps: 0,\n need at least 1")
 
@@ -113,7 +113,7 @@ def test_a_bug_keeps_its_traceback_and_ends_the_other_ranks(capfd):
     assert error.count("Traceback") == 1
 
 
-def test_a_killed_rank_is_named_and_ends_the_others_at_once(tmp_path, capfd):
+def test_a_killed_rank_is_named_and_the_others_end_at_once(tmp_path, capfd):
     def body():
         write_pid(tmp_path)
         if my_rank() == 1:
@@ -128,7 +128,7 @@ def test_a_killed_rank_is_named_and_ends_the_others_at_once(tmp_path, capfd):
     assert told == f"megafrontier: rank 1 on {socket.gethostname()} was lost: signal 9, Killed\n"
 
 
-def test_ranks_that_stop_on_request_are_given_the_time_they_need():
+def test_ranks_that_stop_on_request_are_not_killed():
     def body():
         time.sleep(1.0 * my_rank())
         return STOPPED
@@ -137,7 +137,7 @@ def test_ranks_that_stop_on_request_are_given_the_time_they_need():
     assert fork_ranks(2, body) == STOPPED
 
 
-def test_a_rank_that_remembers_stops_does_not_outlive_one_that_failed():
+def test_a_rank_that_records_stop_requests_does_not_outlive_a_failed_one():
 
     def body():
         if my_rank() == 1:
@@ -149,8 +149,8 @@ def test_a_rank_that_remembers_stops_does_not_outlive_one_that_failed():
     assert fork_ranks(2, body) == 7
 
 
-def test_the_rank_that_says_why_all_end_is_given_the_time_it_needs(capfd):
-    """It may have metrics to hand over first; the others are at their end at once."""
+def test_the_rank_that_prints_the_error_of_all_ranks_is_not_killed(capfd):
+    """It may have to hand over metrics first, while the others end at once."""
 
     def body():
         time.sleep(0 if my_rank() else 2 * LOCAL_GRACE)
@@ -172,8 +172,8 @@ def test_the_first_failure_decides_the_exit_code(tmp_path):
     assert fork_ranks(2, body) == 5
 
 
-def test_ranks_that_have_no_room_to_meet_are_not_started(tmp_path, monkeypatch):
-    """As with a /tmp that is full: they would wait for each other until the watch ends them."""
+def test_ranks_without_room_for_their_store_are_not_started(tmp_path, monkeypatch):
+    """Such as with a full /tmp: they would wait for each other until the watchdog ends them."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, hard))
@@ -235,8 +235,8 @@ def test_no_rank_outlives_its_parent(tmp_path, number):
     wait_for(lambda: not any(alive(pid) for pid in ranks), "a rank lives on")
 
 
-def test_an_interrupt_that_comes_while_ranks_are_forked_is_not_lost(tmp_path):
-    """Python ignores what is raised in the functions that it calls at a fork."""
+def test_an_interrupt_while_ranks_are_forked_is_not_lost(tmp_path):
+    """Python ignores exceptions in the functions that it calls at a fork."""
     interrupt = "os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))"
     parent = start(tmp_path, f"time.sleep({FOREVER})", before=interrupt)
     _, error = parent.communicate(timeout=60)
@@ -244,8 +244,8 @@ def test_an_interrupt_that_comes_while_ranks_are_forked_is_not_lost(tmp_path):
     assert error.endswith(b"KeyboardInterrupt\n")
 
 
-def test_ranks_whose_output_nobody_reads_any_more_still_end(tmp_path):
-    """A rank whose last flush failed would go on as a second parent."""
+def test_ranks_whose_output_is_a_closed_pipe_still_end(tmp_path):
+    """A rank whose last flush failed would go on as a second parent process."""
     read, write = os.pipe()
     os.close(read)
     parent = start(tmp_path, "sys.stdout.write('x')", stdout=write)
@@ -266,7 +266,7 @@ def test_ranks_whose_output_nobody_reads_any_more_still_end(tmp_path):
         ),
     ],
 )
-def test_an_end_that_cannot_be_told_keeps_its_code(tmp_path, body, code):
+def test_an_error_that_cannot_be_printed_keeps_its_exit_code(tmp_path, body, code):
     parent = start(tmp_path, body, before="os.dup2(os.open('/dev/full', os.O_WRONLY), 2)")
     parent.communicate(timeout=60)
     assert parent.returncode == code

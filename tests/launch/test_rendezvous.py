@@ -1,4 +1,4 @@
-"""How ranks meet: in which store, and what the process that has it must be able to hold."""
+"""How ranks meet at a store, connect, fit their hosts, and leave."""
 
 import os
 import resource
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def limits(monkeypatch):
-    """The limits of open files that are set, of which process, under a hard one of 10,000."""
+    """The limits of open files that are set (process, soft, hard), under a hard limit of 10,000."""
     found = []
 
     def prlimit(process, _kind, *limits):
@@ -35,38 +35,38 @@ def limits(monkeypatch):
     return found
 
 
-def test_rank_0_may_open_as_many_sockets_as_ranks_connect(limits):
-    """48 nodes need more than the common soft limit."""
+def test_rank_0_may_open_a_socket_for_every_connection(limits):
+    """48 nodes need more than the usual soft limit."""
     rendezvous._allow_sockets(rendezvous._SOCKETS * 384, is_first=True)
     assert limits == [(os.getpid(), 3 * 384 + rendezvous._OTHER_FILES, 10_000)]
 
 
-def test_where_torchrun_has_the_store_its_limit_is_raised(limits, monkeypatch):
+def test_if_torchrun_owns_the_store_its_limit_is_raised(limits, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     rendezvous._allow_sockets(rendezvous._SOCKETS * 384, is_first=True)
     assert limits == [(os.getppid(), 3 * 384 + rendezvous._OTHER_FILES, 10_000)]
 
 
-def test_the_limits_of_other_ranks_stay(limits):
+def test_the_limits_of_other_ranks_are_kept(limits):
     rendezvous._allow_sockets(rendezvous._SOCKETS * 384, is_first=False)
     assert limits == []
 
 
-def test_a_limit_that_is_enough_stays(limits):
+def test_a_sufficient_limit_is_kept(limits):
     rendezvous._allow_sockets(rendezvous._SOCKETS * 8, is_first=True)
     assert limits == []
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_hard_limit_below_is_named_by_all_ranks(limits, is_first):
-    """Rank 0 needs them; the others, who would wait for it in vain, have the same limit."""
+def test_a_hard_limit_that_is_too_low_is_refused_by_all_ranks(limits, is_first):
+    """Only rank 0 needs them, but the others would wait for it, and have the same limit."""
     with pytest.raises(UserError, match=r"ulimit -n: at most 10000 open files .*, need 29312 for"):
         rendezvous._allow_sockets(rendezvous._SOCKETS * 9600, is_first)
 
 
 @pytest.fixture
 def agent(monkeypatch):
-    """torchrun's store, which outlives what it starts."""
+    """torchrun's store, which outlives the ranks."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -79,7 +79,7 @@ def within(seconds):
 
 
 def meet(*ranks):
-    """What each of these ranks comes to: whom it missed, or how it failed."""
+    """What each of these ranks gets: the absent ranks, or its error."""
 
     def one(identity):
         try:
@@ -95,14 +95,14 @@ def started(rank, start="run", restarts=0, is_counted=True):
     return Identity(rank, 2, 0, "torchrun", "env://", f"host{rank}", start, restarts, is_counted)
 
 
-def test_a_rank_that_comes_to_another_runs_store_leaves_and_the_run_does_not_hear_of_it(agent):
+def test_a_rank_leaves_the_store_of_another_run_without_disturbing_it(agent):
     *here, lost = meet(started(0), started(1), started(1, "another"))
     assert here == [[], []]
     assert isinstance(lost, PeersLost)
     assert "meets another run (run); need another MASTER_PORT" in str(lost)
 
 
-def test_a_port_that_another_process_has_is_told_with_what_to_do():
+def test_a_port_in_use_is_reported_with_what_to_do():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(
@@ -111,8 +111,8 @@ def test_a_port_that_another_process_has_is_told_with_what_to_do():
             rendezvous._meet(Identity(0, 2, 0, "slurm", place, "here"), within(5))
 
 
-def test_a_rank_waits_for_rank_0_no_longer_than_it_was_told(monkeypatch):
-    """torch tries to connect a second time, and as long again."""
+def test_a_rank_waits_for_rank_0_no_longer_than_the_limit(monkeypatch):
+    """torch itself tries twice, each time for the whole limit."""
     is_over = threading.Event()
 
     def answer_late(place, timeout):
@@ -128,7 +128,7 @@ def test_a_rank_waits_for_rank_0_no_longer_than_it_was_told(monkeypatch):
     is_over.set()
 
 
-def test_ranks_meet_whose_agents_of_torchrun_have_counted_different_restarts(agent):
+def test_ranks_meet_though_torchruns_agents_have_counted_different_restarts(agent):
     """An agent whose ranks are well starts them anew where another's were lost, and does not count
     that."""
     for restarts in (0, 1):
@@ -136,7 +136,7 @@ def test_ranks_meet_whose_agents_of_torchrun_have_counted_different_restarts(age
         assert meet(*again) == [[], []]
 
 
-def test_groups_that_cannot_be_given_up_do_not_keep_a_rank_that_failed(monkeypatch):
+def test_groups_that_cannot_be_aborted_do_not_block_a_failed_rank(monkeypatch):
     end, ended = threading.Event(), threading.Event()
     monkeypatch.setattr(rendezvous, "GIVE_UP_GROUPS", 0.1)
     monkeypatch.setattr(
@@ -148,8 +148,8 @@ def test_groups_that_cannot_be_given_up_do_not_keep_a_rank_that_failed(monkeypat
     assert ended.wait(10), "it had begun"
 
 
-def test_the_groups_of_levels_have_the_timeout_that_was_asked_for(tmp_path, monkeypatch):
-    """They do not inherit it: NCCL would end them after 10 minutes, whatever the config says."""
+def test_the_groups_of_levels_have_the_timeout_of_collectives(tmp_path, monkeypatch):
+    """Groups do not inherit it, and NCCL's default is 10 minutes."""
     found = []
     new_group = dist.new_group
 
@@ -170,8 +170,8 @@ def test_the_groups_of_levels_have_the_timeout_that_was_asked_for(tmp_path, monk
 
 
 @pytest.mark.parametrize(("device", "way"), [("cpu", "destroyed"), ("cuda", "aborted")])
-def test_a_rank_that_fails_does_not_wait_on_a_device_for_the_others(device, way, monkeypatch):
-    """NCCL's orderly end waits for collectives that peers who are gone never finish."""
+def test_a_failed_rank_aborts_the_groups_of_a_device(device, way, monkeypatch):
+    """NCCL's orderly end would wait for collectives that lost peers never finish."""
     ends = []
     monkeypatch.setattr(dist, "destroy_process_group", lambda: ends.append("destroyed"))
     monkeypatch.setattr(
@@ -184,7 +184,7 @@ def test_a_rank_that_fails_does_not_wait_on_a_device_for_the_others(device, way,
 @pytest.mark.parametrize(
     ("hosts", "sizes"), [("aabb", (2, 2)), ("aaaa", (2, 2)), ("abcd", (2, 2)), ("aabb", (2, 1, 2))]
 )
-def test_levels_that_hosts_do_not_cut_are_accepted(hosts, sizes):
+def test_levels_that_fit_the_hosts_are_accepted(hosts, sizes):
     rendezvous.check_hosts(make_levels(sizes), list(hosts))
 
 
@@ -199,12 +199,12 @@ def test_levels_that_hosts_do_not_cut_are_accepted(hosts, sizes):
         ("aaabbb", (2, 3), "pair 2 × world 3, but every host has 3 ranks"),
     ],
 )
-def test_levels_that_hosts_cut_are_refused(hosts, sizes, reason):
+def test_levels_that_do_not_fit_the_hosts_are_refused(hosts, sizes, reason):
     with pytest.raises(UserError, match=rf"^machine\.levels: .*{reason}"):
         rendezvous.check_hosts(make_levels(sizes), list(hosts))
 
 
-def test_all_ranks_refuse_alike_levels_that_hosts_cut(tmp_path):
+def test_all_ranks_raise_alike_if_levels_do_not_fit_the_hosts(tmp_path):
     def body():
         identity = identify(os.environ)
         identity = replace(identity, host="aabc"[identity.rank])
@@ -218,7 +218,7 @@ def test_all_ranks_refuse_alike_levels_that_hosts_cut(tmp_path):
     assert "need the same number of consecutive ranks on every host" in told
 
 
-def test_another_number_of_ranks_than_the_levels_hold_is_refused_before_meeting():
+def test_another_number_of_ranks_than_in_the_levels_is_refused_before_meeting():
     identity = Identity(0, 8, 0, "local", "file:///nowhere/at/all")
     with (
         pytest.raises(UserError, match="hold 4 ranks, but 8 were started"),
@@ -237,7 +237,7 @@ def task(rank, local_rank, source="slurm"):
     return Identity(rank, 32, local_rank, source, host="n1")
 
 
-def test_ranks_per_host_are_consecutive_and_as_many_as_the_machine_file_says():
+def test_consecutive_ranks_as_many_a_host_as_in_the_machine_file_are_accepted():
     for rank in range(32):
         assert rendezvous.rank_placement_error(task(rank, rank % 8), 8) is None
     for source in ("local", "alone"):

@@ -1,4 +1,4 @@
-"""Who am I: from Slurm, torchrun, the local parent or nobody, and never from a device count."""
+"""A rank's identity comes from Slurm, torchrun or the local parent."""
 
 import socket
 from types import SimpleNamespace
@@ -35,13 +35,13 @@ def without(environment, name):
     return {key: value for key, value in environment.items() if key != name}
 
 
-def test_slurm_says_rank_size_local_rank_and_host():
+def test_slurms_rank_size_local_rank_and_host_are_read():
     found = identify(SLURM)
     place = "tcp://10.0.0.1:3442", "frontier00002"
     assert found == Identity(11, 16, 3, "slurm", *place, "job 7.0, start 0")
 
 
-def test_slurm_meets_where_the_user_says():
+def test_the_users_address_and_port_take_precedence_over_slurms():
     found = identify(SLURM | {"MASTER_ADDR": "n7", "MASTER_PORT": "555"})
     assert found.rendezvous == "tcp://n7:555"
 
@@ -56,7 +56,7 @@ def test_slurm_meets_where_the_user_says():
         ({"SLURM_HET_SIZE": "2"}, "10.0.0.1"),
     ],
 )
-def test_ranks_meet_on_a_steps_first_node_wherever_srun_was_called(monkeypatch, changed, place):
+def test_ranks_meet_on_the_first_node_of_a_step(monkeypatch, changed, place):
     def look_up(host, port):
         if host != "n01":
             raise socket.gaierror
@@ -71,25 +71,25 @@ def test_ranks_meet_on_a_steps_first_node_wherever_srun_was_called(monkeypatch, 
     ("nodes", "first"),
     [("a1", "a1"), ("a1,b[2-3]", "a1"), ("r[1-2]n[05,7]-x,b1", "r1n05-x"), ("", "")],
 )
-def test_the_first_of_slurms_nodes_is_read_from_its_list(nodes, first):
+def test_the_first_node_of_a_slurm_list_is_found(nodes, first):
     assert identity._first_host(nodes) == first
 
 
-def test_an_ipv6_address_is_told_from_its_port():
+def test_an_ipv6_address_is_bracketed():
     found = identify(SLURM | {"MASTER_ADDR": "fe80::1", "MASTER_PORT": "555"})
     assert found.rendezvous == "tcp://[fe80::1]:555"
 
 
-def test_a_slurm_step_of_fewer_tasks_than_its_job_counts_its_own():
+def test_the_size_of_a_slurm_step_is_its_own_number_of_tasks():
     assert identify(SLURM | {"SLURM_STEP_NUM_TASKS": "12"}).world_size == 12
 
 
-def test_torchrun_says_rank_size_and_local_rank():
+def test_torchruns_rank_size_and_local_rank_are_read():
     assert identify(TORCHRUN) == Identity(5, 8, 1, "torchrun", "env://", HERE)
 
 
-def test_so_does_a_launcher_that_sets_what_torch_reads():
-    """None of its ranks may take itself for the only one."""
+def test_other_launchers_set_the_variables_of_torchrun():
+    """None of the ranks may take itself for a single process."""
     found = identify(without(TORCHRUN, "LOCAL_WORLD_SIZE"))
     assert (found.rank, found.world_size) == (5, 8)
     with pytest.raises(UserError, match="MASTER_ADDR: not set"):
@@ -99,8 +99,8 @@ def test_so_does_a_launcher_that_sets_what_torch_reads():
         identify({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"})
 
 
-def test_ranks_that_another_launcher_starts_in_a_shell_of_slurm_do_not_train_alone():
-    """`srun --pty bash`, and then mpirun, or DeepSpeed's launcher."""
+def test_ranks_of_another_launcher_inside_a_slurm_shell_are_recognised():
+    """`srun --pty bash`, and then mpirun or DeepSpeed's launcher."""
     shell = SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}
     assert identify(shell).world_size == 1
     with pytest.raises(UserError, match="OMPI_COMM_WORLD_SIZE: 2, of mpirun"):
@@ -109,7 +109,7 @@ def test_ranks_that_another_launcher_starts_in_a_shell_of_slurm_do_not_train_alo
     assert (found.source, found.rank, found.world_size) == ("torchrun", 5, 8)
 
 
-def test_a_start_of_slurms_step_has_a_name_of_its_own():
+def test_each_start_of_a_slurm_step_has_its_own_name():
     changes = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     names = {identify(SLURM | {name: "8"}).start for name in changes}
     assert len({identify(SLURM).start, *names}) == 4
@@ -122,25 +122,25 @@ def test_an_address_of_ipv6_may_stand_in_brackets(address):
     assert identify(SLURM | {"MASTER_ADDR": address}).rendezvous == "tcp://[::1]:3442"
 
 
-def test_torchrun_says_how_often_it_has_started_the_ranks_anew():
+def test_torchruns_restarts_are_counted():
     found = identify(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"})
     assert (found.restarts, found.is_counted) == (2, True)
     assert not identify(TORCHRUN | {"GROUP_WORLD_SIZE": "2"}).is_counted
 
 
-def test_the_local_parent_says_rank_and_size():
+def test_a_local_parents_rank_and_size_are_read():
     assert identify(LOCAL) == Identity(2, 4, 2, "local", "file:///tmp/x/store", HERE)
 
 
-def test_nobody_means_alone():
+def test_a_process_without_launcher_is_alone():
     assert identify({}) == Identity(0, 1, 0, "alone", "", HERE)
 
 
-def test_a_batch_script_is_no_slurm_task():
+def test_a_batch_script_is_not_a_slurm_task():
     assert identify(without(SLURM, "SLURM_STEP_ID")).source == "alone"
 
 
-def test_the_local_parent_wins_over_torchrun_and_torchrun_over_slurm():
+def test_a_local_parent_takes_precedence_over_torchrun_and_torchrun_over_slurm():
     assert identify(SLURM | TORCHRUN | LOCAL).source == "local"
     assert identify(SLURM | TORCHRUN).source == "torchrun"
     assert identify(SLURM | without(TORCHRUN, "LOCAL_WORLD_SIZE")).source == "slurm"
@@ -165,13 +165,13 @@ def test_the_local_parent_wins_over_torchrun_and_torchrun_over_slurm():
         (TORCHRUN | {"WORLD_SIZE": "0"}, "torchrun: rank 5 of 0"),
     ],
 )
-def test_what_a_launcher_left_out_or_garbled_is_named(environment, message):
+def test_missing_and_malformed_variables_are_named(environment, message):
     with pytest.raises(UserError, match=message):
         identify(environment)
 
 
-def test_devices_are_never_counted(monkeypatch):
-    """Under --gpus-per-task=1 every rank sees one device; that says nothing of the node."""
+def test_the_identity_does_not_depend_on_the_number_of_devices(monkeypatch):
+    """With --gpus-per-task=1 every rank sees one device."""
 
     def refuse():
         raise AssertionError("the identity asked for the number of devices")
@@ -192,10 +192,10 @@ def test_devices_are_never_counted(monkeypatch):
         (4, {"SLURM_STEP_NODELIST": ""}, []),
     ],
 )
-def test_hosts_are_not_guessed_where_slurm_lays_ranks_out_otherwise(
+def test_hosts_are_unknown_if_slurm_does_not_place_ranks_in_blocks(
     monkeypatch, size, changed, hosts
 ):
-    """A healthy one would be blamed, and left out."""
+    """A guess could exclude a healthy node."""
     said = SimpleNamespace(stdout="n1\nn2\n")
     monkeypatch.setattr(identity.subprocess, "run", lambda *_, **__: said)
     environment = {"SLURM_STEP_NODELIST": "n[1-2]"} | changed

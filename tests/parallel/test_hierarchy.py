@@ -16,7 +16,7 @@ def resolve(ranks, **sizes):
     return Levels.resolve({name: LevelConfig(size) for name, size in sizes.items()}, ranks)
 
 
-def test_coordinates_count_the_fastest_level_first():
+def test_coordinates_are_counted_from_the_fastest_level():
     assert FRONTIER.coordinates(0) == (0, 0, 0)
     assert FRONTIER.coordinates(1) == (1, 0, 0)
     assert FRONTIER.coordinates(2) == (0, 1, 0)
@@ -62,7 +62,7 @@ def test_sizes_that_do_not_multiply_to_the_ranks_are_refused(ranks, sizes, messa
         resolve(ranks, **sizes)
 
 
-def test_an_unknown_level_is_named_with_those_there_are():
+def test_an_unknown_level_is_refused_with_the_known_ones():
     with pytest.raises(UserError, match=r"partition\.weights: no level 'rack' .* none, pair, node"):
         FRONTIER.depth("rack", "partition.weights")
 

@@ -15,7 +15,7 @@ REPEATS = 4
 disturbed."""
 
 
-def neighbours(index: int, size: int) -> list[int | None]:
+def ring_peers(index: int, size: int) -> list[int | None]:
     """The peers that peer `index` of a ring of `size` meets, one a round; None for no peer.
 
     Every peer meets both its neighbours (the other one, of two peers), one at a time. A peer whose
@@ -74,7 +74,7 @@ def measure(hierarchy: Hierarchy, level: int, size_bytes: int) -> float:
     peers = hierarchy.levels.peers(hierarchy.rank, level)
     send = torch.zeros(size_bytes, dtype=torch.uint8, device=hierarchy.device)
     receive = torch.empty_like(send)
-    met = neighbours(hierarchy.coordinates[level], len(peers))
+    met = ring_peers(hierarchy.coordinates[level], len(peers))
     name = f"link {hierarchy.levels.names[level]}"
     seconds = []
     for peer in (peers[index] for index in met if index is not None):

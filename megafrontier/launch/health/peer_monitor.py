@@ -47,7 +47,7 @@ class PeerMonitor:
         digest = hashlib.sha256(f"{place} {who.restarts} {rank}".encode()).hexdigest()
         return f"\0megafrontier {digest}"
 
-    def watch(self, on_lost: Callable[[int], None]) -> None:
+    def start(self, on_lost: Callable[[int], None]) -> None:
         """Call `on_lost`, on a thread, with the rank of a neighbour that ends without `leave`."""
         for rank in (self._identity.rank - 1, self._identity.rank + 1):
             connection = self._connect(rank) if self._is_open and rank > 0 else None

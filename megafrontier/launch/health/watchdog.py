@@ -83,7 +83,7 @@ class Watchdog:
         if self._liveness is not None and not self._is_local:
             self._start_thread(self._listen, self._liveness.clone())
             if self._peers is not None:
-                self._peers.watch(self._on_peer_lost)
+                self._peers.start(self._on_peer_lost)
 
     @staticmethod
     def _start_thread(target: Callable[..., None], *arguments: object) -> None:

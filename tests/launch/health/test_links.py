@@ -1,4 +1,4 @@
-"""Timed exchanges tell a bad link's owner from its neighbours."""
+"""Timed exchanges tell the rank with a bad link from its neighbours."""
 
 from types import SimpleNamespace
 
@@ -7,22 +7,22 @@ import torch
 import torch.distributed as dist
 
 from megafrontier.common.errors import Unconnected
-from megafrontier.launch.health.links import connect, measure, neighbours
+from megafrontier.launch.health.links import connect, measure, ring_peers
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.parallel.world import World
 from tests.ranks import make_levels, run_ranks
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 9])
-def test_everybody_meets_both_neighbours_and_in_each_round_one_at_a_time(size):
-    met = [neighbours(index, size) for index in range(size)]
+def test_every_peer_meets_both_neighbours_one_a_round(size):
+    met = [ring_peers(index, size) for index in range(size)]
     for index, peers in enumerate(met):
         assert {p for p in peers if p is not None} == {(index - 1) % size, (index + 1) % size}
         for number, peer in enumerate(peers):
             assert peer is None or met[peer][number] == index
 
 
-def test_each_level_with_peers_has_a_rate():
+def test_each_level_with_peers_has_a_bandwidth():
     found = run_ranks((2, 1, 3), lambda h: [measure(h, level, 2**16) for level in range(3)])
     for pair, node, world in found:
         assert 0 < pair < 1000
@@ -40,8 +40,8 @@ def test_each_level_with_peers_has_a_rate():
     ],
     ids=["said", "empty", "without"],
 )  # fmt: skip
-def test_what_a_communicator_is_refused_for_is_told(last, told):
-    """Its first line is the same for whatever is wrong."""
+def test_the_cause_of_a_failed_communicator_is_reported(last, told):
+    """The first line of the error is the same for all causes."""
     first = "NCCL error in: NCCLUtils.cpp:94, invalid usage, NCCL version 2.28.9"
 
     def refuse(_device):

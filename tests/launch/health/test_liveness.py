@@ -1,4 +1,4 @@
-"""Who does not answer is named, with its host; whoever is first decides what the alarm is."""
+"""Absent, missing and blocking ranks are named with their hosts; the first alarm counts."""
 
 import threading
 import time
@@ -38,7 +38,7 @@ def met(**limits):
 
 
 def each(checks, ask):
-    """What each rank learns; each asks on its own thread, as the ranks do on their own hosts."""
+    """Call `ask` for every rank on a thread of its own; the results by rank."""
     with ThreadPoolExecutor(len(checks)) as pool:
         found = pool.map(ask, checks)
     return {check.identity.rank: answer for check, answer in zip(checks, found, strict=True)}
@@ -50,7 +50,7 @@ def verdicts(checks):
     return {rank: answers.missing for rank, answers in found.items()}
 
 
-def test_those_that_do_not_come_are_named_to_every_rank_that_has():
+def test_absent_ranks_are_reported_to_every_rank_that_arrives():
     store = dist.HashStore()
     came = [LivenessCheck(store, Identity(r, 6, r, "slurm")) for r in (0, 1, 3, 4)]
     begin = time.monotonic()
@@ -58,13 +58,13 @@ def test_those_that_do_not_come_are_named_to_every_rank_that_has():
     assert time.monotonic() - begin < Timeouts.of(6).answer, "rank 0 leaves when the others know"
 
 
-def test_where_rank_0_does_not_come_nobody_waits_for_ever():
+def test_without_rank_0_the_other_ranks_time_out():
     timeouts = replace(Timeouts.of(2), verdict=0.5)
     with pytest.raises(RuntimeError):
         LivenessCheck(dist.HashStore(), Identity(1, 2, 1, "slurm"), timeouts).meet(0.1)
 
 
-def test_an_alarm_is_heard_though_the_longest_wait_of_the_store_has_passed(monkeypatch):
+def test_an_alarm_is_received_after_the_longest_wait_of_the_store(monkeypatch):
     monkeypatch.setattr(liveness, "_LONGEST", timedelta(milliseconds=50))
     store = dist.HashStore()
     ear, other = (LivenessCheck(store, Identity(rank, 2, rank, "torchrun")) for rank in (0, 1))
@@ -75,7 +75,7 @@ def test_an_alarm_is_heard_though_the_longest_wait_of_the_store_has_passed(monke
     later.join()
 
 
-def test_those_that_do_not_answer_are_named_on_every_rank():
+def test_every_rank_learns_which_ranks_do_not_answer():
     lost = {9, *range(128, 136)}
     found = verdicts([check for check in met(answer=1.5) if check.identity.rank not in lost])
     expected = "rank 9 on frontier00001; ranks 128-135 on frontier00016"
@@ -83,12 +83,12 @@ def test_those_that_do_not_answer_are_named_on_every_rank():
     assert len(found) == SIZE - len(lost)
 
 
-def test_where_all_answer_nobody_is_missing_and_nobody_waits():
+def test_if_all_answer_no_rank_is_missing_and_none_waits():
     assert list(verdicts(met(answer=60)).values()) == [[]] * SIZE
 
 
-def test_where_nothing_moves_those_for_whom_the_others_wait_are_named_on_every_rank():
-    """Ranks 70 and 71 do not reach each other, 69 waits for 70; 9 is at something alone."""
+def test_in_a_hang_every_rank_learns_which_ranks_block_the_others():
+    """Ranks 70 and 71 do not reach each other, 69 waits for 70, and 9 is stuck alone."""
 
     def ask(check):
         peer = {70: 71, 71: 70, 69: 70}.get(check.identity.rank)
@@ -119,7 +119,7 @@ def test_the_first_alarm_counts_and_wakes_every_rank():
     assert [*heard, checks[4].alarm()] == [first, first]
 
 
-def test_a_call_that_neither_answers_nor_fails_is_left_to_itself():
+def test_a_call_that_takes_too_long_returns_none():
     assert call_with_timeout(0.1, threading.Event().wait) is None
     assert call_with_timeout(10, lambda: 3) == 3
 

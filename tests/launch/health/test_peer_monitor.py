@@ -1,4 +1,4 @@
-"""Who is killed is noticed by the ranks beside it on its host, who leaves in order is not."""
+"""The neighbours of a rank on its host notice that it was killed."""
 
 import os
 import queue
@@ -16,7 +16,7 @@ def identity(rank, port):
 
 
 def be_a_neighbour(who, writer):
-    """What a child does until it is killed, or asked to leave in order."""
+    """Run a child that is a neighbour until it is killed, or leaves in order on SIGTERM."""
     try:
         beside = PeerMonitor(who)
         signal.signal(signal.SIGTERM, lambda *_: (beside.leave(), os._exit(0)))
@@ -28,7 +28,7 @@ def be_a_neighbour(who, writer):
 
 @pytest.fixture
 def others():
-    """Processes of ranks 1 and 3, by their numbers."""
+    """Process ids of ranks 1 and 3."""
     children = {}
     for rank in (1, 3):
         reader, writer = os.pipe()
@@ -54,10 +54,10 @@ def others():
         (4, 3, signal.SIGKILL, [3]),
     ],
 )
-def test_a_neighbour_that_is_killed_is_noticed_at_once(others, rank, victim, how, noticed):
+def test_a_killed_neighbour_is_noticed_at_once(others, rank, victim, how, noticed):
     heard = queue.Queue()
     me = PeerMonitor(identity(rank, os.getpid()))
-    me.watch(heard.put)
+    me.start(heard.put)
     os.kill(others[victim], how)
     found = []
     try:
@@ -69,11 +69,11 @@ def test_a_neighbour_that_is_killed_is_noticed_at_once(others, rank, victim, how
     assert found == noticed
 
 
-def test_who_leaves_tells_all_though_one_of_them_has_gone_before():
+def test_leaving_is_told_to_all_neighbours_though_one_left_before():
     heard = queue.Queue()
     first, middle, last = (PeerMonitor(identity(rank, os.getpid())) for rank in (4, 5, 6))
     first._connect(5).close()
-    last.watch(heard.put)
+    last.start(heard.put)
     middle.leave()
     with pytest.raises(queue.Empty):
         heard.get(timeout=0.3)
@@ -81,23 +81,23 @@ def test_who_leaves_tells_all_though_one_of_them_has_gone_before():
     last.leave()
 
 
-def test_torchruns_of_one_port_and_two_addresses_are_two_runs(monkeypatch):
+def test_torchruns_with_one_port_and_two_addresses_are_two_runs(monkeypatch):
     heard = queue.Queue()
     monkeypatch.setenv("MASTER_PORT", f"{os.getpid()}")
     pairs = []
     for address in ("frontier00001", "frontier00002"):
         monkeypatch.setenv("MASTER_ADDR", address)
         pairs.append([PeerMonitor(Identity(r, 8, r, "torchrun", "env://", "")) for r in (1, 2)])
-        pairs[-1][0].watch(heard.put)
+        pairs[-1][0].start(heard.put)
     pairs[0][1]._socket.close()  # as the kernel does
     assert heard.get(timeout=5) == 2
     with pytest.raises(queue.Empty):
         heard.get(timeout=0.3)
 
 
-def test_a_run_beside_another_one_does_not_hear_of_it(others):
+def test_runs_on_one_host_do_not_monitor_each_other(others):
     heard = queue.Queue()
-    PeerMonitor(identity(2, 1)).watch(heard.put)
+    PeerMonitor(identity(2, 1)).start(heard.put)
     os.kill(others[1], signal.SIGKILL)
     with pytest.raises(queue.Empty):
         heard.get(timeout=0.3)

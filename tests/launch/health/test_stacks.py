@@ -1,4 +1,4 @@
-"""A rank ends also where no thread of Python can run any more."""
+"""The hard timeout ends a rank in which no Python thread can run."""
 
 import ctypes
 import time
@@ -16,7 +16,7 @@ LONG = 60
 
 
 def hold_lock(seconds):
-    """As a launch does that waits for its device without letting go of Python's lock."""
+    """Hold the GIL, as a kernel launch may that waits for its device."""
     ctypes.PyDLL(None).sleep(seconds)
 
 
@@ -31,7 +31,7 @@ def started(folder):
     return one
 
 
-def test_a_rank_whose_lock_is_held_for_good_ends_and_shows_where(tmp_path, capfd):
+def test_a_rank_whose_gil_is_never_released_ends_and_shows_where(tmp_path, capfd):
     def body():
         started(tmp_path)
         hold_lock(LONG)
@@ -44,8 +44,8 @@ def test_a_rank_whose_lock_is_held_for_good_ends_and_shows_where(tmp_path, capfd
     assert "in hold_lock" in told
 
 
-def test_a_rank_ends_also_where_its_report_holds_the_lock(tmp_path, monkeypatch, capfd):
-    """A device that does not answer is asked for the last collectives."""
+def test_a_rank_ends_though_its_report_holds_the_gil(tmp_path, monkeypatch, capfd):
+    """The report asks the device for the last collectives, which may not answer."""
     monkeypatch.setattr(watchdog, "write_stacks", lambda *_: hold_lock(LONG))
 
     def body():
@@ -60,7 +60,7 @@ def test_a_rank_ends_also_where_its_report_holds_the_lock(tmp_path, monkeypatch,
     assert "in hold_lock" in told
 
 
-def test_a_rank_that_has_left_in_order_may_hold_the_lock(tmp_path):
+def test_a_rank_that_has_left_in_order_is_not_ended(tmp_path):
     def body():
         started(tmp_path).close()
         hold_lock(3)
@@ -69,8 +69,8 @@ def test_a_rank_that_has_left_in_order_may_hold_the_lock(tmp_path):
     assert in_child(body) == 0
 
 
-def test_a_rank_that_goes_on_with_its_own_failure_is_not_ended(tmp_path):
-    """To leave its groups and close its log may take minutes."""
+def test_a_rank_that_reports_its_own_error_is_not_ended(tmp_path):
+    """Leaving the groups and closing the log may take minutes."""
 
     def body():
         one = started(tmp_path)

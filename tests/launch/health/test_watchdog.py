@@ -1,4 +1,4 @@
-"""Ranks that lose one of them, or hang, end soon, all of them, and one line says why."""
+"""If a rank is lost or the run hangs, all ranks end soon, and one line says why."""
 
 import faulthandler
 import json
@@ -47,7 +47,7 @@ def environment(faults):
 
 
 def launched(folder, name, faults, *overrides, identity=slurm, count=2, script=COMMAND):
-    """Ranks that no parent watches over; (exit code, stderr) of those that end."""
+    """Run ranks without a parent. Returns (exit code, stderr) of those that end, by rank."""
     who = lambda rank: identity(rank) | environment(faults)  # noqa: E731
     ranks = start(script, folder, name, who, *ENDLESS, *overrides, ranks=count)
     frozen = sum(fault["do"] == "freeze" for fault in faults)
@@ -91,7 +91,7 @@ def test_local_ranks_end_at_once_when_one_is_killed_and_resume_to_the_same_bits(
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_launchers_ranks_name_the_one_that_was_killed(folder, victim):
+def test_ranks_of_a_launcher_name_the_rank_that_was_killed(folder, victim):
     name = f"killed-{victim}"
     ended = launched(folder, name, [fault("step", victim, "kill", step=3)])
     code, told = ended[1 - victim]
@@ -101,8 +101,8 @@ def test_a_launchers_ranks_name_the_one_that_was_killed(folder, victim):
         assert f'"ended": {LOST}' in attempts(folder, name)
 
 
-def test_a_killed_rank_is_noticed_though_no_connection_to_it_breaks(folder):
-    """As on a device, whose collectives wait for it for ever."""
+def test_a_killed_rank_is_noticed_though_no_collective_fails(folder):
+    """As with NCCL, whose collectives wait for a lost rank for good."""
     faults = [fault("step", 0, "hang", step=3), fault("step", 1, "kill", step=3)]
     begin = time.monotonic()
     code, told = launched(folder, "beside", faults)[0]
@@ -112,7 +112,7 @@ def test_a_killed_rank_is_noticed_though_no_connection_to_it_breaks(folder):
     assert told.startswith(lost)
 
 
-def test_ranks_that_evaluate_do_not_wait_for_one_that_failed(folder):
+def test_ranks_that_evaluate_do_not_wait_for_a_failed_one(folder):
     runs.run(folder / "config.yaml", 2, f"run.directory={folder}/evaluated", *MACHINE)
     command = COMMAND.replace("sys.argv[1:]", "['evaluate', *sys.argv[2:]]")
     faults = [fails("evaluate", 1, "ZeroDivisionError")]
@@ -123,34 +123,31 @@ def test_ranks_that_evaluate_do_not_wait_for_one_that_failed(folder):
 
 
 @pytest.mark.parametrize(("hang_seconds", "seconds"), [(0, 604800), (1, 1800), (600, 3600)])
-def test_no_collective_ends_a_run_before_the_watch_does(hang_seconds, seconds):
+def test_collectives_time_out_later_than_the_watchdog(hang_seconds, seconds):
     assert Timeouts.of(2, hang_seconds).collective == seconds
 
 
-def test_one_ranks_own_error_is_told_by_it_alone_and_its_code_is_everybodys(folder):
+def test_an_error_of_one_rank_is_printed_by_it_and_its_code_is_that_of_all_ranks(folder):
     ended = launched(folder, "own", [fails("step", 1, "ZeroDivisionError", step=2)])
     assert ended[0] == (1, "")
     assert ended[1][0] == 1
     assert "ZeroDivisionError" in ended[1][1]
 
 
-def test_a_device_without_memory_is_no_bug_and_what_helps_is_told(folder):
-    """Another start would meet the same: it is not worth the queue."""
-    rank = 1
+def test_out_of_memory_ends_with_advice_and_no_traceback(folder):
+    """Another start would run out of memory as well."""
     told = "HIP out of memory. Tried 2 GiB.\nMore."
-    faults = [fails("step", rank, "OutOfMemoryError", told, step=2)]
+    faults = [fails("step", 1, "OutOfMemoryError", told, step=2)]
     ended = launched(folder, "memory", faults)
     assert [ended[r][0] for r in (0, 1)] == [FAILED, FAILED]
-    told = ended[rank][1]
-    assert told.startswith(
-        f"megafrontier: rank {rank} on frontier00001: HIP out of memory. Tried 2"
-    )
+    told = ended[1][1]
+    assert told.startswith("megafrontier: rank 1 on frontier00001: HIP out of memory. Tried 2")
     assert "smaller train.micro_batch (1)" in told
     assert told.count("\n") == 1
-    assert ended[1 - rank][1] == ""
+    assert ended[0][1] == ""
 
 
-def test_unfit_nodes_are_told_by_the_first_rank_alone_and_the_code_is_everybodys(folder):
+def test_unfit_nodes_are_printed_by_rank_0_and_end_all_ranks_with_code_69(folder):
     error = {"error": "NodesUnfit", "message": "preflight: frontier00001 is slow"}
     faults = [fault("preflight", 0, "sleep", seconds=2)]
     faults += [fault("preflight", rank, "raise", **error) for rank in (0, 1)]
@@ -164,7 +161,7 @@ def on_two_hosts(rank):
 
 
 @pytest.mark.parametrize("at", ["check hosts", "preflight"])
-def test_a_host_that_is_silent_before_the_first_step_is_named_and_listed(folder, at):
+def test_a_host_that_does_not_answer_before_the_first_step_is_excluded(folder, at):
     """While the ranks connect to each other, or in the preflight."""
     faults, name = [fault(at, 1, "freeze")], at.replace(" ", "-")
     code, told = launched(folder, name, faults, *TWO_HOSTS, identity=on_two_hosts)[0]
@@ -187,7 +184,7 @@ def on_four_hosts(rank):
         ("run.directory", {2: None}),
     ],
 )
-def test_a_host_for_which_all_wait_before_the_first_step_is_named_and_listed(folder, at, ranks):
+def test_hosts_that_block_the_others_before_the_first_step_are_excluded(folder, at, ranks):
     name, who = at.replace(" ", "-"), tuple(ranks)
     faults = [fault(at, rank, "hang", peer=peer) for rank, peer in ranks.items()]
     ended = launched(folder, name, faults, *TWO_HOSTS, identity=on_four_hosts, count=4)
@@ -201,8 +198,8 @@ def test_a_host_for_which_all_wait_before_the_first_step_is_named_and_listed(fol
     assert (folder / name / "bad-nodes.txt").read_text().split() == hosts
 
 
-def test_ranks_that_fail_to_reach_each_other_are_named_and_listed(folder):
-    """Neither is told when the other gives up; no traceback comes of it."""
+def test_hosts_that_cannot_reach_each_other_are_excluded(folder):
+    """Neither rank is told when the other gives up, and no traceback is printed."""
     told = "reset by peer\nat gloo"
     faults = [
         fails("link world", rank, "RuntimeError", told, peer=peer)
@@ -218,8 +215,8 @@ def test_ranks_that_fail_to_reach_each_other_are_named_and_listed(folder):
     assert told.endswith("bad-nodes.txt: frontier00002, frontier00003")
 
 
-def test_a_rank_that_fails_before_all_are_connected_ends_all_at_once(folder):
-    """The others wait for it in a collective; its host is not bad for that."""
+def test_a_rank_that_fails_while_ranks_connect_ends_all_at_once(folder):
+    """The others wait for it in a collective. Its host is not excluded."""
     faults = [fails("check hosts", 1, "OverflowError", "a bug")]
     ended = launched(folder, "early", faults, "train.hang_seconds=600", identity=on_two_hosts)
     assert [code for code, _ in ended.values()] == [1, 1], ended
@@ -229,9 +226,7 @@ def test_a_rank_that_fails_before_all_are_connected_ends_all_at_once(folder):
 
 
 @pytest.mark.parametrize("source", ["local", "slurm"])
-def test_a_silent_rank_is_its_hosts_matter_only_where_a_launcher_chose_that(
-    tmp_path, capsys, codes, source
-):
+def test_the_host_of_a_lost_rank_is_excluded_only_under_a_launcher(tmp_path, capsys, codes, source):
     answers = Answers([(3, "host3")], [], 64)
     alarm = Alarm(5, "why", BAD_NODE, hang=True)
     identity = Identity(0, 64, 0, source, host="host0")
@@ -240,8 +235,8 @@ def test_a_silent_rank_is_its_hosts_matter_only_where_a_launcher_chose_that(
     assert (tmp_path / "bad-nodes.txt").exists() == (source == "slurm")
 
 
-def test_a_link_of_most_ranks_is_no_matter_of_nodes_but_named(folder):
-    """Also without a pre-flight: neighbours meet before the first collective."""
+def test_a_dead_link_of_most_ranks_is_named_but_excludes_no_host(folder):
+    """Also without a preflight, because neighbours meet before the first collective."""
     faults = [fault("link world", rank, "hang") for rank in (0, 1)]
     chosen = (*TWO_HOSTS, "preflight.enabled=false")
     code, told = launched(folder, "both", faults, *chosen, identity=on_two_hosts)[0]
@@ -252,7 +247,7 @@ def test_a_link_of_most_ranks_is_no_matter_of_nodes_but_named(folder):
 
 @pytest.fixture
 def laid_out(tmp_path, monkeypatch):
-    """Slurm's own word of the hosts of its step."""
+    """An `scontrol` that tells the hosts of a step."""
     scontrol = '#!/bin/sh\necho "$3" | tr , "\\n"\n'
     monkeypatch.setenv("PATH", with_tools(tmp_path, scontrol=scontrol))
     monkeypatch.setenv("SLURM_STEP_NODELIST", "frontier00001,frontier00002")
@@ -264,7 +259,7 @@ def frozen_before_meeting(folder, name, rank):
 
 
 @pytest.mark.usefixtures("laid_out")
-def test_a_rank_that_does_not_come_is_named_with_its_host_which_is_listed(folder):
+def test_the_host_of_a_rank_that_does_not_arrive_is_excluded(folder):
     code, told = frozen_before_meeting(folder, "absent", rank=1)
     assert code == BAD_NODE
     assert told.startswith(
@@ -275,7 +270,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_host_which_is_listed(folder
     assert (folder / "absent" / "bad-nodes.txt").read_text() == "frontier00002\n"
 
 
-def test_that_most_ranks_do_not_come_or_on_unknown_hosts_is_no_matter_of_nodes(tmp_path):
+def test_no_host_is_excluded_if_most_ranks_are_absent_or_their_hosts_unknown(tmp_path):
     identity = Identity(0, 4, 0, "slurm")
     most = excluded_nodes.exclude_absent(RanksAbsent([1, 2, 3], "late"), tmp_path, identity, {})
     assert isinstance(most, RunFailed)
@@ -285,7 +280,7 @@ def test_that_most_ranks_do_not_come_or_on_unknown_hosts_is_no_matter_of_nodes(t
     assert str(unknown) == "rank 1: late"
 
 
-def test_where_rank_0_does_not_come_another_says_so(folder):
+def test_another_rank_reports_that_rank_0_does_not_arrive(folder):
     code, told = frozen_before_meeting(folder, "first", rank=0)
     assert code == LOST
     (line,) = [line for line in told.splitlines() if "megafrontier: " in line]  # c10d has its own
@@ -293,7 +288,7 @@ def test_where_rank_0_does_not_come_another_says_so(folder):
 
 
 class FakeLiveness:
-    """An alarm that another rank raises at once, and the answers to it."""
+    """A liveness check in which another rank has raised an alarm, with these answers."""
 
     def __init__(self, alarm, answers):
         self.wait_for_alarm = self.alarm = lambda: alarm
@@ -304,7 +299,7 @@ class FakeLiveness:
 
 @pytest.fixture
 def codes(monkeypatch):
-    """With which this process would have ended; who ends it goes no further."""
+    """The exit codes with which this process would have ended."""
     found = queue.Queue()
 
     def leave(code):
@@ -330,7 +325,7 @@ def stuck_at(place, ranks, ranks_a_host):
         (stuck_at(ALL_PEERS, (2, 4, 6), 2), 8, LOST),  # who waits for the two, who is one of them?
     ],
 )
-def test_hosts_that_hold_up_the_others_are_listed_where_they_are_few_and_known(
+def test_blocking_hosts_are_excluded_if_they_are_few_and_known(
     tmp_path, capsys, codes, stuck, hosts, code
 ):
     for rank in (1, 0):
@@ -347,7 +342,7 @@ def test_hosts_that_hold_up_the_others_are_listed_where_they_are_few_and_known(
 @pytest.mark.parametrize(
     ("answering", "listed"), [((1, 2), ["host3"]), ((1,), ["host2", "host3"]), ((), ["host0"])]
 )
-def test_who_hears_from_less_than_half_is_itself_the_silent_one(tmp_path, codes, answering, listed):
+def test_if_most_ranks_do_not_answer_rank_0_excludes_its_host(tmp_path, codes, answering, listed):
     store, timeouts = dist.HashStore(), replace(Timeouts.of(4, 0.1), answer=0.5)
     first, *others = (
         LivenessCheck(store, Identity(r, 4, 0, "slurm", host=f"host{r}"), timeouts)
@@ -363,7 +358,7 @@ def test_who_hears_from_less_than_half_is_itself_the_silent_one(tmp_path, codes,
     assert (tmp_path / "bad-nodes.txt").read_text().split() == listed
 
 
-def test_a_frozen_rank_is_lost_and_the_others_leave_their_stacks(folder):
+def test_a_frozen_rank_is_lost_and_the_others_write_their_stacks(folder):
     faults = [fault("step", 1, "freeze", step=3)]
     ended = launched(folder, "frozen", faults, "train.hang_seconds=8")
     code, told = ended[0]
@@ -377,8 +372,8 @@ def test_a_frozen_rank_is_lost_and_the_others_leave_their_stacks(folder):
     assert "in start_step" in text
 
 
-def test_a_rank_ends_also_where_the_storage_hangs(tmp_path, monkeypatch, codes, capsys):
-    """Neither its stacks nor its last words can be written."""
+def test_a_rank_ends_though_the_storage_hangs(tmp_path, monkeypatch, codes, capsys):
+    """Neither its stacks nor its end can be written."""
     monkeypatch.setenv(VARIABLE, json.dumps([fault("report", 0, "hang")]))
     hanging = Watchdog(ALONE, tmp_path, replace(Timeouts.of(1, 0.1), storage=0.1))
     hanging.on_end = lambda *_: threading.Event().wait()
@@ -388,8 +383,8 @@ def test_a_rank_ends_also_where_the_storage_hangs(tmp_path, monkeypatch, codes, 
     assert "the run hangs" in capsys.readouterr().err
 
 
-def test_time_in_which_a_run_was_suspended_is_no_hang(tmp_path, monkeypatch):
-    """By Ctrl-Z or Slurm: the watch waits for longer than it asked to."""
+def test_time_for_which_a_run_was_suspended_is_no_hang(tmp_path, monkeypatch):
+    """By Ctrl-Z or Slurm: the watchdog's thread sleeps longer than it asked to."""
     one = Watchdog(ALONE, tmp_path, Timeouts.of(1, 60))
     clock = [1000.0]
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
@@ -405,7 +400,7 @@ def test_time_in_which_a_run_was_suspended_is_no_hang(tmp_path, monkeypatch):
     assert clock[0] - one._last_beat == pytest.approx(1.0 + 1.0 + 1.5)
 
 
-def test_local_ranks_train_on_where_their_common_file_is_tidied_away(tmp_path):
+def test_local_ranks_go_on_though_their_common_file_was_deleted(tmp_path):
     identity = Identity(0, 2, 0, "local", f"file://{tmp_path}/store", HOST)
     roll = LivenessCheck(dist.FileStore(f"{tmp_path}/store", -1), identity)
     one = Watchdog(identity, tmp_path, replace(Timeouts.of(2, 60), local_store=0.2))
@@ -418,8 +413,8 @@ def test_local_ranks_train_on_where_their_common_file_is_tidied_away(tmp_path):
     one.close()
 
 
-def test_local_ranks_that_hang_all_leave_their_stacks_and_end(folder, monkeypatch):
-    """One rank does not come to the collective; all are alive."""
+def test_local_ranks_that_hang_write_their_stacks_and_end(folder, monkeypatch):
+    """One rank does not enter the collective, but all are alive."""
     faults = [fault("step", 1, "hang", step=3)]
     ended = local(monkeypatch, folder, "asleep", 4, faults, "train.hang_seconds=8")
     assert ended.returncode == LOST
