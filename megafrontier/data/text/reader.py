@@ -143,8 +143,8 @@ def _parse_line(line: bytes, key: str, place: str) -> str | BadText:
 
 
 def _check_text(value: Any, place: str) -> str | BadText:
-    if isinstance(value, bytes) and isinstance(bad := _decode(value, f"{place}: byte", 0), BadText):
-        return bad
+    if isinstance(value, bytes):  # of a table
+        return _decode(value, f"{place}: byte", 0)
     if not isinstance(value, str):
         return BadText(f"{place} is {type(value).__name__}, need a string")
     try:

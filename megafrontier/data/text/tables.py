@@ -77,9 +77,9 @@ def _refuse_format(name: str, dataset: str) -> None:
 def read_rows(name: str, table: Any, key: str) -> Iterator[tuple[int, Rows]]:
     """Yield (number of the first row, from 0; at most about BLOCK_BYTES of column `key`).
 
-    Reads the parquet file `name` if `table` is None, otherwise that `datasets.Dataset`. A value is
-    bytes if it is a string that is not valid UTF-8. Raises UserError for a file that cannot be
-    read, or without that column.
+    Reads the parquet file `name` if `table` is None, otherwise that `datasets.Dataset`. Strings
+    are bytes that may not be valid UTF-8. Raises UserError for a file that cannot be read, or
+    without that column.
     """
     start, held, size = 0, list[Any](), 0
     for row in _parquet_values(name, key) if table is None else _dataset_values(name, table, key):
@@ -127,19 +127,10 @@ def _as_user_error(what: str) -> Iterator[None]:
 def _values(column: Any) -> Rows:
     import pyarrow
 
-    try:
-        return list(column.to_pylist())
-    except UnicodeDecodeError:  # not every writer checks its strings
-        is_large = pyarrow.types.is_large_string(column.type)
-        raw = column.cast(pyarrow.large_binary() if is_large else pyarrow.binary())
-        return [_decode(value) for value in raw.to_pylist()]
-
-
-def _decode(value: bytes | None) -> str | bytes | None:
-    try:
-        return value if value is None else value.decode()
-    except UnicodeDecodeError:
-        return value
+    # The workers decode strings, and find those that are not UTF-8: not every writer checks them.
+    if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
+        column = column.cast(pyarrow.large_binary())
+    return list(column.to_pylist())
 
 
 def _check_column(name: str, key: str, columns: Sequence[str]) -> None:
