@@ -1,8 +1,7 @@
 """Every option, as dataclasses.
 
-The docstring under a field is its documentation: `scripts/config_reference.py` turns this file
-into `docs/configuration.md`. Bounds stand beside their field (`bounded`, `count`); checks that
-involve several fields are in `validation.py`.
+The docstring under a field is its entry in `docs/configuration.md`, which
+`scripts/config_reference.py` writes. Checks of several fields at once are in `validation.py`.
 """
 
 from dataclasses import dataclass, field
@@ -26,17 +25,15 @@ class RunConfig:
     name: str = "run"
     """Name of the run and of its folder."""
     directory: str = "runs/${run.name}"
-    """Run directory, for config, metrics, log, checkpoints and report. If a run's own config.yaml
-    has the default, the directory follows an override of `run.name`."""
+    """Run directory, for config, metrics, log, checkpoints and report. The default in a run's own
+    config.yaml follows an override of `run.name`."""
     seed: int = bounded(1234, at_least=0)
     """Seed of initial weights, sample order and dropout."""
 
 
 @dataclass
 class RotaryScalingConfig:
-    """Llama 3's scaling of rotary positions. Wavelengths (in tokens) below original_length /
-    high_frequency stay, those above original_length / low_frequency become `factor` times as long,
-    and those between are interpolated."""
+    """Llama 3's scaling of rotary frequencies. Those between the two bounds are interpolated."""
 
     factor: float = bounded(8.0, at_least=1)
     """How many times longer the texts are than those of the original training."""
@@ -148,8 +145,7 @@ class DataConfig:
     needs no dense mask, unless `model.dropout` is above 0 or the GPU has no such kernel for the
     head size: the line `attention:` in the log names the kernel."""
     skip: list[list[int]] = field(default_factory=list)
-    """Ranges [from, to) of data steps, counted from 0, whose batches are skipped, for example after
-    a loss spike. Later batches move up."""
+    """Ranges [from, to) of data steps, counted from 0, whose batches are left out."""
 
 
 @dataclass
@@ -167,12 +163,11 @@ class TrainConfig:
     clip_grad_norm: float = bounded(1.0, at_least=0)
     """Maximum global gradient norm; 0: no clipping."""
     compile: bool = False
-    """Compile the blocks with torch.compile (one compilation for all of them). Without a working
-    compiler the run says so and continues uncompiled."""
+    """Compile the blocks with torch.compile. Without a working compiler the run only warns."""
     activation_checkpointing: Literal["none", "block", "selective", "offload"] = "none"
-    """block: keep only the input of each block and recompute the block in backward. selective: keep
-    the results of matrix products and attention, recompute the rest. offload: as block, with the
-    inputs in pinned host memory (on a CPU the same as block)."""
+    """block: save only each block's input and recompute the block in backward. selective: save the
+    results of matrix products and attention, recompute the rest. offload: as block, with the inputs
+    in pinned host memory (on a CPU the same as block)."""
     loss_chunk_tokens: int = count(1024)
     """Number of tokens whose logits exist at the same time in the loss."""
     nonfinite_limit: int = count(10)
@@ -183,7 +178,6 @@ class TrainConfig:
     steps; 0: never."""
     spike_grad_norm: float = 0.0
     """The same for the gradient norm before clipping; 0: never."""
-    # 16 bytes a step are allocated at the start.
     spike_window: int = bounded(128, at_least=1, at_most=1_000_000)
     """Steps in the median that spikes are compared with. No step is skipped before that many."""
     hang_seconds: float = bounded(600.0, at_least=0)
@@ -227,8 +221,7 @@ class OptimizerConfig:
 @dataclass
 class ScheduleConfig:
     name: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    """Learning rate after the warm-up. All but constant decay to `min_lr`, which the step after the
-    last one would have; constant keeps `optimizer.lr`."""
+    """Learning rate after the warm-up. All but constant decay to `min_lr` by the end."""
     warmup_steps: int = bounded(0, at_least=0)
     """Steps of linear warm-up."""
     min_lr: float = bounded(0.0, at_least=0)
@@ -283,8 +276,8 @@ class PartitionConfig:
     """Units gathered ahead of the one that runs, and full gradients that wait for their reduction.
     None with 0 or `overlap: none`."""
     check_order: bool = False
-    """Ranks compare each collective before it starts, and stop with the first rank and unit that
-    differ. Slow; for finding the cause of a hang."""
+    """Compare each collective over all ranks before it starts, and stop with the first rank and
+    unit that differ. Slow; for finding the cause of a hang."""
 
 
 @dataclass
@@ -318,8 +311,8 @@ class LogConfig:
     every: int = count(10)
     """Steps between lines on the terminal and in log.txt (metrics.jsonl has every step)."""
     stragglers_every: int = bounded(100, at_least=0)
-    """Steps between comparisons of the ranks' own time (without waiting for each other); 0: never.
-    A slow rank is named in log.txt with its host, once until it has recovered."""
+    """Steps between comparisons of the ranks' own time (without waiting); 0: never. log.txt names
+    a slow rank and its host, once until it has recovered."""
     straggler: float = bounded(1.5, above=1)
     """A rank is slow if its own time is above this factor times the median of all ranks."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
@@ -327,19 +320,18 @@ class LogConfig:
     tensorboard: bool = False
     """Write TensorBoard events into the run directory."""
     trace: bool = False
-    """Write the first rank's timeline, one row a level, to trace.json in the run directory (open it
-    in ui.perfetto.dev). It holds the first 200,000 events. `train --trace` is short for it."""
+    """Write a timeline of the first rank, with the first 200,000 events, to trace.json in the run
+    directory (open it in ui.perfetto.dev). `train --trace` is short for it."""
     callbacks: list[str] = field(default_factory=list)
-    """Your own classes, as `package.Class`, whose methods are called around the steps of a run:
-    subclasses of `megafrontier.training.callbacks.base.Callback`. They may record metrics and keep
-    state in checkpoints."""
+    """Your own classes, as `package.Class`, called around the steps of a run: subclasses of
+    `megafrontier.training.callbacks.base.Callback`. They may record metrics and keep state."""
 
 
 @dataclass
 class LevelConfig:
     size: int | None = bounded(None, at_least=1)
-    """Number of groups of the next faster level (ranks, on the first level) in a group of this
-    level. Only the outermost level may leave it open."""
+    """Groups of the next faster level (ranks, on the first one) in a group of this level. Only the
+    outermost level may leave it open."""
     gigabytes_per_second: float | None = bounded(None, above=0)
     """Bandwidth of one rank over this level, in one direction. The preflight compares with it."""
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from megafrontier.config import ModelConfig
 from megafrontier.model.kernels.backends import supports_gqa
 from megafrontier.model.kernels.varlen import document_attention
-from megafrontier.model.positions import Rotary, rotate
+from megafrontier.model.positions import AttentionContext, rotate
 
 
 class LayerCache:
@@ -61,19 +61,10 @@ class Attention(nn.Module):
         self.out = nn.Linear(inner, config.hidden, bias=config.bias)
 
     def forward(
-        self,
-        hidden: Tensor,
-        rotary: Rotary | None,
-        mask: Tensor | None,
-        documents: Tensor | None,
-        cache: LayerCache | None = None,
+        self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None
     ) -> Tensor:
-        """hidden [b, s, hidden] → [b, s, hidden].
-
-        `mask` is boolean and broadcast to [b, heads, s, keys]. `documents` int32 [n + 1] replaces
-        it: the start of each document in the b · s tokens, then b · s. Without either, attention
-        is causal, and a single token attends to the whole cache.
-        """
+        """hidden [b, s, hidden] → [b, s, hidden]."""
+        rotary, mask, documents = context
         query, key, value = (
             projected.unflatten(-1, (-1, self.head_size))
             for projected in self.qkv(hidden).split(self._widths, -1)

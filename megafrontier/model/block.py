@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
 from megafrontier.model.attention import Attention, LayerCache
-from megafrontier.model.positions import Rotary
+from megafrontier.model.positions import AttentionContext
 from megafrontier.model.recompute.checkpointing import Mode, run_checkpointed
 from megafrontier.model.recompute.offload import Offload
 
@@ -79,46 +79,25 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self,
-        hidden: Tensor,
-        rotary: Rotary | None = None,
-        mask: Tensor | None = None,
-        documents: Tensor | None = None,
-        cache: LayerCache | None = None,
+        self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None
     ) -> Tensor:
-        """hidden [b, s, hidden] → [b, s, hidden]. For the other inputs see `Attention`."""
+        """hidden [b, s, hidden] → [b, s, hidden]."""
         if cache is not None:
-            return self._compute(hidden, rotary, mask, documents, cache)
+            return self._compute(hidden, context, cache)
         with nullcontext() if self.offload is None else self.offload.applied_to(hidden):
-            return self._run(self, hidden, rotary, mask, documents)
+            return self._run(self, hidden, context)
 
-    def forward_recomputed(
-        self,
-        hidden: Tensor,
-        rotary: Rotary | None,
-        mask: Tensor | None,
-        documents: Tensor | None,
-    ) -> Tensor:
+    def forward_recomputed(self, hidden: Tensor, context: AttentionContext) -> Tensor:
         """`forward` without a cache, saving for backward what the checkpointing mode says."""
+        draws = self.training and self.dropout > 0
         return run_checkpointed(
-            self.checkpointing,
-            self._compute,
-            hidden,
-            rotary,
-            mask,
-            documents,
-            draws_random_numbers=self.training and self.dropout > 0,
+            self.checkpointing, self._compute, hidden, context, draws_random_numbers=draws
         )
 
     def _compute(
-        self,
-        hidden: Tensor,
-        rotary: Rotary | None,
-        mask: Tensor | None,
-        documents: Tensor | None,
-        cache: LayerCache | None = None,
+        self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None
     ) -> Tensor:
-        attended = self._drop(self.attention(self.norm1(hidden), rotary, mask, documents, cache))
+        attended = self._drop(self.attention(self.norm1(hidden), context, cache))
         if self.parallel:
             return hidden + attended + self._drop(self.mlp(self.norm2(hidden)))
         hidden = hidden + attended

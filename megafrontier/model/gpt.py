@@ -17,6 +17,7 @@ from megafrontier.model.block import Block, make_norm
 from megafrontier.model.kernels.backends import supports_varlen
 from megafrontier.model.loss import Losses, chunk_losses, linear_cross_entropy
 from megafrontier.model.positions import (
+    AttentionContext,
     Rotary,
     cached_mask,
     document_mask,
@@ -176,10 +177,9 @@ class GPT(nn.Module):
         positions = self._positions(tokens, past, documents)
         rotary = self._rotary(positions)
         hidden = self.embedding(tokens, positions)
-        mask, documents = self._mask_or_documents(hidden, past, documents)
+        context = AttentionContext(rotary, *self._mask_or_documents(hidden, past, documents))
         for i, block in enumerate(self.blocks):
-            layer = cache.layers[i] if cache is not None else None
-            hidden = block(hidden, rotary, mask, documents, layer)
+            hidden = block(hidden, context, None if cache is None else cache.layers[i])
         if cache is not None:
             cache.length += tokens.shape[1]
         tied = self.embedding.tokens.weight if self.config.tie_embeddings else None
@@ -194,7 +194,7 @@ class GPT(nn.Module):
     def _mask_or_documents(
         self, hidden: Tensor, past: int, documents: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The mask and documents that `Attention` takes; at least one is None."""
+        """The mask and documents of the context; at least one is None."""
         batch, length, _ = hidden.shape
         if documents is None:
             return cached_mask(past, length, hidden.device), None
@@ -212,9 +212,7 @@ class GPT(nn.Module):
         if past + tokens.shape[1] > room:
             raise ValueError(f"{past + tokens.shape[1]} tokens, the model has room for {room}")
         if documents is not None and cache is not None:
-            raise ValueError(
-                "a cache holds one document per row: give either `documents` or `cache`"
-            )
+            raise ValueError("a cache holds one document per row: give `documents` or `cache`")
 
     def _positions(self, tokens: Tensor, past: int, documents: Tensor | None) -> Tensor:
         if documents is not None:

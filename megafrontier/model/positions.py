@@ -4,6 +4,8 @@ They are computed once per micro-batch and shared by every block. They are not b
 so that it can be built on the meta device and moved freely.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,21 @@ from megafrontier.config import RotaryScalingConfig
 
 Rotary = tuple[Tensor, Tensor]
 """Cosine and sine, each fp32 [b or 1, s, rotary_size / 2]."""
+
+
+class AttentionContext(NamedTuple):
+    """How the tokens of a micro-batch attend to each other, the same in every block.
+
+    With neither mask nor documents, attention is causal, and a single token attends to the whole
+    cache.
+    """
+
+    rotary: Rotary | None
+    mask: Tensor | None
+    """Boolean, broadcast to [b, heads, s, keys]."""
+    documents: Tensor | None
+    """int32 [n + 1]: the start of each document in the b · s tokens, then b · s. Replaces `mask`.
+    """
 
 
 def document_positions(documents: Tensor, batch: int, length: int) -> Tensor:
