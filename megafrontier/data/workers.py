@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from megafrontier.common.errors import UserError
 from megafrontier.common.signals import die_with_parent
@@ -16,20 +16,19 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Workers:
-    """A pool of `count` forked processes.
+class Workers(Generic[Item, Result]):
+    """A pool of `count` forked processes that call `work`, which need not be picklable.
 
     If the `with` block raises, the workers are killed, whatever they are doing. They must not hold
     anything that needs cleaning up.
     """
 
-    def __init__(self, count: int, start: Callable[[], None] | None = None) -> None:
-        """`start` is called first in each worker. It need not be picklable."""
+    def __init__(self, count: int, work: Callable[[Item], Result]) -> None:
         self._max_pending = 2 * count + 2
         # Forked workers share the memory of this process, and import nothing again.
         context = multiprocessing.get_context("fork")
         others = set(multiprocessing.active_children())
-        self._pool = ProcessPoolExecutor(count, context, _begin, (os.getpid(), start))
+        self._pool = ProcessPoolExecutor(count, context, _begin, (os.getpid(), work))
         # The first task forks all workers. Fork them now, before we have threads or locks.
         self._pool.submit(int).result()
         self._processes = set(multiprocessing.active_children()) - others
@@ -42,9 +41,7 @@ class Workers:
             process.kill()
         self._pool.shutdown(cancel_futures=True)
 
-    def results(
-        self, work: Callable[[Item], Result], items: Iterator[Item], remedy: str
-    ) -> Iterator[Result]:
+    def map(self, items: Iterator[Item], remedy: str) -> Iterator[Result]:
         """Yield `work(item)` of each item, in order.
 
         Only a few items are pending at any time, so memory does not grow with their number. Raises
@@ -53,7 +50,7 @@ class Workers:
         pending: deque[Future[Result]] = deque()
         try:
             for item in items:
-                pending.append(self._pool.submit(work, item))
+                pending.append(self._pool.submit(_call, item))
                 if len(pending) >= self._max_pending:
                     yield pending.popleft().result()
             while pending:
@@ -63,10 +60,17 @@ class Workers:
             raise UserError(line) from error
 
 
-def _begin(parent: int, start: Callable[[], None] | None) -> None:
+_work: Callable[[Any], Any]
+
+
+def _begin(parent: int, work: Callable[[Any], Any]) -> None:
+    global _work
+    _work = work
     # A terminal sends these to the whole process group; the parent acts on them.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent)
-    if start is not None:
-        start()
+
+
+def _call(item: Any) -> Any:
+    return _work(item)

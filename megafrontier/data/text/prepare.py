@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self
@@ -29,14 +28,14 @@ _SHOWN_BAD_TEXTS = 10
 class Summary:
     """What a corpus was made of."""
 
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-    bad: int = 0
+    documents: int
+    tokens: int
+    text_bytes: int
+    bad: int
     """Documents left out because of a bad text, line or row."""
-    unknown: int = 0
+    unknown: int
     """Tokens for characters that the tokenizer has no piece for."""
-    unknown_documents: int = 0
+    unknown_documents: int
     """Documents with such a token."""
 
 
@@ -139,11 +138,11 @@ def prepare(
     reader = Reader(select_part(find_sources(inputs, split), *part), key)
     _refuse_inputs(reader, out)
     with (
-        Workers(workers, partial(_set_encoder, encoder)) as pool,
+        Workers(workers, encoder.encode) as pool,
         CorpusWriter(out, token_dtype(encoder.tokenizer.vocab_size)) as corpus,
         PrepareProgress(sum(source.file_bytes for source in reader.sources)) as progress,
     ):
-        batches = pool.results(_encode, reader.batches(), "try fewer --workers")
+        batches = pool.map(reader.batches(), "try fewer --workers")
         summary = _write(batches, corpus, progress, reader)
         if summary.tokens == 0 and part[1] == 1:
             raise UserError(f"{', '.join(inputs)}: no text in it, need a corpus with some")
@@ -166,30 +165,21 @@ def _write(
     reader: Reader,
 ) -> Summary:
     writer = DocumentWriter(corpus)
-    summary = Summary()
+    text_bytes = 0
     for batch in batches:
         writer.write_chunks(batch.tokens, batch.sizes, batch.ends, batch.bad, batch.unknown)
-        summary.text_bytes += batch.text_bytes
+        text_bytes += batch.text_bytes
         for message in batch.messages:
             progress.skipped(message)
-        progress.update(reader.done_bytes, summary.text_bytes, writer.tokens)
-    summary.tokens, summary.documents = writer.tokens, corpus.index.documents
-    summary.bad, summary.unknown = writer.left_out, writer.unknown
-    summary.unknown_documents = writer.unknown_documents
-    return summary
-
-
-_encoder: Encoder
-"""Set in each worker when it starts, because a tokenizer need not be picklable."""
-
-
-def _set_encoder(encoder: Encoder) -> None:
-    global _encoder
-    _encoder = encoder
-
-
-def _encode(ranges: list[TextRange]) -> EncodedBatch:
-    return _encoder.encode(ranges)
+        progress.update(reader.done_bytes, text_bytes, writer.tokens)
+    return Summary(
+        corpus.index.documents,
+        writer.tokens,
+        text_bytes,
+        writer.left_out,
+        writer.unknown,
+        writer.unknown_documents,
+    )
 
 
 class PrepareProgress:

@@ -99,8 +99,8 @@ def train_tokenizer(
         with work_folder(out.resolve()) as folder:  # resolved, because `.` has no name
             train = partial(_train, vocab_size=vocab_size, kind=kind, path=folder / "trained.model")
             # In a process of its own, because SentencePiece does not react to Ctrl-C.
-            with Workers(1) as pool:
-                (sample,) = pool.results(train, iter([sample]), "try a smaller --max-megabytes")
+            with Workers(1, train) as pool:
+                (sample,) = pool.map(iter([sample]), "try a smaller --max-megabytes")
             SentencePieceTokenizer(folder / "trained.model").save(folder / "whole")
             _replace(folder / "whole", out.resolve())
     except OSError as error:
