@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from megafrontier.launch.device import choose_device, prepare_allocator
 from megafrontier.launch.health.liveness import LivenessCheck
 from megafrontier.launch.health.timeouts import Timeouts
 from megafrontier.launch.health.watchdog import Watchdog
-from megafrontier.launch.rendezvous import check_ranks_per_host, join
+from megafrontier.launch.rendezvous import check_placement, join
 from megafrontier.parallel.env import Identity, identify
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.parallel.world import World
@@ -89,5 +90,6 @@ def join_machine(
     prepare_allocator(device)
     timeouts = Timeouts.of(identity.world_size, config.train.hang_seconds)
     with join(identity, plan.levels, device, timeouts, on_met, on_failure) as hierarchy:
-        check_ranks_per_host(hierarchy.world, identity, plan.machine.device.ranks_per_host)
+        expected = plan.machine.device.ranks_per_host
+        hierarchy.world.run_on_all(partial(check_placement, identity, expected))
         yield plan, hierarchy

@@ -293,21 +293,13 @@ def check_hosts(levels: Levels, hosts: list[Any]) -> None:
         )
 
 
-def rank_placement_error(identity: Identity, expected: int | None) -> str | None:
-    """The error if this rank does not fit `expected` consecutive ranks a host
+def check_placement(identity: Identity, expected: int | None) -> None:
+    """Raise UserError if this rank does not fit `expected` consecutive ranks a host
     (`machine.device.ranks_per_host`). Local ranks may be any number."""
     if expected is None or not identity.has_launcher:
-        return None
-    if identity.local_rank < expected and identity.rank % expected == identity.local_rank:
-        return None
-    return (
-        f"machine.device.ranks_per_host: rank {identity.rank} is local rank "
-        f"{identity.local_rank} on {identity.host}, need {expected} consecutive ranks a host"
-    )
-
-
-def check_ranks_per_host(world: World, identity: Identity, expected: int | None) -> None:
-    """Raise UserError on all ranks if the ranks on a host are not those of the machine file. A rank
-    that raised it alone would leave the others waiting."""
-    error = rank_placement_error(identity, expected)
-    world.raise_first(None if error is None else UserError(error))
+        return
+    if identity.local_rank >= expected or identity.rank % expected != identity.local_rank:
+        raise UserError(
+            f"machine.device.ranks_per_host: rank {identity.rank} is local rank "
+            f"{identity.local_rank} on {identity.host}, need {expected} consecutive ranks a host"
+        )

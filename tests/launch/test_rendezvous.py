@@ -239,9 +239,9 @@ def task(rank, local_rank, source="slurm"):
 
 def test_consecutive_ranks_as_many_a_host_as_in_the_machine_file_are_accepted():
     for rank in range(32):
-        assert rendezvous.rank_placement_error(task(rank, rank % 8), 8) is None
+        rendezvous.check_placement(task(rank, rank % 8), 8)
     for source in ("local", "alone"):
-        assert rendezvous.rank_placement_error(task(3, 0, source), 8) is None
+        rendezvous.check_placement(task(3, 0, source), 8)
 
 
 @pytest.mark.parametrize(
@@ -251,8 +251,6 @@ def test_consecutive_ranks_as_many_a_host_as_in_the_machine_file_are_accepted():
 )
 def test_another_number_or_order_of_ranks_on_a_host_is_refused(rank, local_rank):
     expected = 8 if rank != 8 else 16
-    problem = rendezvous.rank_placement_error(task(rank, local_rank), expected)
-    assert problem is not None
-    assert (
-        f"ranks_per_host: rank {rank} is local rank {local_rank} on n1, need {expected}" in problem
-    )
+    told = f"ranks_per_host: rank {rank} is local rank {local_rank} on n1, need {expected}"
+    with pytest.raises(UserError, match=told):
+        rendezvous.check_placement(task(rank, local_rank), expected)
