@@ -264,4 +264,4 @@ def test_a_run_that_stops_early_shows_its_last_step_and_the_time_until_then(tmp_
     with open_run_logger(config, True) as run_logger:
         for step in range(1, 16):
             run_logger.write({"step": step, "step_seconds": 2.0})
-    assert capsys.readouterr().out == "step 10/300  ETA 10s\nstep 15/300  ETA 0s\n"
+    assert capsys.readouterr().out == "step 10/300  ETA 0:00:10\nstep 15/300  ETA 0:00:00\n"

@@ -59,8 +59,6 @@ class RunLogger:
             act()
         except Exception as error:
             # Other packages may raise anything, for example if their process has ended.
-            if isinstance(sink, JsonLines) and not isinstance(error, OSError):
-                raise
             if sink.name not in self._failed:
                 self._failed.add(sink.name)
                 reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -74,14 +72,11 @@ def open_run_logger(config: Config, is_first: bool) -> Iterator[RunLogger]:
     if not is_first:
         yield RunLogger(None)
         return
-    with (
-        _open_log(config) as log,
-        Progress(
-            config.train.steps, sys.stdout, config.log.every, log, config.train.stop_at
-        ) as progress,
-        closing(RunLogger(progress)) as run_logger,
-    ):
-        yield run_logger
+    train = config.train
+    with _open_log(config) as log:
+        progress = Progress(train.steps, sys.stdout, config.log.every, log, train.stop_at)
+        with closing(RunLogger(progress)) as run_logger:
+            yield run_logger
 
 
 def check_directory(config: Config) -> None:

@@ -4,14 +4,14 @@ Only the first rank opens sinks. One `write` is one optimizer step, or one evalu
 """
 
 import json
-import math
 import os
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from megafrontier.common.errors import UserError, as_fatal_error
+from megafrontier.common.errors import UserError
 from megafrontier.common.files import write_atomically
 from megafrontier.common.signals import block_stop_requests
 from megafrontier.config import Config, config_to_dict
@@ -33,27 +33,20 @@ class Sink(Protocol):
 
 
 def open_sinks(
-    config: Config,
-    directory: Path,
-    resume_step: int = 0,
-    warn: Callable[[str], None] = lambda line: None,
+    config: Config, directory: Path, resume_step: int, warn: Callable[[str], None]
 ) -> list[Sink]:
     """The sinks of `config.log`, in the run directory, continued after `resume_step` (0: new run).
 
-    `warn` is called with a line if a sink does less than requested. Raises UserError if a package
-    is missing or the directory cannot be written.
+    `warn` is called with a line if a sink does less than requested. Raises UserError if W&B
+    refuses, OSError if the directory cannot be written.
     """
     sinks: list[Sink] = []
     if config.log.wandb != "disabled":
-        sinks.append(WandbSink(config, directory, config.log.wandb, resume_step, warn))
+        sinks.append(WandbSink(config, directory, resume_step, warn))
     if config.log.tensorboard:
         sinks.append(TensorboardSink(directory, resume_step))
-    try:  # opened last, because it drops lines for good, and another sink may fail to open
-        return [JsonLines(directory / "metrics.jsonl", resume_step), *sinks]
-    except Exception:
-        for sink in sinks:
-            sink.close()
-        raise
+    # The last one, because it drops lines for good.
+    return [JsonLines(directory / "metrics.jsonl", resume_step), *sinks]
 
 
 class JsonLines:
@@ -61,26 +54,21 @@ class JsonLines:
 
     name = "metrics.jsonl"
 
-    def __init__(self, path: Path, resume_step: int | None = None) -> None:
-        """Open `path` to append, after moving lines of steps after `resume_step` (None: no lines)
-        to metrics.superseded.jsonl.
+    def __init__(self, path: Path, resume_step: int) -> None:
+        """Open `path` to append, after moving lines of steps after `resume_step` to
+        metrics.superseded.jsonl.
 
         Those steps ran after the checkpoint and run again, perhaps differently. A last line that a
-        kill cut short is dropped. Raises UserError if the file cannot be written, StorageFailed if
-        the storage fails.
+        kill cut short is dropped.
         """
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists():
-                _keep_lines(path, resume_step)
-            self._file = path.open("a", encoding="utf-8")
-        except OSError as error:
-            line = f"{path}: cannot write metrics: {error.strerror}"
-            raise as_fatal_error(error, line) from error
+        if path.exists():
+            _keep_lines(path, resume_step)
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, values: dict[str, Any]) -> None:
         """Append one line and flush it. NaN and infinity, which JSON lacks, become null."""
-        self._file.write(json.dumps(_finite(values)) + "\n")
+        finite = json.loads(json.dumps(values), parse_constant=lambda _name: None)
+        self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
 
     def sync(self) -> None:
@@ -92,64 +80,76 @@ class JsonLines:
         self._file.close()
 
 
+def _keep_lines(path: Path, resume_step: int) -> None:
+    """Move the lines of steps after `resume_step` out of `path`."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    kept: list[str] = []
+    dropped: list[str] = []
+    for line in lines:
+        if line.endswith("\n"):
+            (kept if _is_due(line, resume_step) else dropped).append(line)
+    if kept == lines:
+        return
+    if dropped:
+        with path.with_name(f"{path.stem}.superseded.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(dropped)
+    write_atomically(path, "".join(kept))
+
+
+def _is_due(line: str, resume_step: int) -> bool:
+    try:
+        return bool(json.loads(line)["step"] <= resume_step)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
 class WandbSink:
     """A Weights & Biases run. Nested metrics are named as paths, `comm/pair/bytes`."""
 
     name = "wandb"
 
     def __init__(
-        self,
-        config: Config,
-        directory: Path,
-        mode: Literal["offline", "online"],
-        resume_step: int = 0,
-        warn: Callable[[str], None] = lambda line: None,
+        self, config: Config, directory: Path, resume_step: int, warn: Callable[[str], None]
     ) -> None:
-        """`mode` is offline (files below `directory`/wandb, no network) or online. If W&B cannot be
-        reached, the run goes on offline, with a warning.
+        """offline writes files below `directory`/wandb and uses no network. If W&B cannot be
+        reached online, the run goes on offline, with a warning.
 
-        A resumed run keeps its W&B id. Raises UserError if wandb is missing or refuses.
+        A resumed run keeps its W&B id. Raises UserError if W&B refuses.
         """
+        mode = config.log.wandb
         if mode == "offline":  # read on import: W&B's crash reports need the network
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        try:
-            import wandb
-        except ImportError as error:
-            raise UserError(missing_package("log.wandb", mode, "wandb")) from error
-        # Do not let W&B record the machine, its load, the code and git.
-        settings = wandb.Settings(
-            console="off",
-            silent=True,
-            disable_git=True,
-            disable_code=True,
-            x_disable_stats=True,
-            x_disable_meta=True,
-            x_disable_machine_info=True,
-            finish_timeout=FINISH_SECONDS,
+        import wandb
+
+        start = partial(
+            wandb.init,
+            project="megafrontier",
+            name=config.run.name,
+            id=_wandb_id(directory / "wandb" / "id", resume_step),
+            dir=str(directory),
+            config=config_to_dict(config),
+            # Do not let W&B record the machine, its load, the code and git.
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                disable_git=True,
+                disable_code=True,
+                x_disable_stats=True,
+                x_disable_meta=True,
+                x_disable_machine_info=True,
+                finish_timeout=FINISH_SECONDS,
+            ),
         )
-
-        def start(mode: Literal["offline", "online"]) -> Any:
-            with block_stop_requests():  # W&B starts a process, which must not end before this one
-                return wandb.init(
-                    project="megafrontier",
-                    name=config.run.name,
-                    id=_wandb_id(directory / "wandb" / "id", resume_step),
-                    resume="allow" if mode == "online" else None,
-                    dir=str(directory),
-                    mode=mode,
-                    config=config_to_dict(config),
-                    settings=settings,
-                )
-
-        try:
-            self._run = start(mode)
-        except wandb.Error as error:
-            # AuthenticationError is a CommError, too, but then W&B has been reached.
-            is_unreachable = isinstance(error, wandb.errors.CommError)
-            if not is_unreachable or isinstance(error, wandb.errors.AuthenticationError):
-                raise UserError(f"log.wandb: {mode}, wandb does not start: {error}") from error
-            warn(f"warning: log.wandb: {error}; kept in {directory / 'wandb'} for `wandb sync`")
-            self._run = start("offline")
+        with block_stop_requests():  # W&B starts a process, which must not end before this one
+            try:
+                self._run: Any = start(mode=mode, resume="allow" if mode == "online" else None)
+            except wandb.Error as error:
+                # AuthenticationError is a CommError, too, but then W&B has been reached.
+                is_unreachable = isinstance(error, wandb.errors.CommError)
+                if not is_unreachable or isinstance(error, wandb.errors.AuthenticationError):
+                    raise UserError(f"log.wandb: {mode}, wandb does not start: {error}") from error
+                warn(f"warning: log.wandb: {error}; kept in {directory / 'wandb'} for `wandb sync`")
+                self._run = start(mode="offline")
         # W&B drops metrics of steps below its newest one, and it has seen steps after the
         # checkpoint that this run resumes from. Its own step counter therefore goes on, and charts
         # show our `step`. The first metrics may be an evaluation of the checkpoint's step.
@@ -166,18 +166,25 @@ class WandbSink:
         self._run.finish()
 
 
+def _wandb_id(path: Path, resume_step: int) -> str:
+    """The id of the resumed run, or a new one, kept beside W&B's files."""
+    if resume_step > 0 and path.is_file():
+        return path.read_text(encoding="utf-8").strip()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = uuid.uuid4().hex[:12]
+    write_atomically(path, new + "\n")
+    return new
+
+
 class TensorboardSink:
     """TensorBoard events in `directory`/tensorboard. Nested metrics become `comm/pair/bytes`."""
 
     name = "tensorboard"
 
-    def __init__(self, directory: Path, resume_step: int = 0) -> None:
-        """TensorBoard forgets events after `resume_step`. Raises UserError if the tensorboard
-        package is missing."""
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise UserError(missing_package("log.tensorboard", "true", "tensorboard")) from error
+    def __init__(self, directory: Path, resume_step: int) -> None:
+        """A resumed run appends, and forgets events after `resume_step`."""
+        from torch.utils.tensorboard import SummaryWriter
+
         folder = str(directory / "tensorboard")
         self._writer: Any = SummaryWriter(folder, purge_step=resume_step + 1, flush_secs=10)
 
@@ -191,37 +198,6 @@ class TensorboardSink:
         self._writer.close()
 
 
-def _keep_lines(path: Path, resume_step: int | None) -> None:
-    """Move the lines of steps after `resume_step` out of `path`."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept: list[str] = []
-    dropped: list[str] = []
-    for line in lines:
-        if line.endswith("\n"):
-            (kept if _is_due(line, resume_step) else dropped).append(line)
-    if kept == lines:
-        return
-    if dropped:
-        with path.with_name(f"{path.stem}.superseded.jsonl").open("a", encoding="utf-8") as file:
-            file.writelines(dropped)
-    write_atomically(path, "".join(kept))
-
-
-def _is_due(line: str, resume_step: int | None) -> bool:
-    try:
-        return resume_step is None or json.loads(line)["step"] <= resume_step
-    except (ValueError, KeyError, TypeError):
-        return False
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _flat_numbers(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
     """`{"comm": {"pair": {"bytes": 8}}}` as `{"comm/pair/bytes": 8}`, without what is no number."""
     flat: dict[str, float] = {}
@@ -231,20 +207,3 @@ def _flat_numbers(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
         elif isinstance(value, int | float) and f"{prefix}{key}" != "step":
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def _wandb_id(path: Path, resume_step: int) -> str:
-    """The id of the resumed run, or a new one, kept beside W&B's files."""
-    if resume_step > 0 and path.is_file():
-        kept = path.read_text(encoding="utf-8").strip()
-        if kept:  # empty if a kill cut it short
-            return kept
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = uuid.uuid4().hex[:12]
-    path.write_text(new + "\n", encoding="utf-8")
-    return new
-
-
-def missing_package(key: str, value: str, package: str) -> str:
-    """The error about a missing optional package that `key` needs."""
-    return f"{key}: {value}, needs a package: pip install megafrontier[{package}]"
