@@ -38,9 +38,13 @@ def describe(
     if nodes is None:
         return lines
     if per_host is not None:
-        from megafrontier.training.preview import preview_run  # torch takes seconds to import
+        # torch takes seconds to import
+        from megafrontier.training.plan import check_memory, resolve_plan
+        from megafrontier.training.preview import describe_run
 
-        return [*lines, *preview_run(config, nodes * per_host), *missing(config, nodes * per_host)]
+        plan = resolve_plan(config, nodes * per_host)
+        check_memory(config, plan)
+        return [*lines, *describe_run(config, plan), *missing(config, nodes * per_host)]
     if nodes > 1:
         lines.append(
             "warning: machine: states no device.ranks_per_host, so nothing is checked for "

@@ -161,7 +161,9 @@ def _evaluate(
     checkpoint = of_newest(target.path, load_it, world.broadcast_from_rank_0)
     share_shards(engine, weights)
     engine.restore(has_published=False)
-    loader = world.run_on_all(lambda: open_loader(config, "valid", hierarchy))
+    loader = world.run_on_all(
+        lambda: open_loader(config, "valid", world.rank, world.size, world.device)
+    )
     if loader is None:
         raise UserError("data.split: keeps nothing for validation; need data.valid or a part")
     if world.rank == 0:

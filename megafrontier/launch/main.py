@@ -37,15 +37,11 @@ from megafrontier.training.callbacks.guard import Guard
 from megafrontier.training.callbacks.log import Log, TraceWriter
 from megafrontier.training.callbacks.save import Save
 from megafrontier.training.callbacks.stragglers import GarbageCollection, Stragglers
-from megafrontier.training.device import (
-    check_caches,
-    describe_kernels,
-    memory_advice,
-)
+from megafrontier.training.device import describe_kernels
 from megafrontier.training.logging.run_log import RunLogger, check_directory, open_run_logger
 from megafrontier.training.loop import run
-from megafrontier.training.plan import check_memory
-from megafrontier.training.preview import check_training, describe_ranks, warn_vocabulary
+from megafrontier.training.plan import check_memory, memory_advice
+from megafrontier.training.preview import check_training, describe_run
 from megafrontier.training.resume.restarts import StartRecord, record_interrupt, record_start
 from megafrontier.training.resume.resume import check_resume, resume, resumes_when_repeated
 from megafrontier.training.trainer import Trainer, build_trainer
@@ -88,7 +84,6 @@ def _check(config: Config, identity: Identity | None, ranks: int) -> None:
 def _check_host(config: Config) -> None:
     """Check on the first rank of every host."""
     fault_point("check host")
-    check_caches(config)
     check_resume(config)
     check_directory(config)  # last, because it creates the directory
 
@@ -215,8 +210,7 @@ def _run(context: RunContext, start: StartRecord) -> int:
     guard, users = Guard(), load_callbacks(config.log.callbacks)
     trainer.stateful = {"guard": guard, **users}
     for line in (
-        *warn_vocabulary(config),
-        *describe_ranks(config, plan, context.world.device),
+        *describe_run(config, plan, context.world.device),
         *describe_kernels(config, context.world, plan.wires),
         *warn_validation_repeats(trainer.valid_loader, config.evaluate.batches),
     ):
@@ -260,8 +254,8 @@ def _open_records(trainer: Trainer, run_logger: RunLogger) -> None:
     config, folder = trainer.config, Path(trainer.config.run.directory)
     if not trainer.is_first:
         return
-    run_logger.open_sinks(config, trainer.step)
     try:
+        run_logger.open_sinks(config, trainer.step)
         save_config(config, folder / "config.yaml")
     except OSError as error:
         line = f"run.directory: {folder}: {error.strerror}, need room to write"

@@ -1,13 +1,11 @@
 """What a run computes with: its attention kernel, compiled blocks, and the device's memory."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from megafrontier.common.errors import RunFailed, as_fatal_error
-from megafrontier.common.files import try_writing
+from megafrontier.common.errors import RunFailed
 from megafrontier.config import Config
 from megafrontier.model.kernels.backends import attention_backend, uncompilable_attention
 from megafrontier.model.recompute.compile import missing_compiler
@@ -15,29 +13,9 @@ from megafrontier.parallel.world import World
 from megafrontier.partition.wires.registry import DTYPES, missing_kernels
 from megafrontier.partition.wires.wire import Wires
 
-_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-_TRIAL_BYTES = 2**20
 # Errors without a type of their own: of the CPU allocator; of the driver, for page-locked memory
 # and the buffers of NCCL or RCCL; of cuBLAS and similar libraries.
 _OUT_OF_MEMORY_TEXTS = ("DefaultCPUAllocator", "out of memory", "_STATUS_ALLOC_FAILED")
-
-
-def check_caches(config: Config) -> None:
-    """Check that the compilers can write into the cache folders that the environment names.
-
-    The folders may be another user's, for example. The compilers would find out in the first step.
-    Raises UserError, or StorageFailed if the storage fails.
-    """
-    folders = {name: os.environ.get(name) for name in _CACHES} if config.train.compile else {}
-    for name, folder in folders.items():
-        if not folder:
-            continue
-        try:
-            os.makedirs(folder, exist_ok=True)
-            try_writing(folder, _TRIAL_BYTES)
-        except OSError as error:
-            need = "need a folder to write, or train.compile=false"
-            raise as_fatal_error(error, f"{name}: {folder}: {error.strerror}, {need}") from error
 
 
 def reason_not_compiled(config: Config, world: World) -> str | None:
@@ -93,14 +71,4 @@ def _out_of_memory_line(error: MemoryError | RuntimeError) -> str | None:
         return lines[0] if lines else "out of memory"
     return next(
         (line for line in lines if any(text in line for text in _OUT_OF_MEMORY_TEXTS)), None
-    )
-
-
-def memory_advice(config: Config) -> str:
-    """What to change if a training step runs out of memory."""
-    train = config.train
-    return (
-        f"a smaller train.micro_batch ({train.micro_batch}), more "
-        f"train.activation_checkpointing ({train.activation_checkpointing}), weights and gradients "
-        "sharded further (partition.weights, partition.gradients), or more ranks"
     )

@@ -6,18 +6,16 @@ from importlib.util import find_spec
 import torch
 
 from megafrontier.common.errors import UserError
-from megafrontier.config import Config, ModelConfig
+from megafrontier.config import Config
 from megafrontier.data.sampling.loader import micro_batches
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
 from megafrontier.model.families import family_for
 from megafrontier.optim.adamw import find_apex
-from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition.placement import error_levels
 from megafrontier.partition.wires.wire import Wire
 from megafrontier.training.callbacks.base import load_class
-from megafrontier.training.logging.sinks import missing_package
-from megafrontier.training.plan import RunPlan, buffer_gib, check_memory, resolve_plan, state_gib
-from megafrontier.training.trainer import PARTS, Part, make_loader, open_part
+from megafrontier.training.plan import RunPlan, buffer_gib, resolve_plan, state_gib
+from megafrontier.training.trainer import PARTS, Part, open_loader
 
 MANY_PEERS = 512
 RCCL_DEVICES = ("MI250X", "AMD")
@@ -33,10 +31,9 @@ def check_training(config: Config, ranks: int, parts: Sequence[Part] = PARTS) ->
     plan = resolve_plan(config, ranks)
     check_vocabulary(config)
     for part in parts:
-        samples = open_part(config, part)
-        if samples is not None:
-            make_loader(config, samples, part, 0, ranks)
-            samples.batch(0, 1)  # one sample shows most wrong tokenizers
+        loader = open_loader(config, part, 0, ranks)
+        if loader is not None:
+            loader.samples.batch(0, 1)  # one sample shows most wrong tokenizers
     if "train" in parts:
         _check_packages(config)
     return plan
@@ -44,10 +41,11 @@ def check_training(config: Config, ranks: int, parts: Sequence[Part] = PARTS) ->
 
 def _check_packages(config: Config) -> None:
     log = config.log
-    if log.wandb != "disabled" and find_spec("wandb") is None:
-        raise UserError(missing_package("log.wandb", log.wandb, "wandb"))
-    if log.tensorboard and find_spec("tensorboard") is None:
-        raise UserError(missing_package("log.tensorboard", "true", "tensorboard"))
+    wandb = "" if log.wandb == "disabled" else log.wandb
+    for package, value in {"wandb": wandb, "tensorboard": "true" * log.tensorboard}.items():
+        if value and find_spec(package) is None:
+            need = f"needs a package: pip install megafrontier[{package}]"
+            raise UserError(f"log.{package}: {value}, {need}")
     if config.optimizer.fused == "apex":
         find_apex()
     for name in log.callbacks:
@@ -64,50 +62,50 @@ def check_vocabulary(config: Config) -> None:
         )
 
 
-def warn_vocabulary(config: Config) -> Iterator[str]:
-    """A warning if the tokenizer has special tokens that the model does not have.
+def describe_run(
+    config: Config, plan: RunPlan, device: torch.device | None = None
+) -> Iterator[str]:
+    """What a run will log about its ranks: warnings, a summary, and the wires if there are several
+    ranks.
 
-    That happens if `<pad>`, for example, was added to a Hugging Face tokenizer and not to its
-    model. There is nothing to learn about such tokens, so the run may go on without them.
+    device: what the ranks compute on; default: what the machine file names.
     """
-    tokenizer = cached_tokenizer(config.tokenizer)
-    known, ids = config.model.vocab_size, tokenizer.vocab_size
-    if tokenizer.min_vocab_size and known < ids:
-        yield (
-            f"warning: model.vocab_size: {known}, but the tokenizer has {ids} ids; data that holds "
-            f"a special token from {known} on will be refused"
-        )
-
-
-def warn_overlap_policy(config: Config, device: str) -> Iterator[str]:
-    """A warning about an overlap policy that may hang on a device."""
-    if config.partition.overlap == "full" and any(name in device for name in RCCL_DEVICES):
+    stated = plan.machine.device
+    name = stated.name
+    if device is not None:
+        name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+        if stated.is_stood_in_for_by(device.type):
+            yield (
+                f"warning: machine.device.name: {stated.name}, but torch finds no accelerator; "
+                "computing on the CPU"
+            )
+    yield from _warn_of_sizes(config, plan)
+    if config.partition.overlap == "full" and any(part in name for part in RCCL_DEVICES):
         yield (
             "warning: partition.overlap: full, but RCCL may start the kernels of several "
             "communicators in another order on each device, which has hung on MI250X "
             "(ROCm/rccl#2191); safe keeps one collective in flight"
         )
+    yield f"{_summarize(config, plan)}; on {name}"
+    if plan.levels.ranks > 1:
+        yield _describe_wires(config, plan)
 
 
-def warn_many_peers(levels: Levels) -> Iterator[str]:
-    """A warning for each level with so many peers that messages are many and small."""
-    for name, size in zip(levels.names, levels.sizes, strict=True):
+def _warn_of_sizes(config: Config, plan: RunPlan) -> Iterator[str]:
+    """Warnings about messages that are many and small, and a model that cannot be exported."""
+    for level, size in zip(plan.levels.names, plan.levels.sizes, strict=True):
         if size > MANY_PEERS:
             yield (
-                f"warning: machine.levels.{name}: {size} peers, so each unit is sent in {size} "
+                f"warning: machine.levels.{level}: {size} peers, so each unit is sent in {size} "
                 "messages; a level in between (machine=frontier-large) makes them fewer and larger"
             )
-
-
-def warn_not_exportable(model: ModelConfig) -> Iterator[str]:
-    """A warning about a model that no Hugging Face family can express."""
     try:
-        family_for(model)
+        family_for(config.model)
     except UserError as error:
         yield f"warning: {error}"
 
 
-def summarize(config: Config, plan: RunPlan) -> str:
+def _summarize(config: Config, plan: RunPlan) -> str:
     """One line: levels, placement, and the state and micro-batches of a rank.
 
     Raises UserError if the batch does not divide.
@@ -129,7 +127,7 @@ def summarize(config: Config, plan: RunPlan) -> str:
     )
 
 
-def describe_wires(config: Config, plan: RunPlan) -> str:
+def _describe_wires(config: Config, plan: RunPlan) -> str:
     """One line: the formats of weights and gradients on each level that they cross, and overlap."""
     levels, placement = plan.levels, plan.placement.on(plan.levels)
     crossed = [level for level, size in enumerate(levels.sizes) if size > 1]
@@ -146,35 +144,3 @@ def describe_wires(config: Config, plan: RunPlan) -> str:
     if feedback:
         line += f", error feedback over {', '.join(levels.names[i] for i in feedback)}"
     return f"{line}; overlap {config.partition.overlap}"
-
-
-def preview_run(config: Config, ranks: int) -> list[str]:
-    """The lines that a run on `ranks` ranks will log. Raises UserError if they cannot train it."""
-    plan = resolve_plan(config, ranks)
-    check_memory(config, plan)
-    return [
-        summarize(config, plan),
-        describe_wires(config, plan),
-        *warn_many_peers(plan.levels),
-        *warn_not_exportable(config.model),
-        *warn_overlap_policy(config, plan.machine.device.name),
-    ]
-
-
-def describe_ranks(config: Config, plan: RunPlan, found: torch.device) -> Iterator[str]:
-    """`summarize` with the device that was found, and the wires, after warnings: if the device is
-    not the machine file's, and about what may be slow or hang."""
-    device = plan.machine.device
-    if device.is_stood_in_for_by(found.type):
-        yield (
-            f"warning: machine.device.name: {device.name}, but torch finds no accelerator; "
-            "computing on the CPU"
-        )
-    yield from warn_many_peers(plan.levels)
-    yield from warn_not_exportable(config.model)
-    name = "CPU" if found.type == "cpu" else torch.cuda.get_device_name(found)
-    if found.type != "cpu":
-        yield from warn_overlap_policy(config, f"{device.name} {name}")
-    yield f"{summarize(config, plan)}; on {name}"
-    if plan.levels.ranks > 1:
-        yield describe_wires(config, plan)

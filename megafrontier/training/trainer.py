@@ -98,10 +98,11 @@ def build_trainer(
     masters = [unit.master for unit in engine.units]
     optimizer = ShardedAdamW(masters, [u.decay_stop for u in engine.units], config.optimizer)
     # All ranks agree, because the others would wait for a rank whose storage fails.
-    loaders = hierarchy.world.run_on_all(
-        lambda: {p: open_loader(config, p, hierarchy) for p in PARTS}
+    rank, ranks, device = hierarchy.rank, hierarchy.size, hierarchy.device
+    train, valid = hierarchy.world.run_on_all(
+        lambda: [open_loader(config, part, rank, ranks, device) for part in PARTS]
     )
-    assert loaders["train"] is not None
+    assert train is not None
     return Trainer(
         config,
         plan,
@@ -109,11 +110,11 @@ def build_trainer(
         model,
         engine,
         optimizer,
-        loaders["train"],
-        loaders["valid"],
-        LossScale(config.train.precision, config.train.loss_scale, hierarchy.device),
-        SpikeRule(config.train, hierarchy.device),
-        MetricRecorder(hierarchy.device),
+        train,
+        valid,
+        LossScale(config.train.precision, config.train.loss_scale, device),
+        SpikeRule(config.train, device),
+        MetricRecorder(device),
         run_logger or RunLogger(None),
     )
 
@@ -159,26 +160,19 @@ def open_part(config: Config, part: Part) -> Samples | None:
     return open_samples(config.data, config.model.sequence_length, config.run.seed, ids, part)
 
 
-def make_loader(
-    config: Config,
-    samples: Samples,
-    part: Part,
-    rank: int,
-    ranks: int,
-    device: torch.device | str = "cpu",
-) -> Loader:
-    """One rank's micro-batches of `samples`. Raises UserError if the batch does not divide."""
-    skip = config.data.skip if part == "train" else []
-    train = config.train
-    return Loader(samples, train.global_batch, train.micro_batch, rank, ranks, skip, device)
+def open_loader(
+    config: Config, part: Part, rank: int, ranks: int, device: torch.device | str = "cpu"
+) -> Loader | None:
+    """One rank's micro-batches of a part; None if nothing is held out for validation.
 
-
-def open_loader(config: Config, part: Part, hierarchy: Hierarchy) -> Loader | None:
-    """This rank's loader of a part; None if nothing is held out for validation."""
+    Raises UserError for a corpus that cannot be read, and if the batch does not divide.
+    """
     samples = open_part(config, part)
     if samples is None:
         return None
-    return make_loader(config, samples, part, hierarchy.rank, hierarchy.size, hierarchy.device)
+    skip = config.data.skip if part == "train" else []
+    train = config.train
+    return Loader(samples, train.global_batch, train.micro_batch, rank, ranks, skip, device)
 
 
 def read_step(loader: Loader, step: int, rank: int) -> list[Batch]:

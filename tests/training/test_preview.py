@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from megafrontier.training.plan import resolve_plan
-from megafrontier.training.preview import describe_ranks, describe_wires, preview_run
+from megafrontier.training.preview import describe_run
 from tests import runs
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -38,18 +36,16 @@ CPU = torch.device("cpu")
 )  # fmt: skip
 def test_the_wires_of_each_level_are_logged_as_resolved(tmp_path, chosen, ranks, line):
     config = runs.load(runs.make_config_file(tmp_path), *chosen)
-    wires = describe_wires(config, resolve_plan(config, ranks))
-    assert wires == f"wires: {line}"
-    assert wires in describe_ranks(config, resolve_plan(config, ranks), CPU)
-    assert wires in preview_run(config, ranks)
+    plan = resolve_plan(config, ranks)
+    for device in (None, torch.device("cpu")):
+        assert f"wires: {line}" in describe_run(config, plan, device)
 
 
 def test_several_communicators_at_once_are_warned_of_on_devices_on_which_they_have_hung(tmp_path):
     path = runs.make_config_file(tmp_path)
-    for overlap, warnings in (("safe", 0), ("full", 1)):
-        config = runs.load(path, "machine=frontier", f"partition.overlap={overlap}")
-        warned = [line for line in preview_run(config, 16) if line.startswith("warning: ")]
-        assert len(warned) == warnings
-    assert warned[0].startswith("warning: partition.overlap: full, but RCCL ")
-    config = runs.load(path, "machine=nvlink8", "partition.overlap=full")
-    assert not [line for line in preview_run(config, 8) if line.startswith("warning: ")]
+    for machine, overlap in (("frontier", "safe"), ("frontier", "full"), ("nvlink8", "full")):
+        config = runs.load(path, f"machine={machine}", f"partition.overlap={overlap}")
+        lines = list(describe_run(config, resolve_plan(config, 8)))
+        warned = [line for line in lines if line.startswith("warning: ")]
+        assert len(warned) == ((machine, overlap) == ("frontier", "full"))
+        assert all("overlap: full, but RCCL " in line for line in warned)

@@ -34,7 +34,9 @@ class Plain:
 
     def __init__(self, trainer: Trainer) -> None:
         config = self._config = trainer.config
-        loader = open_loader(config, "train", trainer.hierarchy)
+        loader = open_loader(
+            config, "train", trainer.world.rank, trainer.world.size, trainer.world.device
+        )
         assert loader is not None
         self._loader, self._step = loader, 0
         self._model = GPT(

@@ -240,7 +240,7 @@ def feed(
     job: Job, config: Config, hierarchy: Hierarchy
 ) -> tuple[Loader, Iterator[Sequence[Batch]]]:
     """What reads the corpus, and this rank's micro-batches of one step after the other."""
-    loader = open_loader(config, "train", hierarchy)
+    loader = open_loader(config, "train", hierarchy.rank, hierarchy.size, hierarchy.device)
     assert loader is not None
     return loader, map(loader.step, range(job.warmup + job.steps))
 
