@@ -31,9 +31,7 @@ from megafrontier.parallel.world import World
 from megafrontier.training.callbacks.evaluate import (
     Evaluation,
     evaluate,
-    no_bytes,
     no_targets_message,
-    warn_validation_repeats,
 )
 from megafrontier.training.preview import check_training
 from megafrontier.training.resume.compatibility import rotary_changes
@@ -168,11 +166,10 @@ def _evaluate(
         raise UserError("data.split: keeps nothing for validation; need data.valid or a part")
     if world.rank == 0:
         # A config file may lack overrides that were given to the training.
-        changes = rotary_changes(config.model, checkpoint.manifest)
-        for line in changes + warn_validation_repeats(loader, config.evaluate.batches):
+        for line in rotary_changes(config.model, checkpoint.manifest):
             show(line)
     tokenizer = cached_tokenizer(config.tokenizer)
-    count_bytes = partial(text_bytes, tokenizer) if tokenizer.min_vocab_size else no_bytes
+    count_bytes = partial(text_bytes, tokenizer) if tokenizer.min_vocab_size else None
     try:
         fault_point("evaluate")
         beat = context.watchdog.beat

@@ -31,7 +31,6 @@ from megafrontier.training.callbacks.base import load_callbacks, notify_saved
 from megafrontier.training.callbacks.evaluate import (
     Evaluate,
     is_evaluation_missing,
-    warn_validation_repeats,
 )
 from megafrontier.training.callbacks.guard import Guard
 from megafrontier.training.callbacks.log import Log, TraceWriter
@@ -212,7 +211,6 @@ def _run(context: RunContext, start: StartRecord) -> int:
     for line in (
         *describe_run(config, plan, context.world.device),
         *describe_kernels(config, context.world, plan.wires),
-        *warn_validation_repeats(trainer.valid_loader, config.evaluate.batches),
     ):
         run_logger.info(line)
     try:

@@ -1,9 +1,7 @@
 """AdamW on flat fp32 shards, through torch's or apex's fused implementation."""
 
 import importlib
-import importlib.util
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -32,35 +30,27 @@ class ShardedAdamW:
         self._implementation = config.fused
         self._moments = {name: [torch.zeros_like(m) for m in masters] for name in MOMENTS}
         self._parts: list[tuple[torch.Tensor, int, slice]] = []
-        groups: list[list[torch.Tensor]] = [[], []]
+        groups: list[dict[str, Any]] = [
+            {"params": [], "weight_decay": decay} for decay in (config.weight_decay, 0.0)
+        ]
         for index, (master, stop) in enumerate(zip(masters, decay_stops, strict=True)):
             for group, part in zip(groups, (slice(0, stop), slice(stop, None)), strict=True):
                 if master[part].numel():
                     self._parts.append((master[part], index, part))
-                    group.append(self._parts[-1][0])
-        decays = (config.weight_decay, 0.0)
-        self._optimizer: Any = _build(
-            [
-                {"params": group, "weight_decay": decay}
-                for group, decay in zip(groups, decays, strict=True)
-                if group
-            ],
-            config,
-        )
+                    group["params"].append(self._parts[-1][0])
+        self._optimizer: Any = _build([group for group in groups if group["params"]], config)
         self._place_state(0)
 
     def _place_state(self, steps: int) -> None:
         """Give the optimizer our views as its state, so that it allocates no state itself."""
         for part, index, where in self._parts:
             state = self._optimizer.state[part]
-            state["step"] = torch.tensor(float(steps), device=self._step_device(part))
+            device = part.device if self._implementation == "torch" else "cpu"
+            state["step"] = torch.tensor(float(steps), device=device)
             for name in MOMENTS:
                 state[name] = self._moments[name][index][where]
         for group in self._optimizer.param_groups:
             group["step"] = steps  # apex counts here
-
-    def _step_device(self, part: torch.Tensor) -> torch.device:
-        return part.device if self._implementation == "torch" else torch.device("cpu")
 
     def step(
         self,
@@ -82,9 +72,6 @@ class ShardedAdamW:
             return
         else:
             torch._foreach_div_(list(gradients), divisor.item())
-        self._update(gradients, lr)
-
-    def _update(self, gradients: Sequence[torch.Tensor], lr: float) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         for part, index, where in self._parts:
@@ -125,24 +112,12 @@ def find_apex() -> ModuleType:
     """The optimizers module of NVIDIA's or ROCm's apex. Initializes no device, so that ranks may be
     forked later.
 
-    Raises UserError if there is none, and for the unrelated package of that name on PyPI.
+    Raises UserError if there is none.
     """
     try:
         return importlib.import_module("apex.optimizers")
     except ImportError as error:
-        reason = _missing_reason(error)
-        raise UserError(f"optimizer.fused: apex, but {reason}; need torch or none") from error
-
-
-def _missing_reason(error: ImportError) -> str:
-    """Why apex's optimizers cannot be imported, by the installed package's files: the unrelated
-    one may fail to import, too."""
-    spec = importlib.util.find_spec("apex")
-    if spec is None:
-        return "apex is not installed (build NVIDIA's or ROCm's from source, not from PyPI)"
-    if any(Path(folder, "optimizers").is_dir() for folder in spec.submodule_search_locations or ()):
-        return f"it does not import: {error}"
-    return (
-        "the installed package apex is not NVIDIA's or ROCm's (PyPI's apex is an unrelated "
-        "web-authentication package: uninstall it)"
-    )
+        raise UserError(
+            f"optimizer.fused: apex, but apex is not installed ({error}), need NVIDIA's or ROCm's, "
+            "built from source (PyPI's is unrelated), or torch or none"
+        ) from error

@@ -58,17 +58,11 @@ def explain_out_of_memory(where: str, need: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        line = _out_of_memory_line(error)
-        if line is None:
+        is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        lines = str(error).splitlines() or ["out of memory"]
+        found = [
+            line for line in lines if is_memory or any(t in line for t in _OUT_OF_MEMORY_TEXTS)
+        ]
+        if not found:
             raise
-        raise OutOfMemory(f"{where}: {line.rstrip('.')}. Need {need}") from error
-
-
-def _out_of_memory_line(error: MemoryError | RuntimeError) -> str | None:
-    """The line of an error that says that memory is out; None for any other error."""
-    lines = str(error).splitlines()
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return lines[0] if lines else "out of memory"
-    return next(
-        (line for line in lines if any(text in line for text in _OUT_OF_MEMORY_TEXTS)), None
-    )
+        raise OutOfMemory(f"{where}: {found[0].rstrip('.')}. Need {need}") from error

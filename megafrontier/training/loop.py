@@ -1,7 +1,7 @@
 """The training loop and one optimizer step. Everything that is not a step is a callback."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,36 +19,6 @@ Heartbeat = Callable[[int | None], None]
 LATE_MICRO_BATCHES = 8
 
 
-class StepQueue:
-    """Started steps whose results the host has not read, at most `depth` (0 or 1) between steps.
-
-    With depth 1 the host gives the device a step before it reads the result of the step before, so
-    that the device never waits for the host. In return a request to stop takes effect a step later.
-    """
-
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
-        self._steps: deque[AsyncStepResult] = deque()
-
-    @property
-    def newest(self) -> AsyncStepResult | None:
-        return self._steps[-1] if self._steps else None
-
-    def push(self, step: AsyncStepResult) -> Iterator[StepResult]:
-        """Add a started step and yield the results of the steps before it."""
-        self._steps.append(step)
-        yield from self._read(keep=1)
-
-    def settle(self, needs_settled_state: bool) -> Iterator[StepResult]:
-        """Yield what has to be read before the next step: if a callback needs the trainer's state
-        between two steps, the result of every step."""
-        yield from self._read(keep=0 if needs_settled_state else self._depth)
-
-    def _read(self, keep: int) -> Iterator[StepResult]:
-        while len(self._steps) > keep:
-            yield self._steps.popleft().read()
-
-
 def run(
     trainer: Trainer,
     callbacks: Sequence[Callback],
@@ -60,7 +30,9 @@ def run(
     callbacks: called in the order of their priority, those of equal priority in this order.
     heartbeat: is called with the step after each step and each callback, and with None after each
         micro-batch.
-    depth: of the `StepQueue`; default: `queue_depth`.
+    depth: how many started steps may wait for the host to read their results when the next one
+        starts, 0 or 1; default: `queue_depth`. With 1 the device never waits for the host. In
+        return a request to stop takes effect a step later.
     """
     callbacks = sorted(callbacks, key=lambda callback: -callback.priority)
     try:
@@ -80,22 +52,30 @@ def _on_error(trainer: Trainer, callbacks: Sequence[Callback], error: Exception)
 
 
 def _run(trainer: Trainer, callbacks: Sequence[Callback], heartbeat: Heartbeat, depth: int) -> None:
-    queue = StepQueue(depth)
+    pending: deque[AsyncStepResult] = deque()
+
+    def read_results(keep: int) -> bool:
+        """Read the oldest results until `keep` are left. Returns whether any rank is to stop."""
+        stops = False
+        while len(pending) > keep:
+            result = pending.popleft().read()
+            stops = _after_step(trainer, callbacks, result, heartbeat) or stops
+        return stops
+
     stop = stop_agreed(trainer.world)
     for callback in callbacks if not stop else ():
         callback.at_start(trainer)
         heartbeat(None)
     while trainer.step < trainer.last_step and not stop:
-        for result in queue.push(start_step(trainer, callbacks, heartbeat, queue.newest)):
-            stop = _after_step(trainer, callbacks, result, heartbeat)
+        previous = pending[-1] if pending else None
+        pending.append(start_step(trainer, callbacks, heartbeat, previous))
+        stop = read_results(keep=1)
         settled = any(callback.needs_settled_state(trainer, trainer.step) for callback in callbacks)
-        for result in queue.settle(settled):
-            stop = _after_step(trainer, callbacks, result, heartbeat) or stop
+        stop = read_results(keep=0 if settled else depth) or stop
         if settled and not stop:
             # Evaluation and checkpoints may take long, and so does another step.
             stop = stop_agreed(trainer.world)
-    for result in queue.settle(True):
-        _after_step(trainer, callbacks, result, heartbeat)
+    read_results(keep=0)
     for callback in callbacks:
         callback.at_end(trainer)
         heartbeat(trainer.step)

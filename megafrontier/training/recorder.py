@@ -1,6 +1,5 @@
 """Metrics that are recorded by name during a step and reduced over the ranks in one message."""
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +12,6 @@ from megafrontier.parallel.world import World
 
 Reduce = Literal["mean", "sum", "max"]
 Value = torch.Tensor | float | Sequence[float]
-_EMPTY = torch.empty(0, dtype=torch.float64)
 
 # The fields of a line in metrics.jsonl, which other metrics must not replace.
 STEP_FIELDS = frozenset(
@@ -70,6 +68,8 @@ class MetricRecorder:
             new = value.detach().to(torch.float64, copy=True)
         else:
             new = torch.tensor(value, dtype=torch.float64)
+        if not new.is_cuda:
+            new = to_device(new, self._device)
         old = self._entries.get(name)
         if old is None:
             self._entries[name] = _Entry(reduce, new)
@@ -92,13 +92,15 @@ class MetricRecorder:
         if not self._is_checked:
             self._check_ranks(world)
         entries, self._entries = self._entries, {}
-        # Values of the host come last, so that one copy brings all of them to the device.
-        ordered = sorted(entries.items(), key=lambda item: (not item[1].value.is_cuda, item[0]))
+        ordered = sorted(entries.items())
         groups = [
-            [item for item in ordered if item[1].reduce != "max"],
-            [item for item in ordered if item[1].reduce == "max"],
+            [item for item in ordered if (item[1].reduce == "max") == is_max]
+            for is_max in (False, True)
         ]
-        reduced = world.sum_and_maximum(*(self._flatten(group) for group in groups))
+        empty = torch.empty(0, dtype=torch.float64, device=self._device)
+        reduced = world.sum_and_maximum(
+            *(torch.cat([empty, *(e.value.reshape(-1) for _, e in group)]) for group in groups)
+        )
         found: dict[str, torch.Tensor] = {}
         for flat, group in zip(reduced, groups, strict=True):
             sizes = [entry.value.numel() for _, entry in group]
@@ -109,25 +111,13 @@ class MetricRecorder:
         return found
 
     def _check_ranks(self, world: World) -> None:
-        kinds = [
-            (name, entry.reduce, list(entry.value.shape), entry.value.is_cuda)
-            for name, entry in self._entries.items()
-        ]
-        checksum = to_device([zlib.crc32(repr(sorted(kinds)).encode())], world.device)
-        found = world.gather(checksum).flatten().tolist()
-        if len(set(found)) > 1:
-            rank = next(rank for rank, other in enumerate(found) if other != found[0])
-            raise UserError(
-                f"metrics: ranks 0 and {rank} recorded different ones, need the same names, shapes "
-                "and reductions on every rank"
-            )
+        """Compare with rank 0 in the first step."""
+        kinds = [(name, e.reduce, list(e.value.shape)) for name, e in self._entries.items()]
+        mine = repr(sorted(kinds))
+        first = world.broadcast_from_rank_0(lambda: mine)
+        line = (
+            f"metrics: ranks 0 and {world.rank} recorded different ones, need the same names, "
+            "shapes and reductions on every rank"
+        )
+        world.raise_first(None if mine == first else UserError(line))
         self._is_checked = True
-
-    def _flatten(self, group: list[tuple[str, _Entry]]) -> torch.Tensor:
-        """The values of a group as float64 [n] on the device."""
-        values = [entry.value.reshape(-1) for _, entry in group]
-        on_device = [value for value in values if value.is_cuda]
-        on_host = [value for value in values if not value.is_cuda]
-        if on_host or not values:
-            on_device.append(to_device(torch.cat([_EMPTY, *on_host]), self._device))
-        return torch.cat(on_device)

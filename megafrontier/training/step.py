@@ -17,32 +17,19 @@ from megafrontier.training.trainer import Trainer
 @dataclass(frozen=True)
 class StepStats:
     """The statistics of a step, which stay on the device so that the optimizer can follow before
-    the host has read them. Tensors are float64 [], unless said otherwise, and the same bits on
-    every rank. A flag is 1 or 0.
+    the host has read them. Tensors are float64 [], the same bits on every rank. A flag is 1 or 0.
     """
 
-    loss: torch.Tensor
-    """Mean over the tokens of the global batch, in nats; NaN if no token has a target."""
-    norm: torch.Tensor
-    """Of the gradient of that loss, before clipping."""
-    tokens: torch.Tensor
-    is_bad: torch.Tensor
-    """Flag: the loss or the gradient is not finite."""
-    is_spike: torch.Tensor
-    """Flag: the spike rule skips the step."""
-    is_empty: torch.Tensor
-    """Flag: no token of the global batch has a target."""
     divisor: torch.Tensor
     """What the optimizer divides the summed gradients by: tokens, loss scale and clipping."""
-    reduced: dict[str, torch.Tensor]
-    """All recorded metrics, reduced over the ranks."""
+    is_bad: torch.Tensor
+    """Flag: the loss or the gradient is not finite."""
+    skip: torch.Tensor
+    """Flag: the step changes no weight, because it is bad, a spike, or without a target."""
+    results: dict[str, torch.Tensor]
+    """What the host reads, with all recorded metrics, reduced over the ranks."""
     own_waiting_seconds: float
     """How long this rank's computation waited for communication."""
-
-    @property
-    def skip(self) -> torch.Tensor:
-        """Flag: the step changes no weight."""
-        return torch.stack([self.is_bad, self.is_spike, self.is_empty]).amax(0)
 
 
 def finish_step(
@@ -76,10 +63,15 @@ def finish_step(
     is_bad = (~(loss.isfinite() & norm.isfinite())).double()
     is_empty = (tokens == 0).double()
     is_spike = trainer.spikes.detect(loss, norm, torch.maximum(is_bad, is_empty))
-    loss = torch.where(is_empty > 0, torch.nan, loss)
+    skip = torch.stack([is_bad, is_spike, is_empty]).amax(0)
+    results = reduced | {
+        "loss": torch.where(is_empty > 0, torch.nan, loss),
+        "grad_norm": norm,
+        "skipped": skip,
+        "spike": is_spike,
+    }
     divisor = divisor / clip_factor(norm, trainer.config.train.clip_grad_norm)
-    flags = is_bad, is_spike, is_empty
-    return StepStats(loss, norm, tokens, *flags, divisor, reduced, waited)
+    return StepStats(divisor, is_bad, skip, results, waited)
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -138,16 +130,8 @@ class AsyncStepResult:
         self._samples = first_sample, first_sample + trainer.config.train.global_batch
         self._step = trainer.step
         self._own_waiting_seconds = stats.own_waiting_seconds
-        self._copy = AsyncHostCopy(
-            stats.reduced
-            | {
-                "loss": stats.loss,
-                "grad_norm": stats.norm,
-                "skipped": stats.skip,
-                "spike": stats.is_spike,
-                "loss_scale": trainer.loss_scale.scale.double(),
-            }
-        )
+        loss_scale = trainer.loss_scale.scale.double()
+        self._copy = AsyncHostCopy(stats.results | {"loss_scale": loss_scale})
 
     @property
     def ended(self) -> DeviceTimer:

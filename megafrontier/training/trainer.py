@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -27,10 +27,6 @@ from megafrontier.training.device import reason_not_compiled
 from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.plan import RunPlan
 from megafrontier.training.recorder import MetricRecorder
-
-if TYPE_CHECKING:
-    # At run time its package would take long to import.
-    from torch.distributed.checkpoint.stateful import Stateful
 
 Part = Literal["train", "valid"]
 PARTS: tuple[Part, ...] = ("train", "valid")
@@ -57,7 +53,7 @@ class Trainer:
     spikes: SpikeRule
     metrics: MetricRecorder
     run_logger: RunLogger
-    stateful: dict[str, "Stateful"] = field(default_factory=dict)
+    stateful: dict[str, Any] = field(default_factory=dict)
     step: int = 0
     tokens: int = 0
 

@@ -24,17 +24,17 @@ def rate(step):
     return 0.1 / (step + 1)
 
 
-def config(fused="torch", decay=0.3):
-    return OptimizerConfig(lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=decay, fused=fused)
+def config(fused):
+    return OptimizerConfig(lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3, fused=fused)
 
 
-def reference(decay=0.3):
+def reference():
     """Weights and moments of plain torch, decayed and other parameters in two groups."""
     start = values(0)
     parameters = [torch.nn.Parameter(p.clone()) for p in (start[:DECAYED], start[DECAYED:])]
     groups = [
         {"params": [parameter], "weight_decay": d}
-        for parameter, d in zip(parameters, (decay, 0.0), strict=True)
+        for parameter, d in zip(parameters, (0.3, 0.0), strict=True)
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.8, 0.9), eps=1e-6, foreach=False)
     for step in range(STEPS):
@@ -61,8 +61,7 @@ def make(cuts, chosen, weights=None):
 
 def run(optimizer, cuts, first, last):
     for step in range(first, last):
-        gradient = values(step + 1)
-        step_once(optimizer, cuts, gradient, rate(step), torch.tensor(0.0))
+        step_once(optimizer, cuts, values(step + 1), rate(step), torch.tensor(0.0))
 
 
 def step_once(optimizer, cuts, gradient, lr, skip):
@@ -102,7 +101,7 @@ def test_the_optimizer_holds_views_and_no_state_of_its_own(fused):
     assert sum(t.numel() for t in theirs) == 2 * NUMEL
     for shards in optimizer.moments.values():
         assert [s.shape for s in shards] == [m.shape for m in masters]
-        assert all(s.is_contiguous() for s in shards)
+    assert all(part.grad is None for part in optimizer._optimizer.state)
 
 
 @pytest.mark.parametrize("fused", ["torch", "none"])
@@ -130,60 +129,17 @@ def test_a_skipped_step_changes_nothing_and_is_not_counted(fused):
     assert_is_reference(masters, optimizer)
 
 
-def test_gradients_are_released_after_the_step():
-    _, optimizer = make([0, 96], config())
-    run(optimizer, [0, 96], 0, 1)
-    assert all(part.grad is None for part in optimizer._optimizer.state)
-
-
-@pytest.fixture
-def accelerator(monkeypatch):
-    """Let apex be searched for, and found only where the test puts it."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name in ("apex", "apex.optimizers"):
-        monkeypatch.setitem(sys.modules, name, None)  # restored after the test
-        del sys.modules[name]
-
-
 def test_apex_without_an_accelerator_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=r"optimizer\.fused: apex, but no accelerator is here"):
         make([0, 96], config(fused="apex"))
 
 
-def test_apex_is_found_without_initializing_the_device(monkeypatch):
+def test_a_missing_apex_is_reported_without_initializing_the_device(monkeypatch):
     """Ranks that are forked afterwards could no longer use it."""
     monkeypatch.setattr(torch.cuda, "is_available", pytest.fail)
     monkeypatch.setitem(sys.modules, "apex", None)
-    with pytest.raises(UserError, match="apex is not installed"):
-        find_apex()
-
-
-def test_a_missing_apex_is_reported(accelerator, monkeypatch):
-    monkeypatch.setitem(sys.modules, "apex", None)
-    with pytest.raises(UserError, match=r"apex is not installed .* from source, not from PyPI"):
-        find_apex()
-
-
-@pytest.mark.parametrize(
-    "source", ["name = 'apex'", "import velruse.not_installed"], ids=["imports", "does not import"]
-)
-def test_the_unrelated_apex_of_pypi_is_recognised(accelerator, monkeypatch, tmp_path, source):
-    """It needs packages of its own, so that it may not even import."""
-    (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").write_text(f"{source}\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UserError, match="PyPI's apex is an unrelated web-authentication") as error:
-        find_apex()
-    assert "\n" not in str(error.value)
-
-
-def test_a_real_apex_that_does_not_import_gives_its_reason(accelerator, monkeypatch, tmp_path):
-    (tmp_path / "apex" / "optimizers").mkdir(parents=True)
-    (tmp_path / "apex" / "__init__.py").write_text("")
-    (tmp_path / "apex" / "optimizers" / "__init__.py").write_text("import amp_C_not_built\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UserError, match="it does not import: No module named 'amp_C_not_built'"):
+    with pytest.raises(UserError, match=r"apex is not installed .* built from source"):
         find_apex()
 
 
@@ -202,7 +158,8 @@ class FusedAdam(torch.optim.AdamW):
         super().step()
 
 
-def test_a_real_apex_is_used(accelerator, monkeypatch):
+def test_a_real_apex_is_used(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     optimizers = ModuleType("apex.optimizers")
     optimizers.FusedAdam = FusedAdam
     monkeypatch.setitem(sys.modules, "apex", SimpleNamespace(optimizers=optimizers))

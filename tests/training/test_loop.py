@@ -144,22 +144,6 @@ def test_each_step_has_its_own_seconds_however_late_its_result_is_read(config_fi
     assert late == [10, 10, 11, 1001, 11, 11, 10, 10]
 
 
-def test_the_engine_knows_the_last_micro_batch_of_a_step(config_file):
-    config = runs.load(config_file, "machine=laptop", "train.global_batch=3")
-
-    def body(hierarchy):
-        with runs.open_trainer(config, hierarchy) as trainer:
-            seen, backward = [], trainer.engine.backward
-            trainer.engine.backward = lambda loss, is_last: (
-                seen.append(is_last),
-                backward(loss, is_last),
-            )
-            loop.train_step(trainer)
-            return seen
-
-    assert run_ranks((1,), body) == [[False, False, True]]
-
-
 def test_the_engine_gets_every_option_of_the_configuration(config_file, monkeypatch):
     given = {}
 
@@ -181,8 +165,6 @@ def test_the_engine_gets_every_option_of_the_configuration(config_file, monkeypa
         keys = ("dtype", "error_feedback", "overlap", "prefetch", "check_order")
         return [given[key] for key in keys], given["decay"]("norm"), levels
 
-    defaults = runs.load(config_file).partition
-    assert (defaults.overlap, defaults.prefetch, defaults.check_order) == ("safe", 1, False)
     for found, decays, levels in run_ranks((2, 2, 2), body):
         assert found == [torch.bfloat16, True, "full", 2, True]
         assert decays

@@ -120,14 +120,6 @@ def test_fp16_finds_its_scale_alike_on_all_ranks_and_then_learns(config_file):
     assert losses[-1] < losses[0] - 0.2
 
 
-def test_fp16_trains_from_the_default_scale_and_writes_it(config_file):
-    chosen = ("train.precision=fp16", "train.steps=12", "evaluate.batches=0", "train.micro_batch=4")
-    lines = runs.run(config_file, 4, *chosen)
-    found = [line["loss"] for line in lines if line["loss"] is not None]
-    assert found[-1] < found[0] - 0.1
-    assert all(line["loss_scale"] >= 1 for line in lines)
-
-
 def test_a_spike_is_skipped_and_logged_with_its_samples(config_file, tmp_path, multiply_loss):
     multiply_loss(100, 6 * 16 + 9)  # in the seventh step, on one rank
     lines = runs.run(config_file, 2, *SPIKES, "train.spike_loss=2")

@@ -1,6 +1,6 @@
 """The micro-batches of a rank for each optimizer step. The next step is read in the background."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -75,10 +75,6 @@ class Loader:
         origin, first_step, first_sample = self._origin
         current = data_step(step - origin, self._skip, first_step)
         return current, first_sample + (current - first_step) * self._global_batch
-
-    def repeated_corpora(self, steps: int) -> Iterator[tuple[str, int, int]]:
-        """`Samples.repeated_corpora` for the samples of the first `steps` steps."""
-        return self.samples.repeated_corpora(steps * self._global_batch)
 
     def resume_at(self, step: int, position: tuple[int, int]) -> None:
         """Make `position` the position of optimizer step `step`, and count on from there.

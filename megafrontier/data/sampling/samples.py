@@ -5,7 +5,7 @@ consecutive tokens. Its last token is only a target, so consecutive windows shar
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -98,13 +98,6 @@ class Samples:
             window = used.first_window + i * (used.windows - 1) // (FINGERPRINT_WINDOWS - 1)
             checksum = crc32(self._ids(used.corpus, window).astype("<i8").tobytes(), checksum)
         return f"{checksum:08x}"
-
-    def repeated_corpora(self, count: int) -> Iterator[tuple[str, int, int]]:
-        """Yield (prefix, samples, windows) of each corpus that the first `count` samples exhaust,
-        that is, from which they take more samples than it has windows."""
-        for used, samples in zip(self.ranges, self.blend.counts(count), strict=True):
-            if samples > used.windows:
-                yield used.corpus.prefix, samples, used.windows
 
     def locate(self, first: int, count: int) -> list[tuple[int, int]]:
         """Return (corpus index, window in its file) of samples first … first + count - 1."""

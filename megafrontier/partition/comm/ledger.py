@@ -188,8 +188,6 @@ class Trace:
 
     def __init__(self, names: Sequence[str]) -> None:
         """`names`: those of the levels."""
-        self.dropped = 0
-        """Events after the first MAX_TRACE_EVENTS."""
         self._rows = {name: number for number, name in enumerate((WAITING, *names))}
         self._events: list[dict[str, Any]] = []
         self._lock = threading.Lock()
@@ -207,8 +205,6 @@ class Trace:
         with self._lock:
             if len(self._events) < MAX_TRACE_EVENTS:
                 self._events.append(event)
-            else:
-                self.dropped += 1
 
     def write(self, path: Path) -> None:
         """Write the trace as JSON."""

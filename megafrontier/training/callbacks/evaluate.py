@@ -34,23 +34,9 @@ class Evaluation:
         return self.loss_sum / self.tokens if self.tokens else math.nan
 
 
-def no_bytes(_batch: Batch) -> int:
-    """Do not count the text's bytes."""
-    return 0
-
-
 def no_targets_message(batches: int) -> str:
     """Why `batches` of validation data have no loss."""
     return f"evaluate.batches: {batches}, no token in them has a target"
-
-
-def warn_validation_repeats(loader: Loader | None, batches: int) -> list[str]:
-    """A line for each corpus of which `batches` batches contain some samples more than once."""
-    return [
-        f"evaluate.batches: {batches}, {samples} samples of {corpus}, but {windows} are held out: "
-        "some are read again"
-        for corpus, samples, windows in ([] if loader is None else loader.repeated_corpora(batches))
-    ]
 
 
 @torch.no_grad()
@@ -59,7 +45,7 @@ def evaluate(
     loader: Loader,
     hierarchy: Hierarchy,
     batches: int,
-    count_bytes: Callable[[Batch], int] = no_bytes,
+    count_bytes: Callable[[Batch], int] | None = None,
     heartbeat: Callable[[], None] = lambda: None,
     stops: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
@@ -82,7 +68,7 @@ def evaluate(
             loss = model(batch.tokens, batch.targets, batch.documents)
             tokens = (batch.targets >= 0).sum()
             totals += torch.stack([loss.double(), tokens.double()])
-            text_bytes += count_bytes(batch)
+            text_bytes += count_bytes(batch) if count_bytes is not None else 0
     model.train()
     totals = torch.cat([totals, totals.new_tensor([text_bytes])])
     loss_sum, tokens_sum, bytes_sum = hierarchy.world.sum(totals).tolist()
@@ -95,14 +81,13 @@ def is_evaluation_missing(trainer: Trainer) -> bool:
     is_last = trainer.step == trainer.last_step
     if not (is_last or is_due(trainer.config.evaluate.every, trainer.step)):
         return False
-    return trainer.world.all_true(not trainer.is_first or _lacks_valid_loss(trainer))
-
-
-def _lacks_valid_loss(trainer: Trainer) -> bool:
-    metrics = Path(trainer.config.run.directory) / "metrics.jsonl"
-    lines = [line for line in last_lines(metrics) if line.get("step") == trainer.step]
-    # A run that starts from another run's checkpoint has no line of that step.
-    return bool(lines) and not any("valid_loss" in line for line in lines)
+    is_missing = True
+    if trainer.is_first:
+        metrics = Path(trainer.config.run.directory) / "metrics.jsonl"
+        lines = [line for line in last_lines(metrics) if line.get("step") == trainer.step]
+        # A run that starts from another run's checkpoint has no line of that step.
+        is_missing = bool(lines) and not any("valid_loss" in line for line in lines)
+    return trainer.world.all_true(is_missing)
 
 
 class Evaluate(Callback):

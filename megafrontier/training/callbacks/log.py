@@ -82,11 +82,7 @@ class TraceWriter(Callback):
         trainer.engine.ledger.take(wait=True)  # the device may still be at it
         trainer.engine.ledger.take_waited(wait=True)
         path = Path(trainer.config.run.directory) / "trace.json"
-        info = trainer.run_logger.info
         try:
             self._trace.write(path)
         except OSError as error:  # no reason to fail, because the run is saved
-            info(f"warning: {path} is not written: {error.strerror}")
-            return
-        if self._trace.dropped:
-            info(f"{path} ends before the run: {self._trace.dropped} events left out")
+            trainer.run_logger.info(f"warning: {path} is not written: {error.strerror}")

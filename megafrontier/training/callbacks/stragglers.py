@@ -52,14 +52,8 @@ class Stragglers(Callback):
                 f"warning: slow: rank {rank} on {self._host}: {step_seconds - waited:.3g} s of its "
                 f"own in a step of {step_seconds:.3g} s, the median rank {median:.3g} s"
             )
-        first = trainer.world.first_error(line)
-        others = f" (and {_list_ranks(slow[1:])})" if len(slow) > 1 else ""
-        trainer.run_logger.info(f"{first}{others}")
-
-
-def _list_ranks(ranks: list[int]) -> str:
-    shown = ", ".join(f"rank {rank}" for rank in ranks[:8])
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+        others = f" (and {len(slow) - 1} more)" if len(slow) > 1 else ""
+        trainer.run_logger.info(f"{trainer.world.first_error(line)}{others}")
 
 
 class GarbageCollection(Callback):
@@ -84,12 +78,6 @@ class GarbageCollection(Callback):
             gc.collect()
 
     def at_end(self, trainer: Trainer) -> None:
-        self._restore()
-
-    def on_error(self, trainer: Trainer, error: Exception) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
         if self._every:
             gc.enable()
             gc.unfreeze()

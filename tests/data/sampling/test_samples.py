@@ -54,16 +54,6 @@ def test_epochs_differ_in_order_and_each_has_every_window_once(corpus: CorpusCon
     assert epochs[0] != epochs[1] != epochs[2] != list(range(100))
 
 
-def test_a_small_corpus_of_large_weight_is_reported_as_repeated(
-    corpus: CorpusConfig, tmp_path: Path
-) -> None:
-    """Both corpora together have enough windows."""
-    few = str(write_counting(tmp_path / "few", 10 * S + 1))
-    samples = opened(train=[corpus, CorpusConfig(few, weight=3.0)], split=[1.0, 0.0])
-    assert list(samples.repeated_corpora(12)) == []
-    assert list(samples.repeated_corpora(100)) == [(few, 75, 10)]
-
-
 def test_another_seed_is_another_order(corpus: CorpusConfig) -> None:
     one, other = (windows(opened(train=[corpus], seed=s), 0, 50) for s in (1, 2))
     assert one != other
