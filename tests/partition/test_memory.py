@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megafrontier.partition import STRATEGIES
+from megafrontier.partition.comm import collectives as collectives_module
 from megafrontier.partition.memory import MessageBuffers, UnitBufferPool
 from megafrontier.partition.wires import wire as wires_module
 from megafrontier.partition.wires.wire import Wire
@@ -151,7 +152,8 @@ def test_messages_lie_in_the_same_memory_step_after_step(name, overlap, monkeypa
             return found
 
         gather, exchange = wires_module.all_gather, wires_module.all_to_all
-        monkeypatch.setattr(wires_module, "all_gather", all_gather)
+        for module in (collectives_module, wires_module):
+            monkeypatch.setattr(module, "all_gather", all_gather)
         monkeypatch.setattr(wires_module, "all_to_all", all_to_all)
         add = Wire.reduce
         monkeypatch.setattr(Wire, "reduce", reduce)
