@@ -163,14 +163,6 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_named_in_one_line(life, capfd
         assert str(last) in line
 
 
-def test_evaluate_says_when_it_reads_what_is_held_out_more_than_once(life, capfd):
-    once, often = (
-        run_command(capfd, "evaluate", life / "run", f"evaluate.batches={n}") for n in (1, 50)
-    )
-    assert "evaluate.batches" not in once
-    assert re.search(r"evaluate.batches: 50, 800 samples of \S+/text, but \d+ are held out", often)
-
-
 def test_evaluate_needs_no_optimizer(life, capfd, tmp_path):
     """apex is where the run was trained."""
     config = tmp_path / "apex.yaml"
