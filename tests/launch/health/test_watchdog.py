@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -230,8 +231,9 @@ def test_the_host_of_a_lost_rank_is_excluded_only_under_a_launcher(tmp_path, cap
     answers = Answers([(3, "host3")], [], 64)
     alarm = Alarm(5, "why", BAD_NODE, hang=True)
     identity = Identity(0, 64, 0, source, host="host0")
-    Watchdog(identity, tmp_path, Timeouts.of(64, 60)).start(FakeLiveness(alarm, answers))
-    assert codes.get(timeout=60) == (LOST if source == "local" else BAD_NODE)
+    with closing(Watchdog(identity, tmp_path, Timeouts.of(64, 60))) as one:
+        one.start(FakeLiveness(alarm, answers))
+        assert codes.get(timeout=60) == (LOST if source == "local" else BAD_NODE)
     assert (tmp_path / "bad-nodes.txt").exists() == (source == "slurm")
 
 
@@ -331,8 +333,9 @@ def test_blocking_hosts_are_excluded_if_they_are_few_and_known(
     for rank in (1, 0):
         identity = Identity(rank, 64, rank, "slurm", host="host0")
         liveness = FakeLiveness(Alarm(5, "why", LOST, hang=True), Answers([], stuck, hosts))
-        Watchdog(identity, tmp_path, Timeouts.of(64, 60)).start(liveness)
-        assert codes.get(timeout=60) == code
+        with closing(Watchdog(identity, tmp_path, Timeouts.of(64, 60))) as one:
+            one.start(liveness)
+            assert codes.get(timeout=60) == code
         assert (capsys.readouterr().err == "") == (rank > 0), "rank 0 speaks alone"
     listed = tmp_path / "bad-nodes.txt"
     named = sorted({host for _, host, _ in stuck})
@@ -353,8 +356,9 @@ def test_if_most_ranks_do_not_answer_rank_0_excludes_its_host(tmp_path, codes, a
     assert first.meet(60) == []
     for rank in answering:
         threading.Thread(target=others[rank - 1].answer, args=(True,), daemon=True).start()
-    Watchdog(first.identity, tmp_path, timeouts).start(first)
-    assert codes.get(timeout=60) == BAD_NODE
+    with closing(Watchdog(first.identity, tmp_path, timeouts)) as one:
+        one.start(first)
+        assert codes.get(timeout=60) == BAD_NODE
     assert (tmp_path / "bad-nodes.txt").read_text().split() == listed
 
 
