@@ -139,8 +139,8 @@ def test_bad_input_that_only_rank_0_meets_ends_all_ranks_with_code_2(folder):
     (folder / "refused" / "config.yaml").mkdir(parents=True)
     ended = launch(folder, "refused", slurm)
     assert [code for code, _, _ in ended] == [2] * RANKS
-    told = "Is a directory, need room to write\n"
-    assert ended[0][2] == f"megafrontier: run.directory: {folder}/refused: {told}"
+    reported = "Is a directory, need room to write\n"
+    assert ended[0][2] == f"megafrontier: run.directory: {folder}/refused: {reported}"
     assert ended[1][2] == ""
 
 
@@ -219,9 +219,9 @@ def test_a_config_that_one_node_cannot_read_ends_all_ranks(folder):
 
     ended = launch(folder, "half", lacking, "train.steps=${oc.decode:${oc.env:STEPS}}")
     assert [code for code, _, _ in ended] == [2] * RANKS
-    told = "".join(errors for _, _, errors in ended)
-    assert told.startswith("megafrontier: rank 0 on frontier00001: ")
-    assert told.count("\n") == 1
+    reported = "".join(errors for _, _, errors in ended)
+    assert reported.startswith("megafrontier: rank 0 on frontier00001: ")
+    assert reported.count("\n") == 1
 
 
 def test_an_environment_without_accelerators_excludes_no_node(folder):

@@ -124,8 +124,10 @@ def test_a_killed_rank_is_named_and_the_others_end_at_once(tmp_path, capfd):
     begin = time.monotonic()
     assert fork_ranks(4, body) == 128 + signal.SIGKILL
     assert time.monotonic() - begin < 10
-    told = capfd.readouterr().err
-    assert told == f"megafrontier: rank 1 on {socket.gethostname()} was lost: signal 9, Killed\n"
+    reported = capfd.readouterr().err
+    assert (
+        reported == f"megafrontier: rank 1 on {socket.gethostname()} was lost: signal 9, Killed\n"
+    )
 
 
 def test_ranks_that_stop_on_request_are_not_killed():

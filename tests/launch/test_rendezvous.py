@@ -214,8 +214,8 @@ def test_all_ranks_raise_alike_if_levels_do_not_fit_the_hosts(tmp_path):
         return 0
 
     assert fork_ranks(4, body) == 0
-    (told,) = {path.read_text() for path in tmp_path.iterdir()}
-    assert "need the same number of consecutive ranks on every host" in told
+    (reported,) = {path.read_text() for path in tmp_path.iterdir()}
+    assert "need the same number of consecutive ranks on every host" in reported
 
 
 def test_another_number_of_ranks_than_in_the_levels_is_refused_before_meeting():
@@ -251,6 +251,6 @@ def test_consecutive_ranks_as_many_a_host_as_in_the_machine_file_are_accepted():
 )
 def test_another_number_or_order_of_ranks_on_a_host_is_refused(rank, local_rank):
     expected = 8 if rank != 8 else 16
-    told = f"ranks_per_host: rank {rank} is local rank {local_rank} on n1, need {expected}"
-    with pytest.raises(UserError, match=told):
+    reported = f"ranks_per_host: rank {rank} is local rank {local_rank} on n1, need {expected}"
+    with pytest.raises(UserError, match=reported):
         rendezvous.check_placement(task(rank, local_rank), expected)

@@ -202,11 +202,11 @@ def watch_collectives(engine, watch):
     """Call `watch(name of the level, label)` before each collective, on its stream."""
     collective = engine.ledger.collective
 
-    def watched(level, label):
+    def observed(level, label):
         watch(engine.hierarchy.levels.names[level], label)
         return collective(level, label)
 
-    engine.ledger.collective = watched
+    engine.ledger.collective = observed
 
 
 def bits(tensor: torch.Tensor) -> bytes:

@@ -103,7 +103,7 @@ class LivenessCheck:
         if rank == 0:
             self._wait_for_all(seconds)
         else:
-            self.store.wait(["absent"], timedelta(seconds=seconds + self._timeouts.verdict))
+            self.store.wait(["absent"], timedelta(seconds=seconds + self._timeouts.outcome))
         absent, refusals, count, part = json.loads(self._text("absent"))
         if not absent and not count:
             self.first_host = self._text("host/0")
@@ -173,7 +173,7 @@ class LivenessCheck:
             self.store.set("verdict", json.dumps(asdict(answers)))
             self._wait_for_listeners(self.identity.world_size - len(missing) - 1)
             return answers
-        self.store.wait(["verdict"], timedelta(seconds=self._timeouts.verdict))
+        self.store.wait(["verdict"], timedelta(seconds=self._timeouts.outcome))
         found = json.loads(self._text("verdict"))
         self._confirm()
         missing, stuck = ([tuple(row) for row in found[name]] for name in ("missing", "stuck"))

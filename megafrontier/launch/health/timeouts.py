@@ -36,7 +36,7 @@ class Timeouts:
     """torch's timeout of a collective. More than `first_step`: the watchdog's report says more."""
     answer: float
     """From an alarm until rank 0 has counted the ranks that answer."""
-    verdict: float
+    outcome: float
     """From an alarm until the other ranks have heard from rank 0. More than `answer`."""
     storage: float = 20.0
     """Each write to the storage of a rank that is about to end."""
@@ -61,5 +61,5 @@ class Timeouts:
             check_nodes=180.0 + world_size / 200,
             collective=max(_COLLECTIVE, 2 * first_step) if is_limited else _NO_LIMIT,
             answer=3.0 + world_size / 10_000,
-            verdict=10.0 + world_size / 2_000,
+            outcome=10.0 + world_size / 2_000,
         )

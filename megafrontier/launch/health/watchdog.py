@@ -216,7 +216,7 @@ class Watchdog:
         liveness = self._liveness
         first = None
         if liveness is not None:
-            first = call_with_timeout(self._timeouts.verdict, lambda: liveness.raise_alarm(alarm))
+            first = call_with_timeout(self._timeouts.outcome, lambda: liveness.raise_alarm(alarm))
         self._end(first or alarm)
 
     def _end(self, alarm: Alarm) -> None:
@@ -227,7 +227,7 @@ class Watchdog:
             time.sleep(5 * limits.storage)  # another thread ends the process
             return
         self._hard_timeout.arm(
-            limits.verdict + 2 * limits.answer + 3 * limits.storage + limits.no_python
+            limits.outcome + 2 * limits.answer + 3 * limits.storage + limits.no_python
         )
         report = threading.Thread(target=self._write_report, daemon=True)
         if alarm.hang:
@@ -250,7 +250,7 @@ class Watchdog:
         liveness, limits = self._liveness, self._timeouts
         if liveness is None:
             return Answers([], [])
-        found = call_with_timeout(limits.verdict + limits.answer, lambda: liveness.answer(hang))
+        found = call_with_timeout(limits.outcome + limits.answer, lambda: liveness.answer(hang))
         return Answers([(0, liveness.first_host)], []) if found is None else found
 
     def _explain_lost(self, alarm: Alarm, missing: Missing) -> tuple[int, str]:

@@ -300,11 +300,11 @@ class LevelCollectives:
             return []  # there is one replica
         total = AsyncChain(chain.value, chain.label)
 
-        def remember(value: torch.Tensor) -> torch.Tensor:
+        def keep_total(value: torch.Tensor) -> torch.Tensor:
             total.value = value
             return value
 
-        self.then(chain, depth, remember)
+        self.then(chain, depth, keep_total)
         self._reduce(wires, chain, depth, last, NO_ERRORS)
         with self._collect() as gathers:
             self._gather(wires, chain, total, last, depth)

@@ -124,19 +124,19 @@ class Watched(Samples):
 
 
 def test_the_next_step_is_read_in_the_background(samples: Samples) -> None:
-    watched = Watched(samples)
-    loader = Loader(watched, 2, 2)
+    recording = Watched(samples)
+    loader = Loader(recording, 2, 2)
     loader.step(0)
     loader.step(1)
     loader.close()
-    assert watched.reads[:2] == [(0, True), (2, False)]
-    assert all(not in_main for _, in_main in watched.reads[1:])
+    assert recording.reads[:2] == [(0, True), (2, False)]
+    assert all(not in_main for _, in_main in recording.reads[1:])
 
 
 def test_an_error_in_the_background_is_raised_by_its_step(samples: Samples) -> None:
-    watched = Watched(samples)
-    watched.fails_from = 2
-    loader = Loader(watched, 2, 2)
+    recording = Watched(samples)
+    recording.fails_from = 2
+    loader = Loader(recording, 2, 2)
     loader.step(0)
     with pytest.raises(UserError, match="sample 2 is bad"):
         loader.step(1)

@@ -40,7 +40,7 @@ def test_each_level_with_peers_has_a_bandwidth():
     ],
     ids=["said", "empty", "without"],
 )  # fmt: skip
-def test_the_cause_of_a_failed_communicator_is_reported(last, told):
+def test_the_cause_of_a_failed_communicator_is_reported(last, reported):
     """The first line of the error is the same for all causes."""
     first = "NCCL error in: NCCLUtils.cpp:94, invalid usage, NCCL version 2.28.9"
 
@@ -53,4 +53,4 @@ def test_the_cause_of_a_failed_communicator_is_reported(last, told):
     one = Hierarchy(make_levels((2,)), 1, (group,), world)
     with pytest.raises(Unconnected) as caught:
         connect(one, 0)
-    assert str(caught.value) == f"rank 1: communicator of world: {first}{told}"
+    assert str(caught.value) == f"rank 1: communicator of world: {first}{reported}"

@@ -59,7 +59,7 @@ def test_absent_ranks_are_reported_to_every_rank_that_arrives():
 
 
 def test_without_rank_0_the_other_ranks_time_out():
-    timeouts = replace(Timeouts.of(2), verdict=0.5)
+    timeouts = replace(Timeouts.of(2), outcome=0.5)
     with pytest.raises(RuntimeError):
         LivenessCheck(dist.HashStore(), Identity(1, 2, 1, "slurm"), timeouts).meet(0.1)
 
@@ -102,7 +102,7 @@ def test_in_a_hang_every_rank_learns_which_ranks_block_the_others():
 
 
 def test_without_rank_0_there_is_no_verdict():
-    check = met(verdict=0.2)[1]
+    check = met(outcome=0.2)[1]
     assert call_with_timeout(20, lambda: check.answer(hang=True)) is None
 
 

@@ -20,7 +20,7 @@ def hold_lock(seconds):
     ctypes.PyDLL(None).sleep(seconds)
 
 
-SOON = replace(Timeouts.of(1, HANG_SECONDS), no_python=0.2, storage=0.1, answer=0.2, verdict=0.2)
+SOON = replace(Timeouts.of(1, HANG_SECONDS), no_python=0.2, storage=0.1, answer=0.2, outcome=0.2)
 
 
 def started(folder):
@@ -39,9 +39,9 @@ def test_a_rank_whose_gil_is_never_released_ends_and_shows_where(tmp_path, capfd
     begin = time.monotonic()
     assert in_child(body) == 1
     assert time.monotonic() - begin < LONG / 2
-    told = capfd.readouterr().err
-    assert "Timeout (" in told
-    assert "in hold_lock" in told
+    reported = capfd.readouterr().err
+    assert "Timeout (" in reported
+    assert "in hold_lock" in reported
 
 
 def test_a_rank_ends_though_its_report_holds_the_gil(tmp_path, monkeypatch, capfd):
@@ -55,9 +55,9 @@ def test_a_rank_ends_though_its_report_holds_the_gil(tmp_path, monkeypatch, capf
     begin = time.monotonic()
     assert in_child(body) == 1
     assert time.monotonic() - begin < LONG / 2
-    told = capfd.readouterr().err
-    assert "Timeout (" in told
-    assert "in hold_lock" in told
+    reported = capfd.readouterr().err
+    assert "Timeout (" in reported
+    assert "in hold_lock" in reported
 
 
 def test_a_rank_that_has_left_in_order_is_not_ended(tmp_path):

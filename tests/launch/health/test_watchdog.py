@@ -95,9 +95,9 @@ def test_local_ranks_end_at_once_when_one_is_killed_and_resume_to_the_same_bits(
 def test_ranks_of_a_launcher_name_the_rank_that_was_killed(folder, victim):
     name = f"killed-{victim}"
     ended = launched(folder, name, [fault("step", victim, "kill", step=3)])
-    code, told = ended[1 - victim]
+    code, reported = ended[1 - victim]
     assert code == LOST
-    assert told == f"megafrontier: rank {victim} on frontier00001: lost, no answer\n"
+    assert reported == f"megafrontier: rank {victim} on frontier00001: lost, no answer\n"
     if victim:
         assert f'"ended": {LOST}' in attempts(folder, name)
 
@@ -106,11 +106,11 @@ def test_a_killed_rank_is_noticed_though_no_collective_fails(folder):
     """As with NCCL, whose collectives wait for a lost rank for good."""
     faults = [fault("step", 0, "hang", step=3), fault("step", 1, "kill", step=3)]
     begin = time.monotonic()
-    code, told = launched(folder, "beside", faults)[0]
+    code, reported = launched(folder, "beside", faults)[0]
     assert time.monotonic() - begin < 100, "train.hang_seconds is 600"
     assert code == LOST
     lost = "megafrontier: rank 1 on frontier00001: lost, no answer; rank 1 has ended, stacks in "
-    assert told.startswith(lost)
+    assert reported.startswith(lost)
 
 
 def test_ranks_that_evaluate_do_not_wait_for_a_failed_one(folder):
@@ -137,14 +137,14 @@ def test_an_error_of_one_rank_is_printed_by_it_and_its_code_is_that_of_all_ranks
 
 def test_out_of_memory_ends_with_advice_and_no_traceback(folder):
     """Another start would run out of memory as well."""
-    told = "HIP out of memory. Tried 2 GiB.\nMore."
-    faults = [fails("step", 1, "OutOfMemoryError", told, step=2)]
+    reported = "HIP out of memory. Tried 2 GiB.\nMore."
+    faults = [fails("step", 1, "OutOfMemoryError", reported, step=2)]
     ended = launched(folder, "memory", faults)
     assert [ended[r][0] for r in (0, 1)] == [FAILED, FAILED]
-    told = ended[1][1]
-    assert told.startswith("megafrontier: rank 1 on frontier00001: HIP out of memory. Tried 2")
-    assert "smaller train.micro_batch (1)" in told
-    assert told.count("\n") == 1
+    reported = ended[1][1]
+    assert reported.startswith("megafrontier: rank 1 on frontier00001: HIP out of memory. Tried 2")
+    assert "smaller train.micro_batch (1)" in reported
+    assert reported.count("\n") == 1
     assert ended[0][1] == ""
 
 
@@ -165,11 +165,13 @@ def on_two_hosts(rank):
 def test_a_host_that_does_not_answer_before_the_first_step_is_excluded(folder, at):
     """While the ranks connect to each other, or in the preflight."""
     faults, name = [fault(at, 1, "freeze")], at.replace(" ", "-")
-    code, told = launched(folder, name, faults, *TWO_HOSTS, identity=on_two_hosts)[0]
+    code, reported = launched(folder, name, faults, *TWO_HOSTS, identity=on_two_hosts)[0]
     assert code == BAD_NODE
-    assert told.startswith("megafrontier: rank 1 on frontier00002: lost, no answer; nothing fini")
-    assert told.endswith(f"; listed in {folder}/{name}/bad-nodes.txt: frontier00002\n")
-    assert told.count("\n") == 1
+    assert reported.startswith(
+        "megafrontier: rank 1 on frontier00002: lost, no answer; nothing fini"
+    )
+    assert reported.endswith(f"; listed in {folder}/{name}/bad-nodes.txt: frontier00002\n")
+    assert reported.count("\n") == 1
     assert (folder / name / "bad-nodes.txt").read_text() == "frontier00002\n"
 
 
@@ -192,28 +194,28 @@ def test_hosts_that_block_the_others_before_the_first_step_are_excluded(folder, 
     assert [code for code, _ in ended.values()] == [BAD_NODE] * 4, ended
     hosts = [f"frontier{rank + 1:05d}" for rank in who]
     ranks = "; ".join(f"rank {rank} on {host}" for rank, host in zip(who, hosts, strict=True))
-    told = "".join(errors for _, errors in ended.values())
-    assert told.startswith(f"megafrontier: {ranks}: stuck at {at}, though every rank answers")
-    assert told.endswith(f"; listed in {folder}/{name}/bad-nodes.txt: {', '.join(hosts)}\n")
-    assert told.count("\n") == 1
+    reported = "".join(errors for _, errors in ended.values())
+    assert reported.startswith(f"megafrontier: {ranks}: stuck at {at}, though every rank answers")
+    assert reported.endswith(f"; listed in {folder}/{name}/bad-nodes.txt: {', '.join(hosts)}\n")
+    assert reported.count("\n") == 1
     assert (folder / name / "bad-nodes.txt").read_text().split() == hosts
 
 
 def test_hosts_that_cannot_reach_each_other_are_excluded(folder):
     """Neither rank is told when the other gives up, and no traceback is printed."""
-    told = "reset by peer\nat gloo"
+    reported = "reset by peer\nat gloo"
     faults = [
-        fails("link world", rank, "RuntimeError", told, peer=peer)
+        fails("link world", rank, "RuntimeError", reported, peer=peer)
         for rank, peer in ((1, 2), (2, 1))
     ]
     chosen = ("train.hang_seconds=60", "machine.device.ranks_per_host=1")
     ended = launched(folder, "reset", faults, *chosen, identity=on_four_hosts, count=4)
     assert [code for code, _ in ended.values()] == [BAD_NODE] * 4, ended
-    (told,) = "".join(errors for _, errors in ended.values()).splitlines()
-    assert "rank 1 on frontier00002; rank 2 on frontier00003: stuck at link world, " in told
-    assert ": link world to rank " in told
-    assert "reset by peer, stacks in " in told
-    assert told.endswith("bad-nodes.txt: frontier00002, frontier00003")
+    (reported,) = "".join(errors for _, errors in ended.values()).splitlines()
+    assert "rank 1 on frontier00002; rank 2 on frontier00003: stuck at link world, " in reported
+    assert ": link world to rank " in reported
+    assert "reset by peer, stacks in " in reported
+    assert reported.endswith("bad-nodes.txt: frontier00002, frontier00003")
 
 
 def test_a_rank_that_fails_while_ranks_connect_ends_all_at_once(folder):
@@ -241,9 +243,9 @@ def test_a_dead_link_of_most_ranks_is_named_but_excludes_no_host(folder):
     """Also without a preflight, because neighbours meet before the first collective."""
     faults = [fault("link world", rank, "hang") for rank in (0, 1)]
     chosen = (*TWO_HOSTS, "preflight.enabled=false")
-    code, told = launched(folder, "both", faults, *chosen, identity=on_two_hosts)[0]
+    code, reported = launched(folder, "both", faults, *chosen, identity=on_two_hosts)[0]
     assert code == LOST
-    assert "rank 0 on frontier00001; rank 1 on frontier00002: stuck at link world, " in told
+    assert "rank 0 on frontier00001; rank 1 on frontier00002: stuck at link world, " in reported
     assert not (folder / "both" / "bad-nodes.txt").exists()
 
 
@@ -262,13 +264,15 @@ def frozen_before_meeting(folder, name, rank):
 
 @pytest.mark.usefixtures("laid_out")
 def test_the_host_of_a_rank_that_does_not_arrive_is_excluded(folder):
-    code, told = frozen_before_meeting(folder, "absent", rank=1)
+    code, reported = frozen_before_meeting(folder, "absent", rank=1)
     assert code == BAD_NODE
-    assert told.startswith(
+    assert reported.startswith(
         "megafrontier: rank 1 on frontier00002: did not come to tcp://127.0.0.1:"
     )
-    assert told.endswith(f" within 9 s; listed in {folder}/absent/bad-nodes.txt: frontier00002\n")
-    assert told.count("\n") == 1
+    assert reported.endswith(
+        f" within 9 s; listed in {folder}/absent/bad-nodes.txt: frontier00002\n"
+    )
+    assert reported.count("\n") == 1
     assert (folder / "absent" / "bad-nodes.txt").read_text() == "frontier00002\n"
 
 
@@ -283,9 +287,11 @@ def test_no_host_is_excluded_if_most_ranks_are_absent_or_their_hosts_unknown(tmp
 
 
 def test_another_rank_reports_that_rank_0_does_not_arrive(folder):
-    code, told = frozen_before_meeting(folder, "first", rank=0)
+    code, reported = frozen_before_meeting(folder, "first", rank=0)
     assert code == LOST
-    (line,) = [line for line in told.splitlines() if "megafrontier: " in line]  # c10d has its own
+    (line,) = [
+        line for line in reported.splitlines() if "megafrontier: " in line
+    ]  # c10d has its own
     assert line.startswith("megafrontier: rank 0: no answer at tcp://127.0.0.1:")
 
 
@@ -365,11 +371,11 @@ def test_if_most_ranks_do_not_answer_rank_0_excludes_its_host(tmp_path, codes, a
 def test_a_frozen_rank_is_lost_and_the_others_write_their_stacks(folder):
     faults = [fault("step", 1, "freeze", step=3)]
     ended = launched(folder, "frozen", faults, "train.hang_seconds=8")
-    code, told = ended[0]
+    code, reported = ended[0]
     assert code == LOST
-    assert told.startswith("megafrontier: rank 1 on frontier00001: lost, no answer; nothing")
+    assert reported.startswith("megafrontier: rank 1 on frontier00001: lost, no answer; nothing")
     page = folder / "frozen" / "hang" / "step-00000003" / "frontier00001" / "rank-0.txt"
-    assert str(page.parent.parent) in told
+    assert str(page.parent.parent) in reported
     text = page.read_text()
     assert "last collective over world: " in text
     assert "in flight for" in text
