@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -42,7 +41,7 @@ from megafrontier.training.loop import run
 from megafrontier.training.plan import check_memory, memory_advice
 from megafrontier.training.preview import check_training, describe_run
 from megafrontier.training.resume.restarts import StartRecord, record_interrupt, record_start
-from megafrontier.training.resume.resume import check_resume, resume, resumes_when_repeated
+from megafrontier.training.resume.resume import check_resume, goes_back, resume
 from megafrontier.training.trainer import Trainer, build_trainer
 
 T = TypeVar("T")
@@ -55,7 +54,7 @@ def train(config: Config, nproc: int | None) -> int:
 
     Raises UserError for bad input, before any process group exists.
     """
-    directory, begun = Path(config.run.directory), datetime.now(UTC)
+    directory = Path(config.run.directory)
     identity = identify(os.environ) if nproc is None else None
     try:
         return launch(
@@ -68,7 +67,7 @@ def train(config: Config, nproc: int | None) -> int:
         )
     except KeyboardInterrupt:
         if identity is None or identity.rank == 0:
-            record_interrupt(directory, begun)
+            record_interrupt(directory)
         raise
 
 
@@ -234,11 +233,8 @@ def _run(context: RunContext, start: StartRecord) -> int:
         if trainer.step >= trainer.last_step:
             return 0
         if trainer.is_first:
-            how = (
-                "the same command goes on"
-                if resumes_when_repeated(config)
-                else "go on without checkpoint.resume"
-            )
+            is_repeatable = config.checkpoint.resume != "never" and not goes_back(config)
+            how = "the same command goes on" if is_repeatable else "go on without checkpoint.resume"
             # The checkpoint of this step may have found no room.
             saved = "" if save.saved_step == trainer.step else f", saved at step {save.saved_step}"
             run_logger.info(f"stopped on request at step {trainer.step}{saved}; {how}")

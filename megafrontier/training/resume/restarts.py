@@ -138,70 +138,44 @@ def _ended_well(start: Entry, reached: int) -> bool:
     return start.get("ended") in (0, BAD_INPUT, FAILED, INTERRUPTED)
 
 
-def record_interrupt(directory: Path, since: datetime) -> None:
-    """Record Ctrl-C, if this command's start has been recorded, so at `since` (UTC) or later. If
-    not, the command was still waiting for the run lock, and the newest start is another's."""
-    path = directory / FILE_NAME
-    starts = [str(entry.get("at")) for entry in _entries(path) if "reached" in entry]
-    if starts and starts[-1] >= _timestamp(since):
-        with suppress(OSError):
-            _append(path, {"ended": INTERRUPTED})
+def record_interrupt(directory: Path) -> None:
+    """Record Ctrl-C as the end of the newest start."""
+    with suppress(OSError):
+        _append(directory / FILE_NAME, {"ended": INTERRUPTED})
 
 
 def record_begun(directory: Path, wanted: str) -> None:
     """Record that this launch has done what `checkpoint.resume` (`wanted`) asks for: restarts of
     the launch have the same arguments and must not do it again. Only rank 0 calls it.
-
-    Raises StorageFailed if the file cannot be written.
-    """
-    if not (launch := _launch()):
-        return
-    path = directory / FILE_NAME
-    try:
-        _append(path, {"begun": wanted, **launch})
-    except OSError as error:
-        raise StorageFailed(f"{path}: {error.strerror}, need to note the start") from error
+    Raises OSError."""
+    if launch := _launch():
+        _append(directory / FILE_NAME, {"begun": wanted, **launch})
 
 
 def has_begun(directory: Path, wanted: str) -> bool:
-    """Whether an earlier start of this Slurm job, or of these ranks by torchrun, called
-    `record_begun`. Raises StorageFailed if the file is there and cannot be read."""
-    path, launch = directory / FILE_NAME, _launch()
-    begun: list[Entry] = []
+    """Whether an earlier start of this launch called `record_begun`. Raises StorageFailed if the
+    file is there and cannot be read."""
+    path = directory / FILE_NAME
+    if not (launch := _launch()):
+        return False
     try:
-        for entry in _read(path) if launch else ():
-            if entry.get("job") != launch.get("job"):
-                continue
-            if entry.get("begun") == wanted:
-                begun.append(entry)
-            elif "reached" in entry and "torchrun" in entry:
-                # Several launches by torchrun may have one name: its default is `none`.
-                begun = [note for note in begun if _is_restart(entry, note)]
+        return any(
+            entry.get("begun") == wanted
+            and entry.get("job") == launch["job"]
+            and entry.get("restarts", [0, 0]) < launch["restarts"]
+            for entry in _read(path)
+        )
     except OSError as error:
         raise StorageFailed(f"{path}: {error.strerror}, need what earlier starts did") from error
-    return any(_is_restart(launch, note) for note in begun)
 
 
 def _launch() -> Entry:
-    """The launch that this start belongs to and how often that was restarted, by Slurm and by
-    torchrun; empty without both."""
-    launch: Entry = {}
-    if "SLURM_JOB_ID" in os.environ:
-        restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-        launch |= {"job": os.environ["SLURM_JOB_ID"], "restart": restart}
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-        launch |= {"torchrun": os.environ["TORCHELASTIC_RUN_ID"], "torchrun_restart": restart}
-    return launch
-
-
-def _is_restart(launch: Entry, earlier: Entry) -> bool:
-    """Whether `launch` restarts `earlier`; both are of the same Slurm job, or of none."""
-    restarts = [entry.get("restart", 0) for entry in (earlier, launch)]
-    if restarts[0] != restarts[1]:
-        return bool(restarts[0] < restarts[1])
-    is_same = "torchrun" in launch and earlier.get("torchrun") == launch["torchrun"]
-    return is_same and bool(earlier["torchrun_restart"] < launch["torchrun_restart"])
+    """The Slurm job or torchrun command that this start belongs to, and how often Slurm and
+    torchrun have restarted it; empty without both."""
+    job = os.environ.get("SLURM_JOB_ID", os.environ.get("TORCHELASTIC_RUN_ID"))
+    counts = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    restarts = [int(os.environ.get(name) or 0) for name in counts]
+    return {} if job is None else {"job": job, "restarts": restarts}
 
 
 def reached_step(metrics: Path) -> int:
@@ -238,14 +212,10 @@ def _parse(lines: Iterator[str]) -> Iterator[Entry]:
 
 def _append(path: Path, values: Entry) -> None:
     """Add a line to a file whose last line may have been cut short. Raises OSError."""
-    line = json.dumps({"at": _timestamp(datetime.now(UTC)), **values}) + "\n"
+    line = json.dumps({"at": datetime.now(UTC).isoformat(timespec="seconds"), **values}) + "\n"
     with path.open("ab+") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             line = line if file.read() == b"\n" else f"\n{line}"
         file.write(line.encode())
         sync_file(file)
-
-
-def _timestamp(moment: datetime) -> str:
-    return moment.isoformat(timespec="seconds")

@@ -7,7 +7,6 @@ the path is one of the run's own checkpoints, the run goes back to it and sets l
 once for each launch: a requeued job has the same arguments. The same holds for `never`.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,14 +25,14 @@ from megafrontier.checkpoint.folder import (
 )
 from megafrontier.checkpoint.format import Manifest
 from megafrontier.checkpoint.load import Checkpoint, load_checkpoint, open_newest, read_manifest
-from megafrontier.common.errors import StorageFailed, UserError, as_fatal_error
+from megafrontier.common.errors import StorageFailed, UserError
 from megafrontier.config import Config, ModelConfig
 from megafrontier.model.flops import parameter_shapes
 from megafrontier.partition import Engine
 from megafrontier.training.callbacks.save import checkpoint_root, shards
 from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.resume.compatibility import changes, check_model, old_position
-from megafrontier.training.resume.restarts import has_begun, reached_step, record_begun
+from megafrontier.training.resume.restarts import has_begun, record_begun
 from megafrontier.training.trainer import Trainer
 
 
@@ -48,11 +47,6 @@ def check_resume(config: Config) -> None:
         )
     if path is None:
         return
-    if goes_back(config) and step_of(path) is None and not is_set_aside(path):
-        raise UserError(
-            f"checkpoint.resume: {path}: another name among the run's own checkpoints; need its "
-            "name, as step-00000100, which checkpoint.keep_every may keep for good"
-        )
     if _own_newest(config) is not None:
         return
     try:
@@ -98,8 +92,9 @@ def named_checkpoint(config: Config) -> Path | None:
 
 
 def _is_own(config: Config, path: Path) -> bool:
-    """Whether a path is in the run's own checkpoints folder, which may be a link."""
-    return path.parent.resolve() == checkpoint_root(config).resolve()
+    """Whether a path is one of the run's own checkpoints, whose folder may be a link."""
+    is_checkpoint = step_of(path) is not None or is_set_aside(path)
+    return is_checkpoint and path.parent.resolve() == checkpoint_root(config).resolve()
 
 
 def _own_newest(config: Config) -> Path | None:
@@ -120,17 +115,6 @@ def has_begun_as_asked(config: Config) -> bool:
     return has_begun(Path(config.run.directory), config.checkpoint.resume)
 
 
-def resumes_when_repeated(config: Config) -> bool:
-    """Whether the same command, given again, resumes from the newest checkpoint."""
-    if config.checkpoint.resume != "never" and not goes_back(config):
-        return True
-    try:
-        # A restart by torchrun resumes as well, but a user would start another torchrun.
-        return "SLURM_JOB_ID" in os.environ and has_begun_as_asked(config)
-    except StorageFailed:
-        return False
-
-
 def resume(trainer: Trainer, run_logger: RunLogger) -> None:
     """Load the checkpoint that `checkpoint.resume` asks for, if any (Note [Which checkpoint]). All
     ranks call it.
@@ -143,9 +127,10 @@ def resume(trainer: Trainer, run_logger: RunLogger) -> None:
     path = named_checkpoint(config)
     is_begun = world.broadcast_from_rank_0(lambda: str(has_begun_as_asked(config))) == "True"
     is_back = goes_back(config) and not is_begun
+    record = partial(record_begun, Path(config.run.directory), config.checkpoint.resume)
     if config.checkpoint.resume == "never" and not is_begun:
         _on_rank_0(trainer, partial(_refuse_old_checkpoints, root))
-        _on_rank_0(trainer, partial(_record_begun, config))
+        _on_rank_0(trainer, record)
         return
     _on_rank_0(trainer, partial(_refuse_loose_link, root))
     found = None if is_back else open_newest(root, load, world, run_logger.info)
@@ -157,12 +142,11 @@ def resume(trainer: Trainer, run_logger: RunLogger) -> None:
         load_named = partial(load_checkpoint, load=load, world=world)
         found = of_newest(path, load_named, world.broadcast_from_rank_0)
     if found is None:
-        _warn_if_lost(trainer, root, run_logger)
         return
     _go_on_from(found, trainer, is_start, run_logger)
     if is_back:
         _on_rank_0(trainer, partial(_set_later_aside, root, trainer.step, found.path, run_logger))
-        _on_rank_0(trainer, partial(_record_begun, config))
+        _on_rank_0(trainer, record)
 
 
 def _on_rank_0(trainer: Trainer, act: Callable[[], None]) -> None:
@@ -171,11 +155,7 @@ def _on_rank_0(trainer: Trainer, act: Callable[[], None]) -> None:
 
 
 def _refuse_old_checkpoints(root: Path) -> None:
-    try:
-        old = next(candidates(root), None)
-    except OSError as error:
-        raise as_fatal_error(error, f"checkpoint.resume: {root}: {error.strerror}") from error
-    if old is not None:
+    if (old := next(candidates(root), None)) is not None:
         raise UserError(
             f"checkpoint.resume: never, but {old} is there; need another run.name, or move it"
         )
@@ -187,31 +167,11 @@ def _refuse_loose_link(root: Path) -> None:
         raise StorageFailed(f"{root}: leads to {root.readlink()}, which is not there")
 
 
-def _record_begun(config: Config) -> None:
-    record_begun(Path(config.run.directory), config.checkpoint.resume)
-
-
 def _set_later_aside(root: Path, step: int, path: Path, run_logger: RunLogger) -> None:
     """Make the checkpoint at `path`, of this step, the newest in `root`."""
-    try:
-        set_later_aside(root, step)
-        if is_set_aside(path):
-            run_logger.info(f"{path} is {restore(path, step).name} again")
-    except OSError as error:
-        line = f"checkpoint.resume: {root}: {error.strerror}, need to set checkpoints aside"
-        raise as_fatal_error(error, line) from error
-
-
-def _warn_if_lost(trainer: Trainer, root: Path, run_logger: RunLogger) -> None:
-    """Warn if a run that has done steps begins at step 0: its checkpoints may be elsewhere."""
-    if not trainer.is_first:
-        return
-    reached = reached_step(Path(trainer.config.run.directory) / "metrics.jsonl")
-    if reached:
-        run_logger.info(
-            f"warning: {root}: no checkpoints, though metrics.jsonl has step {reached}; "
-            "beginning at step 0"
-        )
+    set_later_aside(root, step)
+    if is_set_aside(path):
+        run_logger.info(f"{path} is {restore(path, step).name} again")
 
 
 def _go_on_from(found: Checkpoint, trainer: Trainer, is_start: bool, run_logger: RunLogger) -> None:
@@ -256,13 +216,7 @@ def _load_shards(trainer: Trainer, checkpoint: Checkpoint, is_start: bool = Fals
         for tensor in tensors:
             tensor.zero_()
     states = states_to_load(trainer, _used(trainer.config, checkpoint.manifest, is_start))
-    try:
-        fill_shards(checkpoint, trainer.config.model, trainer.engine, states)
-    except UserError as error:
-        # Subclasses are of a damaged checkpoint, say.
-        if type(error) is not UserError or not _is_own(trainer.config, checkpoint.path):
-            raise
-        raise UserError(f"{error}; another run.name begins anew") from error
+    fill_shards(checkpoint, trainer.config.model, trainer.engine, states)
 
 
 def fill_shards(

@@ -1,7 +1,5 @@
 """Which checkpoint a run resumes from, and what it does with the others."""
 
-import json
-
 import pytest
 import torch
 
@@ -175,10 +173,10 @@ def test_weights_only_needs_another_runs_checkpoint(config_file, tmp_path, resum
     assert not (tmp_path / "run").exists(), "nothing is left of a run that is refused"
 
 
-def test_a_run_whose_checkpoints_are_away_says_so_and_loses_no_history(
+def test_a_run_whose_checkpoints_are_away_does_not_begin_anew(
     train_alone, exit_code, tmp_path, root
 ):
-    """Its checkpoints folder is a link to a scratch file system, which is missing, or empty."""
+    """Its checkpoints folder is a link to a scratch file system, which is missing."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     root.parent.mkdir()
@@ -186,12 +184,6 @@ def test_a_run_whose_checkpoints_are_away_says_so_and_loses_no_history(
     train_alone("train.stop_at=3")
     scratch.rename(tmp_path / "away")
     assert exit_code() == StorageFailed.code
-    scratch.mkdir()
-    train_alone("train.stop_at=1")
-    warning = f"warning: {root}: no checkpoints, though metrics.jsonl has step 3"
-    assert warning in runs.log(tmp_path / "run")
-    kept = (tmp_path / "run" / "metrics.superseded.jsonl").read_text()
-    assert [json.loads(line)["step"] for line in kept.splitlines()] == [1, 2, 3]
 
 
 def test_a_requeued_job_goes_back_to_a_checkpoint_of_its_own_once(
@@ -242,17 +234,6 @@ def test_a_run_that_goes_back_to_what_was_set_aside_goes_on_from_there(train_alo
     assert "step-00000005 at step 5" in runs.log(tmp_path / "run")
 
 
-def test_a_checkpoint_renamed_among_the_runs_own_is_refused_and_keeps_its_name(
-    train_alone, exit_code, root
-):
-    """With its own name back, retention would delete it one day."""
-    train_alone(*KEEP_ALL, "train.stop_at=4")
-    (root / "step-00000002").rename(root / "best")
-    with pytest.raises(UserError, match=r"best: another name among the run's own checkpoints"):
-        exit_code(f"checkpoint.resume={root}/best")
-    assert names(root) == ["best", "step-00000004"]
-
-
 def test_a_run_goes_back_to_a_checkpoint_that_is_a_link(config_file, train_alone, tmp_path, root):
     """To permanent storage, say."""
     train_alone(*KEEP_ALL, "train.stop_at=4")
@@ -284,23 +265,6 @@ def test_a_restart_of_a_launch_that_was_to_begin_new_goes_on(
     assert "step-00000003 at step 3" in runs.log(tmp_path / "run")
     monkeypatch.setenv(launch, "8")
     assert exit_code(NEVER) == 2
-
-
-def test_another_torchrun_of_the_same_name_is_another_launch(
-    config_file, train_alone, exit_code, tmp_path, root, monkeypatch
-):
-    """All have the name `none` unless the user gives one."""
-    train_alone(*KEEP_ALL)
-    back = (f"checkpoint.resume={root}/step-00000004", "checkpoint.keep=0")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    for restart, stop, times in (("0", 5, 1), ("1", 6, 1), ("0", 5, 2)):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
-        train_alone(*back, f"train.stop_at={stop}")
-        assert runs.log(tmp_path / "run").count("step-00000004 at step 4") == times
-    assert not resuming.resumes_when_repeated(runs.load(config_file, NEVER))
-    for restart in ("0", "1"):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
-        assert exit_code(NEVER) == 2
 
 
 def test_a_run_cannot_begin_where_it_is_to_end(train_alone, exit_code, tmp_path, imported, capfd):

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import fields, replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from megafrontier.config.schema import RotaryScalingConfig
 from megafrontier.data.corpus.indexed import IndexedDataset
 from megafrontier.data.sampling.loader import Loader
 from megafrontier.partition.layout import Layout
-from megafrontier.training.resume.compatibility import check_model, corpus_changes
+from megafrontier.training.resume.compatibility import check_model
 from tests import runs
 from tests.data.corpora import write_corpus
 
@@ -99,14 +98,17 @@ def test_weights_that_fit_another_model_are_refused_in_one_line(config_file, tmp
     assert error.count("\n") == 1
 
 
-def test_keys_that_give_sample_numbers_another_meaning_are_warnings(
+def test_changed_keys_are_reported_and_warnings_if_samples_are_others(
     config_file, tmp_path, imported
 ):
     changed = (
         "run.seed=8", "data.split=[0.8, 0.2]", "data.document_mask=true", "model.sequence_length=8",
+        "train.clip_grad_norm=0.5", "model.dropout=0.5", "optimizer.betas=[0.5, 0.6]",
+        "optimizer.no_decay=[norm]", "train.spike_window=7", "train.steps=9", "log.every=1",
     )  # fmt: skip
     runs.run(config_file, 1, *runs.ONE, imported, *changed, "train.stop_at=3")
-    found = [line for line in runs.log(tmp_path / "run").splitlines() if "warning: " in line]
+    lines = runs.log(tmp_path / "run").splitlines()
+    found = [line for line in lines if "warning: " in line]
     texts = (
         "run.seed: 8, was 7", "model.sequence_length: 8, was 16",
         "data.split: [0.8, 0.2], was [0.9, 0.1]", "data.document_mask: True, was False",
@@ -114,49 +116,25 @@ def test_keys_that_give_sample_numbers_another_meaning_are_warnings(
     assert len(found) == len(texts)
     for line, text in zip(found, texts, strict=True):
         assert f"warning: {text}; samples are others from here on" in line
-
-
-def test_keys_that_change_how_training_goes_on_are_reported(config_file, tmp_path, imported):
-    changed = (
-        "train.clip_grad_norm=0.5", "model.dropout=0.5", "optimizer.betas=[0.5, 0.6]",
-        "optimizer.no_decay=[norm]", "train.spike_window=7", "log.every=1",
-    )  # fmt: skip
-    runs.run(config_file, 1, *runs.ONE, imported, *changed, "train.stop_at=3")
-    found = [line for line in runs.log(tmp_path / "run").splitlines() if ", was " in line]
+    reported = [line for line in lines if ", was " in line and "warning" not in line]
     texts = (
         "train.clip_grad_norm: 0.5, was 1.0", "model.dropout: 0.5, was 0.0",
         "optimizer.betas: [0.5, 0.6], was [0.9, 0.95]", "optimizer.no_decay: ['norm'], was ",
-        "train.spike_window: 7, was ",
+        "train.spike_window: 7, was ", "train.steps: 9, was 8",
     )  # fmt: skip
-    assert len(found) == len(texts)
-    for line, text in zip(found, texts, strict=True):
-        assert text in line
+    assert len(reported) == len(texts)
+    for text in texts:
+        assert any(text in line for line in reported)
 
 
 def test_a_corpus_of_another_size_is_a_warning(config_file, tmp_path, imported):
     """All of it is for training once validation has its own corpus. Or the corpus has grown."""
     valid = f"data.valid=[{{path: {tmp_path}/corpus}}]"
     runs.run(config_file, 1, *runs.ONE, imported, valid, "train.stop_at=3")
-    warning = r"warning: data.train: (\d+) windows, was (\d+); samples are others from here on"
+    warning = r"warning: data.train: windows \[(\d+)\], was \[(\d+)\]; samples are others"
     found = re.search(warning, runs.log(tmp_path / "run"))
     assert found is not None
     assert int(found[1]) * 0.9 == pytest.approx(int(found[2]), abs=1)
-
-
-@pytest.mark.parametrize(
-    ("before", "said"),
-    [
-        ([7, 3], None),
-        ([4, 6], "data.train: 7 windows, was 4 (and 1 more corpora)"),
-        ([7, 5], "data.train: 3 windows, was 5"),
-        (10, None),  # of an older version: of both together
-        (11, "data.train: 10 windows, was 11"),
-    ],
-)
-def test_text_moved_from_one_corpus_to_another_is_a_warning(before, said):
-    trainer = SimpleNamespace(loader=SimpleNamespace(samples=SimpleNamespace(windows=[7, 3])))
-    found = corpus_changes(trainer, SimpleNamespace(extra={"windows": before}))
-    assert found == ([] if said is None else [said])
 
 
 @pytest.mark.parametrize(
@@ -174,7 +152,7 @@ def test_a_corpus_made_again_with_as_many_windows_is_a_warning(
     ids = remake(IndexedDataset(tmp_path / "corpus").tokens)
     write_corpus(tmp_path / "corpus", [[ids.tolist()]], str(ids.dtype))
     runs.run(config_file, 1, *runs.ONE, "train.stop_at=3")
-    warning = f"warning: data.train: {tmp_path}/corpus: made anew, of other ids; samples are others"
+    warning = "warning: data.train: made anew, of other ids; samples are others"
     assert (warning in runs.log(tmp_path / "run")) == is_warning
 
 
@@ -192,12 +170,6 @@ def test_corpora_that_have_moved_are_the_same(config_file, tmp_path, weights, is
     assert ("warning: data.train: " in runs.log(tmp_path / "run")) == is_warning
 
 
-def test_an_older_checkpoint_without_contents_is_no_warning():
-    loader = SimpleNamespace(samples=SimpleNamespace(windows=[7]))
-    trainer = SimpleNamespace(loader=loader, is_first=True)
-    assert not corpus_changes(trainer, SimpleNamespace(extra={"windows": [7]}))
-
-
 def test_other_rotary_frequencies_are_a_warning(config_file, tmp_path, imported):
     longer = ("model.rotary_base=500000", "model.rotary_scaling={factor: 2, original_length: 16}")
     runs.run(config_file, 1, *runs.ONE, imported, *longer)
@@ -205,19 +177,6 @@ def test_other_rotary_frequencies_are_a_warning(config_file, tmp_path, imported)
     assert "warning: model.rotary_base: 500000.0, was 10000.0" in log
     assert "warning: model.rotary_scaling: {'factor': 2.0, " in log
     assert "'original_length': 16}, was None" in log
-
-
-def test_a_schedule_that_goes_on_at_another_rate_is_reported(config_file, tmp_path, imported):
-    """More steps stretch it, though it is the same during warm-up. The same steps say nothing."""
-    runs.run(config_file, 1, *runs.ONE, imported, "train.steps=80", "train.stop_at=3")
-    runs.run(config_file, 1, *runs.ONE, "train.steps=80", "train.stop_at=4")
-    runs.run(config_file, 1, *runs.ONE, "train.steps=8", "train.stop_at=5")
-    pattern = r"learning rate: (\S+) from (\S+).* on, would have been (\S+)"
-    found = re.findall(pattern, runs.log(tmp_path / "run"))
-    assert [(start, float(now) < float(before)) for now, start, before in found] == [
-        ("about", False),
-        ("here", True),
-    ]
 
 
 @pytest.mark.parametrize("keeps_position", [True, False])
@@ -243,8 +202,7 @@ def test_another_global_batch_neither_repeats_nor_skips_a_sample(
             forget_position(tmp_path / "run" / "checkpoints" / "step-00000003")
     read = [int(line) for line in (tmp_path / "read").read_text().split()]
     assert read == list(range(3 * 16 + (2 * 8 + 32 if keeps_position else 3 * 32)))
-    before, sample = (8, 64) if keeps_position else (16, 48)
-    said = f"train.global_batch: 32, was {before}; the data go on at sample {sample}"
+    said = f"train.global_batch: 32, was {8 if keeps_position else 16}"
     assert said in runs.log(tmp_path / "run")
 
 

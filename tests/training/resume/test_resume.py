@@ -91,9 +91,6 @@ def test_resume_with_low_bit_wires_and_error_feedback_is_identical_too(config_fi
         f"checkpoint.resume={last}", f"run.directory={tmp_path}/elsewhere",
     )  # fmt: skip
     assert runs.losses(elsewhere)[-1] < runs.losses(unbroken)[0]
-    dropped = "error feedback: none on these levels; the errors kept so far are dropped"
-    assert dropped in runs.log(tmp_path / "elsewhere")
-    assert dropped not in runs.log(tmp_path / "broken-off")
 
 
 @pytest.mark.parametrize("strategy", ["topo", "zero1", "mics", "zero3"])
