@@ -33,11 +33,11 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)]
-)
-@pytest.mark.parametrize(
-    "command",
-    ["prepare x.jsonl --tokenizer bytes --out out/c", "tokenizer x.jsonl --vocab-size 400 --out t"],
+    ("command", "number", "code"),
+    [
+        ("prepare x.jsonl --tokenizer bytes --out out/c", signal.SIGTERM, 128 + signal.SIGTERM),
+        ("tokenizer x.jsonl --vocab-size 400 --out t", signal.SIGINT, 130),
+    ],
 )
 def test_an_interrupted_command_ends_at_once_whatever_its_workers_do(
     tmp_path: Path, command: str, number: int, code: int

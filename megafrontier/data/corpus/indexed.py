@@ -62,6 +62,9 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: str | Path) -> None:
+        # Every mapping keeps its file open. The usual limit of 1,024 is too low for many corpora.
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
         self.prefix = str(prefix)
         idx = _map(idx_path(prefix))
         self.dtype, sequences, entries = _read_header(idx_path(prefix), idx)
@@ -157,8 +160,6 @@ def _map(path: Path) -> mmap.mmap:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
-        if error.errno == errno.EMFILE and _raise_file_limit():
-            return _map(path)
         line = f"{path}: cannot read the corpus: {error.strerror}"
         if error.errno == errno.ENOENT:
             need = "need the PREFIX of a PREFIX.bin and .idx, as `prepare` writes them"
@@ -166,17 +167,6 @@ def _map(path: Path) -> mmap.mmap:
         raise as_fatal_error(error, line) from error
     except ValueError as error:  # mmap refuses to map nothing
         raise UserError(f"{path}: empty at byte 0, need a corpus with tokens") from error
-
-
-def _raise_file_limit() -> bool:
-    """Raise the limit of open files to its maximum. Returns whether that changed it.
-
-    Every mapping keeps its file open, and the usual limit of 1,024 is too low for a blend of many
-    corpora.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return soft != hard
 
 
 def _read_header(path: Path, idx: mmap.mmap) -> tuple[np.dtype, int, int]:

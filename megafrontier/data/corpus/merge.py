@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -16,16 +15,6 @@ from megafrontier.data.corpus.writer import CorpusWriter, IndexBuilder
 _RANGE_BYTES = 256 << 20  # copied by one thread at a time
 _COPY_BYTES = 4 << 20  # in memory at a time, per thread
 _ENTRIES = 1 << 20  # entries of the index in memory at a time
-
-
-@dataclass(frozen=True)
-class CopyRange:
-    """Bytes of one .bin, and their offset in the merged .bin."""
-
-    path: Path
-    start: int
-    length: int
-    target: int
 
 
 def merge(prefixes: Sequence[str], out: str | Path, workers: int | None = None) -> int:
@@ -45,7 +34,8 @@ def merge(prefixes: Sequence[str], out: str | Path, workers: int | None = None) 
     _check(corpora, out)
     with CorpusWriter(out, corpora[0].dtype) as merged:
         merged.data.truncate(sum(corpus.tokens.nbytes for corpus in corpora))
-        _copy_tokens(_ranges(corpora), merged.partial_bin, workers)
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(partial(_copy_range, merged.partial_bin), _ranges(corpora)))
         for corpus in corpora:
             _copy_index(corpus, merged.index)
         merged.publish()
@@ -64,37 +54,29 @@ def _check(corpora: Sequence[IndexedDataset], out: str | Path) -> None:
             raise UserError(f"--out {out}: is one of the corpora to merge; give another name")
 
 
-def _ranges(corpora: Sequence[IndexedDataset]) -> Iterator[CopyRange]:
+def _ranges(corpora: Sequence[IndexedDataset]) -> Iterator[tuple[Path, int, int, int]]:
+    """Yield (path, first byte, end, offset in the merged .bin) of the ranges of every .bin."""
     target = 0
     for corpus in corpora:
         length = corpus.tokens.nbytes
         for start in range(0, length, _RANGE_BYTES):
-            size = min(_RANGE_BYTES, length - start)
-            yield CopyRange(bin_path(corpus.prefix), start, size, target + start)
+            end = min(start + _RANGE_BYTES, length)
+            yield bin_path(corpus.prefix), start, end, target + start
         target += length
 
 
-def _copy_tokens(ranges: Iterator[CopyRange], path: Path, workers: int) -> None:
+def _copy_range(merged: Path, copied: tuple[Path, int, int, int]) -> None:
+    path, start, end, target = copied
     # A new descriptor: the writer's own is in append mode and would ignore offsets.
-    target = os.open(path, os.O_WRONLY)
-    try:
-        with ThreadPoolExecutor(workers) as pool:
-            for _ in pool.map(partial(_copy_range, target), ranges):
-                continue
-    finally:
-        os.close(target)
-
-
-def _copy_range(target: int, copied: CopyRange) -> None:
-    with copied.path.open("rb", buffering=0) as file:
-        done = 0
-        while done < copied.length:
-            size = min(_COPY_BYTES, copied.length - done)
-            block = os.pread(file.fileno(), size, copied.start + done)
+    with path.open("rb", buffering=0) as source, merged.open("r+b") as file:
+        source.seek(start)
+        file.seek(target)
+        while start < end:
+            block = source.read(min(_COPY_BYTES, end - start))
             if not block:
-                at = copied.start + done
-                raise UserError(f"{copied.path}: cut off at byte {at} while it was copied")
-            done += os.pwrite(target, block, copied.target + done)
+                raise UserError(f"{path}: cut off at byte {start} while it was copied")
+            start += len(block)
+            file.write(block)
 
 
 def _copy_index(corpus: IndexedDataset, index: IndexBuilder) -> None:

@@ -16,11 +16,7 @@ from megafrontier.common.errors import UserError
 from megafrontier.common.files import sync_file, sync_folder
 from megafrontier.data.corpus.indexed import HEADER, MAGIC, VERSION, bin_path, dtype_code, idx_path
 
-_FULL = {
-    errno.ENOSPC: "no space left on the disk",
-    errno.EDQUOT: "no space left on the disk",
-    errno.EFBIG: os.strerror(errno.EFBIG).lower(),  # a limit of ulimit -f or of the file system
-}
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LONGEST_SEQUENCE = 2**31 - 1
 """Most tokens of a sequence, because sizes are int32. A longer document has several sequences."""
 
@@ -126,7 +122,7 @@ class CorpusWriter:
             self.index.close()
             self.data.close()
         if isinstance(error, OSError) and error.errno in _FULL:
-            raise UserError(f"{self.bin}: {_FULL[error.errno]}; nothing written") from error
+            raise UserError(f"{self.bin}: {error.strerror}; nothing written") from error
 
 
 def _lock(path: Path, prefix: str | Path) -> BinaryIO:
@@ -155,14 +151,9 @@ class DocumentWriter:
         self._open_sizes = [0]  # sequences so far of the document that has not ended
         self._document_start = 0
         self._is_bad = False
-        self._open_unknown = 0
         self.tokens = 0
         self.left_out = 0
         """Documents that were left out because of a bad chunk."""
-        self.unknown = 0
-        """Unknown tokens in all documents."""
-        self.unknown_documents = 0
-        """Documents with an unknown token."""
 
     def write_chunks(
         self,
@@ -170,33 +161,25 @@ class DocumentWriter:
         sizes: NDArray[np.int32],
         ends: NDArray[np.bool_],
         bad: NDArray[np.bool_],
-        unknown: NDArray[np.int32] | None = None,
     ) -> None:
         """Append chunks: their `tokens` [sum of sizes], and the `sizes` of each [chunks].
 
         `ends` [chunks] is whether the document ends with the chunk. Documents with a chunk marked
-        in `bad` [chunks], and empty documents, are left out. `unknown` [chunks] is the number of
-        unknown tokens, which are only counted.
+        in `bad` [chunks], and empty documents, are left out.
         """
-        unknown = np.zeros_like(sizes) if unknown is None else unknown
         if ends.all() and not bad.any() and not self._is_bad and self._open_sizes == [0]:
-            self._write_documents(tokens, sizes[sizes > 0], unknown)
+            self._write_documents(tokens, sizes[sizes > 0])
             return
-        starts = np.cumsum(sizes) - sizes
-        chunks = zip(starts, sizes, ends, bad, unknown.tolist(), strict=True)
-        for start, size, is_end, is_bad, count in chunks:
+        for start, size, is_end, is_bad in zip(
+            np.cumsum(sizes) - sizes, sizes, ends, bad, strict=True
+        ):
             self._write_chunk(tokens[start : start + size])
             self._is_bad |= bool(is_bad)
-            self._open_unknown += count
             if is_end:
                 self._end_document()
 
-    def _write_documents(
-        self, tokens: NDArray, sizes: NDArray[np.int32], unknown: NDArray[np.int32]
-    ) -> None:
+    def _write_documents(self, tokens: NDArray, sizes: NDArray[np.int32]) -> None:
         self._corpus.data.write(tokens.tobytes())
-        self.unknown += int(unknown.sum())
-        self.unknown_documents += int(np.count_nonzero(unknown))
         first = self._corpus.index.sequences + 1
         self._corpus.index.add(sizes, np.arange(first, first + len(sizes)))
         self.tokens += len(tokens)
@@ -219,7 +202,4 @@ class DocumentWriter:
         elif self._open_sizes != [0]:
             sequences = self._corpus.index.sequences + len(self._open_sizes)
             self._corpus.index.add(np.array(self._open_sizes, np.int32), np.array([sequences]))
-            self.unknown += self._open_unknown
-            self.unknown_documents += self._open_unknown > 0
-        self._open_unknown = 0
         self._open_sizes, self._document_start, self._is_bad = [0], self.tokens, False

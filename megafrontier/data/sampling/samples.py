@@ -4,7 +4,6 @@
 consecutive tokens. Its last token is only a target, so consecutive windows share one token.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -101,18 +100,11 @@ class Samples:
 
     def locate(self, first: int, count: int) -> list[tuple[int, int]]:
         """Return (corpus index, window in its file) of samples first … first + count - 1."""
-        numbers: dict[int, list[int]] = defaultdict(list)
-        rows: dict[int, list[int]] = defaultdict(list)
-        for row in range(count):
-            corpus, number = self.blend.locate(first + row)
-            numbers[corpus].append(number)
-            rows[corpus].append(row)
-        located = [(0, 0)] * count
-        for corpus in numbers:
-            windows = self._windows_of(corpus, np.array(numbers[corpus], np.uint64))
-            for row, window in zip(rows[corpus], windows.tolist(), strict=True):
-                located[row] = (corpus, window)
-        return located
+        located = np.array([self.blend.locate(first + row) for row in range(count)])
+        for corpus in np.unique(located[:, 0]).tolist():
+            mine = located[:, 0] == corpus
+            located[mine, 1] = self._windows_of(corpus, located[mine, 1].astype(np.uint64))
+        return [(corpus, window) for corpus, window in located.tolist()]
 
     def batch(self, first: int, count: int) -> Batch:
         """Read samples first … first + count - 1 as tensors [count, s].

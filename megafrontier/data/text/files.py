@@ -38,8 +38,7 @@ class Stream:
     def _unpack(self, file: BinaryIO) -> Iterator[bytes]:
         packing = self.path.suffix.lower()
         if packing == ".gz":
-            # Like gzip itself, ignore zeros that a tape or block device has appended.
-            return self._members(file, lambda: zlib.decompressobj(wbits=31), zlib.error, b"\0")
+            return self._members(file, lambda: zlib.decompressobj(wbits=31), zlib.error)
         if packing == ".zst":
             import zstandard
 
@@ -54,20 +53,16 @@ class Stream:
             yield chunk
 
     def _members(
-        self,
-        file: BinaryIO,
-        make: Callable[[], Any],
-        corrupt: type[Exception],
-        padding: bytes = b"",
+        self, file: BinaryIO, make: Callable[[], Any], corrupt: type[Exception]
     ) -> Iterator[bytes]:
-        """Unpack consecutive members (gzip) or frames (zstd), with any `padding` after each.
+        """Unpack consecutive members (gzip) or frames (zstd).
 
         We do not use the readers of the libraries: they accept a file that is truncated between
         two blocks of a zstd frame as complete.
         """
-        member, inside, has_ended = make(), True, False  # an empty file is truncated, too
+        member, inside = make(), True  # an empty file is truncated, too
         for chunk in self._read(file):
-            while chunk := chunk.lstrip(padding) if has_ended else chunk:
+            while chunk:
                 try:
                     text = member.decompress(chunk)
                 except corrupt as error:
@@ -75,7 +70,7 @@ class Stream:
                     raise UserError(f"{self.path}: corrupt near byte {at}: {error}") from error
                 if text:
                     yield text
-                chunk, inside, has_ended = member.unused_data, not member.eof, member.eof
+                chunk, inside = member.unused_data, not member.eof
                 if member.eof:
                     member = make()
         if inside:

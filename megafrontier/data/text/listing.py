@@ -115,12 +115,10 @@ def _is_folder(path: str) -> bool:
 
 
 def _mode(path: str | Path) -> int:
-    """The file mode; 0 for a link to itself, or to nowhere if its name is not that of a text."""
+    """The file mode; 0 for a link to nowhere whose name is not that of a text."""
     try:
         return os.stat(path).st_mode
-    except OSError as error:
-        is_no_text = error.errno == errno.ENOENT and suffix(Path(path)) in _OTHER_SUFFIXES
-        if is_no_text or error.errno == errno.ELOOP:
+    except FileNotFoundError as error:
+        if suffix(Path(path)) in _OTHER_SUFFIXES:
             return 0
-        why = "leads nowhere" if error.errno == errno.ENOENT else error.strerror
-        raise OSError(error.errno, why, str(path)) from error
+        raise FileNotFoundError(errno.ENOENT, "leads nowhere", str(path)) from error

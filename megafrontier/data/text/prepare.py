@@ -1,20 +1,18 @@
 """`megafrontier prepare`: tokenise text with many processes; their number changes no byte."""
 
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megafrontier.common.errors import UserError, print_error
-from megafrontier.data.corpus.indexed import bin_path, idx_path, token_dtype
-from megafrontier.data.corpus.writer import CorpusWriter, DocumentWriter, partial_path
+from megafrontier.data.corpus.indexed import token_dtype
+from megafrontier.data.corpus.writer import CorpusWriter, DocumentWriter
 from megafrontier.data.text.reader import BadText, Reader, TextRange, read_texts, refuse_bad
 from megafrontier.data.text.sources import find_sources, select_part
 from megafrontier.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -28,15 +26,15 @@ _SHOWN_BAD_TEXTS = 10
 class Summary:
     """What a corpus was made of."""
 
-    documents: int
-    tokens: int
-    text_bytes: int
-    bad: int
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    bad: int = 0
     """Documents left out because of a bad text, line or row."""
-    unknown: int
+    unknown: int = 0
     """Tokens for characters that the tokenizer has no piece for."""
-    unknown_documents: int
-    """Documents with such a token."""
+    unknown_documents: int = 0
+    """Documents with such a token. Of a long one, only the first part counts."""
 
 
 @dataclass
@@ -51,8 +49,8 @@ class EncodedBatch:
     """Whether the document ends with the chunk [chunks]."""
     bad: NDArray[np.bool_]
     """Whether the text of the chunk is bad, so that its document is left out [chunks]."""
-    unknown: NDArray[np.int32]
-    """Unknown tokens of each chunk [chunks]."""
+    unknown: int
+    unknown_documents: int
     messages: list[str]
     """What is wrong with each bad text."""
     text_bytes: int
@@ -90,7 +88,8 @@ class Encoder:
             np.array([len(chunk) for chunk in chunks], np.int32),
             np.array([r.is_last for _, r in texts], bool),
             np.array([isinstance(text, BadText) for text, _ in texts], bool),
-            np.array(unknown, np.int32),
+            sum(unknown),
+            sum(n > 0 and not r.is_continuation for n, (_, r) in zip(unknown, good, strict=True)),
             [text.message for text in bad],
             sum(len(text.encode()) for text, _ in good),
         )
@@ -136,97 +135,51 @@ def prepare(
     encoder = Encoder(load_tokenizer(tokenizer), key, append_eod, skip_bad)
     encoder.tokenizer.encode(_WORD)  # raises UserError for the tokenizer `none`
     reader = Reader(select_part(find_sources(inputs, split), *part), key)
-    _refuse_inputs(reader, out)
     with (
         Workers(workers, encoder.encode) as pool,
         CorpusWriter(out, token_dtype(encoder.tokenizer.vocab_size)) as corpus,
-        PrepareProgress(sum(source.file_bytes for source in reader.sources)) as progress,
     ):
-        batches = pool.map(reader.batches(), "try fewer --workers")
-        summary = _write(batches, corpus, progress, reader)
+        summary = _write(pool.map(reader.batches(), "try fewer --workers"), corpus, reader)
         if summary.tokens == 0 and part[1] == 1:
             raise UserError(f"{', '.join(inputs)}: no text in it, need a corpus with some")
         corpus.publish()
     return summary
 
 
-def _refuse_inputs(reader: Reader, out: str | Path) -> None:
-    written = {path.resolve() for path in (bin_path(out), idx_path(out))}
-    written |= {partial_path(path) for path in written}
-    for source in reader.sources:
-        if source.table is None and Path(source.name).resolve() in written:
-            raise UserError(f"--out {out}: {source.name} is one of the inputs; give another prefix")
-
-
-def _write(
-    batches: Iterator[EncodedBatch],
-    corpus: CorpusWriter,
-    progress: "PrepareProgress",
-    reader: Reader,
-) -> Summary:
-    writer = DocumentWriter(corpus)
-    text_bytes = 0
+def _write(batches: Iterator[EncodedBatch], corpus: CorpusWriter, reader: Reader) -> Summary:
+    writer, made = DocumentWriter(corpus), Summary()
+    progress = _Progress(sum(source.file_bytes for source in reader.sources))
     for batch in batches:
-        writer.write_chunks(batch.tokens, batch.sizes, batch.ends, batch.bad, batch.unknown)
-        text_bytes += batch.text_bytes
-        for message in batch.messages:
-            progress.skipped(message)
-        progress.update(reader.done_bytes, text_bytes, writer.tokens)
-    return Summary(
-        corpus.index.documents,
-        writer.tokens,
-        text_bytes,
-        writer.left_out,
-        writer.unknown,
-        writer.unknown_documents,
-    )
+        writer.write_chunks(batch.tokens, batch.sizes, batch.ends, batch.bad)
+        made.text_bytes += batch.text_bytes
+        made.unknown += batch.unknown
+        made.unknown_documents += batch.unknown_documents
+        progress.skip(batch.messages)
+        progress.update(reader.done_bytes, made.text_bytes, writer.tokens)
+    if progress.bad > _SHOWN_BAD_TEXTS:
+        print_error(f"… and {progress.bad - _SHOWN_BAD_TEXTS} more skipped")
+    made.documents, made.tokens, made.bad = corpus.index.documents, writer.tokens, writer.left_out
+    return made
 
 
-class PrepareProgress:
-    """Shows bytes read, MB/s of text and tokens/s on stderr: a bar on a terminal, else lines."""
+class _Progress:
+    """Prints bytes read, MB/s of text and tokens/s on stderr every few seconds."""
 
     def __init__(self, total_bytes: int) -> None:
         self._total = total_bytes
         self._start = self._last = time.monotonic()
-        self._bad = 0
-        self._bar = _make_bar() if sys.stderr.isatty() else None
-        if self._bar is not None:
-            self._task = self._bar.add_task("", total=total_bytes, rates="")
-
-    def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        if self._bad > _SHOWN_BAD_TEXTS:
-            print_error(f"… and {self._bad - _SHOWN_BAD_TEXTS} more skipped")
+        self.bad = 0
 
     def update(self, done_bytes: int, text_bytes: int, tokens: int) -> None:
-        """Show totals: bytes read from disk, and the bytes of text and tokens made of them."""
+        """Print totals: bytes read from disk, and the bytes of text and tokens made of them."""
         now = time.monotonic()
-        seconds = max(now - self._start, 1e-9)
-        rates = f"{text_bytes / 1e6 / seconds:.2f} MB/s, {tokens / seconds:,.0f} tokens/s"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done_bytes, rates=rates)
-        elif now - self._last >= _PROGRESS_SECONDS:
-            self._last = now
+        if now - self._last >= _PROGRESS_SECONDS:
+            self._last, seconds = now, now - self._start
+            rates = f"{text_bytes / 1e6 / seconds:.2f} MB/s, {tokens / seconds:,.0f} tokens/s"
             print_error(f"{done_bytes / 1e6:.1f} of {self._total / 1e6:.1f} MB read, {rates}")
 
-    def skipped(self, message: str) -> None:
-        """Show a bad text. After the first few they are only counted."""
-        self._bad += 1
-        if self._bad <= _SHOWN_BAD_TEXTS:
-            show = print_error if self._bar is None else self._bar.console.print
-            show(f"skipped {message}")
-
-
-def _make_bar() -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = [DownloadColumn(), BarColumn(), TextColumn("{task.fields[rates]}")]
-    console = Console(stderr=True, markup=False, highlight=False)
-    return Progress(*columns, TimeRemainingColumn(), console=console)
+    def skip(self, messages: Sequence[str]) -> None:
+        """Print what is wrong with bad texts. After the first few they are only counted."""
+        for message in messages[: max(0, _SHOWN_BAD_TEXTS - self.bad)]:
+            print_error(f"skipped {message}")
+        self.bad += len(messages)

@@ -4,9 +4,9 @@ import codecs
 import glob
 import json
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,37 +55,39 @@ def find_sources(inputs: Sequence[str], split: str | None = None) -> list[Source
     (default: train). Raises UserError for an input that is none of these or holds no text, and for
     a `split` without a dataset.
     """
-    found = [source for name in inputs for source in _find(name, split)]
+    found: list[Source] = []
+    for name in inputs:
+        try:
+            found += _find(name, split)
+        except OSError as error:
+            place = f"input {name!r}: {error.filename}: {error.strerror}"
+            raise UserError(f"{place}, need a folder or file to read") from error
     if split is not None and all(source.table is None for source in found):
         raise UserError(f"--split: {split}, need a dataset that has it among the inputs")
     return found
 
 
 def select_part(sources: Sequence[Source], part: int, parts: int) -> Sequence[Source]:
-    """Return part `part` (from 1) of `parts` of the sources.
+    """Return part `part` (from 1) of `parts` of the sources: a range of about equal bytes.
 
-    The parts are consecutive, of about equal bytes, and none is empty. Raises UserError if there
-    are fewer sources than parts.
+    A file that is larger than a part may leave others empty. Raises UserError if there are fewer
+    sources than parts.
     """
+    last = max(parts, 1)
     if not 1 <= part <= parts:
-        last = max(parts, 1)
         raise UserError(f"--part {part}/{parts}: need 1/{last} to {last}/{last}")
     if len(sources) < parts:
         raise UserError(
             f"--part {part}/{parts}: the inputs hold {len(sources)} files, none of which is cut; "
             f"need at most {len(sources)} parts"
         )
-    stop, left = 0, sum(source.file_bytes for source in sources)
-    for number in range(1, part + 1):
-        start, taken = stop, 0
-        limit = len(sources) - (parts - number)  # leave one source for each later part
-        while stop < limit and (
-            stop == start or taken + sources[stop].file_bytes / 2 <= left / (parts - number + 1)
-        ):
-            taken += sources[stop].file_bytes
-            stop += 1
-        left -= taken
-    return sources[start : len(sources) if part == parts else stop]
+    sizes = [source.file_bytes + 1 for source in sources]
+    chosen, before = [], 0
+    for source, size in zip(sources, sizes, strict=True):
+        if (2 * before + size) * parts // (2 * sum(sizes)) == part - 1:  # where its middle lies
+            chosen.append(source)
+        before += size
+    return chosen
 
 
 def _find(name: str, split: str | None) -> list[Source]:
@@ -93,28 +95,17 @@ def _find(name: str, split: str | None) -> list[Source]:
     if not name:  # Path("") is the current folder
         raise UserError("input '': empty, need a file, a folder or a pattern")
     if path.is_dir():
-        with _listing(name):
-            return _find_in_folder(path, split)
+        return _find_in_folder(path, split)
     if path.exists():
         return [_check_file(path)]
     if glob.has_magic(name):
-        with _listing(name):
-            paths = [Path(match) for match in expand_pattern(name) if is_file(match)]
+        paths = [Path(match) for match in expand_pattern(name) if is_file(match)]
         if not paths:
             raise UserError(f"input {name!r}: no file matches; need .txt, .jsonl, .parquet, …")
         return [_check_file(path, is_named=False) for path in paths]
     if not _DATASET_NAME.fullmatch(name) or suffix(path) in _KINDS:
         raise UserError(f"input {name!r}: no such file or folder")
     return [_dataset_source(name, split)]
-
-
-@contextmanager
-def _listing(name: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        found = f"input {name!r}: {error.filename}: {error.strerror}"
-        raise UserError(f"{found}, need a folder or file to read") from error
 
 
 def _find_in_folder(folder: Path, split: str | None) -> list[Source]:
@@ -124,8 +115,6 @@ def _find_in_folder(folder: Path, split: str | None) -> list[Source]:
     if not found:
         known = ", ".join(TEXT_SUFFIXES)
         raise UserError(f"input {str(folder)!r}: no {known}, .jsonl or .parquet")
-    for path in found:
-        _check_packing(path)
     return [_file_source(path) for path in found]
 
 
@@ -135,13 +124,15 @@ def _dataset_source(name: str, split: str | None) -> Source:
 
 
 def _file_source(path: Path) -> Source:
+    if path.suffix.lower() in UNSUPPORTED_PACKING:
+        raise UserError(f"input {str(path)!r}: need it unpacked, or packed as .gz or .zst")
     return Source(str(path), _KINDS.get(suffix(path), "text"), path.stat().st_size)
 
 
 def _check_file(path: Path, is_named: bool = True) -> Source:
     if not path.is_file():
         raise UserError(f"input {str(path)!r}: a pipe or device, need a file: it is read twice")
-    _check_packing(path)
+    source = _file_source(path)
     if suffix(path) in _UNREAD_TABLES:
         need = "need one text a line in .jsonl, one a row in .parquet, or plain text"
         raise UserError(f"input {str(path)!r}: {suffix(path)}, {need}")
@@ -154,29 +145,16 @@ def _check_file(path: Path, is_named: bool = True) -> Source:
             f"input {str(path)!r}: looks like JSON lines, but would be read as one text; need the "
             "suffix .jsonl"
         )
-    return _file_source(path)
-
-
-def _check_packing(path: Path) -> None:
-    if path.suffix.lower() in UNSUPPORTED_PACKING:
-        raise UserError(f"input {str(path)!r}: need it unpacked, or packed as .gz or .zst")
+    return source
 
 
 def _is_json_lines(path: Path) -> bool:
-    """Return whether the first line that is not blank is a JSON object."""
-    # Joined once at the end: the first line of a file may have a gigabyte.
-    parts: list[bytes] = []
-    for chunk in Stream(path).chunks():
-        part = chunk if parts else chunk.removeprefix(codecs.BOM_UTF8).lstrip()
-        if not parts and part and not part.startswith(b"{"):
-            return False
-        if part:
-            parts.append(part)
-        if b"\n" in part:
-            break
+    """Return whether the first line that is not blank is a JSON object. Long ones are guessed."""
+    head, *more = [*islice(Stream(path).chunks(), 2)] or [b""]
+    line, end, _ = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
+    if more and not end:
+        return line.startswith(b'{"')
     try:
-        first = b"".join(parts).split(b"\n", 1)[0]
-        # Python refuses to parse integers of more than 4,300 digits.
-        return isinstance(json.loads(first, parse_int=str), dict)
-    except (ValueError, RecursionError):
+        return isinstance(json.loads(line), dict)
+    except ValueError:
         return False

@@ -2,9 +2,8 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from pkgutil import iter_modules
 from typing import Any
 
 from megafrontier.common.errors import UserError
@@ -37,7 +36,15 @@ def load_dataset(name: str, split: str | None) -> Any:
     cannot load it, or it has no such split.
     """
     import datasets
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as FORMATS
 
+    dataset, _, config = name.partition(":")
+    if (
+        dataset in FORMATS and not Path(name).exists()
+    ):  # it would read all such files of this folder
+        raise UserError(
+            f"input {name!r}: no such file or folder, and the name of a format, not of a dataset"
+        )
     try:
         with hub_lookup(name):
             if is_dataset_folder(Path(name)):
@@ -45,11 +52,7 @@ def load_dataset(name: str, split: str | None) -> Any:
             elif Path(name).is_dir():
                 table = datasets.load_dataset(name)
             else:
-                dataset, _, config = name.partition(":")
-                _refuse_format(name, dataset)
                 table = datasets.load_dataset(dataset, config or None)
-    except UserError:
-        raise
     except Exception as error:  # the library's dozen formats raise all kinds of exceptions
         raise UserError(
             f"input {name!r}: no file or folder of that name here, and no dataset either: {error}"
@@ -64,16 +67,6 @@ def load_dataset(name: str, split: str | None) -> Any:
     return table
 
 
-def _refuse_format(name: str, dataset: str) -> None:
-    """Refuse names like `json`, for which the library reads all such files of this folder."""
-    import datasets.packaged_modules as formats
-
-    if dataset in {module.name for module in iter_modules(formats.__path__)}:
-        raise UserError(
-            f"input {name!r}: no such file or folder, and the name of a format, not of a dataset"
-        )
-
-
 def read_rows(name: str, table: Any, key: str) -> Iterator[tuple[int, Rows]]:
     """Yield (number of the first row, from 0; at most about BLOCK_BYTES of column `key`).
 
@@ -81,13 +74,18 @@ def read_rows(name: str, table: Any, key: str) -> Iterator[tuple[int, Rows]]:
     are bytes that may not be valid UTF-8. Raises UserError for a file that cannot be read, or
     without that column.
     """
+    import pyarrow
+
     start, held, size = 0, list[Any](), 0
-    for row in _parquet_values(name, key) if table is None else _dataset_values(name, table, key):
-        held.append(row)
-        size += size_of([row])
-        if size >= files.BLOCK_BYTES or len(held) >= _BATCH_ROWS:
-            yield start, held
-            start, held, size = start + len(held), [], 0
+    try:
+        for row in chain.from_iterable(map(_values, _columns(name, table, key))):
+            held.append(row)
+            size += size_of([row])
+            if size >= files.BLOCK_BYTES or len(held) >= _BATCH_ROWS:
+                yield start, held
+                start, held, size = start + len(held), [], 0
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{name}: cannot read the table: {error}") from error
     if held:
         yield start, held
 
@@ -97,31 +95,19 @@ def size_of(rows: Rows) -> int:
     return sum(len(row) for row in rows if isinstance(row, str | bytes))
 
 
-def _parquet_values(name: str, key: str) -> Iterator[Any]:
+def _columns(name: str, table: Any, key: str) -> Iterator[Any]:
+    """Yield column `key` as Arrow arrays of at most _BATCH_ROWS rows."""
     import pyarrow.parquet
 
-    what = f"{name}: cannot read the parquet file"
-    with _as_user_error(what), pyarrow.parquet.ParquetFile(name) as file:
+    if table is not None:
+        _check_column(name, key, table.column_names)
+        batches = table.select_columns([key]).with_format("arrow").iter(_BATCH_ROWS)
+        yield from (batch.column(0) for batch in batches)
+        return
+    with pyarrow.parquet.ParquetFile(name) as file:
         _check_column(name, key, file.schema_arrow.names)
         for batch in file.iter_batches(_BATCH_ROWS, columns=[key]):
-            yield from _values(batch.column(0))
-
-
-def _dataset_values(name: str, table: Any, key: str) -> Iterator[Any]:
-    with _as_user_error(f"{name}: cannot read the dataset"):
-        _check_column(name, key, table.column_names)
-        for batch in table.select_columns([key]).with_format("arrow").iter(_BATCH_ROWS):
-            yield from _values(batch.column(0))
-
-
-@contextmanager
-def _as_user_error(what: str) -> Iterator[None]:
-    import pyarrow
-
-    try:
-        yield
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{what}: {error}") from error
+            yield batch.column(0)
 
 
 def _values(column: Any) -> Rows:

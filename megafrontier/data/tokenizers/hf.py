@@ -21,6 +21,8 @@ class HuggingFaceTokenizer(Tokenizer):
     """
 
     def __init__(self, name: str) -> None:
+        from transformers import PreTrainedTokenizerFast
+
         self._tokenizer = _load(name)
         vocabulary = self._tokenizer.get_vocab()
         if not vocabulary.keys() - set(self._tokenizer.all_special_tokens):
@@ -39,7 +41,9 @@ class HuggingFaceTokenizer(Tokenizer):
         added = self._tokenizer.added_tokens_decoder
         others = (i for i in vocabulary.values() if i not in added or not added[i].special)
         self.min_vocab_size = 1 + max(*others, self.eod, self.bos)
-        self._backend = _plain_backend(self._tokenizer)
+        # Its subclasses may change the ids of the `tokenizers` object inside.
+        is_plain = type(self._tokenizer) is PreTrainedTokenizerFast
+        self._backend = self._tokenizer.backend_tokenizer if is_plain else None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:  # some tokenizers of transformers fail for an empty list
@@ -164,13 +168,7 @@ def _file_of(name: str, file: str) -> str | None:
 def _read_file_of(name: str, file: str) -> dict[str, Any]:
     """Read a JSON file of a folder or of a name in the hub; empty without one."""
     path = None if Path(name).is_file() else _file_of(name, file)
-    try:
-        found = {} if path is None else json.loads(Path(path).read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: a list or a single value, need keys and values")
-    return found
+    return {} if path is None else json.loads(Path(path).read_bytes())
 
 
 def _from_files(name: str) -> Any:
@@ -188,14 +186,3 @@ def _from_files(name: str) -> Any:
     if list(path.glob("*.json")) == [vocabulary] and merges.is_file():
         return GPT2TokenizerFast(str(vocabulary), str(merges))
     return None
-
-
-def _plain_backend(tokenizer: Any) -> Any:
-    """Return the `tokenizers` object inside a tokenizer of transformers, if the latter does not
-    change its ids; else None."""
-    from transformers import PreTrainedTokenizerFast
-
-    kind, base = type(tokenizer), PreTrainedTokenizerFast
-    if not isinstance(tokenizer, base) or kind.__call__ is not base.__call__:
-        return None
-    return tokenizer.backend_tokenizer if kind._encode_plus is base._encode_plus else None

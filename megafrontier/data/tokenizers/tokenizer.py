@@ -9,6 +9,7 @@ from functools import cache
 from hashlib import sha256
 from itertools import chain, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from megafrontier.common.errors import UserError, as_fatal_error
@@ -118,18 +119,11 @@ class SentencePieceTokenizer(Tokenizer):
         except OSError as error:
             line = f"tokenizer {str(path)!r}: cannot read: {error.strerror}"
             raise as_fatal_error(error, line) from error
-        except (RuntimeError, UnicodeDecodeError) as error:
-            what = _described(self._proto)
+        except RuntimeError as error:
+            kinds = [kind for start, kind in _FORMATS.items() if re.match(start, self._proto)]
+            what = f"no SentencePiece model{''.join(kinds[:1])}"
             need = "need a SentencePiece .model, or a tokenizer.json by its name or its folder"
-            raise UserError(
-                f"tokenizer {str(path)!r}: no SentencePiece model{what}; {need}"
-            ) from error
-        try:
-            self._read_pieces()
-        except UnicodeDecodeError as error:
-            raise UserError(f"tokenizer {str(path)!r}: damaged: a piece is not UTF-8") from error
-
-    def _read_pieces(self) -> None:
+            raise UserError(f"tokenizer {str(path)!r}: {what}; {need}") from error
         self.vocab_size = self.min_vocab_size = self._model.get_piece_size()
         self.unk = self._model.unk_id()
         self.eod = self._find_eod()
@@ -201,18 +195,12 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 _FORMATS = {
-    rb"GGUF": "a GGUF file",
-    rb"[A-Za-z0-9+/]+=* \d+\r?\n": "tiktoken's ranks",
-    rb"\s*[{\[]": "JSON",
-    rb"PK\x03\x04": "a zip archive, as PyTorch writes it",
-    rb"version https://git-lfs": "a pointer of Git LFS, without the file that it stands for",
+    rb"GGUF": " but a GGUF file",
+    rb"[A-Za-z0-9+/]+=* \d+\r?\n": " but tiktoken's ranks",
+    rb"\s*[{\[]": " but JSON",
+    rb"version https://git-lfs": " but a pointer of Git LFS, without the file that it stands for",
 }
 """How files start that are mistaken for a SentencePiece model."""
-
-
-def _described(content: bytes) -> str:
-    found = (name for start, name in _FORMATS.items() if re.match(start, content))
-    return next((f" but {name}" for name in found), "")
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
@@ -256,23 +244,22 @@ def cached_tokenizer(spec: str) -> Tokenizer:
     return load_tokenizer(spec)
 
 
-_SAVED: dict[str, dict[Path, bytes]] = {}
-
-
 def save_cached_tokenizer(spec: str, folder: Path) -> None:
-    """Write the files of a cached tokenizer into a new folder.
+    """Write the files of a cached tokenizer into a folder.
 
     Every checkpoint has them, and some take seconds to convert, so they are made once per process.
     """
-    if spec not in _SAVED:
-        folder.mkdir(parents=True, exist_ok=True)
-        cached_tokenizer(spec).save(folder)
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        _SAVED[spec] = {path.relative_to(folder): path.read_bytes() for path in files}
-        return
-    for path, content in _SAVED[spec].items():
+    for path, content in _saved_files(spec).items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(content)
+
+
+@cache
+def _saved_files(spec: str) -> dict[Path, bytes]:
+    with TemporaryDirectory() as folder:
+        cached_tokenizer(spec).save(Path(folder))
+        files = [path for path in Path(folder).rglob("*") if path.is_file()]
+        return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
 def _is_a_path(spec: str) -> bool:
@@ -288,13 +275,7 @@ def _write_marker(folder: Path, kind: str) -> None:
 def _read_marker(folder: Path) -> dict[str, Any]:
     """Return the content of the marker; empty without one."""
     marker = folder / MARKER
-    try:
-        found = json.loads(marker.read_text()) if marker.is_file() else {}
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise UserError(f"{marker}: cut short or changed, need the folder written anew")
-    return found
+    return json.loads(marker.read_text()) if marker.is_file() else {}
 
 
 def _fast_digest(folder: Path) -> str | None:

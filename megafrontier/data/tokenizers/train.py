@@ -19,7 +19,6 @@ from megafrontier.data.workers import Workers
 EOD_PIECE = "<|endoftext|>"
 
 _MIN_VOCAB_SIZE = 300  # 256 bytes, four special pieces, and a few characters
-_MAX_VOCAB_SIZE = 2**31 - 1  # SentencePiece uses int32
 _MAX_LINE = 4096  # characters; SentencePiece ignores sentences longer than its limit
 _THREADS = 16  # fixed, because the sums of unigram depend on how the work is divided
 
@@ -87,22 +86,24 @@ def train_tokenizer(
     counted. Raises UserError for bad inputs, too little text for the vocabulary, or an `out` that
     cannot be written.
     """
-    if not _MIN_VOCAB_SIZE <= vocab_size <= _MAX_VOCAB_SIZE:
-        need = f"need {_MIN_VOCAB_SIZE} to {_MAX_VOCAB_SIZE}"
-        raise UserError(f"--vocab-size: {vocab_size}, {need}")
+    if vocab_size < _MIN_VOCAB_SIZE:
+        raise UserError(f"--vocab-size: {vocab_size}, need at least {_MIN_VOCAB_SIZE}")
     if not max_megabytes > 0:  # also refuses nan
         raise UserError(f"--max-megabytes: {max_megabytes}, need more than 0")
     sample = Sample(inputs, max_megabytes, key, skip_bad)
     out = Path(out)
     _check_replaceable(out)
+    target = out.resolve()  # because `.` has no name
     try:
-        with work_folder(out.resolve()) as folder:  # resolved, because `.` has no name
+        with work_folder(target) as folder:
             train = partial(_train, vocab_size=vocab_size, kind=kind, path=folder / "trained.model")
             # In a process of its own, because SentencePiece does not react to Ctrl-C.
             with Workers(1, train) as pool:
                 (sample,) = pool.map(iter([sample]), "try a smaller --max-megabytes")
             SentencePieceTokenizer(folder / "trained.model").save(folder / "whole")
-            _replace(folder / "whole", out.resolve())
+            if target.exists():
+                target.rename(folder / "old")
+            (folder / "whole").rename(target)
     except OSError as error:
         raise UserError(f"--out {out}: cannot write there: {error.strerror}") from error
     return sample
@@ -184,13 +185,6 @@ def _run_trainer(lines: Iterator[str], vocab_size: int, kind: str, file: BinaryI
         num_threads=_THREADS,
         minloglevel=2,
     )
-
-
-def _replace(whole: Path, out: Path) -> None:
-    """Rename `whole` to `out`. An older folder is moved away first."""
-    if out.exists():
-        out.rename(whole.with_name("old"))
-    whole.rename(out)
 
 
 def _check_replaceable(out: Path) -> None:

@@ -1,6 +1,5 @@
 """`prepare` writes the right bytes with any number of workers, completely or not at all."""
 
-import io
 import json
 import os
 import re
@@ -15,12 +14,11 @@ import pytest
 from megafrontier.cli import main
 from megafrontier.common.errors import UserError
 from megafrontier.data.corpus.indexed import IndexedDataset
-from megafrontier.data.text.prepare import PrepareProgress, prepare
+from megafrontier.data.text.prepare import prepare
 from megafrontier.data.tokenizers.tokenizer import MARKER, ByteTokenizer, load_tokenizer
 from tests.data.corpora import read_corpus, write_corpus
+from tests.data.tokenizers.models import GENERAL, save_fast_bpe, train_model
 from tests.processes import alive, children, wait_for
-
-GENERAL = str(Path(__file__).parents[3] / "tokenizers" / "general-16k.model")
 
 
 @pytest.fixture
@@ -41,23 +39,18 @@ def some_texts(count: int) -> list[str]:
     return [f"Text {i}:\n" + f"  word{i} and more" * (i * i % 97) for i in range(count)]
 
 
-def test_the_output_is_megatrons_format_byte_for_byte(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(257, "uint16"), (70_000, "int32")])
+def test_the_output_is_megatrons_format_byte_for_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: int, dtype: str
+) -> None:
     # write_corpus follows the description of the format.
+    monkeypatch.setattr(ByteTokenizer, "vocab_size", vocab_size)
     texts = ["ab", "", "c\n", "dé"]
     made = prepare([write_lines(tmp_path / "x.jsonl", texts)], "bytes", tmp_path / "made", 1, True)
     documents = [[[*text.encode(), 256]] for text in texts if text]
-    expected = write_corpus(tmp_path / "expected", documents)
+    expected = write_corpus(tmp_path / "expected", documents, dtype)
     assert read_corpus(tmp_path / "made") == read_corpus(expected)
     assert (made.documents, made.tokens, made.text_bytes) == (3, 10, 7)
-
-
-def test_a_large_vocabulary_takes_four_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ByteTokenizer, "vocab_size", 70_000)
-    prepare([write_lines(tmp_path / "x.jsonl", ["ab", "c"])], "bytes", tmp_path / "made", 1)
-    expected = write_corpus(tmp_path / "expected", [[[97, 98]], [[99]]], "int32")
-    assert read_corpus(tmp_path / "made") == read_corpus(expected)
 
 
 def test_workers_and_the_form_of_the_tokenizer_do_not_change_a_byte(
@@ -110,40 +103,16 @@ def test_a_long_text_is_one_document(tmp_path: Path, small_blocks: None) -> None
     assert corpus.document(0).tolist() == [*text.encode(), 256]
 
 
-def spread_lines() -> str:
-    return Path(os.__file__).read_text().replace("\n", "\n\n\n")
-
-
-def save_tokenizer(folder: Path, starts_with_space: bool) -> str:
-    """Save a tokenizer like GPT-2's, or like Llama's, which puts a space before each text."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    fast = Tokenizer(models.BPE())
-    if starts_with_space:
-        fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-        fast.decoder = decoders.Metaspace(prepend_scheme="first")
-    else:
-        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        fast.decoder = decoders.ByteLevel()
-    fast.train_from_iterator(
-        [spread_lines()],
-        trainers.BpeTrainer(vocab_size=500, special_tokens=["<eos>"], show_progress=False),
-    )
-    if starts_with_space:
-        fast.pre_tokenizer = None
-        replace = normalizers.Replace(" ", "\u2581")
-        fast.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), replace])
-    PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<eos>").save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.mark.parametrize("kind", ["ours", "like GPT-2", "like Llama"])
 def test_splitting_a_long_text_does_not_change_its_tokens(
     tmp_path: Path, small_blocks: None, kind: str
 ) -> None:
-    spec = GENERAL if kind == "ours" else save_tokenizer(tmp_path / "tok", kind == "like Llama")
-    text = spread_lines()
+    if kind == "like GPT-2":
+        save_fast_bpe(tmp_path / "tok")
+    if kind == "like Llama":  # it puts a space before each text
+        train_model(tmp_path / "tok", byte_fallback=True, remove_extra_whitespaces=False)
+    spec = GENERAL if kind == "ours" else str(tmp_path / "tok")
+    text = Path(os.__file__).read_text().replace("\n", "\n\n\n")
     (tmp_path / "long.txt").write_text(text)
     prepare([str(tmp_path / "long.txt")], spec, tmp_path / "made", 1)
     assert len(text) > 30_000
@@ -241,21 +210,6 @@ def test_a_refused_run_leaves_an_older_corpus_as_it_was(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "out")) == ["c.bin", "c.idx"]
 
 
-@pytest.mark.parametrize("name", ["c.bin", "c.idx", "link.txt"])
-def test_a_corpus_that_would_overwrite_an_input_is_refused(tmp_path: Path, name: str) -> None:
-    made = tmp_path / (name if name.startswith("c.") else "c.bin")
-    made.write_text("a text")
-    if not name.startswith("c."):
-        (tmp_path / name).symlink_to(made)
-    before = sorted(os.listdir(tmp_path))
-    with pytest.raises(
-        UserError, match=rf"--out .*/c: .*{name} is one of the inputs; give another"
-    ):
-        prepare([str(tmp_path / name)], "bytes", tmp_path / "c", 1)
-    assert made.read_text() == "a text"
-    assert sorted(os.listdir(tmp_path)) == before
-
-
 def test_no_worker_and_a_million_are_refused(tmp_path: Path) -> None:
     for workers in (0, 10**6):
         with pytest.raises(UserError, match=f"--workers: {workers}, need 1 to "):
@@ -269,26 +223,3 @@ def test_progress_is_a_line_every_few_seconds_without_a_terminal(
     prepare([write_lines(tmp_path / "x.jsonl", some_texts(50))], "bytes", tmp_path / "made", 1)
     shown = capsys.readouterr().err
     assert re.search(r"^\d+\.\d of \d+\.\d MB read, \d+\.\d+ MB/s, [\d,]+ tokens/s$", shown, re.M)
-
-
-def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    with PrepareProgress(1_000_000) as progress:
-        progress.update(500_000, 2_000_000, 700_000)
-        progress.skipped("x.jsonl:4: [odd] text")
-    assert re.search(r"MB/s, [\d,]+ tokens/s", terminal.getvalue())
-    assert "skipped x.jsonl:4: [odd] text" in terminal.getvalue()
-
-
-@pytest.mark.parametrize("command", ["prepare", "merge", "tokenizer"])
-def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main([command, "--help"])
-    assert exit_.value.code == 0
-    assert "--out" in capsys.readouterr().out

@@ -78,14 +78,6 @@ def test_an_eos_or_bos_that_the_vocabulary_lacks_is_refused(tmp_path: Path, role
     assert (found.eod if role == "eos_token" else found.bos) == size
 
 
-@pytest.mark.parametrize("content", ["[]", "{"])
-def test_a_damaged_file_beside_a_tokenizer_is_named(tmp_path: Path, content: str) -> None:
-    save_digits(tmp_path / "model", "GPT2Tokenizer")
-    (tmp_path / "model" / "generation_config.json").write_text(content)
-    with pytest.raises(UserError, match=r"generation_config\.json: "):
-        load_tokenizer(str(tmp_path / "model"))
-
-
 def write_json(model: Path, prefix: bool) -> Path:
     """Write the same as a tokenizer.json, with the rules of Llama 2's."""
     from tokenizers import Tokenizer, decoders, normalizers
