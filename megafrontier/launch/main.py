@@ -26,7 +26,7 @@ from megafrontier.launch.local import exit_code, flush_output, fork_ranks, impor
 from megafrontier.launch.rendezvous import refuse
 from megafrontier.parallel.env import Identity, identify
 from megafrontier.parallel.fault_injection import fault_point
-from megafrontier.training.callbacks.base import load_callbacks, notify_saved
+from megafrontier.training.callbacks.base import load_class, notify_saved
 from megafrontier.training.callbacks.evaluate import (
     Evaluate,
     is_evaluation_missing,
@@ -205,7 +205,7 @@ def _run(context: RunContext, start: StartRecord) -> int:
     config, plan, run_logger = context.config, context.plan, context.run_logger
     watchdog = context.watchdog
     trainer = build_trainer(config, plan, context.hierarchy, run_logger)
-    guard, users = Guard(), load_callbacks(config.log.callbacks)
+    guard, users = Guard(), {name: load_class(name)() for name in config.log.callbacks}
     trainer.stateful = {"guard": guard, **users}
     for line in (
         *describe_run(config, plan, context.world.device),

@@ -28,7 +28,8 @@ class ShardedAdamW:
         config: OptimizerConfig,
     ) -> None:
         self._implementation = config.fused
-        self._moments = {name: [torch.zeros_like(m) for m in masters] for name in MOMENTS}
+        self.moments = {name: [torch.zeros_like(m) for m in masters] for name in MOMENTS}
+        """First and second moments by torch's names, one 1-D shard for each master."""
         self._parts: list[tuple[torch.Tensor, int, slice]] = []
         groups: list[dict[str, Any]] = [
             {"params": [], "weight_decay": decay} for decay in (config.weight_decay, 0.0)
@@ -39,16 +40,17 @@ class ShardedAdamW:
                     self._parts.append((master[part], index, part))
                     group["params"].append(self._parts[-1][0])
         self._optimizer: Any = _build([group for group in groups if group["params"]], config)
-        self._place_state(0)
+        self.restore(0)
 
-    def _place_state(self, steps: int) -> None:
-        """Give the optimizer our views as its state, so that it allocates no state itself."""
+    def restore(self, steps: int) -> None:
+        """Continue after `steps` updates. The moments have been filled in place."""
+        # The optimizer gets our views as its state, so that it allocates no state itself.
         for part, index, where in self._parts:
             state = self._optimizer.state[part]
             device = part.device if self._implementation == "torch" else "cpu"
             state["step"] = torch.tensor(float(steps), device=device)
             for name in MOMENTS:
-                state[name] = self._moments[name][index][where]
+                state[name] = self.moments[name][index][where]
         for group in self._optimizer.param_groups:
             group["step"] = steps  # apex counts here
 
@@ -86,15 +88,6 @@ class ShardedAdamW:
         if self._implementation == "apex":
             return int(self._optimizer.param_groups[0]["step"])
         return int(self._optimizer.state[self._parts[0][0]]["step"].item())
-
-    @property
-    def moments(self) -> dict[str, list[torch.Tensor]]:
-        """First and second moments by torch's names, one 1-D shard for each master."""
-        return self._moments
-
-    def restore(self, steps: int) -> None:
-        """Continue after `steps` updates. The moments have been filled in place."""
-        self._place_state(steps)
 
 
 def _build(groups: list[dict[str, object]], config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -38,17 +38,13 @@ def run(
     try:
         _run(trainer, callbacks, heartbeat, queue_depth(trainer) if depth is None else depth)
     except Exception as error:
-        _on_error(trainer, callbacks, error)
+        for callback in callbacks:
+            try:
+                callback.on_error(trainer, error)
+            except Exception as other:  # must not replace the error that ends the run
+                where = f"{type(callback).__name__}.on_error"
+                trainer.run_logger.info(f"warning: {where}: {type(other).__name__}: {other}")
         raise
-
-
-def _on_error(trainer: Trainer, callbacks: Sequence[Callback], error: Exception) -> None:
-    for callback in callbacks:
-        try:
-            callback.on_error(trainer, error)
-        except Exception as other:  # must not replace the error that ends the run
-            where = f"{type(callback).__name__}.on_error"
-            trainer.run_logger.info(f"warning: {where}: {type(other).__name__}: {other}")
 
 
 def _run(trainer: Trainer, callbacks: Sequence[Callback], heartbeat: Heartbeat, depth: int) -> None:

@@ -145,10 +145,9 @@ class AsyncStepResult:
         tokens = int(numbers.pop("tokens"))
         trainer.tokens += tokens
         traffic = zip(numbers.pop("comm_bytes"), numbers.pop("comm_seconds"), strict=True)
+        same = ("loss", "grad_norm", "loss_scale", "memory_gib", "waiting_seconds")
         return StepResult(
             step=self._step,
-            loss=numbers.pop("loss"),
-            grad_norm=numbers.pop("grad_norm"),
             lr=self._lr,
             tokens=tokens,
             total_tokens=trainer.tokens,
@@ -157,13 +156,11 @@ class AsyncStepResult:
             samples=self._samples,
             stop=numbers.pop("stops") > 0,
             spiked=bool(numbers.pop("spike")),
-            loss_scale=numbers.pop("loss_scale"),
-            memory_gib=numbers.pop("memory_gib"),
-            waiting_seconds=numbers.pop("waiting_seconds"),
             own_waiting_seconds=self._own_waiting_seconds,
             comm={
                 level: {"bytes": round(sent), "seconds": seconds}
                 for level, (sent, seconds) in zip(trainer.engine.ledger.names, traffic, strict=True)
             },
+            **{name: numbers.pop(name) for name in same},
             metrics=numbers,
         )

@@ -249,10 +249,9 @@ class GiveUp(Callback):
         raise RunFailed("enough")
 
 
-@pytest.mark.parametrize("policy", ["safe", "full"])
-def test_an_error_of_all_ranks_leaves_nothing_of_the_next_step_in_progress(config_file, policy):
+def test_an_error_of_all_ranks_leaves_nothing_of_the_next_step_in_progress(config_file):
     """A rank that destroyed its groups first would end the others with an error about these."""
-    config = runs.load(config_file, f"partition.overlap={policy}")
+    config = runs.load(config_file, "partition.overlap=full")
 
     def body(hierarchy):
         give_up = GiveUp()
@@ -304,9 +303,8 @@ def least_tensor_bytes():
     return min(found)
 
 
-@pytest.mark.parametrize("overlap", ["none", "full"])
-def test_memory_is_flat_after_the_second_step_without_pythons_collector(config_file, overlap):
-    config = runs.load(config_file, f"partition.overlap={overlap}", "partition.wires=low")
+def test_memory_is_flat_after_the_second_step_without_pythons_collector(config_file):
+    config = runs.load(config_file, "partition.overlap=full", "partition.wires=low")
 
     def body(hierarchy):
         held = []

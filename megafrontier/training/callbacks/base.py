@@ -73,14 +73,6 @@ def notify_saved(callbacks: Iterable[Callback], trainer: Trainer, path: Path) ->
         callback.on_checkpoint_saved(trainer, path)
 
 
-def load_callbacks(names: Iterable[str]) -> dict[str, Callback]:
-    """The callbacks of `log.callbacks` by their names, each class called without arguments.
-
-    Raises UserError for a name that is not a `Callback` class.
-    """
-    return {name: load_class(name)() for name in names}
-
-
 def load_class(name: str) -> type[Callback]:
     """The class of a name such as `package.module.Class`. Raises UserError."""
     module_name, _, class_name = name.rpartition(".")

@@ -108,24 +108,24 @@ class Evaluate(Callback):
         return is_due(trainer.config.evaluate.every, step)
 
     def at_start(self, trainer: Trainer) -> None:
-        if self._is_missing:
-            self._is_missing = not self._run(trainer)
+        if self._is_missing and trainer.step < trainer.last_step:
+            self._run(trainer)
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         is_last = result.step == trainer.last_step
-        runs = self.needs_settled_state(trainer, result.step) and (is_last or not result.stop)
-        is_done = runs and self._run(trainer)
-        self._is_missing = is_last and not is_done
+        if self.needs_settled_state(trainer, result.step) and not (is_last or result.stop):
+            self._run(trainer)
+        self._is_missing = is_last
 
     def at_end(self, trainer: Trainer) -> None:
         if self._is_missing and trainer.step == trainer.last_step:
             self._run(trainer)
 
-    def _run(self, trainer: Trainer) -> bool:
-        """Evaluate. Returns whether it was completed: at the last step it always is."""
+    def _run(self, trainer: Trainer) -> None:
+        """Evaluate. A request to stop breaks it off, except at the last step."""
         batches = trainer.config.evaluate.batches
         if trainer.valid_loader is None or batches == 0:
-            return True
+            return
         is_last = trainer.step == trainer.last_step
         trainer.engine.finish_publishing()  # counts as the step's traffic; evaluation does not
         with trainer.engine.ledger.paused():
@@ -138,11 +138,10 @@ class Evaluate(Callback):
                 stops=(lambda: False) if is_last else partial(stop_agreed, trainer.world),
             )
         if found is None:
-            return False
+            return
         if found.tokens == 0:
             reason = no_targets_message(batches)
             trainer.run_logger.info(f"step {trainer.step}: nothing to evaluate: {reason}")
-            return True
+            return
         line = {"step": trainer.step, "valid_loss": found.loss, "tokens": trainer.tokens}
         trainer.run_logger.write(line)
-        return True

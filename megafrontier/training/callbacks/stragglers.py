@@ -1,6 +1,7 @@
 """Ranks that keep the others waiting: name the slow ones, and collect garbage on all at once."""
 
 import gc
+from statistics import median_low
 
 import torch
 
@@ -19,41 +20,34 @@ class Stragglers(Callback):
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self._steps, self._seconds, self._waited = 0, 0.0, 0.0
+        self._steps, self._own_seconds = 0, 0.0
         self._slow: set[int] = set()
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         self._steps += 1
-        self._seconds += result.seconds
-        self._waited += result.own_waiting_seconds
+        self._own_seconds += result.seconds - result.own_waiting_seconds
         if is_due(trainer.config.log.stragglers_every, result.step):
             self._compare(trainer)
-            self._steps, self._seconds, self._waited = 0, 0.0, 0.0
+            self._steps, self._own_seconds = 0, 0.0
 
     def _compare(self, trainer: Trainer) -> None:
-        mine = torch.tensor([self._seconds, self._waited], dtype=torch.float64) / self._steps
-        means = trainer.world.gather(mine.to(trainer.world.device)).cpu()
-        own = means[:, 0] - means[:, 1]
-        limit = trainer.config.log.straggler * float(own.median())
-        slow = set(torch.nonzero(own > limit).flatten().tolist())
-        new = sorted(slow - self._slow)
+        world = trainer.world
+        mine = torch.tensor([self._own_seconds / self._steps], dtype=torch.float64)
+        own = world.gather(mine.to(world.device)).flatten().tolist()
+        middle = median_low(own)
+        slow = {rank for rank, s in enumerate(own) if s > trainer.config.log.straggler * middle}
+        new = slow - self._slow
         self._slow = slow
-        if new:
-            self._report(trainer, new, means)
-
-    def _report(self, trainer: Trainer, slow: list[int], means: torch.Tensor) -> None:
-        """`means` [ranks, 2] has seconds and seconds waited of a mean step."""
-        rank = trainer.world.rank
+        if not new:
+            return
         line = None
-        if rank in slow:  # only the rank itself knows its host
-            step_seconds, waited = means[rank].tolist()
-            median = float((means[:, 0] - means[:, 1]).median())
+        if world.rank in new:  # only the rank itself knows its host
             line = (
-                f"warning: slow: rank {rank} on {self._host}: {step_seconds - waited:.3g} s of its "
-                f"own in a step of {step_seconds:.3g} s, the median rank {median:.3g} s"
+                f"warning: slow: rank {world.rank} on {self._host}: {own[world.rank]:.3g} s of its "
+                f"own a step, the median rank {middle:.3g} s"
             )
-        others = f" (and {len(slow) - 1} more)" if len(slow) > 1 else ""
-        trainer.run_logger.info(f"{trainer.world.first_error(line)}{others}")
+        others = f" (and {len(new) - 1} more)" if len(new) > 1 else ""
+        trainer.run_logger.info(f"{world.first_error(line)}{others}")
 
 
 class GarbageCollection(Callback):

@@ -39,9 +39,7 @@ def reported(own_seconds, ranks=4):
 
 def test_a_slow_rank_is_named_with_its_host_once_until_it_has_recovered():
     even, slow = [2.0, 2.2, 2.0, 1.9], [2.0, 2.2, 3.4, 1.9]
-    line = (
-        "warning: slow: rank 2 on host-2: 3.4 s of its own in a step of 10 s, the median rank 2 s"
-    )
+    line = "warning: slow: rank 2 on host-2: 3.4 s of its own a step, the median rank 2 s"
     assert reported([even]) == []
     assert reported([slow, slow, even, even]) == [line]
     assert reported([slow, slow, even, slow]) == [line, line]

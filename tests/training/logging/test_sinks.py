@@ -168,30 +168,21 @@ def test_steps_that_wandb_has_seen_before_a_crash_are_not_dropped(tmp_path, monk
     assert axes == {"*": "step"}
 
 
-def test_tensorboard_reads_back_nested_metrics(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    sink = TensorboardSink(tmp_path, 0)
-    sink.write(STEP)
-    sink.write({"step": 2, "valid_loss": 2.0})
-    sink.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    tags = set(events.Tags()["scalars"])
-    assert tags == {"loss", "skipped", "comm/pair/bytes", "comm/pair/seconds", "valid_loss"}
-    assert [(e.step, e.value) for e in events.Scalars("comm/pair/bytes")] == [(1, 4096.0)]
-
-
-def test_tensorboard_forgets_the_steps_that_a_resumed_run_repeats(tmp_path):
+def test_tensorboard_has_nested_metrics_and_forgets_the_steps_that_a_resumed_run_repeats(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     first = TensorboardSink(tmp_path, 0)
-    write_steps(first, 1, 4)
+    first.write(STEP)
+    write_steps(first, 2, 4)
     first.close()
     second = TensorboardSink(tmp_path, resume_step=2)
     write_steps(second, 3, 3)
     second.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [e.step for e in events.Scalars("loss")] == [1, 2, 3]
+    tags = {"loss", "skipped", "comm/pair/bytes", "comm/pair/seconds"}
+    assert set(events.Tags()["scalars"]) == tags
+    assert [(e.step, e.value) for e in events.Scalars("comm/pair/bytes")] == [(1, 4096.0)]
 
 
 def test_wandb_offline_needs_no_network_and_gets_nested_metrics(tmp_path, monkeypatch):
@@ -219,10 +210,3 @@ def test_wandb_offline_needs_no_network_and_gets_nested_metrics(tmp_path, monkey
             "comm/pair/seconds": 0.25,
         }
     ]
-
-
-def test_without_any_option_only_the_json_lines_are_written(tmp_path):
-    (sink,) = open_sinks(Config(), tmp_path, 0, print)
-    sink.write(STEP)
-    sink.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
