@@ -1,12 +1,10 @@
 """Plain values become dataclasses, and each bad value is refused in one line: key, value, fix."""
 
-import math
 import operator
-import re
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from difflib import get_close_matches
+from math import isfinite
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 from unicodedata import category
@@ -21,143 +19,70 @@ from megafrontier.config.schema import (
     WiresConfig,
 )
 
-MISSING = "???"
-"""OmegaConf's mark of a missing value."""
 
-Path = tuple[str | int, ...]
-"""Names and indices that lead to a value."""
+def build(kind: Any, value: Any, key: str = "") -> Any:
+    """`value` (plain containers, in which numbers may be text) as an instance of the type `kind`.
 
-
-def key_of(path: Path) -> str:
-    """A path as users write it, for example data.train[0].path."""
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    return "".join(parts).removeprefix(".")
-
-
-def path_of(key: str) -> Path:
-    """The inverse of `key_of`."""
-    parts = re.findall(r"[^.\[\]]+", key)
-    return tuple(int(part) if part.isdecimal() else part for part in parts)
-
-
-def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """All values in nested dictionaries and lists that are neither, with their paths."""
-    if isinstance(value, dict):
-        for name, part in value.items():
-            yield from leaves(part, (*path, str(name)))
-    elif isinstance(value, list):
-        for i, part in enumerate(value):
-            yield from leaves(part, (*path, i))
-    else:
-        yield path, value
-
-
-def type_at(kind: Any, path: Path) -> Any:
-    """The type of the value at `path` within the type `kind`; Any for an unknown key."""
-    for part in path:
-        kind = _without_none(kind)
-        if is_dataclass(kind):
-            kind = _field_types(kind).get(str(part), Any)
-        else:
-            kind = (get_args(kind) or [Any])[-1]
-    return _without_none(kind)
-
-
-def build(kind: Any, value: Any, path: Path = (), references: frozenset[Path] = frozenset()) -> Any:
-    """`value` (plain containers) as an instance of the type `kind`.
-
-    `references` are the paths of values that a reference such as `${oc.env:NAME}` stood for: their
-    text may stand for a number. Raises UserError for the first value that does not fit.
+    `key` is its place. Raises UserError for the first value that does not fit.
     """
     if kind is Any:
-        _refuse_reference(value, path)
         return value
-    if _is_optional(kind):
-        return None if value is None else build(_without_none(kind), value, path, references)
+    if get_origin(kind) in (Union, UnionType):
+        inner = next(k for k in get_args(kind) if k is not type(None))
+        return None if value is None else build(inner, value, key)
     if is_dataclass(kind):
-        return _build_fields(kind, value, path, references)
+        return _build_fields(kind, value, key)
     if get_origin(kind) in (list, tuple, dict):
-        return _build_container(kind, value, path, references)
-    if path in references and isinstance(value, str):
-        value = _parse(kind, value)
-    need(_fits(kind, value), key_of(path), _shown(value), f"need {_described(kind)}")
-    if kind is str:
-        _refuse_reference(value, path)
-    return value if get_origin(kind) is Literal else kind(value)
+        return _build_container(kind, value, key)
+    converted = _converted(kind, value)
+    need(converted is not None, key, _shown(value), f"need {_described(kind)}")
+    return converted
 
 
-def _build_fields(kind: Any, value: Any, path: Path, references: frozenset[Path]) -> Any:
-    types = _field_types(kind)
+def _build_fields(kind: Any, value: Any, key: str) -> Any:
+    types = {f.name: f.type for f in fields(kind)}
     known = ", ".join(types)
     if not isinstance(value, dict):
-        raise UserError(f"{key_of(path) or 'config'}: {_shown(value)}, need keys among {known}")
+        raise UserError(f"{key or 'config'}: {_shown(value)}, need keys among {known}")
+    keys = {name: f"{key}.{name}".removeprefix(".") for name in value}
     for name in value:
         if name not in types:
             near = get_close_matches(str(name), types, n=1)
             meant = f"did you mean {near[0]}? " if near else ""
-            key = key_of((*path, _shown(name)))
-            raise UserError(
-                f"{key}: {_shown(value[name])}, no such key; {meant}known keys: {known}"
-            )
-    return kind(**{k: build(types[k], v, (*path, k), references) for k, v in value.items()})
+            fits = f"no such key; {meant}known keys: {known}"
+            raise UserError(f"{keys[name]}: {_shown(value[name])}, {fits}")
+    return kind(**{name: build(types[name], v, keys[name]) for name, v in value.items()})
 
 
-def _build_container(kind: Any, value: Any, path: Path, references: frozenset[Path]) -> Any:
+def _build_container(kind: Any, value: Any, key: str) -> Any:
     container, parts = get_origin(kind), get_args(kind)
     fits = isinstance(value, dict if container is dict else list | tuple)
     fits = fits and (container is not tuple or len(value) == len(parts))
-    need(fits, key_of(path), _shown(value), f"need {_described(kind)}")
+    need(fits, key, _shown(value), f"need {_described(kind)}")
     if container is dict:
-        return {k: build(parts[1], v, (*path, str(k)), references) for k, v in value.items()}
-    return container(build(parts[0], v, (*path, i), references) for i, v in enumerate(value))
+        return {name: build(parts[1], v, f"{key}.{name}") for name, v in value.items()}
+    return container(build(parts[0], v, f"{key}[{i}]") for i, v in enumerate(value))
 
 
-def _refuse_reference(value: Any, path: Path) -> None:
-    # It would be saved as it is, and taken for a reference when the run's config is read again.
-    for inner, text in leaves(value, path):
-        need("${" not in str(text), key_of(inner), text, "need it without ${")
+_FLAGS = dict.fromkeys(("true", "yes", "on"), True) | dict.fromkeys(("false", "no", "off"), False)
 
 
-_FLAGS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(
-    ("false", "no", "off", "0"), False
-)
-
-
-def _parse(kind: Any, text: str) -> Any:
-    if kind is bool:
-        return _FLAGS.get(text.lower(), text)
-    try:
-        return kind(text) if kind in (int, float) else text
-    except ValueError:
-        return text
-
-
-def _is_optional(kind: Any) -> bool:
-    return get_origin(kind) in (Union, UnionType)
-
-
-def _without_none(kind: Any) -> Any:
-    if _is_optional(kind):
-        return next(k for k in get_args(kind) if k is not type(None))
-    return kind
-
-
-def _field_types(kind: Any) -> dict[str, Any]:
-    return {f.name: f.type for f in fields(kind)}
-
-
-def _fits(kind: Any, value: Any) -> bool:
+def _converted(kind: Any, value: Any) -> Any:
+    """A single value as text, number, flag or choice; None if it is none of that kind."""
     if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if value is None or value == MISSING:
-        return False
+        return value if value in get_args(kind) else None
+    if value is None or isinstance(value, dict | list):
+        return None
     if kind is bool or isinstance(value, bool):
-        return kind is bool and isinstance(value, bool)
-    if kind is float:
-        return isinstance(value, int | float) and abs(value) <= sys.float_info.max
-    if kind is int:
-        return isinstance(value, int) and abs(value) < 2**63
-    return isinstance(value, int | float | str)
+        return _FLAGS.get(str(value).lower()) if kind is bool else None
+    try:
+        # With base 0, 0x10 is read, and 010 is refused.
+        found = int(value, 0) if kind is int and isinstance(value, str) else kind(value)
+    except (ValueError, OverflowError):
+        return None
+    if kind is int and (isinstance(value, float) or abs(found) >= 2**63):
+        return None
+    return None if kind is float and not isfinite(found) else found
 
 
 def _described(kind: Any) -> str:
@@ -176,18 +101,8 @@ def _described(kind: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    try:
-        text = "null" if value is None else repr(value) if _is_quoted_number(value) else str(value)
-    except ValueError:  # Python writes no integer of more than 4,300 digits
-        text = "thousands of digits"
+    text = "null" if value is None else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _is_quoted_number(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and math.isfinite(float(value))
-    except ValueError:
-        return False
 
 
 _BOUNDS = {

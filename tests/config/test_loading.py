@@ -7,6 +7,7 @@ import yaml
 
 from megafrontier.config import (
     Config,
+    WiresConfig,
     config_from_dict,
     config_to_dict,
     load_config,
@@ -35,16 +36,13 @@ def test_a_file_changes_what_it_names_and_nothing_else(base):
         ("steps", "expected key=value, as in train.steps=100"),
         ("=3", "expected key=value"),
         ("train.steps=[", "not valid YAML after the '='"),
-        ("data.train[0].weight=2", "data.train has 0 items, need one of them or data.train=[…]"),
-        ("data.valid[0].path=x", "data.valid has 0 items, need one of them or data.valid=[…]"),
-        ("data.skip[0][1]=3", "data.skip has 0 items, need"),
-        ("optimizer.betas[2]=0.5", "optimizer.betas has 2 items, need"),
-        ("data.train.x=2", "no such place in the config"),
+        ("data.train[0].weight=2", "train has 0 items, need the index of one of them"),
+        ("optimizer.betas[2]=0.5", "betas has 2 items, need the index of one of them"),
+        ("data.train.x=2", "train has 0 items"),
     ],
 )
-def test_overrides_that_cannot_be_read_are_refused(write, override, reason):
-    path = write("a.yaml", "data: {train: []}")
-    message = refusal(load_config, path, [override])
+def test_overrides_that_cannot_be_read_are_refused(base, override, reason):
+    message = refusal(load_config, base, [override])
     assert message.startswith(f"override {override!r}: ")
     assert reason in message
 
@@ -92,32 +90,12 @@ def test_a_file_changes_single_values_of_short_forms_it_inherits(write):
     assert list(config.machine["levels"]) == ["pair", "node", "world"]
 
 
-def test_values_that_cannot_be_merged_are_refused_with_both_files(write):
-    write("base.yaml", "data: {train: [{path: a}]}")
-    path = write("top.yaml", "defaults: base.yaml\ndata: {train: {path: b}}")
-    message = refusal(load_config, path)
-    assert "top.yaml: over base.yaml: " in message
-
-
-def test_a_missing_value_is_refused_and_does_not_leave_the_parents(write):
-    write("base.yaml", "train: {steps: 7}")
-    path = write("top.yaml", "defaults: base.yaml\ntrain: {steps: '???'}")
-    assert refusal(load_config, path) == f"{path}: train.steps: ???, need a value"
-
-
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [
-        ("machine=???", "machine"),
-        ("machine.levels={world: {size: '???'}}", "machine.levels.world.size"),
-        ("train.steps=???", "train.steps"),
-        ("model={layers: '???'}", "model.layers"),
-    ],
-)
-def test_a_missing_value_does_not_leave_the_files(write, override, key):
-    path = write("a.yaml", "machine: frontier\ntrain: {steps: 7}")
-    said = f"override {override!r}: {key}: ???, need a value"
-    assert refusal(load_config, path, [override]) == said
+@pytest.mark.parametrize("wires", ["partition.wires=low", "partition={wires: low}"])
+def test_a_short_form_replaces_the_section_below_it(write, wires):
+    path = write("a.yaml", "partition: {wires: {preset: exact, gather: {world: int8}}}")
+    assert load_config(path, [wires]).partition.wires == WiresConfig(preset="low")
+    single = load_config(path, [wires, "partition.wires.gather.pair=bf16"]).partition.wires
+    assert single == WiresConfig(preset="low", gather={"pair": "bf16"})
 
 
 def test_a_circle_of_inheritance_is_refused(write):
@@ -126,6 +104,13 @@ def test_a_circle_of_inheritance_is_refused(write):
     message = refusal(load_config, path)
     assert "b.yaml" in message
     assert "inherit from each other in a circle" in message
+
+
+def test_the_parents_path_may_have_a_reference(write, monkeypatch):
+    monkeypatch.setenv("ASKED", "shared")
+    write("shared/base.yaml", "train: {steps: 7}")
+    path = write("a.yaml", "defaults: ${oc.env:ASKED}/base.yaml")
+    assert load_config(path).train.steps == 7
 
 
 def test_a_missing_parent_names_the_file_that_asked(write):
@@ -139,14 +124,10 @@ def test_a_missing_parent_names_the_file_that_asked(write):
     ("text", "reason"),
     [
         ("model: {layers: 2", "not valid YAML"),
-        ("a: 1\na: 2", "not valid YAML"),
+        ("a: 1\na: 2", "not valid YAML: duplicate key a"),
         ("- a\n- b", "a list or a single value, need keys and values at the top"),
-        ("[1, 2]", "a list or a single value, need keys and values at the top"),
         ("5", "a list or a single value, need keys and values at the top"),
-        (f"train: {{steps: {'1' * 5000}}}", "not valid YAML: Exceeds the limit"),
-        ("a: " + "[" * 600 + "]" * 600, "not valid YAML: "),
         ("defaults: [a, b]", "defaults: ['a', 'b'], need the path of one file"),
-        ("defaults: ${oc.env:NOWHERE_SET}/a.yaml", "defaults: "),
     ],
 )
 def test_a_file_that_is_no_config_is_refused(write, text, reason):
@@ -154,12 +135,9 @@ def test_a_file_that_is_no_config_is_refused(write, text, reason):
     assert refusal(load_config, path).startswith(f"{path}: {reason}")
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path):
+def test_a_missing_file_a_folder_and_bytes_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "bad.yaml").write_bytes(b"a: \xff\xfe")
     assert "not valid YAML" in refusal(load_config, tmp_path / "bad.yaml")
-
-
-def test_a_missing_file_and_a_folder_are_refused(tmp_path):
     assert "No such file" in refusal(load_config, tmp_path / "gone.yaml")
     assert "Is a directory" in refusal(load_config, tmp_path)
 
@@ -218,24 +196,14 @@ def test_text_that_yaml_takes_for_a_number_stays_as_it_is_written(write, text):
     assert load_machine(str(machine)).device.name == text
 
 
-@pytest.mark.parametrize(
-    ("text", "read"), [("010", "8"), ("-010", "-8"), ("1:30", "90"), ("1:30.5", "90.5")]
-)
-def test_a_number_that_yaml_reads_as_another_one_is_refused_by_key(write, text, read):
-    def refused(lines, *overrides):
-        return refusal(load_config, write("a.yaml", lines), overrides)
-
-    need = f"{text}, need a decimal number; YAML would read {read}"
-    assert refused("{}", f"train.steps={text}") == f"train.steps: {need}"
-    assert refused("{}", f"data.train=[{{path: a, weight: {text}}}]") == (
-        f"data.train[0].weight: {need}"
-    )
-    assert refused(f"optimizer: {{lr: {text}}}").endswith(f"a.yaml: optimizer.lr: {need}")
-    assert refused(f"data: {{skip: [[1, {text}]]}}").endswith(f": data.skip[0][1]: {need}")
+@pytest.mark.parametrize("text", ["010", "-010", "1:30"])
+def test_a_number_that_yaml_would_read_as_another_one_is_refused_by_key(write, text):
+    path = write("a.yaml", f"data: {{skip: [[1, {text}]]}}")
+    assert refusal(load_config, path) == f"{path}: data.skip[0][1]: {text}, need an integer"
+    said = f"train.steps: {text}, need an integer"
+    assert refusal(load_config, write("b.yaml", "{}"), [f"train.steps={text}"]) == said
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("10", 10), ("+7", 7), ("0", 0), ("0x10", 16), ("1_000", 1000)]
-)
-def test_other_spellings_of_a_number_are_that_number(write, text, value):
-    assert load_config(write("a.yaml", "{}"), [f"evaluate.every={text}"]).evaluate.every == value
+def test_other_spellings_of_a_number_are_that_number(base):
+    for text, value in {"+7": 7, "0": 0, "0x10": 16, "1_000": 1000, "'2'": 2}.items():
+        assert load_config(base, [f"evaluate.every={text}"]).evaluate.every == value
