@@ -31,7 +31,7 @@ def test_each_level_with_peers_has_a_bandwidth():
 
 
 @pytest.mark.parametrize(
-    ("last", "told"),
+    ("last", "reported"),
     [
         ("\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 90000\n",
          ": Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 90000"),
