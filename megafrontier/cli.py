@@ -174,7 +174,7 @@ def _tokenizer(a: argparse.Namespace) -> None:
         sample = train_tokenizer(
             a.inputs, a.vocab_size, a.out, a.kind, a.max_megabytes, a.json_key, a.skip_bad
         )
-    skipped = f"; {len(sample.bad)} bad texts skipped" if sample.bad else ""
+    skipped = f"; {sample.bad} bad texts skipped" if sample.bad else ""
     print(f"{a.out}: {a.vocab_size} ids, from {sample.text_bytes / 1e6:.1f} MB of text{skipped}")
 
 

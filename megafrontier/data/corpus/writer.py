@@ -16,7 +16,7 @@ from megafrontier.common.errors import UserError
 from megafrontier.common.files import sync_file, sync_folder
 from megafrontier.data.corpus.indexed import HEADER, MAGIC, VERSION, bin_path, dtype_code, idx_path
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LONGEST_SEQUENCE = 2**31 - 1
 """Most tokens of a sequence, because sizes are int32. A longer document has several sequences."""
 
@@ -80,8 +80,8 @@ def _blocks(spool: BinaryIO, dtype: str) -> Iterator[NDArray]:
 class CorpusWriter:
     """Writes PREFIX.bin and PREFIX.idx under partial names, until `publish` renames them.
 
-    A context manager: without `publish`, nothing is left behind. Raises UserError if the folder
-    cannot be made, another process is writing the same prefix, or the prefix is empty.
+    A context manager: without `publish`, nothing is left behind. Raises UserError if another
+    process is writing the same prefix, or the prefix is empty.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
@@ -90,11 +90,8 @@ class CorpusWriter:
             raise UserError(f"--out {str(prefix)!r}: need a corpus prefix, as {need}")
         self.bin, self.idx, self.dtype = bin_path(prefix), idx_path(prefix), dtype
         self.partial_bin = partial_path(self.bin)
-        try:
-            self.bin.parent.mkdir(parents=True, exist_ok=True)
-            self.data = _lock(self.partial_bin, prefix)
-        except OSError as error:
-            raise UserError(f"{prefix}: cannot write there: {error.strerror}") from error
+        self.bin.parent.mkdir(parents=True, exist_ok=True)
+        self.data = _lock(self.partial_bin, prefix)
         self.data.truncate(0)
         self.index = IndexBuilder(self.bin.parent)
         self._is_published = False
@@ -121,7 +118,7 @@ class CorpusWriter:
         with suppress(OSError):
             self.index.close()
             self.data.close()
-        if isinstance(error, OSError) and error.errno in _FULL:
+        if isinstance(error, OSError) and error.errno in FULL_ERRORS:
             raise UserError(f"{self.bin}: {error.strerror}; nothing written") from error
 
 

@@ -33,14 +33,6 @@ class Blend:
         self._weights = [int(weight * unit) for weight in exact]
         self._order = sorted(range(len(exact)), key=lambda c: (-self._weights[c], c))
 
-    def counts(self, samples: int) -> list[int]:
-        """Return how many of the first `samples` samples each corpus takes."""
-        found, left = [0] * len(self._weights), sum(self._weights)
-        for corpus in self._order:
-            found[corpus] = _share(samples, self._weights[corpus], left)
-            samples, left = samples - found[corpus], left - self._weights[corpus]
-        return found
-
     def locate(self, sample: int) -> tuple[int, int]:
         """Return (corpus, number within that corpus) of global sample `sample`."""
         before, after, left = sample, sample + 1, sum(self._weights)

@@ -3,6 +3,7 @@
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,7 +21,7 @@ class Stream:
     """The bytes of a file, unpacked if its name ends in .gz or .zst.
 
     `position` is the number of bytes read from the file itself. Raises UserError, with the file and
-    that byte, if the file is missing, corrupt or truncated.
+    that byte, if the file is corrupt or truncated; OSError if it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,23 +30,18 @@ class Stream:
 
     def chunks(self) -> Iterator[bytes]:
         """Yield the unpacked bytes in chunks."""
-        try:
-            with self.path.open("rb") as file:
-                yield from self._unpack(file)
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot read: {error.strerror}") from error
-
-    def _unpack(self, file: BinaryIO) -> Iterator[bytes]:
         packing = self.path.suffix.lower()
-        if packing == ".gz":
-            return self._members(file, lambda: zlib.decompressobj(wbits=31), zlib.error)
-        if packing == ".zst":
-            import zstandard
+        with self.path.open("rb") as file:
+            if packing == ".gz":
+                yield from self._members(file, partial(zlib.decompressobj, wbits=31), zlib.error)
+            elif packing == ".zst":
+                import zstandard
 
-            # The default limit is a window of 128 MiB; `zstd --long=31` needs 2 GiB.
-            make = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
-            return self._members(file, make, zstandard.ZstdError)
-        return self._read(file)
+                # The default limit is a window of 128 MiB; `zstd --long=31` needs 2 GiB.
+                make = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
+                yield from self._members(file, make, zstandard.ZstdError)
+            else:
+                yield from self._read(file)
 
     def _read(self, file: BinaryIO) -> Iterator[bytes]:
         while chunk := file.read(_READ_BYTES):
@@ -77,20 +73,20 @@ class Stream:
             raise UserError(f"{self.path}: cut off at byte {self.position}, within packed data")
 
 
-def split_lines(stream: Stream) -> Iterator[tuple[int, bytes]]:
-    """Yield (number of the first line, from 1; whole lines of about BLOCK_BYTES)."""
+def split_lines(stream: Stream) -> Iterator[tuple[int, bytes, bool]]:
+    """Yield (number of the first line, from 1; whole lines of about BLOCK_BYTES; True)."""
     line, held, size = 1, list[bytes](), 0
     for chunk in stream.chunks():
         end = chunk.rfind(b"\n") + 1
         if end and size + end >= BLOCK_BYTES:
             block = b"".join([*held, chunk[:end]])
-            yield line, block
+            yield line, block, True
             line += block.count(b"\n")
             held, size, chunk = [], 0, chunk[end:]
         held.append(chunk)
         size += len(chunk)
     if size:
-        yield line, b"".join(held)
+        yield line, b"".join(held), True
 
 
 def split_text(stream: Stream) -> Iterator[tuple[int, bytes, bool]]:

@@ -5,7 +5,6 @@ that cannot be read, or a link that leads nowhere (to a disk that is not mounted
 an error, so that no text is left out unnoticed.
 """
 
-import errno
 import fnmatch
 import glob
 import os
@@ -15,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from mimetypes import MimeTypes
 from pathlib import Path
+
+from megafrontier.common.errors import UserError
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 """Suffixes of plain text in a folder. A file that is named itself may have any suffix."""
@@ -37,7 +38,7 @@ def suffix(path: Path) -> str:
 def is_file(path: str | Path) -> bool:
     """Return whether `path` is a regular file.
 
-    Raises OSError if it cannot be examined, or is a link to nowhere that may stand for texts.
+    Raises UserError for a link to nowhere that may stand for texts.
     """
     return stat.S_ISREG(_mode(path))
 
@@ -45,7 +46,7 @@ def is_file(path: str | Path) -> bool:
 def text_files_in(folder: Path) -> Iterator[Path]:
     """Yield the text files in a folder and in all folders below it or linked from it.
 
-    Each folder is visited once. Raises OSError as `is_file`, and for a folder that cannot be read.
+    Each folder is visited once. Raises as `is_file`, and OSError for one that cannot be read.
     """
     for parent in sorted(map(Path, _folders(str(folder))), key=lambda path: path.parts):
         for path in (parent / name for name in _shown_names(str(parent))):
@@ -60,7 +61,7 @@ def expand_pattern(pattern: str) -> list[str]:
     """Return the paths that match a glob pattern, sorted, each file once.
 
     If links give a folder several names, the shortest match is taken. `glob` itself would follow
-    a cycle of links until the name is too long. Raises OSError as `text_files_in`.
+    a cycle of links until the name is too long. Raises as `text_files_in`.
     """
     names = [name for name in pattern.split("/") if name]
     literal = list(takewhile(lambda name: not glob.has_magic(name), names))
@@ -121,4 +122,4 @@ def _mode(path: str | Path) -> int:
     except FileNotFoundError as error:
         if suffix(Path(path)) in _OTHER_SUFFIXES:
             return 0
-        raise FileNotFoundError(errno.ENOENT, "leads nowhere", str(path)) from error
+        raise UserError(f"{path}: leads nowhere, need a folder or file to read") from error

@@ -84,19 +84,11 @@ class Reader:
                 self.done_bytes = min(end, self.done_bytes + size_of(rows))
         else:
             stream = files.Stream(Path(source.name))
-            for text_range in _split(source, stream):
+            split = files.split_lines if source.kind == "lines" else files.split_text
+            for start, part, is_last in split(stream):
                 self.done_bytes = before + stream.position
-                yield text_range
+                yield TextRange(source.name, source.kind, start, part, is_last)
         self.done_bytes = end
-
-
-def _split(source: Source, stream: files.Stream) -> Iterator[TextRange]:
-    if source.kind == "lines":
-        for line, block in files.split_lines(stream):
-            yield TextRange(source.name, "lines", line, block)
-    else:
-        for start, part, is_last in files.split_text(stream):
-            yield TextRange(source.name, "text", start, part, is_last)
 
 
 def read_texts(text_range: TextRange, key: str) -> Iterator[str | BadText]:

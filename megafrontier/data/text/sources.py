@@ -53,15 +53,9 @@ def find_sources(inputs: Sequence[str], split: str | None = None) -> list[Source
     An input is a file, a folder, a glob pattern, a folder with a dataset (written by `save_to_disk`
     or with a dataset card), or a dataset's NAME or NAME:CONFIG. `split` is the split of a dataset
     (default: train). Raises UserError for an input that is none of these or holds no text, and for
-    a `split` without a dataset.
+    a `split` without a dataset; OSError for a folder or file that cannot be read.
     """
-    found: list[Source] = []
-    for name in inputs:
-        try:
-            found += _find(name, split)
-        except OSError as error:
-            place = f"input {name!r}: {error.filename}: {error.strerror}"
-            raise UserError(f"{place}, need a folder or file to read") from error
+    found = [source for name in inputs for source in _find(name, split)]
     if split is not None and all(source.table is None for source in found):
         raise UserError(f"--split: {split}, need a dataset that has it among the inputs")
     return found

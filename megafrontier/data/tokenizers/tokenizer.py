@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megafrontier.common.errors import UserError, as_fatal_error
+from megafrontier.common.errors import UserError
 from megafrontier.common.files import search_folder_hint
 
 MARKER = "megafrontier_tokenizer.json"
@@ -113,12 +113,9 @@ class SentencePieceTokenizer(Tokenizer):
 
         self.path = Path(path)
         self._model = sentencepiece.SentencePieceProcessor()
+        self._proto = self.path.read_bytes()
         try:
-            self._proto = self.path.read_bytes()
             self._model.LoadFromSerializedProto(self._proto)
-        except OSError as error:
-            line = f"tokenizer {str(path)!r}: cannot read: {error.strerror}"
-            raise as_fatal_error(error, line) from error
         except RuntimeError as error:
             kinds = [kind for start, kind in _FORMATS.items() if re.match(start, self._proto)]
             what = f"no SentencePiece model{''.join(kinds[:1])}"

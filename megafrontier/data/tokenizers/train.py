@@ -2,15 +2,16 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import BinaryIO, Literal
 
 from megafrontier.common.errors import UserError
 from megafrontier.common.files import sync_file, work_folder
+from megafrontier.data.corpus.writer import FULL_ERRORS
 from megafrontier.data.text.reader import BadText, Reader, refuse_bad
 from megafrontier.data.text.sources import find_sources
 from megafrontier.data.tokenizers.tokenizer import MARKER, SAVED_FILES, SentencePieceTokenizer
@@ -25,34 +26,12 @@ _THREADS = 16  # fixed, because the sums of unigram depend on how the work is di
 
 @dataclass
 class Sample:
-    """A random sample of the inputs' texts, of limited size, as lines for the trainer."""
+    """What a tokenizer was trained on."""
 
-    inputs: Sequence[str]
-    max_megabytes: float
-    key: str = "text"
-    skip_bad: bool = False
-    bad: list[str] = field(default_factory=list)
-    """What is wrong with each bad text that was skipped."""
-    text_bytes: int = 0
-    """UTF-8 bytes of the lines so far."""
-
-    def lines(self) -> Iterator[str]:
-        """Yield the lines. Raises UserError for an input that cannot be read, and for bad text
-        unless `skip_bad`."""
-        reader = Reader(find_sources(self.inputs), self.key)
-        for text in _sample(self._good_texts(reader), self.max_megabytes * 1e6):
-            for line in text.splitlines():
-                yield from (line[i : i + _MAX_LINE] for i in range(0, len(line), _MAX_LINE))
-            self.text_bytes += len(text.encode())
-
-    def _good_texts(self, reader: Reader) -> Iterator[str]:
-        for text in reader.texts():
-            if not isinstance(text, BadText):
-                yield text
-            elif self.skip_bad:
-                self.bad.append(text.message)
-            else:
-                raise refuse_bad(text)
+    text_bytes: int
+    """UTF-8 bytes of the texts."""
+    bad: int
+    """Bad texts that were skipped."""
 
 
 def _sample(texts: Iterator[str], max_bytes: float) -> list[str]:
@@ -83,67 +62,74 @@ def train_tokenizer(
 
     A random sample of at most `max_megabytes` of text is used. The trainer needs about ten times
     that in memory. The same inputs give the same bytes. Returns the sample, with what was read
-    counted. Raises UserError for bad inputs, too little text for the vocabulary, or an `out` that
-    cannot be written.
+    counted. Raises UserError for bad inputs, too little text for the vocabulary, or a full disk.
     """
     if vocab_size < _MIN_VOCAB_SIZE:
         raise UserError(f"--vocab-size: {vocab_size}, need at least {_MIN_VOCAB_SIZE}")
     if not max_megabytes > 0:  # also refuses nan
         raise UserError(f"--max-megabytes: {max_megabytes}, need more than 0")
-    sample = Sample(inputs, max_megabytes, key, skip_bad)
     out = Path(out)
     _check_replaceable(out)
     target = out.resolve()  # because `.` has no name
     try:
         with work_folder(target) as folder:
-            train = partial(_train, vocab_size=vocab_size, kind=kind, path=folder / "trained.model")
+
+            def work(path: Path) -> Sample:
+                texts, bad = read_sample(inputs, max_megabytes, key, skip_bad)
+                _train(texts, vocab_size, kind, path)
+                return Sample(sum(len(text.encode()) for text in texts), bad)
+
             # In a process of its own, because SentencePiece does not react to Ctrl-C.
-            with Workers(1, train) as pool:
-                (sample,) = pool.map(iter([sample]), "try a smaller --max-megabytes")
+            with Workers(1, work) as pool:
+                paths = iter([folder / "trained.model"])
+                (sample,) = pool.map(paths, "try a smaller --max-megabytes")
             SentencePieceTokenizer(folder / "trained.model").save(folder / "whole")
             if target.exists():
                 target.rename(folder / "old")
             (folder / "whole").rename(target)
     except OSError as error:
-        raise UserError(f"--out {out}: cannot write there: {error.strerror}") from error
+        if error.errno not in FULL_ERRORS:
+            raise
+        raise UserError(f"--out {out}: {error.strerror}") from error
     return sample
 
 
-class _Lines:
-    """Passes lines on to SentencePiece, and keeps the exception that ends them.
+def read_sample(
+    inputs: Sequence[str], max_megabytes: float, key: str = "text", skip_bad: bool = False
+) -> tuple[list[str], int]:
+    """Return a random sample of the texts, of limited size, and the number of bad texts skipped.
 
-    SentencePiece would replace it by a RuntimeError.
+    Raises UserError for an input that cannot be read, and for bad text unless `skip_bad`.
     """
+    bad = 0
 
-    def __init__(self, lines: Iterator[str]) -> None:
-        self._lines = lines
-        self.error: BaseException | None = None
-        self.is_empty = True
+    def good_texts() -> Iterator[str]:
+        nonlocal bad
+        for text in Reader(find_sources(inputs), key).texts():
+            if not isinstance(text, BadText):
+                yield text
+            elif skip_bad:
+                bad += 1
+            else:
+                raise refuse_bad(text)
 
-    def __iter__(self) -> Iterator[str]:
-        try:
-            for line in self._lines:
-                self.is_empty = False
-                yield line
-        except BaseException as error:
-            self.error = error
-            raise
+    return _sample(good_texts(), max_megabytes * 1e6), bad
 
 
-def _train(sample: Sample, vocab_size: int, kind: str, path: Path) -> Sample:
-    """Write the model of a sample. Returns the sample, with what was read counted."""
-    lines = _Lines(sample.lines())
+def _lines(texts: Sequence[str]) -> Iterator[str]:
+    for line in chain.from_iterable(map(str.splitlines, texts)):
+        yield from (line[i : i + _MAX_LINE] for i in range(0, len(line), _MAX_LINE))
+
+
+def _train(texts: Sequence[str], vocab_size: int, kind: str, path: Path) -> None:
+    if not any(_lines(texts)):
+        raise UserError("tokenizer: the inputs hold no text, need some")
     with path.open("wb") as file:
         try:
-            _run_trainer(iter(lines), vocab_size, kind, file)
+            _run_trainer(_lines(texts), vocab_size, kind, file)
         except RuntimeError as error:
-            if lines.error is not None:
-                raise lines.error from None
-            if lines.is_empty:
-                raise UserError("tokenizer: the inputs hold no text, need some") from error
             raise UserError(_too_little_text(vocab_size, str(error))) from error
         sync_file(file)
-    return sample
 
 
 def _too_little_text(vocab_size: int, message: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from megafrontier.cli import main
 from megafrontier.data.tokenizers.tokenizer import load_tokenizer
-from megafrontier.data.tokenizers.train import Sample
+from megafrontier.data.tokenizers.train import read_sample
 from tests.data.tokenizers.models import SOURCES, train_tokenizer
 
 
@@ -30,7 +30,7 @@ def test_the_sample_is_limited_and_taken_from_all_texts(
         text = f"text number {i} of {subject}\n" * 50
         (tmp_path / f"{i:03}{suffix}").write_bytes(pack(text.encode()))
     texts = [str(tmp_path / "*.txt*")]
-    assert len({tuple(Sample(texts, 0.05).lines()) for _ in range(2)}) == 1
+    assert len({tuple(read_sample(texts, 0.05)[0]) for _ in range(2)}) == 1
     sample = train_tokenizer(texts, 300, tmp_path / "out", max_megabytes=0.05)
     assert 40_000 < sample.text_bytes <= 50_000
     # Only the last texts have the letter. If unseen, it would be two bytes.
