@@ -21,9 +21,6 @@ from megafrontier.common.files import search_folder_hint, sync_folder
 
 T = TypeVar("T")
 
-MAX_TRIES = 5
-"""How many newest checkpoints are tried in turn while a training prunes each."""
-
 _NAME = re.compile(r"step-(\d{8,})")
 _SUPERSEDED = re.compile(rf"{_NAME.pattern}\.superseded(-\d+)?")
 _HIDDEN = re.compile(r"\.step-\d{8,}\.(partial|removed)")
@@ -104,32 +101,23 @@ def of_newest(
     prunes it meanwhile, `use` is called again with the one that is newest then.
 
     Ranks may call it together. `use` must then raise on all or no ranks, and `broadcast` gives all
-    ranks what rank 0 sees. Raises what `use` raises for a checkpoint that is still there, and
-    UserError if there is none or MAX_TRIES have been pruned.
+    ranks what rank 0 sees. Raises as `find`, and what `use` raises for a checkpoint that is still
+    there.
     """
-    for _ in range(MAX_TRIES):
+    while True:
         chosen = Path(broadcast(lambda: str(newest(path))))
         try:
             return use(chosen)
         except (UserError, StorageFailed, OSError):
             if broadcast(lambda: str(_is_pruned(chosen))) != "True":  # noqa: B023 (called here)
                 raise
-    raise _pruned_error(path, f"{MAX_TRIES} newest checkpoints")
 
 
 def of_each(path: Path, look: Callable[[Path], T]) -> list[T]:
     """`look` of each checkpoint that `find` finds at `path`, oldest first, except those that a
-    running training prunes meanwhile. Raises as `find`, and UserError if all have been pruned."""
+    running training prunes meanwhile. Raises as `find`."""
     rows = [(one, look(one)) for one in find(path)]
-    found = [row for one, row in rows if one == path or not _is_pruned(one)]
-    if not found:
-        raise _pruned_error(path, "all of its checkpoints")
-    return found
-
-
-def _pruned_error(path: Path, which: str) -> UserError:
-    need = "need the path of one that checkpoint.keep_every keeps"
-    return UserError(f"{path}: {which} were pruned while they were read; {need}")
+    return [row for one, row in rows if one == path or not _is_pruned(one)]
 
 
 def _is_pruned(path: Path) -> bool:
@@ -167,16 +155,13 @@ def delete(paths: Iterable[Path]) -> None:
             shutil.rmtree(path)
 
 
-def clean_partials(root: Path) -> list[Path]:
-    """Delete what killed saves and deletions left, and return it. Only one rank calls it, while no
-    rank saves into `root`. What cannot be deleted blocks only a save of the same step."""
-    if not root.is_dir():
-        return []
-    left = [path for path in root.iterdir() if _HIDDEN.fullmatch(path.name)]
-    for path in left:
-        with suppress(OSError):
-            delete([path])
-    return [path for path in left if not os.path.lexists(path)]
+def clean_partials(root: Path) -> None:
+    """Delete what killed saves and deletions left. Only one rank calls it, while no rank saves into
+    `root`. What cannot be deleted blocks only a save of the same step."""
+    for path in root.iterdir() if root.is_dir() else ():
+        if _HIDDEN.fullmatch(path.name):
+            with suppress(OSError):
+                delete([path])
 
 
 def set_aside(path: Path) -> Path:

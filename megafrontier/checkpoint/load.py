@@ -5,8 +5,8 @@ Only the files and slices that hold these are read, and each slice is checked.
 """
 
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,9 +27,6 @@ from megafrontier.checkpoint.shard_file import ShardFile, file_size
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
-
-OPEN_FILES = 16
-"""Shard files kept open, so that a reader which walks through a tensor opens each once."""
 
 
 def open_checkpoint(path: Path, rank: int = 0, size: int = 1) -> "Checkpoint":
@@ -112,7 +109,6 @@ class Checkpoint:
         """Checks nothing, unlike `open_checkpoint`; enough to look at the manifest."""
         self.path = path
         self.manifest = manifest
-        self._files: OrderedDict[int, ShardFile] = OrderedDict()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -164,11 +160,6 @@ class Checkpoint:
             ]
         )
 
-    def close(self) -> None:
-        """Close the files that reads have opened. Further reads open them again."""
-        while self._files:
-            self._files.popitem()[1].close()
-
     def _check_state(self, state: str) -> None:
         if state not in self.manifest.states:
             raise UserError(f"{self.path}: no state {state!r}, it has {list(self.manifest.states)}")
@@ -190,9 +181,9 @@ class Checkpoint:
             for index, part in self._split(request):
                 by_shard.setdefault(index, []).append(part)
         for index in sorted(by_shard):
-            file = self._file(index)
-            for part in by_shard[index]:
-                _read_slices(file, part)
+            with closing(ShardFile(self.path, shard_path(index), self.manifest, index)) as file:
+                for part in by_shard[index]:
+                    _read_slices(file, part)
 
     def _split(self, request: _Request) -> Iterator[tuple[int, _Request]]:
         """The parts of a request that are in each shard."""
@@ -206,15 +197,6 @@ class Checkpoint:
             out = request.out[position - begin : stop - begin]
             yield index, _Request(request.state, request.parameter, position - entry.offset, out)
             position = stop
-
-    def _file(self, index: int) -> ShardFile:
-        file = self._files.pop(index, None)
-        if file is None:
-            file = ShardFile(self.path, shard_path(index), self.manifest, index)
-        self._files[index] = file
-        if len(self._files) > OPEN_FILES:
-            self._files.popitem(last=False)[1].close()
-        return file
 
 
 def _shape_text(shape: tuple[int, ...] | None) -> str:
@@ -303,7 +285,6 @@ def _try_to_load(path: Path, load: Load, world: World) -> tuple[Checkpoint | Non
     def load_share() -> None:
         assert checkpoint is not None
         load(checkpoint)
-        checkpoint.close()
 
     problem = _damage(open_share, world) or _damage(load_share, world)
     return (None, problem) if problem else (checkpoint, "")

@@ -85,10 +85,6 @@ def save(
 
 def _check_shards(manifest: Manifest, shards: Shards, index: int) -> None:
     """Every rank checks its own shards, which needs no agreement."""
-    if not 0 <= index < manifest.num_shards:
-        raise ValueError(f"shard {index}, need 0 to {manifest.num_shards - 1}")
-    if set(shards) != set(manifest.states):
-        raise ValueError(f"shards of {sorted(shards)}, the manifest has {sorted(manifest.states)}")
     for state, dtype in manifest.states.items():
         for unit, shard in zip(manifest.units, shards[state], strict=True):
             need = (dtype, (unit.numel // manifest.num_shards,))

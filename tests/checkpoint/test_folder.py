@@ -1,7 +1,6 @@
 """Which checkpoints are there and which are kept."""
 
 import os
-import shutil
 
 import pytest
 
@@ -105,29 +104,10 @@ def test_a_checkpoint_that_cannot_be_read_is_not_replaced_by_another(root):
         of_newest(root, lambda path: (path / FILE_NAME).read_bytes())
 
 
-def test_a_training_that_always_saves_faster_than_one_reads_is_an_error(root):
-    with pytest.raises(UserError, match=r"5 newest checkpoints were pruned .*keep_every"):
-        of_newest(root, read_while_pruned)
-
-
-def test_leftovers_that_cannot_be_deleted_are_skipped(root, monkeypatch):
-    """For instance those of another user in a shared folder."""
-    (root / ".step-00000100.removed").mkdir()
-    remove = shutil.rmtree
-
-    def refused(path):
-        if "700" in path.name:
-            raise PermissionError(13, "Permission denied", str(path))
-        remove(path)
-
-    monkeypatch.setattr(shutil, "rmtree", refused)
-    assert [path.name for path in clean_partials(root)] == [".step-00000100.removed"]
-
-
 def test_leftovers_of_killed_saves_and_deletions_are_cleaned_and_nothing_else(root):
     (root / ".step-00000100.removed").mkdir()
     (root / ".step-mine.partial").mkdir()
     before = {path.name for path in root.iterdir()}
-    cleaned = {path.name for path in clean_partials(root)}
-    assert cleaned == {".step-00000700.partial", ".step-00000100.removed"}
-    assert {path.name for path in root.iterdir()} == before - cleaned
+    clean_partials(root)
+    gone = before - {path.name for path in root.iterdir()}
+    assert gone == {".step-00000700.partial", ".step-00000100.removed"}
