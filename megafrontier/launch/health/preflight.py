@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,11 +38,11 @@ from megafrontier.training.plan import GIB, RunPlan
 
 FREE_FRACTION = 0.9
 """Of a device's stated memory. Drivers keep some of it; processes of an earlier job keep more."""
-SKEW_SECONDS = 1.0
+SKEW_SECONDS = 5.0
 SEEN_SECONDS = 10.0
 """How long a file written on one host may take to be seen on another."""
 NAMED_HOSTS = 16
-"""The most hosts that a message names."""
+"""The most hosts that are named in messages about no bad nodes."""
 STORAGE = "run.directory"
 Problem = UserError | StorageFailed
 """What is wrong on a rank."""
@@ -128,12 +128,12 @@ class Verdict:
         # A launcher's job of one node can move to another node. Local ranks have only this host.
         is_general = 2 * failed > hosts and (hosts > 1 or not self.identity.has_launcher)
         named = self.named_hosts(problem, min(failed, NAMED_HOSTS) if is_general else failed)
-        line = "; ".join(list(named.values())[:NAMED_HOSTS])
-        line += f"; and {failed - NAMED_HOSTS} more hosts" * (failed > NAMED_HOSTS)
+        line = "; ".join(named.values())
         if is_general:
             kind = StorageFailed if 2 * by_storage > hosts else RunFailed
             raise kind(f"preflight: {failed} of {hosts} hosts fail: {line}")
-        world.run_on_all(partial(self._exclude, named, line))
+        add = partial(excluded_nodes.add, self.directory, named)
+        world.run_on_all(add if world.rank == 0 else lambda: None)
         raise NodesUnfit(f"preflight: {line}")
 
     def named_hosts(self, problem: Problem | None, most: int) -> dict[str, str]:
@@ -151,18 +151,6 @@ class Verdict:
             name, _, line = message.partition("\t")
             named[name] = line
         return named
-
-    def _exclude(self, hosts: Iterable[str], line: str) -> None:
-        """Add the hosts to bad-nodes.txt on rank 0. Raises StorageFailed if that is not possible,
-        because the next start would meet the same hosts."""
-        if self.world.rank:
-            return
-        try:
-            excluded_nodes.add(self.directory, hosts)
-        except OSError as error:
-            path = self.directory / excluded_nodes.FILE_NAME
-            line = f"preflight: {line}; not listed, {path}: {error.strerror}"
-            raise StorageFailed(line) from error
 
 
 # Devices
@@ -265,17 +253,12 @@ def slow_links(
 
 
 def clock_skew(measured: Measurements) -> dict[int, Problem]:
-    """The hosts whose clock differs from the median, by the first rank of each. A host's earliest
-    rank counts, because the others may have been late to read the clock."""
-    hosts, inverse = measured.host.unique(return_inverse=True)
-    earliest = torch.full((len(hosts),), float("inf"), dtype=torch.float64)
-    earliest.scatter_reduce_(0, inverse, measured.clock, "amin")
-    skew = earliest - earliest.median()
+    """The ranks whose clock differs from the median."""
+    skew = measured.clock - measured.clock.median()
     found: dict[int, Problem] = {}
-    for number in torch.nonzero(skew.abs() > SKEW_SECONDS).flatten().tolist():
-        first = int(torch.nonzero(inverse == number)[0])
-        text = f"clock off by {skew[number]:+.1f} s, need within {SKEW_SECONDS:g} s"
-        found[first] = UserError(text)
+    for rank in torch.nonzero(skew.abs() > SKEW_SECONDS).flatten().tolist():
+        text = f"clock off by {skew[rank]:+.1f} s, need within {SKEW_SECONDS:g} s"
+        found[rank] = UserError(text)
     return found
 
 

@@ -15,7 +15,6 @@ that start has ended.
 import errno
 import json
 import os
-import re
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from math import ceil
 from pathlib import Path
 
 from megafrontier.common.errors import UserError, as_run_directory_error
@@ -36,7 +36,6 @@ EXPIRY_SECONDS = 120.0
 GONE_EXPIRY_SECONDS = 3 * HEARTBEAT_SECONDS
 """The same, if no process of this host has the holder's number."""
 _RELEASED = "released".ljust(20)
-_NAME = re.compile(r"\d{8,}")
 
 
 @dataclass(frozen=True)
@@ -154,13 +153,7 @@ def _try_create(folder: Path, number: int, me: Holder) -> RunLock | None:
         file = os.open(_path(folder, number), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
     except FileExistsError:
         return None
-    try:
-        lock = RunLock(folder, number, file, me)
-    except OSError:  # A full disk. The next job would wait for a holder without a name.
-        os.close(file)
-        with suppress(OSError):
-            _path(folder, number).unlink()
-        raise
+    lock = RunLock(folder, number, file, me)
     for earlier in _numbers(folder):
         if earlier < number:
             _path(folder, earlier).unlink(missing_ok=True)
@@ -174,13 +167,11 @@ def _wait_until_free(path: Path, me: Holder, info: Callable[[str], None], patien
         return
     expiry = min(GONE_EXPIRY_SECONDS if holder.is_gone(me) else EXPIRY_SECONDS, patience)
     info(f"run lock: waiting up to {expiry:g} s for a heartbeat of {holder}, which may be dead")
-    end = time.monotonic() + expiry
-    while time.monotonic() < end:
-        time.sleep(HEARTBEAT_SECONDS / 4)
-        asked = time.monotonic()
+    pause = HEARTBEAT_SECONDS / 4
+    # Looks are counted, because while the storage does not answer, the holder cannot write either.
+    for _ in range(ceil(expiry / pause)):
+        time.sleep(pause)
         holder, now = _read(path)
-        # While the storage does not answer, the holder cannot write either.
-        end += time.monotonic() - asked
         if now in ("", _RELEASED):
             return
         if now != heartbeat:
@@ -200,8 +191,7 @@ def _newest(folder: Path) -> int:
 
 
 def _numbers(folder: Path) -> list[int]:
-    """Numbers of the lock files. Editors and copying tools leave files of other names."""
-    return [int(name) for name in os.listdir(folder) if _NAME.fullmatch(name)]
+    return [int(name) for name in os.listdir(folder) if name.isdigit()]
 
 
 def _path(folder: Path, number: int) -> Path:

@@ -119,29 +119,18 @@ class Save(Callback):
         self.on_saved: Callable[[Trainer, Path], None] | None = None
         """Called on every rank after each checkpoint."""
         self._is_finite = True  # the loss of the newest step
-        self._is_overdue = False  # a save waits for a finite loss
         self._failed_by_storage = False  # the last save
         self._thread = ThreadPoolExecutor(1, "delete")
         self._deletion: Future[None] | None = None
 
     def needs_settled_state(self, trainer: Trainer, step: int) -> bool:
         # The last step is saved before its evaluation, which may be cut short.
-        is_due_now = is_due(trainer.config.checkpoint.every, step) or step == trainer.last_step
-        return is_due_now or self._is_overdue
+        return is_due(trainer.config.checkpoint.every, step) or step == trainer.last_step
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         self._is_finite = math.isfinite(result.loss)
-        if not self.needs_settled_state(trainer, result.step):
-            return
-        # With such a loss the weights may be broken, and would replace older ones that are not.
-        was_overdue, self._is_overdue = self._is_overdue, not self._is_finite
-        if not self._is_overdue:
+        if self.needs_settled_state(trainer, result.step):
             self._save(trainer)
-        elif not was_overdue:
-            self._run_logger.info(
-                f"no checkpoint at step {result.step}, whose loss is not finite: after the next "
-                "step whose loss is"
-            )
 
     def at_end(self, trainer: Trainer) -> None:
         """Save the newest step if that has not been done, in two tries.
@@ -168,6 +157,7 @@ class Save(Callback):
             return False
         self.saved_step = trainer.step
         self._run_logger.info(f"checkpoint {path}")
+        # With another loss the weights may be broken, and would replace older ones that are not.
         if trainer.is_first and self._is_finite:
             self._prune(trainer.config)
         if self.on_saved is not None:

@@ -202,33 +202,6 @@ def test_a_device_with_too_little_memory_fails_only_its_host(
     assert bad_nodes(config_file) == ["b"]
 
 
-def test_unfit_hosts_that_cannot_be_listed_are_a_failure_of_the_storage(
-    config_file, hosts, monkeypatch, capfd
-):
-    """The next start would meet them again."""
-    hosts("aabbcc")
-    (config_file.parent / "run" / "bad-nodes.txt").mkdir(parents=True)
-    monkeypatch.setattr(preflight, "check_device", lacking_on_rank_3)
-    assert train(config_file, 6, "train.global_batch=12") == LOST
-    error = capfd.readouterr().err
-    assert error.startswith("megafrontier: preflight: b (ranks 2 to 3): device 1: ")
-    assert error.endswith("bad-nodes.txt: Is a directory\n")
-
-
-def test_many_hosts_that_are_not_most_are_all_listed_and_some_named(
-    config_file, hosts, monkeypatch, capfd
-):
-    hosts("abcdefgh")
-    monkeypatch.setattr(preflight, "NAMED_HOSTS", 2)
-    lacking = lambda *_: UserError("lacks") if is_on_rank(1, 2, 3) else None  # noqa: E731
-    monkeypatch.setattr(preflight, "check_device", lacking)
-    assert train(config_file, 8) == BAD_NODE
-    error = capfd.readouterr().err
-    assert "c (rank 2): lacks" in error
-    assert error.endswith("; and 1 more hosts\n")
-    assert bad_nodes(config_file) == ["b", "c", "d"]
-
-
 @pytest.mark.parametrize(
     ("letters", "said"), [("aabb", "2 of 2 hosts fail: a (ranks 0 to 1)"), ("aaaa", "1 of 1 hosts")]
 )
