@@ -11,7 +11,7 @@ from megafrontier.common.errors import RankError, UserError
 from megafrontier.common.signals import block_stop_requests
 from megafrontier.config import Config
 from megafrontier.data.sampling.loader import Loader
-from megafrontier.data.sampling.samples import Batch, Samples, open_samples
+from megafrontier.data.sampling.samples import Batch, open_samples
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initial_slice, parameter_kind
@@ -146,16 +146,6 @@ def build_model(config: Config, plan: RunPlan, hierarchy: Hierarchy) -> tuple[GP
     return model, engine
 
 
-def open_part(config: Config, part: Part) -> Samples | None:
-    """The training or validation samples; None if nothing is held out for validation.
-
-    Raises UserError for a corpus that cannot be read.
-    """
-    # A special token that was added to the tokenizer alone has no row in the model.
-    ids = min(cached_tokenizer(config.tokenizer).vocab_size, config.model.vocab_size)
-    return open_samples(config.data, config.model.sequence_length, config.run.seed, ids, part)
-
-
 def open_loader(
     config: Config, part: Part, rank: int, ranks: int, device: torch.device | str = "cpu"
 ) -> Loader | None:
@@ -163,7 +153,10 @@ def open_loader(
 
     Raises UserError for a corpus that cannot be read, and if the batch does not divide.
     """
-    samples = open_part(config, part)
+    # A special token that was added to the tokenizer alone has no row in the model.
+    ids = min(cached_tokenizer(config.tokenizer).vocab_size, config.model.vocab_size)
+    length, seed = config.model.sequence_length, config.run.seed
+    samples = open_samples(config.data, length, seed, ids, part)
     if samples is None:
         return None
     skip = config.data.skip if part == "train" else []

@@ -11,7 +11,7 @@ from megafrontier.model.init import initialise, parameter_kind
 from megafrontier.optim.schedule import learning_rate
 from megafrontier.training.callbacks.log import step_metrics
 from megafrontier.training.loop import train_step
-from megafrontier.training.trainer import open_part
+from megafrontier.training.trainer import open_loader
 from tests import runs
 from tests.ranks import run_ranks
 
@@ -82,7 +82,7 @@ def test_steps_are_those_of_plain_pytorch(folder, train):
         ],
         betas=tuple(config.optimizer.betas), eps=0.01,
     )  # fmt: skip
-    samples, tokens = open_part(config, "train"), 0
+    samples, tokens = open_loader(config, "train", 0, 1).samples, 0
     for step, line in enumerate(lines):
         batch = samples.batch(16 * step, 16)
         count = int((batch.targets >= 0).sum())

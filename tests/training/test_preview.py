@@ -22,11 +22,6 @@ from tests import runs
             "world int4, rotated, error feedback over world; overlap full",
         ),
         (
-            ["partition.wires=low", "partition.wires.gather.world=int8"], 8,
-            "weights pair fp32, node int8, world int8; gradients pair fp32, node int8, "
-            "world int4, rotated, error feedback over world; overlap safe",
-        ),
-        (
             ["partition.wires=low"], 4,  # the world is one node
             "weights pair fp32, node delta4; gradients pair fp32, node int8, rotated; overlap safe",
         ),

@@ -16,7 +16,7 @@ from megafrontier.launch import main as launch
 from megafrontier.parallel.env import Identity
 from megafrontier.training import preview
 from megafrontier.training.logging.run_log import check_directory
-from megafrontier.training.trainer import open_part
+from megafrontier.training.trainer import open_loader
 from tests import runs
 from tests.data.corpora import write_corpus
 
@@ -160,7 +160,7 @@ def test_an_id_beyond_the_vocabulary_on_one_rank_is_one_line_and_ends_all(
     config_file, tmp_path, capfd
 ):
     config = runs.load(config_file, "machine=laptop")
-    samples = open_part(config, "train")
+    samples = open_loader(config, "train", 0, 1).samples
     window = samples.locate(2 * 16 + 13, 1)[0][1]  # the last rank's part of the third step
     spoil(tmp_path / "corpus", window)
     assert runs.train(config, 2) == 2

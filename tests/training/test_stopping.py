@@ -76,17 +76,12 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_to_the_same_bits(
     assert runs.valid_losses(resumed) == runs.valid_losses(unbroken)
 
 
-def test_a_run_that_the_same_command_would_begin_anew_says_so(folder, signalled):
-    ended = train(folder, "anew", signalled("4 getpid SIGUSR1"), "checkpoint.resume=never")
-    assert ended.returncode == STOPPED, ended.stderr
-    assert "stopped on request at step 4; go on without checkpoint.resume\n" in ended.stdout
-
-
-def test_a_checkpoint_just_written_for_that_step_is_not_written_again(folder, signalled):
-    chosen = ("checkpoint.every=4", "evaluate.every=4")
+def test_a_run_that_would_begin_anew_says_so_and_writes_no_checkpoint_twice(folder, signalled):
+    chosen = ("checkpoint.every=4", "evaluate.every=4", "checkpoint.resume=never")
     ended = train(folder, "kept", signalled("4 getpid SIGUSR1"), *chosen)
     assert ended.returncode == STOPPED, ended.stderr
-    assert ended.stdout.count("checkpoint ") == 1
+    assert "stopped on request at step 4; go on without checkpoint.resume\n" in ended.stdout
+    assert ended.stdout.count("checkpoint /") == 1
     assert checkpoints(folder, "kept") == ["step-00000004"]
 
 
