@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megafrontier.common.errors import UserError
 from megafrontier.common.files import write_atomically
@@ -18,35 +18,6 @@ from megafrontier.config import Config, config_to_dict
 
 FINISH_SECONDS = 120.0
 """How long W&B may take to send the rest at the end. Its files stay, for `wandb sync`."""
-
-
-class Sink(Protocol):
-    """A destination for one dict of metrics a step, which always has a "step"."""
-
-    name: str
-
-    def write(self, values: dict[str, Any]) -> None:
-        """Write the metrics of one step."""
-
-    def close(self) -> None:
-        """Flush and close."""
-
-
-def open_sinks(
-    config: Config, directory: Path, resume_step: int, warn: Callable[[str], None]
-) -> list[Sink]:
-    """The sinks of `config.log`, in the run directory, continued after `resume_step` (0: new run).
-
-    `warn` is called with a line if a sink does less than requested. Raises UserError if W&B
-    refuses, OSError if the directory cannot be written.
-    """
-    sinks: list[Sink] = []
-    if config.log.wandb != "disabled":
-        sinks.append(WandbSink(config, directory, resume_step, warn))
-    if config.log.tensorboard:
-        sinks.append(TensorboardSink(directory, resume_step))
-    # The last one, because it drops lines for good.
-    return [JsonLines(directory / "metrics.jsonl", resume_step), *sinks]
 
 
 class JsonLines:
@@ -207,3 +178,23 @@ def _flat_numbers(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
         elif isinstance(value, int | float) and f"{prefix}{key}" != "step":
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+Sink = JsonLines | WandbSink | TensorboardSink
+
+
+def open_sinks(
+    config: Config, directory: Path, resume_step: int, warn: Callable[[str], None]
+) -> list[Sink]:
+    """The sinks of `config.log`, in the run directory, continued after `resume_step` (0: new run).
+
+    `warn` is called with a line if a sink does less than requested. Raises UserError if W&B
+    refuses, OSError if the directory cannot be written.
+    """
+    sinks: list[Sink] = []
+    if config.log.wandb != "disabled":
+        sinks.append(WandbSink(config, directory, resume_step, warn))
+    if config.log.tensorboard:
+        sinks.append(TensorboardSink(directory, resume_step))
+    # The last one, because it drops lines for good.
+    return [JsonLines(directory / "metrics.jsonl", resume_step), *sinks]
