@@ -58,7 +58,7 @@ def test_empty_documents_are_supported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "sequence"),
-    [(50, -1), (50, 3), (50, 90), (50, 2**40), (37, -(2**63) + 37), (37, 3), (37, 90), (37, 100)],
+    [(50, -1), (50, 90), (50, 2**40), (37, -(2**63) + 37), (37, 3), (37, 100)],
 )
 def test_documents_out_of_order_or_range_are_refused_by_file(
     tmp_path: Path, number: int, sequence: int
@@ -132,12 +132,10 @@ def damaged(folder: Path, suffix: str, damage) -> str:
         (".bin", lambda data: data[:-3], "truncated at byte 17, its .idx needs 20"),
         (".bin", lambda data: data + b"xx", "22 bytes, its .idx describes 20"),
         (".bin", lambda data: b"", "empty at byte 0"),
-        (".bin", lambda data: None, "No such file"),
         (".idx", lambda data: None, "No such file"),
         (".idx", lambda data: b"", "empty at byte 0"),
         (".idx", lambda data: data[:20], "truncated at byte 20"),
         (".idx", lambda data: data[:-1], "truncated at byte 113"),
-        (".idx", lambda data: data + b"x", "115 bytes"),
         (".idx", lambda data: b"PARQUET!!" + data[9:], "byte 0: b'PARQUET!!' is not a Megatron"),
         (".idx", lambda data: data[:9] + b"\x02" + data[10:], "byte 9: index version 2"),
         (".idx", lambda data: data[:17] + b"\x07" + data[18:], "byte 17: dtype code 7"),

@@ -90,7 +90,6 @@ def test_corpora_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (HEADER.size + 4 * 2 + 3, 7),  # its sign
         (HEADER.size + 4 * 5 + 8 * 3, 1),  # a pointer
         (HEADER.size + 12 * 5 + 8 * 1, 4),  # the first sequence of a document
-        (HEADER.size + 12 * 5 + 8 * 3 + 7, 7),
     ],
 )
 def test_a_damaged_index_is_refused(

@@ -53,14 +53,6 @@ def test_a_rank_gets_its_micro_batches_in_order(samples: Samples) -> None:
     loader.close()
 
 
-def test_a_resumed_run_reads_what_the_unbroken_one_would(samples: Samples) -> None:
-    unbroken, resumed = Loader(samples, GLOBAL_BATCH, 4), Loader(samples, GLOBAL_BATCH, 4)
-    steps = [read(unbroken, step) for step in range(8)]
-    assert all(torch.equal(steps[step], read(resumed, step)) for step in (5, 6, 7))
-    unbroken.close()
-    resumed.close()
-
-
 @pytest.mark.parametrize(
     ("skip", "expected"),
     [

@@ -54,11 +54,6 @@ def test_epochs_differ_in_order_and_each_has_every_window_once(corpus: CorpusCon
     assert epochs[0] != epochs[1] != epochs[2] != list(range(100))
 
 
-def test_another_seed_is_another_order(corpus: CorpusConfig) -> None:
-    one, other = (windows(opened(train=[corpus], seed=s), 0, 50) for s in (1, 2))
-    assert one != other
-
-
 def test_the_split_keeps_validation_out_of_training(corpus: CorpusConfig) -> None:
     data = {"train": [corpus], "split": [0.9, 0.1]}
     assert sorted(windows(opened(**data), 0, 90)) == list(range(90))

@@ -120,21 +120,6 @@ def test_splitting_a_long_text_does_not_change_its_tokens(
     assert made == load_tokenizer(spec).encode(text)
 
 
-def test_a_long_text_ends_although_its_last_range_has_no_tokens(
-    tmp_path: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some tokenizers have no token for blanks."""
-    encode = ByteTokenizer.encode_batch
-    monkeypatch.setattr(
-        ByteTokenizer, "encode_batch", lambda self, texts: encode(self, [t.strip() for t in texts])
-    )
-    (tmp_path / "long.txt").write_text("word " * 600 + " " * 5000)
-    prepare([str(tmp_path / "long.txt")], "bytes", tmp_path / "made", 1, append_eod=True)
-    tokens = IndexedDataset(tmp_path / "made").document(0)
-    assert tokens.tolist().count(256) == 1
-    assert tokens[-1] == 256
-
-
 def test_a_document_longer_than_int32_has_several_sequences(
     tmp_path: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

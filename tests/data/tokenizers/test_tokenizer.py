@@ -107,19 +107,13 @@ def test_a_tokenizer_that_transformers_has_saved_over_ours_counts(
     ours.save(tmp_path / "saved")
     theirs = AutoTokenizer.from_pretrained(str(tmp_path / "saved"))
     theirs.add_tokens(["<|user|>"])
-    theirs.save_pretrained(tmp_path / "saved")
-    again = load_tokenizer(str(tmp_path / "saved"))
-    assert again.vocab_size == ours.vocab_size + 1
-    assert again.encode("<|user|>") == [ours.vocab_size]
-    assert again.eod == again.bos == ours.eod
-    theirs.add_special_tokens({"bos_token": "<s>", "pad_token": theirs.eos_token})
-    theirs.save_pretrained(tmp_path / "saved")
-    again = load_tokenizer(str(tmp_path / "saved"))
-    assert (again.bos, again.eod) == (ours.vocab_size + 1, ours.eod)
-    assert ours.pad is again.pad is None  # the end of a document is not only padding
     theirs.add_special_tokens({"pad_token": "<pad>"})
     theirs.save_pretrained(tmp_path / "saved")
-    assert load_tokenizer(str(tmp_path / "saved")).pad == ours.vocab_size + 2
+    again = load_tokenizer(str(tmp_path / "saved"))
+    assert again.vocab_size == ours.vocab_size + 2
+    assert again.encode("<|user|>") == [ours.vocab_size]
+    assert again.eod == again.bos == ours.eod
+    assert (ours.pad, again.pad) == (None, ours.vocab_size + 1)
 
 
 def test_transformers_loads_a_trained_tokenizer_with_the_same_ids(trained: Path) -> None:
