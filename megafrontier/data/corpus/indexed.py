@@ -130,16 +130,11 @@ class IndexedDataset:
 
     def _check_bin(self, length: int) -> None:
         need = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize
-        if length == need:
-            return
-        path = bin_path(self.prefix)
-        if length < need:
+        if length != need:
             raise UserError(
-                f"{path}: truncated at byte {length}, its .idx needs {need}; copy or prepare again"
+                f"{bin_path(self.prefix)}: {length} bytes, its .idx describes {need}; truncated "
+                "or of another corpus; copy or prepare again"
             )
-        raise UserError(
-            f"{path}: {length} bytes, its .idx describes {need}; it belongs to another corpus"
-        )
 
 
 def is_empty(prefix: str | Path) -> bool:

@@ -87,15 +87,11 @@ def _copy_index(corpus: IndexedDataset, index: IndexBuilder) -> None:
         sizes = corpus.sizes[start : start + _ENTRIES]
         ends = offset + np.cumsum(sizes, dtype=np.int64) * corpus.dtype.itemsize
         starts = np.concatenate([[offset], ends[:-1]])
-        wrong = np.flatnonzero((sizes < 0) | (corpus.pointers[start : start + _ENTRIES] != starts))
-        if len(wrong):
-            number = start + wrong[0]
-            raise corpus.damaged(f"sequence {number} does not start where the one before ends")
+        if (sizes < 0).any() or (corpus.pointers[start : start + _ENTRIES] != starts).any():
+            raise corpus.damaged(f"sequences from {start} on do not follow each other")
         offset = int(ends[-1])
         index.add(sizes, no_documents)
     for start in range(1, len(corpus.document_index), _ENTRIES):
-        steps = np.diff(corpus.document_index[start - 1 : start + _ENTRIES])
-        if (steps < 0).any():
-            number = start - 1 + int(np.argmax(steps < 0))
-            raise corpus.damaged(f"document {number} ends before it starts")
+        if (np.diff(corpus.document_index[start - 1 : start + _ENTRIES]) < 0).any():
+            raise corpus.damaged(f"documents from {start - 1} on do not follow each other")
         index.add(no_sizes, corpus.document_index[start : start + _ENTRIES] + sequences)

@@ -34,11 +34,6 @@ class TextRange:
         """Whether the document starts in an earlier range."""
         return self.kind == "text" and self.start > 0
 
-    @property
-    def payload_bytes(self) -> int:
-        """Size of the payload, or about that."""
-        return len(self.payload) if isinstance(self.payload, bytes) else size_of(self.payload)
-
 
 @dataclass(frozen=True)
 class BadText:
@@ -64,7 +59,8 @@ class Reader:
         size = 0
         for text_range in chain.from_iterable(map(self._read, self.sources)):
             batch.append(text_range)
-            size += text_range.payload_bytes
+            payload = text_range.payload
+            size += len(payload) if isinstance(payload, bytes) else size_of(payload)
             if size >= files.BLOCK_BYTES:
                 yield batch
                 batch, size = [], 0

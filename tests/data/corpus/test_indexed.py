@@ -129,7 +129,7 @@ def damaged(folder: Path, suffix: str, damage) -> str:
 @pytest.mark.parametrize(
     ("suffix", "damage", "says"),
     [
-        (".bin", lambda data: data[:-3], "truncated at byte 17, its .idx needs 20"),
+        (".bin", lambda data: data[:-3], "17 bytes, its .idx describes 20; truncated or"),
         (".bin", lambda data: data + b"xx", "22 bytes, its .idx describes 20"),
         (".bin", lambda data: b"", "empty at byte 0"),
         (".idx", lambda data: None, "No such file"),
