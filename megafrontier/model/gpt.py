@@ -168,12 +168,14 @@ class GPT(nn.Module):
         row only, [b, 1, vocab_size]. `documents` int32 [n + 1]: the start of each document in the
         b · s tokens (each row starts one), then b · s; tokens attend only within their document,
         and positions restart there. `cache`: positions continue after its tokens, and it takes the
-        new ones.
+        new ones; it holds one document per row, so there are no `documents` with it.
 
-        Raises ValueError for more tokens than the sequence length, or a cache with documents.
+        Raises ValueError for more tokens than the sequence length or the cache has room for.
         """
         past = cache.length if cache is not None else 0
-        self._check(tokens, past, documents, cache)
+        room = self.config.sequence_length if cache is None else cache.capacity
+        if past + tokens.shape[1] > room:
+            raise ValueError(f"{past + tokens.shape[1]} tokens, the model has room for {room}")
         positions = self._positions(tokens, past, documents)
         rotary = self._rotary(positions)
         hidden = self.embedding(tokens, positions)
@@ -204,15 +206,6 @@ class GPT(nn.Module):
         if self.is_compiled:
             let_length_vary(documents)
         return None, documents
-
-    def _check(
-        self, tokens: Tensor, past: int, documents: Tensor | None, cache: KVCache | None
-    ) -> None:
-        room = self.config.sequence_length if cache is None else cache.capacity
-        if past + tokens.shape[1] > room:
-            raise ValueError(f"{past + tokens.shape[1]} tokens, the model has room for {room}")
-        if documents is not None and cache is not None:
-            raise ValueError("a cache holds one document per row: give `documents` or `cache`")
 
     def _positions(self, tokens: Tensor, past: int, documents: Tensor | None) -> Tensor:
         if documents is not None:

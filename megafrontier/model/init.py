@@ -40,16 +40,11 @@ def initial_slice(
     Norm weights are 1, biases 0, rows of padded token ids 0, and all else normal as `config.init`
     says (gpt2: Radford et al. 2019, section 2.3; neox: Black et al. 2022, arXiv:2204.06745, section
     2.1.2, after Nguyen and Salazar 2019 and Wang and Komatsuzaki 2021).
-
-    Raises ValueError for a slice outside the parameter.
     """
-    numel = prod(shape)
-    if not 0 <= start <= stop <= numel:
-        raise ValueError(f"{name}: slice [{start}, {stop}) of {numel} elements")
     kind = parameter_kind(name)
     if kind == "norm" or kind == "bias":
         return torch.full((stop - start,), float(name.endswith(".weight")))
-    values = _normal(f"{seed}/{name}", numel, start, stop) * _deviation(config, name)
+    values = _normal(f"{seed}/{name}", prod(shape), start, stop) * _deviation(config, name)
     if name in ("embedding.tokens.weight", "head.output.weight"):
         values[max(0, config.vocab_size * shape[1] - start) :] = 0.0
     return values

@@ -93,11 +93,6 @@ def test_initial_values_never_change(make_config):
     torch.testing.assert_close(values, torch.tensor(KNOWN), rtol=1e-5, atol=0)
 
 
-def test_a_slice_outside_the_parameter_is_refused(make_config):
-    with pytest.raises(ValueError, match=r"slice \[0, 11\) of 10 elements"):
-        initial_slice(make_config(), 1, "x.weight", (10,), 0, 11)
-
-
 def test_kinds_decide_weight_decay(make_config):
     kinds = {
         "embedding.tokens.weight": "embedding",

@@ -113,25 +113,18 @@ class HFConfigReader:
         """The rotary settings; `types` are the ways of scaling frequencies that the family has.
 
         transformers 5 keeps them in the dictionary `rope_parameters`, transformers 4 at the top
-        and in `rope_scaling`. A file may have both. Raises UserError if the two differ, because
-        the two releases would then build different models, and for any other way of scaling.
+        and in `rope_scaling`. A file may have both, which are read in the order of transformers 5.
+        Raises UserError for any other way of scaling.
         """
-        base = self.number(theta_key, 10000.0)
-        fraction = self.number(fraction_key, default_fraction)
-        scalings = []
-        for key in ("rope_scaling", "rope_parameters"):
-            inner = self._values.get(key) or {}
-            if not isinstance(inner, dict):
-                raise self.error(key, inner, "need keys and values")
-            nested = HFConfigReader(self._path, inner)
-            if inner:
-                scalings.append(nested._scaling(types))
-            base = self._equal(nested, "rope_theta", theta_key, base)
-            fraction = self._equal(nested, "partial_rotary_factor", fraction_key, fraction)
-        if len(scalings) == 2 and scalings[0] != scalings[1]:
-            found = self._values["rope_scaling"]
-            raise self.error("rope_scaling", found, "need the same as in rope_parameters")
-        return Rope(float(base), float(fraction), scalings[0] if scalings else None)
+        key = "rope_scaling" if self._values.get("rope_scaling") else "rope_parameters"
+        inner = self._get(key, {})
+        if not isinstance(inner, dict):
+            raise self.error(key, inner, "need keys and values")
+        nested = HFConfigReader(self._path, inner)
+        base = nested.number("rope_theta", self.number(theta_key, 10000.0))
+        outer_fraction = self.number(fraction_key, default_fraction)
+        fraction = nested.number("partial_rotary_factor", outer_fraction)
+        return Rope(float(base), float(fraction), nested._scaling(types))
 
     def error(self, key: str, value: Any, fits: str) -> UserError:
         """The error for one value."""
@@ -151,12 +144,6 @@ class HFConfigReader:
             float(self.number("high_freq_factor")),
             self.integer("original_max_position_embeddings"),
         )
-
-    def _equal(self, nested: "HFConfigReader", inner: str, outer: str, value: float) -> float:
-        found = nested.number(inner, value)
-        if self._values.get(outer) is not None and found != value:
-            raise self.error(outer, value, f"need the {found} of {inner} in rope_parameters")
-        return found
 
 
 @dataclass(frozen=True)
