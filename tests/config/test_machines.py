@@ -1,7 +1,5 @@
 """Machines: named, from a file, inline, changed by overrides, or refused."""
 
-import dataclasses
-
 import pytest
 import yaml
 
@@ -57,17 +55,12 @@ def test_a_machine_given_whole_replaces_the_files(write):
 def test_an_override_changes_one_value_of_a_named_machine(write):
     path = write("a.yaml", "machine: frontier")
     config = load_config(path, ["machine.levels.world.size=9408"])
-    machine = load_machine(config.machine)
     expected = load_machine("frontier")
     expected.levels["world"].size = 9408
-    assert dataclasses.asdict(machine) == dataclasses.asdict(expected)
-
-
-def test_an_override_changes_one_value_of_the_machine_that_no_file_names(write):
-    config = load_config(write("a.yaml", "run: {name: x}"), ["machine.device.name=cpu"])
-    expected = load_machine("laptop")
-    expected.device.name = "cpu"
-    assert dataclasses.asdict(load_machine(config.machine)) == dataclasses.asdict(expected)
+    assert load_machine(config.machine) == expected
+    unnamed = load_config(write("b.yaml", "run: {name: x}"), ["machine.device.name=cpu"]).machine
+    assert load_machine(unnamed).levels == load_machine("laptop").levels
+    assert load_machine(unnamed).device.name == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -83,17 +76,9 @@ def test_an_override_changes_one_value_of_the_machine_that_no_file_names(write):
         ),
         ({"levels": {"a": {"size": 0}}}, "machine: levels.a.size: 0, need at least 1"),
         (
-            {"levels": {"a": {"gigabytes_per_second": 0}}},
-            "machine: levels.a.gigabytes_per_second: 0.0, need more than 0",
+            {"levels": {"a": {}}, "device": {"memory_gib": 0}},
+            "machine: device.memory_gib: 0.0, need more than 0",
         ),
-        *[
-            (
-                {"levels": {"a": {}}, "device": {key: 0}},
-                f"machine: device.{key}: {zero}, need more than 0",
-            )
-            for key, zero in (("memory_gib", 0.0), ("peak_tflops", 0.0), ("ranks_per_host", 0))
-        ],
-        ({"level": {}}, "machine: level: {}, no such key; did you mean levels?"),
         (
             {"levels": {"a": {"sise": 2}}},
             "machine: levels.a.sise: 2, no such key; did you mean size?",

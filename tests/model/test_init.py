@@ -19,9 +19,9 @@ def whole(config, name, seed=3):
     return initial_slice(config, seed, name, shape, 0, prod(shape))
 
 
-@pytest.mark.parametrize("cuts", [(0, 1, 100, 1000, 5000), (0, 999, 1001), (0, 2500, 2501, 9000)])
-def test_any_cut_gives_the_same_values(cuts, make_config, monkeypatch):
+def test_any_cut_gives_the_same_values(make_config, monkeypatch):
     monkeypatch.setattr(module, "CHUNK", 1000)
+    cuts = (0, 1, 100, 999, 1000, 1001, 2500, 2501, 5000, 9000)
     config = make_config(hidden=128, vocab_size=77)
     for name, shape in parameter_shapes(config).items():
         numel = prod(shape)

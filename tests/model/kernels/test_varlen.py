@@ -44,8 +44,9 @@ def by_mask(query, key, value, documents):
     return mixed.transpose(1, 2).flatten(0, 1)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kv_heads", "dtype"), [(4, torch.float32), (2, torch.bfloat16), (1, torch.float32)]
+)
 def test_result_and_gradients_equal_those_with_the_dense_mask(kv_heads, dtype):
     inputs, documents = heads(kv_heads, dtype), starts()
     ours, theirs = (
@@ -61,26 +62,6 @@ def test_result_and_gradients_equal_those_with_the_dense_mask(kv_heads, dtype):
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
-
-
-def test_the_gradient_equals_finite_differences():
-    """Along random directions."""
-    inputs, documents = heads(2), starts()
-    weight = torch.randn(BATCH * LENGTH, 4, 8, generator=torch.Generator().manual_seed(2))
-
-    def loss(*tensors):
-        return (document_attention(*tensors, documents, LENGTH).double() * weight).sum()
-
-    gradients = torch.autograd.grad(loss(*inputs), inputs)
-    step = 1e-2
-    for i, gradient in enumerate(gradients):
-        direction = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(3))
-        ahead, behind = (
-            loss(*(t + sign * step * direction if i == j else t for j, t in enumerate(inputs)))
-            for sign in (1, -1)
-        )
-        slope = (ahead - behind).item() / (2 * step)
-        assert slope == pytest.approx((gradient * direction).sum().item(), rel=1e-2)
 
 
 def test_the_operator_passes_torchs_opcheck():
