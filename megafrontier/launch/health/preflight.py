@@ -5,8 +5,8 @@ all ranks reach the same verdict, and rank 0 names the hosts that failed.
 """
 
 import os
+import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -328,22 +328,22 @@ def _try_to_write(directory: Path, rank: int) -> Problem | None:
 def check_shared(directory: Path, identity: Identity, world: World) -> Problem | None:
     """Why this host does not see a file that rank 0 writes to the run directory, if so; one rank a
     host looks."""
-    path: Path | None = None
+    # A name that no host has looked for: a file system may remember that it was missing.
+    path = directory / world.broadcast_from_rank_0(lambda: f".preflight-{secrets.token_hex(8)}")
+    is_there = True
     # Only the work on files has this status. A rank in an exchange waits for another rank's work.
-    with world.status.doing(STORAGE), suppress(OSError):  # which check_storage reports
-        if world.rank == 0:
-            # A name that no host has looked for: a file system may remember that it was missing.
-            descriptor, name = tempfile.mkstemp(prefix=".preflight-", dir=directory)
-            os.close(descriptor)
-            path = Path(name)
-    name = world.broadcast_from_rank_0(lambda: path.name if path else "")
     with world.status.doing(STORAGE):
-        looks = identity.local_rank == 0 and name != ""
-        problem = _wait_for(directory / name) if looks else None
+        try:
+            if world.rank == 0:
+                path.touch()
+        except OSError:  # which check_storage reports
+            is_there = False
+    is_there = world.all_true(is_there)
+    with world.status.doing(STORAGE):
+        problem = _wait_for(path) if is_there and identity.local_rank == 0 else None
     world.barrier()
-    if path is not None:
-        with suppress(OSError):
-            path.unlink()
+    if world.rank == 0 and is_there:
+        path.unlink()
     return problem
 
 

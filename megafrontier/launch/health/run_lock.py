@@ -15,7 +15,6 @@ that start has ended.
 import errno
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +24,7 @@ from datetime import UTC, datetime
 from math import ceil
 from pathlib import Path
 
-from megafrontier.common.errors import UserError, as_run_directory_error
+from megafrontier.common.errors import UserError, as_run_directory_error, print_error
 from megafrontier.parallel.env import Identity
 from megafrontier.parallel.world import World
 
@@ -120,9 +119,9 @@ class RunLock:
         instance on a node that hung. It writes to the same files."""
         try:
             holder, _ = _read(_path(self._folder, _newest(self._folder)))
-            line = f"megafrontier: run lock: {self._folder.parent} was taken over by {holder}"
-            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{line}; ending\n".encode())
-        finally:  # even if stderr is closed or its disk is full
+            line = f"{self._folder.parent} was taken over by {holder}; ending"
+            print_error(f"megafrontier: run lock: {line}")
+        finally:
             os._exit(2)
 
 

@@ -118,21 +118,14 @@ def test_a_checkpoint_that_was_set_aside_does_not_count(train_alone, root):
     assert losses_at(train_alone("train.steps=2", NEVER)) == [1, 2]
 
 
-@pytest.mark.parametrize("folder", ["other", "other/checkpoints"])
-def test_a_folder_of_checkpoints_stands_for_its_newest(train_alone, tmp_path, imported, folder):
-    expected = train_alone(imported, f"run.directory={tmp_path}/expected")
-    found = train_alone(f"checkpoint.resume={tmp_path}/{folder}")
-    assert runs.losses(found) == runs.losses(expected)
-    assert found[0]["step"] == 3
-
-
 def test_a_run_begins_at_a_named_checkpoint_and_goes_on_from_its_own(
     train_alone, tmp_path, root, imported
 ):
     """The command stays the same, as that of a job in the queue."""
     unbroken = train_alone(f"run.directory={tmp_path}/unbroken")
-    for stop in (4, 6, 8):
-        lines = train_alone(imported, f"train.stop_at={stop}")
+    newest = f"checkpoint.resume={tmp_path}/other"  # stands for its newest checkpoint
+    for stop, start in ((4, newest), (6, imported), (8, imported)):
+        lines = train_alone(start, f"train.stop_at={stop}")
     assert runs.losses(lines) == runs.losses(unbroken)[2:]
     log = runs.log(tmp_path / "run")
     assert log.count("00000002: not used, the run has checkpoints of its own") == 2
