@@ -7,7 +7,6 @@ from difflib import get_close_matches
 from math import isfinite
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
-from unicodedata import category
 
 from megafrontier.common.errors import UserError, need
 from megafrontier.config.schema import (
@@ -161,10 +160,6 @@ def _check_folders(config: Config) -> None:
     need(directory != "", "run.directory", "empty", "need a folder")
     # No shell expands it after `run.directory=`, and a folder named ~ is a trap.
     need(not directory.startswith("~"), "run.directory", directory, "need it without ~, as $HOME")
-    paths = {"run.name": name, "run.directory": directory}
-    for key, path in (paths | {"checkpoint.resume": config.checkpoint.resume}).items():
-        is_plain = all(category(letter) != "Cc" for letter in path)
-        need(is_plain, key, repr(path), "need it without control characters")
 
 
 def _check_model(model: ModelConfig) -> None:
