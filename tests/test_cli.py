@@ -120,11 +120,11 @@ def test_several_tasks_for_the_work_of_one_process_are_warned_of_once(
         monkeypatch.setenv(f"SLURM_{name}", str(value))
     monkeypatch.setenv("MASTER_ADDR", "host")
     assert main(line.split()) == 2
-    *told, _ = capsys.readouterr().err.splitlines()
+    *reported, _ = capsys.readouterr().err.splitlines()
     said = (
         "megafrontier: warning: each of 4 tasks of slurm does all of this; need one, as by srun -n1"
     )
-    assert told == [said] * is_told
+    assert reported == [said] * is_told
 
 
 @pytest.mark.parametrize("line", ["fly", "merge nowhere --out {folder}/x"])
@@ -170,9 +170,9 @@ def test_a_folder_is_no_corpus_prefix(out, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("text\n")
     assert main(["prepare", "text.txt", "--tokenizer", "bytes", "--out", out]) == 2
-    told = capsys.readouterr().err
-    assert f"--out {out!r}: need a corpus prefix, as " in told
-    assert told.endswith("corpus\n")
+    reported = capsys.readouterr().err
+    assert f"--out {out!r}: need a corpus prefix, as " in reported
+    assert reported.endswith("corpus\n")
     assert os.listdir(tmp_path) == ["text.txt"]
 
 

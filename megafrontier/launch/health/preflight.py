@@ -95,18 +95,18 @@ def preflight(
         problem = problem or check_storage(directory, identity)
     if measured.hosts > 1:
         problem = check_shared(directory, identity, world) or problem
-    verdict = Verdict(measured, identity, world, directory)
-    verdict.refuse(problem)
+    agreement = Agreement(measured, identity, world, directory)
+    agreement.refuse(problem)
     slow, skewed = slow_links(config, plan, measured, hierarchy), clock_skew(measured)
     if config.preflight.if_slow == "fail":
-        verdict.refuse(slow.get(world.rank))
+        agreement.refuse(slow.get(world.rank))
     for found in filter(None, (slow, skewed)):
-        for line in verdict.named_hosts(found.get(world.rank), NAMED_HOSTS).values():
+        for line in agreement.named_hosts(found.get(world.rank), NAMED_HOSTS).values():
             warn(f"warning: preflight: {line}")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Agreement:
     """What follows from problems that some ranks have. All ranks call the methods alike."""
 
     measured: Measurements

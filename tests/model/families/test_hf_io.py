@@ -65,9 +65,9 @@ def test_weights_are_read_one_at_a_time(make_config, make_model, tmp_path):
     assert sorted(asked) == sorted(stored)
 
 
-@pytest.mark.parametrize(("pad", "told"), [(None, None), (9, 9), (10**6, None)])
+@pytest.mark.parametrize(("pad", "reported"), [(None, None), (9, 9), (10**6, None)])
 def test_the_type_the_tokenizer_and_its_ids_are_written(
-    make_config, make_model, tmp_path, pad, told
+    make_config, make_model, tmp_path, pad, reported
 ):
     """A padding id beyond the model's vocabulary is dropped: transformers would refuse it."""
 
@@ -86,7 +86,7 @@ def test_the_type_the_tokenizer_and_its_ids_are_written(
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"]) == (5, 7)
-    assert written["pad_token_id"] == told
+    assert written["pad_token_id"] == reported
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert {t.dtype for t in stored.values()} == {torch.bfloat16}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")

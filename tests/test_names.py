@@ -1,0 +1,54 @@
+"""Identifiers, files and folders have the field's words, not the private ones they once had."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("megafrontier", "tests", "scripts", "slurm", "tokenizers")
+PRIVATE = frozenset(
+    (  # noqa: SIM905
+        "at_hand is_at_hand let_go crossing crossings lane lanes Lane Lanes Ticket Turn Slot "
+        "weave woven Shelf shelf Scratch Pool Runs Change came_by take_over outlive settle "
+        "together seen_by_rank_0 to_replicas crowd Crowd Alone seal Arrangement arrangement "
+        "arrange foresee crowded risky Verdict verdict judge Pending Moment DeferredRead "
+        "deferred Logbook logbook remark tell told Ending is_alike is_one_ranks RollCall "
+        "rollcall neighbours Neighbours Activity culprits Watch watched backstop Backstop "
+        "Attempt lease Lease Vectors LookUp remember upstream Need Translation Settings "
+        "liberties habits strangers"
+    ).split()
+)
+
+
+def defined_names(tree: ast.AST) -> Iterator[str]:
+    """Names of functions, classes, arguments, variables and attributes that a module defines."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name
+            case ast.alias(name=name, asname=asname):
+                yield asname or name.rpartition(".")[2]
+
+
+def test_nothing_is_defined_under_a_private_word():
+    found = []
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            place = path.relative_to(ROOT)
+            words = {*place.parts[:-1], path.stem.removeprefix("test_")}
+            words |= set(defined_names(ast.parse(path.read_text())))
+            found += [f"{place}: {word}" for word in sorted(words & PRIVATE)]
+    assert found == []
+
+
+def test_no_folder_of_the_package_has_more_than_12_files_and_no_file_more_than_400_lines():
+    files = sorted((ROOT / "megafrontier").rglob("*.py"))
+    counts: dict[str, int] = {}
+    for path in files:
+        if path.stat().st_size:
+            counts[str(path.parent)] = counts.get(str(path.parent), 0) + 1
+    assert {folder: count for folder, count in counts.items() if count > 12} == {}
+    lengths = {str(path): len(path.read_text().splitlines()) for path in files}
+    assert {path: length for path, length in lengths.items() if length > 400} == {}
