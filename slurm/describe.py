@@ -3,37 +3,28 @@
 With a number of nodes, and if the machine file has ranks per host, also print what runs there and
 warn of files and packages that are missing here.
 
-    python slurm/describe.py [--nodes=N] [--tasks-per-node=N] [--tasks=N] [--submitting] CONFIG \
+    python slurm/describe.py [--nodes=N] [--ntasks-per-node=N] [--ntasks=N] [--submitting] CONFIG \
         [key=value …]
 
 A batch file runs this before it starts a thousand ranks. Exit code 2 and one line for bad input,
 70 if storage fails. --submitting also refuses a config without training data.
 """
 
-import sys
+import argparse
 from functools import partial
 
 from megafrontier.common.errors import FatalError, UserError, exit_on_fatal_error
 from megafrontier.config import Config, load_config, load_machine
 
 
-def describe(
-    config: Config,
-    nodes: int | None,
-    per_node: int | None,
-    tasks: int | None,
-    is_submitting: bool,
-) -> list[str]:
-    """The lines to print. Raises UserError if this many nodes and tasks cannot train the config."""
-    if is_submitting:
-        from megafrontier.data.sampling.samples import (
-            refuse_no_corpus,
-        )  # torch takes seconds to import
+def describe(arguments: argparse.Namespace) -> list[str]:
+    """The lines to print. Raises UserError if these nodes and tasks cannot train the config."""
+    config, nodes = load_config(arguments.config, arguments.overrides), arguments.nodes
+    if arguments.submitting:
+        from megafrontier.data.sampling.samples import refuse_no_corpus  # torch takes seconds
 
         refuse_no_corpus(config.data)
     per_host = load_machine(config.machine).device.ranks_per_host
-    if per_host is not None:
-        check_tasks(nodes, per_node, tasks, per_host)
     lines = [config.run.name, config.run.directory, str(config.train.attempts)]
     if nodes is None:
         return lines
@@ -42,6 +33,8 @@ def describe(
         from megafrontier.training.plan import check_memory, resolve_plan
         from megafrontier.training.preview import describe_run
 
+        check_tasks("--ntasks-per-node", arguments.ntasks_per_node, per_host)
+        check_tasks("--ntasks", arguments.ntasks, nodes * per_host)
         plan = resolve_plan(config, nodes * per_host)
         check_memory(config, plan)
         return [*lines, *describe_run(config, plan), *missing(config, nodes * per_host)]
@@ -53,19 +46,10 @@ def describe(
     return lines
 
 
-def check_tasks(nodes: int | None, per_node: int | None, tasks: int | None, per_host: int) -> None:
-    """Raise UserError if the number of tasks is not the machine file's number of ranks."""
-    if per_node is not None and per_node != per_host:
-        raise UserError(
-            f"--ntasks-per-node: {per_node}, need {per_host}, as machine.device.ranks_per_host says"
-        )
-    if tasks is None or tasks == per_host * (nodes or tasks // per_host):
-        return
-    fits = f"a multiple of {per_host}" if nodes is None else f"{per_host * nodes}"
-    raise UserError(
-        f"--ntasks: {tasks}, need {fits}, {per_host} on each node, as "
-        "machine.device.ranks_per_host says"
-    )
+def check_tasks(option: str, tasks: int | None, ranks: int) -> None:
+    """Raise UserError if a number of tasks is not the machine file's number of ranks."""
+    if tasks not in (None, ranks):
+        raise UserError(f"{option}: {tasks}, need {ranks}, by machine.device.ranks_per_host")
 
 
 def missing(config: Config, ranks: int) -> list[str]:
@@ -93,26 +77,11 @@ def missing(config: Config, ranks: int) -> list[str]:
     return found
 
 
-def take_option(words: list[str], option: str) -> int | None:
-    """Remove a leading `OPTION=N` from the words and return N, or None if there is none.
-
-    Raises UserError if N is not a whole number above 0.
-    """
-    if not words or not words[0].startswith(f"{option}="):
-        return None
-    said = words.pop(0).partition("=")[2]
-    if not said.isdecimal() or int(said) == 0:
-        raise UserError(f"{option}: {said!r}, need a whole number above 0")
-    return int(said)
-
-
+parser = argparse.ArgumentParser()
+for option in "--nodes", "--ntasks-per-node", "--ntasks":
+    parser.add_argument(option, type=int)
+parser.add_argument("--submitting", action="store_true")
+parser.add_argument("config")
+parser.add_argument("overrides", nargs="*")
 with exit_on_fatal_error("megafrontier"):
-    words = sys.argv[1:]
-    nodes, per_node = take_option(words, "--nodes"), take_option(words, "--tasks-per-node")
-    tasks = take_option(words, "--tasks")
-    is_submitting = bool(words) and words[0] == "--submitting"
-    if not words[is_submitting:]:
-        raise UserError("CONFIG: not given, need the path of a config")
-    file, *overrides = words[is_submitting:]
-    lines = describe(load_config(file, overrides), nodes, per_node, tasks, is_submitting)
-    print("\n".join(lines))
+    print("\n".join(describe(parser.parse_args())))

@@ -6,27 +6,10 @@
 #                                             own, MEGAFRONTIER_PREFIX or .venv
 set -euo pipefail
 home=$(CDPATH='' cd -- "$(dirname "$0")/.." && pwd)
-out=${1:-}
+out=${1:?need slurm/pack_env.sh OUT.tar.gz [PREFIX]}
 prefix=${2:-${MEGAFRONTIER_PREFIX:-$home/.venv}}
-if [ -z "$out" ]; then
-    echo "megafrontier: OUT: not given, need slurm/pack_env.sh OUT.tar.gz [PREFIX]" >&2
-    exit 2
-fi
-if [ -d "$out" ]; then
-    echo "megafrontier: OUT: $out is a folder, need a file's name, as $out/environment.tar.gz" >&2
-    exit 2
-fi
-folder=$(dirname -- "$out")
-if [ ! -d "$folder" ] || [ ! -w "$folder" ]; then
-    echo "megafrontier: OUT: $out: cannot be written, need a file in a folder to write" >&2
-    exit 2
-fi
 # Written under another name first, so that OUT is never incomplete.
 if [ -d "$prefix/conda-meta" ]; then
-    if ! command -v conda-pack >/dev/null; then
-        echo "megafrontier: $prefix: a conda environment, need conda-pack to pack it" >&2
-        exit 2
-    fi
     conda-pack --quiet --prefix "$prefix" --output "$out.partial" --format tar.gz --force \
         --ignore-editable-packages # jobs pack megafrontier itself, from the repository
 elif [ -e "$prefix/pyvenv.cfg" ]; then
@@ -35,5 +18,5 @@ else
     echo "megafrontier: $prefix: no venv and no conda environment, need one to pack" >&2
     exit 2
 fi
-mv "$out.partial" "$out"
+mv -T "$out.partial" "$out"
 echo "$out: $(du -h "$out" | cut -f 1), from $prefix"

@@ -76,30 +76,18 @@ def test_a_dry_run_shows_what_would_be_submitted_and_run(described):
 def test_short_options_of_sbatch_take_their_values_along():
     options = ("-N", "2", "-W", "-qdebug", "-t", "1:00:00")
     said = dry_run("slurm/train.sbatch", *options, CONFIG, QUICK)[0]
-    assert "-N 2 -W -qdebug -t 1:00:00" in said
+    assert "-N2 -W -qdebug -t1:00:00" in said
     assert said.split()[-2:] == [CONFIG, QUICK]
 
 
-def test_long_options_of_sbatch_may_have_a_blank_before_their_values():
-    words = ("slurm/train.sbatch", "--nodes", "2", "--exclusive", "--gres", "gpu:8", CONFIG, QUICK)
-    assert "--nodes=2 --exclusive --gres=gpu:8" in dry_run(*words)[0]
-
-
-@pytest.mark.parametrize("option", [("-D", "there"), ("-Dthere",), ("--chdir", "there")])
-def test_a_job_for_another_folder_is_described_and_gets_its_outputs_folder_there(tmp_path, option):
+def test_a_job_for_another_folder_is_described_and_gets_its_outputs_folder_there(tmp_path):
     """A config's path is looked up where the job will be, and so is that of Slurm's output."""
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "own.yaml").write_text((ROOT / CONFIG).read_text())
     train = str(ROOT / "slurm" / "train.sbatch")
-    said = dry_run(train, *option, "own.yaml", folder=tmp_path)[0]
+    said = dry_run(train, "-D", "there", "own.yaml", folder=tmp_path)[0]
     assert f"--chdir={tmp_path}/there" in said
     assert said.split()[-1] == "own.yaml"
-
-
-@pytest.mark.parametrize("array", [("-a", "0-3"), ("-a0-3",), ("--array", "0-3")])
-def test_an_array_may_be_asked_for_as_sbatch_takes_it(array):
-    said = dry_run("slurm/prepare.sbatch", *array, "texts", "--tokenizer", "bytes", "--out", "x")
-    assert "--array=0-3" in said[0]
 
 
 def test_tasks_of_an_array_are_not_let_train_one_run_together():
@@ -114,37 +102,10 @@ def test_tasks_of_an_array_are_not_let_train_one_run_together():
         assert done.stderr.startswith("megafrontier: --array: 0-3, need a job for each run")
 
 
-def test_what_slurm_would_replace_in_the_name_of_a_folder_is_told_from_its_own():
-    said = dry_run("slurm/train.sbatch", CONFIG, "run.directory=/x/p%j")[0]
-    assert "--output=/x/p%%j/slurm-%j.out" in said
-
-
 @pytest.mark.parametrize("file", ["train", "evaluate", "prepare"])
 def test_on_frontier_every_job_asks_for_the_disk_that_a_packed_environment_needs(file):
     lines = (ROOT / "slurm" / f"{file}.sbatch").read_text().splitlines()
     assert lines.index("#SBATCH --constraint=nvme") > lines.index("# Frontier:")
-
-
-@pytest.mark.parametrize(
-    ("cluster", "export"), [("frontier", "NONE"), ("generic", "nil"), ("generic", "HF_TOKEN,A=1")]
-)
-def test_a_job_without_the_callers_environment_knows_what_it_is_to_use(cluster, export):
-    """sbatch --export takes it away, and with it the cluster's name and the packed one."""
-    config = (CONFIG, f"machine.device.ranks_per_host={8 if cluster == 'frontier' else 4}")
-    words = ("slurm/train.sbatch", f"--export={export}", *config)
-    said = dry_run(*words, cluster=cluster, MEGAFRONTIER_ENV_TAR="/shared/env.tar.gz")[0]
-    started = shlex.split(said)[shlex.split(said).index(str(START)) + 1 :]
-    given = {f"MEGAFRONTIER_CLUSTER={cluster}", "MEGAFRONTIER_ENV_TAR=/shared/env.tar.gz"}
-    assert started[0] == "env"
-    assert given | {f"MEGAFRONTIER_HOME={ROOT}"} <= set(started)
-    assert started[-4:] == ["bash", str(ROOT / "slurm" / "train.sbatch"), *config]
-    assert "--signal=B:USR1@300" in said
-    assert ("--account=ABC123" in said) == (cluster == "frontier")
-
-
-def test_a_job_with_the_callers_environment_is_submitted_as_it_stands():
-    words = ("slurm/train.sbatch", "--export=ALL,A=1", CONFIG)
-    assert str(START) not in dry_run(*words)[0]
 
 
 def test_a_job_of_another_cluster_has_the_functions_that_its_caller_exports(tmp_path):
@@ -163,23 +124,21 @@ def test_a_job_of_another_cluster_has_the_functions_that_its_caller_exports(tmp_
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a folder read-only, needs root")
 def test_a_run_whose_folder_cannot_be_written_is_not_submitted(tmp_path):
-    """Slurm could not write the job's output, which would say so. It may be another user's."""
+    """Slurm could not write the job's output, which would say so."""
     path = with_tools(tmp_path, sbatch=f"#!/bin/sh\ntouch {tmp_path}/submitted\n")
-    (tmp_path / "run").mkdir()
-    chosen = [f"run.directory={tmp_path}/run", f"data.train=[{{path: {tmp_path}/corpus}}]"]
-    mount = f'mount -t tmpfs -o ro none {tmp_path}/run; exec "$@"'
-    train = ["slurm/train.sbatch", "configs/gpt-125m.yaml", *chosen]
+    (tmp_path / "file").touch()
+    chosen = [f"run.directory={tmp_path}/file/run", f"data.train=[{{path: {tmp_path}/corpus}}]"]
     done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", mount, "sh", *train], cwd=ROOT,
-        env=os.environ | {"MEGAFRONTIER_PREFIX": sys.prefix, "PATH": path}, check=False,
+        ["slurm/train.sbatch", "configs/gpt-125m.yaml", *chosen], cwd=ROOT, check=False,
+        env=os.environ | {"MEGAFRONTIER_PREFIX": sys.prefix, "PATH": path},
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == (
-        f"megafrontier: run.directory: {tmp_path}/run: cannot be written, need a folder to write"
-    )
+    first, last = done.stderr.splitlines()
+    assert "warning: --nodes: not given, so nothing is checked for them" in first
+    said = f"run.directory: {tmp_path}/file/run: cannot be written, need a folder to write"
+    assert last == f"megafrontier: {said}"
     assert not (tmp_path / "submitted").exists()
 
 
@@ -191,20 +150,17 @@ def test_frontiers_own_lines_reach_no_other_cluster():
         assert "--requeue" in said
         assert "ABC123" not in said
         assert "--network" not in said
+        started = shlex.split(said)[shlex.split(said).index(str(START)) + 1 :]
+        assert {f"MEGAFRONTIER_CLUSTER={cluster}", f"MEGAFRONTIER_HOME={ROOT}"} <= set(started)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ([CONFIG, "machine=frontier-larg"], "machine: frontier-larg, need the path of a "),
-        (["--nodes=4-8", CONFIG], "--nodes: '4-8', need a whole number above 0"),
-        (["--nodes=4"], "CONFIG: not given, need the path of a config"),
-        (
-            ["--nodes=4", "--tasks-per-node=4", CONFIG],
-            "--ntasks-per-node: 4, need 8, as machine.device.ranks_per_host says",
-        ),
-        (["--nodes=4", "--tasks=4", CONFIG], "--ntasks: 4, need 32, 8 on each node, as machine."),
-        (["--tasks=12", CONFIG], "--ntasks: 12, need a multiple of 8, 8 on each node, as machine."),
+        (["--nodes=4", "--ntasks-per-node=4", CONFIG], "--ntasks-per-node: 4, need 8, by machine."),
+        (["--nodes=4", "--ntasks=4", CONFIG], "--ntasks: 4, need 32, by machine."),
+        (["--nodes=3", "configs/gpt-125m.yaml"], "train.global_batch: 256, need a multiple of "),
     ],
 )
 def test_what_cannot_be_described_is_refused_before_the_job_waits_in_the_queue(
@@ -225,38 +181,19 @@ def submit(*options):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("nodes", ["--nodes=3", "-N3"])
-def test_nodes_that_do_not_divide_the_batch_are_refused_before_the_job_waits(nodes):
-    """gpt-125m's 256 sequences on 24 ranks."""
-    done = submit(nodes)
-    assert done.returncode == 2
-    assert done.stderr.startswith("megafrontier: train.global_batch: 256, need a multiple of ")
-    assert done.stderr.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--tasks-per-node=4"], "--ntasks-per-node: 4, need 8,"),
-        (["--tasks-per-node", "4"], "--ntasks-per-node: 4, need 8,"),
         (["-n", "8"], "--ntasks: 8, need 16,"),
-        (["-n8"], "--ntasks: 8, need 16,"),
-        (["--ntasks", "8"], "--ntasks: 8, need 16,"),
+        (["--time", "60"], "CONFIG: 60, need the path of a .yaml; the values of"),
         ([":", "--nodes=1"], "heterogeneous job (`:` between options): ranks run on its first"),
     ],
 )
-def test_other_tasks_than_the_machines_ranks_are_refused_before_the_job_waits(options, said):
+def test_options_that_cannot_train_are_refused_before_the_job_waits(options, said):
     done = submit("--nodes=2", *options)
     assert done.returncode == 2
     assert done.stderr.startswith(f"megafrontier: {said}")
     assert done.stderr.count("\n") == 1
-
-
-def test_without_a_number_of_nodes_it_is_said_that_nothing_is_checked_for_them():
-    """--nodes=1 might be refused, and sbatch takes 1."""
-    checked = "so nothing is checked for them; need a number\n"
-    assert submit().stderr == f"warning: --nodes: not given, {checked}"
-    assert submit("-N2-4").stderr == f"warning: --nodes: 2-4, {checked}"
 
 
 def test_a_job_without_training_data_is_not_submitted(tmp_path):
@@ -325,12 +262,11 @@ def test_what_a_job_would_lack_is_warned_of_before_it_waits(tmp_path, describe):
 def test_a_submission_excludes_the_runs_bad_nodes_and_those_that_the_user_names(tmp_path):
     (tmp_path / "bad-nodes.txt").write_text("frontier00002 \r\nfrontier00001\nunknown\n\n")
     chosen, path = (f"run.directory={tmp_path}", QUICK), with_tools(tmp_path, sinfo=SINFO)
-    for own in (["--exclude=frontier0000[7-9]"], ["-x", "frontier0000[7-9]"], ["-N", "2"]):
+    for own in (["-x", "frontier0000[7-9]"], ["-N2"]):
         words = shlex.split(dry_run("slurm/train.sbatch", *own, CONFIG, *chosen, PATH=path)[0])
         excluded = [word for word in words if word.startswith("--exclude=")][-1]
-        mine = "" if own[0] == "-N" else ",frontier0000[7-9]"
+        mine = "" if own[0] == "-N2" else ",frontier0000[7-9]"
         assert excluded == f"--exclude=frontier00001,frontier00002{mine}"
-        assert words.index(excluded) > words.index(own[-1]), "sbatch takes the last"
 
 
 @pytest.mark.parametrize("file", ["train", "evaluate", "prepare"])
@@ -353,22 +289,16 @@ def test_help_tells_what_stands_above_the_options(file):
 
 
 @pytest.mark.parametrize(
-    ("file", "words"),
-    [("evaluate", ("run",)), ("prepare", ("--array=0-1", "x", "--tokenizer", "b", "--out", "o"))],
-)
-@pytest.mark.parametrize(
     ("variable", "said"),
     [("MEGAFRONTIER_ENV_TAR", "need what slurm/pack_env.sh wrote"),
      ("MEGAFRONTIER_PREFIX", "has no bin/python, need a Python environment")],
 )  # fmt: skip
-def test_an_environment_that_is_not_there_is_told_before_a_job_waits(
-    tmp_path, file, words, variable, said
-):
+def test_an_environment_that_is_not_there_is_told_before_a_job_waits(tmp_path, variable, said):
     path = with_tools(tmp_path, sbatch=f"#!/bin/sh\ntouch {tmp_path}/submitted\n")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
     environment |= {"MEGAFRONTIER_CLUSTER": "generic", "PATH": path, "DRY_RUN": "0"}
     environment |= {"MEGAFRONTIER_PREFIX": sys.prefix}
-    command = [ROOT / "slurm" / f"{file}.sbatch", *words]
+    command = [ROOT / "slurm" / "evaluate.sbatch", "run"]
     for given, is_submitted in (({variable: "/none"}, False), ({}, True)):
         done = subprocess.run(
             command, env=environment | given, cwd=tmp_path, check=False, capture_output=True,
@@ -377,35 +307,3 @@ def test_an_environment_that_is_not_there_is_told_before_a_job_waits(
         assert (tmp_path / "submitted").exists() == is_submitted
         assert is_submitted or (done.returncode == 2 and f"{variable}: /none" in done.stderr)
         assert is_submitted or said in done.stderr
-
-
-def test_options_with_a_blank_before_their_value_are_not_taken_for_the_config():
-    said = dry_run("slurm/train.sbatch", "--open-mode", "append", "--ntasks-per-gpu", "1", CONFIG)[
-        0
-    ]
-    assert "--open-mode=append --ntasks-per-gpu=1" in said
-
-
-def test_the_output_of_a_run_in_this_folder_is_named_whole(tmp_path):
-    folder = tmp_path / "at%j"
-    folder.mkdir()
-    train = str(ROOT / "slurm" / "train.sbatch")
-    said = dry_run(train, str(ROOT / CONFIG), "run.directory=r", folder=folder)[0]
-    assert f"--output={tmp_path}/at%%j/r/slurm-%j.out" in said
-
-
-def test_a_folder_that_CDPATH_leads_to_does_not_become_the_repository(tmp_path):
-    said = dry_run("slurm/train.sbatch", CONFIG, CDPATH=".")
-    assert said[0].split()[-2:] == [str(ROOT / "slurm" / "train.sbatch"), CONFIG]
-
-
-def test_nodes_that_a_file_names_are_excluded_beside_the_runs(tmp_path):
-    (tmp_path / "bad-nodes.txt").write_text("frontier00002\n")
-    (tmp_path / "mine").write_text("frontier00007\nfrontier00008\n")
-    run, path = f"run.directory={tmp_path}", with_tools(tmp_path, sinfo=SINFO)
-    words = dry_run("slurm/train.sbatch", f"--exclude={tmp_path}/mine", CONFIG, run, PATH=path)[0]
-    assert "--exclude=frontier00002,frontier00007,frontier00008 " in words
-
-
-def test_ranks_take_the_package_of_the_repository_whatever_folder_they_are_in():
-    assert 'export PYTHONSAFEPATH="1"' in dry_run("slurm/train.sbatch", CONFIG)
