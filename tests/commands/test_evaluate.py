@@ -1,11 +1,20 @@
-"""What evaluating a checkpoint counts."""
+"""Evaluation of a checkpoint: loss, perplexity, bits per byte, and the text that they count."""
 
+import math
+import re
+
+import pytest
 import torch
 
+from megafrontier.checkpoint.folder import newest
+from megafrontier.cli import main
+from megafrontier.commands.checkpoints import load_model, saved_config
 from megafrontier.commands.evaluate import text_bytes
 from megafrontier.data.sampling.samples import Batch
-from megafrontier.data.tokenizers.tokenizer import ByteTokenizer
+from megafrontier.data.tokenizers.tokenizer import ByteTokenizer, load_tokenizer
 from megafrontier.model.loss import IGNORE_INDEX
+from tests.commands.helpers import numbers, run_command, whole_model_loss
+from tests.data.corpora import write_corpus
 
 
 def batch_of(rows, before):
@@ -38,3 +47,83 @@ def test_a_space_at_a_rows_beginning_counts_though_the_tokenizer_leaves_it_out_t
     ids = tokenizer.encode(" ab cd ef")  # the first space is the tokenizer's own
     batch = batch_of([ids[:3], ids[3:6], ids[6:]], [tokenizer.eod, ids[2], ids[5]])
     assert text_bytes(tokenizer, batch) == len("ab cd ef")
+
+
+def test_evaluate_tells_the_loss_perplexity_and_bits_per_byte_of_one_whole_model(life, capfd):
+    path = newest(life / "run")
+    model = load_model(path, saved_config(path), torch.device("cpu"))
+    model.eval()
+
+    def model_loss(batch):
+        logits = model(batch.tokens)
+        return torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch.targets.flatten(), reduction="sum"
+        )
+
+    nats, batch, config = whole_model_loss(life, model_loss)
+    tokenizer = load_tokenizer(config.tokenizer)
+    expected_bytes = sum(len(tokenizer.decode(row.tolist()).encode()) for row in batch.targets)
+    lines = [run_command(capfd, "evaluate", life / "run", *more) for more in ((), ("--nproc", 4))]
+    for line in lines:
+        loss, perplexity, bits, tokens, text_bytes = numbers(line)
+        assert tokens == batch.targets.numel()
+        assert loss == pytest.approx(nats / tokens, abs=1e-4)
+        assert perplexity == pytest.approx(math.exp(nats / tokens), abs=0.01)
+        assert text_bytes == expected_bytes
+        assert bits == pytest.approx(nats / math.log(2) / expected_bytes, abs=1e-4)
+    assert lines[0] == lines[1]
+
+
+def test_evaluate_takes_overrides_and_a_config(life, capfd):
+    chosen = ("model.vocab_size=300", "data.split=[0.8,0.2]", "evaluate.batches=1")
+    line = run_command(capfd, "evaluate", life / "config.yaml", *chosen)
+    assert numbers(line)[3] == 16 * 16
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("tokenizer=/nowhere", "tokenizer '/nowhere'"),
+        ("data.train=[]", "data.valid: empty, need a corpus to evaluate on"),
+        ("machine=frontier", "machine: not used by evaluate"),
+        ("machine.device.memory_gib=1", "machine.device.memory_gib: not used by evaluate"),
+        ("partition.strategy=topo", "partition.strategy: not used by evaluate"),
+        ("train.compile=true", "train.compile: not used by evaluate"),
+        ("optimizer.lr=7", "optimizer.lr: not used by evaluate"),
+        ("run.name=other", "run.name: not used by evaluate"),
+    ],
+)
+def test_evaluate_ignores_no_override(life, capfd, override, said):
+    assert main(["evaluate", str(life / "run"), override]) == 2
+    assert said in capfd.readouterr().err
+
+
+def test_evaluate_tells_of_other_rotary_frequencies_than_the_trainings(life, capfd):
+    """As a config has that lacks what the training was given on the command line."""
+    words = ("evaluate", life / "config.yaml", "model.vocab_size=300", "evaluate.batches=1")
+    assert "rotary" not in run_command(capfd, *words)
+    told = run_command(capfd, *words, "model.rotary_base=500", "--nproc", 2)
+    assert told.count("warning: model.rotary_base: 500.0, was 10000.0") == 1
+
+
+def test_evaluate_says_when_it_reads_what_is_held_out_more_than_once(life, capfd):
+    once, often = (
+        run_command(capfd, "evaluate", life / "run", f"evaluate.batches={n}") for n in (1, 50)
+    )
+    assert "evaluate.batches" not in once
+    assert re.search(r"evaluate.batches: 50, 800 samples of \S+/text, but \d+ are held out", often)
+
+
+def test_the_end_of_a_document_is_no_text_to_evaluate(life, capfd, tmp_path):
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    named = Tokenizer(models.BPE({"<eos>": 0, "a": 1}, []))
+    named.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=named, eos_token="<eos>").save_pretrained(tmp_path)
+    write_corpus(tmp_path / "valid", [[[1] * 7 + [0]]] * 33)
+    line = run_command(
+        capfd, "evaluate", life / "config.yaml", "model.vocab_size=300", "evaluate.batches=1",
+        f"tokenizer={tmp_path}", f"data.valid=[{{path: {tmp_path}/valid}}]",
+    )  # fmt: skip
+    assert numbers(line)[3:] == [256, 256 * 7 / 8]

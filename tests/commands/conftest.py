@@ -1,0 +1,27 @@
+"""One run for all tests of the commands, trained on real text with a real tokenizer."""
+
+import pytest
+
+from megafrontier.cli import main
+from megafrontier.data.text.prepare import prepare
+from tests import runs
+
+TEXT = "Der Fluß ist breit, 3 € sind viel; a stitch in time saves nine.\n" * 60
+
+
+@pytest.fixture(scope="session")
+def life(tmp_path_factory):
+    """A config whose run has been trained on real text with a real tokenizer."""
+    folder = tmp_path_factory.mktemp("life")
+    (folder / "text.txt").write_text(TEXT)
+    main(["tokenizer", str(folder / "text.txt"), "--vocab-size", "300", "--out",
+          str(folder / "tokenizer")])  # fmt: skip
+    prepare([str(folder / "text.txt")], str(folder / "tokenizer"), str(folder / "text"), 1)
+    path = folder / "config.yaml"
+    runs.make_config_file(folder)
+    text = path.read_text().replace(f"{folder}/corpus", f"{folder}/text")
+    path.write_text(text.replace("tokenizer: bytes", f"tokenizer: {folder}/tokenizer"))
+    chosen = ("model.vocab_size=300", "train.steps=30", "train.micro_batch=4",
+              "data.split=[0.8,0.2]", "evaluate.batches=2")  # fmt: skip
+    runs.run(path, 4, *chosen)
+    return folder

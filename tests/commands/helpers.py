@@ -1,0 +1,38 @@
+"""What tests of the commands share: their output, and the loss of a run by another road."""
+
+import re
+
+import torch
+
+from megafrontier.checkpoint.folder import newest
+from megafrontier.cli import main
+from megafrontier.commands.checkpoints import saved_config
+from megafrontier.training.trainer import open_part
+
+GENERATE = "megafrontier.commands.generate."
+CONVERT, EVALUATE = "megafrontier.commands.convert.", "megafrontier.commands.evaluate."
+CHECKPOINTS = "megafrontier.commands.checkpoints."
+
+
+def run_command(capfd, *words):
+    assert main([str(word) for word in words]) == 0
+    return capfd.readouterr().out
+
+
+def numbers(line):
+    """(loss, perplexity, bits per byte, tokens, bytes) of a line of `evaluate`."""
+    found = re.search(
+        r"loss ([\d.]+)  perplexity ([\d.]+)  bits per byte ([\d.]+)  \((\d+) tokens, (\d+) bytes",
+        line,
+    )
+    assert found, line
+    return [float(number) for number in found.groups()]
+
+
+@torch.no_grad()
+def whole_model_loss(life, model_loss):
+    """Nats, tokens and text of the same validation samples, by another road."""
+    config = saved_config(newest(life / "run"))
+    samples = open_part(config, "valid")
+    batch = samples.batch(0, 2 * config.train.global_batch)
+    return model_loss(batch).item(), batch, config
