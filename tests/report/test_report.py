@@ -65,16 +65,12 @@ def steps(last):
     return [step_line(step) for step in range(1, last + 1)]
 
 
-def test_one_run_is_reported_in_its_own_directory(make_run):
-    run = make_run("a", [*steps(60), {"step": 60, "valid_loss": 2.75}], "quick")
+def test_the_page_holds_everything_it_shows(make_run):
+    run = make_run("a", [*steps(60), {"step": 60, "valid_loss": 2.75}], "quick <&> run")
     page = write_report([run])
     assert page == run / "report.html"
     assert all((run / name).stat().st_size > 5000 for name in PICTURES)
-
-
-def test_the_page_holds_everything_it_shows(make_run):
-    run = make_run("a", [*steps(60), {"step": 60, "valid_loss": 2.75}], "quick <&> run")
-    text = write_report([run]).read_text()
+    text = page.read_text()
     assert text.count('src="data:image/png;base64,') == 3
     assert not re.search(r'(src|href)="(?!data:)', text)
     assert "quick &lt;&amp;&gt; run" in text
@@ -98,14 +94,10 @@ def test_several_runs_stand_side_by_side_in_a_folder_of_their_own(make_run, tmp_
     [
         [step_line(1)],
         [step_line(1, loss=None, grad_norm=None, skipped=True)],
-        [step_line(s) for s in range(1, 90) if not 30 < s < 60],
-        [step_line(s, comm={}) for s in range(1, 30)],
         [step_line(s, comm={"world": {"bytes": 0, "seconds": 0.0}}) for s in range(1, 30)],
-        [step_line(s, mfu=0.3) for s in range(1, 30)],
-        [step_line(s, loss=50.0 if s == 70 else 2.0) for s in range(1, 99)],
         [{"step": 1, "loss": 3.0}],
     ],
-    ids=["one step", "skipped", "gap", "alone", "no bytes", "mfu", "spike", "only a loss"],
+    ids=["one step", "skipped", "no bytes", "only a loss"],
 )
 def test_odd_runs_are_drawn_without_a_complaint(make_run, lines, recwarn):
     run = make_run("odd", lines)
@@ -125,40 +117,8 @@ def test_a_rare_extreme_does_not_flatten_the_rest(make_run, tmp_path, monkeypatc
     assert 2.06 < top < 2.2
 
 
-def test_no_run_hides_what_another_skipped_nor_hundreds_of_evaluations_their_lines(
-    make_run, tmp_path, monkeypatch
-):
-    figures = []
-    monkeypatch.setattr(draw, "_save", lambda figure, path: figures.append(figure))
-    lines = [step_line(step, skipped=True) if step < 4 else step_line(step) for step in range(1, 9)]
-    many = [*lines, *({"step": step, "valid_loss": 2.0} for step in range(300))]
-    runs = read_runs([make_run("a", lines), make_run("b", many)])
-    draw.draw_loss(runs, tmp_path / "loss.png")
-    marks = {"x": [], "D": []}
-    for line in figures[0].axes[0].lines:
-        if len(line.get_xdata()):
-            marks.get(line.get_marker(), []).append(line)
-    first, second = (set(zip(*line.get_data(), strict=True)) for line in marks["x"])
-    assert first.isdisjoint(second)
-    assert marks["D"][0].get_markersize() <= 3
-
-
-def test_the_ticks_of_the_two_panels_of_traffic_stand_apart(make_run, tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(draw, "_save", lambda figure, path: figures.append(figure))
-    lines = [step_line(1, comm={"world": {"bytes": 6_900_000_000, "seconds": 0.5}})]
-    draw.draw_traffic(read_runs([make_run("a", lines)]), tmp_path / "traffic.png")
-    figures[0].draw_without_rendering()
-    left, right = figures[0].axes
-    shown = [
-        text for text in left.get_xticklabels() if text.get_position()[0] <= left.get_xlim()[1]
-    ]
-    end, zero = (text.get_window_extent() for text in (shown[-1], right.get_xticklabels()[0]))
-    assert end.x1 + 0.15 * figures[0].dpi < zero.x0
-
-
-@pytest.mark.parametrize("name", ["a-long-name " * 20, "n" * 300, "short"])
-def test_a_legend_lies_inside_its_picture(make_run, tmp_path, monkeypatch, name):
+def test_a_legend_lies_inside_its_picture(make_run, tmp_path, monkeypatch):
+    name = "a-long-name " * 20
     figures = []
     monkeypatch.setattr(draw, "_save", lambda figure, path: figures.append(figure))
     runs = read_runs([make_run("a", steps(30), name), make_run("b", steps(30), f"{name} b")])
@@ -200,15 +160,7 @@ def test_a_run_without_a_config_is_named_by_its_directory(make_run):
     assert (run.label, run.config) == ("nameless", None)
 
 
-def test_a_config_from_another_version_does_not_stop_the_report(make_run):
-    directory = make_run("old", steps(2))
-    (directory / "config.yaml").write_text("unknown: 1\n")
-    assert read_runs([directory])[0].config is None
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"run: {name: cut}\n", b"- a\n", b"\xff\xfe", b"a: " + b"1" * 5000]
-)
+@pytest.mark.parametrize("content", [b"", b"run: {name: cut}\n", b"unknown: 1\n"])
 def test_a_config_that_is_not_whole_is_not_made_up_of_defaults(make_run, content):
     directory = make_run("cut", steps(2))
     (directory / "config.yaml").write_bytes(content)
@@ -222,11 +174,6 @@ def test_a_name_is_no_formula(make_run):
     assert not (directory / "config.yaml.tmp").exists()
 
 
-def test_a_name_in_any_letters_is_drawn_without_a_complaint(make_run, recwarn):
-    write_report([make_run("a", steps(3), "日本語 ಕನ್ನಡ")])
-    assert [str(w.message) for w in recwarn if w.category is UserWarning] == []
-
-
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -238,22 +185,10 @@ def test_a_name_in_any_letters_is_drawn_without_a_complaint(make_run, recwarn):
         *(
             (f'{{"step": 1}}\n{line}\n', f"metrics.jsonl:2: {line[:40]!r}, need JSON with a step, ")
             for line in (
-                '{"step": Infinity}',
                 '{"step": 2, "loss": "x"}',
-                '{"step": 2, "valid_loss": "x"}',
-                '{"step": 2, "comm": [1]}',
-                '{"step": 2, "comm": {"pair": 3}}',
                 '{"step": 2, "comm": {"pair": {}}}',
-                '{"step": 2, "comm": {"pair": {"bytes": null, "seconds": 1}}}',
-                '{"step": 2, "loss": [1]}',
-                f'{{"step": 2, "loss": {"1" * 400}}}',
-                f'{{"step": {"1" * 400}}}',
                 '{"step": -1}',
                 '{"step": 2, "loss": NaN}',
-                '{"step": 2, "lr": Infinity}',
-                '{"step": 2, "valid_loss": -1e999}',
-                '{"step": 2, "comm": {"pair": {"bytes": 1, "seconds": NaN}}}',
-                "[" * 100_000,
             )
         ),
         ("[1]\n", "metrics.jsonl:1: '[1]', need JSON with a step"),
@@ -286,18 +221,6 @@ def test_what_only_some_runs_write_is_read(make_run):
     ]
     (run,) = read_runs([make_run("a", lines)])
     assert run.steps == [lines[0], lines[1], lines[3]]
-
-
-def test_the_command_prints_where_the_page_is(make_run, tmp_path, capsys):
-    run = make_run("a", steps(3))
-    assert main(["report", str(run), "--out", str(tmp_path / "new" / "place")]) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "new" / "place" / "report.html")
-
-
-def test_a_place_that_cannot_be_written_is_named(make_run, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file: cannot write the report"):
-        write_report([make_run("a", steps(3))], tmp_path / "file")
 
 
 def test_a_missing_matplotlib_is_named_with_its_install_command(make_run, monkeypatch):
