@@ -7,7 +7,7 @@ import torch
 from megafrontier.checkpoint.folder import newest
 from megafrontier.cli import main
 from megafrontier.commands.checkpoints import saved_config
-from megafrontier.training.trainer import open_part
+from megafrontier.training.trainer import open_loader
 
 GENERATE = "megafrontier.commands.generate."
 CONVERT, EVALUATE = "megafrontier.commands.convert.", "megafrontier.commands.evaluate."
@@ -33,6 +33,6 @@ def numbers(line):
 def whole_model_loss(life, model_loss):
     """Nats, tokens and text of the same validation samples, by another road."""
     config = saved_config(newest(life / "run"))
-    samples = open_part(config, "valid")
+    samples = open_loader(config, "valid", 0, 1).samples
     batch = samples.batch(0, 2 * config.train.global_batch)
     return model_loss(batch).item(), batch, config

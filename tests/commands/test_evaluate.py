@@ -1,7 +1,6 @@
 """Evaluation of a checkpoint: loss, perplexity, bits per byte, and the text that they count."""
 
 import math
-import re
 
 import pytest
 import torch
@@ -104,14 +103,6 @@ def test_evaluate_tells_of_other_rotary_frequencies_than_the_trainings(life, cap
     assert "rotary" not in run_command(capfd, *words)
     told = run_command(capfd, *words, "model.rotary_base=500", "--nproc", 2)
     assert told.count("warning: model.rotary_base: 500.0, was 10000.0") == 1
-
-
-def test_evaluate_says_when_it_reads_what_is_held_out_more_than_once(life, capfd):
-    once, often = (
-        run_command(capfd, "evaluate", life / "run", f"evaluate.batches={n}") for n in (1, 50)
-    )
-    assert "evaluate.batches" not in once
-    assert re.search(r"evaluate.batches: 50, 800 samples of \S+/text, but \d+ are held out", often)
 
 
 def test_the_end_of_a_document_is_no_text_to_evaluate(life, capfd, tmp_path):
