@@ -4,9 +4,11 @@ Each namespace has a NIC `hsn0`, shaped both ways by token buckets, on a common 
 processes say to each other goes over its own `lo`, unshaped. Needs root.
 """
 
+import itertools
 import os
 import re
 import shutil
+import string
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,7 +30,8 @@ SETTINGS = (
     "net.ipv4.tcp_early_retrans=0",
 )
 PATIENCE = "rto_min 5s"
-_OURS = re.compile(r"^mf(\d+)n\d+")
+_OURS = re.compile(r"^(mf(\d+)[a-z])n\d+")
+_NUMBERS = itertools.count()
 
 
 class Unable(Exception):
@@ -88,7 +91,8 @@ def links(nodes: int) -> Iterator[Links]:
     """
     _check_able()
     _remove_orphans()
-    tag = f"mf{os.getpid()}"
+    # One process may have several sets of links at a time.
+    tag = f"mf{os.getpid()}{string.ascii_lowercase[next(_NUMBERS) % 26]}"
     made = Links(tuple(f"{tag}n{node}" for node in range(nodes)), tag)
     try:
         made._up()
@@ -121,9 +125,9 @@ def _shape(where: Sequence[str], device: str, bytes_per_second: float) -> None:
 def _remove_orphans() -> None:
     """What runs that were killed outright left behind: their names tell who they were."""
     names = [line.split()[0] for line in _run("ip", "netns", "list").splitlines()]
-    owners = {m[1] for m in map(_OURS.match, names) if m and not os.path.exists(f"/proc/{m[1]}")}
-    for owner in owners:
-        _remove([n for n in names if n.startswith(f"mf{owner}n")], f"mf{owner}")
+    matches = [match for match in map(_OURS.match, names) if match]
+    for tag in {match[1] for match in matches if not os.path.exists(f"/proc/{match[2]}")}:
+        _remove([name for name in names if name.startswith(f"{tag}n")], tag)
 
 
 def _remove(namespaces: Sequence[str], bridge: str) -> None:
