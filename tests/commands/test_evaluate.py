@@ -101,8 +101,8 @@ def test_evaluate_tells_of_other_rotary_frequencies_than_the_trainings(life, cap
     """As a config has that lacks what the training was given on the command line."""
     words = ("evaluate", life / "config.yaml", "model.vocab_size=300", "evaluate.batches=1")
     assert "rotary" not in run_command(capfd, *words)
-    told = run_command(capfd, *words, "model.rotary_base=500", "--nproc", 2)
-    assert told.count("warning: model.rotary_base: 500.0, was 10000.0") == 1
+    shown = run_command(capfd, *words, "model.rotary_base=500", "--nproc", 2)
+    assert shown.count("warning: model.rotary_base: 500.0, was 10000.0") == 1
 
 
 def test_the_end_of_a_document_is_no_text_to_evaluate(life, capfd, tmp_path):

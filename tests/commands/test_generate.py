@@ -209,9 +209,9 @@ def test_a_text_that_ends_because_the_context_is_full_says_so(life, capfd):
     words = ["generate", str(life / "run"), "--prompt", "Der Fluß", "--temperature", "0"]
     length = load_config(life / "config.yaml").model.sequence_length
     full = f"megafrontier: ended at the {length} tokens of model.sequence_length\n"
-    for count, told in ((3, ""), (length, full)):
+    for count, note in ((3, ""), (length, full)):
         assert main([*words, "--max-new-tokens", str(count)]) == 0
-        assert capfd.readouterr().err == told
+        assert capfd.readouterr().err == note
 
 
 def test_a_prompt_that_is_no_text_is_refused_in_one_line(life, capfd):

@@ -37,7 +37,7 @@ def test_two_nodes_that_do_not_reach_each_other_are_named_and_left_out(training)
     training = training.with_ranks(2)
     one, other = training.cluster.nodes[1:3]
     training.cluster.part(one, other)
-    job = training.submit("train.hang_seconds=5", options=("--nodes=4",))
+    job = training.submit("train.hang_seconds=10", options=("--nodes=4",))
     job.wait_for_restart(1)
     assert f"ranks 2-3 on {one}; ranks 4-5 on {other}: stuck at connections to all, " in job.output
     job.wait_until(lambda: job.fields["ExcNodeList"] == f"{one},{other}", "an exclusion")
