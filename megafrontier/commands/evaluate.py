@@ -21,7 +21,8 @@ from megafrontier.config import (
     load_machine,
 )
 from megafrontier.data.sampling.samples import Batch
-from megafrontier.data.tokenizers.tokenizer import Tokenizer, cached_tokenizer
+from megafrontier.data.tokenizers.base import Tokenizer
+from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
 from megafrontier.launch.context import RunContext, open_context
 from megafrontier.launch.health.preflight import check_present
 from megafrontier.launch.main import launch, load_or_refuse

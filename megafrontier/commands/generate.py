@@ -14,7 +14,8 @@ from megafrontier.checkpoint.folder import of_newest
 from megafrontier.commands.checkpoints import device_name, load_model, saved_config
 from megafrontier.common.errors import UserError, need
 from megafrontier.config import ModelConfig
-from megafrontier.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from megafrontier.data.tokenizers.base import Tokenizer
+from megafrontier.data.tokenizers.tokenizer import load_tokenizer
 from megafrontier.launch.device import uses_accelerator
 from megafrontier.model.attention import KVCache
 from megafrontier.model.gpt import GPT

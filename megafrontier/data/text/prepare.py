@@ -15,7 +15,8 @@ from megafrontier.data.corpus.indexed import token_dtype
 from megafrontier.data.corpus.writer import CorpusWriter, DocumentWriter
 from megafrontier.data.text.reader import BadText, Reader, TextRange, read_texts, refuse_bad
 from megafrontier.data.text.sources import find_sources, select_part
-from megafrontier.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from megafrontier.data.tokenizers.base import Tokenizer
+from megafrontier.data.tokenizers.tokenizer import load_tokenizer
 from megafrontier.data.workers import Workers
 
 _PROGRESS_SECONDS = 10.0

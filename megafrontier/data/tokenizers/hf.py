@@ -9,7 +9,7 @@ from typing import Any
 from megafrontier.common.errors import UserError
 from megafrontier.common.files import search_folder_hint
 from megafrontier.data.hub import hub_lookup
-from megafrontier.data.tokenizers.tokenizer import EOD_PIECES, MODEL_FILE, Tokenizer
+from megafrontier.data.tokenizers.base import EOD_PIECES, MODEL_FILE, Tokenizer
 
 GENERATION_FILE = "generation_config.json"
 

@@ -9,9 +9,9 @@ import pytest
 from sentencepiece import SentencePieceProcessor
 
 from megafrontier.common.errors import UserError
+from megafrontier.data.tokenizers.base import Tokenizer
 from megafrontier.data.tokenizers.tokenizer import (
     ByteTokenizer,
-    Tokenizer,
     cached_tokenizer,
     load_tokenizer,
     save_cached_tokenizer,

@@ -1,7 +1,8 @@
-"""Identifiers, files and folders have the field's words, not the private ones they once had."""
+"""The package is built as its documents say: words, sizes of files, and directions of imports."""
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,3 +53,19 @@ def test_no_folder_of_the_package_has_more_than_12_files_and_no_file_more_than_4
     assert {folder: count for folder, count in counts.items() if count > 12} == {}
     lengths = {str(path): len(path.read_text().splitlines()) for path in files}
     assert {path: length for path, length in lengths.items() if length > 400} == {}
+
+
+def test_no_module_imports_itself_by_way_of_others_not_even_inside_a_function():
+    paths = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in (ROOT / "megafrontier").rglob("*.py")
+    }
+    imports: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        imports[module] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                imports[module] |= (names & paths.keys()) or ({node.module} & paths.keys())
+    # Raises CycleError with the modules of a circle.
+    assert set(TopologicalSorter(imports).static_order()) == paths.keys()

@@ -1,0 +1,49 @@
+"""The interface of all tokenizers, and the names that they share."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+
+MODEL_FILE = "tokenizer.model"
+EOD_PIECES = ("<|endoftext|>", "</s>", "<eod>")
+"""Pieces that end a document, for a tokenizer that does not define its end of text."""
+
+
+class Tokenizer(ABC):
+    """The interface of all tokenizers. They can be used in forked processes."""
+
+    vocab_size: int
+    """Number of ids. Every id is smaller."""
+    min_vocab_size: int
+    """Smallest vocabulary of a model; 0 without a tokenizer. Ids above are special tokens that were
+    added later, for example `<pad>`, and occur only in texts that spell them out."""
+    eod: int
+    """Id that ends a document."""
+    bos: int
+    """Id that starts a text for models that expect one; `eod` if the tokenizer has none."""
+    pad: int | None = None
+    """Id that only fills batches in `transformers`, if there is one."""
+    unk: int | None = None
+    """Id for characters without a piece, if there is one."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without special ids at its ends."""
+        return self.encode_batch([text])[0]
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text. Raises UserError for the tokenizer `none`."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids. Unknown ids, and the eod of SentencePiece and bytes, have none.
+
+        Raises UserError for the tokenizer `none`.
+        """
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write into `folder` what `load_tokenizer(folder)` reads.
+
+        Except for `bytes` and `none`, `transformers.AutoTokenizer` reads it, too.
+        """
