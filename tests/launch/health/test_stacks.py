@@ -31,17 +31,21 @@ def started(folder):
     return one
 
 
-def test_a_rank_whose_gil_is_never_released_ends_and_shows_where(tmp_path, capfd):
-    def body():
-        started(tmp_path)
-        hold_lock(LONG)
-
+def assert_ends_soon_with_stacks(body, capfd):
     begin = time.monotonic()
     assert in_child(body) == 1
     assert time.monotonic() - begin < LONG / 2
     reported = capfd.readouterr().err
     assert "Timeout (" in reported
     assert "in hold_lock" in reported
+
+
+def test_a_rank_whose_gil_is_never_released_ends_and_shows_where(tmp_path, capfd):
+    def body():
+        started(tmp_path)
+        hold_lock(LONG)
+
+    assert_ends_soon_with_stacks(body, capfd)
 
 
 def test_a_rank_ends_though_its_report_holds_the_gil(tmp_path, monkeypatch, capfd):
@@ -52,12 +56,7 @@ def test_a_rank_ends_though_its_report_holds_the_gil(tmp_path, monkeypatch, capf
         started(tmp_path)
         time.sleep(LONG)
 
-    begin = time.monotonic()
-    assert in_child(body) == 1
-    assert time.monotonic() - begin < LONG / 2
-    reported = capfd.readouterr().err
-    assert "Timeout (" in reported
-    assert "in hold_lock" in reported
+    assert_ends_soon_with_stacks(body, capfd)
 
 
 def test_a_rank_that_has_left_in_order_is_not_ended(tmp_path):
