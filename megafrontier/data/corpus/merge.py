@@ -1,10 +1,12 @@
-"""`megafrontier merge`: join corpora. Several threads copy the tokens at once."""
+"""`megafrontier merge`: join corpora. Several are copied at once."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from shutil import copyfileobj
 
 import numpy as np
 
@@ -12,9 +14,7 @@ from megafrontier.common.errors import UserError
 from megafrontier.data.corpus.indexed import IndexedDataset, bin_path, is_empty
 from megafrontier.data.corpus.writer import CorpusWriter, IndexBuilder
 
-_RANGE_BYTES = 256 << 20  # copied by one thread at a time
 _COPY_BYTES = 4 << 20  # in memory at a time, per thread
-_ENTRIES = 1 << 20  # entries of the index in memory at a time
 
 
 def merge(prefixes: Sequence[str], out: str | Path, workers: int | None = None) -> int:
@@ -33,9 +33,10 @@ def merge(prefixes: Sequence[str], out: str | Path, workers: int | None = None) 
         raise UserError(f"{', '.join(prefixes)}: no text in them, need a corpus with some")
     _check(corpora, out)
     with CorpusWriter(out, corpora[0].dtype) as merged:
-        merged.data.truncate(sum(corpus.tokens.nbytes for corpus in corpora))
+        *offsets, size = accumulate((corpus.tokens.nbytes for corpus in corpora), initial=0)
+        merged.data.truncate(size)
         with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(partial(_copy_range, merged.partial_bin), _ranges(corpora)))
+            list(pool.map(partial(_copy, merged.partial_bin), corpora, offsets))
         for corpus in corpora:
             _copy_index(corpus, merged.index)
         merged.publish()
@@ -54,44 +55,18 @@ def _check(corpora: Sequence[IndexedDataset], out: str | Path) -> None:
             raise UserError(f"--out {out}: is one of the corpora to merge; give another name")
 
 
-def _ranges(corpora: Sequence[IndexedDataset]) -> Iterator[tuple[Path, int, int, int]]:
-    """Yield (path, first byte, end, offset in the merged .bin) of the ranges of every .bin."""
-    target = 0
-    for corpus in corpora:
-        length = corpus.tokens.nbytes
-        for start in range(0, length, _RANGE_BYTES):
-            end = min(start + _RANGE_BYTES, length)
-            yield bin_path(corpus.prefix), start, end, target + start
-        target += length
-
-
-def _copy_range(merged: Path, copied: tuple[Path, int, int, int]) -> None:
-    path, start, end, target = copied
-    # A new descriptor: the writer's own is in append mode and would ignore offsets.
-    with path.open("rb", buffering=0) as source, merged.open("r+b") as file:
-        source.seek(start)
-        file.seek(target)
-        while start < end:
-            block = source.read(min(_COPY_BYTES, end - start))
-            if not block:
-                raise UserError(f"{path}: cut off at byte {start} while it was copied")
-            start += len(block)
-            file.write(block)
+def _copy(merged: Path, corpus: IndexedDataset, offset: int) -> None:
+    """Copy the tokens of a corpus to byte `offset` of the merged .bin."""
+    # A new descriptor: the writer's own is in append mode and would ignore the offset.
+    with bin_path(corpus.prefix).open("rb") as source, merged.open("r+b") as file:
+        file.seek(offset)
+        copyfileobj(source, file, _COPY_BYTES)
 
 
 def _copy_index(corpus: IndexedDataset, index: IndexBuilder) -> None:
-    sequences = index.sequences
-    no_sizes, no_documents = np.zeros(0, np.int32), np.zeros(0, np.int64)
-    offset = 0
-    for start in range(0, len(corpus.sizes), _ENTRIES):
-        sizes = corpus.sizes[start : start + _ENTRIES]
-        ends = offset + np.cumsum(sizes, dtype=np.int64) * corpus.dtype.itemsize
-        starts = np.concatenate([[offset], ends[:-1]])
-        if (sizes < 0).any() or (corpus.pointers[start : start + _ENTRIES] != starts).any():
-            raise corpus.damaged(f"sequences from {start} on do not follow each other")
-        offset = int(ends[-1])
-        index.add(sizes, no_documents)
-    for start in range(1, len(corpus.document_index), _ENTRIES):
-        if (np.diff(corpus.document_index[start - 1 : start + _ENTRIES]) < 0).any():
-            raise corpus.damaged(f"documents from {start - 1} on do not follow each other")
-        index.add(no_sizes, corpus.document_index[start : start + _ENTRIES] + sequences)
+    lengths = corpus.sizes * np.int64(corpus.dtype.itemsize)
+    if (lengths < 0).any() or (corpus.pointers != np.cumsum(lengths) - lengths).any():
+        raise corpus.damaged("sequences do not follow each other")
+    if (np.diff(corpus.document_index) < 0).any():
+        raise corpus.damaged("documents do not follow each other")
+    index.add(corpus.sizes, corpus.document_index[1:] + index.sequences)

@@ -12,12 +12,7 @@ from megafrontier.data.corpus.merge import merge
 from tests.data.corpora import read_corpus, write_corpus
 
 
-def test_parts_merged_in_order_are_what_one_process_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megafrontier.data.corpus.merge._RANGE_BYTES", 100)
-    monkeypatch.setattr("megafrontier.data.corpus.merge._COPY_BYTES", 30)
-    monkeypatch.setattr("megafrontier.data.corpus.merge._ENTRIES", 2)
+def test_parts_merged_in_order_are_what_one_process_writes(tmp_path: Path) -> None:
     for number in range(7):
         (tmp_path / f"{number}.txt").write_text(f"text {number} " * (number * number + 1))
     common = [str(tmp_path), "--tokenizer", "bytes", "--append-eod", "--workers", "1"]
@@ -92,11 +87,8 @@ def test_corpora_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (HEADER.size + 12 * 5 + 8 * 1, 4),  # the first sequence of a document
     ],
 )
-def test_a_damaged_index_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, byte: int, bit: int
-) -> None:
+def test_a_damaged_index_is_refused(tmp_path: Path, byte: int, bit: int) -> None:
     """The inputs may be deleted afterwards."""
-    monkeypatch.setattr("megafrontier.data.corpus.merge._ENTRIES", 2)
     sound = write_corpus(tmp_path / "sound", [[[1]]])
     damaged = write_corpus(tmp_path / "damaged", [[[1, 2], [3]], [[4]], [[5, 6]], [[7]]])
     index = bytearray(Path(f"{damaged}.idx").read_bytes())
