@@ -5,9 +5,9 @@ import html
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from textwrap import fill
 from typing import Any
-from warnings import catch_warnings, filterwarnings
 
 import numpy as np
 
@@ -108,9 +108,7 @@ def draw_loss(runs: Sequence[Run], path: Path) -> None:
     for index, run in enumerate(runs):
         colour = run_look(index)["color"]
         if run.evaluations:
-            # Hundreds of large diamonds would hide the lines.
-            size = min(6, max(3, 500 / len(run.evaluations)))
-            top.plot(*zip(*run.evaluations, strict=True), "D", color=colour, ms=size, zorder=3)
+            top.plot(*zip(*run.evaluations, strict=True), "D", color=colour, ms=4, zorder=3)
         # Skipped steps: crosses at the bottom, each run in a row of its own.
         heights = [0.02 + 0.03 * index] * len(run.skipped)
         top.plot(run.skipped, heights, "x", color=colour, transform=top.get_xaxis_transform())
@@ -220,17 +218,19 @@ def smooth(values: Sequence[float]) -> list[float]:
     """
     if len(values) < FEW_POINTS:
         return list(values)
-    reach = min(max(len(values) // 80, 3), 50)
-    padded = np.pad(np.asarray(values, dtype=float), reach, constant_values=np.nan)
-    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1).copy()
-    for i in range(min(reach, len(values))):
-        windows[i, reach + max(i, 3) + 1 :] = np.nan
-        windows[-1 - i, : reach - max(i, 3)] = np.nan
-    return list(np.nanmedian(windows, axis=1).tolist())
+    reach, last = min(max(len(values) // 80, 3), 50), len(values) - 1
+    reaches = [min(reach, max(i, 3), max(last - i, 3)) for i in range(len(values))]
+    return [median(values[max(0, i - r) : i + r + 1]) for i, r in enumerate(reaches)]
+
+
+def _last_loss(run: Run, digits: int) -> str:
+    """The newest smoothed training loss."""
+    losses = run.series("loss")[1][-FEW_POINTS:]
+    return f"{smooth(losses)[-1]:.{digits}f}" if losses else ""
 
 
 def _loss_label(run: Run) -> str:
-    parts = [f"train {smooth(losses)[-1]:.3f}"] if (losses := run.series("loss")[1]) else []
+    parts = [f"train {loss}"] if (loss := _last_loss(run, 3)) else []
     parts += [f"validation {run.evaluations[-1][1]:.3f} ◆"] if run.evaluations else []
     parts += [f"{len(run.skipped)} skipped ×"] if run.skipped else []
     return f"{run.label}:  {', '.join(parts)}"
@@ -248,15 +248,12 @@ def _finish_panels(figure: Any, runs: Sequence[Run], labels: Sequence[str]) -> N
     pad = max(0.02 * (last - first), 0.5)
     axis.set_xlim(first - pad, last + pad)
     texts = [fill(label, 105) for label in labels]
-    figure.set_figheight(figure.get_figheight() + 0.2 * "\n".join(texts).count("\n"))
     handles = [Line2D([], [], **run_look(i), linewidth=1.8) for i in range(len(runs))]
     figure.legend(handles, texts, loc="outside lower center")
 
 
 def _save(figure: Any, path: Path) -> None:
-    with catch_warnings():
-        filterwarnings("ignore", "Glyph .* missing")  # the page shows the run's name as it is
-        figure.savefig(path)
+    figure.savefig(path)
     pyplot().close(figure)
 
 
@@ -314,8 +311,8 @@ ROWS: dict[str, Callable[[Run], str]] = {
     "levels": lambda run: levels_of(run.config) if run.config else "",
     "parameters": lambda run: _parameters(run.config) if run.config else "",
     "steps": _steps,
-    "train loss, smoothed": lambda run: _shown_loss(smooth(run.series("loss")[1])),
-    "validation loss": lambda run: _shown_loss([loss for _, loss in run.evaluations]),
+    "train loss, smoothed": lambda run: _last_loss(run, 4),
+    "validation loss": lambda run: f"{run.evaluations[-1][1]:.4f}" if run.evaluations else "",
     "tokens per second, median": lambda run: _shown(run.median("tokens_per_second")),
     "seconds per step, median": lambda run: _shown(run.median("step_seconds"), "s"),
     "MFU, median": lambda run: "" if (mfu := run.median("mfu")) is None else f"{mfu:.1%}",
@@ -323,10 +320,6 @@ ROWS: dict[str, Callable[[Run], str]] = {
         max(run.series("memory_gib")[1], default=None)
     ),
 }
-
-
-def _shown_loss(losses: Sequence[float]) -> str:
-    return f"{losses[-1]:.4f}" if losses else ""
 
 
 def short(number: float, unit: str = "") -> str:
