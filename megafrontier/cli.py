@@ -204,8 +204,7 @@ def _prepare(a: argparse.Namespace) -> None:
         made = prepare(a.inputs, a.tokenizer, out, a.workers, *chosen)
     skipped = f"; {made.bad} bad texts skipped" if made.bad else ""
     if made.unknown:
-        share = f"{made.unknown_documents / made.documents:.1%} of the documents"
-        skipped += f"; {made.unknown} tokens in {share} are <unk>: characters without a piece"
+        skipped += f"; {made.unknown} tokens are <unk>: characters without a piece"
     print(
         f"{out}: {made.documents} documents, {made.tokens} tokens from "
         f"{made.text_bytes / 1e6:.1f} MB of text{skipped}"

@@ -1,8 +1,6 @@
 """The commands `export` and `import`: checkpoints to and from Hugging Face model folders."""
 
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,12 +14,7 @@ from megafrontier.commands.checkpoints import saved_config
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config, config_to_dict
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer, load_tokenizer
-from megafrontier.model.families.hf_io import (
-    described_model,
-    export_model,
-    export_order,
-    import_model,
-)
+from megafrontier.model.families.hf_io import described_model, export_model, import_model
 from megafrontier.model.flops import parameter_shapes
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
@@ -32,46 +25,16 @@ from megafrontier.training.preview import check_vocabulary
 IMPORTED_SLICE = 2**20
 """Elements of a slice: fewer than in other checkpoints, because each of many readers wants only a
 small part of the one shard file."""
-READ_BYTES = 4 * 2**30
-"""fp32 weights that `export` holds at a time, unless one parameter is larger."""
 
 
-class Weights(Mapping[str, torch.Tensor]):
-    """A checkpoint's weights by parameter name, fp32, read in chunks of READ_BYTES.
+class _Weights(dict[str, torch.Tensor]):
+    """A checkpoint's weights by parameter name, fp32, each read when it is asked for."""
 
-    Every shard file holds a part of every unit, so each read may open all files. Therefore a read
-    also fetches the parameters that follow in `order`.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, order: Sequence[str]) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        shapes = checkpoint.shapes
-        self._bytes = {name: 4 * math.prod(shapes[name]) for name in order if name in shapes}
-        self._read: dict[str, torch.Tensor] = {}
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._bytes:
-            raise KeyError(name)
-        if name not in self._read:
-            self._read = {}  # free the last chunk before the next is read
-            self._read = self._checkpoint.tensors("weight", self._chunk_from(name))
-        return self._read[name]
-
-    def _chunk_from(self, name: str) -> list[str]:
-        order = list(self._bytes)
-        names, total = [name], self._bytes[name]
-        for after in order[order.index(name) + 1 :]:
-            total += self._bytes[after]
-            if total > READ_BYTES:
-                break
-            names.append(after)
-        return names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._bytes)
-
-    def __len__(self) -> int:
-        return len(self._bytes)
+    def __missing__(self, name: str) -> torch.Tensor:
+        return self._checkpoint.tensor("weight", name)
 
 
 def export_command(path: Path, out: Path, precision: str) -> str:
@@ -79,7 +42,7 @@ def export_command(path: Path, out: Path, precision: str) -> str:
 
     def write(source: Path) -> str:
         config = saved_config(source)
-        weights = Weights(open_checkpoint(source), export_order(config.model))
+        weights = _Weights(open_checkpoint(source))
         tokenizer = load_tokenizer(config.tokenizer)
         saved = tokenizer if tokenizer.min_vocab_size else None
         return export_model(config.model, weights, out, saved, DTYPES[precision])

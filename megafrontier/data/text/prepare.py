@@ -34,8 +34,6 @@ class Summary:
     """Documents left out because of a bad text, line or row."""
     unknown: int = 0
     """Tokens for characters that the tokenizer has no piece for."""
-    unknown_documents: int = 0
-    """Documents with such a token. Of a long one, only the first part counts."""
 
 
 @dataclass
@@ -51,7 +49,6 @@ class EncodedBatch:
     bad: NDArray[np.bool_]
     """Whether the text of the chunk is bad, so that its document is left out [chunks]."""
     unknown: int
-    unknown_documents: int
     messages: list[str]
     """What is wrong with each bad text."""
     text_bytes: int
@@ -78,8 +75,7 @@ class Encoder:
             raise refuse_bad(bad[0])
         good = [("" if isinstance(text, BadText) else text, r) for text, r in texts]
         chunks = self._encode([(text, r.is_continuation) for text, r in good])
-        unk = self.tokenizer.unk
-        unknown = [0 if unk is None else chunk.count(unk) for chunk in chunks]
+        unknown = sum(chunk.count(self.tokenizer.unk) for chunk in chunks)
         for chunk, (_, r) in zip(chunks, good, strict=True):
             # A continuation may have no tokens; the document has some from earlier ranges.
             if self.append_eod and r.is_last and (chunk or r.is_continuation):
@@ -89,8 +85,7 @@ class Encoder:
             np.array([len(chunk) for chunk in chunks], np.int32),
             np.array([r.is_last for _, r in texts], bool),
             np.array([isinstance(text, BadText) for text, _ in texts], bool),
-            sum(unknown),
-            sum(n > 0 and not r.is_continuation for n, (_, r) in zip(unknown, good, strict=True)),
+            unknown,
             [text.message for text in bad],
             sum(len(text.encode()) for text, _ in good),
         )
@@ -154,7 +149,6 @@ def _write(batches: Iterator[EncodedBatch], corpus: CorpusWriter, reader: Reader
         writer.write_chunks(batch.tokens, batch.sizes, batch.ends, batch.bad)
         made.text_bytes += batch.text_bytes
         made.unknown += batch.unknown
-        made.unknown_documents += batch.unknown_documents
         progress.skip(batch.messages)
         progress.update(reader.done_bytes, made.text_bytes, writer.tokens)
     if progress.bad > _SHOWN_BAD_TEXTS:

@@ -2,34 +2,28 @@
 
 import codecs
 import glob
-import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from megafrontier.common.errors import UserError
 from megafrontier.data.text.files import Stream
-from megafrontier.data.text.listing import (
-    LINE_SUFFIXES,
-    TEXT_SUFFIXES,
-    UNSUPPORTED_PACKING,
-    expand_pattern,
-    is_file,
-    suffix,
-    text_files_in,
-)
 from megafrontier.data.text.tables import has_dataset_card, is_dataset_folder, load_dataset
 
 Kind = Literal["text", "lines", "rows"]
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
+"""Suffixes of plain text in a folder. A file that is named itself may have any suffix."""
 _KINDS: dict[str, Kind] = {
     **dict.fromkeys(TEXT_SUFFIXES, "text"),
-    **dict.fromkeys(LINE_SUFFIXES, "lines"),
-    ".json": "lines",
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "lines"),
     ".parquet": "rows",
 }
+_FOLDER_SUFFIXES = _KINDS.keys() - {".json"}  # which may as well describe the texts
+_PACKED_SUFFIXES = (".gz", ".zst")
+_UNREAD_PACKING = (".bz2", ".xz", ".zip", ".tar", ".tgz", ".7z", ".lz4", ".br")
 _UNREAD_TABLES = (".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".xls", ".xlsx", ".pdf")
 _DATASET_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 
@@ -91,25 +85,70 @@ def _find(name: str, split: str | None) -> list[Source]:
     if path.is_dir():
         return _find_in_folder(path, split)
     if path.exists():
-        return [_check_file(path)]
+        return [_named_source(path)]
     if glob.has_magic(name):
-        paths = [Path(match) for match in expand_pattern(name) if is_file(match)]
+        paths = [Path(match) for match in _expand(name) if not os.path.isdir(match)]
         if not paths:
             raise UserError(f"input {name!r}: no file matches; need .txt, .jsonl, .parquet, …")
-        return [_check_file(path, is_named=False) for path in paths]
-    if not _DATASET_NAME.fullmatch(name) or suffix(path) in _KINDS:
+        return [_named_source(path) for path in paths]
+    if not _DATASET_NAME.fullmatch(name) or _suffix(path) in _KINDS:
         raise UserError(f"input {name!r}: no such file or folder")
     return [_dataset_source(name, split)]
+
+
+def _expand(pattern: str) -> list[str]:
+    """The paths that match, sorted. Links may give a folder several names: the shortest counts."""
+    once: dict[tuple[str, str], str] = {}
+    for match in sorted(glob.glob(pattern, recursive=True), key=lambda m: (m.count("/"), m)):
+        folder, name = os.path.split(match)
+        once.setdefault((os.path.realpath(folder), name), match)
+    return sorted(once.values())
 
 
 def _find_in_folder(folder: Path, split: str | None) -> list[Source]:
     if is_dataset_folder(folder) or has_dataset_card(folder):
         return [_dataset_source(str(folder), split)]
-    found = list(text_files_in(folder))
+    found = _text_files_in(folder)
     if not found:
         known = ", ".join(TEXT_SUFFIXES)
         raise UserError(f"input {str(folder)!r}: no {known}, .jsonl or .parquet")
     return [_file_source(path) for path in found]
+
+
+def _text_files_in(folder: Path) -> list[Path]:
+    """The text files in a folder and in all folders below it or linked from it, by name.
+
+    Each folder is visited once, even if links form a cycle. Raises OSError for a folder that cannot
+    be read, and UserError for a link that leads nowhere, perhaps to a disk that is not mounted:
+    text must not be left out unnoticed.
+    """
+    visited = {os.path.realpath(folder)}
+
+    def is_new(path: str) -> bool:
+        before = len(visited)
+        visited.add(os.path.realpath(path))
+        return len(visited) > before
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    found = []
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=fail):
+        shown = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = [name for name in shown if is_new(os.path.join(parent, name))]
+        for path in (Path(parent, name) for name in sorted(names) if not name.startswith(".")):
+            if not path.exists():
+                raise UserError(f"{path}: leads nowhere, need a folder or file to read")
+            is_unread = path.suffix.lower() in _UNREAD_PACKING
+            if _suffix(Path(path.stem) if is_unread else path) in _FOLDER_SUFFIXES:
+                found.append(path)
+    return found
+
+
+def _suffix(path: Path) -> str:
+    """The suffix of the unpacked file, in lower case."""
+    is_packed = path.suffix.lower() in _PACKED_SUFFIXES
+    return Path(path.stem if is_packed else path.name).suffix.lower()
 
 
 def _dataset_source(name: str, split: str | None) -> Source:
@@ -118,37 +157,22 @@ def _dataset_source(name: str, split: str | None) -> Source:
 
 
 def _file_source(path: Path) -> Source:
-    if path.suffix.lower() in UNSUPPORTED_PACKING:
+    if path.suffix.lower() in _UNREAD_PACKING:
         raise UserError(f"input {str(path)!r}: need it unpacked, or packed as .gz or .zst")
-    return Source(str(path), _KINDS.get(suffix(path), "text"), path.stat().st_size)
+    return Source(str(path), _KINDS.get(_suffix(path), "text"), path.stat().st_size)
 
 
-def _check_file(path: Path, is_named: bool = True) -> Source:
+def _named_source(path: Path) -> Source:
+    """A file that is named itself, or by a pattern, whatever its suffix."""
     if not path.is_file():
-        raise UserError(f"input {str(path)!r}: a pipe or device, need a file: it is read twice")
+        raise UserError(f"input {str(path)!r}: no regular file, need one: it is read twice")
     source = _file_source(path)
-    if suffix(path) in _UNREAD_TABLES:
+    if _suffix(path) in _UNREAD_TABLES:
         need = "need one text a line in .jsonl, one a row in .parquet, or plain text"
-        raise UserError(f"input {str(path)!r}: {suffix(path)}, {need}")
-    if suffix(path) == ".json" and not _is_json_lines(path):
-        raise UserError(f"input {str(path)!r}: no JSON lines, need one object a line")
-    # A pattern may match thousands of files: open only those whose suffix says nothing.
-    is_opened = suffix(path) not in _KINDS or (is_named and _KINDS[suffix(path)] == "text")
-    if is_opened and _is_json_lines(path):
-        raise UserError(
-            f"input {str(path)!r}: looks like JSON lines, but would be read as one text; need the "
-            "suffix .jsonl"
-        )
+        raise UserError(f"input {str(path)!r}: {_suffix(path)}, {need}")
+    if source.kind == "text":
+        head = next(Stream(path).chunks(), b"").removeprefix(codecs.BOM_UTF8)
+        if head.lstrip().startswith(b'{"'):
+            what = "looks like JSON lines, but would be read as one text; need the suffix .jsonl"
+            raise UserError(f"input {str(path)!r}: {what}")
     return source
-
-
-def _is_json_lines(path: Path) -> bool:
-    """Return whether the first line that is not blank is a JSON object. Long ones are guessed."""
-    head, *more = [*islice(Stream(path).chunks(), 2)] or [b""]
-    line, end, _ = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
-    if more and not end:
-        return line.startswith(b'{"')
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False

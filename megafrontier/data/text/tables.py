@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from megafrontier.common.errors import UserError
-from megafrontier.data.hub import hub_lookup
 from megafrontier.data.text import files
 
 Rows = list[Any]
@@ -36,23 +35,15 @@ def load_dataset(name: str, split: str | None) -> Any:
     cannot load it, or it has no such split.
     """
     import datasets
-    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as FORMATS
 
-    dataset, _, config = name.partition(":")
-    if (
-        dataset in FORMATS and not Path(name).exists()
-    ):  # it would read all such files of this folder
-        raise UserError(
-            f"input {name!r}: no such file or folder, and the name of a format, not of a dataset"
-        )
     try:
-        with hub_lookup(name):
-            if is_dataset_folder(Path(name)):
-                table = datasets.load_from_disk(name)
-            elif Path(name).is_dir():
-                table = datasets.load_dataset(name)
-            else:
-                table = datasets.load_dataset(dataset, config or None)
+        if is_dataset_folder(Path(name)):
+            table = datasets.load_from_disk(name)
+        elif Path(name).is_dir():
+            table = datasets.load_dataset(name)
+        else:
+            dataset, _, config = name.partition(":")
+            table = datasets.load_dataset(dataset, config or None)
     except Exception as error:  # the library's dozen formats raise all kinds of exceptions
         raise UserError(
             f"input {name!r}: no file or folder of that name here, and no dataset either: {error}"

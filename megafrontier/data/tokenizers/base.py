@@ -21,10 +21,8 @@ class Tokenizer(ABC):
     """Id that ends a document."""
     bos: int
     """Id that starts a text for models that expect one; `eod` if the tokenizer has none."""
-    pad: int | None = None
-    """Id that only fills batches in `transformers`, if there is one."""
-    unk: int | None = None
-    """Id for characters without a piece, if there is one."""
+    unk: int = -1
+    """Id for characters without a piece; -1 if there is none."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without special ids at its ends."""

@@ -1,12 +1,9 @@
 """Converts SentencePiece models to fast tokenizers of `transformers`."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
-
-from megafrontier.common.errors import UserError
 
 _PROBE = "Two  spaces,\n a\ttab, é, ﬁ, Ａ, 12 and a quick brown fox jumps over the dog's back. "
 _PROBES = ("", " ", "\n", "\tone", " one", "  one two", "one  ", " \n one", _PROBE)
@@ -15,98 +12,45 @@ _PROBES = ("", " ", "\n", "\tone", " one", "  one two", "one  ", " \n one", _PRO
 def save_fast_tokenizer(model: Any, bos: int, eod: int, lossless: bool, folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json of a SentencePieceProcessor into `folder`.
 
-    `lossless` says that the model has the rules of `megafrontier tokenizer`. `transformers` itself
-    converts other models, from the tokenizer.model in the folder; that is correct for models like
-    Llama's. If the ids of a probe differ from the model's, neither file is written.
+    `lossless` says that the model has the rules of `megafrontier tokenizer`. Of other models, those
+    like Llama's can be converted. If the ids of a probe differ, neither file is written.
     """
-    from tokenizers import AddedToken
-
-    config: dict[str, Any] = {"eos_token": model.id_to_piece(eod)}
-    path = folder / "tokenizer_config.json"
-    config["clean_up_tokenization_spaces"] = False
-    config["tokenizer_class"] = "PreTrainedTokenizerFast" if lossless else "LlamaTokenizer"
-    if not lossless:  # without these, the class would use Llama's and put a bos before each text
-        config |= {"bos_token": model.id_to_piece(bos), "add_bos_token": False}
-        config |= {"unk_token": model.id_to_piece(model.unk_id()), "add_eos_token": False}
-    path.write_text(json.dumps(config, indent=2) + "\n")
+    special = {"eos_token": model.id_to_piece(eod)}
     if not lossless:
-        _convert(folder, model.get_piece_size())
-        return
-    fast = _fast_tokenizer(model)
-    fast.add_special_tokens([AddedToken(config["eos_token"], special=True, normalized=False)])
-    if fast.encode(_PROBE, add_special_tokens=False).ids == model.encode(_PROBE):
-        fast.save(str(folder / "tokenizer.json"))
-    else:
-        path.unlink()
-
-
-def _convert(folder: Path, size: int) -> None:
-    """Have `transformers` convert the saved model of `size` pieces.
-
-    Writes nothing if it cannot read the model, adds pieces, or gives other ids.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        converted = with_rules_of(folder / "tokenizer.model", AutoTokenizer.from_pretrained(folder))
-    except Exception:  # models fail in many ways, for example because a package is missing
-        converted = None
-    (folder / "tokenizer_config.json").unlink()
-    if converted is not None and len(converted) == size:
-        converted.save_pretrained(folder)
-
-
-def with_rules_of(path: Path, tokenizer: Any) -> Any:
-    """Give a tokenizer that `transformers` made the space rules of the model at `path`.
-
-    Some classes of `transformers` add or drop a space before a text. Returns `tokenizer` unchanged
-    if it is not a fast one, or its class has other ids. Raises UserError if the ids of texts still
-    differ from those of the SentencePiece model.
-    """
-    import sentencepiece
-    from transformers import PreTrainedTokenizerFast
-
-    model = sentencepiece.SentencePieceProcessor()
-    try:
-        model.LoadFromSerializedProto(path.read_bytes())
-    except RuntimeError:  # a file of tiktoken
-        return tokenizer
-    ids = tokenizer.get_vocab()
-    is_fast = isinstance(tokenizer, PreTrainedTokenizerFast)
-    if not is_fast or any(ids.get(model.id_to_piece(i)) != i for i in range(len(model))):
-        return tokenizer
-    _set_rules(tokenizer.backend_tokenizer, has_prefix=model.normalize("a") == "▁a")
+        special |= {
+            "bos_token": model.id_to_piece(bos),
+            "unk_token": model.id_to_piece(model.unk_id()),
+        }
+    fast = _fast_tokenizer(model, lossless, special.values())
     for text in _PROBES:
-        if tokenizer.encode(text, add_special_tokens=False) != model.encode(text):
-            what = f"{tokenizer.name_or_path!r}: gives {text!r} other ids than its tokenizer.model"
-            raise UserError(f"tokenizer {what}; need a tokenizer.json, or the .model by itself")
-    with TemporaryDirectory() as folder:  # reload it as a class without rules of its own
-        tokenizer.save_pretrained(folder)
-        return PreTrainedTokenizerFast.from_pretrained(folder)
+        if fast.encode(text, add_special_tokens=False).ids != model.encode(text):
+            return
+    fast.save(str(folder / "tokenizer.json"))
+    config = {
+        **special,
+        "clean_up_tokenization_spaces": False,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _set_rules(fast: Any, has_prefix: bool) -> None:
-    from tokenizers import decoders, normalizers
+def _fast_tokenizer(model: Any, lossless: bool, special: Iterable[str]) -> Any:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
-    prefix = [normalizers.Prepend("▁")] if has_prefix else []
-    fast.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
-    fast.pre_tokenizer = None
+    has_prefix = model.normalize("a") == "▁a"  # Llama's models put a space before a text
     strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
+    fast = Tokenizer(_fast_model(model))
+    space = normalizers.Replace(" ", "▁")
+    fast.normalizer = space
+    if has_prefix:
+        fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space])
+    if lossless:
+        user_defined = Regex("\n|\t")
+        fast.pre_tokenizer = pre_tokenizers.Split(user_defined, "isolated")
     fast.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
-
-
-def _fast_tokenizer(model: Any) -> Any:
-    from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
-
-    fast = Tokenizer(_fast_model(model))
-    fast.normalizer = normalizers.Replace(" ", "▁")
-    user_defined = Regex("\n|\t")
-    fast.pre_tokenizer = pre_tokenizers.Split(user_defined, "isolated")
-    fast.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    fast.add_special_tokens([AddedToken(p, special=True, normalized=False) for p in special])
     return fast
 
 

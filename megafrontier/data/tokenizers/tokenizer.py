@@ -5,11 +5,9 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
-from hashlib import sha256
 from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from megafrontier.common.errors import UserError
 from megafrontier.common.files import search_folder_hint
@@ -166,18 +164,18 @@ def load_tokenizer(spec: str) -> Tokenizer:
     # The threads of the `tokenizers` library do not survive the fork of our workers.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path = Path(spec)
-    marker = _read_marker(path)
-    if "bytes" in (spec, marker.get("kind")):
+    marker, model = path / MARKER, path / MODEL_FILE
+    kind = json.loads(marker.read_text())["kind"] if marker.is_file() else spec
+    if kind == "bytes":
         return ByteTokenizer()
-    if "none" in (spec, marker.get("kind")):
+    if kind == "none":
         return NoTokenizer()
     if path.is_file() and path.suffix != ".json":
         return SentencePieceTokenizer(path)
-    if marker.get("kind") == "sentencepiece":
-        # If `transformers` has overwritten our tokenizer.json, perhaps with more ids, that counts.
-        digest = _fast_digest(path)
-        if marker.get("fast", digest) == digest:
-            return SentencePieceTokenizer(path / MODEL_FILE)
+    # A folder like Llama's may have nothing but the model.
+    is_alone = model.is_file() and not (path / "tokenizer.json").is_file()
+    if kind == "sentencepiece" or is_alone:
+        return SentencePieceTokenizer(model)
     if path.exists() or not _is_a_path(spec):
         from megafrontier.data.tokenizers.hf import HuggingFaceTokenizer
 
@@ -222,16 +220,4 @@ def _is_a_path(spec: str) -> bool:
 
 def _write_marker(folder: Path, kind: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARKER).write_text(json.dumps({"kind": kind, "fast": _fast_digest(folder)}) + "\n")
-
-
-def _read_marker(folder: Path) -> dict[str, Any]:
-    """Return the content of the marker; empty without one."""
-    marker = folder / MARKER
-    return json.loads(marker.read_text()) if marker.is_file() else {}
-
-
-def _fast_digest(folder: Path) -> str | None:
-    """Return the SHA-256 of the tokenizer.json that `transformers` reads, None without one."""
-    path = folder / "tokenizer.json"
-    return sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    (folder / MARKER).write_text(json.dumps({"kind": kind}) + "\n")

@@ -65,9 +65,9 @@ class GPT2:
             layers=_size(reader, "num_hidden_layers", "n_layer", 12),
             hidden=hidden,
             heads=_size(reader, "num_attention_heads", "n_head", 12),
-            ffn_hidden=reader.integer("n_inner", 4 * hidden),
+            ffn_hidden=reader.number("n_inner", 4 * hidden),
             sequence_length=_size(reader, "max_position_embeddings", "n_positions", 1024),
-            vocab_size=reader.integer("vocab_size", 50257),
+            vocab_size=reader.number("vocab_size", 50257),
             activation=read_gelu(reader, "activation_function", "gelu_new"),
             norm_eps=reader.number("layer_norm_epsilon", 1e-5),
             dropout=float(reader.number("resid_pdrop", 0.1)),
@@ -92,9 +92,9 @@ class GPT2:
         return [*found, *same_module("head.norm", "ln_f")]
 
 
-def _size(reader: HFConfigReader, general: str, own: str, default: int) -> int:
+def _size(reader: HFConfigReader, general: str, own: str, default: int) -> Any:
     """A size that `transformers` also reads under its general name, which comes first."""
-    return reader.integer(general, reader.integer(own, default))
+    return reader.number(general, reader.number(own, default))
 
 
 def _conv1d(name: str, hf_name: str) -> list[ParamMapping]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +18,7 @@ from torch import Tensor
 from megafrontier.common.errors import UserError
 from megafrontier.common.files import work_folder
 from megafrontier.config import Config, ModelConfig, check
+from megafrontier.data.tokenizers.base import Tokenizer
 from megafrontier.model.families import Family, HFConfigReader, family_for, family_of
 from megafrontier.model.families.base import HEAD, ParamMapping
 from megafrontier.model.flops import parameter_shapes
@@ -30,30 +31,11 @@ _DERIVED = (*_BUFFERS, "rotary_emb.inv_freq")
 """Suffixes of the names of causal masks and rotary tables in old files."""
 
 
-class SavedTokenizer(Protocol):
-    """A tokenizer that can write its files into a folder."""
-
-    @property
-    def eod(self) -> int:
-        """Id at the end of a document."""
-
-    @property
-    def bos(self) -> int:
-        """Id at the start of a text."""
-
-    @property
-    def pad(self) -> int | None:
-        """Id that only pads short rows of a batch."""
-
-    def save(self, folder: Path) -> None:
-        """Write the files that `transformers` loads the tokenizer from."""
-
-
 def export_model(
     config: ModelConfig,
     weights: Mapping[str, Tensor],
     out: Path,
-    tokenizer: SavedTokenizer | None = None,
+    tokenizer: Tokenizer | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> str:
     """Write config.json, safetensors and the tokenizer's files. Returns the architecture's name.
@@ -62,8 +44,8 @@ def export_model(
     lazily. The folder appears complete or not at all. Padded token ids are dropped. A model without
     biases gets zero biases if its family always has them.
 
-    Raises UserError if no family can express the model, if a weight is too large for `dtype`, or if
-    `out` is not empty or cannot be written.
+    Raises UserError if no family can express the model, or if `out` is not empty or cannot be
+    written.
     """
     family = family_for(config)
     with _new_folder(out) as folder:
@@ -75,12 +57,6 @@ def export_model(
     return family.architecture
 
 
-def export_order(config: ModelConfig) -> list[str]:
-    """GPT's parameters in the order in which `export_model` reads them. Raises UserError if no
-    family can express the model."""
-    return [mapping.name for mapping in family_for(config).mappings(config)]
-
-
 def import_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The model in a Hugging Face folder: its config, and GPT's parameters by name.
 
@@ -89,9 +65,7 @@ def import_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """
     family, config = described_model(folder)
     files = _TensorFiles(folder, family)
-    weights = {}
-    for mapping in family.mappings(config):
-        weights[mapping.name] = _load(mapping, files)
+    weights = {mapping.name: _load(mapping, files) for mapping in family.mappings(config)}
     if config.tie_embeddings:
         files.refuse_other_head(weights["embedding.tokens.weight"])
     files.refuse_unread()
@@ -116,13 +90,10 @@ def described_model(folder: Path) -> tuple[Family, ModelConfig]:
 
 
 def _config_json(
-    config: ModelConfig, family: Family, tokenizer: SavedTokenizer | None, dtype: torch.dtype
+    config: ModelConfig, family: Family, tokenizer: Tokenizer | None, dtype: torch.dtype
 ) -> dict[str, Any]:
     # Without these ids, transformers would use those of the family's own tokenizer.
     begin, end = (None, None) if tokenizer is None else (tokenizer.bos, tokenizer.eod)
-    pad = None if tokenizer is None else tokenizer.pad
-    if pad is not None and pad >= config.vocab_size:  # transformers would refuse it
-        pad = None
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -131,7 +102,7 @@ def _config_json(
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": begin,
         "eos_token_id": end,
-        "pad_token_id": pad,
+        "pad_token_id": None,
         "dtype": str(dtype).removeprefix("torch."),
     }
 
@@ -148,18 +119,7 @@ def _exported(
         for hf_name, tensor in zip(mapping.hf_names, mapping.export(weight), strict=True):
             name = family.head if hf_name == HEAD else family.prefix + hf_name
             # Copy, because safetensors refuses tensors that share memory.
-            exported = tensor.detach().to("cpu", dtype, copy=True).contiguous()
-            _refuse_overflow(mapping.name, tensor, exported)
-            yield name, exported
-
-
-def _refuse_overflow(name: str, tensor: Tensor, exported: Tensor) -> None:
-    """Raise UserError for a number that overflows the type of `exported`."""
-    tensor = tensor.to("cpu")
-    lost = tensor[exported.isinf() & tensor.isfinite()]
-    if lost.numel():
-        fits = f"need at most {torch.finfo(exported.dtype).max:.6g} in this precision"
-        raise UserError(f"weights: {name}: {lost[0].item():.6g}, {fits}")
+            yield name, tensor.detach().to("cpu", dtype, copy=True).contiguous()
 
 
 def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:

@@ -43,8 +43,6 @@ class Llama:
             Constraint("activation", config.activation, ("swiglu",)),
             Constraint("parallel_residual", config.parallel_residual, (False,)),
             Constraint("rotary_fraction", config.rotary_dims / size, (1.0,)),
-            # LlamaConfig requires this even if head_dim is given.
-            Constraint("heads", config.heads, _divisors(config.hidden)),
         ]
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
@@ -81,18 +79,18 @@ class Llama:
         rope = reader.rope("rope_theta", "partial_rotary_factor", 1.0, LLAMA3)
         if rope.fraction != 1.0:
             raise reader.error("partial_rotary_factor", rope.fraction, "need 1.0")
-        hidden = reader.integer("hidden_size", 4096)
-        heads = reader.integer("num_attention_heads", 32)
-        size = reader.integer("head_dim", hidden // heads)
+        hidden = reader.number("hidden_size", 4096)
+        heads = reader.number("num_attention_heads", 32)
+        size = reader.number("head_dim", hidden // heads)
         return ModelConfig(
-            layers=reader.integer("num_hidden_layers", 32),
+            layers=reader.number("num_hidden_layers", 32),
             hidden=hidden,
             heads=heads,
-            kv_heads=reader.integer("num_key_value_heads", heads),
+            kv_heads=reader.number("num_key_value_heads", heads),
             head_size=None if size * heads == hidden else size,
-            ffn_hidden=reader.integer("intermediate_size", 11008),
-            sequence_length=reader.integer("max_position_embeddings", 2048),
-            vocab_size=reader.integer("vocab_size", 32000),
+            ffn_hidden=reader.number("intermediate_size", 11008),
+            sequence_length=reader.number("max_position_embeddings", 2048),
+            vocab_size=reader.number("vocab_size", 32000),
             norm="rmsnorm",
             norm_eps=reader.number("rms_norm_eps", 1e-6),
             activation="swiglu",
@@ -156,7 +154,3 @@ def _packed(packed: str, rows: dict[str, int]) -> list[ParamMapping]:
         ParamMapping(f"{packed}.{part}", tuple(f"{name}.{part}" for name in rows), export, load)
         for part in ("weight", "bias")
     ]
-
-
-def _divisors(number: int) -> tuple[int, ...]:
-    return tuple(n for n in range(1, number + 1) if number % n == 0)

@@ -70,17 +70,15 @@ class NeoX:
         """Read GPTNeoXConfig's keys, with its defaults. Dropout is the residual branches'."""
         reader.one_of("attention_bias", True, True)
         rope = reader.rope("rotary_emb_base", "rotary_pct", 0.25)
-        hidden = reader.integer("hidden_size", 6144)
-        heads = reader.integer("num_attention_heads", 64)
-        if heads > hidden:
-            raise reader.error("num_attention_heads", heads, f"need at most {hidden}")
+        hidden = reader.number("hidden_size", 6144)
+        heads = reader.number("num_attention_heads", 64)
         return ModelConfig(
-            layers=reader.integer("num_hidden_layers", 44),
+            layers=reader.number("num_hidden_layers", 44),
             hidden=hidden,
             heads=heads,
-            ffn_hidden=reader.integer("intermediate_size", 24576),
-            sequence_length=reader.integer("max_position_embeddings", 2048),
-            vocab_size=reader.integer("vocab_size", 50432),
+            ffn_hidden=reader.number("intermediate_size", 24576),
+            sequence_length=reader.number("max_position_embeddings", 2048),
+            vocab_size=reader.number("vocab_size", 50432),
             activation=read_gelu(reader, "hidden_act", "gelu"),
             norm_eps=reader.number("layer_norm_eps", 1e-5),
             position="rotary",

@@ -25,50 +25,30 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("link", "pattern"),
-    [
-        ("wiki/y.jsonl.gz", ""),
-        ("wiki/y.json", "**/*.json"),
-        ("c4", "*/x.txt"),
-        ("dolma-v1.7", ""),
-    ],
-)
-def test_a_link_to_texts_that_leads_nowhere_is_refused(
-    folder: Path, link: str, pattern: str
-) -> None:
+@pytest.mark.parametrize("link", ["wiki/y.jsonl.gz", "dolma-v1.7"])
+def test_a_link_that_leads_nowhere_is_refused(folder: Path, link: str) -> None:
     """The disk with half of a corpus may not be mounted."""
     (folder / link).symlink_to("/not/mounted")
     with pytest.raises(UserError, match=rf"{link}: leads nowhere, need a folder or file to read"):
-        names(folder, pattern)
+        names(folder)
+    with pytest.raises(UserError, match=rf"{link}': no regular file"):
+        names(folder, link[:-1] + "?")
 
 
-@pytest.mark.parametrize("link", ["x.PNG", ".#x.txt"])
-@pytest.mark.parametrize("pattern", ["", "*/*"])
-def test_a_link_to_another_kind_of_file_may_lead_nowhere(
-    folder: Path, link: str, pattern: str
-) -> None:
-    for place in (folder, folder / "wiki"):
-        (place / link).symlink_to("nowhere")
-    assert names(folder, pattern) == ["wiki/x.txt"]
-
-
-@pytest.mark.parametrize("pattern", ["", "*/x.txt", "**/*.txt"])
 def test_a_folder_that_cannot_be_listed_is_refused(
-    folder: Path, pattern: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "locked").mkdir()
-    (folder / "locked" / "x.txt").write_text("text")
-    listdir = os.listdir
+    scandir = os.scandir
 
     def refuse(path):  # modes do not stop root
         if str(path).endswith("locked"):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return listdir(path)
+        return scandir(path)
 
-    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(PermissionError, match="/locked"):
-        names(folder, pattern)
+        names(folder)
 
 
 def test_a_text_in_another_packing_is_refused_in_a_folder_too(folder: Path) -> None:
@@ -100,7 +80,7 @@ def test_a_pattern_is_read_in_the_order_of_names(tmp_path: Path) -> None:
     assert prepared(tmp_path, tmp_path / "in/3.c", tmp_path / "in/*.txt")[0] == "3.c"
 
 
-@pytest.mark.parametrize("pattern", ["part**", "a**/**/c.txt", "**/c.txt", "a/**", "**/b/**/*.txt"])
+@pytest.mark.parametrize("pattern", ["part**", "**/c.txt", "a/**/*", "**/b/**/*.txt"])
 def test_two_stars_match_any_depth_as_a_name_and_one_star_within_a_name(
     tmp_path: Path, pattern: str
 ) -> None:
@@ -109,25 +89,6 @@ def test_two_stars_match_any_depth_as_a_name_and_one_star_within_a_name(
         (tmp_path / name).write_text(name)
     found = ["part-1.txt", "part-2.txt"] if pattern == "part**" else ["a/b/c.txt"]
     assert names(tmp_path, pattern) == found
-
-
-def test_a_pattern_ends_although_several_links_form_cycles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The system follows forty links in a row: two links would make 2**40 paths to each file."""
-    (tmp_path / "v2").mkdir()
-    (tmp_path / "v2" / "x.txt").write_text("text")
-    (tmp_path / "v2" / "back").symlink_to(tmp_path)
-    (tmp_path / "current").symlink_to("v2")
-    listed, listdir = [], os.listdir
-
-    def count(path):
-        listed.append(path)
-        assert len(listed) < 100
-        return listdir(path)
-
-    monkeypatch.setattr(os, "listdir", count)
-    assert names(tmp_path, "**/*.txt") == ["current/x.txt"]
 
 
 def test_a_pattern_takes_each_file_once_by_its_shortest_name(tmp_path: Path) -> None:

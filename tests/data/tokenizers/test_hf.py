@@ -50,34 +50,6 @@ def test_the_tokenizer_json_of_a_folder_decides_the_ids_whatever_class_it_names(
     assert load_tokenizer(str(tmp_path / "saved")).encode_batch(texts) == expected
 
 
-@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-def test_all_ids_that_end_a_text_are_kept(tmp_path: Path, file: str) -> None:
-    """Llama 3.1 names three in generation_config.json."""
-    save_digits(tmp_path / "model", "GPT2Tokenizer")
-    (tmp_path / "model" / file).write_text(json.dumps({"eos_token_id": [0, 5, 7]}))
-    load_tokenizer(str(tmp_path / "model")).save(tmp_path / "saved")
-    load_tokenizer(str(tmp_path / "saved")).save(tmp_path / "again")
-    kept = json.loads((tmp_path / "again" / "generation_config.json").read_text())
-    assert kept["eos_token_id"] == [0, 5, 7]
-
-
-@pytest.mark.parametrize("role", ["eos_token", "bos_token"])
-def test_an_eos_or_bos_that_the_vocabulary_lacks_is_refused(tmp_path: Path, role: str) -> None:
-    """transformers would give it a new id, which no model has been trained on."""
-    save_digits(tmp_path / "model", "GPT2Tokenizer")
-    config = {"eos_token": END, role: "<|im_end|>"}
-    path = tmp_path / "model" / "tokenizer_config.json"
-    path.write_text(json.dumps(config))
-    with pytest.raises(UserError, match=rf"{role} '<\|im_end\|>': not in its vocabulary, need one"):
-        load_tokenizer(str(tmp_path / "model"))
-    size = 1 + max(json.loads((tmp_path / "model" / "tokenizer.json").read_text())["model"][
-        "vocab"].values())  # fmt: skip
-    token = {"content": "<|im_end|>", "special": True}
-    path.write_text(json.dumps({**config, "added_tokens_decoder": {size: token}}))
-    found = load_tokenizer(str(tmp_path / "model"))
-    assert (found.eod if role == "eos_token" else found.bos) == size
-
-
 def write_json(model: Path, prefix: bool) -> Path:
     """Write the same as a tokenizer.json, with the rules of Llama 2's."""
     from tokenizers import Tokenizer, decoders, normalizers
@@ -127,21 +99,10 @@ def test_ids_are_those_of_transformers_and_never_truncated(
     assert [ours.decode(ids) for ids in theirs["input_ids"]] == TEXTS
 
 
-@pytest.mark.parametrize(
-    ("family", "files", "said"),
-    [
-        ("gpt2", [], "no tokenizer in this folder"),
-        ("gpt2", ["tokenizer_config.json"], "no piece of text in its vocabulary"),
-    ],
-)
-def test_the_folder_of_a_model_without_a_tokenizer_is_refused(
-    tmp_path: Path, family: str, files: list[str], said: str
-) -> None:
+def test_the_folder_of_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     """transformers makes a tokenizer of nothing but special tokens from it."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-    for file in files:
-        (tmp_path / file).write_text("{}")
-    with pytest.raises(UserError, match=rf"': {said}, need tokenizer\.json, or vocab\.json and "):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(UserError, match=r"': no piece of text in its vocabulary, need tokenizer\."):
         load_tokenizer(str(tmp_path))
 
 
@@ -164,21 +125,7 @@ def test_the_files_of_gpt_neox_and_megatron_lm_are_tokenizers(tmp_path: Path) ->
         assert found.encode_batch(TEXTS) == theirs.encode_batch(TEXTS)
 
 
-def test_a_name_that_does_not_exist_is_one_line_without_the_attempts_to_reach_the_hub(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    import transformers
-    from huggingface_hub.utils import logging
-
-    def fetch(*_: Any, **__: Any) -> None:
-        logging.get_logger("huggingface_hub.utils").warning("Retrying in 1s [Retry 1/5].")
-        raise OSError("We couldn't connect\nto the hub")
-
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", staticmethod(fetch))
-    with pytest.raises(UserError) as error:
+def test_a_name_that_does_not_exist_is_refused_in_one_line() -> None:
+    said = f"tokenizer 'my-tokenizr': no file or folder of that name in {os.getcwd()}, and none in"
+    with pytest.raises(UserError, match=f"^{said} the hub: [^\n]+$"):
         load_tokenizer("my-tokenizr")
-    assert str(error.value) == (
-        f"tokenizer 'my-tokenizr': no file or folder of that name in {os.getcwd()}, and none in "
-        "the hub: We couldn't connect to the hub"
-    )
-    assert capfd.readouterr().err == ""

@@ -97,25 +97,6 @@ def test_a_saved_tokenizer_is_the_same(trained: Path, tmp_path: Path) -> None:
     assert (again.eod, again.vocab_size) == (tokenizer.eod, tokenizer.vocab_size)
 
 
-def test_a_tokenizer_that_transformers_has_saved_over_ours_counts(
-    trained: Path, tmp_path: Path
-) -> None:
-    """It may have more tokens, for example of a chat. Ours would split them."""
-    from transformers import AutoTokenizer
-
-    ours = load_tokenizer(str(trained))
-    ours.save(tmp_path / "saved")
-    theirs = AutoTokenizer.from_pretrained(str(tmp_path / "saved"))
-    theirs.add_tokens(["<|user|>"])
-    theirs.add_special_tokens({"pad_token": "<pad>"})
-    theirs.save_pretrained(tmp_path / "saved")
-    again = load_tokenizer(str(tmp_path / "saved"))
-    assert again.vocab_size == ours.vocab_size + 2
-    assert again.encode("<|user|>") == [ours.vocab_size]
-    assert again.eod == again.bos == ours.eod
-    assert (ours.pad, again.pad) == (None, ours.vocab_size + 1)
-
-
 def test_transformers_loads_a_trained_tokenizer_with_the_same_ids(trained: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -157,20 +138,6 @@ def test_another_model_is_saved_for_transformers_only_if_that_is_exact(
         theirs = AutoTokenizer.from_pretrained(str(tmp_path / "saved"))
         assert theirs.encode(text) == tokenizer.encode(text), "nothing is put before a text"
         assert len(theirs) == tokenizer.vocab_size
-
-
-def test_a_model_that_transformers_cannot_read_is_saved_alone(tmp_path: Path, monkeypatch) -> None:
-    """A run must not lose its checkpoints because a package is missing."""
-    import transformers
-
-    def fail(folder: str) -> None:
-        raise ValueError("`tiktoken` is required")
-
-    model = train_model(tmp_path / "other", normalization_rule_name="nmt_nfkc")
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
-    load_tokenizer(str(model)).save(tmp_path / "saved")
-    assert not (tmp_path / "saved" / "tokenizer_config.json").exists()
-    assert load_tokenizer(str(tmp_path / "saved")).vocab_size == 600
 
 
 def test_a_cached_tokenizer_outlives_its_files(
