@@ -26,6 +26,7 @@ from megafrontier.optim.adamw import ShardedAdamW
 from megafrontier.optim.gradients import clip_factor, global_norm
 from megafrontier.parallel.env import identify
 from megafrontier.parallel.hierarchy import Hierarchy, Levels
+from megafrontier.parallel.mesh import MeshShape
 from megafrontier.partition import Engine, Placement, shard
 
 STEPS, SAVE_EVERY, GLOBAL_BATCH, WIDTH = 60, 20, 64, 16
@@ -123,7 +124,8 @@ def main(root: Path, machine: str) -> None:
     identity, described = identify(os.environ), load_machine(machine)
     levels = Levels.resolve(described.levels, identity.world_size)
     device = choose_device(identity, described.device.name)
-    with join(identity, levels, device) as hierarchy:
+    with join(identity, MeshShape(levels), device) as mesh:
+        hierarchy = mesh.hierarchy()
         torch.manual_seed(0)  # the same first values on every rank
         model = Net()
         blocks = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]

@@ -15,6 +15,7 @@ from megafrontier.launch.local import fork_ranks
 from megafrontier.launch.rendezvous import join
 from megafrontier.parallel.env import identify
 from megafrontier.parallel.hierarchy import Hierarchy, Levels
+from megafrontier.parallel.mesh import Mesh, MeshShape, Splits
 
 NAMES = ("pair", "node", "rack", "site", "world")
 
@@ -35,11 +36,23 @@ def share_devices(rank: int, ranks: int) -> dict[str, str]:
 def run_ranks(
     sizes: Sequence[int], body: Callable[[Hierarchy], Any], on_gpu: bool = False
 ) -> list[Any]:
-    """Run `body` on every rank of a hierarchy of these sizes. Returns the results in rank order.
+    """Run `body` on every rank of a hierarchy of these sizes, as `run_mesh` does."""
+    return run_mesh(sizes, lambda mesh: body(mesh.hierarchy()), on_gpu)
+
+
+def run_mesh(
+    sizes: Sequence[int],
+    body: Callable[[Mesh], Any],
+    on_gpu: bool = False,
+    splits: Splits | None = None,
+) -> list[Any]:
+    """Run `body` on every rank of a mesh whose levels have these sizes. Returns the results in rank
+    order.
 
     Uses gloo, or GPUs with `on_gpu`; this process must not have used a GPU then.
     """
     levels = make_levels(sizes)
+    shape = MeshShape(levels, splits or Splits())
     timeouts = replace(Timeouts.of(levels.ranks), collective=300.0)
     with tempfile.TemporaryDirectory() as folder:
 
@@ -49,8 +62,8 @@ def run_ranks(
             if on_gpu:
                 os.environ.update(share_devices(identity.rank, levels.ranks))
                 device = torch.device("cuda", identity.rank % torch.cuda.device_count())
-            with join(identity, levels, device, timeouts) as hierarchy:
-                result = body(hierarchy)
+            with join(identity, shape, device, timeouts) as mesh:
+                result = body(mesh)
             Path(folder, str(identity.rank)).write_bytes(pickle.dumps(result))
             return 0
 

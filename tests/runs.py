@@ -10,7 +10,7 @@ import numpy as np
 
 from megafrontier.config import Config, load_config
 from megafrontier.launch.main import train
-from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.mesh import Mesh
 from megafrontier.training.plan import resolve_plan
 from megafrontier.training.trainer import Trainer, build_trainer
 from tests.data.corpora import write_corpus
@@ -62,9 +62,9 @@ def run(path: Path, ranks: int, *overrides: str) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def open_trainer(config: Config, hierarchy: Hierarchy) -> Iterator[Trainer]:
+def open_trainer(config: Config, mesh: Mesh) -> Iterator[Trainer]:
     """One rank's trainer, for a test that makes steps itself."""
-    trainer = build_trainer(config, resolve_plan(config, hierarchy.size), hierarchy)
+    trainer = build_trainer(config, resolve_plan(config, mesh.levels.ranks), mesh)
     try:
         yield trainer
     finally:

@@ -152,8 +152,8 @@ def _evaluate(
     target: Target, context: RunContext, show: Callable[[str], Any]
 ) -> tuple[Path, Evaluation]:
     """The path of the newest checkpoint, and its evaluation."""
-    config, hierarchy, world = target.config, context.hierarchy, context.world
-    model, engine = build_model(config, context.plan, hierarchy)
+    config, mesh, world = target.config, context.mesh, context.world
+    model, engine = build_model(config, context.plan, mesh)
     weights = {"weight": [unit.master for unit in engine.units]}
     load = partial(fill_shards, model=config.model, engine=engine, states=weights)
     load_it = partial(load_checkpoint, load=load, world=world)
@@ -161,7 +161,7 @@ def _evaluate(
     share_shards(engine, weights)
     engine.restore(has_published=False)
     loader = world.run_on_all(
-        lambda: open_loader(config, "valid", world.rank, world.size, world.device)
+        lambda: open_loader(config, "valid", mesh.data_rank, mesh.data_size, mesh.device)
     )
     if loader is None:
         raise UserError("data.split: keeps nothing for validation; need data.valid or a part")
@@ -174,7 +174,7 @@ def _evaluate(
     try:
         fault_point("evaluate")
         beat = context.watchdog.beat
-        found = evaluate(model, loader, hierarchy, config.evaluate.batches, count_bytes, beat)
+        found = evaluate(model, loader, mesh, config.evaluate.batches, count_bytes, beat)
         assert found is not None  # nothing interrupts it here
         if found.tokens == 0:
             need = "need documents of 2 tokens or more"

@@ -16,7 +16,7 @@ from megafrontier.launch.health.timeouts import Timeouts
 from megafrontier.launch.health.watchdog import Watchdog
 from megafrontier.launch.rendezvous import check_placement, join
 from megafrontier.parallel.env import Identity, identify
-from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.mesh import Mesh
 from megafrontier.parallel.world import World
 from megafrontier.training.device import explain_out_of_memory
 from megafrontier.training.logging.run_log import RunLogger
@@ -30,13 +30,13 @@ class RunContext:
     config: Config
     identity: Identity
     plan: RunPlan
-    hierarchy: Hierarchy
+    mesh: Mesh
     watchdog: Watchdog
     run_logger: RunLogger
 
     @property
     def world(self) -> World:
-        return self.hierarchy.world
+        return self.mesh.world
 
     def explain_out_of_memory(self, advice: str) -> AbstractContextManager[None]:
         """Raise one line with `advice` for a device that runs out of memory in the body."""
@@ -66,11 +66,11 @@ def open_context(
     timeouts = Timeouts.of(identity.world_size, config.train.hang_seconds)
     with (
         closing(Watchdog(identity, directory, timeouts)) as watchdog,
-        join_machine(config, watchdog.start, watchdog.fail) as (plan, hierarchy),
-        open_logger(hierarchy.world.rank == 0) as run_logger,
+        join_machine(config, watchdog.start, watchdog.fail) as (plan, mesh),
+        open_logger(mesh.rank == 0) as run_logger,
         watchdog.watching(),
     ):
-        yield RunContext(config, identity, plan, hierarchy, watchdog, run_logger)
+        yield RunContext(config, identity, plan, mesh, watchdog, run_logger)
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def join_machine(
     config: Config,
     on_met: Callable[[LivenessCheck | None], None] = lambda liveness: None,
     on_failure: Callable[[Exception], None] = lambda error: None,
-) -> Iterator[tuple[RunPlan, Hierarchy]]:
+) -> Iterator[tuple[RunPlan, Mesh]]:
     """Join the other ranks on the machine of a configuration. Arguments and errors as of `join`."""
     identity = identify(os.environ)
     plan = resolve_plan(config, identity.world_size)
@@ -89,7 +89,7 @@ def join_machine(
             torch.cuda.set_device(device)  # allocates some of its memory
     prepare_allocator(device)
     timeouts = Timeouts.of(identity.world_size, config.train.hang_seconds)
-    with join(identity, plan.levels, device, timeouts, on_met, on_failure) as hierarchy:
+    with join(identity, plan.shape, device, timeouts, on_met, on_failure) as mesh:
         expected = plan.machine.device.ranks_per_host
-        hierarchy.world.run_on_all(partial(check_placement, identity, expected))
-        yield plan, hierarchy
+        mesh.world.run_on_all(partial(check_placement, identity, expected))
+        yield plan, mesh

@@ -194,7 +194,7 @@ def _train_watched(context: RunContext, directory: Path) -> int:
             clear_room(config, context.world)
             with context.watchdog.checking_nodes():
                 fault_point("preflight")
-                preflight(config, context.plan, identity, context.hierarchy, info)
+                preflight(config, context.plan, identity, context.mesh, info)
         with context.explain_out_of_memory(memory_advice(config)):
             code = _run(context, start)
         start.end(code)
@@ -204,7 +204,7 @@ def _train_watched(context: RunContext, directory: Path) -> int:
 def _run(context: RunContext, start: StartRecord) -> int:
     config, plan, run_logger = context.config, context.plan, context.run_logger
     watchdog = context.watchdog
-    trainer = build_trainer(config, plan, context.hierarchy, run_logger)
+    trainer = build_trainer(config, plan, context.mesh, run_logger)
     guard, users = Guard(), {name: load_class(name)() for name in config.log.callbacks}
     trainer.stateful = {"guard": guard, **users}
     for line in (

@@ -31,7 +31,8 @@ from megafrontier.launch.health.timeouts import GIVE_UP_GROUPS, Timeouts
 from megafrontier.parallel.env import Identity
 from megafrontier.parallel.fault_injection import fault_point
 from megafrontier.parallel.groups import make_groups
-from megafrontier.parallel.hierarchy import Hierarchy, Levels
+from megafrontier.parallel.hierarchy import Levels
+from megafrontier.parallel.mesh import AXES, Mesh, MeshShape
 from megafrontier.parallel.world import World
 
 ALL_PEERS = "connections to all"
@@ -45,13 +46,13 @@ _OTHER_FILES = 512
 @contextmanager
 def join(
     identity: Identity,
-    levels: Levels,
+    shape: MeshShape,
     device: torch.device,
     timeouts: Timeouts | None = None,
     on_met: Callable[[LivenessCheck | None], None] = lambda liveness: None,
     on_failure: Callable[[Exception], None] = lambda error: None,
-) -> Iterator[Hierarchy]:
-    """Meet the other ranks, create a group for each level, and leave in order after the body.
+) -> Iterator[Mesh]:
+    """Meet the other ranks, make a mesh of them, and leave in order after the body.
 
     Uses gloo on CPUs, and NCCL or RCCL (torch calls both `nccl`) on GPUs. `on_met` is called when
     the ranks have met (None: a single process), before anything else that needs them. `on_failure`
@@ -61,16 +62,17 @@ def join(
     start, RanksAbsent if ranks do not arrive in time, PeersLost if rank 0 does not, and Unconnected
     if a rank does not reach a peer.
     """
-    if levels.ranks != identity.world_size:
+    if shape.levels.ranks != identity.world_size:
         raise UserError(
-            f"machine.levels: hold {levels.ranks} ranks, but {identity.world_size} were started"
+            f"machine.levels: hold {shape.levels.ranks} ranks, but {identity.world_size} were "
+            "started"
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)  # streams, events and graphs belong to the current device
         _order_launches()
     if identity.world_size == 1:
         on_met(None)
-        yield Hierarchy.single(levels, device)
+        yield Mesh.single(shape.levels, device)
         return
     timeouts = timeouts or Timeouts.of(identity.world_size)
     liveness = _meet(identity, timeouts)
@@ -78,13 +80,13 @@ def join(
     liveness.store.set_timeout(timeout)
     on_met(liveness)
     try:
-        hierarchy = _connect(liveness, levels, device, timeout)
+        mesh = _connect(liveness, shape, device, timeout)
         fault_point("check hosts")
         mine = torch.tensor([identity.host_number], dtype=torch.float64, device=device)
         # Every rank checks all hosts, so that all raise alike.
-        check_hosts(levels, hierarchy.world.gather(mine).flatten().tolist())
-        yield hierarchy
-        hierarchy.arbiter.drain()  # a stream may not outlive the process groups
+        check_hosts(shape.levels, mesh.world.gather(mine).flatten().tolist())
+        yield mesh
+        mesh.arbiter.drain()  # a stream may not outlive the process groups
     except BaseException as error:
         if isinstance(error, Exception) and not is_collective(error):
             on_failure(error)
@@ -117,8 +119,8 @@ def _wait_for_gloo_at_exit() -> None:
 
 
 def _connect(
-    liveness: LivenessCheck, levels: Levels, device: torch.device, timeout: timedelta
-) -> Hierarchy:
+    liveness: LivenessCheck, shape: MeshShape, device: torch.device, timeout: timedelta
+) -> Mesh:
     """Open all connections that this rank is going to use."""
     rank, status = liveness.identity.rank, liveness.status
     with explain_unconnected(f"rank {rank}: {ALL_PEERS}"), status.doing(ALL_PEERS):
@@ -126,20 +128,21 @@ def _connect(
             "nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore("world", liveness.store),
             rank=rank,
-            world_size=levels.ranks,
+            world_size=shape.levels.ranks,
             timeout=timeout,
         )
     with explain_unconnected(f"rank {rank}: groups of the levels"):
-        peers = [levels.peers(rank, level) for level in range(len(levels.sizes))]
-        groups = make_groups(peers, device, timeout)
+        peers = shape.peers(rank, AXES)
         control = make_groups(peers, device, timeout, has_small_messages=True)
-    hierarchy = Hierarchy(levels, rank, groups, World(rank, levels.ranks, device, control, status))
+        mesh = Mesh(shape, World(rank, shape.levels.ranks, device, control, status), timeout)
+        linked = mesh.linked()
     # Exchanges between two ranks before any other collective: if a collective waited for a dead
     # link, no rank could say which link it is.
-    for level in range(len(levels.sizes)):
-        connect(hierarchy, level)
-        measure(hierarchy, level, size_bytes=1)
-    return hierarchy
+    for level in range(len(shape.levels.sizes)):
+        connect(linked, level)
+        for hierarchy in linked:
+            measure(hierarchy, level, size_bytes=1)
+    return mesh
 
 
 def give_up(device: torch.device) -> None:

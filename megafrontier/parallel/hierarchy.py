@@ -1,6 +1,6 @@
 """The levels of a machine, and one rank's process groups at each of them: the data plane."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Protocol
@@ -56,11 +56,12 @@ class Levels:
             found.append(coordinate)
         return tuple(found)
 
-    def peers(self, rank: int, level: int) -> list[int]:
-        """The ranks that differ from `rank` only in the coordinate of `level`, in its order."""
-        stride = prod(self.sizes[:level])
-        first = rank - self.coordinates(rank)[level] * stride
-        return [first + i * stride for i in range(self.sizes[level])]
+    def rank_at(self, coordinates: Sequence[int]) -> int:
+        """The rank with these coordinates, fastest level first."""
+        rank = 0
+        for size, coordinate in zip(reversed(self.sizes), reversed(coordinates), strict=True):
+            rank = rank * size + coordinate
+        return rank
 
     def depth(self, name: str, key: str = "level") -> int:
         """The number of levels up to and including `name`; 0 for `none`. Raises UserError."""
@@ -81,7 +82,7 @@ class Drainable(Protocol):
 
 
 class CommArbiter:
-    """Lets one engine at a time have collectives in flight on the groups of a hierarchy.
+    """Lets one engine at a time have collectives in flight on the groups of a mesh.
 
     Two engines might launch their collectives in a different order on each rank.
     """
@@ -103,27 +104,33 @@ class CommArbiter:
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """The data-parallel levels, this rank's coordinates, and the group of its peers at each level.
+    """The levels over some axes of a mesh, this rank's coordinates, and its group at each level.
 
-    The group of a level of size 1 is None. Weights and gradients move over these groups; errors,
-    agreement and metrics go through `world`, which has groups of its own. On one shared group the
-    two would not be launched in the same order on all ranks.
+    For a parameter these are its data-parallel levels: the ranks over which it is replicated.
+    `peers` has the ranks of each level's group, numbered as in `world`, in the order of their
+    coordinate. The group of a level of size 1 is None.
+
+    Weights and gradients move over these groups; errors, agreement and metrics go through `world`,
+    which has groups of its own. On one shared group the two would not be launched in the same order
+    on all ranks.
     """
 
     levels: Levels
-    rank: int
+    peers: tuple[tuple[int, ...], ...]
     groups: tuple[dist.ProcessGroup | None, ...]
     world: World
     arbiter: CommArbiter = field(default_factory=CommArbiter)
     coordinates: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "coordinates", self.levels.coordinates(self.rank))
+        found = tuple(peers.index(self.world.rank) for peers in self.peers)
+        object.__setattr__(self, "coordinates", found)
 
-    @classmethod
-    def single(cls, levels: Levels, device: torch.device) -> "Hierarchy":
-        """The hierarchy of a single process. All levels have size 1."""
-        return cls(levels, 0, (None,) * len(levels.sizes), World.single(device))
+    @property
+    def rank(self) -> int:
+        """This rank's number within the hierarchy; another than `world.rank` if there are
+        splits."""
+        return self.levels.rank_at(self.coordinates)
 
     @property
     def size(self) -> int:
@@ -155,10 +162,4 @@ class Hierarchy:
             # Outermost level first: every source must have the tensor when its level's turn comes.
             for level in reversed(range(depth, len(self.levels.sizes))):
                 if (group := self.groups[level]) is not None:
-                    source = self.levels.peers(self.rank, level)[0]
-                    dist.broadcast(tensor, source, group=group)
-
-    def drain_and_barrier(self) -> None:
-        """Wait until no rank has a collective in flight."""
-        self.arbiter.drain()
-        self.world.barrier()
+                    dist.broadcast(tensor, self.peers[level][0], group=group)

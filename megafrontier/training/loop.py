@@ -87,7 +87,7 @@ def queue_depth(trainer: Trainer) -> int:
     the gap between two steps is short compared with a step, and the step that a request to stop
     has to wait for is long."""
     is_short = trainer.loader.micro_batches <= LATE_MICRO_BATCHES
-    return int(is_short and trainer.hierarchy.device.type == "cuda")
+    return int(is_short and trainer.mesh.device.type == "cuda")
 
 
 def _after_step(
@@ -103,7 +103,7 @@ def _after_step(
         if is_collective(error):
             # The next step may be in progress. A rank that destroyed its process groups now would
             # end the others with an error about these.
-            trainer.hierarchy.drain_and_barrier()
+            trainer.mesh.drain_and_barrier()
         raise
     return result.stop
 
@@ -125,7 +125,7 @@ def start_step(
     here waits for the device. The step's time counts from now, or if `previous` is still in
     progress, from the end of that.
     """
-    begin = DeviceTimer(trainer.hierarchy.device) if previous is None else previous.ended
+    begin = DeviceTimer(trainer.mesh.device) if previous is None else previous.ended
     for callback in callbacks:
         callback.before_step(trainer)
     config, engine = trainer.config, trainer.engine
@@ -149,8 +149,8 @@ def forward_backward(trainer: Trainer, heartbeat: Heartbeat) -> torch.Tensor:
     Returns this rank's sum of losses and number of tokens, float64 [2] on the device. The sum is
     divided only at the end of the step, once, by the number of tokens in the global batch.
     """
-    batches = read_step(trainer.loader, trainer.step, trainer.hierarchy.rank)
-    totals = torch.zeros(2, dtype=torch.float64, device=trainer.hierarchy.device)
+    batches = read_step(trainer.loader, trainer.step, trainer.mesh.rank)
+    totals = torch.zeros(2, dtype=torch.float64, device=trainer.mesh.device)
     for number, batch in enumerate(batches, start=1):
         seed_dropout(trainer.config.run.seed, batch)
         loss = trainer.model(batch.tokens, batch.targets, batch.documents)

@@ -6,6 +6,7 @@ from megafrontier.common.errors import UserError
 from megafrontier.config import Config, MachineConfig, load_machine
 from megafrontier.model.flops import parameter_count, unit_parameters
 from megafrontier.parallel.hierarchy import Levels
+from megafrontier.parallel.mesh import DATA_PARALLEL, MeshShape
 from megafrontier.partition import Placement, Wires
 from megafrontier.partition.memory import MessageBuffers, unit_buffer_bytes
 from megafrontier.partition.placement import state_bytes
@@ -17,14 +18,24 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The machine's levels for a number of ranks, the placement on them, the wire formats of each
-    level, and whether gradient messages carry error feedback."""
+    """The mesh of a number of ranks on the machine, the placement on its levels, the wire formats
+    of each level, and whether gradient messages carry error feedback."""
 
     machine: MachineConfig
-    levels: Levels
+    shape: MeshShape
     placement: Placement
     wires: Wires
     error_feedback: bool
+
+    @property
+    def levels(self) -> Levels:
+        """The machine's levels, which hold all ranks."""
+        return self.shape.levels
+
+    @property
+    def data_levels(self) -> Levels:
+        """The levels over which a parameter that no split cuts is replicated."""
+        return self.shape.over(DATA_PARALLEL)
 
 
 def resolve_plan(config: Config, ranks: int) -> RunPlan:
@@ -33,12 +44,13 @@ def resolve_plan(config: Config, ranks: int) -> RunPlan:
     Raises UserError if the machine cannot hold the ranks or the placement does not fit.
     """
     machine = load_machine(config.machine)
-    levels = Levels.resolve(machine.levels, ranks)
+    shape = MeshShape(Levels.resolve(machine.levels, ranks))
+    levels = shape.over(DATA_PARALLEL)
     placement = Placement.from_config(config.partition, levels)
     precision = config.train.precision
     wires = choose_wires(config.partition.wires, placement, levels, precision)
     error_feedback = has_error_feedback(config.partition, wires, placement, levels)
-    return RunPlan(machine, levels, placement, wires, error_feedback)
+    return RunPlan(machine, shape, placement, wires, error_feedback)
 
 
 def state_gib(config: Config, plan: RunPlan) -> float:
@@ -50,7 +62,7 @@ def state_gib(config: Config, plan: RunPlan) -> float:
     numel = parameter_count(config.model)
     itemsize = DTYPES[config.train.precision].itemsize
     feedback_wires = plan.wires if plan.error_feedback else None
-    found = state_bytes(numel, plan.placement, plan.levels, itemsize, feedback_wires)
+    found = state_bytes(numel, plan.placement, plan.data_levels, itemsize, feedback_wires)
     return sum(found.values()) / GIB
 
 
@@ -60,7 +72,8 @@ def buffer_gib(config: Config, plan: RunPlan) -> float:
     numels, root = unit_parameters(config.model)
     dtype, overlap = DTYPES[config.train.precision], config.partition.overlap
     prefetch = None if overlap == "none" else config.partition.prefetch
-    levels, placement = plan.levels, plan.placement.on(plan.levels)
+    levels = plan.data_levels
+    placement = plan.placement.on(levels)
     messages = MessageBuffers(placement, levels, plan.wires, dtype, overlap, prefetch or 0)
     units = unit_buffer_bytes(numels, root, placement, dtype.itemsize, prefetch)
     return (units + messages.held_bytes([root, *numels])) / GIB

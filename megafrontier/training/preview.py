@@ -31,7 +31,7 @@ def check_training(config: Config, ranks: int, parts: Sequence[Part] = PARTS) ->
     plan = resolve_plan(config, ranks)
     check_vocabulary(config)
     for part in parts:
-        loader = open_loader(config, part, 0, ranks)
+        loader = open_loader(config, part, 0, plan.shape.over(("data",)).ranks)
         if loader is not None:
             loader.samples.batch(0, 1)  # one sample shows most wrong tokenizers
     if "train" in parts:
@@ -93,7 +93,8 @@ def describe_run(
 
 def _warn_of_sizes(config: Config, plan: RunPlan) -> Iterator[str]:
     """Warnings about messages that are many and small, and a model that cannot be exported."""
-    for level, size in zip(plan.levels.names, plan.levels.sizes, strict=True):
+    levels = plan.data_levels
+    for level, size in zip(levels.names, levels.sizes, strict=True):
         if size > MANY_PEERS:
             yield (
                 f"warning: machine.levels.{level}: {size} peers, so each unit is sent in {size} "
@@ -118,7 +119,8 @@ def _summarize(config: Config, plan: RunPlan) -> str:
         shards += f" (in backward {names[placement.backward_weights]})"
     shards += f", gradients {names[placement.gradients]}, optimizer {names[placement.optimizer]}"
     train = config.train
-    number = micro_batches(train.global_batch, train.micro_batch, levels.ranks)
+    data_size = plan.shape.over(("data",)).ranks
+    number = micro_batches(train.global_batch, train.micro_batch, data_size)
     return (
         f"{sizes} = {levels.ranks} ranks; {shards}; per rank: "
         f"{state_gib(config, plan):.3g} GiB of state, "
@@ -129,7 +131,8 @@ def _summarize(config: Config, plan: RunPlan) -> str:
 
 def _describe_wires(config: Config, plan: RunPlan) -> str:
     """One line: the formats of weights and gradients on each level that they cross, and overlap."""
-    levels, placement = plan.levels, plan.placement.on(plan.levels)
+    levels = plan.data_levels
+    placement = plan.placement.on(levels)
     crossed = [level for level, size in enumerate(levels.sizes) if size > 1]
 
     def formats(wires: Sequence[Wire], of: Iterable[int]) -> str:

@@ -37,13 +37,16 @@ def finish_step(
 ) -> StepStats:
     """Sum loss, tokens and gradient norm over the ranks, and decide whether the step is skipped.
 
-    totals: float64 [2], this rank's sum of losses and number of tokens.
+    totals: float64 [2], this rank's sum of losses and number of tokens. They count only on the
+        ranks of `Mesh.counts_loss`.
     gradients: this rank's 1-D shards, summed over all ranks and tokens, times the loss scale.
 
     Everything is exchanged in one message per level, with the metrics recorded since the last step.
     """
-    hierarchy, engine, metrics = trainer.hierarchy, trainer.engine, trainer.metrics
-    square = square_sum(gradients, hierarchy, engine.placement.optimizer)
+    mesh, engine, metrics = trainer.mesh, trainer.engine, trainer.metrics
+    if not mesh.counts_loss:
+        totals = torch.zeros_like(totals)
+    square = square_sum(gradients, engine.hierarchy, engine.placement.optimizer)
     (sent, seconds), waited = engine.ledger.take(), engine.ledger.take_waited()
     metrics.add("grad_norm", square, "sum")
     metrics.add("loss", totals[0], "sum")
@@ -52,7 +55,7 @@ def finish_step(
     metrics.add("waiting_seconds", waited, "mean")
     metrics.add("comm_bytes", sent, "mean")
     metrics.add("comm_seconds", seconds, "mean")
-    metrics.add("memory_gib", peak_memory_gib(hierarchy.device), "max")
+    metrics.add("memory_gib", peak_memory_gib(mesh.device), "max")
     with engine.ledger.waiting("loss and norm"):
         reduced = metrics.reduce(trainer.world)
     tokens = reduced["tokens"]

@@ -19,7 +19,7 @@ from megafrontier.model.recompute.compile import start_workers
 from megafrontier.optim.adamw import ShardedAdamW
 from megafrontier.optim.gradients import LossScale
 from megafrontier.optim.spikes import SpikeRule
-from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.mesh import Mesh
 from megafrontier.parallel.world import World
 from megafrontier.partition import Engine, shard
 from megafrontier.partition.wires.registry import DTYPES
@@ -43,7 +43,7 @@ class Trainer:
 
     config: Config
     plan: RunPlan
-    hierarchy: Hierarchy
+    mesh: Mesh
     model: GPT
     engine: Engine
     optimizer: ShardedAdamW
@@ -65,7 +65,7 @@ class Trainer:
     @property
     def world(self) -> World:
         """All ranks of the run."""
-        return self.hierarchy.world
+        return self.mesh.world
 
     @property
     def is_first(self) -> bool:
@@ -80,7 +80,7 @@ class Trainer:
 
 
 def build_trainer(
-    config: Config, plan: RunPlan, hierarchy: Hierarchy, run_logger: RunLogger | None = None
+    config: Config, plan: RunPlan, mesh: Mesh, run_logger: RunLogger | None = None
 ) -> Trainer:
     """Build model, optimizer and data at step 0, sharded. No rank ever holds the whole model."""
     if config.train.deterministic:
@@ -90,19 +90,19 @@ def build_trainer(
         # Otherwise torch fills all new memory, pinned memory on the CPU. None of it is read before
         # it is written.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    model, engine = build_model(config, plan, hierarchy)
+    model, engine = build_model(config, plan, mesh)
     masters = [unit.master for unit in engine.units]
     optimizer = ShardedAdamW(masters, [u.decay_stop for u in engine.units], config.optimizer)
     # All ranks agree, because the others would wait for a rank whose storage fails.
-    rank, ranks, device = hierarchy.rank, hierarchy.size, hierarchy.device
-    train, valid = hierarchy.world.run_on_all(
-        lambda: [open_loader(config, part, rank, ranks, device) for part in PARTS]
+    rank, size, device = mesh.data_rank, mesh.data_size, mesh.device
+    train, valid = mesh.world.run_on_all(
+        lambda: [open_loader(config, part, rank, size, device) for part in PARTS]
     )
     assert train is not None
     return Trainer(
         config,
         plan,
-        hierarchy,
+        mesh,
         model,
         engine,
         optimizer,
@@ -115,13 +115,13 @@ def build_trainer(
     )
 
 
-def build_model(config: Config, plan: RunPlan, hierarchy: Hierarchy) -> tuple[GPT, Engine]:
-    """A GPT sharded over the hierarchy, with its seeded initial values."""
-    compiles = config.train.compile and reason_not_compiled(config, hierarchy.world) is None
+def build_model(config: Config, plan: RunPlan, mesh: Mesh) -> tuple[GPT, Engine]:
+    """A GPT sharded over the mesh, with its seeded initial values."""
+    compiles = config.train.compile and reason_not_compiled(config, mesh.world) is None
     if compiles:
         # A scheduler sends its signals to all processes of a job. They would end the workers.
         with block_stop_requests():
-            start_workers(hierarchy.device)
+            start_workers(mesh.device)
     with torch.device("meta"):
         model = GPT(
             config.model,
@@ -133,7 +133,7 @@ def build_model(config: Config, plan: RunPlan, hierarchy: Hierarchy) -> tuple[GP
         model,
         model.units(),
         plan.placement,
-        hierarchy,
+        mesh.hierarchy(),
         dtype=DTYPES[config.train.precision],
         wires=plan.wires,
         error_feedback=plan.error_feedback,
@@ -147,9 +147,15 @@ def build_model(config: Config, plan: RunPlan, hierarchy: Hierarchy) -> tuple[GP
 
 
 def open_loader(
-    config: Config, part: Part, rank: int, ranks: int, device: torch.device | str = "cpu"
+    config: Config,
+    part: Part,
+    data_rank: int,
+    data_size: int,
+    device: torch.device | str = "cpu",
 ) -> Loader | None:
     """One rank's micro-batches of a part; None if nothing is held out for validation.
+
+    data_rank, data_size: which of how many equal parts of a batch (`Mesh.data_rank`).
 
     Raises UserError for a corpus that cannot be read, and if the batch does not divide.
     """
@@ -161,7 +167,9 @@ def open_loader(
         return None
     skip = config.data.skip if part == "train" else []
     train = config.train
-    return Loader(samples, train.global_batch, train.micro_batch, rank, ranks, skip, device)
+    return Loader(
+        samples, train.global_batch, train.micro_batch, data_rank, data_size, skip, device
+    )
 
 
 def read_step(loader: Loader, step: int, rank: int) -> list[Batch]:

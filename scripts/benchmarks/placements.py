@@ -49,8 +49,8 @@ def measure(config: Config, steps: int) -> Row | None:
     """Run on every rank; the first one's row."""
     gc.collect()
     before = tensor_bytes()
-    with join_machine(config) as (plan, hierarchy):
-        trainer = build_trainer(config, plan, hierarchy)
+    with join_machine(config) as (plan, mesh):
+        trainer = build_trainer(config, plan, mesh)
         trainer.engine.ledger.take()
         results = [train_step(trainer) for _ in range(steps)]
         trainer.close()

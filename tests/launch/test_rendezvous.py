@@ -17,6 +17,7 @@ from megafrontier.launch.health.timeouts import Timeouts
 from megafrontier.launch.local import fork_ranks
 from megafrontier.launch.rendezvous import join
 from megafrontier.parallel.env import Identity, identify
+from megafrontier.parallel.mesh import MeshShape
 from tests.ranks import make_levels
 
 CPU = torch.device("cpu")
@@ -161,7 +162,9 @@ def test_the_groups_of_levels_have_the_timeout_of_collectives(tmp_path, monkeypa
 
     def body():
         identity = identify(os.environ)
-        with join(identity, make_levels((2, 1, 2)), CPU, replace(Timeouts.of(4), collective=77)):
+        with join(
+            identity, MeshShape(make_levels((2, 1, 2))), CPU, replace(Timeouts.of(4), collective=77)
+        ):
             (tmp_path / str(identity.rank)).write_text(str(found))
         return 0
 
@@ -208,7 +211,10 @@ def test_all_ranks_raise_alike_if_levels_do_not_fit_the_hosts(tmp_path):
     def body():
         identity = identify(os.environ)
         identity = replace(identity, host="aabc"[identity.rank])
-        with pytest.raises(UserError) as caught, join(identity, make_levels((2, 2)), CPU):
+        with (
+            pytest.raises(UserError) as caught,
+            join(identity, MeshShape(make_levels((2, 2))), CPU),
+        ):
             pass
         (tmp_path / str(identity.rank)).write_text(str(caught.value))
         return 0
@@ -222,15 +228,15 @@ def test_another_number_of_ranks_than_in_the_levels_is_refused_before_meeting():
     identity = Identity(0, 8, 0, "local", "file:///nowhere/at/all")
     with (
         pytest.raises(UserError, match="hold 4 ranks, but 8 were started"),
-        join(identity, make_levels((2, 2)), CPU),
+        join(identity, MeshShape(make_levels((2, 2))), CPU),
     ):
         pass
 
 
 def test_a_single_process_creates_no_process_group():
-    with join(Identity(0, 1, 0, "alone"), make_levels((1, 1)), CPU) as hierarchy:
+    with join(Identity(0, 1, 0, "alone"), MeshShape(make_levels((1, 1))), CPU) as mesh:
         assert not dist.is_initialized()
-        assert hierarchy.world.size == 1
+        assert mesh.world.size == 1
 
 
 def task(rank, local_rank, source="slurm"):

@@ -6,6 +6,7 @@ import torch
 from megafrontier.common.errors import UserError
 from megafrontier.config import LevelConfig
 from megafrontier.parallel.hierarchy import Hierarchy, Levels
+from megafrontier.parallel.mesh import DATA_PARALLEL, MeshShape
 from megafrontier.parallel.world import World
 from tests.ranks import run_ranks
 
@@ -22,18 +23,8 @@ def test_coordinates_are_counted_from_the_fastest_level():
     assert FRONTIER.coordinates(2) == (0, 1, 0)
     assert FRONTIER.coordinates(8) == (0, 0, 1)
     assert FRONTIER.coordinates(23) == (1, 3, 2)
-    assert len({FRONTIER.coordinates(rank) for rank in range(FRONTIER.ranks)}) == 24
-
-
-def test_peers_differ_in_one_coordinate_and_each_names_the_same_ones():
-    assert FRONTIER.peers(13, 0) == [12, 13]
-    assert FRONTIER.peers(13, 1) == [9, 11, 13, 15]
-    assert FRONTIER.peers(13, 2) == [5, 13, 21]
     for rank in range(FRONTIER.ranks):
-        for level in range(3):
-            peers = FRONTIER.peers(rank, level)
-            assert rank in peers
-            assert all(FRONTIER.peers(peer, level) == peers for peer in peers)
+        assert FRONTIER.rank_at(FRONTIER.coordinates(rank)) == rank
 
 
 def test_the_outermost_size_follows_from_the_ranks():
@@ -68,8 +59,12 @@ def test_an_unknown_level_is_refused_with_the_known_ones():
 
 
 def test_shards_are_indexed_fastest_level_first_and_each_has_one_first_replica():
-    world = World.single(torch.device("cpu"))
-    ranks = [Hierarchy(FRONTIER, rank, (None,) * 3, world) for rank in range(FRONTIER.ranks)]
+    shape, cpu = MeshShape(FRONTIER), torch.device("cpu")
+    ranks = [
+        Hierarchy(FRONTIER, shape.peers(rank, DATA_PARALLEL), (None,) * 3, World(rank, 24, cpu))
+        for rank in range(FRONTIER.ranks)
+    ]
+    assert [hierarchy.rank for hierarchy in ranks] == list(range(24))
     # rank 14 = pair 0, node 3, world 1
     assert [ranks[14].shard_index(depth) for depth in range(4)] == [
         (0, 1),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megafrontier.config import WiresConfig
-from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.mesh import Mesh
 from megafrontier.partition import STRATEGIES, Placement
 from megafrontier.partition.presets import choose_wires
 from tests.partition.tiny import train_alone, train_sharded
@@ -59,7 +59,7 @@ def test_any_nesting_on_1_to_5_levels_gives_the_losses_of_one_process(alone, siz
 
 
 def test_one_rank_needs_no_process_group(alone):
-    hierarchy = Hierarchy.single(make_levels((1, 1, 1)), torch.device("cpu"))
+    hierarchy = Mesh.single(make_levels((1, 1, 1)), torch.device("cpu")).hierarchy()
     losses = train_sharded(hierarchy, Placement(1, 1, 2, 3), True, STEPS, 2)
     assert_equal_losses(losses, alone[True])
 

@@ -14,8 +14,8 @@ from tests import runs
 @pytest.fixture
 def trainer(tmp_path: Path):
     config = runs.load(runs.make_config_file(tmp_path), *runs.ONE, "train.micro_batch=8")
-    with join_machine(config) as (plan, hierarchy):
-        trainer = build_trainer(config, plan, hierarchy)
+    with join_machine(config) as (plan, mesh):
+        trainer = build_trainer(config, plan, mesh)
         yield trainer
         trainer.close()
 

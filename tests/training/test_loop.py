@@ -19,7 +19,7 @@ from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.callbacks.stragglers import GarbageCollection
 from scripts.benchmarks.shared.measuring import tensor_bytes
 from tests import runs
-from tests.ranks import run_ranks
+from tests.ranks import run_mesh
 
 READING_OPERATORS = {
     "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal",
@@ -60,8 +60,8 @@ def test_a_step_is_handed_over_without_reading_a_tensor(config_file, wires, prec
     chosen = f"partition.wires={wires}", f"train.precision={precision}", "partition.overlap=none"
     config = runs.load(config_file, *chosen, "train.spike_loss=2", "train.spike_window=1")
 
-    def body(hierarchy):
-        with runs.open_trainer(config, hierarchy) as trainer:
+    def body(mesh):
+        with runs.open_trainer(config, mesh) as trainer:
             loop.train_step(trainer)
             found = []
             trainer.metrics.record("custom", torch.ones(2))
@@ -71,7 +71,7 @@ def test_a_step_is_handed_over_without_reading_a_tensor(config_file, wires, prec
                 started.read()
             return handed_over, found
 
-    for handed_over, found in run_ranks((2, 2, 1), body):
+    for handed_over, found in run_mesh((2, 2, 1), body):
         assert handed_over == []
         assert found == ["tolist"], "the host waits only when it reads the result"
 
@@ -94,16 +94,16 @@ class Collect(Callback):
 def test_late_results_are_the_same_and_a_callback_can_have_the_settled_state(config_file):
     config = runs.load(config_file)
 
-    def body(hierarchy):
+    def body(mesh):
         found = []
         for depth in (0, 1):
             collect = Collect(every=3)
-            with runs.open_trainer(config, hierarchy) as trainer:
+            with runs.open_trainer(config, mesh) as trainer:
                 loop.run(trainer, [collect], depth=depth)
             found.append(collect.seen)
         return found
 
-    for at_once, late in run_ranks((2, 2, 1), body):
+    for at_once, late in run_mesh((2, 2, 1), body):
         assert [step for step, _, _ in at_once] == list(range(1, 9))
         assert [(step, numbers) for step, _, numbers in late] == [
             (step, numbers) for step, _, numbers in at_once
@@ -129,16 +129,16 @@ def test_each_step_has_its_own_seconds_however_late_its_result_is_read(config_fi
     monkeypatch.setattr(loop, "read_step", read_slowly)
     monkeypatch.setattr(async_copy, "time", SimpleNamespace(perf_counter=lambda: clock.now))
 
-    def body(hierarchy):
+    def body(mesh):
         found = []
         for depth in (0, 1):
             note = Note(every=6)
-            with runs.open_trainer(config, hierarchy) as trainer:
+            with runs.open_trainer(config, mesh) as trainer:
                 loop.run(trainer, [note], depth=depth)
             found.append(note.seen)
         return found
 
-    [(at_once, late)] = run_ranks((1,), body)
+    [(at_once, late)] = run_mesh((1,), body)
     assert at_once == [10, 10, 10, 1000, 10, 10, 10, 10]
     # The time of callbacks between two steps counts with the second one.
     assert late == [10, 10, 11, 1001, 11, 11, 10, 10]
@@ -158,14 +158,14 @@ def test_the_engine_gets_every_option_of_the_configuration(config_file, monkeypa
         "partition.prefetch=2", "partition.check_order=true", "optimizer.no_decay=[]",
     )  # fmt: skip
 
-    def body(hierarchy):
-        with runs.open_trainer(config, hierarchy) as trainer:
+    def body(mesh):
+        with runs.open_trainer(config, mesh) as trainer:
             levels = [set(unit.feedback.errors) for unit in trainer.engine.units]
             loop.train_step(trainer)
         keys = ("dtype", "error_feedback", "overlap", "prefetch", "check_order")
         return [given[key] for key in keys], given["decay"]("norm"), levels
 
-    for found, decays, levels in run_ranks((2, 2, 2), body):
+    for found, decays, levels in run_mesh((2, 2, 2), body):
         assert found == [torch.bfloat16, True, "full", 2, True]
         assert decays
         assert levels == [{2}] * len(levels)
@@ -181,14 +181,14 @@ def test_compile_workers_are_started_with_the_jobs_signals_held_back(config_file
         lambda device: held_back.append(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
     )
 
-    def body(hierarchy):
+    def body(mesh):
         for compiles in ("false", "true"):
             config = runs.load(config_file, "machine=laptop", f"train.compile={compiles}")
-            with runs.open_trainer(config, hierarchy):
+            with runs.open_trainer(config, mesh):
                 pass
         return held_back
 
-    (((*blocked,),),) = run_ranks((1,), body)
+    (((*blocked,),),) = run_mesh((1,), body)
     assert {signal.SIGUSR1, signal.SIGTERM} <= {*blocked}
 
 
@@ -196,13 +196,13 @@ def test_the_heartbeat_comes_with_every_micro_batch(config_file):
     """A step of many micro-batches may take longer than a run may stand still."""
     config = runs.load(config_file, "machine=laptop", "train.steps=2", "evaluate.batches=0")
 
-    def body(hierarchy):
+    def body(mesh):
         beats = []
-        with runs.open_trainer(config, hierarchy) as trainer:
+        with runs.open_trainer(config, mesh) as trainer:
             loop.run(trainer, [], beats.append)
         return beats
 
-    assert run_ranks((1,), body) == [[*[None] * 16, 1, *[None] * 16, 2]]
+    assert run_mesh((1,), body) == [[*[None] * 16, 1, *[None] * 16, 2]]
 
 
 def test_errors_of_messages_are_scaled_with_the_loss(config_file, monkeypatch):
@@ -211,8 +211,8 @@ def test_errors_of_messages_are_scaled_with_the_loss(config_file, monkeypatch):
     chosen = ("partition.wires=low", "train.precision=fp16", "train.global_batch=8")
     config = runs.load(config_file, *chosen)
 
-    def body(hierarchy):
-        with runs.open_trainer(config, hierarchy) as trainer:
+    def body(mesh):
+        with runs.open_trainer(config, mesh) as trainer:
             scale_errors, factors, scales = trainer.engine.scale_errors, [], []
             trainer.engine.scale_errors = lambda f: (factors.append(float(f)), scale_errors(f))
             for _ in range(2):
@@ -221,29 +221,29 @@ def test_errors_of_messages_are_scaled_with_the_loss(config_file, monkeypatch):
             scales.append(float(trainer.loss_scale.scale))
             return factors, scales
 
-    for factors, scales in run_ranks((2, 2, 2), body):
+    for factors, scales in run_mesh((2, 2, 2), body):
         # A step that overflows drops them, and halves the scale.
         assert factors == [b / a if b > a else 0 for a, b in pairwise(scales)]
         assert len({*scales}) > 1
 
 
 def test_train_deterministic_makes_torch_deterministic(config_file):
-    def body(hierarchy):
+    def body(mesh):
         found = []
         for word in ("false", "true"):
             config = runs.load(config_file, "machine=laptop", f"train.deterministic={word}")
-            with runs.open_trainer(config, hierarchy):
+            with runs.open_trainer(config, mesh):
                 found.append(torch.are_deterministic_algorithms_enabled())
         return found
 
-    assert run_ranks((1,), body) == [[False, True]]
+    assert run_mesh((1,), body) == [[False, True]]
 
 
 class GiveUp(Callback):
     """Raises on all ranks an error with which all leave; one rank is late. `at`: when."""
 
     def after_step(self, trainer, result):
-        if trainer.hierarchy.rank == 1:
+        if trainer.mesh.rank == 1:
             time.sleep(0.5)
         self.at = time.monotonic()
         raise RunFailed("enough")
@@ -253,15 +253,15 @@ def test_an_error_of_all_ranks_leaves_nothing_of_the_next_step_in_progress(confi
     """A rank that destroyed its groups first would end the others with an error about these."""
     config = runs.load(config_file, "partition.overlap=full")
 
-    def body(hierarchy):
+    def body(mesh):
         give_up = GiveUp()
-        with runs.open_trainer(config, hierarchy) as trainer:
+        with runs.open_trainer(config, mesh) as trainer:
             with pytest.raises(RunFailed, match="enough"):
                 loop.run(trainer, [give_up], depth=1)
             left_at = time.monotonic()
         return trainer.step, len(trainer.engine._streams._newest), give_up.at, left_at
 
-    steps, in_progress, raised_at, left_at = zip(*run_ranks((2, 2, 1), body), strict=True)
+    steps, in_progress, raised_at, left_at = zip(*run_mesh((2, 2, 1), body), strict=True)
     assert steps == (2,) * 4, "the next step had begun"
     assert in_progress == (0,) * 4
     assert min(left_at) >= max(raised_at), "no rank leaves before the last one"
@@ -273,7 +273,7 @@ def test_an_error_of_all_ranks_leaves_nothing_of_the_next_step_in_progress(confi
 def test_only_short_steps_on_a_device_are_read_late(device, micro_batches, depth):
     """After a request to stop, the step in progress is finished, and not another long one."""
     trainer = SimpleNamespace(
-        hierarchy=SimpleNamespace(device=torch.device(device)),
+        mesh=SimpleNamespace(device=torch.device(device)),
         loader=SimpleNamespace(micro_batches=micro_batches),
     )
     assert loop.queue_depth(trainer) == depth
@@ -282,16 +282,16 @@ def test_only_short_steps_on_a_device_are_read_late(device, micro_batches, depth
 def test_a_request_to_stop_takes_effect_a_step_later_if_results_are_late(config_file, monkeypatch):
     config = runs.load(config_file, "machine=laptop")
 
-    def body(hierarchy):
+    def body(mesh):
         reached = []
         for depth in (0, 1):
-            with runs.open_trainer(config, hierarchy) as trainer:
+            with runs.open_trainer(config, mesh) as trainer:
                 monkeypatch.setattr(step, "stop_requested", lambda t=trainer: t.step == 3)
                 loop.run(trainer, [], depth=depth)
                 reached.append(trainer.step)
         return reached
 
-    assert run_ranks((1,), body) == [[4, 5]]
+    assert run_mesh((1,), body) == [[4, 5]]
 
 
 def least_tensor_bytes():
@@ -306,9 +306,9 @@ def least_tensor_bytes():
 def test_memory_is_flat_after_the_second_step_without_pythons_collector(config_file):
     config = runs.load(config_file, "partition.overlap=full", "partition.wires=low")
 
-    def body(hierarchy):
+    def body(mesh):
         held = []
-        with runs.open_trainer(config, hierarchy) as trainer:
+        with runs.open_trainer(config, mesh) as trainer:
             GarbageCollection(100).at_start(trainer)
             for _ in range(6):
                 loop.train_step(trainer)
@@ -316,5 +316,5 @@ def test_memory_is_flat_after_the_second_step_without_pythons_collector(config_f
                 held.append(least_tensor_bytes())
         return held[1:]
 
-    for held in run_ranks((2, 2, 1), body):
+    for held in run_mesh((2, 2, 1), body):
         assert len(set(held)) == 1

@@ -13,7 +13,7 @@ from megafrontier.training.callbacks.log import step_metrics
 from megafrontier.training.loop import train_step
 from megafrontier.training.trainer import open_loader
 from tests import runs
-from tests.ranks import run_ranks
+from tests.ranks import run_mesh
 
 KEYS = {
     "step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second",
@@ -180,14 +180,14 @@ def test_stop_at_stops_with_a_checkpoint_and_the_schedule_of_the_full_run(train,
 def test_bytes_in_the_metrics_are_those_of_the_formulas(folder):
     config = runs.load(folder / "config.yaml", "train.precision=bf16")
 
-    def body(hierarchy):
-        with runs.open_trainer(config, hierarchy) as trainer:
+    def body(mesh):
+        with runs.open_trainer(config, mesh) as trainer:
             train_step(trainer)  # publishes weights in the next step
             line = step_metrics(trainer, train_step(trainer))
             formula = trainer.engine.step_bytes(trainer.loader.micro_batches)
         return [level["bytes"] for level in line["comm"].values()], formula
 
-    for counted, formula in run_ranks((2, 2, 1), body):
+    for counted, formula in run_mesh((2, 2, 1), body):
         assert counted == formula
         assert counted[0] > 0
         assert counted[2] == 0

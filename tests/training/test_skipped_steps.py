@@ -10,7 +10,7 @@ from megafrontier.training.callbacks.evaluate import evaluate
 from megafrontier.training.loop import train_step
 from tests import runs
 from tests.data.corpora import write_corpus
-from tests.ranks import run_ranks
+from tests.ranks import run_mesh
 
 STEPS = ("train.steps=10", "evaluate.batches=0")
 SPIKES = ("train.steps=12", "evaluate.batches=0", "machine=laptop", "train.spike_window=4")
@@ -42,15 +42,15 @@ def test_a_skipped_step_changes_nothing_and_the_next_one_goes_on(config_file):
         masters = [unit.master for unit in trainer.engine.units]
         tensors = [*masters, *(t for shards in moments for t in shards)]
         # The loss shows the computing weights, which the engine refreshes when it likes.
-        loss = evaluate(trainer.model, trainer.valid_loader, trainer.hierarchy, 1).loss
+        loss = evaluate(trainer.model, trainer.valid_loader, trainer.mesh, 1).loss
         return [tensor.clone() for tensor in tensors], (trainer.optimizer.steps, loss)
 
-    def body(hierarchy):
-        with runs.open_trainer(config, hierarchy) as trainer:
+    def body(mesh):
+        with runs.open_trainer(config, mesh) as trainer:
             train_step(trainer)
             before, expected = state(trainer)
             forward = trainer.model.head.forward
-            if hierarchy.rank == 2:
+            if mesh.rank == 2:
                 trainer.model.head.forward = lambda *a: forward(*a) * torch.inf
             skipped = train_step(trainer)
             trainer.model.head.forward = forward
@@ -59,7 +59,7 @@ def test_a_skipped_step_changes_nothing_and_the_next_one_goes_on(config_file):
             same = all(map(torch.equal, before, after)) and found == expected
             return same, skipped.skipped, result.skipped, trainer.step, trainer.tokens, result.loss
 
-    found = run_ranks((2, 2, 1), body)
+    found = run_mesh((2, 2, 1), body)
     assert [rank[:5] for rank in found] == [(True, True, False, 3, 3 * 256)] * 4
     assert len({rank[5] for rank in found}) == 1
 
@@ -71,9 +71,9 @@ def test_a_skipped_step_leaves_no_errors_for_the_next(config_file):
     chosen = ("partition.strategy=zero1", "partition.wires=low", "model.ffn_hidden=48")
     config = runs.load(config_file, *chosen, "evaluate.batches=0")
 
-    def body(hierarchy):
+    def body(mesh):
         sizes = []
-        with runs.open_trainer(config, hierarchy) as trainer:
+        with runs.open_trainer(config, mesh) as trainer:
             detect = trainer.spikes.detect
             for is_spike in (0.0, 1.0):
                 trainer.spikes.detect = lambda *found, spike=is_spike: detect(*found) + spike
@@ -86,7 +86,7 @@ def test_a_skipped_step_leaves_no_errors_for_the_next(config_file):
                 sizes.append(sum(float(error.abs().sum()) for error in errors))
         return sizes
 
-    for after_a_step, after_a_skipped_one in run_ranks((2, 2, 2), body):
+    for after_a_step, after_a_skipped_one in run_mesh((2, 2, 2), body):
         assert after_a_step > 0
         assert after_a_skipped_one == 0
 
@@ -97,9 +97,9 @@ def test_fp16_finds_its_scale_alike_on_all_ranks_and_then_learns(config_file):
         "train.micro_batch=4",
     )  # fmt: skip
 
-    def body(hierarchy):
+    def body(mesh):
         results, scales, unchanged = [], [], []
-        with runs.open_trainer(config, hierarchy) as trainer:
+        with runs.open_trainer(config, mesh) as trainer:
             for _ in range(45):
                 before = [unit.master.clone() for unit in trainer.engine.units]
                 results.append(train_step(trainer))
@@ -108,7 +108,7 @@ def test_fp16_finds_its_scale_alike_on_all_ranks_and_then_learns(config_file):
                 unchanged.append(all(map(torch.equal, before, now)))
         return [r.skipped for r in results], scales, unchanged, [r.loss for r in results]
 
-    found = run_ranks((2, 2, 1), body)
+    found = run_mesh((2, 2, 1), body)
     skipped, scales, unchanged, losses = found[0]
     assert all(rank[:3] == found[0][:3] for rank in found)
     count = skipped.index(False)

@@ -8,7 +8,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megafrontier.training.plan import resolve_plan
 from megafrontier.training.trainer import build_trainer
 from tests import runs
-from tests.ranks import run_ranks
+from tests.ranks import run_mesh
 
 
 class PeakMemory(TorchDispatchMode):
@@ -36,14 +36,14 @@ def test_at_the_start_a_rank_holds_its_shards_and_at_most_a_unit_more(tmp_path):
         "model.hidden=96", "model.ffn_hidden=256",
     )  # fmt: skip
 
-    def body(hierarchy):
+    def body(mesh):
         with PeakMemory() as memory:
-            trainer = build_trainer(config, resolve_plan(config, 4), hierarchy)
+            trainer = build_trainer(config, resolve_plan(config, 4), mesh)
         units = [4 * unit.layout.numel for unit in trainer.engine.units]
         trainer.close()
         return memory.peak, units
 
-    for peak, units in run_ranks((4,), body):
+    for peak, units in run_mesh((4,), body):
         whole = sum(units)
         assert whole > 8 * max(units)
         # weights, gradients, masters and two moments, each a quarter of the model

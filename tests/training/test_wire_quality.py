@@ -7,7 +7,7 @@ import torch
 
 from tests import runs
 from tests.data.corpora import write_corpus
-from tests.ranks import run_ranks
+from tests.ranks import run_mesh
 
 STEPS = 60
 SETTINGS = (
@@ -56,10 +56,10 @@ def test_low_bit_wires_reach_the_loss_of_exact_wires(final_loss):
 REPEATS = 8
 
 
-def finished(config, hierarchy, repeats, *chosen):
+def finished(config, mesh, repeats, *chosen):
     """This rank's shards of the gradient of the same batch, `repeats` times."""
     found = []
-    with runs.open_trainer(runs.load(config, *SETTINGS, *chosen), hierarchy) as trainer:
+    with runs.open_trainer(runs.load(config, *SETTINGS, *chosen), mesh) as trainer:
         for _ in range(repeats):
             for batch in trainer.loader.step(0):
                 trainer.engine.backward(trainer.model(batch.tokens, batch.targets, batch.documents))
@@ -79,8 +79,8 @@ def test_a_gradient_arrives_to_a_tenth_unscaled_and_over_time_exactly(config):
         "forgetful": (REPEATS, "partition.wires=low", "partition.error_feedback=false"),
     }
 
-    def body(hierarchy):
-        found = {name: finished(config, hierarchy, *chosen) for name, chosen in wires.items()}
+    def body(mesh):
+        found = {name: finished(config, mesh, *chosen) for name, chosen in wires.items()}
         exact = found.pop("exact")[0]
         return exact.square().sum(), {
             name: ((got[0] - exact).square().sum(), (got[0] * exact).sum(),
@@ -88,7 +88,7 @@ def test_a_gradient_arrives_to_a_tenth_unscaled_and_over_time_exactly(config):
             for name, got in found.items()
         }  # fmt: skip
 
-    ranks = run_ranks((2, 2, 2), body)
+    ranks = run_mesh((2, 2, 2), body)
     norm = sum(square for square, _ in ranks)
     error, gain, over_time, lost = (
         {name: float(sum(rank[name][i] for _, rank in ranks) / norm) for name in ranks[0][1]}

@@ -1,7 +1,7 @@
 """Connect a rank to its peers level by level, and measure the links with short timed exchanges."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -45,21 +45,23 @@ def _one_line(text: str) -> str:
     return f"{first}: {last[0]}" if last else first
 
 
-def connect(hierarchy: Hierarchy, level: int) -> None:
-    """Create the communicators of a level. All ranks must call this. Raises Unconnected.
+def connect(hierarchies: Sequence[Hierarchy], level: int) -> None:
+    """Create the communicators of a level, of these hierarchies and of the world. All ranks must
+    call this. Raises Unconnected.
 
     NCCL and RCCL would create a communicator in its first exchange, for which all ranks of the
     group wait; no rank could then say for which peer it waits. No links are opened here yet. gloo
     connects a group when it is created.
     """
-    if hierarchy.device.type != "cuda":
+    first = hierarchies[0]
+    name, world, device = first.levels.names[level], first.world, first.device
+    if device.type != "cuda":
         return
-    name = hierarchy.levels.names[level]
-    for group in (hierarchy.groups[level], hierarchy.world.groups[level]):
+    for group in (*(found.groups[level] for found in hierarchies), world.groups[level]):
         if group is not None:
-            with explain_unconnected(f"rank {hierarchy.world.rank}: communicator of {name}"):
-                backend = group._get_backend(hierarchy.device)  # torch has no public name for it
-                backend.eager_connect_single_device(hierarchy.device)
+            with explain_unconnected(f"rank {world.rank}: communicator of {name}"):
+                backend = group._get_backend(device)  # torch has no public name for it
+                backend.eager_connect_single_device(device)
 
 
 def measure(hierarchy: Hierarchy, level: int, size_bytes: int) -> float:
@@ -71,7 +73,7 @@ def measure(hierarchy: Hierarchy, level: int, size_bytes: int) -> float:
     group = hierarchy.groups[level]
     if group is None:
         return float("inf")
-    peers = hierarchy.levels.peers(hierarchy.rank, level)
+    peers = hierarchy.peers[level]
     send = torch.zeros(size_bytes, dtype=torch.uint8, device=hierarchy.device)
     receive = torch.empty_like(send)
     met = ring_peers(hierarchy.coordinates[level], len(peers))

@@ -31,7 +31,7 @@ from megafrontier.config import Config, DeviceConfig
 from megafrontier.launch.health import excluded_nodes
 from megafrontier.launch.health.links import measure
 from megafrontier.parallel.env import Identity
-from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.mesh import Mesh
 from megafrontier.parallel.world import World
 from megafrontier.training.callbacks.save import checkpoint_bytes, checkpoint_root
 from megafrontier.training.plan import GIB, RunPlan
@@ -71,7 +71,7 @@ def preflight(
     config: Config,
     plan: RunPlan,
     identity: Identity,
-    hierarchy: Hierarchy,
+    mesh: Mesh,
     warn: Callable[[str], None],
 ) -> None:
     """Check everything. `warn` is called on rank 0 for slow links and wrong clocks.
@@ -80,11 +80,11 @@ def preflight(
     fail, which are then in bad-nodes.txt; RunFailed if most hosts fail, or StorageFailed if the
     storage failed them.
     """
-    directory, world = Path(config.run.directory), hierarchy.world
+    directory, world = Path(config.run.directory), mesh.world
     world.run_on_all(partial(check_room, config, plan, world))
-    measured = _measure(plan, identity, hierarchy)
-    if slow_links(config, plan, measured, hierarchy):  # perhaps only disturbed for a moment
-        again = _measure(plan, identity, hierarchy)
+    measured = _measure(plan, identity, mesh)
+    if slow_links(config, plan, measured, world.device):  # perhaps only disturbed for a moment
+        again = _measure(plan, identity, mesh)
         measured = replace(measured, rates=torch.maximum(measured.rates, again.rates))
     problem: Problem | None = None
     with world.status.doing("its device"):
@@ -97,7 +97,7 @@ def preflight(
         problem = check_shared(directory, identity, world) or problem
     agreement = Agreement(measured, identity, world, directory)
     agreement.refuse(problem)
-    slow, skewed = slow_links(config, plan, measured, hierarchy), clock_skew(measured)
+    slow, skewed = slow_links(config, plan, measured, world.device), clock_skew(measured)
     if config.preflight.if_slow == "fail":
         agreement.refuse(slow.get(world.rank))
     for found in filter(None, (slow, skewed)):
@@ -208,22 +208,25 @@ def check_present(device: DeviceConfig, identity: Identity, check_memory: bool) 
 # Links and clocks
 
 
-def _measure(plan: RunPlan, identity: Identity, hierarchy: Hierarchy) -> Measurements:
-    world = hierarchy.world
-    sizes = [_message_bytes(rate) for rate in stated_rates(plan, hierarchy)]
-    rates = [measure(hierarchy, level, size) for level, size in enumerate(sizes)]
+def _measure(plan: RunPlan, identity: Identity, mesh: Mesh) -> Measurements:
+    world = mesh.world
+    sizes = [_message_bytes(rate) for rate in stated_rates(plan, world.device)]
+    rates = [
+        min(measure(hierarchy, level, size) for hierarchy in mesh.linked())
+        for level, size in enumerate(sizes)
+    ]
     world.barrier()  # so that all ranks read their clocks at the same time
     own = torch.tensor([identity.host_number, time.time(), *rates], dtype=torch.float64)
     found = world.gather(own.to(world.device)).cpu()
     return Measurements(found[:, 0], found[:, 1], found[:, 2:])
 
 
-def stated_rates(plan: RunPlan, hierarchy: Hierarchy) -> list[float | None]:
+def stated_rates(plan: RunPlan, device: torch.device) -> list[float | None]:
     """The machine file's GB/s of each level; None if it states none, or if CPUs stand in for the
     machine's devices."""
     machine = plan.machine
     rates = [level.gigabytes_per_second for level in machine.levels.values()]
-    stands_in = machine.device.is_stood_in_for_by(hierarchy.device.type)
+    stands_in = machine.device.is_stood_in_for_by(device.type)
     return [None] * len(rates) if stands_in else rates
 
 
@@ -233,16 +236,16 @@ def _message_bytes(rate: float | None) -> int:
 
 
 def slow_links(
-    config: Config, plan: RunPlan, measured: Measurements, hierarchy: Hierarchy
+    config: Config, plan: RunPlan, measured: Measurements, device: torch.device
 ) -> dict[int, Problem]:
     """The slow links, by rank: below `preflight.slow_link` of the stated rate, or of the median
     over all ranks."""
     found: dict[int, Problem] = {}
-    for level, stated in enumerate(stated_rates(plan, hierarchy)):
+    for level, stated in enumerate(stated_rates(plan, device)):
         # Ranks of one host are not compared: their rates differ by which of them had the cores.
-        if hierarchy.levels.sizes[level] == 1 or (stated is None and measured.hosts == 1):
+        if plan.levels.sizes[level] == 1 or (stated is None and measured.hosts == 1):
             continue
-        rates, name = measured.rates[:, level], hierarchy.levels.names[level]
+        rates, name = measured.rates[:, level], plan.levels.names[level]
         usual = float(rates.median()) if stated is None else stated
         need = config.preflight.slow_link * usual
         of = f"all ranks' median {usual:.3g}" if stated is None else f"stated {usual:g}"

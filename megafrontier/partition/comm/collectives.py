@@ -331,13 +331,13 @@ class LevelCollectives:
         at different levels would wait for each other in a circle. It finishes all comparisons
         before it raises, because peers that agree with it still need it on the outer levels.
         """
-        rank, differing = self.hierarchy.rank, []
+        rank, differing = self.hierarchy.world.rank, []
         raw = own.encode()[:LABEL_BYTES].ljust(LABEL_BYTES)
         sent = torch.tensor(list(raw), dtype=torch.uint8, device=self.hierarchy.device)
         for level, group in enumerate(self.hierarchy.groups):
             if group is None:
                 continue
-            peers = self.hierarchy.levels.peers(rank, level)
+            peers = self.hierarchy.peers[level]
             rows = map(bytes, all_gather_stacked(sent, group).tolist())
             differing += [(peer, row) for peer, row in zip(peers, rows, strict=True) if row != raw]
         if differing:

@@ -11,7 +11,7 @@ import torch
 from megafrontier.data.sampling.loader import Loader
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.model.gpt import GPT
-from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.mesh import Mesh
 from megafrontier.training.callbacks.base import Callback, is_due
 from megafrontier.training.loop import stop_agreed
 from megafrontier.training.resume.restarts import last_lines
@@ -43,7 +43,7 @@ def no_targets_message(batches: int) -> str:
 def evaluate(
     model: GPT,
     loader: Loader,
-    hierarchy: Hierarchy,
+    mesh: Mesh,
     batches: int,
     count_bytes: Callable[[Batch], int] | None = None,
     heartbeat: Callable[[], None] = lambda: None,
@@ -56,14 +56,14 @@ def evaluate(
     stops: is called before each global batch, with the same result on all ranks; if it returns
         True, evaluation is broken off and the result is None.
     """
-    totals = torch.zeros(2, dtype=torch.float64, device=hierarchy.device)
+    totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     text_bytes = 0
     model.eval()
     for step in range(batches):
         if stops():
             model.train()
             return None
-        for batch in read_step(loader, step, hierarchy.rank):
+        for batch in read_step(loader, step, mesh.rank):
             heartbeat()
             loss = model(batch.tokens, batch.targets, batch.documents)
             tokens = (batch.targets >= 0).sum()
@@ -71,7 +71,9 @@ def evaluate(
             text_bytes += count_bytes(batch) if count_bytes is not None else 0
     model.train()
     totals = torch.cat([totals, totals.new_tensor([text_bytes])])
-    loss_sum, tokens_sum, bytes_sum = hierarchy.world.sum(totals).tolist()
+    if not mesh.counts_loss:
+        totals = torch.zeros_like(totals)
+    loss_sum, tokens_sum, bytes_sum = mesh.world.sum(totals).tolist()
     return Evaluation(loss_sum, int(tokens_sum), int(bytes_sum))
 
 
@@ -132,7 +134,7 @@ class Evaluate(Callback):
             found = evaluate(
                 trainer.model,
                 trainer.valid_loader,
-                trainer.hierarchy,
+                trainer.mesh,
                 batches,
                 heartbeat=self._heartbeat,
                 stops=(lambda: False) if is_last else partial(stop_agreed, trainer.world),

@@ -58,7 +58,7 @@ def peak_tflops(trainer: Trainer) -> float | None:
     """The machine file's peak of the device, or None if it says nothing about this run: an
     accelerator's peak is in 16 bits, and a CPU may stand in for the accelerator."""
     device = trainer.plan.machine.device
-    is_other_device = device.is_stood_in_for_by(trainer.hierarchy.device.type)
+    is_other_device = device.is_stood_in_for_by(trainer.mesh.device.type)
     if is_other_device or (device.is_accelerator and trainer.config.train.precision == "fp32"):
         return None
     return device.peak_tflops

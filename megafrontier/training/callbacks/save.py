@@ -59,7 +59,7 @@ def shards(trainer: Trainer) -> Mapping[str, Sequence[torch.Tensor]]:
 def save_trainer(trainer: Trainer) -> Path:
     """Save a checkpoint of the current step; all ranks call it. Returns its folder. Raises
     CheckpointWriteError on all ranks."""
-    config, hierarchy = trainer.config, trainer.hierarchy
+    config, hierarchy = trainer.config, trainer.engine.hierarchy
     depth = trainer.engine.placement.optimizer
     trainer.engine.finish_publishing()
     with trainer.engine.ledger.paused():

@@ -85,8 +85,8 @@ def waiting(setting: dict[str, Any], mask: bool) -> dict[str, float]:
     chosen_setting = Setting(**setting)
     config = our_config(chosen_setting, compiled=False)
     config.data.document_mask = mask
-    with join_machine(config) as (plan, hierarchy):
-        trainer = build_trainer(config, plan, hierarchy)
+    with join_machine(config) as (plan, mesh):
+        trainer = build_trainer(config, plan, mesh)
         waited = _timed_steps(trainer.loader)
         for _ in range(chosen_setting.warm_up):
             train_step(trainer)

@@ -35,7 +35,7 @@ class Plain:
     def __init__(self, trainer: Trainer) -> None:
         config = self._config = trainer.config
         loader = open_loader(
-            config, "train", trainer.world.rank, trainer.world.size, trainer.world.device
+            config, "train", trainer.mesh.data_rank, trainer.mesh.data_size, trainer.mesh.device
         )
         assert loader is not None
         self._loader, self._step = loader, 0
@@ -46,7 +46,7 @@ class Plain:
             compile_blocks=trainer.model.is_compiled,
         )
         initialise(self._model, config.model, config.run.seed)
-        self._model.to(trainer.hierarchy.device, DTYPES[config.train.precision])
+        self._model.to(trainer.mesh.device, DTYPES[config.train.precision])
         self._optimizer = self._make_optimizer(config)
 
     def _make_optimizer(self, config: Config) -> torch.optim.Optimizer:
@@ -139,8 +139,8 @@ def main() -> None:
     with exit_on_fatal_error("one_rank"):
         config = load_config(arguments.config, [*arguments.overrides, "machine=laptop"])
         check_training(config, 1)
-    with join_machine(config) as (plan, hierarchy):
-        trainer = build_trainer(config, plan, hierarchy)
+    with join_machine(config) as (plan, mesh):
+        trainer = build_trainer(config, plan, mesh)
         try:
             print(report(*compare(trainer, arguments.pairs)))
         finally:

@@ -44,9 +44,9 @@ def ours(setting: dict[str, Any], compiled: bool, checkpointing: Mode = "none") 
     """The framework's own loop, on one rank."""
     chosen = Setting(**setting)
     config = our_config(chosen, compiled, checkpointing)
-    with join_machine(config) as (plan, hierarchy):
+    with join_machine(config) as (plan, mesh):
         clock = Clock(chosen.warm_up, chosen.steps)
-        trainer = build_trainer(config, plan, hierarchy)
+        trainer = build_trainer(config, plan, mesh)
         tick = Tick(clock)
         with suppress(Finished), closing(trainer):
             run(trainer, [tick])

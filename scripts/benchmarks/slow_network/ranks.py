@@ -16,7 +16,7 @@ from megafrontier.data.sampling.samples import Batch
 from megafrontier.launch.context import join_machine
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
-from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.mesh import Mesh
 from megafrontier.partition.comm.ledger import Trace
 from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.partition.wires.wire import Wires
@@ -61,24 +61,22 @@ def run(job: Job) -> Answer:
     torch.set_num_threads(1)
     resident = _reset_peak_memory()
     config = load_config(job.config, job.overrides)
-    with join_machine(config) as (plan, hierarchy):
-        stepper = STEPPERS[job.kind](job, config, plan, hierarchy)
-        answer = _measure(job, config, hierarchy, stepper, resident)
-        hierarchy.world.all_true(True)  # nobody leaves while a peer still needs it
+    with join_machine(config) as (plan, mesh):
+        stepper = STEPPERS[job.kind](job, config, plan, mesh)
+        answer = _measure(job, config, mesh, stepper, resident)
+        mesh.world.all_true(True)  # nobody leaves while a peer still needs it
         if stepper.trainer is not None:
             stepper.trainer.close()
     return answer
 
 
-def _measure(
-    job: Job, config: Config, hierarchy: Hierarchy, stepper: Stepper, resident: int
-) -> Answer:
-    hierarchy.world.all_true(True)
+def _measure(job: Job, config: Config, mesh: Mesh, stepper: Stepper, resident: int) -> Answer:
+    mesh.world.all_true(True)
     # From before the warm-up, for a step that is timed begins with the sending of the one before.
     bytes_before, packets_before = sent()
     for _ in range(job.warmup):
         stepper.step()
-    hierarchy.world.all_true(True)
+    mesh.world.all_true(True)
     cpu, machine_cpu = time.process_time(), machine_cpu_seconds()
     begins, ends = [], []
     trace = _start_trace(job, stepper.trainer)
@@ -92,7 +90,7 @@ def _measure(
     if trace is not None:
         trace.write(Path(job.options["trace"]))
     stepper.finish()
-    hierarchy.world.all_true(True)  # the slowest rank of the node has sent its last, too
+    mesh.world.all_true(True)  # the slowest rank of the node has sent its last, too
     bytes_after, packets_after = sent()
     return Answer(
         begins,
@@ -134,9 +132,9 @@ def _comm(results: Sequence[StepResult]) -> tuple[int | None, dict[str, float]]:
 # Bodies
 
 
-def ours(job: Job, config: Config, plan: RunPlan, hierarchy: Hierarchy) -> Stepper:
+def ours(job: Job, config: Config, plan: RunPlan, mesh: Mesh) -> Stepper:
     """The engine, as `megafrontier train` runs it."""
-    trainer = build_trainer(config, plan, hierarchy)
+    trainer = build_trainer(config, plan, mesh)
     occupy(trainer.model, job.block_seconds)
     results: list[StepResult] = []
 
@@ -180,12 +178,12 @@ def _gloo_bytes(trainer: Trainer, plan: RunPlan) -> int:
     return trainer.engine.step_bytes(trainer.loader.micro_batches, wires)[-1] + sums
 
 
-def alone(job: Job, config: Config, _: RunPlan, hierarchy: Hierarchy) -> Stepper:
+def alone(job: Job, config: Config, _: RunPlan, mesh: Mesh) -> Stepper:
     """Computing without communication: plain PyTorch, and this rank's share of the update."""
     model = whole_model(job, config).to(DTYPES[config.train.precision])
-    _, batches = feed(job, config, hierarchy)
+    _, batches = feed(job, config, mesh)
     parameters = sum(p.numel() for p in model.parameters())
-    share = torch.zeros(parameters // hierarchy.size)
+    share = torch.zeros(parameters // mesh.levels.ranks)
     share.grad = torch.zeros_like(share)
     optimizer = torch.optim.AdamW([share], fused=True)
 
@@ -200,16 +198,16 @@ def alone(job: Job, config: Config, _: RunPlan, hierarchy: Hierarchy) -> Stepper
         return total / tokens
 
     # Without a meeting the ranks would drift apart, and the last have the cores for themselves.
-    return Stepper(step, parameters, lambda: 0, between=lambda: hierarchy.world.all_true(True))
+    return Stepper(step, parameters, lambda: 0, between=lambda: mesh.world.all_true(True))
 
 
-def fsdp2(job: Job, config: Config, _: RunPlan, hierarchy: Hierarchy) -> Stepper:
+def fsdp2(job: Job, config: Config, _: RunPlan, mesh: Mesh) -> Stepper:
     """torch's own sharding, `mode` full or hybrid; see fsdp2.py."""
-    loader, batches = feed(job, config, hierarchy)
+    loader, batches = feed(job, config, mesh)
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     model = whole_model(job, config)
     parameters = sum(p.numel() for p in model.parameters())
-    trained = Fsdp2(model, config, job.options["mode"], hierarchy.size, per_node)
+    trained = Fsdp2(model, config, job.options["mode"], mesh.levels.ranks, per_node)
     return Stepper(
         lambda: trained.step(next(batches)),
         parameters,
@@ -217,9 +215,9 @@ def fsdp2(job: Job, config: Config, _: RunPlan, hierarchy: Hierarchy) -> Stepper
     )
 
 
-def deepspeed(job: Job, config: Config, _: RunPlan, hierarchy: Hierarchy) -> Stepper:
+def deepspeed(job: Job, config: Config, _: RunPlan, mesh: Mesh) -> Stepper:
     """DeepSpeed's sharding, `mode` zero3 or hpz; see deepspeed_zero.py."""
-    loader, batches = feed(job, config, hierarchy)
+    loader, batches = feed(job, config, mesh)
     model = whole_model(job, config)
     parameters = sum(p.numel() for p in model.parameters())
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -228,7 +226,7 @@ def deepspeed(job: Job, config: Config, _: RunPlan, hierarchy: Hierarchy) -> Ste
     return Stepper(lambda: trained.step(next(batches)), parameters, lambda: 0)
 
 
-STEPPERS: dict[str, Callable[[Job, Config, RunPlan, Hierarchy], Stepper]] = {
+STEPPERS: dict[str, Callable[[Job, Config, RunPlan, Mesh], Stepper]] = {
     "ours": ours,
     "alone": alone,
     "fsdp2": fsdp2,
@@ -236,11 +234,9 @@ STEPPERS: dict[str, Callable[[Job, Config, RunPlan, Hierarchy], Stepper]] = {
 }
 
 
-def feed(
-    job: Job, config: Config, hierarchy: Hierarchy
-) -> tuple[Loader, Iterator[Sequence[Batch]]]:
+def feed(job: Job, config: Config, mesh: Mesh) -> tuple[Loader, Iterator[Sequence[Batch]]]:
     """What reads the corpus, and this rank's micro-batches of one step after the other."""
-    loader = open_loader(config, "train", hierarchy.rank, hierarchy.size, hierarchy.device)
+    loader = open_loader(config, "train", mesh.data_rank, mesh.data_size, mesh.device)
     assert loader is not None
     return loader, map(loader.step, range(job.warmup + job.steps))
 

@@ -50,7 +50,7 @@ def test_the_cause_of_a_failed_communicator_is_reported(last, reported):
     backend = SimpleNamespace(eager_connect_single_device=refuse)
     group = SimpleNamespace(_get_backend=lambda device: backend)
     world = World(1, 2, torch.device("cuda", 0), (group,))
-    one = Hierarchy(make_levels((2,)), 1, (group,), world)
+    one = Hierarchy(make_levels((2,)), ((0, 1),), (group,), world)
     with pytest.raises(Unconnected) as caught:
-        connect(one, 0)
+        connect([one], 0)
     assert str(caught.value) == f"rank 1: communicator of world: {first}{reported}"

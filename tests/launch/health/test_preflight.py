@@ -17,7 +17,7 @@ from megafrontier.launch import context
 from megafrontier.launch.health import preflight
 from megafrontier.launch.health.preflight import check_device, check_present
 from megafrontier.parallel.env import Identity, identify
-from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.mesh import Mesh
 from megafrontier.training.callbacks.save import checkpoint_bytes, save_trainer
 from megafrontier.training.plan import resolve_plan
 from megafrontier.training.trainer import build_trainer
@@ -60,7 +60,7 @@ def change(monkeypatch):
         measure = preflight.measure
 
         def measured(hierarchy, level, size_bytes):
-            return by(hierarchy.rank, level, measure(hierarchy, level, size_bytes))
+            return by(hierarchy.world.rank, level, measure(hierarchy, level, size_bytes))
 
         monkeypatch.setattr(preflight, "measure", measured)
 
@@ -377,7 +377,7 @@ def test_what_a_killed_save_left_is_deleted_to_make_room(config_file, free):
 def test_a_checkpoint_is_as_large_as_estimated(config_file):
     config = runs.load(config_file, "machine=laptop")
     plan = resolve_plan(config, 1)
-    trainer = build_trainer(config, plan, Hierarchy.single(plan.levels, torch.device("cpu")))
+    trainer = build_trainer(config, plan, Mesh.single(plan.levels, torch.device("cpu")))
     folder = save_trainer(trainer)
     trainer.close()
     found = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

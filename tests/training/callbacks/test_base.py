@@ -23,7 +23,7 @@ class Norms(Callback):
         self.calls.append(f"start after {self.steps}")
 
     def before_step(self, trainer):
-        trainer.metrics.record("rank", trainer.hierarchy.rank, "max")
+        trainer.metrics.record("rank", trainer.mesh.rank, "max")
 
     def before_optimizer(self, trainer, gradients):
         gradients[-1].zero_()

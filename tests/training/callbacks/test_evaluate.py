@@ -7,21 +7,21 @@ from megafrontier.training.callbacks import evaluate as module
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.callbacks.evaluate import Evaluate
 from tests import runs
-from tests.ranks import run_ranks
+from tests.ranks import run_mesh
 
 
 def test_the_heartbeat_comes_with_every_micro_batch_of_an_evaluation(config_file):
     config = runs.load(config_file, "machine=laptop", "evaluate.batches=3")
 
-    def body(hierarchy):
+    def body(mesh):
         beats = []
-        with runs.open_trainer(config, hierarchy) as trainer:
+        with runs.open_trainer(config, mesh) as trainer:
             trainer.run_logger = SimpleNamespace(write=lambda line: beats.append(sorted(line)))
             Evaluate(lambda: beats.append("batch"), is_missing=True).at_start(trainer)
         return beats
 
     found = ["batch"] * 3 * 16 + [["step", "tokens", "valid_loss"]]
-    assert run_ranks((1,), body) == [found]
+    assert run_mesh((1,), body) == [found]
 
 
 def test_a_run_that_is_to_stop_before_its_first_step_only_ends(config_file, monkeypatch):
@@ -32,9 +32,9 @@ def test_a_run_that_is_to_stop_before_its_first_step_only_ends(config_file, monk
         def at_end(self, trainer):
             seen.append("end")
 
-    def body(hierarchy):
+    def body(mesh):
         config = runs.load(config_file, "machine=laptop", "evaluate.batches=1")
-        with runs.open_trainer(config, hierarchy) as trainer:
+        with runs.open_trainer(config, mesh) as trainer:
             monkeypatch.setattr(Evaluate, "_run", lambda *_: seen.append("evaluation"))
             for stops in (True, False):
                 monkeypatch.setattr(loop, "stop_requested", lambda stops=stops: stops)
@@ -43,7 +43,7 @@ def test_a_run_that_is_to_stop_before_its_first_step_only_ends(config_file, monk
         return seen
 
     seen = []
-    assert run_ranks((1,), body) == [["end", "start", "evaluation", "end", "evaluation"]]
+    assert run_mesh((1,), body) == [["end", "start", "evaluation", "end", "evaluation"]]
 
 
 def test_a_request_to_stop_breaks_off_an_evaluation_and_no_step_follows(config_file, monkeypatch):
@@ -60,11 +60,11 @@ def test_a_request_to_stop_breaks_off_an_evaluation_and_no_step_follows(config_f
 
     monkeypatch.setattr(module, "read_step", read_and_count)
 
-    def body(hierarchy):
-        with runs.open_trainer(config, hierarchy) as trainer:
+    def body(mesh):
+        with runs.open_trainer(config, mesh) as trainer:
             trainer.run_logger = SimpleNamespace(write=lines.append)
             monkeypatch.setattr(loop, "stop_requested", lambda: len(read) >= 2)
             loop.run(trainer, [Evaluate()], depth=1)
         return trainer.step, len(read), len(lines), trainer.model.training
 
-    assert run_ranks((1,), body) == [(2, 2, 0, True)]
+    assert run_mesh((1,), body) == [(2, 2, 0, True)]

@@ -11,7 +11,7 @@ from megafrontier.training.logging.sinks import JsonLines
 from megafrontier.training.loop import train_step
 from tests import runs
 from tests.partition.tiny import watch_collectives
-from tests.ranks import run_ranks
+from tests.ranks import run_mesh
 
 STEPS = ("machine=laptop", "train.steps=10", "evaluate.batches=0")
 
@@ -69,8 +69,8 @@ def test_some_checkpoints_are_kept_for_good(config_file, tmp_path):
 def test_errors_are_folded_into_a_checkpoint_outside_of_any_steps_traffic(config_file):
     config = runs.load(config_file, "partition.wires=low", "train.global_batch=8")
 
-    def body(hierarchy):
-        with runs.open_trainer(config, hierarchy) as trainer:
+    def body(mesh):
+        with runs.open_trainer(config, mesh) as trainer:
             train_step(trainer)
             trainer.engine.finish_publishing()
             trainer.engine.ledger.take(wait=True)
@@ -80,7 +80,7 @@ def test_errors_are_folded_into_a_checkpoint_outside_of_any_steps_traffic(config
             sent, _ = trainer.engine.ledger.take(wait=True)
         return {label.split()[0] for label in crossed}, sent
 
-    assert run_ranks((2, 2, 2), body) == [({"fold"}, [0, 0, 0])] * 8
+    assert run_mesh((2, 2, 2), body) == [({"fold"}, [0, 0, 0])] * 8
 
 
 def test_metrics_are_on_the_disk_before_a_checkpoint_that_continues_them(config_file, monkeypatch):

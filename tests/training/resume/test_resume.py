@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megafrontier.checkpoint.load import Checkpoint, open_checkpoint
-from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.mesh import Mesh
 from megafrontier.partition import STRATEGIES
 from megafrontier.training.callbacks.save import checkpoint_root, save_trainer, shards
 from megafrontier.training.loop import train_step
@@ -16,7 +16,7 @@ from megafrontier.training.plan import resolve_plan
 from megafrontier.training.resume.resume import resume
 from megafrontier.training.trainer import build_trainer
 from tests import runs
-from tests.ranks import run_ranks
+from tests.ranks import run_mesh
 
 FOUR = ("machine.levels.node.size=1", "train.global_batch=8")
 """Of four ranks, two nodes of a pair: a state can be sharded over none, two or all of them."""
@@ -30,9 +30,9 @@ class Quiet:
         assert "refused" not in line
 
 
-def build(config_file, hierarchy, *chosen):
+def build(config_file, mesh, *chosen):
     config = runs.load(config_file, *FOUR, *chosen)
-    return build_trainer(config, resolve_plan(config, hierarchy.size), hierarchy)
+    return build_trainer(config, resolve_plan(config, mesh.levels.ranks), mesh)
 
 
 def differences(trainer, checkpoint, but=()):
@@ -104,20 +104,20 @@ def test_errors_and_published_weights_reshard_like_every_other_state(
     runs.run(config_file, 4, *FOUR, *low, "train.stop_at=3")
     saved = open_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000003")
 
-    def body(hierarchy):
+    def body(mesh):
         trainer = build(
-            config_file, hierarchy, *low, f"partition.strategy={strategy}",
+            config_file, mesh, *low, f"partition.strategy={strategy}",
             "partition.error_feedback=true", f"checkpoint.resume={saved.path}",
             f"run.directory={tmp_path}/other",
         )  # fmt: skip
         resume(trainer, Quiet())
         errors = sum(unit.feedback.error.abs().sum().item() for unit in trainer.engine.units)
-        is_first = hierarchy.is_first_replica(trainer.engine.placement.optimizer)
+        is_first = trainer.engine.hierarchy.is_first_replica(trainer.engine.placement.optimizer)
         different = differences(trainer, saved, () if is_first else ("error",))
         trainer.close()
         return different, set(shards(trainer)), errors, is_first
 
-    found = run_ranks((1, 2, 2), body)
+    found = run_mesh((1, 2, 2), body)
     assert [different for different, *_ in found] == [0] * 4
     assert all("error" in states for _, states, *_ in found)
     assert ("published" in found[0][1]) == (strategy not in ("mics", "zero3"))
@@ -129,11 +129,11 @@ def test_errors_are_scaled_with_the_loss(config_file, tmp_path):
     """They are in units of the loss scale, which fp16 has and the precision after it has not."""
     chosen = ("partition.wires=low", "optimizer.lr=0")
 
-    def body(hierarchy):
-        first = build(config_file, hierarchy, *chosen, "train.precision=fp16", "train.loss_scale=8")
+    def body(mesh):
+        first = build(config_file, mesh, *chosen, "train.precision=fp16", "train.loss_scale=8")
         train_step(first)
         resumed = f"checkpoint.resume={save_trainer(first)}"
-        second = build(config_file, hierarchy, *chosen, "train.precision=bf16", resumed)
+        second = build(config_file, mesh, *chosen, "train.precision=bf16", resumed)
         resume(second, Quiet())
         pairs = zip(first.engine.units, second.engine.units, strict=True)
         found = [(a.feedback.error.abs().sum(), b.feedback.error.abs().sum()) for a, b in pairs]
@@ -141,7 +141,7 @@ def test_errors_are_scaled_with_the_loss(config_file, tmp_path):
         second.close()
         return [(before.item(), after.item()) for before, after in found]
 
-    found = run_ranks(SIZES, body)
+    found = run_mesh(SIZES, body)
     assert all(after == before / 8 for rank in found for before, after in rank)
     assert any(before for rank in found for before, _ in rank)
 
@@ -167,11 +167,11 @@ def test_every_strategy_loads_every_other_strategys_checkpoint(config_file, tmp_
     """State by state and bit by bit, after two steps, so that moments are not zero. Each strategy
     has its own seed, so that what an earlier load left behind would be seen."""
 
-    def body(hierarchy):
+    def body(mesh):
         opened = cache(read_once)
         trainers = [
             build(
-                config_file, hierarchy, f"partition.strategy={strategy}", f"run.seed={seed}",
+                config_file, mesh, f"partition.strategy={strategy}", f"run.seed={seed}",
                 f"run.directory={tmp_path}/{strategy}", "train.global_batch=4",
             )
             for seed, strategy in enumerate(STRATEGIES)
@@ -193,7 +193,7 @@ def test_every_strategy_loads_every_other_strategys_checkpoint(config_file, tmp_
             trainer.close()
         return different
 
-    assert run_ranks(SIZES, body) == [0] * 4
+    assert run_mesh(SIZES, body) == [0] * 4
 
 
 def read_once(path):
@@ -212,12 +212,12 @@ def test_replicas_get_their_state_from_the_first_one_and_not_from_the_files(
     runs.run(config_file, 4, *FOUR, *chosen, "train.stop_at=2")
     path = tmp_path / "run" / "checkpoints" / "step-00000002"
 
-    def body(hierarchy):
+    def body(mesh):
         calls = []
         fill = Checkpoint.fill
         monkeypatch.setattr(Checkpoint, "fill", lambda *a: calls.append(a) or fill(*a))
         trainer = build(
-            config_file, hierarchy, *chosen, "run.seed=1", f"checkpoint.resume={path}",
+            config_file, mesh, *chosen, "run.seed=1", f"checkpoint.resume={path}",
             f"run.directory={tmp_path}/other",
         )  # fmt: skip
         resume(trainer, Quiet())
@@ -225,7 +225,7 @@ def test_replicas_get_their_state_from_the_first_one_and_not_from_the_files(
         trainer.close()
         return different, len(calls)
 
-    found = run_ranks(SIZES, body)
+    found = run_mesh(SIZES, body)
     assert [different for different, _ in found] == [0] * 4
     assert sorted(calls for _, calls in found) == [0] * (4 - readers) + [1] * readers
 
@@ -251,7 +251,7 @@ def test_masters_are_not_overwritten_by_published_weights_that_are_the_masters(
 
 def build_alone(config):
     plan = resolve_plan(config, 1)
-    return build_trainer(config, plan, Hierarchy.single(plan.levels, torch.device("cpu")))
+    return build_trainer(config, plan, Mesh.single(plan.levels, torch.device("cpu")))
 
 
 def test_nothing_is_left_of_a_checkpoint_that_turned_out_to_be_damaged(config_file, tmp_path):
@@ -259,9 +259,9 @@ def test_nothing_is_left_of_a_checkpoint_that_turned_out_to_be_damaged(config_fi
     runs.run(config_file, 4, *FOUR, "train.steps=2")
     path = tmp_path / "run" / "checkpoints" / "step-00000002"
 
-    def body(hierarchy):
+    def body(mesh):
         resumed = (f"checkpoint.resume={path}", f"run.directory={tmp_path}/other")
-        trainer = build(config_file, hierarchy, "partition.wires=low", *resumed)
+        trainer = build(config_file, mesh, "partition.wires=low", *resumed)
         errors = [error for unit in trainer.engine.units for error in unit.feedback.errors.values()]
         for error in errors:
             error.fill_(1.0)
@@ -269,7 +269,7 @@ def test_nothing_is_left_of_a_checkpoint_that_turned_out_to_be_damaged(config_fi
         trainer.close()
         return len(errors) > 0, sum(error.abs().sum().item() for error in errors)
 
-    assert run_ranks(SIZES, body) == [(True, 0.0)] * 4
+    assert run_mesh(SIZES, body) == [(True, 0.0)] * 4
 
 
 def test_one_rank_writes_and_reads_without_a_process_group(config_file):
