@@ -12,6 +12,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from megafrontier.partition.comm.streams import CommStreams, Policy
 from megafrontier.partition.hooks import ModuleHooks
 from megafrontier.partition.memory import UnitBufferPool
 from megafrontier.partition.placement import Placement, error_levels, traffic_bytes
+from megafrontier.partition.state_dict import FullStateDict
 from megafrontier.partition.unit import InitialSlice, Unit
 from megafrontier.partition.wires.wire import Wires
 from megafrontier.partition.wrap import (
@@ -150,7 +152,10 @@ class Engine:
             self.units.append(unit)
         replace_parameters(model, self.units)
         modules = [module for _, module, _ in owned]
-        mark_sharded(model, [model, *modules], all(u.computes_with_masters for u in self.units))
+        holds_masters = all(unit.computes_with_masters for unit in self.units)
+        mark_sharded(model, holds_masters)
+        if not holds_masters:  # otherwise those of nn.Module are right
+            FullStateDict(model, self.units, self.finish_publishing, partial(self.restore, False))
         self._hooks = ModuleHooks(
             self.units, modules, self._collectives, self.ledger, self._policy, prefetch
         )

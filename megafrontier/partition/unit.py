@@ -180,6 +180,14 @@ class Unit:
         ).wait()
         self._show_if_persistent()
 
+    def gather_master(self) -> torch.Tensor:
+        """The unsharded masters, fp32 [numel], in new memory. All ranks call it."""
+        depth = self.placement.optimizer
+        full = torch.zeros(self.layout.numel, dtype=torch.float32, device=self._pool.device)
+        self._collectives.local_slice(full, 0, depth).copy_(self.master)
+        self._collectives.gather_exact(full, depth, 0, f"masters {self.name}").wait()
+        return full
+
     def start_unshard(self) -> None:
         """Begin to gather the weights, unless they are unsharded or have begun to be."""
         if self.phase is not Phase.RESHARDED:

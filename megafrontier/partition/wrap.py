@@ -93,33 +93,19 @@ def refuse_sharded(model: nn.Module) -> None:
         raise UserError("model: sharded already, need a new one")
 
 
-def mark_sharded(model: nn.Module, modules: Iterable[nn.Module], holds_masters: bool) -> None:
-    """Mark a model for `refuse_sharded`.
-
-    Unless its parameters are the masters on every rank, refuse copies of the model and state dicts
-    of `modules` too, because the parameters do not hold the weights.
-    """
+def mark_sharded(model: nn.Module, holds_masters: bool) -> None:
+    """Mark a model for `refuse_sharded`, and refuse copies of it unless its parameters are the
+    masters on every rank."""
     for module in model.modules():
         setattr(module, _MARK, True)
         if not holds_masters:
             module.__deepcopy__ = _refuse_copy  # type: ignore[assignment]
-    for module in () if holds_masters else modules:
-        module.register_state_dict_pre_hook(_refuse_state_dict)
-        module.register_load_state_dict_pre_hook(_refuse_state_dict)
-
-
-def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
-    raise RuntimeError(
-        f"state dict of a sharded {type(module).__name__}: its parameters are views of buffers; "
-        "need `published` and `master` of engine.units, the shards of this rank, or "
-        'open_checkpoint(path).tensor("weight", name), a whole tensor'
-    )
 
 
 def _refuse_copy(_memo: Any) -> NoReturn:
     raise RuntimeError(
         "deepcopy of a sharded model: its parameters are views of buffers, and a copy would not be "
-        "trained; average the masters in engine.units instead"
+        "trained; need model.state_dict(), or the masters in engine.units to average weights"
     )
 
 

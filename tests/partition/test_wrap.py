@@ -230,30 +230,50 @@ def test_a_model_that_is_sharded_already_its_parts_and_copies_are_refused(placem
 
 
 @pytest.mark.parametrize(
-    ("placement", "dtype", "is_right"),
+    ("placement", "dtype"),
     [
-        (SHARDED, torch.float32, False),
-        (PERSISTENT, torch.float32, False),
-        (Placement(0, 0, 0, 0), torch.bfloat16, False),
-        (Placement(0, 0, 0, 0), torch.float32, True),
+        (SHARDED, torch.float32),
+        (SHARDED, torch.bfloat16),
+        (PERSISTENT, torch.float32),
+        (Placement(0, 0, 0, 0), torch.bfloat16),
+        (Placement(0, 0, 0, 0), torch.float32),
     ],
 )
-def test_a_state_dict_is_refused_unless_parameters_are_the_masters(placement, dtype, is_right):
+def test_state_dicts_are_of_full_masters_and_load_what_plain_modules_load(placement, dtype):
     def body(hierarchy):
-        model = Stack()
-        values = {name: value.clone() for name, value in model.state_dict().items()}
-        shard(model, model.units(), placement, hierarchy, dtype=dtype)
-        if is_right:
-            model.load_state_dict({name: value + 1 for name, value in values.items()})
-            found = copy.deepcopy(model).state_dict()
-            return all(torch.equal(found[name], value + 1) for name, value in values.items())
-        for act in (model.state_dict, lambda: model.load_state_dict(values)):
-            with pytest.raises(RuntimeError, match="state dict of a sharded Stack"):
-                act()
+        model, plain = Stack(), Stack()
+        for module in (model, plain):
+            module.register_buffer("count", torch.tensor(3))
+            module.again = module.first  # one parameter under two names
+        before = copy.deepcopy(plain.state_dict())
+        sharded_stack(hierarchy, placement, make=lambda: model, dtype=dtype)
+        found = model.state_dict()
+        assert list(found) == list(before)
+        assert all(torch.equal(found[name], value) for name, value in before.items())
+        # In a wrapper, whose prefix the keys then have; and a part of them.
+        given = {f"0.{name}": 2 * value for name, value in before.items()}
+        nn.Sequential(model).load_state_dict(given)
+        found = model.state_dict()
+        assert all(torch.equal(found[name], 2 * value) for name, value in before.items())
+        one = "blocks.2.bias"
+        result = model.load_state_dict({one: before[one], "what": before[one]}, strict=False)
+        assert one not in result.missing_keys
+        assert "blocks.1.bias" in result.missing_keys
+        assert result.unexpected_keys == ["what"]
+        plain.load_state_dict({name[2:]: value for name, value in given.items()})
+        plain.load_state_dict({one: before[one]}, strict=False)
+        with torch.no_grad():
+            x = stack_input(0).to(dtype)
+            assert torch.equal(model(x), plain.to(dtype)(x))
+        if placement == Placement(0, 0, 0, 0) and dtype is torch.float32:
+            copied = copy.deepcopy(model).state_dict()  # the parameters are the masters
+            return torch.equal(copied[one], before[one])
+        with pytest.raises(RuntimeError, match=r"blocks.0.bias: shape \[2\], need \[6\]"):
+            model.load_state_dict(before | {"blocks.0.bias": torch.zeros(2)})
+        with pytest.raises(RuntimeError, match="state dict of a Linear in a sharded model"):
+            model.blocks[1].state_dict()
         with pytest.raises(RuntimeError, match="deepcopy of a sharded model"):
             copy.deepcopy(model)
-        with pytest.raises(RuntimeError, match="state dict of a sharded Linear"):
-            model.blocks[1].state_dict()
         return True
 
     assert all(run_ranks((2,), body))
