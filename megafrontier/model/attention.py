@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
+from megafrontier.model.init import matrix_std, with_specs
 from megafrontier.model.kernels.backends import supports_gqa
 from megafrontier.model.kernels.varlen import document_attention
 from megafrontier.model.positions import AttentionContext, rotate
@@ -57,8 +58,10 @@ class Attention(nn.Module):
         self.dropout = config.dropout
         inner, kv_inner = self.heads * self.head_size, self.kv_heads * self.head_size
         self._widths = [inner, kv_inner, kv_inner]
-        self.qkv = nn.Linear(config.hidden, sum(self._widths), bias=config.bias)
-        self.out = nn.Linear(inner, config.hidden, bias=config.bias)
+        qkv = nn.Linear(config.hidden, sum(self._widths), bias=config.bias)
+        out = nn.Linear(inner, config.hidden, bias=config.bias)
+        self.qkv = with_specs(qkv, "matrix", matrix_std(config))
+        self.out = with_specs(out, "matrix", matrix_std(config, to_residual=True))
 
     def forward(
         self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
 from megafrontier.model.attention import Attention, LayerCache
+from megafrontier.model.init import matrix_std, with_specs
 from megafrontier.model.positions import AttentionContext
 from megafrontier.model.recompute.checkpointing import Mode, run_checkpointed
 from megafrontier.model.recompute.offload import Offload
@@ -20,8 +21,8 @@ def make_norm(config: ModelConfig) -> nn.Module:
     Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
     """
     if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.hidden, eps=config.norm_eps)
-    return nn.LayerNorm(config.hidden, eps=config.norm_eps)
+        return with_specs(nn.RMSNorm(config.hidden, eps=config.norm_eps), "norm")
+    return with_specs(nn.LayerNorm(config.hidden, eps=config.norm_eps), "norm")
 
 
 class MLP(nn.Module):
@@ -32,8 +33,10 @@ class MLP(nn.Module):
         self.activation = config.activation
         width = config.mlp_hidden
         rows = 2 * width if self.activation == "swiglu" else width
-        self.up = nn.Linear(config.hidden, rows, bias=config.bias)
-        self.down = nn.Linear(width, config.hidden, bias=config.bias)
+        up = nn.Linear(config.hidden, rows, bias=config.bias)
+        down = nn.Linear(width, config.hidden, bias=config.bias)
+        self.up = with_specs(up, "matrix", matrix_std(config))
+        self.down = with_specs(down, "matrix", matrix_std(config, to_residual=True))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [b, s, hidden] → [b, s, hidden].

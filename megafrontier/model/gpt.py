@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megafrontier.config import ModelConfig
 from megafrontier.model.attention import KVCache
 from megafrontier.model.block import Block, make_norm
+from megafrontier.model.init import matrix_std, with_specs
 from megafrontier.model.kernels.backends import supports_varlen
 from megafrontier.model.loss import Losses, chunk_losses, linear_cross_entropy
 from megafrontier.model.positions import (
@@ -69,9 +70,11 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.dropout = config.dropout
-        self.tokens = FP32GradEmbedding(config.padded_vocab_size, config.hidden)
+        tokens = FP32GradEmbedding(config.padded_vocab_size, config.hidden)
+        self.tokens = with_specs(tokens, "embedding", matrix_std(config), config.vocab_size)
         if config.position == "learned":
-            self.positions = FP32GradEmbedding(config.sequence_length, config.hidden)
+            positions = FP32GradEmbedding(config.sequence_length, config.hidden)
+            self.positions = with_specs(positions, "embedding", config.init_std)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens [b, s], positions [b or 1, s] → [b, s, hidden]."""
@@ -94,7 +97,8 @@ class Head(nn.Module):
         self.loss_chunk_tokens = loss_chunk_tokens
         self.norm = make_norm(config)
         if not config.tie_embeddings:
-            self.output = nn.Linear(config.hidden, config.padded_vocab_size, bias=False)
+            output = nn.Linear(config.hidden, config.padded_vocab_size, bias=False)
+            self.output = with_specs(output, "matrix", matrix_std(config), config.vocab_size)
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None

@@ -1,69 +1,48 @@
-"""Initial weights as a function of (seed, name, element), so that no rank needs a whole model.
+"""Initial weights as a function of (seed, spec, element), so that no rank needs a whole model.
 
 Each parameter is divided into chunks with one generator each. A rank draws only the chunks that its
 slice overlaps, and gets the same numbers however the parameter is sharded.
 """
 
 import hashlib
+from collections.abc import Sequence
 from math import prod, sqrt
-from typing import Literal
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
-
-ParameterKind = Literal["norm", "bias", "embedding", "matrix"]
+from megafrontier.parallel.param_spec import Kind, ParamSpec, global_ranges, set_spec, spec_of
 
 CHUNK = 2**18
 """Elements per generator. Never change it: a seed would mean other weights."""
 
+M = TypeVar("M", bound=nn.Module)
 
-def parameter_kind(name: str) -> ParameterKind:
-    """The kind of a parameter of GPT, which decides weight decay and initial values.
 
-    A norm's bias is `norm`, learned positions are `embedding`, and the head's matrix is `matrix`.
+def with_specs(module: M, kind: Kind, std: float = 0.0, valid_rows: int | None = None) -> M:
+    """Give a linear layer, an embedding or a norm the specs of its parameters, and return it.
+
+    A norm's weight is initially 1, and its bias is of the kind `norm` too. Biases are initially 0.
     """
-    *modules, last = name.split(".")
-    if modules and modules[-1].startswith("norm"):
-        return "norm"
-    if last == "bias":
-        return "bias"
-    return "embedding" if "embedding" in modules else "matrix"
+    weight, bias = module.weight, getattr(module, "bias", None)
+    assert isinstance(weight, nn.Parameter)
+    shape, mean = tuple(weight.shape), float(kind == "norm")
+    spec = ParamSpec("", shape, kind, init_mean=mean, init_std=std, valid_rows=valid_rows)
+    set_spec(weight, spec)
+    if bias is not None:
+        set_spec(bias, ParamSpec("", tuple(bias.shape), "norm" if kind == "norm" else "bias"))
+    return module
 
 
-def initial_slice(
-    config: ModelConfig, seed: int, name: str, shape: tuple[int, ...], start: int, stop: int
-) -> Tensor:
-    """Elements [start, stop), row-major, of parameter `name`: fp32 [stop - start] on the CPU.
+def matrix_std(config: ModelConfig, to_residual: bool = False) -> float:
+    """Standard deviation of a matrix's initial values, as `config.init` says; smaller if its output
+    is added to the residual stream.
 
-    Norm weights are 1, biases 0, rows of padded token ids 0, and all else normal as `config.init`
-    says (gpt2: Radford et al. 2019, section 2.3; neox: Black et al. 2022, arXiv:2204.06745, section
-    2.1.2, after Nguyen and Salazar 2019 and Wang and Komatsuzaki 2021).
+    gpt2: Radford et al. 2019, section 2.3; neox: Black et al. 2022, arXiv:2204.06745, section
+    2.1.2, after Nguyen and Salazar 2019 and Wang and Komatsuzaki 2021.
     """
-    kind = parameter_kind(name)
-    if kind == "norm" or kind == "bias":
-        return torch.full((stop - start,), float(name.endswith(".weight")))
-    values = _normal(f"{seed}/{name}", prod(shape), start, stop) * _deviation(config, name)
-    if name in ("embedding.tokens.weight", "head.output.weight"):
-        values[max(0, config.vocab_size * shape[1] - start) :] = 0.0
-    return values
-
-
-def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Fill a whole GPT, on any device and of any type, with its initial values."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            shape = tuple(parameter.shape)
-            values = initial_slice(config, seed, name, shape, 0, parameter.numel())
-            parameter.copy_(values.view(shape))
-
-
-def _deviation(config: ModelConfig, name: str) -> float:
-    """Standard deviation of a matrix, smaller if its output is added to the residual stream."""
-    if name == "embedding.positions.weight":
-        return config.init_std
-    to_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
     if config.init == "neox":
         if to_residual:
             return 2 / (config.layers * sqrt(config.hidden))
@@ -71,15 +50,45 @@ def _deviation(config: ModelConfig, name: str) -> float:
     return config.init_std / sqrt(2 * config.layers) if to_residual else config.init_std
 
 
-def _normal(stream: str, numel: int, start: int, stop: int) -> Tensor:
-    """Elements [start, stop) of `numel` standard normal numbers."""
-    values = torch.empty(stop - start)
-    for chunk in range(start // CHUNK, -(-stop // CHUNK)):
-        first, last = chunk * CHUNK, min((chunk + 1) * CHUNK, numel)
-        # Always draw a whole chunk, because the numbers of randn depend on how many are drawn.
-        drawn = torch.randn(last - first, generator=_generator(f"{stream}/{chunk}"))
-        low, high = max(start, first), min(stop, last)
-        values[low - start : high - start] = drawn[low - first : high - first]
+def initial_slice(seed: int, spec: ParamSpec, start: int, stop: int) -> Tensor:
+    """Elements [start, stop), row-major, of the box of a parameter: fp32 [stop - start] on the CPU.
+
+    They are normally distributed as the spec says, and 0 in padding.
+    """
+    if spec.init_std == 0:
+        return torch.full((stop - start,), spec.init_mean)
+    ranges = list(global_ranges(spec, start, stop))
+    values = _normal(f"{seed}/{spec.name}", prod(spec.shape), ranges, stop - start)
+    values = values * spec.init_std
+    limit = spec.valid_numel
+    values[sum(max(0, min(last, limit) - first) for first, last in ranges) :] = 0.0
+    return values
+
+
+def initialise(model: nn.Module, seed: int) -> None:
+    """Fill a whole GPT, on any device and of any type, with its initial values."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = initial_slice(seed, spec_of(name, parameter), 0, parameter.numel())
+            parameter.copy_(values.view(parameter.shape))
+
+
+def _normal(stream: str, numel: int, ranges: Sequence[tuple[int, int]], count: int) -> Tensor:
+    """The `count` elements in ascending ranges of `numel` standard normal numbers."""
+    values = torch.empty(count)
+    at, number, drawn = 0, -1, values
+    for start, stop in ranges:
+        while start < stop:
+            if number != start // CHUNK:
+                number = start // CHUNK
+                # Always draw a whole chunk, because the numbers of randn depend on how many are
+                # drawn.
+                length = min(CHUNK, numel - number * CHUNK)
+                drawn = torch.randn(length, generator=_generator(f"{stream}/{number}"))
+            first = start - number * CHUNK
+            part = drawn[first : first + stop - start]
+            values[at : at + len(part)] = part
+            at, start = at + len(part), start + len(part)
     return values
 
 

@@ -12,9 +12,9 @@ from typing import Literal
 from torch import nn
 
 from megafrontier.common.errors import UserError
+from megafrontier.parallel.mesh import DATA_PARALLEL
 
 Kind = Literal["matrix", "norm", "bias", "embedding", "expert", "router"]
-DATA_PARALLEL = ("tensor", "context", "data")
 _ATTRIBUTE = "_megafrontier_spec"
 
 

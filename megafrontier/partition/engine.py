@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.param_spec import ParamSpec, spec_of
 from megafrontier.partition.comm.collectives import LevelCollectives
 from megafrontier.partition.comm.ledger import Ledger
 from megafrontier.partition.comm.streams import CommStreams, Policy
@@ -37,7 +38,7 @@ from megafrontier.partition.wrap import (
     split_into_units,
 )
 
-Decay = Callable[[str], bool]
+Decay = Callable[[ParamSpec], bool]
 
 
 def shard(
@@ -53,7 +54,7 @@ def shard(
     prefetch: int = 1,
     check_order: bool = False,
     initial: InitialSlice | None = None,
-    decay: Decay = lambda name: True,
+    decay: Decay = lambda spec: True,
 ) -> "Engine":
     """Shard a model's state over a hierarchy. The model keeps its class and is called as before.
 
@@ -72,10 +73,10 @@ def shard(
     prefetch: units gathered ahead of the one that runs. None with `overlap="none"`.
     check_order: compare the ranks' next operation before each collective, one level at a time. It
         is slow, and finds ranks that run different blocks.
-    initial: (name, shape, start, stop) → elements [start, stop) of a parameter's initial value, 1-D
-        fp32, for a model on the meta device. Default: the model's present values, which must be the
-        same on every rank.
-    decay: whether a parameter, by name, has weight decay. Those come first in their unit.
+    initial: (spec, start, stop) → elements [start, stop) of a parameter's initial value, 1-D fp32,
+        for a model on the meta device. Default: the model's present values, which must be the same
+        on every rank.
+    decay: whether a parameter, by its spec, has weight decay. Those come first in their unit.
 
     Raises UserError for parameters that are frozen, complex or have hooks; for blocks that are not
     part of the model, overlap, share a name or are called root; for a model that is sharded
@@ -138,7 +139,7 @@ class Engine:
         levels = self.hierarchy.levels
         feedback_levels = error_levels(self.placement, levels, self.wires) if error_feedback else []
         for name, _, parameters in owned:
-            decayed = [named for named in parameters if decay(named[0])]
+            decayed = [named for named in parameters if decay(spec_of(*named))]
             unit = Unit(
                 name,
                 parameters,

@@ -7,6 +7,7 @@ from functools import cached_property, partial
 import torch
 from torch import nn
 
+from megafrontier.parallel.param_spec import ParamSpec, spec_of
 from megafrontier.partition.comm.collectives import LevelCollectives
 from megafrontier.partition.comm.streams import AsyncChain
 from megafrontier.partition.error_feedback import ErrorFeedback
@@ -18,8 +19,8 @@ from megafrontier.partition.placement import Placement
 ROOT = "root"
 """Name of the unit of all parameters outside of blocks. It is unsharded for the whole pass."""
 Named = tuple[str, nn.Parameter]
-InitialSlice = Callable[[str, tuple[int, ...], int, int], torch.Tensor]
-"""(parameter, shape, start, stop) → elements [start, stop) of its initial value, 1-D fp32."""
+InitialSlice = Callable[[ParamSpec, int, int], torch.Tensor]
+"""(spec, start, stop) → elements [start, stop) of a parameter's initial value, 1-D fp32."""
 
 
 class Phase(Enum):
@@ -57,6 +58,7 @@ class Unit:
         self.name = name
         self.placement = placement
         self.layout = Layout.build(name, ((n, p.shape) for n, p in ordered), size)
+        self._specs = {n: spec_of(n, p) for n, p in ordered}
         self._collectives = collectives
         self._pool = pool
         self.is_persistent = placement.backward_weights == 0
@@ -129,7 +131,7 @@ class Unit:
         """Fill the master shard. Padding stays zero."""
         start, stop = self.range
         for entry, first, last, at in self.layout.within(start, stop):
-            self.master[at : at + last - first] = initial(entry.name, entry.shape, first, last)
+            self.master[at : at + last - first] = initial(self._specs[entry.name], first, last)
 
     # Weights
 

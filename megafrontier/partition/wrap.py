@@ -10,6 +10,7 @@ from torch import nn
 
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.param_spec import ParamSpec, spec_of
 from megafrontier.partition.unit import ROOT, InitialSlice, Named, Unit
 
 _MARK = "_megafrontier_is_sharded"
@@ -111,13 +112,13 @@ def _refuse_copy(_memo: Any) -> NoReturn:
 
 def current_values(model: nn.Module) -> InitialSlice:
     """The present values of the parameters. Raises UserError if one is on the meta device."""
-    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    values = {spec_of(name, p).name: p.detach() for name, p in model.named_parameters()}
     for name, value in values.items():
         if value.is_meta:
             raise UserError(f"parameter {name}: on the meta device, need `initial` for its values")
 
-    def initial(name: str, _shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
-        return values[name].reshape(-1)[start:stop].float()
+    def initial(spec: ParamSpec, start: int, stop: int) -> torch.Tensor:
+        return values[spec.name].reshape(-1)[start:stop].float()
 
     return initial
 

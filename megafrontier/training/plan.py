@@ -2,16 +2,21 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from megafrontier.common.errors import UserError
-from megafrontier.config import Config, MachineConfig, load_machine
-from megafrontier.model.flops import parameter_count, unit_parameters
+from megafrontier.config import Config, MachineConfig, ModelConfig, load_machine
+from megafrontier.model.flops import parameter_count
+from megafrontier.model.gpt import GPT
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import DATA_PARALLEL, MeshShape
 from megafrontier.partition import Placement, Wires
 from megafrontier.partition.memory import MessageBuffers, unit_buffer_bytes
 from megafrontier.partition.placement import state_bytes
 from megafrontier.partition.presets import choose_wires, has_error_feedback
+from megafrontier.partition.unit import ROOT
 from megafrontier.partition.wires.registry import DTYPES
+from megafrontier.partition.wrap import split_into_units
 
 GIB = 2**30
 
@@ -66,10 +71,20 @@ def state_gib(config: Config, plan: RunPlan) -> float:
     return sum(found.values()) / GIB
 
 
+def unit_numels(config: ModelConfig) -> tuple[list[int], int]:
+    """Elements of each block's unit, in the order in which they run, and of the root unit."""
+    with torch.device("meta"):
+        model = GPT(config)
+    units = split_into_units(model, model.units())
+    numels = {name: sum(p.numel() for _, p in named) for name, _, named in units}
+    root = numels.pop(ROOT, 0)
+    return list(numels.values()), root
+
+
 def buffer_gib(config: Config, plan: RunPlan) -> float:
     """GiB of the buffers that a rank's units share, by formula: unsharded weights, unreduced
     gradients, and messages."""
-    numels, root = unit_parameters(config.model)
+    numels, root = unit_numels(config.model)
     dtype, overlap = DTYPES[config.train.precision], config.partition.overlap
     prefetch = None if overlap == "none" else config.partition.prefetch
     levels = plan.data_levels

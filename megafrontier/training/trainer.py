@@ -14,7 +14,7 @@ from megafrontier.data.sampling.loader import Loader
 from megafrontier.data.sampling.samples import Batch, open_samples
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
 from megafrontier.model.gpt import GPT
-from megafrontier.model.init import initial_slice, parameter_kind
+from megafrontier.model.init import initial_slice
 from megafrontier.model.recompute.compile import start_workers
 from megafrontier.optim.adamw import ShardedAdamW
 from megafrontier.optim.gradients import LossScale
@@ -140,8 +140,8 @@ def build_model(config: Config, plan: RunPlan, mesh: Mesh) -> tuple[GPT, Engine]
         overlap=config.partition.overlap,
         prefetch=config.partition.prefetch,
         check_order=config.partition.check_order,
-        initial=partial(initial_slice, config.model, config.run.seed),
-        decay=lambda name: parameter_kind(name) not in config.optimizer.no_decay,
+        initial=partial(initial_slice, config.run.seed),
+        decay=lambda spec: spec.kind not in config.optimizer.no_decay,
     )
     return model, engine
 

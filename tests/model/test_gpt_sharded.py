@@ -1,5 +1,7 @@
 """GPT in the engine: built on the meta device, unsharded unit by unit."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -27,7 +29,7 @@ def summed_loss(model, tokens, numbers):
 
 def losses_alone(config):
     model = GPT(config)
-    initialise(model, config, seed=7)
+    initialise(model, seed=7)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE / (BATCH * 23))
     losses = []
     for step in range(STEPS):
@@ -47,7 +49,7 @@ def losses_sharded(config, strategy, hierarchy, **options):
         model.units(),
         Placement.named(strategy, hierarchy.levels),
         hierarchy,
-        initial=lambda *where: initial_slice(config, 7, *where),
+        initial=partial(initial_slice, 7),
     )
     optimizer = torch.optim.SGD([u.master for u in engine.units], lr=RATE / (BATCH * 23))
     losses = []

@@ -1,55 +1,77 @@
-"""Initial weights are a pure function of (seed, name, element)."""
+"""Initial weights are a pure function of (seed, spec, element)."""
 
 import itertools
+from dataclasses import replace
 from math import prod, sqrt
 
 import pytest
 import torch
 
 from megafrontier.model import init as module
-from megafrontier.model.flops import parameter_shapes
+from megafrontier.model.flops import parameter_specs
 from megafrontier.model.gpt import GPT
-from megafrontier.model.init import initial_slice, initialise, parameter_kind
+from megafrontier.model.init import initial_slice, initialise
 
+UP = "blocks.0.mlp.up.weight"
 KNOWN = [0.002406746, 0.02491387, -0.005563564]
 
 
 def whole(config, name, seed=3):
-    shape = parameter_shapes(config)[name]
-    return initial_slice(config, seed, name, shape, 0, prod(shape))
+    spec = parameter_specs(config)[name]
+    return initial_slice(seed, spec, 0, prod(spec.shape))
 
 
 def test_any_cut_gives_the_same_values(make_config, monkeypatch):
     monkeypatch.setattr(module, "CHUNK", 1000)
     cuts = (0, 1, 100, 999, 1000, 1001, 2500, 2501, 5000, 9000)
     config = make_config(hidden=128, vocab_size=77)
-    for name, shape in parameter_shapes(config).items():
-        numel = prod(shape)
+    for name, spec in parameter_specs(config).items():
+        numel = prod(spec.shape)
         edges = [c for c in cuts if c < numel] + [numel]
-        parts = [initial_slice(config, 3, name, shape, a, b) for a, b in itertools.pairwise(edges)]
+        parts = [initial_slice(3, spec, a, b) for a, b in itertools.pairwise(edges)]
         assert torch.equal(torch.cat(parts), whole(config, name)), name
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_box_has_the_elements_of_the_global_tensor(dim, make_config, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", 1000)
+    config = make_config()
+    for name, spec in parameter_specs(config).items():
+        if len(spec.shape) > dim:
+            size = spec.shape[dim]
+            box = [(0, n) for n in spec.shape]
+            box[dim] = (size // 4, size)
+            part = replace(spec, box=tuple(box))
+            values = whole(config, name).view(spec.shape).narrow(dim, size // 4, size - size // 4)
+            numel = prod(part.local_shape)
+            middle = initial_slice(3, part, numel // 3, numel - 1)
+            assert torch.equal(middle, values.flatten()[numel // 3 : numel - 1]), name
 
 
 def test_a_slice_draws_only_the_chunks_it_overlaps(make_config, monkeypatch):
     monkeypatch.setattr(module, "CHUNK", 1000)
     drawn, randn = [], torch.randn
     monkeypatch.setattr(torch, "randn", lambda n, **kw: drawn.append(n) or randn(n, **kw))
-    initial_slice(make_config(), 3, "blocks.0.mlp.up.weight", (128, 32), 1500, 2500)
+    spec = parameter_specs(make_config())[UP]
+    initial_slice(3, spec, 1500, 2500)
     assert sum(drawn) == 2000
+    drawn.clear()
+    initial_slice(3, replace(spec, box=((0, 128), (16, 32))), 0, 128 * 16)
+    assert sum(drawn) == 128 * 32  # each chunk once, and not once a row
 
 
 def test_seed_name_and_chunk_each_give_other_values(make_config, monkeypatch):
     monkeypatch.setattr(module, "CHUNK", 1024)
     config = make_config()
-    first = whole(config, "blocks.0.mlp.up.weight")
-    assert not torch.equal(first, whole(config, "blocks.0.mlp.up.weight", seed=4))
+    first = whole(config, UP)
+    assert not torch.equal(first, whole(config, UP, seed=4))
     assert not torch.equal(first, whole(config, "blocks.1.mlp.up.weight"))
     assert not torch.equal(first[:1024], first[1024:2048])
 
 
 def test_a_model_is_filled_with_the_slices(shape):
     model = GPT(shape)
-    initialise(model, shape, seed=3)
+    initialise(model, seed=3)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.flatten(), whole(shape, name)), name
 
@@ -83,13 +105,13 @@ def test_norms_are_1_and_biases_and_padded_rows_0(make_config):
         values = whole(config, name).view(64, 32)
         assert values[:50].all()
         assert not values[50:].any()
-        tail = initial_slice(config, 3, name, (64, 32), 50 * 32 - 5, 50 * 32 + 5)
+        tail = initial_slice(3, parameter_specs(config)[name], 50 * 32 - 5, 50 * 32 + 5)
         assert tail.bool().tolist() == [True] * 5 + [False] * 5
 
 
 def test_initial_values_never_change(make_config):
     """A seed in an old config must give the same weights."""
-    values = initial_slice(make_config(), 1234, "blocks.0.mlp.up.weight", (128, 32), 0, 3)
+    values = initial_slice(1234, parameter_specs(make_config())[UP], 0, 3)
     torch.testing.assert_close(values, torch.tensor(KNOWN), rtol=1e-5, atol=0)
 
 
@@ -97,12 +119,13 @@ def test_kinds_decide_weight_decay(make_config):
     kinds = {
         "embedding.tokens.weight": "embedding",
         "embedding.positions.weight": "embedding",
-        "blocks.3.norm1.weight": "norm",
-        "blocks.3.norm2.bias": "norm",
-        "blocks.3.attention.qkv.weight": "matrix",
-        "blocks.3.attention.qkv.bias": "bias",
-        "blocks.3.mlp.down.bias": "bias",
+        "blocks.1.norm1.weight": "norm",
+        "blocks.1.norm2.bias": "norm",
+        "blocks.1.attention.qkv.weight": "matrix",
+        "blocks.1.attention.qkv.bias": "bias",
+        "blocks.1.mlp.down.bias": "bias",
         "head.norm.weight": "norm",
         "head.output.weight": "matrix",
     }
-    assert {name: parameter_kind(name) for name in kinds} == kinds
+    specs = parameter_specs(make_config())
+    assert {name: specs[name].kind for name in kinds} == kinds

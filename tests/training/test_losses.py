@@ -7,8 +7,9 @@ import torch
 
 from megafrontier.config import load_config
 from megafrontier.model.gpt import GPT
-from megafrontier.model.init import initialise, parameter_kind
+from megafrontier.model.init import initialise
 from megafrontier.optim.schedule import learning_rate
+from megafrontier.parallel.param_spec import spec_of
 from megafrontier.training.callbacks.log import step_metrics
 from megafrontier.training.loop import train_step
 from megafrontier.training.trainer import open_loader
@@ -73,8 +74,8 @@ def test_steps_are_those_of_plain_pytorch(folder, train):
     config = runs.load(folder / "config.yaml", *chosen)
     no_decay = config.optimizer.no_decay
     model = GPT(config.model)
-    initialise(model, config.model, config.run.seed)
-    kinds = [(parameter_kind(name) in no_decay, p) for name, p in model.named_parameters()]
+    initialise(model, config.run.seed)
+    kinds = [(spec_of(name, p).kind in no_decay, p) for name, p in model.named_parameters()]
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for is_free, p in kinds if not is_free], "weight_decay": 0.3},

@@ -6,8 +6,14 @@ import pytest
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import load_config
-from megafrontier.model.flops import parameter_count, unit_parameters
-from megafrontier.training.plan import buffer_gib, check_memory, resolve_plan, state_gib
+from megafrontier.model.flops import parameter_count
+from megafrontier.training.plan import (
+    buffer_gib,
+    check_memory,
+    resolve_plan,
+    state_gib,
+    unit_numels,
+)
 
 GIB = 2**30
 LAYERS = "model.layers=43"
@@ -44,7 +50,7 @@ def test_a_rank_needs_at_least_state_buffers_and_block_inputs():
 @pytest.mark.parametrize("tied", [True, False])
 def test_units_are_those_of_the_model(tied):
     config = load_config("configs/gpt-125m.yaml", [f"model.tie_embeddings={str(tied).lower()}"])
-    units, root = unit_parameters(config.model)
+    units, root = unit_numels(config.model)
     assert sum(units) + root == parameter_count(config.model)
     assert len(units) == config.model.layers + (0 if tied else 2)
     assert bool(root) == tied

@@ -16,6 +16,7 @@ from megafrontier.model.families.base import (
     same,
     same_module,
 )
+from megafrontier.model.flops import parameter_specs
 
 LLAMA3 = "llama3"
 """rope_type of Llama 3.1 and 3.2."""
@@ -123,7 +124,8 @@ class Llama:
             found.append(same(f"{name}.norm1.weight", f"{hf_name}.input_layernorm.weight"))
             found.append(same(f"{name}.norm2.weight", f"{hf_name}.post_attention_layernorm.weight"))
         found.append(same("head.norm.weight", "norm.weight"))
-        return found if config.bias else [t for t in found if not t.name.endswith(".bias")]
+        names = parameter_specs(config)
+        return [mapping for mapping in found if mapping.name in names]
 
 
 def _write_scaling(scaling: RotaryScalingConfig | None) -> dict[str, Any] | None:

@@ -18,8 +18,9 @@ from megafrontier.common.errors import exit_on_fatal_error
 from megafrontier.config import Config, load_config
 from megafrontier.launch.context import join_machine
 from megafrontier.model.gpt import GPT
-from megafrontier.model.init import initialise, parameter_kind
+from megafrontier.model.init import initialise
 from megafrontier.optim.schedule import learning_rate
+from megafrontier.parallel.param_spec import spec_of
 from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.training.loop import train_step
 from megafrontier.training.preview import check_training
@@ -45,14 +46,15 @@ class Plain:
             checkpointing=config.train.activation_checkpointing,
             compile_blocks=trainer.model.is_compiled,
         )
-        initialise(self._model, config.model, config.run.seed)
+        initialise(self._model, config.run.seed)
         self._model.to(trainer.mesh.device, DTYPES[config.train.precision])
         self._optimizer = self._make_optimizer(config)
 
     def _make_optimizer(self, config: Config) -> torch.optim.Optimizer:
         groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
         for name, parameter in self._model.named_parameters():
-            groups[parameter_kind(name) not in config.optimizer.no_decay].append(parameter)
+            kind = spec_of(name, parameter).kind
+            groups[kind not in config.optimizer.no_decay].append(parameter)
         decays = {True: config.optimizer.weight_decay, False: 0.0}
         return torch.optim.AdamW(
             [{"params": group, "weight_decay": decays[kind]} for kind, group in groups.items()],

@@ -244,7 +244,7 @@ def feed(job: Job, config: Config, mesh: Mesh) -> tuple[Loader, Iterator[Sequenc
 def whole_model(job: Job, config: Config) -> GPT:
     """The configured GPT with the first values our engine gives it, fp32."""
     model = GPT(config.model, loss_chunk_tokens=config.train.loss_chunk_tokens)
-    initialise(model, config.model, config.run.seed)
+    initialise(model, config.run.seed)
     occupy(model, job.block_seconds)
     return model
 
