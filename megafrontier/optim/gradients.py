@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.world import World
 
 ROW = 1 << 16
 """Elements that are summed in fp32. On a CPU torch adds one square after the other, and once the
@@ -16,23 +16,25 @@ MIN_SCALE = 2.0**-24
 """Far below 1, because gradients are sums over tokens."""
 
 
-def square_sum(gradients: Sequence[torch.Tensor], hierarchy: Hierarchy, depth: int) -> torch.Tensor:
-    """Sum of squares, float64 [], of this rank's 1-D shards of gradients cut through `depth`
-    levels. The sum over all ranks counts each element once: only the first replica counts its own.
+def square_sum(gradients: Sequence[torch.Tensor], is_counted: Sequence[bool]) -> torch.Tensor:
+    """Sum of squares, float64 [], of this rank's 1-D shards of gradients.
+
+    is_counted: whether this rank counts each of them. For the sum over all ranks to count each
+        element once, only the first of the ranks that hold the same shard may.
     """
-    norms = torch.cat([norm for gradient in gradients for norm in _row_norms(gradient)])
-    total = norms.double().square().sum()
-    return total if hierarchy.is_first_replica(depth) else torch.zeros_like(total)
+    counted = [g for g, is_ours in zip(gradients, is_counted, strict=True) if is_ours]
+    if not counted:
+        return torch.zeros((), dtype=torch.float64, device=gradients[0].device)
+    norms = torch.cat([norm for gradient in counted for norm in _row_norms(gradient)])
+    return norms.double().square().sum()
 
 
 def global_norm(
-    gradients: Sequence[torch.Tensor], hierarchy: Hierarchy, depth: int
+    gradients: Sequence[torch.Tensor], is_counted: Sequence[bool], world: World
 ) -> torch.Tensor:
-    """Euclidean norm, float64 [], of gradients whose 1-D shards are cut through `depth` levels.
-
-    The same bits on every rank.
-    """
-    return hierarchy.world.sum(square_sum(gradients, hierarchy, depth).view(1)).sqrt()[0]
+    """Euclidean norm, float64 [], of gradients of which each rank has 1-D shards, counted as in
+    `square_sum`. The same bits on every rank."""
+    return world.sum(square_sum(gradients, is_counted).view(1)).sqrt()[0]
 
 
 def _row_norms(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

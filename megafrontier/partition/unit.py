@@ -122,6 +122,12 @@ class Unit:
         )
 
     @property
+    def is_counted(self) -> bool:
+        """Whether this rank's optimizer shard counts in a sum over all ranks: it is the first of
+        the ranks that hold this shard."""
+        return self._collectives.hierarchy.is_first_replica(self.placement.optimizer)
+
+    @property
     def decay_stop(self) -> int:
         """How many elements at the start of the optimizer shard have weight decay."""
         start, stop = self.range

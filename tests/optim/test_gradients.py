@@ -30,7 +30,8 @@ def test_the_norm_of_shards_is_torchs_with_the_same_bits_on_all_ranks():
         def norm(depth):
             index, num_shards = hierarchy.shard_index(depth)
             shards = [g.chunk(num_shards)[index] for g in gradients()]
-            return global_norm(shards, hierarchy, depth).item()
+            counted = [hierarchy.is_first_replica(depth)] * len(shards)
+            return global_norm(shards, counted, hierarchy.world).item()
 
         return [norm(depth) for depth in (0, 1, 3)]
 
@@ -46,20 +47,29 @@ def test_the_norm_of_shards_is_torchs_with_the_same_bits_on_all_ranks():
         assert torch.allclose(gradient * factor, parameter.grad)
 
 
+def test_shards_of_different_replication_count_once_each():
+    """A shard that all ranks have beside one that only this rank has."""
+
+    def body(hierarchy):
+        both = torch.full((5,), 2.0)
+        own = torch.full((3,), 1.0 + hierarchy.rank)
+        is_first = hierarchy.rank == 0
+        return global_norm([own, both], [True, is_first], hierarchy.world).item()
+
+    expected = (3 * 1 + 3 * 4 + 5 * 4) ** 0.5
+    assert run_ranks((2,), body) == [pytest.approx(expected)] * 2
+
+
 def test_the_norm_of_a_long_shard_is_as_exact_as_that_of_its_parts():
     gradient = torch.randn(20_000_001, generator=torch.Generator().manual_seed(0))
     exact = sum(part.double().square().sum().item() for part in gradient.split(1 << 20))
-
-    def body(hierarchy):
-        return square_sum([gradient], hierarchy, 0).item()
-
-    assert run_ranks((1,), body) == [pytest.approx(exact, rel=1e-6)]
+    assert square_sum([gradient], [True]).item() == pytest.approx(exact, rel=1e-6)
 
 
 def test_one_non_finite_element_on_one_rank_shows_on_all():
     def body(hierarchy):
         bad = torch.full((4,), float("nan") if hierarchy.rank == 1 else 0.0)
-        return global_norm([torch.ones(4), bad], hierarchy, 1).item()
+        return global_norm([torch.ones(4), bad], [True, True], hierarchy.world).item()
 
     assert all(norm != norm for norm in run_ranks((2,), body))
 
