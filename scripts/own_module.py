@@ -111,7 +111,7 @@ def train_step(step: int, model: nn.Module, engine: Engine, optimizer: ShardedAd
     loss = (model(x.to(torch.bfloat16)).float() - y).square().sum()  # a sum over samples
     engine.backward(loss, is_last=True)
     gradients = engine.finish_gradients()  # summed over all ranks, one fp32 shard for each unit
-    counted = [unit.is_counted for unit in engine.units]
+    counted = [unit.counts for unit in engine.units]
     norm = global_norm(gradients, counted, hierarchy.world) / GLOBAL_BATCH
     divisor = GLOBAL_BATCH / clip_factor(norm, max_norm=1.0)
     skip = (~norm.isfinite()).float()

@@ -16,13 +16,13 @@ MIN_SCALE = 2.0**-24
 """Far below 1, because gradients are sums over tokens."""
 
 
-def square_sum(gradients: Sequence[torch.Tensor], is_counted: Sequence[bool]) -> torch.Tensor:
+def square_sum(gradients: Sequence[torch.Tensor], counts: Sequence[bool]) -> torch.Tensor:
     """Sum of squares, float64 [], of this rank's 1-D shards of gradients.
 
-    is_counted: whether this rank counts each of them. For the sum over all ranks to count each
+    counts: whether this rank counts each of them. For the sum over all ranks to count each
         element once, only the first of the ranks that hold the same shard may.
     """
-    counted = [g for g, is_ours in zip(gradients, is_counted, strict=True) if is_ours]
+    counted = [g for g, is_ours in zip(gradients, counts, strict=True) if is_ours]
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=gradients[0].device)
     norms = torch.cat([norm for gradient in counted for norm in _row_norms(gradient)])
@@ -30,11 +30,11 @@ def square_sum(gradients: Sequence[torch.Tensor], is_counted: Sequence[bool]) ->
 
 
 def global_norm(
-    gradients: Sequence[torch.Tensor], is_counted: Sequence[bool], world: World
+    gradients: Sequence[torch.Tensor], counts: Sequence[bool], world: World
 ) -> torch.Tensor:
     """Euclidean norm, float64 [], of gradients of which each rank has 1-D shards, counted as in
     `square_sum`. The same bits on every rank."""
-    return world.sum(square_sum(gradients, is_counted).view(1)).sqrt()[0]
+    return world.sum(square_sum(gradients, counts).view(1)).sqrt()[0]
 
 
 def _row_norms(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

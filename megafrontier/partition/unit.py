@@ -7,6 +7,7 @@ from functools import cached_property, partial
 import torch
 from torch import nn
 
+from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.parallel.param_spec import ParamSpec, spec_of
 from megafrontier.partition.comm.collectives import LevelCollectives
 from megafrontier.partition.comm.streams import AsyncChain
@@ -101,13 +102,24 @@ class Unit:
         self.feedback = ErrorFeedback(self.layout, self._collectives, place.optimizer, errors)
 
     def _empty(self, depth: int, dtype: torch.dtype) -> torch.Tensor:
-        _, shards = self._collectives.hierarchy.shard_index(depth)
+        _, shards = self.hierarchy.shard_index(depth)
         return torch.empty(self.layout.numel // shards, dtype=dtype, device=self._pool.device)
 
     @cached_property
     def full(self) -> torch.Tensor:
         """The unsharded weights [numel]; while resharded, the memory may hold another unit's."""
         return self._buffer.memory[: self.layout.numel]
+
+    @property
+    def hierarchy(self) -> Hierarchy:
+        """The data-parallel levels over which the unit's state is sharded."""
+        return self._collectives.hierarchy
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank counts its optimizer shard in a sum over all ranks: its replicas do
+        not."""
+        return self.hierarchy.is_first_replica(self.placement.optimizer)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -117,15 +129,7 @@ class Unit:
     @property
     def range(self) -> tuple[int, int]:
         """[start, stop) of this rank's optimizer shard in the flat buffer."""
-        return self.layout.bounds(
-            *self._collectives.hierarchy.shard_index(self.placement.optimizer)
-        )
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether this rank's optimizer shard counts in a sum over all ranks: it is the first of
-        the ranks that hold this shard."""
-        return self._collectives.hierarchy.is_first_replica(self.placement.optimizer)
+        return self.layout.bounds(*self.hierarchy.shard_index(self.placement.optimizer))
 
     @property
     def decay_stop(self) -> int:

@@ -115,7 +115,7 @@ def engine_step(
         total += loss.detach()
     count = GLOBAL_BATCH * (LENGTH - 1)
     gradients = engine.finish_gradients()
-    counted = [unit.is_counted for unit in engine.units]
+    counted = [unit.counts for unit in engine.units]
     norm = global_norm(gradients, counted, hierarchy.world) / count
     clip = min(1.0, CLIP / (norm.item() + 1e-6))
     for unit, gradient in zip(engine.units, gradients, strict=True):
