@@ -71,7 +71,7 @@ def batch(step: int, hierarchy: Hierarchy) -> tuple[torch.Tensor, torch.Tensor]:
 
 def states(engine: Engine, optimizer: ShardedAdamW) -> dict[str, list[torch.Tensor]]:
     """This rank's shards: what a checkpoint holds."""
-    return {"weight": [unit.master for unit in engine.units], **optimizer.moments}
+    return {"weight": [unit.master for unit in engine.units], **optimizer.states}
 
 
 def resume(root: Path, engine: Engine, optimizer: ShardedAdamW) -> int:

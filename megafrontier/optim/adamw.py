@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -9,16 +10,16 @@ import torch
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import OptimizerConfig
+from megafrontier.optim.sharded import ShardedOptimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class ShardedAdamW:
+class ShardedAdamW(ShardedOptimizer):
     """Decoupled weight decay (Loshchilov & Hutter 2019) over the engine's master shards.
 
     Each shard is split at its element of `decay_stops`: decayed parameters come before it, the
-    others after it. Both parts and their moments are views, so that a shard's moments are
-    contiguous like the shard itself.
+    others after it.
     """
 
     def __init__(
@@ -27,31 +28,25 @@ class ShardedAdamW:
         decay_stops: Sequence[int],
         config: OptimizerConfig,
     ) -> None:
-        self._implementation = config.fused
-        self.moments = {name: [torch.zeros_like(m) for m in masters] for name in MOMENTS}
-        """First and second moments by torch's names, one 1-D shard for each master."""
-        self._parts: list[tuple[torch.Tensor, int, slice]] = []
         groups: list[dict[str, Any]] = [
             {"params": [], "weight_decay": decay} for decay in (config.weight_decay, 0.0)
         ]
         for index, (master, stop) in enumerate(zip(masters, decay_stops, strict=True)):
             for group, part in zip(groups, (slice(0, stop), slice(stop, None)), strict=True):
                 if master[part].numel():
-                    self._parts.append((master[part], index, part))
-                    group["params"].append(self._parts[-1][0])
-        self._optimizer: Any = _build([group for group in groups if group["params"]], config)
+                    group["params"].append((index, part))
+        used = [group for group in groups if group["params"]]
+        super().__init__(masters, used, partial(_build, config=config))
+        self._implementation = config.fused
+        self.flatten(*MOMENTS)
         self.restore(0)
 
     def restore(self, steps: int) -> None:
-        """Continue after `steps` updates. The moments have been filled in place."""
-        # The optimizer gets our views as its state, so that it allocates no state itself.
-        for part, index, where in self._parts:
-            state = self._optimizer.state[part]
+        """Continue after `steps` updates. The moments in `states` have been filled in place."""
+        for part, _, _ in self._parts:
             device = part.device if self._implementation == "torch" else "cpu"
-            state["step"] = torch.tensor(float(steps), device=device)
-            for name in MOMENTS:
-                state[name] = self.moments[name][index][where]
-        for group in self._optimizer.param_groups:
+            self.torch.state[part]["step"] = torch.tensor(float(steps), device=device)
+        for group in self.torch.param_groups:
             group["step"] = steps  # apex counts here
 
     def step(
@@ -68,26 +63,23 @@ class ShardedAdamW:
 
         torch's fused kernel reads both on the device. With the others the host waits for it.
         """
+        optimizer: Any = self.torch
         if self._implementation == "torch":
-            self._optimizer.grad_scale, self._optimizer.found_inf = divisor.float(), skip.float()
+            optimizer.grad_scale, optimizer.found_inf = divisor.float(), skip.float()
         elif skip.item():
             return
         else:
             torch._foreach_div_(list(gradients), divisor.item())
-        for group in self._optimizer.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = lr
-        for part, index, where in self._parts:
-            part.grad = gradients[index][where]
-        self._optimizer.step()
-        for part, _, _ in self._parts:
-            part.grad = None
+        self.update(gradients)
 
     @property
     def steps(self) -> int:
         """Number of updates made. Waits for the device."""
         if self._implementation == "apex":
-            return int(self._optimizer.param_groups[0]["step"])
-        return int(self._optimizer.state[self._parts[0][0]]["step"].item())
+            return int(self.torch.param_groups[0]["step"])
+        return int(self.torch.state[self._parts[0][0]]["step"].item())
 
 
 def _build(groups: list[dict[str, object]], config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -74,7 +74,7 @@ def assert_is_reference(masters, optimizer):
     weights, moments = reference()
     assert torch.allclose(torch.cat(masters), weights, rtol=1e-6, atol=1e-7)
     for name, expected in moments.items():
-        assert torch.allclose(torch.cat(optimizer.moments[name]), expected, rtol=1e-6, atol=1e-7)
+        assert torch.allclose(torch.cat(optimizer.states[name]), expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("cuts", CUTS)
@@ -91,17 +91,17 @@ def test_the_optimizer_holds_views_and_no_state_of_its_own(fused):
     cuts = [0, 49, 51, 96]
     masters, optimizer = make(cuts, config(fused))
     run(optimizer, cuts, 0, 2)
-    ours = {t.untyped_storage().data_ptr() for shard in optimizer.moments.values() for t in shard}
+    ours = {t.untyped_storage().data_ptr() for shard in optimizer.states.values() for t in shard}
     theirs = [
         state[name]
-        for state in optimizer._optimizer.state.values()
+        for state in optimizer.torch.state.values()
         for name in ("exp_avg", "exp_avg_sq")
     ]
     assert {t.untyped_storage().data_ptr() for t in theirs} == ours
     assert sum(t.numel() for t in theirs) == 2 * NUMEL
-    for shards in optimizer.moments.values():
+    for shards in optimizer.states.values():
         assert [s.shape for s in shards] == [m.shape for m in masters]
-    assert all(part.grad is None for part in optimizer._optimizer.state)
+    assert all(part.grad is None for part in optimizer.torch.state)
 
 
 @pytest.mark.parametrize("fused", ["torch", "none"])
@@ -110,8 +110,8 @@ def test_a_restored_optimizer_continues_the_saved_one(fused):
     masters, saved = make(cuts, config(fused))
     run(saved, cuts, 0, 3)
     others, again = make(cuts, config(fused), torch.cat(masters))
-    for name, shards in saved.moments.items():
-        for target, source in zip(again.moments[name], shards, strict=True):
+    for name, shards in saved.states.items():
+        for target, source in zip(again.states[name], shards, strict=True):
             target.copy_(source)
     again.restore(saved.steps)
     run(again, cuts, 3, STEPS)
@@ -166,7 +166,7 @@ def test_a_real_apex_is_used(monkeypatch):
     monkeypatch.setitem(sys.modules, "apex.optimizers", optimizers)
     cuts = [0, 49, 51, 96]
     masters, optimizer = make(cuts, config("apex"))
-    assert isinstance(optimizer._optimizer, FusedAdam)
+    assert isinstance(optimizer.torch, FusedAdam)
     # Its stand-in steps as torch does, which would initialize the accelerator.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     run(optimizer, cuts, 0, 3)

@@ -38,7 +38,7 @@ def test_a_skipped_step_changes_nothing_and_the_next_one_goes_on(config_file):
     config = runs.load(config_file, *STEPS)
 
     def state(trainer):
-        moments = trainer.optimizer.moments.values()
+        moments = trainer.optimizer.states.values()
         masters = [unit.master for unit in trainer.engine.units]
         tensors = [*masters, *(t for shards in moments for t in shards)]
         # The loss shows the computing weights, which the engine refreshes when it likes.

@@ -47,7 +47,7 @@ def shards(trainer: Trainer) -> Mapping[str, Sequence[torch.Tensor]]:
     with delta wires (`published`). So are errors without error feedback.
     """
     units = trainer.engine.units
-    found = {"weight": [unit.master for unit in units], **trainer.optimizer.moments}
+    found = {"weight": [unit.master for unit in units], **trainer.optimizer.states}
     if trainer.engine.wires.have_deltas and not units[0].computes_with_masters:
         found["published"] = [unit.published for unit in units]
     errors = [unit.feedback.error for unit in units if unit.feedback.error is not None]

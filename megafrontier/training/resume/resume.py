@@ -212,7 +212,7 @@ def _load_shards(trainer: Trainer, checkpoint: Checkpoint, is_start: bool = Fals
     checkpoint that turned out to be damaged may have left something in them."""
     for unit in trainer.engine.units:
         unit.feedback.clear()
-    for tensors in trainer.optimizer.moments.values():
+    for tensors in trainer.optimizer.states.values():
         for tensor in tensors:
             tensor.zero_()
     states = states_to_load(trainer, _used(trainer.config, checkpoint.manifest, is_start))
