@@ -10,7 +10,6 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,10 +32,7 @@ _PATH_ERRORS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code, one of those in errors.py."""
-    _open_closed_streams()
     arguments = _parse(argv)
-    if arguments.run not in (_train, _evaluate) and getattr(arguments, "part", None) is None:
-        _warn_of_copies()
     try:
         return arguments.run(arguments) or 0
     except FatalError as error:
@@ -53,31 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print_error(f"megafrontier: {error.filename}: {error.strerror}")
         return BAD_INPUT
-
-
-def _warn_of_copies() -> None:
-    """Warn if a launcher started several tasks for the work of one process. Each does all of it,
-    and only one of those that write the same files succeeds."""
-    from megafrontier.parallel.env import identify
-
-    with suppress(UserError):  # only commands that train need a complete environment
-        found = identify(os.environ)
-        if found.world_size > 1 and found.rank == 0:
-            said = f"each of {found.world_size} tasks of {found.source} does all of this"
-            print_error(f"megafrontier: warning: {said}; need one, as by srun -n1")
-
-
-def _open_closed_streams() -> None:
-    """Open /dev/null for each standard stream that the parent process closed (`>&-`).
-
-    Python sets such a stream to None, and the next file to be opened would get its number: the
-    hard timeout, which writes to stderr by number, would write into it.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            null = os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(null, True)
-            setattr(sys, name, os.fdopen(null, mode))
 
 
 class _Parser(argparse.ArgumentParser):

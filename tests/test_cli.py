@@ -97,31 +97,6 @@ def test_a_missing_relative_path_is_refused_with_the_folder_it_was_looked_for_in
     assert f" in {tmp_path}/elsewhere" in said
 
 
-@pytest.mark.parametrize(
-    ("line", "rank", "is_told"),
-    [
-        ("export nowhere --out x", 0, True),
-        ("export nowhere --out x", 1, False),
-        ("prepare nowhere --tokenizer bytes --out x", 0, True),
-        ("prepare nowhere --tokenizer bytes --out x --part 1/4", 0, False),
-    ],
-)
-def test_several_tasks_for_the_work_of_one_process_are_warned_of_once(
-    line, rank, is_told, capsys, monkeypatch
-):
-    """In an allocation with several tasks per node, srun starts as many of every command."""
-    step = {"PROCID": rank, "LOCALID": rank, "STEP_ID": 0, "STEP_NUM_TASKS": 4, "NTASKS": 16}
-    for name, value in step.items():
-        monkeypatch.setenv(f"SLURM_{name}", str(value))
-    monkeypatch.setenv("MASTER_ADDR", "host")
-    assert main(line.split()) == 2
-    *reported, _ = capsys.readouterr().err.splitlines()
-    said = (
-        "megafrontier: warning: each of 4 tasks of slurm does all of this; need one, as by srun -n1"
-    )
-    assert reported == [said] * is_told
-
-
 def test_bad_input_is_code_2_even_if_stderr_is_lost():
     """Not 1, the code of a bug, nor 120, with which Python exits if it cannot flush."""
     words = [sys.executable, "-m", "megafrontier", "fly"]
@@ -131,22 +106,6 @@ def test_bad_input_is_code_2_even_if_stderr_is_lost():
     with open(write, "wb") as unread, open("/dev/full", "wb") as full:
         for lost in (unread, full):
             assert subprocess.run(words, stderr=lost, env=buffered).returncode == 2
-
-
-CLOSED = """
-import os, sys
-from megafrontier.cli import main
-code, null = main(sys.argv[1:]), os.stat(os.devnull)
-sys.exit(code or any(not os.path.samestat(os.fstat(number), null) for number in range(3)))
-"""
-
-
-def test_a_run_with_closed_streams_trains_and_opens_no_file_under_their_numbers(tmp_path):
-    words = [sys.executable, "-c", CLOSED, "train", str(runs.make_config_file(tmp_path))]
-    words += ["--nproc", "2", *runs.ONE, "train.steps=2"]
-    shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
-    assert subprocess.run([*shell, *words]).returncode == 0
-    assert "step 2/2  loss" in runs.log(tmp_path / "run")
 
 
 @pytest.mark.parametrize("out", ["", ".", "folder/"])

@@ -1,25 +1,17 @@
 """The command `evaluate`: the loss of a finished checkpoint on its validation data."""
 
-import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megafrontier.checkpoint.folder import find, of_newest
+from megafrontier.checkpoint.folder import of_newest
 from megafrontier.checkpoint.load import load_checkpoint
 from megafrontier.commands.checkpoints import device_name, saved_config
 from megafrontier.common.errors import UserError
-from megafrontier.config import (
-    Config,
-    PartitionConfig,
-    config_to_dict,
-    load_config,
-    load_machine,
-)
+from megafrontier.config import Config, PartitionConfig, load_config, load_machine
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.data.tokenizers.base import Tokenizer
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
@@ -28,67 +20,34 @@ from megafrontier.launch.health.preflight import check_present
 from megafrontier.launch.main import launch, load_or_refuse
 from megafrontier.parallel.env import identify
 from megafrontier.parallel.fault_injection import fault_point
-from megafrontier.parallel.world import World
-from megafrontier.training.callbacks.evaluate import (
-    Evaluation,
-    evaluate,
-    no_targets_message,
-)
+from megafrontier.training.callbacks.evaluate import Evaluation, evaluate
 from megafrontier.training.preview import check_training
 from megafrontier.training.resume.compatibility import rotary_changes
 from megafrontier.training.resume.resume import fill_shards, share_shards
 from megafrontier.training.trainer import build_model, open_loader
 
 
-@dataclass(frozen=True)
-class Target:
-    """What to evaluate.
+def _find_target(
+    path: Path, overrides: Sequence[str], unused: Sequence[str]
+) -> tuple[Path, Config]:
+    """A checkpoint, or a run whose newest one is meant, and the config to evaluate it with.
 
-    path: a checkpoint, or a run whose newest checkpoint is meant.
-    directory: the folder of the run.
-    """
-
-    path: Path
-    config: Config
-    directory: Path
-
-
-def find_target(path: Path, overrides: Sequence[str], unused: Sequence[str]) -> Target:
-    """The target of the command.
-
-    A YAML config means its run's newest checkpoint, evaluated with the settings of the file. A
-    checkpoint or a run is evaluated with the settings it was trained with. Raises UserError if
-    there is no checkpoint or no data to evaluate on, and for overrides of `unused` keys or
-    sections.
+    A YAML config means its run, evaluated with the settings of the file. A checkpoint or a run is
+    evaluated with the settings it was trained with. Raises UserError if there is no checkpoint or
+    no data to evaluate on, and for overrides of `unused` keys or sections.
     """
     _refuse_unused(overrides, unused)
     if path.is_file():
         config = load_config(path, overrides)
         path = Path(config.run.directory)
     else:
-        config = of_newest(path, partial(_kept_config, overrides=overrides))
-    directory = _run_of(path)
+        config = of_newest(path, partial(saved_config, overrides=overrides))
     if config.evaluate.batches == 0:
         raise UserError("evaluate.batches: 0, need at least 1")
-    data = config.data
-    if not (data.valid or data.train):
+    if not (config.data.valid or config.data.train):
         need = "need a corpus to evaluate on: 'data.valid=[{path: …}]'"
         raise UserError(f"data.valid: empty, {need}")
-    return Target(path, config, directory)
-
-
-def _kept_config(checkpoint: Path, overrides: Sequence[str]) -> Config:
-    """The config of a checkpoint. Also loads its tokenizer, whose files a running training may
-    prune before they are needed."""
-    config = saved_config(checkpoint, overrides)
-    cached_tokenizer(config.tokenizer)
-    return config
-
-
-def _run_of(path: Path) -> Path:
-    """The run of a checkpoint. The config may name an older place of a run that was moved."""
-    folder = find(path)[-1].resolve().parent
-    return folder.parent if folder.name == "checkpoints" else folder
+    return path, config
 
 
 def evaluate_command(
@@ -104,8 +63,7 @@ def evaluate_command(
     unused = ["train.compile", "optimizer", "schedule", "checkpoint"]
     unused += ["machine", "partition"] if is_local else []
     unused += [] if path.is_file() else ["run.name", "run.directory"]
-    target = load_or_refuse(lambda: find_target(path, overrides, unused), nproc)
-    config = target.config
+    path, config = load_or_refuse(lambda: _find_target(path, overrides, unused), nproc)
     config.train.compile = False  # compiling takes longer than a few batches
     if is_local:
         config.machine = {"levels": {"world": {}}, "device": {"name": device_name(config)}}
@@ -113,10 +71,9 @@ def evaluate_command(
 
     def body() -> int:
         need = f"a smaller train.micro_batch ({config.train.micro_batch}), or more ranks"
-        with open_context(config, target.directory) as context:
-            _agree_on(config, context.world)
+        with open_context(config, Path(config.run.directory)) as context:
             with context.explain_out_of_memory(need):
-                checkpoint, found = _evaluate(target, context, show)
+                checkpoint, found = _evaluate(path, context, show)
             if context.world.rank == 0:
                 show(describe(checkpoint, found))
         return 0
@@ -129,18 +86,6 @@ def evaluate_command(
     return launch(config, body, nproc, check)
 
 
-def _agree_on(config: Config, world: World) -> None:
-    """Raise UserError on all ranks if they have found different configurations.
-
-    The run may have been resumed with another one meanwhile. Tokenizers are not compared, because
-    each checkpoint has its own copy.
-    """
-    mine = json.dumps(config_to_dict(replace(config, tokenizer="")), sort_keys=True, default=str)
-    first = world.broadcast_from_rank_0(lambda: mine)
-    line = f"{config.run.name}: ranks have found checkpoints of different configurations"
-    world.raise_first(None if mine == first else UserError(f"{line}; need the path of one"))
-
-
 def _refuse_unused(overrides: Sequence[str], unused: Sequence[str]) -> None:
     for override in overrides:
         key = override.partition("=")[0]
@@ -149,15 +94,15 @@ def _refuse_unused(overrides: Sequence[str], unused: Sequence[str]) -> None:
 
 
 def _evaluate(
-    target: Target, context: RunContext, show: Callable[[str], Any]
+    path: Path, context: RunContext, show: Callable[[str], Any]
 ) -> tuple[Path, Evaluation]:
     """The path of the newest checkpoint, and its evaluation."""
-    config, mesh, world = target.config, context.mesh, context.world
+    config, mesh, world = context.config, context.mesh, context.world
     model, engine = build_model(config, context.plan, mesh)
     weights = {"weight": [unit.master for unit in engine.units]}
     load = partial(fill_shards, model=config.model, engine=engine, states=weights)
     load_it = partial(load_checkpoint, load=load, world=world)
-    checkpoint = of_newest(target.path, load_it, world.broadcast_from_rank_0)
+    checkpoint = of_newest(path, load_it, world.broadcast_from_rank_0)
     share_shards(engine, weights)
     engine.restore(has_published=False)
     loader = world.run_on_all(
@@ -167,7 +112,7 @@ def _evaluate(
         raise UserError("data.split: keeps nothing for validation; need data.valid or a part")
     if world.rank == 0:
         # A config file may lack overrides that were given to the training.
-        for line in rotary_changes(config.model, checkpoint.manifest):
+        for line in rotary_changes(config, checkpoint.manifest):
             show(line)
     tokenizer = cached_tokenizer(config.tokenizer)
     count_bytes = partial(text_bytes, tokenizer) if tokenizer.min_vocab_size else None
@@ -176,9 +121,6 @@ def _evaluate(
         beat = context.watchdog.beat
         found = evaluate(model, loader, mesh, config.evaluate.batches, count_bytes, beat)
         assert found is not None  # nothing interrupts it here
-        if found.tokens == 0:
-            need = "need documents of 2 tokens or more"
-            raise UserError(f"{no_targets_message(config.evaluate.batches)}; {need}")
         return checkpoint.path, found
     finally:
         loader.close()

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,44 +33,27 @@ def generate_command(
     device: `cpu`, or `any` for a GPU if there is one and the model was not trained on the CPU.
     sampling: arguments of `generate`.
 
-    Returns a note for the user if the context was full before `max_new_tokens`. Raises UserError
-    for a bad checkpoint or value, and OutOfMemory.
+    Returns a note for the user if not all new tokens fit the model's context. Raises UserError for
+    a bad checkpoint or value, and OutOfMemory.
     """
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:  # bytes of the shell that are no text
-        raise UserError("--prompt: not valid UTF-8") from error
-    session = of_newest(
-        path, partial(_open_session, prompt=prompt, device=device, sampling=sampling)
-    )
-    model, tokenizer, tokens = session.model, session.tokenizer, session.tokens
-    sampling |= {"stop": tokenizer.eod, "vocab_size": tokenizer.vocab_size}
-    new: list[int] = []
-    with _explain_out_of_memory(session.where):
+    opened = of_newest(path, partial(_open, prompt=prompt, device=device, sampling=sampling))
+    model, tokenizer, tokens = opened
+    room = model.config.sequence_length - len(tokens)
+    with _explain_out_of_memory(next(model.parameters()).device):
         show(prompt)
-        made = _recorded(generate(model, tokens, **sampling), new)
+        sampling |= {"stop": tokenizer.eod, "vocab_size": tokenizer.vocab_size}
+        made = generate(model, tokens, **sampling)
         for text in stream_text(made, tokenizer.decode, tokens):
             show(text)
-    length = model.config.sequence_length
-    if len(new) < sampling["max_new_tokens"] and len(tokens) + len(new) == length:
-        return f"ended at the {length} tokens of model.sequence_length"
+    if sampling["max_new_tokens"] > room:
+        return f"--max-new-tokens: {room} fit model.sequence_length"
     return None
 
 
-@dataclass(frozen=True)
-class _Session:
-    """A model on its device, its tokenizer, and the tokens of the prompt."""
-
-    model: GPT
-    tokenizer: Tokenizer
-    tokens: list[int]
-    where: torch.device
-
-
-def _open_session(
+def _open(
     checkpoint: Path, prompt: str, device: str, sampling: Mapping[str, Any]
-) -> _Session:
-    """Check the request, then load the model."""
+) -> tuple[GPT, Tokenizer, list[int]]:
+    """Check the request, then load the model. Returns it with the tokens of the prompt."""
     config = saved_config(checkpoint)
     tokenizer = load_tokenizer(config.tokenizer)
     tokens = tokenizer.encode(prompt)
@@ -81,25 +63,37 @@ def _open_session(
             "need some text"
         )
     tokens = tokens or [tokenizer.eod]  # an empty prompt continues the end of a document
-    try:
-        check_request(config.model, tokens, **sampling)
-    except UserError as error:  # names an argument of generate, here an option
-        name, _, problem = str(error).partition(":")
-        raise UserError(f"--{name.replace('_', '-')}:{problem}") from error
+    check_request(config.model, tokens, **sampling)
     name = device_name(config) if device == "any" else device
     where = torch.device("cuda" if uses_accelerator(name) else "cpu")
     with _explain_out_of_memory(where):
-        return _Session(load_model(checkpoint, config, where), tokenizer, tokens, where)
+        return load_model(checkpoint, config, where), tokenizer, tokens
+
+
+def check_request(
+    model: ModelConfig,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int | None = None,
+) -> None:
+    """Raise UserError for a prompt or an option that the command cannot use."""
+    limit, vocab_size = model.sequence_length - 1, model.vocab_size
+    fits = f"need at most {limit} (model.sequence_length - 1)"
+    need(len(prompt) <= limit, "--prompt", f"{len(prompt)} tokens", fits)
+    unknown = next((t for t in prompt if not 0 <= t < vocab_size), None)
+    need(unknown is None, "--prompt", f"token {unknown}", f"need 0 to {vocab_size - 1}")
+    need(max_new_tokens >= 0, "--max-new-tokens", max_new_tokens, "need 0 or more")
+    need(temperature >= 0, "--temperature", temperature, "need 0 or more")
+    need(top_k >= 0, "--top-k", top_k, "need 0 (all tokens) or more")
+    need(0 < top_p <= 1, "--top-p", top_p, "need more than 0, at most 1")
 
 
 def _explain_out_of_memory(where: torch.device) -> AbstractContextManager[None]:
     return explain_out_of_memory(str(where), "--device cpu, or a shorter text")
-
-
-def _recorded(tokens: Iterator[int], seen: list[int]) -> Iterator[int]:
-    for token in tokens:
-        seen.append(token)
-        yield token
 
 
 def generate(
@@ -119,15 +113,10 @@ def generate(
     Ends after `max_new_tokens`, when prompt and text fill the model's sequence length, or before
     the token `stop`. For sampling see `next_token_probabilities`. The same `seed` gives the same
     tokens, and None a different seed each time. Only tokens below `vocab_size` are sampled (None:
-    all). The model is in eval mode until the iterator ends.
+    all). The prompt needs at least one token, and room for another.
 
-    Raises UserError at once for a prompt that is empty, too long or of unknown tokens, and for
-    values out of range; while iterating if the model's output is not finite.
+    Raises UserError while iterating if the model's output is not finite.
     """
-    check_request(
-        model.config, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
-        top_p=top_p, seed=seed,
-    )  # fmt: skip
     generator = torch.Generator()
     if seed is None:
         generator.seed()
@@ -200,31 +189,6 @@ def stream_text(
         yield text[shown:]
 
 
-def check_request(
-    model: ModelConfig,
-    prompt: Sequence[int],
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int | None,
-) -> None:
-    """Raise the UserErrors of `generate` that need no weights, before they are loaded."""
-    limit, vocab_size = model.sequence_length - 1, model.vocab_size
-    key = "model.sequence_length - 1"
-    need(len(prompt) > 0, "prompt", "no tokens", "need at least one")
-    need(len(prompt) <= limit, "prompt", f"{len(prompt)} tokens", f"need at most {limit} ({key})")
-    unknown = next((t for t in prompt if not 0 <= t < vocab_size), None)
-    need(unknown is None, "prompt", f"token {unknown}", f"need 0 to {vocab_size - 1}")
-    need(max_new_tokens >= 0, "max_new_tokens", max_new_tokens, "need 0 or more")
-    need(temperature >= 0, "temperature", temperature, "need 0 or more")
-    need(top_k >= 0, "top_k", top_k, "need 0 (all tokens) or more")
-    need(0 < top_p <= 1, "top_p", top_p, "need more than 0, at most 1")
-    fits = seed is None or -(2**63) <= seed < 2**64
-    need(fits, "seed", seed, "need -2**63 to 2**64 - 1")
-
-
 def _continue(
     model: GPT,
     prompt: list[int],
@@ -232,22 +196,18 @@ def _continue(
     choose: Callable[[Tensor], int],
     stop: int | None,
 ) -> Iterator[int]:
-    """Yield up to `count` tokens, and restore the model's mode however the iteration ends."""
+    """Yield up to `count` tokens."""
     weight = next(model.parameters())
     room = len(prompt) + count  # less than the model's context, which may be a million tokens
     cache = KVCache(model.config, capacity=room, dtype=weight.dtype, device=weight.device)
-    training = model.training
     model.eval()
-    try:
-        new = prompt
-        for _ in range(count):
-            token = choose(_last_logits(model, torch.tensor([new], device=weight.device), cache))
-            if token == stop:
-                return
-            yield token
-            new = [token]
-    finally:
-        model.train(training)
+    new = prompt
+    for _ in range(count):
+        token = choose(_last_logits(model, torch.tensor([new], device=weight.device), cache))
+        if token == stop:
+            return
+        yield token
+        new = [token]
 
 
 @torch.no_grad()

@@ -84,12 +84,8 @@ def test_evaluate_takes_overrides_and_a_config(life, capfd):
     [
         ("tokenizer=/nowhere", "tokenizer '/nowhere'"),
         ("data.train=[]", "data.valid: empty, need a corpus to evaluate on"),
-        ("machine=frontier", "machine: not used by evaluate"),
         ("machine.device.memory_gib=1", "machine.device.memory_gib: not used by evaluate"),
-        ("partition.strategy=topo", "partition.strategy: not used by evaluate"),
-        ("train.compile=true", "train.compile: not used by evaluate"),
         ("optimizer.lr=7", "optimizer.lr: not used by evaluate"),
-        ("run.name=other", "run.name: not used by evaluate"),
     ],
 )
 def test_evaluate_ignores_no_override(life, capfd, override, said):

@@ -104,7 +104,7 @@ def training(life, tmp_path):
         (["generate", "--prompt", "x", "--max-new-tokens", "1"], GENERATE + "saved_config"),
         (["generate", "--prompt", "x", "--max-new-tokens", "1"], CHECKPOINTS + "open_checkpoint"),
         (["export"], CONVERT + "saved_config"),
-        (["export"], CONVERT + "Checkpoint.tensors"),
+        (["export"], CONVERT + "Checkpoint.tensor"),
         (["evaluate"], EVALUATE + "saved_config"),
     ],
 )
