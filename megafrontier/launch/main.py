@@ -26,11 +26,8 @@ from megafrontier.launch.local import exit_code, flush_output, fork_ranks, impor
 from megafrontier.launch.rendezvous import refuse
 from megafrontier.parallel.env import Identity, identify
 from megafrontier.parallel.fault_injection import fault_point
-from megafrontier.training.callbacks.base import load_class, notify_saved
-from megafrontier.training.callbacks.evaluate import (
-    Evaluate,
-    is_evaluation_missing,
-)
+from megafrontier.training.callbacks.base import load_class
+from megafrontier.training.callbacks.evaluate import Evaluate
 from megafrontier.training.callbacks.guard import Guard
 from megafrontier.training.callbacks.log import Log, TraceWriter
 from megafrontier.training.callbacks.save import Save
@@ -215,21 +212,19 @@ def _run(context: RunContext, start: StartRecord) -> int:
     try:
         resume(trainer, run_logger)
         start.add(resumed=trainer.step)
-        is_missing = is_evaluation_missing(trainer)
         context.world.run_on_all(partial(_open_records, trainer, run_logger))
-        save = Save(run_logger, trainer.step, watchdog.beat)
+        save = Save(run_logger, trainer.step)
         # The broadcast of the first weights belongs to no step.
         trainer.engine.ledger.take()
         trainer.engine.ledger.take_waited()
         trace, stragglers = TraceWriter(trainer), Stragglers(context.identity.host)
-        evaluate = Evaluate(watchdog.beat, is_missing)
+        evaluate = Evaluate(watchdog.beat)
         watchdog.begin(trainer.step, trainer.engine.ledger)
         garbage = GarbageCollection(config.train.gc_every)
         # Evaluation comes after the checkpoint, because it may be cut short.
         callbacks = [Log(), guard, *users.values(), save, evaluate, trace, stragglers, garbage]
-        save.on_saved = partial(notify_saved, callbacks)
+        save.listeners = callbacks
         run(trainer, callbacks, watchdog.beat)
-        save.finish(context.world)
         if trainer.step >= trainer.last_step:
             return 0
         if trainer.is_first:

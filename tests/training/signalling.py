@@ -3,7 +3,6 @@ stop. The environment says which, as STEP PROCESS SIGNAL."""
 
 import os
 import signal
-import threading
 
 from megafrontier.training.callbacks.base import Callback
 
@@ -23,40 +22,3 @@ class SignalInStep(Callback):
 
     def _send(self):
         os.kill(getattr(os, self._process)(), self._signal)
-
-
-class SignalAfterStep(SignalInStep):
-    """Each rank signals after a step, before its evaluation."""
-
-    def before_step(self, trainer):
-        pass
-
-    def after_step(self, trainer, result):
-        if result.step == self._step:
-            self._send()
-
-
-class SignalsUntilSaved(SignalInStep):
-    """After the first signal, more follow to rank and parent until a checkpoint is complete."""
-
-    def __init__(self):
-        super().__init__()
-        self._saved, self._count = threading.Event(), 0
-        self._thread = threading.Thread(target=self._pester, daemon=True)
-
-    def _send(self):
-        super()._send()
-        self._thread.start()
-
-    def _pester(self):
-        while not self._saved.wait(0.005):
-            for number in (signal.SIGTERM, signal.SIGUSR1):
-                os.kill(os.getpid(), number)
-                os.kill(os.getppid(), number)
-                self._count += 1
-
-    def on_checkpoint_saved(self, trainer, path):
-        self._saved.set()
-        if trainer.world.rank == 1:
-            self._thread.join()
-            print(f"{self._count} more signals", flush=True)

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from megafrontier.cli import main
 from megafrontier.training.callbacks.evaluate import evaluate
 from megafrontier.training.loop import train_step
 from tests import runs
@@ -91,34 +90,6 @@ def test_a_skipped_step_leaves_no_errors_for_the_next(config_file):
         assert after_a_skipped_one == 0
 
 
-def test_fp16_finds_its_scale_alike_on_all_ranks_and_then_learns(config_file):
-    config = runs.load(
-        config_file, "train.precision=fp16", f"train.loss_scale={2.0**32}", "train.steps=100",
-        "train.micro_batch=4",
-    )  # fmt: skip
-
-    def body(mesh):
-        results, scales, unchanged = [], [], []
-        with runs.open_trainer(config, mesh) as trainer:
-            for _ in range(45):
-                before = [unit.master.clone() for unit in trainer.engine.units]
-                results.append(train_step(trainer))
-                scales.append(trainer.loss_scale.scale.item())
-                now = [unit.master for unit in trainer.engine.units]
-                unchanged.append(all(map(torch.equal, before, now)))
-        return [r.skipped for r in results], scales, unchanged, [r.loss for r in results]
-
-    found = run_mesh((2, 2, 1), body)
-    skipped, scales, unchanged, losses = found[0]
-    assert all(rank[:3] == found[0][:3] for rank in found)
-    count = skipped.index(False)
-    assert 5 < count < 35
-    assert unchanged == skipped
-    for step, scale in enumerate(scales[:count], start=1):
-        assert scale == 2.0 ** (32 - step)
-    assert losses[-1] < losses[0] - 0.2
-
-
 def test_a_spike_is_skipped_and_logged_with_its_samples(config_file, tmp_path, multiply_loss):
     multiply_loss(100, 6 * 16 + 9)  # in the seventh step, on one rank
     lines = runs.run(config_file, 2, *SPIKES, "train.spike_loss=2")
@@ -177,18 +148,3 @@ def test_the_loss_scale_ignores_a_step_without_a_target(config_file, one_token_d
     corpus = f"data.train=[{{path: {one_token_documents}}}]"
     lines = runs.run(config_file, 1, *MASK, *chosen, corpus, "evaluate.batches=0")
     assert [line["loss_scale"] for line in lines] == [1024, 1024]
-
-
-def test_an_evaluation_without_a_target_has_no_loss(
-    config_file, tmp_path, one_token_documents, capfd
-):
-    valid = f"data.valid=[{{path: {one_token_documents}}}]"
-    lines = runs.run(config_file, 2, *MASK, "train.steps=2", valid)
-    assert runs.valid_losses(lines) == []
-    reason = "evaluate.batches: 1, no token in them has a target"
-    assert f"step 2: nothing to evaluate: {reason}" in runs.log(tmp_path / "run")
-    capfd.readouterr()
-    assert main(["evaluate", str(tmp_path / "run"), valid, "--nproc", "2"]) == 2
-    output = capfd.readouterr()
-    assert output.out == ""
-    assert output.err == f"megafrontier: {reason}; need documents of 2 tokens or more\n"

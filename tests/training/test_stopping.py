@@ -2,7 +2,6 @@
 it had not been stopped."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -91,35 +90,13 @@ def test_a_run_that_is_stopped_in_its_last_step_is_finished(folder, unbroken, si
     assert runs.valid_losses(runs.metrics(folder / "last")) == runs.valid_losses(unbroken)
 
 
-def test_more_signals_during_the_save_change_nothing(folder, unbroken, signalled):
-    ended = train(folder, "pestered", signalled("3 getpid SIGUSR1", "SignalsUntilSaved"))
-    assert ended.returncode == STOPPED, ended.stderr
-    assert checkpoints(folder, "pestered") == ["step-00000003"]
-    (count,) = re.findall(r"(\d+) more signals", ended.stdout)
-    assert int(count) >= 2
-    assert runs.losses(resume(folder, "pestered")) == runs.losses(unbroken)
-
-
-def test_a_signal_before_an_evaluation_leaves_it_to_the_next_start(folder, unbroken, signalled):
-    """There may be no time for it, nor for another step."""
-    ended = train(
-        folder, "evaluating", signalled("5 getpid SIGTERM", "SignalAfterStep"), "evaluate.every=5"
-    )
-    assert ended.returncode == STOPPED, ended.stderr
-    assert runs.valid_losses(runs.metrics(folder / "evaluating")) == []
-    assert checkpoints(folder, "evaluating") == ["step-00000005"]
-    lines = resume(folder, "evaluating", "evaluate.every=5")
-    assert runs.losses(lines) == runs.losses(unbroken)
-    assert 5 in [line["step"] for line in lines if "valid_loss" in line]
-
-
 STARTING = """
 import os, signal, sys
 from importlib.abc import MetaPathFinder
 class Signal(MetaPathFinder):
     def find_spec(self, name, *_):
-        if name == {module!r}:
-            assert {module!r} != "omegaconf" or "torch" not in sys.modules
+        if name == "omegaconf":
+            assert "torch" not in sys.modules
             os.kill(os.getpid(), signal.SIGUSR1)
 sys.meta_path.insert(0, Signal())
 from megafrontier import cli
@@ -127,11 +104,9 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("module", ["omegaconf", "torch._dynamo"])
-def test_a_run_that_is_asked_while_it_starts_makes_no_step_and_loses_nothing(folder, module):
-    """Before torch is imported, and after it."""
-    name = f"starting-{module}"
-    command = [sys.executable, "-c", STARTING.format(module=module), *arguments(folder, name)]
+def test_a_run_that_is_asked_while_it_starts_makes_no_step_and_loses_nothing(folder):
+    name = "starting"
+    command = [sys.executable, "-c", STARTING, *arguments(folder, name)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == STOPPED, ended.stderr
     assert "stopped on request at step 0" in ended.stdout

@@ -84,15 +84,6 @@ class Loader:
         """
         self._origin = step, *position
 
-    @property
-    def numbered_from(self) -> int:
-        """The first optimizer step for which the current numbers of data steps hold.
-
-        It is not 0 after a change of `global_batch`, which changes the numbers.
-        """
-        step, first_step, first_sample = self._origin
-        return 0 if first_sample == first_step * self._global_batch else step
-
     def data_step_of(self, sample: int) -> int:
         """Return the data step that starts with global sample `sample`."""
         _, first_step, first_sample = self._origin

@@ -1,6 +1,6 @@
 """Callbacks: what happens around the steps of a run, in the same way on every rank."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -65,12 +65,6 @@ class Callback:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from the `state_dict` of a checkpoint, if that has one. Called before
         `at_start`."""
-
-
-def notify_saved(callbacks: Iterable[Callback], trainer: Trainer, path: Path) -> None:
-    """Call `on_checkpoint_saved` of all callbacks."""
-    for callback in callbacks:
-        callback.on_checkpoint_saved(trainer, path)
 
 
 def load_class(name: str) -> type[Callback]:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -14,7 +13,6 @@ from megafrontier.model.gpt import GPT
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.training.callbacks.base import Callback, is_due
 from megafrontier.training.loop import stop_agreed
-from megafrontier.training.resume.restarts import last_lines
 from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer, read_step
 
@@ -32,11 +30,6 @@ class Evaluation:
     def loss(self) -> float:
         """Nats per token; NaN without a token."""
         return self.loss_sum / self.tokens if self.tokens else math.nan
-
-
-def no_targets_message(batches: int) -> str:
-    """Why `batches` of validation data have no loss."""
-    return f"evaluate.batches: {batches}, no token in them has a target"
 
 
 @torch.no_grad()
@@ -77,50 +70,26 @@ def evaluate(
     return Evaluation(loss_sum, int(tokens_sum), int(bytes_sum))
 
 
-def is_evaluation_missing(trainer: Trainer) -> bool:
-    """Whether the step that a run resumes from should have been evaluated and was not, according to
-    rank 0's metrics.jsonl, because the run was killed or asked to stop. All ranks call it."""
-    is_last = trainer.step == trainer.last_step
-    if not (is_last or is_due(trainer.config.evaluate.every, trainer.step)):
-        return False
-    is_missing = True
-    if trainer.is_first:
-        metrics = Path(trainer.config.run.directory) / "metrics.jsonl"
-        lines = [line for line in last_lines(metrics) if line.get("step") == trainer.step]
-        # A run that starts from another run's checkpoint has no line of that step.
-        is_missing = bool(lines) and not any("valid_loss" in line for line in lines)
-    return trainer.world.all_true(is_missing)
-
-
 class Evaluate(Callback):
     """Evaluates every `evaluate.every` steps and at the end of the run.
 
-    A run that is asked to stop skips the evaluation, because the checkpoint is more important. The
-    next start makes up for it.
+    A run that is asked to stop skips the evaluation, because the checkpoint is more important.
     """
 
-    def __init__(
-        self, heartbeat: Callable[[], None] = lambda: None, is_missing: bool = False
-    ) -> None:
-        """`is_missing`: whether to evaluate before the first step (`is_evaluation_missing`)."""
+    def __init__(self, heartbeat: Callable[[], None] = lambda: None) -> None:
         self._heartbeat = heartbeat
-        self._is_missing = is_missing
+        self._is_last = False
 
     def needs_settled_state(self, trainer: Trainer, step: int) -> bool:
         return is_due(trainer.config.evaluate.every, step)
 
-    def at_start(self, trainer: Trainer) -> None:
-        if self._is_missing and trainer.step < trainer.last_step:
-            self._run(trainer)
-
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        is_last = result.step == trainer.last_step
-        if self.needs_settled_state(trainer, result.step) and not (is_last or result.stop):
+        self._is_last = result.step == trainer.last_step
+        if self.needs_settled_state(trainer, result.step) and not (self._is_last or result.stop):
             self._run(trainer)
-        self._is_missing = is_last
 
     def at_end(self, trainer: Trainer) -> None:
-        if self._is_missing and trainer.step == trainer.last_step:
+        if self._is_last:
             self._run(trainer)
 
     def _run(self, trainer: Trainer) -> None:
@@ -128,7 +97,6 @@ class Evaluate(Callback):
         batches = trainer.config.evaluate.batches
         if trainer.valid_loader is None or batches == 0:
             return
-        is_last = trainer.step == trainer.last_step
         trainer.engine.finish_publishing()  # counts as the step's traffic; evaluation does not
         with trainer.engine.ledger.paused():
             found = evaluate(
@@ -137,13 +105,8 @@ class Evaluate(Callback):
                 trainer.mesh,
                 batches,
                 heartbeat=self._heartbeat,
-                stops=(lambda: False) if is_last else partial(stop_agreed, trainer.world),
+                stops=(lambda: False) if self._is_last else partial(stop_agreed, trainer.world),
             )
-        if found is None:
-            return
-        if found.tokens == 0:
-            reason = no_targets_message(batches)
-            trainer.run_logger.info(f"step {trainer.step}: nothing to evaluate: {reason}")
-            return
-        line = {"step": trainer.step, "valid_loss": found.loss, "tokens": trainer.tokens}
-        trainer.run_logger.write(line)
+        if found is not None:
+            line = {"step": trainer.step, "valid_loss": found.loss, "tokens": trainer.tokens}
+            trainer.run_logger.write(line)

@@ -46,8 +46,7 @@ class Guard(Callback):
 def _how_to_skip(result: StepResult, loader: Loader) -> str:
     first, last = result.samples
     begin, end = loader.data_step_of(first), loader.data_step_of(last)
-    holds = f", from checkpoints of step {loader.numbered_from} on" if loader.numbered_from else ""
     return (
         f"step {result.step} changed no weight; it read samples {first} to {last - 1}, which "
-        f"data.skip=[[{begin},{end}]] leaves out{holds}"
+        f"data.skip=[[{begin},{end}]] leaves out"
     )

@@ -1,8 +1,7 @@
 """Checkpoints of a trainer: what they hold, and when they are saved."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,12 @@ from megafrontier.common.errors import RunFailed, StorageFailed
 from megafrontier.config import Config, config_to_dict
 from megafrontier.data.tokenizers.tokenizer import save_cached_tokenizer
 from megafrontier.model.flops import parameter_count
-from megafrontier.parallel.world import World
 from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.training.callbacks.base import Callback, is_due
 from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.plan import RunPlan
 from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer
-
-POLL_SECONDS = 1.0
-"""How often the watchdog hears that old checkpoints are still being deleted."""
 
 
 def checkpoint_root(config: Config) -> Path:
@@ -111,17 +106,14 @@ class Save(Callback):
     """Saves a checkpoint every `checkpoint.every` steps and at the end. If one cannot be written,
     that is a warning, and training goes on."""
 
-    def __init__(self, run_logger: RunLogger, resumed_step: int, beat: Callable[[], None]) -> None:
-        """`beat` tells the watchdog that old checkpoints are still being deleted."""
-        self._run_logger, self._beat = run_logger, beat
+    def __init__(self, run_logger: RunLogger, resumed_step: int) -> None:
+        self._run_logger = run_logger
         self.saved_step = self._resumed_step = resumed_step
         """The step from which another start would go on."""
-        self.on_saved: Callable[[Trainer, Path], None] | None = None
-        """Called on every rank after each checkpoint."""
+        self.listeners: Sequence[Callback] = ()
+        """Those that learn of each checkpoint."""
         self._is_finite = True  # the loss of the newest step
         self._failed_by_storage = False  # the last save
-        self._thread = ThreadPoolExecutor(1, "delete")
-        self._deletion: Future[None] | None = None
 
     def needs_settled_state(self, trainer: Trainer, step: int) -> bool:
         # The last step is saved before its evaluation, which may be cut short.
@@ -147,7 +139,6 @@ class Save(Callback):
             raise StorageFailed(what)
 
     def _save(self, trainer: Trainer) -> bool:
-        self.finish(trainer.world)
         self._run_logger.sync()
         try:
             path = save_trainer(trainer)
@@ -158,34 +149,19 @@ class Save(Callback):
         self.saved_step = trainer.step
         self._run_logger.info(f"checkpoint {path}")
         # With another loss the weights may be broken, and would replace older ones that are not.
-        if trainer.is_first and self._is_finite:
-            self._prune(trainer.config)
-        if self.on_saved is not None:
-            self.on_saved(trainer, path)
+        if self._is_finite:
+            self._prune(trainer)
+        for callback in self.listeners:
+            callback.on_checkpoint_saved(trainer, path)
         return True
 
-    def _prune(self, config: Config) -> None:
-        """Hide old checkpoints, and delete them during the next steps: they have many files."""
-        try:
-            hidden = prune(
-                checkpoint_root(config), config.checkpoint.keep, config.checkpoint.keep_every
-            )
-            self._deletion = self._thread.submit(delete, hidden)
-        except OSError as error:
-            self._warn(error)
-
-    def finish(self, world: World) -> None:
-        """Wait until old checkpoints are deleted; all ranks call it. A rank that left earlier would
-        make its launcher end the rank that deletes."""
-        while not world.all_true(self._deletion is None or self._deletion.done()):
-            self._beat()
-            wait([self._deletion] if self._deletion else [], POLL_SECONDS)
-        deletion, self._deletion = self._deletion, None
-        error = deletion.exception() if deletion else None
-        if isinstance(error, OSError):
-            self._warn(error)
-        elif error is not None:
-            raise error
-
-    def _warn(self, error: OSError) -> None:
-        self._run_logger.info(f"warning: old checkpoints not deleted: {error}")
+    def _prune(self, trainer: Trainer) -> None:
+        """Delete old checkpoints on rank 0. The others wait: if one left, its launcher might end
+        rank 0."""
+        keep = trainer.config.checkpoint
+        if trainer.is_first:
+            try:
+                delete(prune(checkpoint_root(trainer.config), keep.keep, keep.keep_every))
+            except OSError as error:
+                self._run_logger.info(f"warning: old checkpoints not deleted: {error}")
+        trainer.world.barrier()

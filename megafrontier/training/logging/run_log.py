@@ -28,8 +28,7 @@ class RunLogger:
     def open_sinks(self, config: Config, resume_step: int) -> None:
         """Write metrics from here on, those of the steps after `resume_step`."""
         if self._progress is not None:
-            directory = Path(config.run.directory)
-            self._sinks = open_sinks(config, directory, resume_step, self.info)
+            self._sinks = open_sinks(config, Path(config.run.directory), resume_step)
 
     def write(self, values: dict[str, Any], **shown: float) -> None:
         """Write one line of metrics. The progress line has `shown` as well."""

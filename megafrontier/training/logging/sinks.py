@@ -6,8 +6,6 @@ Only the first rank opens sinks. One `write` is one optimizer step, or one evalu
 import json
 import os
 import uuid
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,58 +77,48 @@ class WandbSink:
 
     name = "wandb"
 
-    def __init__(
-        self, config: Config, directory: Path, resume_step: int, warn: Callable[[str], None]
-    ) -> None:
-        """offline writes files below `directory`/wandb and uses no network. If W&B cannot be
-        reached online, the run goes on offline, with a warning.
+    def __init__(self, config: Config, directory: Path, resume_step: int) -> None:
+        """offline writes files below `directory`/wandb and uses no network.
 
-        A resumed run keeps its W&B id. Raises UserError if W&B refuses.
+        A resumed run keeps its W&B id. Raises UserError if W&B refuses or cannot be reached.
         """
         mode = config.log.wandb
         if mode == "offline":  # read on import: W&B's crash reports need the network
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        start = partial(
-            wandb.init,
-            project="megafrontier",
-            name=config.run.name,
-            id=_wandb_id(directory / "wandb" / "id", resume_step),
-            dir=str(directory),
-            config=config_to_dict(config),
-            # Do not let W&B record the machine, its load, the code and git.
-            settings=wandb.Settings(
-                console="off",
-                silent=True,
-                disable_git=True,
-                disable_code=True,
-                x_disable_stats=True,
-                x_disable_meta=True,
-                x_disable_machine_info=True,
-                finish_timeout=FINISH_SECONDS,
-            ),
+        # Do not let W&B record the machine, its load, the code and git.
+        settings = wandb.Settings(
+            console="off",
+            silent=True,
+            disable_git=True,
+            disable_code=True,
+            x_disable_stats=True,
+            x_disable_meta=True,
+            x_disable_machine_info=True,
+            finish_timeout=FINISH_SECONDS,
         )
         with block_stop_requests():  # W&B starts a process, which must not end before this one
             try:
-                self._run: Any = start(mode=mode, resume="allow" if mode == "online" else None)
+                self._run: Any = wandb.init(
+                    project="megafrontier",
+                    name=config.run.name,
+                    id=_wandb_id(directory / "wandb" / "id", resume_step),
+                    dir=str(directory),
+                    config=config_to_dict(config),
+                    settings=settings,
+                    mode=mode,
+                    resume="allow" if mode == "online" else None,
+                )
             except wandb.Error as error:
-                # AuthenticationError is a CommError, too, but then W&B has been reached.
-                is_unreachable = isinstance(error, wandb.errors.CommError)
-                if not is_unreachable or isinstance(error, wandb.errors.AuthenticationError):
-                    raise UserError(f"log.wandb: {mode}, wandb does not start: {error}") from error
-                warn(f"warning: log.wandb: {error}; kept in {directory / 'wandb'} for `wandb sync`")
-                self._run = start(mode="offline")
-        # W&B drops metrics of steps below its newest one, and it has seen steps after the
-        # checkpoint that this run resumes from. Its own step counter therefore goes on, and charts
-        # show our `step`. The first metrics may be an evaluation of the checkpoint's step.
-        self._ahead = max(0, self._run.starting_step - resume_step)
+                raise UserError(f"log.wandb: {mode}, wandb does not start: {error}") from error
+        # W&B drops metrics below its newest step, and it may have seen steps after the checkpoint.
+        # So we leave its own counter alone, and charts show our `step`.
         self._run.define_metric("*", step_metric="step")
 
     def write(self, values: dict[str, Any]) -> None:
         """Log the numbers of one step."""
-        step = values["step"]
-        self._run.log({"step": step, **_flat_numbers(values)}, step=step + self._ahead)
+        self._run.log({"step": values["step"], **_flat_numbers(values)})
 
     def close(self) -> None:
         """Finish the run: complete its file, or online upload the rest."""
@@ -183,17 +171,14 @@ def _flat_numbers(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
 Sink = JsonLines | WandbSink | TensorboardSink
 
 
-def open_sinks(
-    config: Config, directory: Path, resume_step: int, warn: Callable[[str], None]
-) -> list[Sink]:
+def open_sinks(config: Config, directory: Path, resume_step: int) -> list[Sink]:
     """The sinks of `config.log`, in the run directory, continued after `resume_step` (0: new run).
 
-    `warn` is called with a line if a sink does less than requested. Raises UserError if W&B
-    refuses, OSError if the directory cannot be written.
+    Raises UserError if W&B does not start, OSError if the directory cannot be written.
     """
     sinks: list[Sink] = []
     if config.log.wandb != "disabled":
-        sinks.append(WandbSink(config, directory, resume_step, warn))
+        sinks.append(WandbSink(config, directory, resume_step))
     if config.log.tensorboard:
         sinks.append(TensorboardSink(directory, resume_step))
     # The last one, because it drops lines for good.

@@ -84,7 +84,7 @@ def _saved_model(manifest: Manifest) -> ModelConfig | None:
 
 def changes(trainer: Trainer, manifest: Manifest) -> list[str]:
     """Lines on what has changed since the checkpoint and may be intended."""
-    lines = rotary_changes(trainer.config.model, manifest)
+    lines = rotary_changes(trainer.config, manifest)
     if not manifest.step:
         return lines
     changed = _changed_keys(trainer.config, manifest)
@@ -98,16 +98,11 @@ def changes(trainer: Trainer, manifest: Manifest) -> list[str]:
     ]
 
 
-def rotary_changes(model: ModelConfig, manifest: Manifest) -> list[str]:
+def rotary_changes(config: Config, manifest: Manifest) -> list[str]:
     """Warnings if rotary frequencies are not those of the checkpoint."""
-    saved = _saved_model(manifest)
-    if saved is None or model.position != "rotary":
-        return []
-    now, before = asdict(model), asdict(saved)
+    changed = _changed_keys(config, manifest)
     return [
-        f"warning: model.{key}: {now[key]}, was {before[key]}"
-        for key in ROTARY_KEYS
-        if now[key] != before[key]
+        f"warning: {changed[f'model.{key}']}" for key in ROTARY_KEYS if f"model.{key}" in changed
     ]
 
 

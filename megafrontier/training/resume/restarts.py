@@ -27,7 +27,6 @@ from megafrontier.common.errors import (
     STOPPED,
     FatalError,
     RunFailed,
-    StorageFailed,
 )
 from megafrontier.common.files import sync_file
 from megafrontier.config import Config
@@ -153,20 +152,15 @@ def record_begun(directory: Path, wanted: str) -> None:
 
 
 def has_begun(directory: Path, wanted: str) -> bool:
-    """Whether an earlier start of this launch called `record_begun`. Raises StorageFailed if the
-    file is there and cannot be read."""
-    path = directory / FILE_NAME
+    """Whether an earlier start of this launch called `record_begun`. Raises OSError."""
     if not (launch := _launch()):
         return False
-    try:
-        return any(
-            entry.get("begun") == wanted
-            and entry.get("job") == launch["job"]
-            and entry.get("restarts", [0, 0]) < launch["restarts"]
-            for entry in _read(path)
-        )
-    except OSError as error:
-        raise StorageFailed(f"{path}: {error.strerror}, need what earlier starts did") from error
+    return any(
+        entry.get("begun") == wanted
+        and entry.get("job") == launch["job"]
+        and entry.get("restarts", [0, 0]) < launch["restarts"]
+        for entry in _read(directory / FILE_NAME)
+    )
 
 
 def _launch() -> Entry:
@@ -181,15 +175,11 @@ def _launch() -> Entry:
 def reached_step(metrics: Path) -> int:
     """The last step in metrics.jsonl, 0 if there is none. A line that a kill cut short is left
     out."""
-    steps = (line.get("step") for line in last_lines(metrics))
-    return next((step for step in steps if isinstance(step, int)), 0)
-
-
-def last_lines(metrics: Path) -> Iterator[Entry]:
-    """The last 64 KiB of metrics.jsonl, newest line first; nothing if there is no file."""
     with suppress(OSError), metrics.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        yield from _parse(reversed(file.read().decode(errors="replace").splitlines()))
+        for line in _parse(reversed(file.read().decode(errors="replace").splitlines())):
+            return int(line.get("step", 0))
+    return 0
 
 
 def _entries(path: Path) -> Iterator[Entry]:

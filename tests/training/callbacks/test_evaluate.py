@@ -17,7 +17,7 @@ def test_the_heartbeat_comes_with_every_micro_batch_of_an_evaluation(config_file
         beats = []
         with runs.open_trainer(config, mesh) as trainer:
             trainer.run_logger = SimpleNamespace(write=lambda line: beats.append(sorted(line)))
-            Evaluate(lambda: beats.append("batch"), is_missing=True).at_start(trainer)
+            Evaluate(lambda: beats.append("batch"))._run(trainer)
         return beats
 
     found = ["batch"] * 3 * 16 + [["step", "tokens", "valid_loss"]]
@@ -39,15 +39,15 @@ def test_a_run_that_is_to_stop_before_its_first_step_only_ends(config_file, monk
             for stops in (True, False):
                 monkeypatch.setattr(loop, "stop_requested", lambda stops=stops: stops)
                 trainer.config.train.stop_at = 0 if stops else 1
-                loop.run(trainer, [Note(), Evaluate(is_missing=True)])
+                loop.run(trainer, [Note(), Evaluate()])
         return seen
 
     seen = []
-    assert run_mesh((1,), body) == [["end", "start", "evaluation", "end", "evaluation"]]
+    assert run_mesh((1,), body) == [["end", "start", "end", "evaluation"]]
 
 
 def test_a_request_to_stop_breaks_off_an_evaluation_and_no_step_follows(config_file, monkeypatch):
-    """Near the time limit there may be time for neither. The next start makes up for it."""
+    """Near the time limit there may be time for neither."""
     config = runs.load(
         config_file, "machine=laptop", "evaluate.every=2", "evaluate.batches=5", "train.steps=6"
     )

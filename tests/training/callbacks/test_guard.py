@@ -10,20 +10,6 @@ from tests import runs
 STEPS = ("machine=laptop", "train.steps=10", "evaluate.batches=0", "train.nonfinite_limit=3")
 
 
-def test_the_numbers_for_data_skip_come_with_the_checkpoints_they_hold_for(
-    config_file, tmp_path, multiply_loss
-):
-    """With a checkpoint from before the global batch changed, the numbers would be others."""
-    multiply_loss(math.nan, 20, 56)
-    runs.run(config_file, 2, *STEPS, "train.stop_at=3")
-    runs.run(config_file, 2, *STEPS, "train.global_batch=8", "train.stop_at=6")
-    lines = [line for line in runs.log(tmp_path / "run").splitlines() if "data.skip" in line]
-    assert [line.partition("which ")[2] for line in lines] == [
-        "data.skip=[[1,2]] leaves out",
-        "data.skip=[[4,5]] leaves out, from checkpoints of step 3 on",
-    ]
-
-
 @pytest.mark.parametrize("restart", ["", "train.stop_at=6"])
 def test_too_many_non_finite_steps_in_a_row_stop_the_run_also_across_a_restart(
     config_file, tmp_path, multiply_loss, capfd, restart
@@ -41,12 +27,12 @@ def test_too_many_non_finite_steps_in_a_row_stop_the_run_also_across_a_restart(
 
 
 def test_the_search_for_a_loss_scale_does_not_stop_the_run(config_file, tmp_path):
-    """From 2^32 it takes more steps than may be non-finite in a row."""
-    chosen = ("train.precision=fp16", f"train.loss_scale={2.0**32}", "train.steps=40")
+    """From 2^24 it takes more steps than may be non-finite in a row."""
+    chosen = ("train.precision=fp16", f"train.loss_scale={2.0**24}", "train.steps=13")
     lines = runs.run(config_file, 1, *STEPS, *chosen)
     skipped = [line for line in lines if line.get("skipped")]
     assert [line["step"] for line in skipped] == list(range(1, len(skipped) + 1))
-    assert 10 < len(skipped) < 40
+    assert 3 < len(skipped) < 13
     assert all(0 < line["loss"] < 10 for line in skipped), "the loss is finite"
     log = runs.log(tmp_path / "run")
     assert log.count("gradient too large for fp16, loss scale lowered to") == len(skipped)

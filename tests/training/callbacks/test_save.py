@@ -1,11 +1,8 @@
-"""Checkpoints are written and deleted beside the steps, and those of sound weights are kept."""
+"""What checkpoints hold and when they are written, and that those of sound weights are kept."""
 
 import math
 import os
-import threading
-from types import SimpleNamespace
 
-from megafrontier.training.callbacks import evaluate as evaluation
 from megafrontier.training.callbacks import save as saving
 from megafrontier.training.logging.sinks import JsonLines
 from megafrontier.training.loop import train_step
@@ -18,46 +15,6 @@ STEPS = ("machine=laptop", "train.steps=10", "evaluate.batches=0")
 
 def checkpoints(folder):
     return sorted(os.listdir(folder / "run" / "checkpoints"))
-
-
-def test_the_last_evaluation_does_not_wait_for_the_deletion_of_old_checkpoints(
-    config_file, tmp_path, monkeypatch
-):
-    """A large run's take minutes, on one rank."""
-    evaluated, waited = threading.Event(), []
-    delete, evaluate = saving.delete, evaluation.evaluate
-
-    def delete_late(hidden):
-        if hidden:
-            waited.append(evaluated.wait(60))
-        delete(hidden)
-
-    def evaluate_first(*arguments, **options):
-        found = evaluate(*arguments, **options)
-        evaluated.set()
-        return found
-
-    monkeypatch.setattr(saving, "delete", delete_late)
-    monkeypatch.setattr(evaluation, "evaluate", evaluate_first)
-    chosen = ("train.steps=2", "checkpoint.every=1", "checkpoint.keep=1", "evaluate.every=0")
-    runs.run(config_file, None, "machine=laptop", *chosen)
-    assert waited == [True]
-    assert checkpoints(tmp_path) == ["step-00000002"]
-
-
-def test_the_heartbeat_goes_on_while_a_save_waits_for_a_deletion(monkeypatch):
-    monkeypatch.setattr(saving, "POLL_SECONDS", 0.01)
-    deleted, beats = threading.Event(), []
-
-    def heartbeat():
-        beats.append(1)
-        if len(beats) == 3:
-            deleted.set()
-
-    save = saving.Save(None, 0, heartbeat)
-    save._deletion = save._thread.submit(deleted.wait, 60)
-    save.finish(SimpleNamespace(all_true=lambda is_done: is_done))
-    assert len(beats) >= 3
 
 
 def test_some_checkpoints_are_kept_for_good(config_file, tmp_path):

@@ -4,9 +4,6 @@ import json
 import math
 from types import SimpleNamespace
 
-import pytest
-
-from megafrontier.common.errors import UserError
 from megafrontier.config import Config
 from megafrontier.training.logging import run_log
 from megafrontier.training.logging.sinks import (
@@ -14,7 +11,6 @@ from megafrontier.training.logging.sinks import (
     JsonLines,
     TensorboardSink,
     WandbSink,
-    open_sinks,
 )
 
 STEP = {
@@ -75,32 +71,6 @@ def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("name", ["CommError", "AuthenticationError", "UsageError"])
-def test_a_run_trains_though_wandb_cannot_be_reached(tmp_path, monkeypatch, name):
-    """Otherwise a requeued job would end for good. A login that fails is an error."""
-    import wandb
-
-    start = wandb.init
-
-    def init(*, mode, **options):
-        if mode == "online":
-            raise getattr(wandb.errors, name)("timed out")
-        return start(mode=mode, **options)
-
-    monkeypatch.setattr(wandb, "init", init)
-    config, lines = wandb_config("online"), []
-    if name != "CommError":
-        with pytest.raises(UserError, match=r"log\.wandb: online, wandb does not start"):
-            open_sinks(config, tmp_path, 0, lines.append)
-        return
-    for sink in open_sinks(config, tmp_path, 0, lines.append):
-        sink.write({"step": 1, "loss": 2.0})
-        sink.close()
-    (line,) = lines
-    assert line.startswith("warning: log.wandb: timed out; kept in ")
-    assert list(tmp_path.glob("wandb/offline-run-*"))
-
-
 def test_a_sink_that_fails_costs_metrics_and_not_the_run(tmp_path, monkeypatch):
     """If W&B's process has ended, its methods raise anything, also at the end."""
 
@@ -138,34 +108,15 @@ def test_a_resumed_run_keeps_its_wandb_id_and_its_end_waits_for_no_network(tmp_p
     def init(*, id, settings, **_):
         ids.append(id)
         limits.append(settings.finish_timeout)
-        return SimpleNamespace(starting_step=0, define_metric=lambda *_, **__: None)
+        return SimpleNamespace(define_metric=lambda *_, **__: None)
 
     monkeypatch.setattr(wandb, "init", init)
     for resume_step in (0, 500, 0):
-        WandbSink(wandb_config("offline"), tmp_path, resume_step, print)
+        WandbSink(wandb_config("offline"), tmp_path, resume_step)
     assert ids[0] == ids[1]
     assert len({*ids}) == 2
     assert all(ids)
     assert set(limits) == {FINISH_SECONDS}
-
-
-def test_steps_that_wandb_has_seen_before_a_crash_are_not_dropped(tmp_path, monkeypatch):
-    """It takes nothing at a step below its newest, 900 here; the run goes on from 500."""
-    import wandb
-
-    logged, axes = [], {}
-    run = SimpleNamespace(
-        starting_step=901,
-        define_metric=lambda name, step_metric: axes.update({name: step_metric}),
-        log=lambda values, step: logged.append((values, step)),
-    )
-    monkeypatch.setattr(wandb, "init", lambda **_: run)
-    sink = WandbSink(wandb_config("online"), tmp_path, 500, print)
-    lines = [{"step": 500, "valid_loss": 3.0}, {"step": 501, "loss": 2.0}]
-    for line in lines:
-        sink.write(line)
-    assert logged == [(lines[0], 901), (lines[1], 902)]
-    assert axes == {"*": "step"}
 
 
 def test_tensorboard_has_nested_metrics_and_forgets_the_steps_that_a_resumed_run_repeats(tmp_path):
@@ -194,9 +145,9 @@ def test_wandb_offline_needs_no_network_and_gets_nested_metrics(tmp_path, monkey
     monkeypatch.setattr(
         wandb.Run,
         "log",
-        lambda self, values, step: (logged.append(values), log(self, values, step)),
+        lambda self, values: (logged.append(values), log(self, values)),
     )
-    sink = WandbSink(wandb_config("offline"), tmp_path, 0, print)
+    sink = WandbSink(wandb_config("offline"), tmp_path, 0)
     sink.write(STEP)
     sink.close()
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")

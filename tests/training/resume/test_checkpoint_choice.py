@@ -57,23 +57,6 @@ def test_a_finished_run_that_is_started_again_changes_nothing(train_alone):
     assert train_alone("train.steps=2", "evaluate.batches=1") == finished
 
 
-def test_an_evaluation_that_a_kill_or_a_stop_cut_short_is_made_up_for(train_alone, tmp_path):
-    """In the middle and at the end of a run; but not the evaluation of another run."""
-    chosen = ("evaluate.batches=1", "checkpoint.every=2", "evaluate.every=2")
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    for stop in (4, 8):
-        unbroken = train_alone(*chosen, f"train.stop_at={stop}")
-        assert unbroken[-1].keys() == {"step", "valid_loss", "tokens"}
-        assert unbroken[-1]["tokens"] == unbroken[-2]["tokens"]
-        metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
-    lines = train_alone(*chosen)
-    assert lines == unbroken
-    assert [line["step"] for line in lines if "valid_loss" in line] == [2, 4, 6, 8]
-    start = f"checkpoint.resume={tmp_path}/run/checkpoints/step-00000006"
-    other = train_alone(*chosen, start, f"run.directory={tmp_path}/other")
-    assert [line["step"] for line in other if "valid_loss" in line] == [8]
-
-
 def test_the_last_step_is_saved_before_it_is_evaluated(train_alone, tmp_path):
     """A kill may cut the evaluation short."""
     train_alone("train.steps=2", "evaluate.batches=1", "evaluate.every=2")
@@ -200,21 +183,6 @@ def test_a_requeued_job_goes_back_to_a_checkpoint_of_its_own_once(
         assert runs.log(tmp_path / "run").count("step-00000004 at step 4") == times
 
 
-def test_a_requeued_job_that_cannot_read_its_history_does_not_go_back_again(
-    train_alone, exit_code, tmp_path, root, monkeypatch
-):
-    """It would give up what it has trained since."""
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    train_alone(*KEEP_ALL)
-    history = tmp_path / "run" / "attempts.jsonl"
-    history.unlink()
-    history.mkdir()
-    with pytest.raises(StorageFailed, match=f"{history}: Is a directory, need what earlier starts"):
-        exit_code(f"checkpoint.resume={root}/step-00000004")
-    assert (root / "step-00000008").is_dir()
-
-
 def test_a_run_that_goes_back_to_what_was_set_aside_goes_on_from_there(train_alone, tmp_path, root):
     """Not, when it is started once more, with the line of training that it has left."""
     train_alone(*KEEP_ALL, "train.stop_at=4")
@@ -241,22 +209,15 @@ def test_a_run_goes_back_to_a_checkpoint_that_is_a_link(config_file, train_alone
     assert link.is_symlink()
 
 
-@pytest.mark.parametrize(
-    ("launch", "count"),
-    [
-        ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
-        ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
-    ],
-)
 def test_a_restart_of_a_launch_that_was_to_begin_new_goes_on(
-    train_alone, exit_code, tmp_path, monkeypatch, launch, count
+    train_alone, exit_code, tmp_path, monkeypatch
 ):
-    monkeypatch.setenv(launch, "7")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
     train_alone(NEVER, "train.stop_at=3")
-    monkeypatch.setenv(count, "1")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     train_alone(NEVER, "train.stop_at=4")
     assert "step-00000003 at step 3" in runs.log(tmp_path / "run")
-    monkeypatch.setenv(launch, "8")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "8")
     assert exit_code(NEVER) == 2
 
 

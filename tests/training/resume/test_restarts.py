@@ -193,12 +193,6 @@ def test_lines_that_a_kill_cut_short_are_left_out(start, tmp_path):
         start(7)
 
 
-@pytest.mark.parametrize("step", ["null", '"8"', "8.5", "Infinity", "[8]"])
-def test_lines_whose_step_is_no_integer_are_left_out(tmp_path, step):
-    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 7}}\n{{"step": {step}}}\n')
-    assert reached_step(tmp_path / "metrics.jsonl") == 7
-
-
 def test_a_line_after_one_that_was_cut_short_is_a_line_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     append(tmp_path, '{"at": "2026')

@@ -58,9 +58,7 @@ def broken_off(run, at, last):
     return f"run.directory={folder}"
 
 
-@pytest.mark.parametrize(
-    ("strategy", "wires"), [("topo", "exact"), ("mics", "exact"), ("hpz", "zero++")]
-)
+@pytest.mark.parametrize(("strategy", "wires"), [("topo", "exact"), ("hpz", "zero++")])
 def test_resume_on_the_same_layout_is_identical_to_the_last_bit(
     config_file, tmp_path, strategy, wires
 ):
@@ -93,7 +91,7 @@ def test_resume_with_low_bit_wires_and_error_feedback_is_identical_too(config_fi
     assert runs.losses(elsewhere)[-1] < runs.losses(unbroken)[0]
 
 
-@pytest.mark.parametrize("strategy", ["topo", "zero1", "mics", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero1", "mics", "zero3"])
 def test_errors_and_published_weights_reshard_like_every_other_state(
     config_file, tmp_path, strategy
 ):
@@ -147,20 +145,18 @@ def test_errors_are_scaled_with_the_loss(config_file, tmp_path):
 
 
 def test_a_run_handed_over_strategies_and_rank_counts_keeps_the_losses(config_file, tmp_path):
-    short = (*FOUR, "train.steps=7", "evaluate.batches=0")
+    short = (*FOUR, "train.steps=5", "evaluate.batches=0")
     alone = runs.run(
         config_file, 1, "machine=laptop", *short[1:], f"run.directory={tmp_path}/alone"
     )
-    relay = [
-        (4, "topo"), (2, "zero3"), (1, "ddp"), (4, "hpz"), (4, "mics"), (1, "zero1"), (4, "zero2"),
-    ]  # fmt: skip
+    relay = [(4, "topo"), (2, "zero3"), (1, "ddp"), (4, "hpz"), (4, "zero2")]
     for step, (ranks, strategy) in enumerate(relay, start=1):
         machine = ["machine=laptop", *short[1:]] if ranks == 1 else short
         handed = runs.run(
             config_file, ranks, *machine, f"train.stop_at={step}", f"partition.strategy={strategy}"
         )
     assert runs.losses(handed) == pytest.approx(runs.losses(alone), rel=1e-5)
-    assert len(runs.losses(handed)) == 7
+    assert len(runs.losses(handed)) == 5
 
 
 def test_every_strategy_loads_every_other_strategys_checkpoint(config_file, tmp_path):
