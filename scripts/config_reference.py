@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the dataclasses in megafrontier/config/schema.py.
+"""Write docs/configuration.md from the dataclasses in megafrontier/config.
 
     python scripts/config_reference.py            write the file
     python scripts/config_reference.py --check    exit 1 if the file is stale
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SCHEMA = ROOT / "megafrontier" / "config" / "schema.py"
+SCHEMAS = [ROOT / "megafrontier" / "config" / name for name in ("machine.py", "schema.py")]
 REFERENCE = ROOT / "docs" / "configuration.md"
 
 HEAD = """\
-<!-- Written by scripts/config_reference.py from megafrontier/config/schema.py; do not edit. -->
+<!-- Written by scripts/config_reference.py from megafrontier/config; do not edit. -->
 
 # Configuration
 
@@ -62,6 +62,11 @@ class Option:
 
 
 Sections = dict[str, list[Option]]
+
+
+def read_schemas() -> str:
+    """The source of the dataclasses."""
+    return "\n".join(path.read_text(encoding="utf-8") for path in SCHEMAS)
 
 
 def read_sections(source: str) -> Sections:
@@ -187,9 +192,11 @@ def _kind(kind: str, inner: str, bounds: str) -> str:
 _WORDS = {
     "str": "text",
     "int": "integer",
+    "int | str": "level's name or integer",
     "float": "number",
     "bool": "`true`, `false`",
     "Any": "text or section below",
+    "list[int]": "list of integers",
     "list[float]": "list of numbers",
     "list[list[int]]": "list of [from, to]",
     "tuple[float, float]": "two numbers",
@@ -206,7 +213,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="only compare, exit 1 if stale")
     arguments = parser.parse_args()
-    page = write_reference(read_sections(SCHEMA.read_text(encoding="utf-8")))
+    page = write_reference(read_sections(read_schemas()))
     if not arguments.check:
         REFERENCE.parent.mkdir(exist_ok=True)
         REFERENCE.write_text(page, encoding="utf-8")

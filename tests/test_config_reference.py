@@ -36,7 +36,7 @@ def test_a_stale_reference_is_found(tmp_path, monkeypatch, capsys):
 
 def test_every_option_stands_in_the_reference_with_a_sentence():
     script = load_script()
-    page = script.write_reference(script.read_sections(script.SCHEMA.read_text()))
+    page = script.write_reference(script.read_sections(script.read_schemas()))
     for section in fields(Config):
         if is_dataclass(section.type):
             for option in fields(section.type):

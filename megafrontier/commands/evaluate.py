@@ -11,7 +11,13 @@ from megafrontier.checkpoint.folder import of_newest
 from megafrontier.checkpoint.load import load_checkpoint
 from megafrontier.commands.checkpoints import device_name, saved_config
 from megafrontier.common.errors import UserError
-from megafrontier.config import Config, PartitionConfig, load_config, load_machine
+from megafrontier.config import (
+    Config,
+    ParallelConfig,
+    PartitionConfig,
+    load_config,
+    load_machine,
+)
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.data.tokenizers.base import Tokenizer
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
@@ -61,13 +67,13 @@ def evaluate_command(
     """
     is_local = nproc is not None or identify(os.environ).world_size == 1
     unused = ["train.compile", "optimizer", "schedule", "checkpoint"]
-    unused += ["machine", "partition"] if is_local else []
+    unused += ["machine", "parallel", "partition"] if is_local else []
     unused += [] if path.is_file() else ["run.name", "run.directory"]
     path, config = load_or_refuse(lambda: _find_target(path, overrides, unused), nproc)
     config.train.compile = False  # compiling takes longer than a few batches
     if is_local:
         config.machine = {"levels": {"world": {}}, "device": {"name": device_name(config)}}
-        config.partition = PartitionConfig(strategy="zero3")
+        config.parallel, config.partition = ParallelConfig(), PartitionConfig(strategy="zero3")
 
     def body() -> int:
         need = f"a smaller train.micro_batch ({config.train.micro_batch}), or more ranks"

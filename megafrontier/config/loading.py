@@ -13,7 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megafrontier.common.errors import UserError, as_fatal_error, need
 from megafrontier.common.files import search_folder_hint, write_atomically
-from megafrontier.config.schema import Config, MachineConfig, RunConfig
+from megafrontier.config.machine import MachineConfig
+from megafrontier.config.schema import Config, RunConfig
 from megafrontier.config.validation import build, check, check_machine
 
 _MACHINES = (

@@ -1,7 +1,8 @@
 """Every option, as dataclasses.
 
 The docstring under a field is its entry in `docs/configuration.md`, which
-`scripts/config_reference.py` writes. Checks of several fields at once are in `validation.py`.
+`scripts/config_reference.py` writes. Checks of several fields at once are in `validation.py`, and a
+machine file's dataclasses in `machine.py`.
 """
 
 from dataclasses import dataclass, field
@@ -281,6 +282,28 @@ class PartitionConfig:
 
 
 @dataclass
+class ParallelConfig:
+    tensor: int | str = bounded(1, at_least=1)
+    """Ranks that share each matrix: the innermost. A number, which must fill each level before it
+    enters the next, or a level's name: all ranks up to that level that no inner split takes. Ranks
+    that no split takes are data-parallel. No split is built yet: more than 1 is refused."""
+    context: int | str = bounded(1, at_least=1)
+    """Ranks that share each sequence: the next after `tensor`."""
+    expert: int | str = bounded(1, at_least=1)
+    """Ranks that share the experts of a block: the innermost of the context and data-parallel
+    ranks."""
+    pipeline: int | str = bounded(1, at_least=1)
+    """Ranks that share the blocks: the outermost. A number fills the levels from outside; a level's
+    name stands for all ranks from the outermost level down to it."""
+    stages_per_rank: int = count(1)
+    """Stages of a pipeline on each of its ranks, for `schedule: interleaved`."""
+    schedule: Literal["1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """Order of the forward and backward passes of a pipeline."""
+    layers: list[int] = field(default_factory=list, metadata={"at_least": 1})
+    """Blocks of each stage, first stage first. Empty: the same number for all."""
+
+
+@dataclass
 class CheckpointConfig:
     every: int = bounded(1000, at_least=0)
     """Steps between checkpoints; 0: save only at the end."""
@@ -328,47 +351,6 @@ class LogConfig:
 
 
 @dataclass
-class LevelConfig:
-    size: int | None = bounded(None, at_least=1)
-    """Groups of the next faster level (ranks, on the first one) in a group of this level. Only the
-    outermost level may leave it open."""
-    gigabytes_per_second: float | None = bounded(None, above=0)
-    """Bandwidth of one rank over this level, in one direction. The preflight compares with it."""
-
-
-@dataclass
-class DeviceConfig:
-    name: str = "any"
-    """any: an accelerator if there is one. cpu: the CPU even if there is an accelerator. Otherwise
-    an accelerator's name, and ranks started by a launcher must find one."""
-    memory_gib: float | None = bounded(None, above=0)
-    """Memory of one device. The preflight refuses a host with less than 90 % of it free (on a CPU:
-    installed). A run is refused if the state, buffers and block inputs of a rank exceed it."""
-    peak_tflops: float | None = bounded(None, above=0)
-    """Dense peak of one device in 16 bits, for MFU. There is no MFU without it, for fp32 training
-    on an accelerator, and if a CPU stands in for an accelerator."""
-    ranks_per_host: int | None = bounded(None, above=0)
-    """Ranks that Slurm or torchrun must start on each host. Default: not checked."""
-
-    @property
-    def is_accelerator(self) -> bool:
-        """Whether `name` says that each rank has an accelerator."""
-        return self.name not in ("any", "cpu")
-
-    def is_stood_in_for_by(self, kind: str) -> bool:
-        """Whether the device in use, of torch's type `kind`, is a CPU although `name` is an
-        accelerator, as in a rehearsal of Frontier on a laptop."""
-        return kind == "cpu" and self.is_accelerator
-
-
-@dataclass
-class MachineConfig:
-    levels: dict[str, LevelConfig] = field(default_factory=dict)
-    """Levels, fastest link first."""
-    device: DeviceConfig = field(default_factory=DeviceConfig)
-
-
-@dataclass
 class PreflightConfig:
     enabled: bool = True
     """Before the first step, test devices, links, storage and clocks on every rank. Hosts that fail
@@ -393,6 +375,7 @@ class Config:
     machine: Any = "laptop"
     """A name from configs/machines, the path of a machine file, or levels and device inline."""
     partition: PartitionConfig = field(default_factory=PartitionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     preflight: PreflightConfig = field(default_factory=PreflightConfig)

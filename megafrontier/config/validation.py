@@ -9,9 +9,9 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from megafrontier.common.errors import UserError, need
+from megafrontier.config.machine import MachineConfig
 from megafrontier.config.schema import (
     Config,
-    MachineConfig,
     ModelConfig,
     RotaryScalingConfig,
     WireFormat,
@@ -27,8 +27,7 @@ def build(kind: Any, value: Any, key: str = "") -> Any:
     if kind is Any:
         return value
     if get_origin(kind) in (Union, UnionType):
-        inner = next(k for k in get_args(kind) if k is not type(None))
-        return None if value is None else build(inner, value, key)
+        return _build_union(get_args(kind), value, key)
     if is_dataclass(kind):
         return _build_fields(kind, value, key)
     if get_origin(kind) in (list, tuple, dict):
@@ -36,6 +35,18 @@ def build(kind: Any, value: Any, key: str = "") -> Any:
     converted = _converted(kind, value)
     need(converted is not None, key, _shown(value), f"need {_described(kind)}")
     return converted
+
+
+def _build_union(kinds: tuple[Any, ...], value: Any, key: str) -> Any:
+    """`value` as the first of single types that it fits, or null."""
+    if value is None and type(None) in kinds:
+        return None
+    kinds = tuple(kind for kind in kinds if kind is not type(None))
+    if len(kinds) == 1:
+        return build(kinds[0], value, key)
+    found = [part for kind in kinds if (part := _converted(kind, value)) is not None]
+    need(found != [], key, _shown(value), f"need {' or '.join(map(_described, kinds))}")
+    return found[0]
 
 
 def _build_fields(kind: Any, value: Any, key: str) -> Any:
@@ -123,7 +134,7 @@ def _check_bounds(value: Any, key: str, bounds: Mapping[str, float]) -> None:
     elif isinstance(value, list | tuple):
         for i, part in enumerate(value):
             _check_bounds(part, f"{key}[{i}]", bounds)
-    elif value is not None:
+    elif isinstance(value, int | float):
         for name, limit in bounds.items():
             holds, words = _BOUNDS[name]
             need(holds(value, limit), key, value, f"{words} {limit}")

@@ -207,6 +207,7 @@ def _run(context: RunContext, start: StartRecord) -> int:
     for line in (
         *describe_run(config, plan, context.world.device),
         *describe_kernels(config, context.world, plan.wires),
+        *([context.mesh.describe_groups()] if context.world.size > 1 else []),
     ):
         run_logger.info(line)
     try:

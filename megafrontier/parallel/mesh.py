@@ -82,8 +82,8 @@ def _take(
         if value not in names:
             known = ", ".join(levels.names)
             raise UserError(
-                f"{prefix}{axis}: no level {value!r} on this machine, need a number or one of "
-                f"{known}"
+                f"{prefix}{axis}: no level {value!r} on this machine, need a whole number "
+                f"or one of {known}"
             )
         value = prod(free[: names.index(value) + 1])
     taken = _fill(value, free)
@@ -218,7 +218,7 @@ class Mesh:
     def device(self) -> torch.device:
         return self.world.device
 
-    @property
+    @cached_property
     def data_rank(self) -> int:
         """Which of `data_size` equal parts of a batch this rank reads. Ranks that differ only in
         another coordinate read the same samples."""
@@ -228,7 +228,7 @@ class Mesh:
     def data_size(self) -> int:
         return self.shape.over(("data",)).ranks
 
-    @property
+    @cached_property
     def counts_loss(self) -> bool:
         """Whether this rank's loss and tokens count in their sum over all ranks: the ranks of a
         tensor split have the same, and only the last stage has a loss."""

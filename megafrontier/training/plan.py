@@ -1,15 +1,15 @@
 """What a configuration means on a given number of ranks: levels, placement, wires and memory."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
-from megafrontier.common.errors import UserError
-from megafrontier.config import Config, MachineConfig, ModelConfig, load_machine
+from megafrontier.common.errors import UserError, need
+from megafrontier.config import Config, MachineConfig, ModelConfig, ParallelConfig, load_machine
 from megafrontier.model.flops import parameter_count
 from megafrontier.model.gpt import GPT
 from megafrontier.parallel.hierarchy import Levels
-from megafrontier.parallel.mesh import DATA_PARALLEL, MeshShape
+from megafrontier.parallel.mesh import DATA_PARALLEL, MeshShape, Splits
 from megafrontier.partition import Placement, Wires
 from megafrontier.partition.memory import MessageBuffers, unit_buffer_bytes
 from megafrontier.partition.placement import state_bytes
@@ -46,16 +46,29 @@ class RunPlan:
 def resolve_plan(config: Config, ranks: int) -> RunPlan:
     """The plan of a run on `ranks` ranks.
 
-    Raises UserError if the machine cannot hold the ranks or the placement does not fit.
+    Raises UserError if the machine cannot hold the ranks, or splits or the placement do not fit.
     """
     machine = load_machine(config.machine)
-    shape = MeshShape(Levels.resolve(machine.levels, ranks))
+    levels = Levels.resolve(machine.levels, ranks)
+    shape = MeshShape(levels, Splits.resolve(levels, asdict(config.parallel)))
+    _refuse_unbuilt(config.parallel, shape.splits)
     levels = shape.over(DATA_PARALLEL)
     placement = Placement.from_config(config.partition, levels)
     precision = config.train.precision
     wires = choose_wires(config.partition.wires, placement, levels, precision)
     error_feedback = has_error_feedback(config.partition, wires, placement, levels)
     return RunPlan(machine, shape, placement, wires, error_feedback)
+
+
+def _refuse_unbuilt(parallel: ParallelConfig, splits: Splits) -> None:
+    for name, size in asdict(splits).items():
+        fits = f"need 1: {name} parallelism is not built yet"
+        need(size == 1, f"parallel.{name}", getattr(parallel, name), fits)
+    default = ParallelConfig()
+    for name in ("stages_per_rank", "schedule", "layers"):
+        value, only = getattr(parallel, name), getattr(default, name)
+        fits = f"need {only}: pipeline parallelism is not built yet"
+        need(value == only, f"parallel.{name}", value, fits)
 
 
 def state_gib(config: Config, plan: RunPlan) -> float:

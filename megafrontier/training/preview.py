@@ -87,7 +87,7 @@ def describe_run(
             "(ROCm/rccl#2191); safe keeps one collective in flight"
         )
     yield f"{_summarize(config, plan)}; on {name}"
-    if plan.levels.ranks > 1:
+    if plan.data_levels.ranks > 1:
         yield _describe_wires(config, plan)
 
 

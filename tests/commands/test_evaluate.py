@@ -79,12 +79,22 @@ def test_evaluate_takes_overrides_and_a_config(life, capfd):
     assert numbers(line)[3] == 16 * 16
 
 
+def test_local_ranks_evaluate_a_run_whose_splits_name_levels_of_another_machine(
+    life, capfd, tmp_path
+):
+    path = tmp_path / "split.yaml"
+    path.write_text(f"defaults: {life}/config.yaml\nparallel: {{tensor: pair}}")
+    chosen = ("model.vocab_size=300", "evaluate.batches=1")
+    assert numbers(run_command(capfd, "evaluate", path, *chosen))[3] == 16 * 16
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
         ("tokenizer=/nowhere", "tokenizer '/nowhere'"),
         ("data.train=[]", "data.valid: empty, need a corpus to evaluate on"),
         ("machine.device.memory_gib=1", "machine.device.memory_gib: not used by evaluate"),
+        ("parallel.tensor=2", "parallel.tensor: not used by evaluate"),
         ("optimizer.lr=7", "optimizer.lr: not used by evaluate"),
     ],
 )

@@ -7,6 +7,7 @@ import yaml
 
 from megafrontier.config import (
     Config,
+    ParallelConfig,
     WiresConfig,
     config_from_dict,
     config_to_dict,
@@ -96,6 +97,20 @@ def test_a_short_form_replaces_the_section_below_it(write, wires):
     assert load_config(path, [wires]).partition.wires == WiresConfig(preset="low")
     single = load_config(path, [wires, "partition.wires.gather.pair=bf16"]).partition.wires
     assert single == WiresConfig(preset="low", gather={"pair": "bf16"})
+
+
+def test_a_split_is_a_number_or_a_levels_name_and_comes_back_as_it_was(write, tmp_path):
+    path = write("a.yaml", "parallel: {tensor: pair, context: 2, layers: [2, 3]}")
+    config = load_config(path, ["parallel.pipeline=0x2"])
+    assert config.parallel == ParallelConfig("pair", 2, pipeline=2, layers=[2, 3])
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml") == config
+
+
+def test_a_config_from_before_there_were_splits_has_none():
+    old = config_to_dict(Config())
+    del old["parallel"]
+    assert config_from_dict(old, "old").parallel == ParallelConfig()
 
 
 def test_a_circle_of_inheritance_is_refused(write):

@@ -121,8 +121,8 @@ def test_a_levels_name_is_all_ranks_up_to_it_that_no_inner_split_takes(values, e
         ({"tensor": 96}, r"parallel\.tensor: 96, "),
         ({"tensor": 0}, r"parallel\.tensor: 0, "),
         ({"context": -2}, r"parallel\.context: -2, "),
-        ({"tensor": "rack"}, r"parallel\.tensor: no level 'rack' on this machine, need a number or "
-         "one of pair, node, world$"),
+        ({"tensor": "rack"}, r"parallel\.tensor: no level 'rack' on this machine, need a whole "
+         "number or one of pair, node, world$"),
         ({"pipeline": "none"}, r"parallel\.pipeline: no level 'none'"),
     ],
 )  # fmt: skip

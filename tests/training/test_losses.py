@@ -163,6 +163,7 @@ def test_a_run_leaves_its_log_its_resolved_config_and_what_wandb_and_tensorboard
     assert [s for s in steps if s != "3/8"] == ["2/8", "4/8", "6/8", "6/8", "8/8", "8/8"]
     for step in (5, 8):
         assert f"checkpoint {directory}/checkpoints/step-0000000{step}" in log
+    assert "communicators: 4 a rank (2 control, 2 tensor+context+data)" in log
     saved = load_config(directory / "config.yaml")
     assert saved.model == load_config(folder / "config.yaml").model
     assert (saved.train.micro_batch, saved.log.tensorboard) == (2, True)

@@ -63,6 +63,16 @@ def test_local_ranks_share_the_cores_unless_omp_num_threads_is_set(monkeypatch):
 
 
 BAD = [
+    (("parallel.tensor=2",), "parallel.tensor: 2, need 1: tensor parallelism is not built yet"),
+    (("parallel.context=pair",), "parallel.context: pair, need 1: context parallelism is not"),
+    (("parallel.pipeline=3",), "parallel.pipeline: 3, does not fill the levels (world 1 × node 2 × "
+     "pair 2 ranks without other splits) one after the other, need one of 1, 2, 4"),
+    (("parallel.tensor=rack",), "parallel.tensor: no level 'rack' on this machine, need a whole"),
+    (("parallel.tensor=0",), "parallel.tensor: 0, need at least 1"),
+    (("parallel.tensor=null",), "parallel.tensor: null, need an integer or text"),
+    (("parallel.schedule=zero_bubble",), "parallel.schedule: zero_bubble, need 1f1b: pipeline par"),
+    (("parallel.layers=[1,1]",), "parallel.layers: [1, 1], need []: pipeline parallelism is not"),
+    (("parallel.layers=[0]",), "parallel.layers[0]: 0, need at least 1"),
     (("machine.levels.node.size=3",), "machine.levels: pair 2 × node 3 × world ? cannot hold 4"),
     (("partition.weights=world", "partition.gradients=node", "partition.optimizer=world"),
      "partition.weights: world reaches further than partition.gradients (node)"),

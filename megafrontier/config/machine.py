@@ -1,0 +1,46 @@
+"""What a machine file says: the levels of links, and the device of a rank."""
+
+from dataclasses import dataclass, field
+
+from megafrontier.config.schema import bounded
+
+
+@dataclass
+class LevelConfig:
+    size: int | None = bounded(None, at_least=1)
+    """Groups of the next faster level (ranks, on the first one) in a group of this level. Only the
+    outermost level may leave it open."""
+    gigabytes_per_second: float | None = bounded(None, above=0)
+    """Bandwidth of one rank over this level, in one direction. The preflight compares with it."""
+
+
+@dataclass
+class DeviceConfig:
+    name: str = "any"
+    """any: an accelerator if there is one. cpu: the CPU even if there is an accelerator. Otherwise
+    an accelerator's name, and ranks started by a launcher must find one."""
+    memory_gib: float | None = bounded(None, above=0)
+    """Memory of one device. The preflight refuses a host with less than 90 % of it free (on a CPU:
+    installed). A run is refused if the state, buffers and block inputs of a rank exceed it."""
+    peak_tflops: float | None = bounded(None, above=0)
+    """Dense peak of one device in 16 bits, for MFU. There is no MFU without it, for fp32 training
+    on an accelerator, and if a CPU stands in for an accelerator."""
+    ranks_per_host: int | None = bounded(None, above=0)
+    """Ranks that Slurm or torchrun must start on each host. Default: not checked."""
+
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether `name` says that each rank has an accelerator."""
+        return self.name not in ("any", "cpu")
+
+    def is_stood_in_for_by(self, kind: str) -> bool:
+        """Whether the device in use, of torch's type `kind`, is a CPU although `name` is an
+        accelerator, as in a rehearsal of Frontier on a laptop."""
+        return kind == "cpu" and self.is_accelerator
+
+
+@dataclass
+class MachineConfig:
+    levels: dict[str, LevelConfig] = field(default_factory=dict)
+    """Levels, fastest link first."""
+    device: DeviceConfig = field(default_factory=DeviceConfig)
