@@ -16,7 +16,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import TextIO
 
 BAD_INPUT = 2
@@ -86,30 +85,23 @@ def need(condition: bool, key: str, value: object, fits: str) -> None:
         raise UserError(f"{key}: {value}, {fits}")
 
 
-@dataclass(frozen=True, order=True)
-class Refusal:
-    """Why a rank cannot start, and the exit code of its error."""
-
-    rank: int
-    host: str
-    why: str
-    code: int
-
-
 class RanksRefused(UserError):
-    """`count` of `size` ranks cannot start; `refusals` has some of them.
+    """`count` of `size` ranks cannot start. `refusals` has the first of them, in rank order: rank,
+    host, reason, exit code.
 
-    `part`: the fraction of all ranks that refused, or of the ranks that checked their hosts. If
-    most refuse, no single node is at fault, and the run ends with the first refusal's exit code.
+    `are_few`: whether the ranks are those of less than half of the hosts. Otherwise no single node
+    is at fault, and the run ends with the first refusal's exit code.
     """
 
-    def __init__(self, refusals: list[Refusal], count: int, size: int, part: float) -> None:
-        first = min(refusals)
+    def __init__(
+        self, refusals: list[tuple[int, str, str, int]], count: int, size: int, are_few: bool
+    ) -> None:
+        rank, host, why, code = refusals[0]
         more = f" (and {count - 1} more)" if count > 1 else ""
-        where = "" if count == size else f"rank {first.rank} on {first.host}{more}: "
-        super().__init__(where + first.why)
-        self.refusals, self.are_few = refusals, 2 * part < 1
-        self.code = BAD_INPUT if self.are_few else first.code
+        where = "" if count == size else f"rank {rank} on {host}{more}: "
+        super().__init__(where + why)
+        self.refusals, self.are_few = refusals, are_few
+        self.code = BAD_INPUT if are_few else code
 
 
 class RankError(UserError):

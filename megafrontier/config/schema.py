@@ -184,8 +184,8 @@ class TrainConfig:
     hang_seconds: float = bounded(600.0, at_least=0)
     """End the run, with all stacks in RUN/hang, if no micro-batch, save or evaluation batch has
     finished for this long (three times as long during start-up and the first step); 0: never. Time
-    while the whole run is suspended (Ctrl-Z, `scontrol suspend`) does not count. The ranks must
-    also meet within the time for start-up, at most 10 minutes."""
+    while the whole run is suspended (Ctrl-Z, `scontrol suspend`) for less than this does not count.
+    The ranks must also meet within the time for start-up, at most 10 minutes."""
     attempts: int = bounded(5, at_least=0)
     """Stop restarting after this many consecutive starts without progress: all from the same
     checkpoint and none with a new step, or in a Slurm job before all ranks had met; 0: never."""

@@ -11,20 +11,16 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from megafrontier.common.errors import STOPPED, FatalError, UserError, print_error
-from megafrontier.common.files import try_writing
+from megafrontier.common.errors import STOPPED, FatalError, is_collective, print_error
 from megafrontier.common.signals import STOPPING, die_with_parent, handle_signals
-from megafrontier.launch.health.timeouts import LOCAL_GRACE, LOCAL_PEER, LOCAL_SPEAKER
+from megafrontier.launch.health.timeouts import LOCAL_GRACE, LOCAL_SPEAKER
 
-_STORE_BYTES = 2**20
-"""More than the file of the store grows to: about 2 KiB a rank."""
 _BLOCKED = (*STOPPING, signal.SIGINT)
 """Signals that are blocked while ranks are forked."""
 
@@ -40,50 +36,33 @@ def fork_ranks(count: int, body: Callable[[], int]) -> int:
 
     Returns 0 or STOPPED if all ranks do, else the exit code of the first rank that fails. The
     others are then killed after a grace period. They are not sent SIGTERM, because it requests a
-    checkpoint, which they cannot write without their peer. Raises UserError if there is no room for
-    the file of the store, or for the processes.
+    checkpoint, which they cannot write without their peer.
     """
-    _check_room_for_store()
     import_early()
     gc.freeze()  # so that garbage collection in the ranks does not copy the parent's pages
-    with tempfile.TemporaryDirectory(prefix="megafrontier-") as folder:
-        flush_output()
-        # Block signals until every rank can be told of them. Python ignores exceptions in its own
-        # code around a fork, so that Ctrl-C would be lost.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
-        try:
-            children = _fork_all(count, Path(folder), body)
-        finally:
-            gc.unfreeze()
-        return _wait_for(children)
-
-
-def _check_room_for_store() -> None:
-    """Raises UserError. With a file that cannot grow, ranks would wait for each other in vain."""
-    where = "TMPDIR"
+    flush_output()
+    running: dict[int, int] = {}
+    forwarded: set[int] = set()
+    # Block signals until every rank can be told of them. Python ignores exceptions in its own code
+    # around a fork, so that Ctrl-C would be lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     try:
-        where = f"TMPDIR: {tempfile.gettempdir()}"
-        try_writing(None, _STORE_BYTES)
-    except OSError as error:
-        need = f"need a folder with {_STORE_BYTES >> 20} MiB of room, where the ranks meet"
-        raise UserError(f"{where}: {error.strerror}, {need}") from error
-
-
-def _fork_all(count: int, folder: Path, body: Callable[[], int]) -> dict[int, int]:
-    """Fork all ranks, or none. Returns the ranks by process id."""
-    children: dict[int, int] = {}
-    try:
-        for rank in range(count):
-            children[_fork_one(rank, count, folder, body)] = rank
-    except OSError as error:
-        _kill_all(children)
+        with socket.create_server(("127.0.0.1", 0), backlog=count) as server:
+            for rank in range(count):
+                running[_fork_one(rank, count, server, body)] = rank
+        with handle_signals(STOPPING, partial(_forward, running, forwarded)):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
+            return _supervise(running, forwarded)
+    finally:
+        _send(running, signal.SIGKILL)
+        for child in running:
+            os.waitpid(child, 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
-        why = f"cannot start rank {len(children)}: {error.strerror}"
-        raise UserError(f"--nproc: {count}: {why}, need as many processes") from error
-    return children
+        gc.unfreeze()
 
 
-def _fork_one(rank: int, count: int, folder: Path, body: Callable[[], int]) -> int:
+def _fork_one(rank: int, count: int, server: socket.socket, body: Callable[[], int]) -> int:
+    """`server`: the listening socket of the store, which rank 0 takes over."""
     parent = os.getpid()
     child = os.fork()
     if child:
@@ -96,12 +75,19 @@ def _fork_one(rank: int, count: int, folder: Path, body: Callable[[], int]) -> i
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
         os.environ["MEGAFRONTIER_LOCAL"] = f"{rank}/{count}"
-        os.environ["MEGAFRONTIER_STORE"] = str(folder / "store")
-        code = exit_code(body, rank == 0, lambda: time.sleep(LOCAL_SPEAKER))
+        os.environ["MEGAFRONTIER_PORT"] = str(server.getsockname()[1])
+        if rank == 0:
+            os.environ["MEGAFRONTIER_SOCKET"] = str(server.detach())
+        server.close()
+        code = body()
+    except FatalError as error:
+        code = report(error, speaks=rank == 0)
+        if rank and is_collective(error):
+            time.sleep(LOCAL_SPEAKER)
     except BaseException:
         # Most likely a peer is gone, and has said why. The parent then kills this rank now, before
         # it adds its own traceback.
-        time.sleep(LOCAL_PEER)
+        time.sleep(2 * LOCAL_GRACE)
         traceback.print_exc()
     finally:
         flush_output()
@@ -116,39 +102,12 @@ def flush_output() -> None:
             stream.flush()
 
 
-def exit_code(
-    body: Callable[[], int], speaks: bool = True, stay: Callable[[], None] = lambda: None
-) -> int:
-    """Return what `body` returns, or the exit code of the FatalError that it raises.
-
-    All ranks raise the same error. The rank that `speaks` prints it, and the others `stay` alive
-    meanwhile. An error that only one rank raises is printed by that rank.
-    """
-    try:
-        return body()
-    except FatalError as error:
-        if speaks or error.is_rank_local:
-            print_error(f"megafrontier: {error}")
-        else:
-            stay()
-        return error.code
-
-
-def _wait_for(running: dict[int, int]) -> int:
-    """Wait for ranks, given by process id. Returns the exit code of all."""
-    forwarded: set[int] = set()
-    with handle_signals(STOPPING, _forward_to(running, forwarded)):
-        try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
-            return _supervise(running, forwarded)
-        finally:
-            _kill_all(running)
-
-
-def _kill_all(children: Iterable[int]) -> None:
-    _send(children, signal.SIGKILL)
-    for child in children:
-        os.waitpid(child, 0)
+def report(error: FatalError, speaks: bool) -> int:
+    """Print an error on the rank that `speaks` for all, or that met it alone. Returns its exit
+    code."""
+    if speaks or error.is_rank_local:
+        print_error(f"megafrontier: {error}")
+    return error.code
 
 
 def _supervise(running: dict[int, int], forwarded: set[int]) -> int:
@@ -185,14 +144,10 @@ def _report_signal(rank: int, status: int, forwarded: set[int]) -> None:
         print_error(f"megafrontier: rank {rank} on {socket.gethostname()} was lost: {why}")
 
 
-def _forward_to(running: dict[int, int], forwarded: set[int]) -> Callable[[int, Any], None]:
-    """A signal handler that sends the signal to the ranks as well."""
-
-    def forward(number: int, _frame: object) -> None:
-        forwarded.add(number)
-        _send(running, number)
-
-    return forward
+def _forward(running: dict[int, int], forwarded: set[int], number: int, _frame: Any) -> None:
+    """The parent's signal handler: send the signal to the ranks as well."""
+    forwarded.add(number)
+    _send(running, number)
 
 
 def _send(children: Iterable[int], number: int) -> None:

@@ -22,7 +22,7 @@ from megafrontier.launch.health import excluded_nodes
 from megafrontier.launch.health.preflight import check_present, clear_room, preflight
 from megafrontier.launch.health.run_lock import hold
 from megafrontier.launch.health.timeouts import Timeouts
-from megafrontier.launch.local import exit_code, flush_output, fork_ranks, import_early
+from megafrontier.launch.local import flush_output, fork_ranks, import_early, report
 from megafrontier.launch.rendezvous import refuse
 from megafrontier.parallel.env import Identity, identify
 from megafrontier.parallel.fault_injection import fault_point
@@ -53,15 +53,10 @@ def train(config: Config, nproc: int | None) -> int:
     """
     directory = Path(config.run.directory)
     identity = identify(os.environ) if nproc is None else None
+    check = partial(_check, config, identity)
+    explain = partial(excluded_nodes.exclude_refused, directory=directory)
     try:
-        return launch(
-            config,
-            lambda: _train_rank(config),
-            nproc,
-            partial(_check, config, identity),
-            partial(_check_host, config),
-            partial(excluded_nodes.exclude_refused, directory=directory),
-        )
+        return launch(config, lambda: _train_rank(config), nproc, check, explain)
     except KeyboardInterrupt:
         if identity is None or identity.rank == 0:
             record_interrupt(directory)
@@ -74,13 +69,9 @@ def _check(config: Config, identity: Identity | None, ranks: int) -> None:
     if identity is not None:  # a parent may not touch the devices of the ranks that it forks
         check_present(load_machine(config.machine).device, identity, config.preflight.enabled)
     check_memory(config, check_training(config, ranks))
-
-
-def _check_host(config: Config) -> None:
-    """Check on the first rank of every host."""
-    fault_point("check host")
-    check_resume(config)
-    check_directory(config)  # last, because it creates the directory
+    if identity is None or identity.local_rank == 0:
+        check_resume(config)
+        check_directory(config)  # last, because it creates the directory
 
 
 def launch(
@@ -88,34 +79,31 @@ def launch(
     body: Callable[[], int],
     nproc: int | None,
     check: Check,
-    check_host: Callable[[], object] = lambda: None,
     explain_refused: Callable[..., FatalError] = lambda error, identity: error,
 ) -> int:
-    """Run `body` on every rank, after `check` on every rank and `check_host` on one rank a host.
-    Returns the exit code.
+    """Run `body` on every rank, after `check`. Returns the exit code.
 
-    If some of a launcher's ranks fail their checks, all end with the error that `explain_refused`
+    If some of a launcher's ranks fail the check, all end with the error that `explain_refused`
     makes of RanksRefused.
     """
-    if nproc is None:
-        identity = identify(os.environ)
+    if nproc is not None:
+        if nproc < 1:
+            raise UserError(f"--nproc: {nproc}, need at least 1")
+        _run_check(check, nproc)
+        return fork_ranks(nproc, body)
+    identity = identify(os.environ)
 
-        def checked() -> int:
-            try:
-                _check_with_others(config, identity, check, check_host)
-                import_early()
-                return body()
-            except RanksRefused as error:
-                raise explain_refused(error, identity=identity) from error
-
-        code = exit_code(checked, speaks=identity.rank == 0)
-        _exit_from_launcher(identity, code)
-        return code
-    if nproc < 1:
-        raise UserError(f"--nproc: {nproc}, need at least 1")
-    _run_check(check, nproc)
-    _run_check(check_host)
-    return fork_ranks(nproc, body)
+    try:
+        checking = partial(_run_check, check, identity.world_size)
+        _call_or_refuse(checking, identity, config.train.hang_seconds)
+        import_early()
+        code = body()
+    except RanksRefused as error:
+        code = report(explain_refused(error, identity=identity), speaks=identity.rank == 0)
+    except FatalError as error:
+        code = report(error, speaks=identity.rank == 0)
+    _exit_from_launcher(identity, code)
+    return code
 
 
 def load_or_refuse(make: Callable[[], T], nproc: int | None) -> T:
@@ -124,16 +112,26 @@ def load_or_refuse(make: Callable[[], T], nproc: int | None) -> T:
     If it fails on one of a launcher's ranks, perhaps only on that node, all ranks end with the
     error.
     """
-    try:
+    if nproc is not None:
         return make()
-    except (UserError, StorageFailed) as error:
-        identity = identify(os.environ) if nproc is None else None
-        if identity is None or identity.world_size == 1:
-            raise
-        timeouts = Timeouts.of(identity.world_size, TrainConfig().hang_seconds)
-        refusing = partial(refuse, identity, error, timeouts, is_hosts=False)
-        _exit_from_launcher(identity, exit_code(refusing, speaks=identity.rank == 0))
+    identity = identify(os.environ)
+    try:
+        return _call_or_refuse(make, identity, TrainConfig().hang_seconds)
+    except FatalError as error:
+        if identity.has_launcher:
+            _exit_from_launcher(identity, report(error, speaks=identity.rank == 0))
         raise
+
+
+def _call_or_refuse(call: Callable[[], T], identity: Identity, hang_seconds: float) -> T:
+    """Return what `call` returns on this rank. If it fails on one of several ranks, all raise
+    RanksRefused."""
+    try:
+        return call()
+    except (UserError, StorageFailed) as error:
+        if identity.world_size == 1:
+            raise
+        refuse(identity, error, Timeouts.of(identity.world_size, hang_seconds))
 
 
 def _exit_from_launcher(identity: Identity, code: int) -> None:
@@ -144,29 +142,12 @@ def _exit_from_launcher(identity: Identity, code: int) -> None:
         os._exit(code)
 
 
-def _run_check(check: Callable[..., object], *arguments: object) -> None:
+def _run_check(check: Check, ranks: int) -> None:
     """Check. An error of the file system is bad input or a failed storage, never a bug."""
     try:
-        check(*arguments)
+        check(ranks)
     except OSError as error:
         raise as_fatal_os_error(error) from error
-
-
-def _check_with_others(
-    config: Config, identity: Identity, check: Check, check_host: Callable[[], object]
-) -> None:
-    """Check on one of a launcher's ranks. If it fails, all ranks raise RanksRefused."""
-    is_hosts = False
-    try:
-        _run_check(check, identity.world_size)
-        is_hosts = True
-        if identity.local_rank == 0:
-            _run_check(check_host)
-    except (UserError, StorageFailed) as error:
-        if identity.world_size == 1:
-            raise
-        timeouts = Timeouts.of(identity.world_size, config.train.hang_seconds)
-        refuse(identity, error, timeouts, is_hosts)
 
 
 def _train_rank(config: Config) -> int:

@@ -7,15 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch's stubs
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs
 
 from megafrontier.common.errors import (
     FatalError,
@@ -37,10 +36,6 @@ from megafrontier.parallel.world import World
 
 ALL_PEERS = "connections to all"
 """The operation in which gloo connects each rank to every other. NCCL and RCCL connect later."""
-_SOCKETS = 3
-"""Connections of each rank to the store at rank 0: its own, and two of its watchdog."""
-_OTHER_FILES = 512
-"""Other files that a rank may have open: the corpus, checkpoints, connections to peers."""
 
 
 @contextmanager
@@ -159,14 +154,13 @@ def give_up(device: torch.device) -> None:
         call_with_timeout(GIVE_UP_GROUPS, dist.distributed_c10d._abort_process_group)
 
 
-def refuse(identity: Identity, error: FatalError, timeouts: Timeouts, is_hosts: bool) -> NoReturn:
+def refuse(identity: Identity, error: FatalError, timeouts: Timeouts) -> NoReturn:
     """Tell the other ranks why this one cannot start: a file may exist on one node only.
 
-    `is_hosts`: only the first rank of each host looked. Raises RanksRefused, as all ranks then do,
-    or `error` if the ranks do not meet.
+    Raises RanksRefused, as all ranks then do, or `error` if the ranks do not meet.
     """
     try:
-        _open_store(identity, timeouts).meet(timeouts.arrive, error, is_hosts)
+        _open_store(identity, timeouts).meet(timeouts.arrive, error)
     except RuntimeError:  # the store's
         own = RankError(f"rank {identity.rank} on {identity.host}: {error}")
         own.is_rank_local = identity.local_rank == 0  # print one line a host, not one a rank
@@ -202,77 +196,39 @@ def _store_error(identity: Identity, error: RuntimeError) -> PeersLost:
 
 
 def _open_store(identity: Identity, timeouts: Timeouts) -> LivenessCheck:
-    _allow_sockets(_SOCKETS * identity.world_size, identity.rank == 0)
-    file = identity.rendezvous.removeprefix("file://")
-    # -1: given the number of ranks, torch's store would wait for them, and could not say for which.
-    if file != identity.rendezvous:
-        # Not as a URL, in which # and ? of a file name have a meaning.
-        return LivenessCheck(FileStore(file, -1), identity, timeouts)
-    store = _connect_store(
-        f"{identity.rendezvous}?rank={identity.rank}&world_size=-1", timeouts.arrive
-    )
-    _check_owner(store, identity)
-    # torchrun keeps its store, with all keys, when it starts the ranks again.
-    start = identity.restarts if identity.is_counted else store.add(f"starts/{identity.rank}", 1)
-    return LivenessCheck(PrefixStore(f"start {start}", store), identity, timeouts)
-
-
-def _connect_store(url: str, seconds: float) -> Store:
-    """Connect to torch's store. Raises RuntimeError if it does not answer in time.
-
-    torch itself tries twice, each time for `seconds`, and `srun --wait` kills a rank that has not
-    given up by then.
-    """
-
-    def connect_once() -> Store | RuntimeError:
-        try:
-            return next(rendezvous(url, timeout=timedelta(seconds=seconds)))[0]
-        except RuntimeError as error:
-            return error
-
-    found = call_with_timeout(seconds, connect_once)
-    if found is None:
-        raise RuntimeError(f"no store within {seconds:g} s")
-    if isinstance(found, RuntimeError):
-        raise found
-    return found
-
-
-def _check_owner(store: Store, identity: Identity) -> None:
-    """Raises PeersLost if the store at this address belongs to another run. That run would take
-    this rank for one of its own, and end when it fails."""
-    mine = f"run ({identity.start or 'without a name'})"
-    if identity.rank == 0:
-        store.compare_set("owner", "", mine)
-    owner = store.get("owner").decode()  # rank 0 sets it before anything else
-    if owner != mine:
-        address = identity.rendezvous
-        if address == "env://":
-            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise PeersLost(
-            f"rank {identity.rank}: at {address} meets another {owner}; need another "
-            "MASTER_PORT, or that run's end"
-        )
-
-
-def _allow_sockets(count: int, is_first: bool) -> None:
-    """Raise the limit of open files by `count` in the process that owns the store: rank 0, or the
-    torchrun that started it.
-
-    Raises UserError if the hard limit is lower: on all ranks, whose limits are alike, because the
-    others would wait for rank 0 in vain.
-    """
+    """Open the store if this is rank 0, else connect to it. Raises RuntimeError if it does not
+    answer in time."""
+    address, rank = urlsplit(identity.rendezvous), identity.rank
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    process = os.getppid() if is_torchruns and is_first else os.getpid()
-    soft, hard = resource.prlimit(process, resource.RLIMIT_NOFILE)
-    need = count + _OTHER_FILES
-    if hard != resource.RLIM_INFINITY and need > hard:
-        raise UserError(
-            f"ulimit -n: at most {hard} open files where rank 0 runs, need {need} for the ranks' "
-            "connections"
-        )
-    if is_first and soft != resource.RLIM_INFINITY and need > soft:
-        resource.prlimit(process, resource.RLIMIT_NOFILE, (need, hard))
+    socket = os.environ.pop("MEGAFRONTIER_SOCKET", None)  # of the parent of local ranks
+    if rank == 0:
+        _allow_sockets(os.getppid() if is_torchruns else os.getpid())
+    connect = partial(
+        TCPStore,
+        str(address.hostname),
+        address.port or 0,
+        is_master=rank == 0 and not is_torchruns,
+        timeout=timedelta(seconds=timeouts.arrive),
+        wait_for_workers=False,  # torch could not say which ranks are absent
+        multi_tenant=True,
+        master_listen_fd=None if socket is None else int(socket),
+    )
+    # torch itself tries several times for as long, and `srun --wait` kills a rank that has not
+    # given up by then.
+    store = connect() if rank == 0 else call_with_timeout(timeouts.arrive, connect)
+    if store is None:
+        raise RuntimeError(f"no store within {timeouts.arrive:g} s")
+    # The prefix keeps another run with the same address apart, and the starts of torchrun, which
+    # keeps its store, with all keys, when it starts the ranks again.
+    start = store.add(f"{identity.start}/starts/{rank}", 1)
+    return LivenessCheck(PrefixStore(f"{identity.start}/{start}", store), identity, timeouts)
+
+
+def _allow_sockets(process: int) -> None:
+    """Let the owner of the store open as many sockets as the system allows. Each rank connects to
+    it three times, so 48 nodes need more than the usual limit."""
+    _, hard = resource.prlimit(process, resource.RLIMIT_NOFILE)
+    resource.prlimit(process, resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def check_hosts(levels: Levels, hosts: list[Any]) -> None:

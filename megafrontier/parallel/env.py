@@ -17,8 +17,8 @@ _DEFAULT_PORT = 3442
 class Identity:
     """One process among all ranks.
 
-    `rendezvous` is the address at which the ranks meet, as `init_process_group` takes it; empty for
-    a single process.
+    `rendezvous` is the address of the store at which the ranks meet, `tcp://HOST:PORT`; empty for a
+    single process.
     """
 
     rank: int
@@ -29,10 +29,6 @@ class Identity:
     host: str = ""
     start: str = ""
     """A name that all ranks of one start share, and no other run has; empty if unknown."""
-    restarts: int = 0
-    """How often torchrun has restarted the ranks of this host, which keep its store."""
-    is_counted: bool = True
-    """Whether `restarts` is the same on all hosts. torchrun's agents each count their own."""
 
     @property
     def has_launcher(self) -> bool:
@@ -75,8 +71,8 @@ def identify(environment: Mapping[str, str]) -> Identity:
 
 def _from_local(environment: Mapping[str, str]) -> Identity:
     rank, size = (int(part) for part in environment["MEGAFRONTIER_LOCAL"].split("/"))
-    store = f"file://{environment['MEGAFRONTIER_STORE']}"
-    return Identity(rank, size, rank, "local", store, socket.gethostname())
+    address = f"tcp://127.0.0.1:{environment['MEGAFRONTIER_PORT']}"
+    return Identity(rank, size, rank, "local", address, socket.gethostname())
 
 
 def _refuse_mpi(environment: Mapping[str, str]) -> None:
@@ -92,17 +88,14 @@ def _refuse_mpi(environment: Mapping[str, str]) -> None:
 def _from_torchrun(environment: Mapping[str, str]) -> Identity:
     if not environment.get("MASTER_ADDR"):
         raise UserError("MASTER_ADDR: not set, need the address of rank 0's node")
-    _port(environment)
     return Identity(
         _number(environment, "RANK"),
         _number(environment, "WORLD_SIZE"),
         _number(environment, "LOCAL_RANK"),
         "torchrun",
-        "env://",
+        _address(environment["MASTER_ADDR"], _port(environment)),
         socket.gethostname(),
         environment.get("TORCHELASTIC_RUN_ID", ""),
-        _number({"TORCHELASTIC_RESTART_COUNT": "0", **environment}, "TORCHELASTIC_RESTART_COUNT"),
-        environment.get("GROUP_WORLD_SIZE", "1") == "1",
     )
 
 
@@ -110,7 +103,6 @@ def _from_slurm(environment: Mapping[str, str]) -> Identity:
     master = environment.get("MASTER_ADDR") or _first_node(environment)
     if not master:
         raise UserError("MASTER_ADDR: not set, need the address of the job's first node")
-    host = master.strip("[]")
     port = _port({"MASTER_PORT": str(_DEFAULT_PORT), **environment})
     # SLURM_NTASKS counts the whole job if srun was called without a number of tasks.
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
@@ -119,7 +111,7 @@ def _from_slurm(environment: Mapping[str, str]) -> Identity:
         _number(environment, size),
         _number(environment, "SLURM_LOCALID"),
         "slurm",
-        f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}",
+        _address(master, port),
         environment.get("SLURMD_NODENAME") or socket.gethostname(),
         _slurm_start(environment),
     )
@@ -174,6 +166,11 @@ def planned_hosts(environment: Mapping[str, str], size: int) -> list[str]:
     if not hosts or size % len(hosts):
         return []
     return [host for host in hosts for _ in range(size // len(hosts))]
+
+
+def _address(host: str, port: int) -> str:
+    host = host.strip("[]")
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def _port(environment: Mapping[str, str]) -> int:

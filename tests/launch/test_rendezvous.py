@@ -18,89 +18,42 @@ from megafrontier.launch.local import fork_ranks
 from megafrontier.launch.rendezvous import join
 from megafrontier.parallel.env import Identity, identify
 from megafrontier.parallel.mesh import MeshShape
+from tests.launch.test_launchers import free_port
 from tests.ranks import make_levels
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def limits(monkeypatch):
-    """The limits of open files that are set (process, soft, hard), under a hard limit of 10,000."""
-    found = []
-
-    def prlimit(process, _kind, *limits):
-        found.extend((process, *limit) for limit in limits)
-        return (1024, 10_000)
-
-    monkeypatch.setattr(resource, "prlimit", prlimit)
-    return found
-
-
-def test_rank_0_may_open_a_socket_for_every_connection(limits):
-    """48 nodes need more than the usual soft limit."""
-    rendezvous._allow_sockets(rendezvous._SOCKETS * 384, is_first=True)
-    assert limits == [(os.getpid(), 3 * 384 + rendezvous._OTHER_FILES, 10_000)]
-
-
-def test_if_torchrun_owns_the_store_its_limit_is_raised(limits, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    rendezvous._allow_sockets(rendezvous._SOCKETS * 384, is_first=True)
-    assert limits == [(os.getppid(), 3 * 384 + rendezvous._OTHER_FILES, 10_000)]
-
-
-def test_the_limits_of_other_ranks_are_kept(limits):
-    rendezvous._allow_sockets(rendezvous._SOCKETS * 384, is_first=False)
-    assert limits == []
-
-
-def test_a_sufficient_limit_is_kept(limits):
-    rendezvous._allow_sockets(rendezvous._SOCKETS * 8, is_first=True)
-    assert limits == []
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_hard_limit_that_is_too_low_is_refused_by_all_ranks(limits, is_first):
-    """Only rank 0 needs them, but the others would wait for it, and have the same limit."""
-    with pytest.raises(UserError, match=r"ulimit -n: at most 10000 open files .*, need 29312 for"):
-        rendezvous._allow_sockets(rendezvous._SOCKETS * 9600, is_first)
-
-
-@pytest.fixture
-def agent(monkeypatch):
-    """torchrun's store, which outlives the ranks."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(store.port))
-    return store
+def test_the_owner_of_the_store_may_open_as_many_sockets_as_the_system_allows():
+    """48 nodes need more than the usual limit."""
+    child = os.fork()
+    if child == 0:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+        rendezvous._allow_sockets(os.getpid())
+        os._exit(int(resource.getrlimit(resource.RLIMIT_NOFILE) != (hard, hard)))
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def within(seconds):
     return replace(Timeouts.of(2), arrive=seconds)
 
 
-def meet(*ranks):
-    """What each of these ranks gets: the absent ranks, or its error."""
+def test_a_run_with_the_address_of_another_does_not_disturb_it():
+    place = f"tcp://127.0.0.1:{free_port()}"
 
-    def one(identity):
+    def meet(rank, start):
+        identity = Identity(rank, 2, 0, "slurm", place, f"host{rank}", start)
         try:
-            return rendezvous._open_store(identity, within(20)).meet(3)
-        except (PeersLost, RuntimeError) as error:
-            return error
+            return rendezvous._meet(identity, within(3)).first_host
+        except PeersLost as error:
+            return str(error)
 
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(one, ranks))
-
-
-def started(rank, start="run", restarts=0, is_counted=True):
-    return Identity(rank, 2, 0, "torchrun", "env://", f"host{rank}", start, restarts, is_counted)
-
-
-def test_a_rank_leaves_the_store_of_another_run_without_disturbing_it(agent):
-    *here, lost = meet(started(0), started(1), started(1, "another"))
-    assert here == [[], []]
-    assert isinstance(lost, PeersLost)
-    assert "meets another run (run); need another MASTER_PORT" in str(lost)
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(meet, *who) for who in ((0, "run"), (1, "another"), (1, "run"))]
+    first, lost, second = (future.result() for future in found)
+    assert first == second == "host0"
+    assert lost.startswith(f"rank 0: no answer at {place}: ")
 
 
 def test_a_port_in_use_is_reported_with_what_to_do():
@@ -113,28 +66,12 @@ def test_a_port_in_use_is_reported_with_what_to_do():
 
 
 def test_a_rank_waits_for_rank_0_no_longer_than_the_limit(monkeypatch):
-    """torch itself tries twice, each time for the whole limit."""
-    is_over = threading.Event()
-
-    def answer_late(place, timeout):
-        is_over.wait(20)
-        raise RuntimeError("late")
-
-    monkeypatch.setattr(rendezvous, "rendezvous", answer_late)
-    who = Identity(1, 2, 1, "slurm", "tcp://nowhere:1", "here")
-    with pytest.raises(
-        PeersLost, match=r"rank 0: no answer at tcp://nowhere:1: no store within 0.1 s"
-    ):
-        rendezvous._meet(who, within(0.1))
-    is_over.set()
-
-
-def test_ranks_meet_though_torchruns_agents_have_counted_different_restarts(agent):
-    """An agent whose ranks are well starts them anew where another's were lost, and does not count
-    that."""
-    for restarts in (0, 1):
-        again = started(0, is_counted=False), started(1, restarts=restarts, is_counted=False)
-        assert meet(*again) == [[], []]
+    """torch itself tries several times, each time for the whole limit."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        who = Identity(1, 2, 1, "slurm", place, "here")
+        with pytest.raises(PeersLost, match=f"rank 0: no answer at {place}: no store within 0.1 s"):
+            rendezvous._meet(who, within(0.1))
 
 
 def test_groups_that_cannot_be_aborted_do_not_block_a_failed_rank(monkeypatch):
@@ -225,7 +162,7 @@ def test_all_ranks_raise_alike_if_levels_do_not_fit_the_hosts(tmp_path):
 
 
 def test_another_number_of_ranks_than_in_the_levels_is_refused_before_meeting():
-    identity = Identity(0, 8, 0, "local", "file:///nowhere/at/all")
+    identity = Identity(0, 8, 0, "local", "tcp://nowhere:1")
     with (
         pytest.raises(UserError, match="hold 4 ranks, but 8 were started"),
         join(identity, MeshShape(make_levels((2, 2))), CPU),

@@ -27,7 +27,7 @@ TORCHRUN = {
     "MASTER_ADDR": "node1",
     "MASTER_PORT": "29500",
 }
-LOCAL = {"MEGAFRONTIER_LOCAL": "2/4", "MEGAFRONTIER_STORE": "/tmp/x/store"}
+LOCAL = {"MEGAFRONTIER_LOCAL": "2/4", "MEGAFRONTIER_PORT": "5000"}
 HERE = socket.gethostname()
 
 
@@ -85,7 +85,7 @@ def test_the_size_of_a_slurm_step_is_its_own_number_of_tasks():
 
 
 def test_torchruns_rank_size_and_local_rank_are_read():
-    assert identify(TORCHRUN) == Identity(5, 8, 1, "torchrun", "env://", HERE)
+    assert identify(TORCHRUN) == Identity(5, 8, 1, "torchrun", "tcp://node1:29500", HERE)
 
 
 def test_other_launchers_set_the_variables_of_torchrun():
@@ -122,14 +122,8 @@ def test_an_address_of_ipv6_may_stand_in_brackets(address):
     assert identify(SLURM | {"MASTER_ADDR": address}).rendezvous == "tcp://[::1]:3442"
 
 
-def test_torchruns_restarts_are_counted():
-    found = identify(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"})
-    assert (found.restarts, found.is_counted) == (2, True)
-    assert not identify(TORCHRUN | {"GROUP_WORLD_SIZE": "2"}).is_counted
-
-
 def test_a_local_parents_rank_and_size_are_read():
-    assert identify(LOCAL) == Identity(2, 4, 2, "local", "file:///tmp/x/store", HERE)
+    assert identify(LOCAL) == Identity(2, 4, 2, "local", "tcp://127.0.0.1:5000", HERE)
 
 
 def test_a_process_without_launcher_is_alone():

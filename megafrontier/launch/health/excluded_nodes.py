@@ -3,7 +3,7 @@
 slurm/train.sbatch starts the run again without them. A user may add or delete lines.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -30,36 +30,29 @@ def add(directory: Path, hosts: Iterable[str]) -> None:
         file.writelines(f"{host}\n" for host in new)
 
 
-def exclude(
-    directory: Path, ranks: Missing, identity: Identity, writers: Collection[int] = (0,)
-) -> str | None:
+def exclude(directory: Path, ranks: Missing, identity: Identity) -> str:
     """Exclude the hosts of `ranks`, or this rank's own host if `ranks` are most of all ranks.
-
-    Only the ranks in `writers` write. Returns the text to append to the error, "" on the other
-    ranks, None if the file cannot be written: this rank may be the one without the storage.
-    """
-    if identity.rank not in writers:
-        return ""
+    Returns the text to append to the error. Raises OSError."""
     hosts = {host for _, host in ranks}
     if 2 * len(ranks) > identity.world_size:
         hosts = {identity.host}
-    try:
-        add(directory, hosts)
-    except OSError:
-        return None
+    add(directory, hosts)
     return f"; listed in {directory / FILE_NAME}: {', '.join(sorted(hosts))}"
 
 
 def exclude_refused(error: RanksRefused, directory: Path, identity: Identity) -> FatalError:
     """Exclude the hosts of a few ranks of a Slurm job that cannot start. Returns the error to
-    raise: NodesUnfit, or `error` if most ranks cannot start, because then no node is at fault."""
+    raise: NodesUnfit, or `error` if most hosts cannot start, because then no node is at fault."""
     if identity.source != "slurm" or not error.are_few:
         return error
-    refusing = [(refusal.rank, refusal.host) for refusal in error.refusals]
+    refusing = [(rank, host) for rank, host, *_ in error.refusals]
     # The first able rank writes, too: rank 0 may refuse, and not even know the directory.
     able = next(rank for rank in count() if rank not in dict(refusing))
-    listed = exclude(directory, refusing, identity, {0, able})
-    return error if listed is None else NodesUnfit(f"{error}{listed}")
+    listed = ""
+    if identity.rank in (0, able):
+        with suppress(OSError):  # slurm/train.sbatch sees whether the list has a node of the job
+            listed = exclude(directory, refusing, identity)
+    return NodesUnfit(f"{error}{listed}")
 
 
 def exclude_absent(
@@ -77,5 +70,8 @@ def exclude_absent(
     if not hosts:
         return error
     absent = [(rank, hosts[rank]) for rank in error.ranks]
-    listed = exclude(directory, absent, identity)
-    return error if listed is None else NodesUnfit(f"{describe(absent)}: {error.what}{listed}")
+    try:
+        listed = exclude(directory, absent, identity)
+    except OSError:  # another start would get the same nodes
+        return error
+    return NodesUnfit(f"{describe(absent)}: {error.what}{listed}")

@@ -3,14 +3,15 @@
 Note [Liveness protocol]
 All ranks meet at one store, which rank 0 (or torchrun) owns.
 
-At the start each rank writes its host into the store. Rank 0 waits for the last rank and publishes
-which ranks are absent. A rank that cannot start arrives as well, to say why.
+Both the start and the end of a run are a roll call: each rank reports under a key of its own. Rank
+0 counts the reports in blocks of ranks, looks only into the blocks that are incomplete, and
+publishes what follows from them. If rank 0 publishes nothing in time, rank 0 is the one that was
+lost, and the store with it.
 
-Later, a rank that notices a problem raises the alarm: a key in the store, which a thread of every
-rank waits for. Each rank answers by setting a key of its own. Rank 0 counts the answers in blocks
-of ranks, looks only into the blocks that are incomplete, and publishes which ranks are missing. If
-none is missing in a hang, it reads what each rank is doing and publishes which ranks block the
-others. If rank 0 publishes nothing in time, rank 0 is the one that was lost, and the store with it.
+At the start each rank reports its host and, if it cannot start, why. Rank 0 publishes which ranks
+are absent. Later, a rank that notices a problem raises the alarm: a key in the store, which a
+thread of every rank waits for. Each rank then reports what it is doing. Rank 0 publishes which
+ranks are missing or, if none is missing in a hang, which ranks block the others.
 
 Between start and alarm nothing is sent: a waiting rank costs rank 0 one idle connection.
 """
@@ -18,16 +19,16 @@ Between start and alarm nothing is sent: a waiting rank costs rank 0 one idle co
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import groupby
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
-from megafrontier.common.errors import FatalError, RanksRefused, Refusal
+from megafrontier.common.errors import FatalError, RanksRefused
 from megafrontier.launch.health.timeouts import Timeouts
 from megafrontier.parallel.env import Identity
 from megafrontier.parallel.world import Operation, RankStatus
@@ -81,63 +82,30 @@ class LivenessCheck:
         other.first_host, other.status = self.first_host, self.status
         return other
 
-    def meet(
-        self, seconds: float, refusal: FatalError | None = None, is_hosts: bool = False
-    ) -> list[int]:
+    def meet(self, seconds: float, refusal: FatalError | None = None) -> list[int]:
         """Wait until all ranks have arrived, up to `seconds` on rank 0 and a little longer on the
         others. Returns the absent ranks, the same on every rank that has arrived.
 
-        `refusal`: why this rank cannot start. `is_hosts`: the first local rank found it for its
-        host. Raises RanksRefused on all ranks if some refuse, and RuntimeError if rank 0 leaves
-        meanwhile.
+        `refusal`: why this rank cannot start. Raises RanksRefused on all ranks if some refuse, and
+        RuntimeError if rank 0 leaves meanwhile.
         """
-        rank, size = self.identity.rank, self.identity.world_size
-        if refusal is not None:
-            self._refuse(refusal, is_hosts)
-        if self.identity.local_rank == 0:
-            self.store.add("hosts", 1)
-        self.store.set(f"host/{rank}", self.identity.host)
-        self.store.add(f"come/{rank // _BLOCK}", 1)
-        if self.store.add("met", 1) == size:
-            self._publish_absent([])
-        if rank == 0:
-            self._wait_for_all(seconds)
+        size = self.identity.world_size
+        why = None if refusal is None else (str(refusal), refusal.code)
+        self._report("host", (self.identity.host, why))
+        if self.identity.rank == 0:
+            absent = self._without("host", seconds)
+            arrivals = self._reports("host", sorted({*range(size)} - {*absent}))
+            refusals = [(rank, host, *why) for rank, (host, why) in arrivals if why]
+            hosts = {host for _, (host, _) in arrivals}
+            are_few = 2 * len({host for _, host, *_ in refusals}) < len(hosts)
+            found = (absent, self.identity.host, refusals[:_NAMED_REFUSALS], len(refusals), are_few)
+            self._publish("met", found, len(arrivals) - 1)
         else:
-            self.store.wait(["absent"], timedelta(seconds=seconds + self._timeouts.outcome))
-        absent, refusals, count, part = json.loads(self._text("absent"))
-        if not absent and not count:
-            self.first_host = self._text("host/0")
-        elif rank == 0:
-            self._wait_for_listeners(size - len(absent) - 1)
-        elif rank not in absent:  # an absent rank may arrive late
-            self._confirm()
+            found = self._receive("met", seconds + 3 * self._timeouts.answer)
+        absent, self.first_host, refusals, count, are_few = found
         if count:
-            raise RanksRefused([Refusal(*row) for row in refusals], count, size, part)
-        return list(absent)
-
-    def _refuse(self, error: FatalError, is_hosts: bool) -> None:
-        number = self.store.add("refusals", 1)
-        if is_hosts:
-            self.store.add("refusing hosts", 1)
-        # Rank 0's refusal is kept in any case: it is the one to print if all ranks refuse.
-        if number <= _NAMED_REFUSALS or self.identity.rank == 0:
-            row = self.identity.rank, self.identity.host, str(error), error.code
-            self.store.set(f"refusal/{min(number, _NAMED_REFUSALS)}", json.dumps(row))
-
-    def _publish_absent(self, absent: list[int]) -> None:
-        count = self.store.add("refusals", 0)
-        keys = [f"refusal/{number + 1}" for number in range(min(count, _NAMED_REFUSALS))]
-        rows = [json.loads(self._text(key)) for key in keys if self.store.check([key])]
-        # If only one rank a host looks, these ranks may be all hosts, but few of all ranks.
-        hosts = self.store.add("refusing hosts", 0) / max(1, self.store.add("hosts", 0))
-        part = max(count / self.identity.world_size, hosts)
-        self.store.compare_set("absent", "", json.dumps((absent, rows, len(rows) and count, part)))
-
-    def _wait_for_all(self, seconds: float) -> None:
-        try:
-            self.store.wait(["absent"], timedelta(seconds=seconds))
-        except RuntimeError:  # torch's timeout
-            self._publish_absent(self._without("host", self._incomplete("come", self._blocks())))
+            raise RanksRefused(refusals, count, size, are_few)
+        return absent
 
     def raise_alarm(self, alarm: Alarm) -> Alarm:
         """Wake all ranks. Returns the alarm that counts, because another rank may be first."""
@@ -160,67 +128,63 @@ class LivenessCheck:
     def answer(self, hang: bool) -> Answers:
         """Answer the alarm, and return what rank 0 publishes. Every rank calls it once.
 
-        Takes at most `Timeouts.answer` (twice that on rank 0). Raises RuntimeError if rank 0 does
-        not publish in time. May block for good if the network drops all packets: use it with
+        Takes at most three times `Timeouts.answer`. Raises RuntimeError if rank 0 does not publish
+        in time. May block for good if the network drops all packets: use it with
         `call_with_timeout`.
         """
-        rank = self.identity.rank
-        self.store.set(f"here/{rank}", json.dumps(self.status.current))
-        self.store.add(f"answers/{rank // _BLOCK}", 1)
-        if rank == 0:
-            missing = self._count_answers()
-            answers = self._find_blockers() if hang and not missing else Answers(missing, [])
-            self.store.set("verdict", json.dumps(asdict(answers)))
-            self._wait_for_listeners(self.identity.world_size - len(missing) - 1)
-            return answers
-        self.store.wait(["verdict"], timedelta(seconds=self._timeouts.outcome))
-        found = json.loads(self._text("verdict"))
-        self._confirm()
-        missing, stuck = ([tuple(row) for row in found[name]] for name in ("missing", "stuck"))
-        return Answers(missing, stuck, found["hosts"])
-
-    def _count_answers(self) -> Missing:
-        blocks = self._blocks()
-        deadline = time.monotonic() + self._timeouts.answer
-        while blocks and time.monotonic() < deadline:
-            time.sleep(0.1)
-            blocks = self._incomplete("answers", blocks)
-        return [(rank, self._text(f"host/{rank}")) for rank in self._without("here", blocks)]
-
-    def _find_blockers(self) -> Answers:
-        hosts = [text.decode() for text in self._texts("host")]
-        found = blockers([Operation(*json.loads(text)) for text in self._texts("here")])
-        return Answers([], [(rank, hosts[rank], at) for rank, at in found.items()], len({*hosts}))
-
-    def _blocks(self) -> list[range]:
         size = self.identity.world_size
-        return [range(first, min(first + _BLOCK, size)) for first in range(0, size, _BLOCK)]
+        self._report("here", self.status.current)
+        if self.identity.rank:
+            return Answers(**self._receive("verdict", 3 * self._timeouts.answer))
+        lost = self._without("here", self._timeouts.answer)
+        answers = Answers([(rank, host) for rank, (host, _) in self._reports("host", lost)], [])
+        if hang and not lost:
+            doing = [Operation(*what) for _, what in self._reports("here", range(size))]
+            hosts = [host for _, (host, _) in self._reports("host", range(size))]
+            stuck = [(rank, hosts[rank], what) for rank, what in blockers(doing).items()]
+            answers = Answers([], stuck, len({*hosts}))
+        self._publish("verdict", asdict(answers), size - len(lost) - 1)
+        return answers
 
-    def _incomplete(self, counter: str, blocks: list[range]) -> list[range]:
-        """The blocks in which not all ranks have counted themselves."""
-        return [b for b in blocks if self.store.add(f"{counter}/{b[0] // _BLOCK}", 0) < len(b)]
+    def _report(self, key: str, value: object) -> None:
+        """Report under `key` on this rank."""
+        self.store.set(f"{key}/{self.identity.rank}", json.dumps(value))
+        self.store.add(f"{key}s/{self.identity.rank // _BLOCK}", 1)
 
-    def _without(self, key: str, blocks: list[range]) -> list[int]:
-        """The ranks of these blocks that have not set their key."""
+    def _reports(self, key: str, ranks: Sequence[int]) -> list[tuple[int, Any]]:
+        """What these ranks, which have reported, have reported under `key`."""
+        found: list[bytes] = []
+        for first in range(0, len(ranks), _BLOCK):
+            part = ranks[first : first + _BLOCK]
+            found += self.store.multi_get([f"{key}/{rank}" for rank in part])
+        return list(zip(ranks, map(json.loads, found), strict=True))
+
+    def _without(self, key: str, seconds: float) -> list[int]:
+        """Wait for all ranks to report under `key`. Returns those that do not within `seconds`."""
+        size, deadline = self.identity.world_size, time.monotonic() + seconds
+        blocks = [range(first, min(first + _BLOCK, size)) for first in range(0, size, _BLOCK)]
+        while True:
+            blocks = [b for b in blocks if self.store.add(f"{key}s/{b[0] // _BLOCK}", 0) < len(b)]
+            if not blocks or time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
         return [rank for b in blocks for rank in b if not self.store.check([f"{key}/{rank}"])]
 
-    def _confirm(self) -> None:
-        """Tell rank 0 that this rank has read what it published."""
-        with suppress(RuntimeError):  # rank 0 has left
-            self.store.add("listeners", 1)
-
-    def _wait_for_listeners(self, count: int) -> None:
-        """Wait until the others have read what rank 0 published: the store ends with rank 0."""
+    def _publish(self, key: str, value: object, listeners: int) -> None:
+        """Publish on rank 0, and wait until the others have read it: the store may end with rank
+        0."""
+        self.store.set(key, json.dumps(value))
         deadline = time.monotonic() + self._timeouts.answer
-        while self.store.add("listeners", 0) < count and time.monotonic() < deadline:
+        while self.store.add(f"{key}/read", 0) < listeners and time.monotonic() < deadline:
             time.sleep(0.02)
 
-    def _text(self, key: str) -> str:
-        return self.store.get(key).decode()
-
-    def _texts(self, key: str) -> Iterator[bytes]:
-        for block in self._blocks():
-            yield from self.store.multi_get([f"{key}/{rank}" for rank in block])
+    def _receive(self, key: str, seconds: float) -> Any:
+        """Wait for what rank 0 publishes. Raises RuntimeError if it takes longer."""
+        self.store.wait([key], timedelta(seconds=seconds))
+        found = json.loads(self.store.get(key))
+        with suppress(RuntimeError):  # rank 0 has left
+            self.store.add(f"{key}/read", 1)
+        return found
 
 
 def _decode(raw: bytes) -> Alarm:
@@ -256,13 +220,13 @@ def describe(ranks: Missing) -> str:
 
 
 def call_with_timeout(seconds: float, call: Callable[[], T]) -> T | None:
-    """Return what `call` returns; None if it raises RuntimeError (as torch's store does) or takes
-    longer than `seconds`. It then goes on in its thread: a store behind a broken network neither
-    answers nor fails."""
+    """Return what `call` returns; None if it raises OSError or RuntimeError (as torch's store),
+    or takes longer than `seconds`. It then goes on in its thread: a store behind a broken network
+    neither answers nor fails."""
     found: list[T] = []
 
     def run() -> None:
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, OSError):
             found.append(call())
 
     thread = threading.Thread(target=run, daemon=True)

@@ -9,7 +9,6 @@ the store ends with it.
 """
 
 import hashlib
-import os
 import socket
 import threading
 from collections.abc import Callable
@@ -37,15 +36,10 @@ class PeerMonitor:
             self._is_open = True
 
     def _name(self, rank: int) -> str:
-        """The abstract name of a rank's socket, different for every run and start on this host."""
-        who = self._identity
-        place = who.rendezvous
-        if who.source == "torchrun":  # its rendezvous is "env://"
-            names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
-            place = " ".join(os.environ.get(name, "") for name in names)
+        """The abstract name of a rank's socket, different for every run on this host."""
         # A digest, because a name has at most 107 bytes.
-        digest = hashlib.sha256(f"{place} {who.restarts} {rank}".encode()).hexdigest()
-        return f"\0megafrontier {digest}"
+        name = f"{self._identity.rendezvous} {self._identity.start} {rank}"
+        return f"\0megafrontier {hashlib.sha256(name.encode()).hexdigest()}"
 
     def start(self, on_lost: Callable[[int], None]) -> None:
         """Call `on_lost`, on a thread, with the rank of a neighbour that ends without `leave`."""

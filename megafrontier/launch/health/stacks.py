@@ -2,7 +2,6 @@
 
 import faulthandler
 import os
-import threading
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -41,27 +40,12 @@ def write_stacks(
             print(f"last collective over {level}: {collective}", file=file)
 
 
-class HardTimeout:
-    """Ends the process, with exit code 1 and all stacks on stderr, unless it is armed again.
+def arm_hard_timeout(seconds: float) -> None:
+    """End the process in `seconds`, with exit code 1 and all stacks on stderr, instead of at the
+    time set before.
 
     A kernel launch blocks while the device's queue is full. Some launches (of compiled blocks, of
     Triton's kernels on ROCm) hold the GIL meanwhile, as may a query of a device that does not
     answer. In a hang, no Python thread could then end the process. faulthandler's thread can.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._is_disarmed = False
-
-    def arm(self, seconds: float) -> None:
-        """End the process in `seconds`, instead of at the time set before. No effect after
-        `disarm`."""
-        with self._lock:
-            if not self._is_disarmed:
-                faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
-
-    def disarm(self) -> None:
-        """Never end the process."""
-        with self._lock:
-            self._is_disarmed = True
-            faulthandler.cancel_dump_traceback_later()
+    faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)

@@ -7,9 +7,6 @@ LOCAL_GRACE = 0.5
 LOCAL_SPEAKER = 150.0
 """After an error that all local ranks raise: how long the others wait for the rank that prints it.
 It may first have to hand over metrics (up to 120 s for W&B)."""
-LOCAL_PEER = 1.0
-"""How long a local rank with an exception waits for its parent to kill it, because a lost peer may
-be the cause. More than LOCAL_GRACE."""
 GIVE_UP_GROUPS = 20.0
 """How long a rank waits for its process groups to be destroyed or aborted."""
 
@@ -35,17 +32,11 @@ class Timeouts:
     collective: float
     """torch's timeout of a collective. More than `first_step`: the watchdog's report says more."""
     answer: float
-    """From an alarm until rank 0 has counted the ranks that answer."""
-    outcome: float
-    """From an alarm until the other ranks have heard from rank 0. More than `answer`."""
+    """From an alarm until rank 0 has counted the ranks that answer. The other ranks wait for its
+    verdict three times as long."""
     storage: float = 20.0
-    """Each write to the storage of a rank that is about to end."""
-    no_python: float = 60.0
-    """No Python thread of this process ran, beyond the other limits: the hard timeout ends it."""
-    local_store: float = 5.0
-    """Each look of a local rank at the common file, which somebody may have deleted."""
-    suspended: float = 5.0
-    """A thread that sleeps this much longer than asked was suspended, by Ctrl-Z or by Slurm."""
+    """Each write to the storage of a rank that is about to end. If no Python thread of it runs for
+    three times as long, beyond the other limits, the hard timeout ends it."""
 
     @classmethod
     def of(cls, world_size: int, hang_seconds: float = 600.0) -> "Timeouts":
@@ -60,6 +51,5 @@ class Timeouts:
             # is 100 s.
             check_nodes=180.0 + world_size / 200,
             collective=max(_COLLECTIVE, 2 * first_step) if is_limited else _NO_LIMIT,
-            answer=3.0 + world_size / 10_000,
-            outcome=10.0 + world_size / 2_000,
+            answer=3.0 + world_size / 6_000,
         )

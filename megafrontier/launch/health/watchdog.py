@@ -12,17 +12,17 @@ Before the first step, while only nodes and links are used, a hang is a matter o
 that do not answer are then excluded from the next start. If all hosts answer, the hosts that block
 the others are excluded, unless most hosts do.
 
-Local ranks have a parent that knows which rank died and ends the others. They raise no alarm for an
-exception. For a hang they do, and look for an alarm in their common file once a second.
+Local ranks have a parent that names a rank that was killed, and ends the others before an alarm is
+answered.
 """
 
+import faulthandler
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 
 from megafrontier.common.errors import (
@@ -43,8 +43,8 @@ from megafrontier.launch.health.liveness import (
     describe,
 )
 from megafrontier.launch.health.peer_monitor import PeerMonitor
-from megafrontier.launch.health.stacks import HardTimeout, hang_folder, write_stacks
-from megafrontier.launch.health.timeouts import LOCAL_PEER, Timeouts
+from megafrontier.launch.health.stacks import arm_hard_timeout, hang_folder, write_stacks
+from megafrontier.launch.health.timeouts import Timeouts
 from megafrontier.launch.rendezvous import ALL_PEERS
 from megafrontier.parallel.env import Identity
 from megafrontier.parallel.fault_injection import fault_point
@@ -60,30 +60,26 @@ class Watchdog:
         self._identity, self._directory, self._timeouts = identity, directory, timeouts
         self._ledger: Ledger | None = None
         self._liveness: LivenessCheck | None = None
-        self._is_local = identity.source == "local"
         self._checks_nodes = self._has_failed = False
         self._limit_seconds = timeouts.first_step
-        self._step, self._last_beat = 0, time.monotonic()
+        self._step = self._beats = 0
+        self._idle_seconds = 0.0
         self._peers = PeerMonitor(identity) if identity.has_launcher else None
         self._closed = threading.Event()
         self._ending = threading.Lock()
-        self._hard_timeout = HardTimeout()
 
     def start(self, liveness: LivenessCheck | None) -> None:
         """Begin to watch and listen. Call it when the ranks have met, before they connect to each
         other. `liveness`: None for a single process."""
+        self._set_checks_nodes(True)
         if liveness is not None:
             # A connection of its own: the main thread blocks the other one while ranks connect.
             self._liveness = liveness.clone()
-            if self._is_local:
-                self._liveness.store.set_timeout(timedelta(seconds=self._timeouts.local_store))
-        self._set_checks_nodes(True)
-        if self._timeouts.hang > 0:
-            self._start_thread(self._watch)
-        if self._liveness is not None and not self._is_local:
             self._start_thread(self._listen, self._liveness.clone())
             if self._peers is not None:
                 self._peers.start(self._on_peer_lost)
+        if self._timeouts.hang > 0:
+            self._start_thread(self._watch)
 
     @staticmethod
     def _start_thread(target: Callable[..., None], *arguments: object) -> None:
@@ -115,16 +111,17 @@ class Watchdog:
         self._set_checks_nodes(False)
 
     def _set_checks_nodes(self, is_on: bool) -> None:
-        self._last_beat = time.monotonic()  # first, because another thread reads both
+        self.beat()
         self._checks_nodes = is_on
 
     def begin(self, step: int, ledger: Ledger) -> None:
         """The run starts after `step`. The first step may take longer than the others."""
-        self._step, self._ledger, self._last_beat = step, ledger, time.monotonic()
+        self._step, self._ledger = step, ledger
+        self.beat()
 
     def beat(self, step: int | None = None) -> None:
         """`step` is finished; None: part of a step, or of the work between two steps."""
-        self._last_beat = time.monotonic()
+        self._beats += 1
         if step is not None:
             self._step, self._limit_seconds = step, self._timeouts.hang
             fault_point("step", step=step)
@@ -134,7 +131,7 @@ class Watchdog:
         if self._peers is not None and not self._closed.is_set():
             self._peers.leave()
         self._closed.set()
-        self._hard_timeout.disarm()
+        faulthandler.cancel_dump_traceback_later()
 
     def fail(self, error: Exception) -> None:
         """Find out whether `error` of this rank was caused by a lost rank, or a dead link.
@@ -142,13 +139,9 @@ class Watchdog:
         Does not return in that case. Returns if all ranks answer: the error is this rank's own.
         Only the first call has an effect.
         """
-        if self._has_failed or self._closed.is_set():
+        if self._has_failed or self._closed.is_set() or self._liveness is None:
             return
         self._has_failed = True
-        if self._is_local and isinstance(error, Unconnected):
-            time.sleep(LOCAL_PEER)  # if a peer was killed, the parent kills this rank now
-        if self._liveness is None or self._is_local:
-            return
         rank = self._identity.rank
         if isinstance(error, Unconnected):
             # Until all other ranks wait for one that is stuck.
@@ -158,40 +151,25 @@ class Watchdog:
         self._raise_alarm(Alarm(rank, "", code))
 
     def _watch(self) -> None:
-        """Look once a second for a hang and, on a local rank, for the alarm of another rank."""
-        while not self._pause(min(1.0, self._timeouts.hang / 4)):
+        """Look once a second for a hang."""
+        beats, pause = 0, min(1.0, self._timeouts.hang / 4)
+        while not self._closed.wait(pause):
+            limit, code, checks_nodes = self._limit_seconds, LOST, self._checks_nodes
+            # Counted, so that time for which the process was suspended does not count.
+            self._idle_seconds = 0.0 if self._beats != beats else self._idle_seconds + pause
+            beats = self._beats
             if not self._ending.locked():
-                self._hard_timeout.arm(self._limit_seconds + self._timeouts.no_python)
-            if (alarm := self._alarm_in_file()) is not None:
-                self._end(alarm)
-            limit, code = self._limit_seconds, LOST
-            if self._checks_nodes:
+                arm_hard_timeout(limit + 3 * self._timeouts.storage)
+            if checks_nodes:
                 limit, code = min(limit, self._timeouts.check_nodes), BAD_NODE
-            idle = time.monotonic() - self._last_beat
-            if idle > limit:
+            if self._idle_seconds > limit:
                 after = f"after step {self._step}"
-                reason = f"nothing finished for {idle:.0f} s "
-                reason += "before the first step" if self._checks_nodes else after
+                reason = f"nothing finished for {self._idle_seconds:.0f} s "
+                reason += "before the first step" if checks_nodes else after
                 if limit != self._timeouts.check_nodes:
                     reason += f" (train.hang_seconds {self._timeouts.hang:g})"
                 self._raise_alarm(Alarm(self._identity.rank, reason, code, hang=True))
-
-    def _pause(self, seconds: float) -> bool:
-        """Sleep. Returns whether the watchdog was closed meanwhile. Time for which the process was
-        suspended does not count as idle."""
-        begin = time.monotonic()
-        is_closed = self._closed.wait(seconds)
-        extra = time.monotonic() - begin - seconds
-        if extra > self._timeouts.suspended:
-            self._last_beat += extra
-        return is_closed
-
-    def _alarm_in_file(self) -> Alarm | None:
-        if self._liveness is None or not self._is_local:
-            return None
-        with suppress(RuntimeError):  # the file was deleted, which is no reason to end
-            return self._liveness.alarm()
-        return None
+        faulthandler.cancel_dump_traceback_later()
 
     def _listen(self, liveness: LivenessCheck) -> None:
         try:
@@ -216,7 +194,8 @@ class Watchdog:
         liveness = self._liveness
         first = None
         if liveness is not None:
-            first = call_with_timeout(self._timeouts.outcome, lambda: liveness.raise_alarm(alarm))
+            seconds = 3 * self._timeouts.answer
+            first = call_with_timeout(seconds, lambda: liveness.raise_alarm(alarm))
         self._end(first or alarm)
 
     def _end(self, alarm: Alarm) -> None:
@@ -226,9 +205,7 @@ class Watchdog:
         if not self._ending.acquire(blocking=False):
             time.sleep(5 * limits.storage)  # another thread ends the process
             return
-        self._hard_timeout.arm(
-            limits.outcome + 2 * limits.answer + 3 * limits.storage + limits.no_python
-        )
+        arm_hard_timeout(6 * limits.answer + 6 * limits.storage)
         report = threading.Thread(target=self._write_report, daemon=True)
         if alarm.hang:
             report.start()
@@ -244,23 +221,22 @@ class Watchdog:
             self._leave(*self._explain_hang(alarm, answers))
         if alarm.rank != self._identity.rank:
             self._leave(alarm.code)
-        self._hard_timeout.disarm()
+        faulthandler.cancel_dump_traceback_later()
 
     def _answer(self, hang: bool) -> Answers:
         liveness, limits = self._liveness, self._timeouts
         if liveness is None:
             return Answers([], [])
-        found = call_with_timeout(limits.outcome + limits.answer, lambda: liveness.answer(hang))
+        found = call_with_timeout(4 * limits.answer, lambda: liveness.answer(hang))
         return Answers([(0, liveness.first_host)], []) if found is None else found
 
     def _explain_lost(self, alarm: Alarm, missing: Missing) -> tuple[int, str]:
         """The exit code and the line for ranks that did not answer."""
         line = f"{describe(missing)}: lost, no answer{self._details(alarm)}"
         # Without rank 0, a rank cannot tell whether rank 0 or itself is cut off.
-        is_known = missing[0][0] != 0
-        if self._is_local or not (alarm.hang and alarm.code == BAD_NODE and is_known):
-            return LOST, line
-        return self._exclude(line, missing)
+        if alarm.hang and alarm.code == BAD_NODE and missing[0][0] != 0:
+            return self._exclude(line, missing)
+        return LOST, line
 
     def _explain_hang(self, alarm: Alarm, answers: Answers) -> tuple[int, str]:
         """The exit code and the line for a hang in which all ranks answered."""
@@ -273,15 +249,18 @@ class Watchdog:
         count = len({host for _, host in ranks})
         # If most hosts are stuck, no single node is at fault. And gloo connects to one peer after
         # another: beside the two ends of a dead link, ranks may be stuck that wait for one of them.
-        is_unclear = ALL_PEERS in operations and count > 2
-        if self._is_local or 2 * count > answers.hosts or is_unclear:
+        if 2 * count > answers.hosts or (ALL_PEERS in operations and count > 2):
             return LOST, line
         return self._exclude(line, ranks)
 
     def _exclude(self, line: str, ranks: Missing) -> tuple[int, str]:
-        """Exclude the hosts of `ranks`. If rank 0 cannot write the list, another start would get
+        """Exclude the hosts of `ranks`. Rank 0 writes, and if it cannot, another start would get
         the same nodes."""
         who, folder = self._identity, self._directory
+        if not who.has_launcher:
+            return LOST, line
+        if who.rank:
+            return BAD_NODE, line
         listed = call_with_timeout(
             self._timeouts.storage, lambda: excluded_nodes.exclude(folder, ranks, who)
         )
@@ -292,7 +271,7 @@ class Watchdog:
         return f"; {alarm.reason}, stacks in {folder}" if alarm.hang else ""
 
     def _write_report(self) -> None:
-        idle = time.monotonic() - self._last_beat
+        idle = self._idle_seconds
         folder = hang_folder(self._directory, self._step)
         fault_point("report")
         # Neither a full disk nor a device that has failed may keep the rank from leaving.

@@ -81,20 +81,6 @@ def test_leaving_is_told_to_all_neighbours_though_one_left_before():
     last.leave()
 
 
-def test_torchruns_with_one_port_and_two_addresses_are_two_runs(monkeypatch):
-    heard = queue.Queue()
-    monkeypatch.setenv("MASTER_PORT", f"{os.getpid()}")
-    pairs = []
-    for address in ("frontier00001", "frontier00002"):
-        monkeypatch.setenv("MASTER_ADDR", address)
-        pairs.append([PeerMonitor(Identity(r, 8, r, "torchrun", "env://", "")) for r in (1, 2)])
-        pairs[-1][0].start(heard.put)
-    pairs[0][1]._socket.close()  # as the kernel does
-    assert heard.get(timeout=5) == 2
-    with pytest.raises(queue.Empty):
-        heard.get(timeout=0.3)
-
-
 def test_runs_on_one_host_do_not_monitor_each_other(others):
     heard = queue.Queue()
     PeerMonitor(identity(2, 1)).start(heard.put)

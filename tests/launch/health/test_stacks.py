@@ -20,7 +20,7 @@ def hold_lock(seconds):
     ctypes.PyDLL(None).sleep(seconds)
 
 
-SOON = replace(Timeouts.of(1, HANG_SECONDS), no_python=0.2, storage=0.1, answer=0.2, outcome=0.2)
+SOON = replace(Timeouts.of(1, HANG_SECONDS), storage=0.1, answer=0.2)
 
 
 def started(folder):
