@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megafrontier.checkpoint.folder import of_newest
-from megafrontier.checkpoint.load import load_checkpoint
+from megafrontier.checkpoint.load import Checkpoint, load_checkpoint
+from megafrontier.checkpoint.states import fill_shards, share_shards
 from megafrontier.commands.checkpoints import device_name, saved_config
 from megafrontier.common.errors import UserError
 from megafrontier.config import (
@@ -28,8 +29,7 @@ from megafrontier.parallel.env import identify
 from megafrontier.parallel.fault_injection import fault_point
 from megafrontier.training.callbacks.evaluate import Evaluation, evaluate
 from megafrontier.training.preview import check_training
-from megafrontier.training.resume.compatibility import rotary_changes
-from megafrontier.training.resume.resume import fill_shards, share_shards
+from megafrontier.training.resume.compatibility import check_model, rotary_changes
 from megafrontier.training.trainer import build_model, open_loader
 
 
@@ -106,7 +106,11 @@ def _evaluate(
     config, mesh, world = context.config, context.mesh, context.world
     model, engine = build_model(config, context.plan, mesh)
     weights = {"weight": [unit.master for unit in engine.units]}
-    load = partial(fill_shards, model=config.model, engine=engine, states=weights)
+
+    def load(checkpoint: Checkpoint) -> None:
+        check_model(config.model, checkpoint)
+        fill_shards(checkpoint, engine, weights)
+
     load_it = partial(load_checkpoint, load=load, world=world)
     checkpoint = of_newest(path, load_it, world.broadcast_from_rank_0)
     share_shards(engine, weights)

@@ -1,16 +1,14 @@
 """Checkpoints of a trainer: what they hold, and when they are saved."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megafrontier.checkpoint.folder import delete, prune
-from megafrontier.checkpoint.format import CheckpointWriteError, Manifest
-from megafrontier.checkpoint.save import save
+from megafrontier.checkpoint.format import CheckpointWriteError
+from megafrontier.checkpoint.states import States, engine_states, save_engine
 from megafrontier.common.errors import RunFailed, StorageFailed
 from megafrontier.config import Config, config_to_dict
 from megafrontier.data.tokenizers.tokenizer import save_cached_tokenizer
@@ -35,38 +33,22 @@ def checkpoint_bytes(config: Config, plan: RunPlan) -> int:
     return parameter_count(config.model) * (12 + published + (2 if plan.error_feedback else 0))
 
 
-def shards(trainer: Trainer) -> Mapping[str, Sequence[torch.Tensor]]:
-    """This rank's 1-D shard of each unit, by state.
-
-    The weights used in computation are left out, because they follow from the fp32 masters, except
-    with delta wires (`published`). So are errors without error feedback.
-    """
-    units = trainer.engine.units
-    found = {"weight": [unit.master for unit in units], **trainer.optimizer.states}
-    if trainer.engine.wires.have_deltas and not units[0].computes_with_masters:
-        found["published"] = [unit.published for unit in units]
-    errors = [unit.feedback.error for unit in units if unit.feedback.error is not None]
-    if errors:
-        found["error"] = errors
-    return found
+def shards(trainer: Trainer) -> States:
+    """This rank's 1-D shard of each unit, by state."""
+    return engine_states(trainer.engine, trainer.optimizer.states)
 
 
 def save_trainer(trainer: Trainer) -> Path:
     """Save a checkpoint of the current step; all ranks call it. Returns its folder. Raises
     CheckpointWriteError on all ranks."""
-    config, hierarchy = trainer.config, trainer.engine.hierarchy
-    depth = trainer.engine.placement.optimizer
-    trainer.engine.finish_publishing()
-    with trainer.engine.ledger.paused():
-        trainer.engine.fold_errors()
-    index, num_shards = hierarchy.shard_index(depth)
-    states = shards(trainer)
-    manifest = Manifest(
+    config = trainer.config
+    return save_engine(
+        checkpoint_root(config),
+        trainer.engine,
+        trainer.optimizer.states,
+        partial(attach_tokenizer, config.tokenizer),
         step=trainer.step,
         tokens=trainer.tokens,
-        units=[unit.layout for unit in trainer.engine.units],
-        num_shards=num_shards,
-        states={state: tensors[0].dtype for state, tensors in states.items()},
         config=config_to_dict(config),
         rng={"seed": config.run.seed},
         extra={
@@ -79,15 +61,6 @@ def save_trainer(trainer: Trainer) -> Path:
             "contents": trainer.loader.samples.fingerprints if trainer.is_first else None,
             **({"callbacks": kept} if (kept := callback_states(trainer)) else {}),
         },
-    )
-    return save(
-        checkpoint_root(config),
-        manifest,
-        states,
-        index,
-        hierarchy.is_first_replica(depth),
-        trainer.world,
-        partial(attach_tokenizer, config.tokenizer),
     )
 
 

@@ -7,12 +7,10 @@ the path is one of the run's own checkpoints, the run goes back to it and sets l
 once for each launch: a requeued job has the same arguments. The same holds for `never`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-
-import torch
 
 from megafrontier.checkpoint.folder import (
     candidates,
@@ -25,10 +23,10 @@ from megafrontier.checkpoint.folder import (
 )
 from megafrontier.checkpoint.format import Manifest
 from megafrontier.checkpoint.load import Checkpoint, load_checkpoint, open_newest, read_manifest
+from megafrontier.checkpoint.states import States, fill_shards, share_shards
 from megafrontier.common.errors import StorageFailed, UserError
-from megafrontier.config import Config, ModelConfig
+from megafrontier.config import Config
 from megafrontier.model.flops import parameter_shapes
-from megafrontier.partition import Engine
 from megafrontier.training.callbacks.save import checkpoint_root, shards
 from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.resume.compatibility import changes, check_model, old_position
@@ -216,32 +214,11 @@ def _load_shards(trainer: Trainer, checkpoint: Checkpoint, is_start: bool = Fals
         for tensor in tensors:
             tensor.zero_()
     states = states_to_load(trainer, _used(trainer.config, checkpoint.manifest, is_start))
-    fill_shards(checkpoint, trainer.config.model, trainer.engine, states)
+    check_model(trainer.config.model, checkpoint)
+    fill_shards(checkpoint, trainer.engine, states)
 
 
-def fill_shards(
-    checkpoint: Checkpoint,
-    model: ModelConfig,
-    engine: Engine,
-    states: Mapping[str, Sequence[torch.Tensor]],
-) -> None:
-    """Load this rank's shard of each unit in these states. Replicas get theirs by `share_shards`;
-    otherwise hundreds of them would read the same files. Raises UserError for another model."""
-    check_model(model, checkpoint)
-    depth = engine.placement.optimizer
-    if engine.hierarchy.is_first_replica(depth):
-        layouts = [unit.layout for unit in engine.units]
-        checkpoint.fill(layouts, states, *engine.hierarchy.shard_index(depth))
-
-
-def share_shards(engine: Engine, states: Mapping[str, Sequence[torch.Tensor]]) -> None:
-    """Broadcast what the first replica has loaded to the others. All ranks call it."""
-    for state, tensors in states.items():
-        if state != "error":  # only the first replica sends it with its gradients
-            engine.hierarchy.broadcast_to_replicas(tensors, engine.placement.optimizer)
-
-
-def states_to_load(trainer: Trainer, manifest: Manifest) -> dict[str, Sequence[torch.Tensor]]:
+def states_to_load(trainer: Trainer, manifest: Manifest) -> States:
     """This rank's shards of the states that the checkpoint has. An imported one has only weights;
     with another placement or wires it may lack others."""
     return {state: found for state, found in shards(trainer).items() if state in manifest.states}
