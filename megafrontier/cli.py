@@ -142,11 +142,11 @@ def _tokenizer(a: argparse.Namespace) -> None:
     from megafrontier.data.tokenizers.train import train_tokenizer
 
     with exit_on_sigterm():
-        sample = train_tokenizer(
+        text_bytes, bad = train_tokenizer(
             a.inputs, a.vocab_size, a.out, a.kind, a.max_megabytes, a.json_key, a.skip_bad
         )
-    skipped = f"; {sample.bad} bad texts skipped" if sample.bad else ""
-    print(f"{a.out}: {a.vocab_size} ids, from {sample.text_bytes / 1e6:.1f} MB of text{skipped}")
+    skipped = f"; {bad} bad texts skipped" if bad else ""
+    print(f"{a.out}: {a.vocab_size} ids, from {text_bytes / 1e6:.1f} MB of text{skipped}")
 
 
 @_command(

@@ -60,9 +60,9 @@ def main() -> None:
         prose.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         sources = (path.read_bytes().decode(errors="ignore") for path in library_files())
         code.write_text("".join(json.dumps({"text": text}) + "\n" for text in sources))
-        sample = train_tokenizer([str(prose), str(code)], 16384, Path(folder, "trained"))
+        size, _ = train_tokenizer([str(prose), str(code)], 16384, Path(folder, "trained"))
         shutil.copyfile(Path(folder, "trained", "tokenizer.model"), out)
-    print(f"{out}: {out.stat().st_size} bytes, from {sample.text_bytes / 1e6:.1f} MB of text")
+    print(f"{out}: {out.stat().st_size} bytes, from {size / 1e6:.1f} MB of text")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import chain, islice
@@ -15,9 +14,6 @@ from megafrontier.data.tokenizers.base import EOD_PIECES, MODEL_FILE, Tokenizer
 
 MARKER = "megafrontier_tokenizer.json"
 """The file in a folder written by `save` that says which kind of tokenizer it holds."""
-
-SAVED_FILES = (MARKER, MODEL_FILE, "tokenizer.json", "tokenizer_config.json")
-"""The files that `save` writes of a SentencePiece model, and of bytes."""
 
 _SPACE = "\u2581"  # SentencePiece's piece for a space
 
@@ -71,10 +67,8 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self._model.LoadFromSerializedProto(self._proto)
         except RuntimeError as error:
-            kinds = [kind for start, kind in _FORMATS.items() if re.match(start, self._proto)]
-            what = f"no SentencePiece model{''.join(kinds[:1])}"
             need = "need a SentencePiece .model, or a tokenizer.json by its name or its folder"
-            raise UserError(f"tokenizer {str(path)!r}: {what}; {need}") from error
+            raise UserError(f"tokenizer {str(path)!r}: no SentencePiece model; {need}") from error
         self.vocab_size = self.min_vocab_size = self._model.get_piece_size()
         self.unk = self._model.unk_id()
         self.eod = self._find_eod()
@@ -129,10 +123,7 @@ class SentencePieceTokenizer(Tokenizer):
         raise UserError(f"tokenizer {self.path}: no end-of-sequence piece, need one to end texts")
 
     def _has_lossless_rules(self) -> bool:
-        """Return whether the model has the rules of `megafrontier tokenizer`.
-
-        Line ends are separate pieces, spaces are kept, and other characters become bytes.
-        """
+        """Whether line ends are separate pieces, spaces are kept, and the rest becomes bytes."""
         newline = self._model.piece_to_id("\n")
         pieces = self._model.id_to_piece(list(range(self.vocab_size)))
         probe = "  a \n"
@@ -145,22 +136,9 @@ class SentencePieceTokenizer(Tokenizer):
         )
 
 
-_FORMATS = {
-    rb"GGUF": " but a GGUF file",
-    rb"[A-Za-z0-9+/]+=* \d+\r?\n": " but tiktoken's ranks",
-    rb"\s*[{\[]": " but JSON",
-    rb"version https://git-lfs": " but a pointer of Git LFS, without the file that it stands for",
-}
-"""How files start that are mistaken for a SentencePiece model."""
-
-
 def load_tokenizer(spec: str) -> Tokenizer:
-    """Load the tokenizer that `spec` names.
-
-    `spec` is `bytes`, a SentencePiece .model file, a folder written by `save`, the folder or name
-    of a Hugging Face tokenizer, a tokenizer.json of any name, a folder with the vocab.json and
-    merges.txt of GPT-2, or `none`. Raises UserError if it is none of these.
-    """
+    """Load the tokenizer that `spec` names, as docs/data-format.md lists. Raises UserError if there
+    is none."""
     # The threads of the `tokenizers` library do not survive the fork of our workers.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path = Path(spec)

@@ -1,8 +1,6 @@
 """Trains SentencePiece tokenizers that preserve every character of every text."""
 
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import chain
 from pathlib import Path
@@ -14,7 +12,7 @@ from megafrontier.common.files import sync_file, work_folder
 from megafrontier.data.corpus.writer import FULL_ERRORS
 from megafrontier.data.text.reader import BadText, Reader, refuse_bad
 from megafrontier.data.text.sources import find_sources
-from megafrontier.data.tokenizers.tokenizer import MARKER, SAVED_FILES, SentencePieceTokenizer
+from megafrontier.data.tokenizers.tokenizer import SentencePieceTokenizer
 from megafrontier.data.workers import Workers
 
 EOD_PIECE = "<|endoftext|>"
@@ -22,16 +20,6 @@ EOD_PIECE = "<|endoftext|>"
 _MIN_VOCAB_SIZE = 300  # 256 bytes, four special pieces, and a few characters
 _MAX_LINE = 4096  # characters; SentencePiece ignores sentences longer than its limit
 _THREADS = 16  # fixed, because the sums of unigram depend on how the work is divided
-
-
-@dataclass
-class Sample:
-    """What a tokenizer was trained on."""
-
-    text_bytes: int
-    """UTF-8 bytes of the texts."""
-    bad: int
-    """Bad texts that were skipped."""
 
 
 def _sample(texts: Iterator[str], max_bytes: float) -> list[str]:
@@ -57,35 +45,34 @@ def train_tokenizer(
     max_megabytes: float = 500,
     key: str = "text",
     skip_bad: bool = False,
-) -> Sample:
+) -> tuple[int, int]:
     """Train on the inputs (see `find_sources`) and write the folder `out`, complete or not at all.
 
     A random sample of at most `max_megabytes` of text is used. The trainer needs about ten times
-    that in memory. The same inputs give the same bytes. Returns the sample, with what was read
-    counted. Raises UserError for bad inputs, too little text for the vocabulary, or a full disk.
+    that in memory. The same inputs give the same bytes. Returns the UTF-8 bytes of the sample, and
+    the number of bad texts skipped. Raises UserError for bad inputs, too little text for the
+    vocabulary, a folder that is not empty, or a full disk.
     """
     if vocab_size < _MIN_VOCAB_SIZE:
         raise UserError(f"--vocab-size: {vocab_size}, need at least {_MIN_VOCAB_SIZE}")
     if not max_megabytes > 0:  # also refuses nan
         raise UserError(f"--max-megabytes: {max_megabytes}, need more than 0")
-    out = Path(out)
-    _check_replaceable(out)
-    target = out.resolve()  # because `.` has no name
+    target = Path(out).resolve()  # because `.` has no name
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"--out {out}: exists and is not an empty folder; give another name")
     try:
         with work_folder(target) as folder:
 
-            def work(path: Path) -> Sample:
+            def work(path: Path) -> tuple[int, int]:
                 texts, bad = read_sample(inputs, max_megabytes, key, skip_bad)
                 _train(texts, vocab_size, kind, path)
-                return Sample(sum(len(text.encode()) for text in texts), bad)
+                return sum(len(text.encode()) for text in texts), bad
 
             # In a process of its own, because SentencePiece does not react to Ctrl-C.
             with Workers(1, work) as pool:
                 paths = iter([folder / "trained.model"])
                 (sample,) = pool.map(paths, "try a smaller --max-megabytes")
             SentencePieceTokenizer(folder / "trained.model").save(folder / "whole")
-            if target.exists():
-                target.rename(folder / "old")
             (folder / "whole").rename(target)
     except OSError as error:
         if error.errno not in FULL_ERRORS:
@@ -128,19 +115,10 @@ def _train(texts: Sequence[str], vocab_size: int, kind: str, path: Path) -> None
         try:
             _run_trainer(_lines(texts), vocab_size, kind, file)
         except RuntimeError as error:
-            raise UserError(_too_little_text(vocab_size, str(error))) from error
+            # SentencePiece names the largest vocabulary that the text is enough for.
+            reason = str(error).rsplit("] ", 1)[-1]
+            raise UserError(f"--vocab-size {vocab_size}: SentencePiece says: {reason}") from error
         sync_file(file)
-
-
-def _too_little_text(vocab_size: int, message: str) -> str:
-    """Reword SentencePiece's message, which names the largest possible vocabulary."""
-    most = re.search(r"value <= (\d+)", message)
-    if most is None:
-        reason = message.rsplit("] ", 1)[-1]
-        return f"--vocab-size {vocab_size}: SentencePiece says: {reason}"
-    found = f"--vocab-size: {vocab_size}, but the inputs have text for {most[1]} ids only"
-    fewer = f", or at most {most[1]}" if int(most[1]) >= _MIN_VOCAB_SIZE else ""
-    return f"{found}; need more text{fewer}"
 
 
 def _run_trainer(lines: Iterator[str], vocab_size: int, kind: str, file: BinaryIO) -> None:
@@ -171,12 +149,3 @@ def _run_trainer(lines: Iterator[str], vocab_size: int, kind: str, file: BinaryI
         num_threads=_THREADS,
         minloglevel=2,
     )
-
-
-def _check_replaceable(out: Path) -> None:
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return
-    # The folder of a model has the files of a tokenizer, and others.
-    names = {path.name for path in out.iterdir()} if out.is_dir() else set()
-    if MARKER not in names or names - set(SAVED_FILES):
-        raise UserError(f"--out {out}: exists and is no tokenizer folder; give another name")

@@ -1,14 +1,17 @@
 """The Hugging Face families that a GPT can be exported to and imported from.
 
-To add a family, write one file like `gpt2.py` and import it here.
+To add a family, write one file like `gpt2.py` and add it to FAMILIES.
 """
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import ModelConfig
-from megafrontier.model.families import gpt2 as gpt2
-from megafrontier.model.families import llama as llama
-from megafrontier.model.families import neox as neox
-from megafrontier.model.families.base import FAMILIES, Family, HFConfigReader
+from megafrontier.model.families.base import Family, HFConfigReader
+from megafrontier.model.families.gpt2 import GPT2
+from megafrontier.model.families.llama import Llama
+from megafrontier.model.families.neox import NeoX
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2(), Llama(), NeoX())}
+"""By `model_type`."""
 
 
 def family_for(config: ModelConfig) -> Family:
@@ -31,6 +34,3 @@ def family_for(config: ModelConfig) -> Family:
 def family_of(reader: HFConfigReader) -> Family:
     """The family that a config.json names. Raises UserError for an unknown one."""
     return FAMILIES[reader.one_of("model_type", None, *sorted(FAMILIES))]
-
-
-__all__ = ["FAMILIES", "Family", "HFConfigReader", "family_for", "family_of"]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -59,18 +59,6 @@ class Family(Protocol):
 
     def mappings(self, config: ModelConfig) -> list[ParamMapping]:
         """Every parameter, biases included."""
-
-
-FAMILIES: dict[str, Family] = {}
-"""By `model_type`."""
-
-F = TypeVar("F", bound=Family)
-
-
-def register(family: type[F]) -> type[F]:
-    """Class decorator: add a family to `FAMILIES`."""
-    FAMILIES[family.model_type] = family()
-    return family
 
 
 class HFConfigReader:
@@ -136,8 +124,7 @@ class HFConfigReader:
         )
 
 
-@dataclass(frozen=True)
-class Rope:
+class Rope(NamedTuple):
     """Base of the frequencies, rotating fraction of each head, and scaling for longer texts."""
 
     base: float

@@ -11,13 +11,11 @@ from megafrontier.model.families.base import (
     gelu_name,
     plain_heads,
     read_gelu,
-    register,
     same,
     same_module,
 )
 
 
-@register
 class GPT2:
     """`GPT2LMHeadModel`."""
 

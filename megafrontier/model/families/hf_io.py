@@ -19,8 +19,8 @@ from megafrontier.common.errors import UserError
 from megafrontier.common.files import work_folder
 from megafrontier.config import Config, ModelConfig, check
 from megafrontier.data.tokenizers.base import Tokenizer
-from megafrontier.model.families import Family, HFConfigReader, family_for, family_of
-from megafrontier.model.families.base import HEAD, ParamMapping
+from megafrontier.model.families import family_for, family_of
+from megafrontier.model.families.base import HEAD, Family, HFConfigReader, ParamMapping
 from megafrontier.model.flops import parameter_shapes
 
 SHARD_BYTES = 4 * 1024**3

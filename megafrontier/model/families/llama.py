@@ -12,7 +12,6 @@ from megafrontier.model.families.base import (
     HFConfigReader,
     ParamMapping,
     embedding_and_head,
-    register,
     same,
     same_module,
 )
@@ -22,7 +21,6 @@ LLAMA3 = "llama3"
 """rope_type of Llama 3.1 and 3.2."""
 
 
-@register
 class Llama:
     """`LlamaForCausalLM`."""
 

@@ -14,12 +14,10 @@ from megafrontier.model.families.base import (
     gelu_name,
     plain_heads,
     read_gelu,
-    register,
     same_module,
 )
 
 
-@register
 class NeoX:
     """`GPTNeoXForCausalLM`."""
 

@@ -174,26 +174,8 @@ def test_a_tokenizer_that_does_not_exist_is_refused(spec: str) -> None:
         load_tokenizer(spec)
 
 
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        (b"nothing of the sort", ""),
-        (b"GGUF\x03\x00\x00\x00\x01", " but a GGUF file"),
-        (b"IQ== 0\nIg== 1\nIw== 2\n", " but tiktoken's ranks"),
-        (b'{"version": "1.0"}', " but JSON"),
-        (
-            b"version https://git-lfs.github.com/spec/v1\noid sha256:12",
-            " but a pointer of Git LFS, without the file that it stands for",
-        ),
-    ],
-)
-def test_a_file_that_is_not_a_model_is_refused_by_what_it_is(
-    tmp_path: Path, content: bytes, named: str
-) -> None:
-    (tmp_path / "x.model").write_bytes(content)
-    with pytest.raises(UserError) as error:
+def test_a_file_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.model").write_bytes(b"nothing of the sort")
+    need = "no SentencePiece model; need a SentencePiece .model, or a tokenizer.json by its name"
+    with pytest.raises(UserError, match=f"tokenizer '{tmp_path}/x.model': {need}"):
         load_tokenizer(str(tmp_path / "x.model"))
-    assert str(error.value) == (
-        f"tokenizer '{tmp_path}/x.model': no SentencePiece model{named}; need a SentencePiece "
-        ".model, or a tokenizer.json by its name or its folder"
-    )
