@@ -12,6 +12,7 @@ from megafrontier.common.errors import UserError
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import AXES, DATA_PARALLEL, EXPERT_AXES, Mesh, MeshShape, Splits
 from megafrontier.parallel.world import World
+from tests.partition.tiny import place
 from tests.ranks import make_levels, run_mesh
 
 FRONTIER = Levels(("pair", "node", "world"), (2, 4, 6))
@@ -169,7 +170,7 @@ FAMILIES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("sizes", [(2, 4, 16), (8, 16), (2, 4, 4, 4), (2, 4, 2, 4, 2), (12, 12)])
+@pytest.mark.parametrize("sizes", [(2, 4, 16), (8, 16), (2, 4, 4, 4), (2, 4, 2, 4, 2), (12, 6)])
 def test_a_rank_has_at_most_9_communicators_besides_those_of_the_world(sizes):
     """Whatever the splits: on most levels, the peers of several kinds of parameters are the same,
     and share a group."""
@@ -228,3 +229,20 @@ def test_a_pipeline_and_a_level_that_splits_share_have_groups_of_their_own():
             "communicators: 6 a rank (2 control, 1 tensor+context+data, 1 pipeline, 1 tensor, "
             "1 context+data)"
         )
+
+
+def test_two_engines_on_different_hierarchies_take_turns():
+    def body(mesh):
+        hierarchies = mesh.hierarchy(), mesh.hierarchy(("context", "data"))
+        engines = [place(hierarchy, "zero2", overlap="full")[1] for hierarchy in hierarchies]
+        for units in zip(*(engine.units for engine in engines), strict=True):
+            for unit in units:
+                for index, parameter in enumerate(unit.parameters):
+                    parameter.grad = torch.full(parameter.shape, 2.0**mesh.rank)
+                    unit.collect_gradient(index, parameter)
+                unit.start_reducing()
+        found = [torch.cat(engine.finish_gradients()) for engine in engines]
+        return [set(gradients.tolist()) - {0.0} for gradients in found]  # 0: padding
+
+    results = run_mesh((2, 2), body, splits=Splits(tensor=2))
+    assert results == [[{15.0}, {5.0}], [{15.0}, {10.0}]] * 2
