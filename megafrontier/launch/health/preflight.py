@@ -10,7 +10,6 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -48,25 +47,6 @@ Problem = UserError | StorageFailed
 """What is wrong on a rank."""
 
 
-@dataclass(frozen=True)
-class Measurements:
-    """What all ranks measured, by rank: `host` [ranks] is a number for each host, `clock` [ranks]
-    in seconds, `rates` [ranks, levels] in GB/s (infinite for a level of one rank)."""
-
-    host: torch.Tensor
-    clock: torch.Tensor
-    rates: torch.Tensor
-
-    @property
-    def hosts(self) -> int:
-        return len(self.host.unique())
-
-    def ranks_of_host(self, rank: int) -> str:
-        """The ranks of a rank's host, as text."""
-        ranks = torch.nonzero(self.host == self.host[rank]).flatten().tolist()
-        return f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
-
-
 def preflight(
     config: Config,
     plan: RunPlan,
@@ -82,75 +62,61 @@ def preflight(
     """
     directory, world = Path(config.run.directory), mesh.world
     world.run_on_all(partial(check_room, config, plan, world))
-    measured = _measure(plan, identity, mesh)
-    if slow_links(config, plan, measured, world.device):  # perhaps only disturbed for a moment
-        again = _measure(plan, identity, mesh)
-        measured = replace(measured, rates=torch.maximum(measured.rates, again.rates))
+    hosts, clocks, rates = _measure(plan, identity, mesh)
+    slow = slow_link(config, plan, world, rates, len(hosts.unique()))
     problem: Problem | None = None
     with world.status.doing("its device"):
         # A launcher's ranks have checked theirs before communicators took memory.
         if world.device.type != "cuda" or not identity.has_launcher:
             problem = check_device(plan.machine.device, world.device)
-    with world.status.doing(STORAGE):
-        problem = problem or check_storage(directory, identity)
-    if measured.hosts > 1:
-        problem = check_shared(directory, identity, world) or problem
-    agreement = Agreement(measured, identity, world, directory)
-    agreement.refuse(problem)
-    slow, skewed = slow_links(config, plan, measured, world.device), clock_skew(measured)
+    storage = check_storage(directory, identity, world)
+    _refuse(problem or storage, hosts, identity, world, directory)
     if config.preflight.if_slow == "fail":
-        agreement.refuse(slow.get(world.rank))
-    for found in filter(None, (slow, skewed)):
-        for line in agreement.named_hosts(found.get(world.rank), NAMED_HOSTS).values():
+        _refuse(slow, hosts, identity, world, directory)
+    for found in slow, clock_skew(clocks, world.rank):
+        for line in _named_hosts(found, identity.host, world, NAMED_HOSTS).values():
             warn(f"warning: preflight: {line}")
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """What follows from problems that some ranks have. All ranks call the methods alike."""
+def _refuse(
+    problem: Problem | None,
+    hosts: torch.Tensor,
+    identity: Identity,
+    world: World,
+    directory: Path,
+) -> None:
+    """End the run if some ranks have a problem. Unless most hosts have one, the next start is
+    without these hosts. `hosts` [ranks]: a number for each host. Raises as `preflight` does."""
+    flags = [problem is not None, isinstance(problem, StorageFailed)]
+    found = world.gather(torch.tensor(flags, dtype=torch.float64, device=world.device))
+    failed, by_storage = (len(hosts[flag].unique()) for flag in found.cpu().bool().unbind(1))
+    if not failed:
+        return
+    count = len(hosts.unique())
+    # A launcher's job of one node can move to another node. Local ranks have only this host.
+    is_general = 2 * failed > count and (count > 1 or not identity.has_launcher)
+    most = min(failed, NAMED_HOSTS) if is_general else failed
+    named = _named_hosts(problem, identity.host, world, most)
+    line = "; ".join(named.values())
+    if is_general:
+        kind = StorageFailed if 2 * by_storage > count else RunFailed
+        raise kind(f"preflight: {failed} of {count} hosts fail: {line}")
+    add = partial(excluded_nodes.add, directory, named)
+    world.run_on_all(add if world.rank == 0 else lambda: None)
+    raise NodesUnfit(f"preflight: {line}")
 
-    measured: Measurements
-    identity: Identity
-    world: World
-    directory: Path
 
-    def refuse(self, problem: Problem | None) -> None:
-        """End the run if some ranks have a problem. Unless most hosts have one, the next start is
-        without these hosts. Raises as `preflight` does."""
-        hosts, world = self.measured.hosts, self.world
-        flags = [problem is not None, isinstance(problem, StorageFailed)]
-        found = world.gather(torch.tensor(flags, dtype=torch.float64, device=world.device))
-        failed, by_storage = (
-            len(self.measured.host[flag].unique()) for flag in found.cpu().bool().unbind(1)
-        )
-        if not failed:
-            return
-        # A launcher's job of one node can move to another node. Local ranks have only this host.
-        is_general = 2 * failed > hosts and (hosts > 1 or not self.identity.has_launcher)
-        named = self.named_hosts(problem, min(failed, NAMED_HOSTS) if is_general else failed)
-        line = "; ".join(named.values())
-        if is_general:
-            kind = StorageFailed if 2 * by_storage > hosts else RunFailed
-            raise kind(f"preflight: {failed} of {hosts} hosts fail: {line}")
-        add = partial(excluded_nodes.add, self.directory, named)
-        world.run_on_all(add if world.rank == 0 else lambda: None)
-        raise NodesUnfit(f"preflight: {line}")
-
-    def named_hosts(self, problem: Problem | None, most: int) -> dict[str, str]:
-        """Each host with a problem and a line about it, `most` hosts at most; the same on every
-        rank."""
-        host, mine = self.identity.host, None
-        if problem is not None:
-            ranks = self.measured.ranks_of_host(self.world.rank)
-            mine = f"{host}\t{host} ({ranks}): {problem}"
-        named: dict[str, str] = {}
-        while len(named) < most:
-            message = self.world.first_error(None if host in named else mine)
-            if message is None:
-                break
-            name, _, line = message.partition("\t")
-            named[name] = line
-        return named
+def _named_hosts(problem: Problem | None, host: str, world: World, most: int) -> dict[str, str]:
+    """Each host with a problem and a line about it, `most` hosts at most; the same on every rank.
+    `host`: this rank's."""
+    named: dict[str, str] = {}
+    while len(named) < most:
+        mine = None if problem is None or host in named else f"{host}: {problem}"
+        line = world.first_error(mine)
+        if line is None:
+            break
+        named[line.partition(": ")[0]] = line
+    return named
 
 
 # Devices
@@ -168,13 +134,12 @@ def check_device(device: DeviceConfig, found: torch.device) -> UserError | None:
         else:  # All memory, because other processes of a host come and go.
             free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     except RuntimeError as error:  # torch: the device fails, or has no memory left for a context
-        reason = str(error).splitlines()[0]
-        line = f"{name}: {reason}, need {need:.1f} GiB of memory (machine.device.memory_gib)"
-        return UserError(line)
-    if free >= need:
-        return None
-    line = f"{name}: {free:.1f} GiB of memory, need {need:.1f} (machine.device.memory_gib)"
-    return UserError(line)
+        said = str(error).splitlines()[0]
+    else:
+        if free >= need:
+            return None
+        said = f"{free:.1f} GiB of memory"
+    return UserError(f"{name}: {said}, need {need:.1f} GiB (machine.device.memory_gib)")
 
 
 def check_present(device: DeviceConfig, identity: Identity, check_memory: bool) -> None:
@@ -208,17 +173,22 @@ def check_present(device: DeviceConfig, identity: Identity, check_memory: bool) 
 # Links and clocks
 
 
-def _measure(plan: RunPlan, identity: Identity, mesh: Mesh) -> Measurements:
+def _measure(
+    plan: RunPlan, identity: Identity, mesh: Mesh
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What all ranks measure: a number for each host [ranks], clocks [ranks] in seconds, rates
+    [ranks, levels] in GB/s (infinite for a level of one rank)."""
     world = mesh.world
-    sizes = [_message_bytes(rate) for rate in stated_rates(plan, world.device)]
-    rates = [
-        min(measure(hierarchy, level, size) for hierarchy in mesh.linked())
-        for level, size in enumerate(sizes)
-    ]
+    rates = [0.0] * len(plan.levels.sizes)
+    for _ in range(2):  # one may be disturbed for a moment
+        for level, stated in enumerate(stated_rates(plan, world.device)):
+            size = max(2**20, min(2**26, int((stated or 0) * 5e6)))  # about 5 ms
+            rate = min(measure(hierarchy, level, size) for hierarchy in mesh.linked())
+            rates[level] = max(rates[level], rate)
     world.barrier()  # so that all ranks read their clocks at the same time
     own = torch.tensor([identity.host_number, time.time(), *rates], dtype=torch.float64)
     found = world.gather(own.to(world.device)).cpu()
-    return Measurements(found[:, 0], found[:, 1], found[:, 2:])
+    return found[:, 0], found[:, 1], found[:, 2:]
 
 
 def stated_rates(plan: RunPlan, device: torch.device) -> list[float | None]:
@@ -230,39 +200,30 @@ def stated_rates(plan: RunPlan, device: torch.device) -> list[float | None]:
     return [None] * len(rates) if stands_in else rates
 
 
-def _message_bytes(rate: float | None) -> int:
-    """About 5 ms at `rate` GB/s."""
-    return 2**20 if rate is None else max(2**20, min(2**26, int(rate * 5e6)))
-
-
-def slow_links(
-    config: Config, plan: RunPlan, measured: Measurements, device: torch.device
-) -> dict[int, Problem]:
-    """The slow links, by rank: below `preflight.slow_link` of the stated rate, or of the median
-    over all ranks."""
-    found: dict[int, Problem] = {}
-    for level, stated in enumerate(stated_rates(plan, device)):
+def slow_link(
+    config: Config, plan: RunPlan, world: World, rates: torch.Tensor, hosts: int
+) -> UserError | None:
+    """This rank's slow link, if it has one: below `preflight.slow_link` of the stated rate, or of
+    the median over all ranks."""
+    for level, stated in enumerate(stated_rates(plan, world.device)):
         # Ranks of one host are not compared: their rates differ by which of them had the cores.
-        if plan.levels.sizes[level] == 1 or (stated is None and measured.hosts == 1):
+        if plan.levels.sizes[level] == 1 or (stated is None and hosts == 1):
             continue
-        rates, name = measured.rates[:, level], plan.levels.names[level]
-        usual = float(rates.median()) if stated is None else stated
-        need = config.preflight.slow_link * usual
-        of = f"all ranks' median {usual:.3g}" if stated is None else f"stated {usual:g}"
-        for rank in torch.nonzero(rates < need).flatten().tolist():
-            text = f"link {name} {rates[rank]:.3g} GB/s, need {need:.3g} ({of})"
-            found.setdefault(rank, UserError(text))
-    return found
+        usual = float(rates[:, level].median()) if stated is None else stated
+        rate, need = float(rates[world.rank, level]), config.preflight.slow_link * usual
+        if rate < need:
+            of = f"all ranks' median {usual:.3g}" if stated is None else f"stated {usual:g}"
+            name = plan.levels.names[level]
+            return UserError(f"link {name} {rate:.3g} GB/s, need {need:.3g} ({of})")
+    return None
 
 
-def clock_skew(measured: Measurements) -> dict[int, Problem]:
-    """The ranks whose clock differs from the median."""
-    skew = measured.clock - measured.clock.median()
-    found: dict[int, Problem] = {}
-    for rank in torch.nonzero(skew.abs() > SKEW_SECONDS).flatten().tolist():
-        text = f"clock off by {skew[rank]:+.1f} s, need within {SKEW_SECONDS:g} s"
-        found[rank] = UserError(text)
-    return found
+def clock_skew(clocks: torch.Tensor, rank: int) -> UserError | None:
+    """How far this rank's clock is from the median, if too far."""
+    skew = float(clocks[rank] - clocks.median())
+    if abs(skew) <= SKEW_SECONDS:
+        return None
+    return UserError(f"clock off by {skew:+.1f} s, need within {SKEW_SECONDS:g} s")
 
 
 # Storage
@@ -281,27 +242,22 @@ def check_room(config: Config, plan: RunPlan, world: World) -> None:
     """Check on rank 0 that there is room for checkpoints: for those that `checkpoint.keep` asks for
     and that are not there yet, and for the next one, which is written before the oldest goes.
 
-    Raises UserError if there is not, and UserError or StorageFailed if their folder is there and
-    cannot be written.
+    Raises UserError if there is not.
     """
     if world.rank:
         return
     root = checkpoint_root(config)
     with world.status.doing(STORAGE):
         own = list_checkpoints(root)
-        count = max(1, min(config.checkpoint.keep + 1 - len(own), _saves_to_come(config, own)))
-        is_there = root.exists()  # It may be a link to other storage, or to another user's.
-        where = root if is_there else Path(config.run.directory)
+        where = root if root.exists() else Path(config.run.directory)  # it may be a link
         free = shutil.disk_usage(where).free / GIB
-        problem = _try_to_write(root, world.rank) if is_there else None
+    count = max(1, min(config.checkpoint.keep + 1 - len(own), _saves_to_come(config, own)))
     need = count * checkpoint_bytes(config, plan) / GIB
     if free < need:
         raise UserError(
             f"run.directory: {where}: {free:.3g} GiB free, need {need:.3g} for "
             f"{count} checkpoints (checkpoint.keep {config.checkpoint.keep})"
         )
-    if problem is not None:
-        raise problem
 
 
 def _saves_to_come(config: Config, own: Sequence[Path]) -> int:
@@ -311,9 +267,27 @@ def _saves_to_come(config: Config, own: Sequence[Path]) -> int:
     return ceil(steps / (config.checkpoint.every or steps))
 
 
-def check_storage(directory: Path, identity: Identity) -> Problem | None:
-    """Why this host cannot write to the run directory, if so; one rank a host tries."""
-    return _try_to_write(directory, identity.rank) if identity.local_rank == 0 else None
+def check_storage(directory: Path, identity: Identity, world: World) -> Problem | None:
+    """Why this host cannot write to the run directory, or does not see a file that rank 0 writes
+    there, if so; one rank a host tries. All ranks must call this."""
+
+    def write() -> str:
+        # A name that no host has looked for: a file system may remember that it was missing.
+        name = f".preflight-{secrets.token_hex(8)}"
+        # Only the work on files has this status. A rank in an exchange waits for another's work.
+        with world.status.doing(STORAGE):
+            (directory / name).touch()
+        return name
+
+    path = directory / world.broadcast_from_rank_0(write)
+    problem = None
+    with world.status.doing(STORAGE):
+        if identity.local_rank == 0:
+            problem = _try_to_write(directory, identity.rank) or _wait_for(path)
+    world.barrier()
+    if world.rank == 0:
+        path.unlink()
+    return problem
 
 
 def _try_to_write(directory: Path, rank: int) -> Problem | None:
@@ -326,28 +300,6 @@ def _try_to_write(directory: Path, rank: int) -> Problem | None:
     except OSError as error:
         return as_run_directory_error(error, directory)
     return None
-
-
-def check_shared(directory: Path, identity: Identity, world: World) -> Problem | None:
-    """Why this host does not see a file that rank 0 writes to the run directory, if so; one rank a
-    host looks."""
-    # A name that no host has looked for: a file system may remember that it was missing.
-    path = directory / world.broadcast_from_rank_0(lambda: f".preflight-{secrets.token_hex(8)}")
-    is_there = True
-    # Only the work on files has this status. A rank in an exchange waits for another rank's work.
-    with world.status.doing(STORAGE):
-        try:
-            if world.rank == 0:
-                path.touch()
-        except OSError:  # which check_storage reports
-            is_there = False
-    is_there = world.all_true(is_there)
-    with world.status.doing(STORAGE):
-        problem = _wait_for(path) if is_there and identity.local_rank == 0 else None
-    world.barrier()
-    if world.rank == 0 and is_there:
-        path.unlink()
-    return problem
 
 
 def _wait_for(path: Path) -> Problem | None:

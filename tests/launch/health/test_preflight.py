@@ -124,11 +124,10 @@ def test_slow_links_and_wrong_clocks_are_warnings_that_name_hosts_and_ranks(
     now = time.time
     monkeypatch.setattr(preflight.time, "time", lambda: now() + 100 * is_on_rank(2, 3))
     assert train(config_file, 8) == 0
-    assert "warning: preflight: b (ranks 2 to 3): clock off by +" in log(config_file)
+    assert "warning: preflight: b: clock off by +" in log(config_file)
     assert log(config_file).count("clock") == 1
-    assert (
-        "warning: preflight: c (ranks 4 to 5): link world 0.5 GB/s, need 1.25 "
-        "(all ranks' median 5)\n" in log(config_file)
+    assert "warning: preflight: c: link world 0.5 GB/s, need 1.25 (all ranks' median 5)\n" in log(
+        config_file
     )
     assert bad_nodes(config_file) == []
 
@@ -138,7 +137,7 @@ def test_a_slow_link_is_a_failure_only_if_asked_for(config_file, hosts, change, 
     change(one_slow_host)
     assert train(config_file, 8, "preflight.if_slow=fail") == BAD_NODE
     error = capfd.readouterr().err
-    assert error.startswith("megafrontier: preflight: c (ranks 4 to 5): link world 0.5 GB/s, need")
+    assert error.startswith("megafrontier: preflight: c: link world 0.5 GB/s, need")
     assert error.count("\n") == 1
     assert bad_nodes(config_file) == ["c"]
     assert train(config_file, 8, "preflight.enabled=false") == 0
@@ -163,8 +162,8 @@ def test_links_are_compared_with_the_stated_rate(config_file, hosts, change):
     change(lambda rank, level, rate: 20.0 if level == 0 else 3.0)
     rates = "machine={levels: {pair: {size: 2, gigabytes_per_second: 100}, world: {}}}"
     assert train(config_file, 4, rates) == 0
-    assert "a (ranks 0 to 1): link pair 20 GB/s, need 25 (stated 100)" in log(config_file)
-    assert "b (ranks 2 to 3): link pair 20 GB/s, need 25 (stated 100)" in log(config_file)
+    assert "a: link pair 20 GB/s, need 25 (stated 100)" in log(config_file)
+    assert "b: link pair 20 GB/s, need 25 (stated 100)" in log(config_file)
     assert "link world" not in log(config_file)
 
 
@@ -177,7 +176,7 @@ def test_a_machine_of_accelerators_may_be_rehearsed_on_cpus(config_file):
 
 
 def lacking_on_rank_3(*_):
-    text = "device 1: 10.0 GiB of memory, need 57.6 (machine.device.memory_gib)"
+    text = "device 1: 10.0 GiB of memory, need 57.6 GiB (machine.device.memory_gib)"
     return UserError(text) if is_on_rank(3) else None
 
 
@@ -188,14 +187,14 @@ def test_a_device_with_too_little_memory_fails_only_its_host(
     monkeypatch.setattr(preflight, "check_device", lacking_on_rank_3)
     assert train(config_file, 6, "train.global_batch=12") == BAD_NODE
     assert capfd.readouterr().err == (
-        "megafrontier: preflight: b (ranks 2 to 3): device 1: 10.0 GiB of memory, need 57.6 "
+        "megafrontier: preflight: b: device 1: 10.0 GiB of memory, need 57.6 GiB "
         "(machine.device.memory_gib)\n"
     )
     assert bad_nodes(config_file) == ["b"]
 
 
 @pytest.mark.parametrize(
-    ("letters", "said"), [("aabb", "2 of 2 hosts fail: a (ranks 0 to 1)"), ("aaaa", "1 of 1 hosts")]
+    ("letters", "said"), [("aabb", "2 of 2 hosts fail: a"), ("aaaa", "1 of 1 hosts")]
 )
 def test_what_most_hosts_fail_is_not_blamed_on_nodes(config_file, hosts, capfd, letters, said):
     hosts(letters)
@@ -243,7 +242,7 @@ def test_an_accelerator_that_does_not_answer_is_named(gpus):
     gpus(62.0, 62.0, 62.0, f"{said}\nCompile with `TORCH_USE_CUDA_DSA`.\n")
     with pytest.raises(UserError) as caught:
         check_present(FRONTIER, ON_SLURM, True)
-    assert f"device 3: {said}, need 57.6 GiB of memory" in str(caught.value)
+    assert f"device 3: {said}, need 57.6 GiB" in str(caught.value)
 
 
 def test_ranks_that_would_share_an_accelerator_cannot_start(gpus):
@@ -296,7 +295,7 @@ def test_storage_that_fails_most_hosts_is_not_blamed_on_nodes(
     away.ranks = (2, 4)
     assert train(config_file, 6, "train.global_batch=12") == LOST
     error = capfd.readouterr().err
-    assert error.startswith("megafrontier: preflight: 2 of 3 hosts fail: b (ranks 2 to 3): run.dir")
+    assert error.startswith("megafrontier: preflight: 2 of 3 hosts fail: b: run.dir")
     assert "Stale file handle" in error
     assert bad_nodes(config_file) == []
     away.ranks = (2,)
@@ -309,15 +308,15 @@ def test_a_host_that_sees_another_run_directory_is_named(
 ):
     """A checkpoint would be spread over disks, none of which has all of it."""
     hosts("aabbcc")
-    check = preflight.check_shared
+    check = preflight.check_storage
 
-    def check_shared(directory, *rest):
+    def check_storage(directory, *rest):
         return check(tmp_path if is_on_rank(2) else directory, *rest)
 
-    monkeypatch.setattr(preflight, "check_shared", check_shared)
+    monkeypatch.setattr(preflight, "check_storage", check_storage)
     monkeypatch.setattr(preflight, "SEEN_SECONDS", 0.2)
     assert train(config_file, 6, "train.global_batch=12") == BAD_NODE
-    assert "preflight: b (ranks 2 to 3): run.directory: " in capfd.readouterr().err
+    assert "preflight: b: run.directory: " in capfd.readouterr().err
     assert bad_nodes(config_file) == ["b"]
     assert not list((config_file.parent / "run").glob(".preflight*"))
 
@@ -347,22 +346,14 @@ def test_storage_without_room_is_refused_with_what_is_needed(config_file, free, 
     assert train(config_file, 4, "run.name=at-the-end") == 0
 
 
-@pytest.mark.parametrize(
-    ("target", "gib", "said"),
-    [("elsewhere", 0, "0 GiB free"), ("/proc/self", 1000, ", need a folder to write\n")],
-)
-def test_room_and_permission_are_checked_behind_a_link_to_other_storage(
-    config_file, tmp_path, free, capfd, target, gib, said
-):
+def test_room_is_checked_behind_a_link_to_other_storage(config_file, tmp_path, free, capfd):
     root = Path(runs.load(config_file).run.directory) / "checkpoints"
     (tmp_path / "elsewhere").mkdir()
     root.parent.mkdir(parents=True)
-    root.symlink_to(tmp_path / target)  # to /proc/self, where root may not write either
-    free(lambda path: (gib if path == root else 1000) * GIB)
+    root.symlink_to(tmp_path / "elsewhere")
+    free(lambda path: (0 if path == root else 1000) * GIB)
     assert train(config_file, 4) == BAD_INPUT
-    error = capfd.readouterr().err
-    assert error.startswith(f"megafrontier: run.directory: {root}: ")
-    assert said in error
+    assert f"run.directory: {root}: 0 GiB free" in capfd.readouterr().err
 
 
 def test_what_a_killed_save_left_is_deleted_to_make_room(config_file, free):
