@@ -109,7 +109,7 @@ def train_step(step: int, model: nn.Module, engine: Engine, optimizer: ShardedAd
     hierarchy = engine.hierarchy
     x, y = batch(step, hierarchy)
     loss = (model(x.to(torch.bfloat16)).float() - y).square().sum()  # a sum over samples
-    engine.backward(loss, is_last=True)
+    loss.backward()
     gradients = engine.finish_gradients()  # summed over all ranks, one fp32 shard for each unit
     counted = [unit.counts for unit in engine.units]
     norm = global_norm(gradients, counted, hierarchy.world) / GLOBAL_BATCH

@@ -3,7 +3,8 @@
     engine = shard(model, blocks, placement, hierarchy)
     for i, batch in enumerate(micro_batches):
         loss = model(batch)  # a sum over tokens, not a mean
-        engine.backward(loss, is_last=i == len(micro_batches) - 1)
+        with engine.no_sync(i < len(micro_batches) - 1):
+            loss.backward()
     gradients = engine.finish_gradients()
     ... update each unit.master with its gradient, unless the step is skipped ...
     engine.finish_step(skip)
@@ -11,7 +12,9 @@
 `hooks.py` decides when a unit is unsharded and when its gradient is reduced.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,23 +25,43 @@ from megafrontier.parallel.param_spec import ParamSpec, spec_of
 from megafrontier.partition.comm.collectives import LevelCollectives
 from megafrontier.partition.comm.ledger import Ledger
 from megafrontier.partition.comm.streams import CommStreams, Policy
-from megafrontier.partition.hooks import ModuleHooks
-from megafrontier.partition.memory import UnitBufferPool
-from megafrontier.partition.placement import Placement, error_levels, traffic_bytes
-from megafrontier.partition.state_dict import FullStateDict
-from megafrontier.partition.unit import InitialSlice, Unit
-from megafrontier.partition.wires.wire import Wires
-from megafrontier.partition.wrap import (
+from megafrontier.partition.memory import UnitBuffer, UnitBufferPool
+from megafrontier.partition.modules.hook_points import HookPoint
+from megafrontier.partition.modules.hooks import ModuleHooks
+from megafrontier.partition.modules.state_dict import FullStateDict
+from megafrontier.partition.modules.wrap import (
+    Block,
     current_values,
+    divide,
     mark_sharded,
     move_buffers,
     refuse_different,
     refuse_sharded,
     replace_parameters,
-    split_into_units,
 )
+from megafrontier.partition.placement import Placement, error_levels, traffic_bytes
+from megafrontier.partition.unit import ROOT, InitialSlice, Named, Unit
+from megafrontier.partition.wires.wire import Wires
 
 Decay = Callable[[ParamSpec], bool]
+
+
+@dataclass(frozen=True)
+class UnitRules:
+    """How the state of some parameters is sharded, computed with and sent."""
+
+    hierarchy: Hierarchy
+    placement: Placement
+    wires: Wires
+    dtype: torch.dtype
+    error_feedback: bool = False
+
+    @property
+    def feedback_levels(self) -> list[int]:
+        """The levels whose gradient messages have error feedback."""
+        if not self.error_feedback:
+            return []
+        return error_levels(self.placement, self.hierarchy.levels, self.wires)
 
 
 def shard(
@@ -50,6 +73,7 @@ def shard(
     dtype: torch.dtype = torch.float32,
     wires: Wires | None = None,
     error_feedback: bool = False,
+    rules: Callable[[ParamSpec], UnitRules] | None = None,
     overlap: Policy = "safe",
     prefetch: int = 1,
     check_order: bool = False,
@@ -58,10 +82,14 @@ def shard(
 ) -> "Engine":
     """Shard a model's state over a hierarchy. The model keeps its class and is called as before.
 
-    Each block becomes a unit that is unsharded only while it runs. Parameters outside of blocks, or
-    shared by several, form the root unit, which is unsharded for the whole pass. A parameter must
-    be used inside the block that holds it, every rank must run the same blocks, and no block may
-    run inside another. Buffers stay on each rank.
+    The parameters of a block are unsharded only while it runs. Parameters outside of blocks, or
+    shared by several, belong to the root, and are unsharded for the whole pass. A block may lie
+    inside another one, which then leaves its parameters out. Backward is started as in plain
+    PyTorch, with a loss that is a sum over tokens; see `Engine.no_sync` for several micro-batches.
+
+    A parameter must be used inside the block that holds it, every rank must run the same blocks,
+    and a block must not call another one that is no submodule of it. Frozen parameters are sharded
+    like the others, without gradients. Buffers stay on each rank.
 
     blocks: (name, module), in the order in which they run.
     dtype: computing type of weights and gradients. Masters are fp32.
@@ -69,6 +97,8 @@ def shard(
     error_feedback: add the quantisation errors of gradient messages to those of the next step. They
         are kept for the levels between gradients and optimizer state; if there is none, for the
         levels that every micro-batch is reduced over.
+    rules: which parameters have another hierarchy, placement, computing type or other wires. Those
+        of a block with the same rules form a unit. Default: the arguments above for all.
     overlap: `none`; `safe`: one collective in flight; `full`: one on each level.
     prefetch: units gathered ahead of the one that runs. None with `overlap="none"`.
     check_order: compare the ranks' next operation before each collective, one level at a time. It
@@ -78,8 +108,8 @@ def shard(
         on every rank.
     decay: whether a parameter, by its spec, has weight decay. Those come first in their unit.
 
-    Raises UserError for parameters that are frozen, complex or have hooks; for blocks that are not
-    part of the model, overlap, share a name or are called root; for a model that is sharded
+    Raises UserError for complex parameters; for blocks that are not part of the model, share a
+    name, are called root, or use parameters of a block inside them; for a model that is sharded
     already; and without `initial` for values that are on the meta device or differ between ranks.
     """
     refuse_sharded(model)
@@ -88,7 +118,8 @@ def shard(
         refuse_different(model, hierarchy)
     wires = wires or Wires.plain(len(hierarchy.levels.sizes), dtype)
     engine = Engine(placement, hierarchy, wires, overlap, prefetch, check_order)
-    engine.init_units(model, blocks, dtype, error_feedback, initial, decay)
+    common = UnitRules(hierarchy, placement, wires, dtype, error_feedback)
+    engine.init_units(model, blocks, initial, decay, rules or (lambda spec: common))
     return engine
 
 
@@ -116,59 +147,98 @@ class Engine:
         self._streams = CommStreams(
             stream_policy, len(hierarchy.levels.sizes), hierarchy.device, hierarchy.arbiter
         )
-        self._collectives = LevelCollectives(
-            hierarchy, wires, self.ledger, self._streams, check_order
-        )
+        self._check_order = check_order
+        self._collectives: dict[tuple[Hierarchy, Wires], LevelCollectives] = {}
 
     def init_units(
         self,
         model: nn.Module,
         blocks: Sequence[tuple[str, nn.Module]],
-        dtype: torch.dtype,
-        error_feedback: bool,
         initial: InitialSlice,
         decay: Decay,
+        rules: Callable[[ParamSpec], UnitRules],
     ) -> None:
         """Make units of a model's parameters and attach hooks to its modules."""
         move_buffers(model, self.hierarchy.device)
-        owned = list(split_into_units(model, blocks))
-        # Fewer than units, so that neighbours have different buffers, and the oldest reduction is
-        # over when its unit runs again.
-        prefetch = min(self._prefetch, len(owned) - 1)
-        self.pool = UnitBufferPool(prefetch + 1, dtype, self.hierarchy.device)
-        levels = self.hierarchy.levels
-        feedback_levels = error_levels(self.placement, levels, self.wires) if error_feedback else []
-        for name, _, parameters in owned:
-            decayed = [named for named in parameters if decay(spec_of(*named))]
-            unit = Unit(
-                name,
-                parameters,
-                decayed,
-                self.placement,
-                self._collectives,
-                self.pool,
-                feedback_levels,
-            )
+        divided = divide(model, blocks)
+        # Fewer than hook points, so that neighbours have different buffers, and the oldest
+        # reduction is over when its unit runs again.
+        prefetch = min(self._prefetch, len(divided) - 1)
+        self.pool = UnitBufferPool(prefetch + 1, self.hierarchy.device)
+        points: dict[Block, HookPoint] = {}
+        for block in divided:
+            units = self._make_units(block, decay, rules)
+            parent = next((points[b] for b in block.around() if b in points), None)
+            points[block] = HookPoint(block.name, block.module, units, parent)
+            self.units += units
+        for unit in self.units:
             unit.initialise(initial)
-            self.units.append(unit)
         replace_parameters(model, self.units)
-        modules = [module for _, module, _ in owned]
         holds_masters = all(unit.computes_with_masters for unit in self.units)
         mark_sharded(model, holds_masters)
         if not holds_masters:  # otherwise those of nn.Module are right
             FullStateDict(model, self.units, self.finish_publishing, partial(self.restore, False))
         self._hooks = ModuleHooks(
-            self.units, modules, self._collectives, self.ledger, self._policy, prefetch
+            list(points.values()), self._streams, self.ledger, self._policy, prefetch
         )
         # The hooks hold the units, and the model holds the hooks.
         self._streams.drain_before_freeing(self._hooks)
         self._broadcast_weights(from_masters=True)
 
+    def _make_units(
+        self, block: Block, decay: Decay, rules: Callable[[ParamSpec], UnitRules]
+    ) -> list[Unit]:
+        """One unit for all parameters of a block that have the same rules."""
+        groups: dict[tuple[UnitRules, bool], list[Named]] = {}
+        for name, parameter in block.parameters:
+            key = rules(spec_of(name, parameter)), parameter.requires_grad
+            groups.setdefault(key, []).append((name, parameter))
+        units = []
+        for slot, ((rule, is_trained), parameters) in enumerate(groups.items()):
+            if not any(parameter.numel() for _, parameter in parameters):
+                continue
+            placement = rule.placement.on(rule.hierarchy.levels)
+            unit = Unit(
+                f"{block.name}.{slot}" if slot else block.name,
+                parameters,
+                [named for named in parameters if decay(spec_of(*named))],
+                placement,
+                self._collectives_of(rule),
+                self._choose_buffer(block, slot, rule.dtype, placement),
+                self.pool.gradients,
+                rule.feedback_levels,
+                is_frozen=not is_trained,
+            )
+            units.append(unit)
+        return units
+
+    def _choose_buffer(
+        self, block: Block, slot: int, dtype: torch.dtype, placement: Placement
+    ) -> UnitBuffer:
+        if placement.backward_weights == 0:  # part of the unit's state, not of the pool
+            return UnitBuffer(dtype, self.hierarchy.device)
+        if block.name == ROOT:
+            return self.pool.own_buffer(dtype)
+        return self.pool.next_buffer((block.depth, slot), dtype)
+
+    def _collectives_of(self, rule: UnitRules) -> LevelCollectives:
+        key = rule.hierarchy, rule.wires
+        if key not in self._collectives:
+            self._collectives[key] = LevelCollectives(
+                rule.hierarchy, rule.wires, self.ledger, self._streams, self._check_order
+            )
+        return self._collectives[key]
+
+    @property
+    def trained_units(self) -> list[Unit]:
+        """The units whose parameters get gradients: all but those that were frozen in `shard`."""
+        return [unit for unit in self.units if not unit.is_frozen]
+
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers that this rank holds beside its state: unsharded weights, full
         gradients and messages. They are the same buffers in every step."""
-        return self.pool.held_bytes + self._collectives.held_bytes
+        return self.pool.held_bytes + self._streams.held_bytes
 
     def step_bytes(self, micro_batches: int, wires: Wires | None = None) -> list[int]:
         """Bytes that this rank sends over each level in an optimizer step, by formula, with its
@@ -186,36 +256,38 @@ class Engine:
         )
         return [sum(level) for level in zip(*units, strict=True)]
 
-    def backward(self, loss: torch.Tensor, is_last: bool = False) -> None:
-        """Run backward of one micro-batch, and sum its gradients over ranks into their shards.
+    @contextmanager
+    def no_sync(self, enabled: bool = True) -> Iterator[None]:
+        """Backwards in the body are not the last of the optimizer step. After the last backward of
+        a step, each gradient is reduced to the optimizer level as soon as it is complete; a later
+        one is refused with RuntimeError.
 
-        loss: a scalar sum over tokens. The division comes at the end of the step.
-        is_last: this is the step's last micro-batch, so that the gradient of each unit is reduced
-            to the optimizer level as soon as it is complete.
-
-        Raises RuntimeError for a loss that is not a scalar or has no graph, and for a parameter
-        that gets a gradient when its unit is resharded or finished. After an exception in backward
-        the engine cannot be used, and refuses the next backward.
+        enabled: False makes this do nothing.
         """
-        self._hooks.backward(loss, is_last)
+        before, self._hooks.is_last = self._hooks.is_last, not enabled
+        try:
+            yield
+        finally:
+            self._hooks.is_last = before
 
     def finish_gradients(self) -> list[torch.Tensor]:
         """Reduce the gradients to the optimizer level, once per step.
 
-        Returns one 1-D fp32 tensor for each of `units`, as long as its `master`: the sum over all
-        ranks and over every backward since the last `clear_gradients`. It lies in the memory of the
-        gradient shards, which must be cleared before the next backward. Raises RuntimeError if
-        called twice without clearing.
+        Returns one 1-D fp32 tensor for each of `trained_units`, as long as its `master`: the sum
+        over all ranks and over every backward since the last `clear_gradients`. It lies in the
+        memory of the gradient shards, which must be cleared before the next backward. Raises
+        RuntimeError if called twice without clearing, or after a backward that failed.
         """
+        self._hooks.refuse_failed_backward()
         self._hooks.reducing.clear()  # each unit waits for its own reduction
         with self.ledger.waiting("finish gradients"):
             self.finish_publishing()
             # Start all before waiting for the first, so that levels work side by side.
-            for unit in self.units:
+            for unit in self.trained_units:
                 if not unit.is_finishing:
                     unit.start_finishing()
-            self._collectives.finish_replica_sums()
-            return [unit.finish_gradient() for unit in self.units]
+            self._streams.issue_deferred()
+            return [unit.finish_gradient() for unit in self.trained_units]
 
     def finish_step(self, skip: torch.Tensor, error_scale: torch.Tensor | float = 1.0) -> None:
         """End a step after the masters have been updated: publish the weights and clear the
@@ -230,7 +302,7 @@ class Engine:
         self.scale_errors((1 - skip) * error_scale)
 
     def clear_gradients(self) -> None:
-        """Start accumulating from zero. Raises RuntimeError if a backward with `is_last` was not
+        """Start accumulating from zero. Raises RuntimeError if the last backward of a step was not
         followed by `finish_gradients`, because its sums are still in flight."""
         for unit in self.units:
             unit.clear_gradient()
@@ -241,7 +313,7 @@ class Engine:
         With overlap, publishing only begins here. It runs under the next forward, first unit first.
         The masters must not be written until `finish_publishing` or `finish_gradients` returns.
         """
-        for unit in self.units:
+        for unit in self.trained_units:
             unit.mark_stale()
         if self._policy == "none":
             self.finish_publishing()
@@ -249,9 +321,10 @@ class Engine:
 
     def finish_publishing(self) -> None:
         """Wait until every copy of the weights is up to date."""
-        for index, unit in enumerate(self.units):
-            self._hooks.start_publishing(index - 1)
-            unit.finish_publishing()
+        for place, point in enumerate(self._hooks.points):
+            self._hooks.start_publishing(place - 1)
+            for unit in point.units:
+                unit.finish_publishing()
 
     def restore(self, has_published: bool) -> None:
         """Bring the weights to every rank after the masters were filled from a checkpoint.

@@ -7,7 +7,7 @@ between. Units that are unsharded at the same time have different buffers.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import cycle
@@ -36,8 +36,8 @@ class UnitBuffer:
     """Memory for the unsharded weights of one unit at a time, as large as the largest unit."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype = dtype
-        self._device = device
+        self.dtype = dtype
+        self.device = device
         self.numel = 0
         self._owner: BufferOwner | None = None
 
@@ -48,7 +48,7 @@ class UnitBuffer:
     @cached_property
     def memory(self) -> torch.Tensor:
         """The buffer [numel]."""
-        return empty(self.numel, self._dtype, self._device)
+        return empty(self.numel, self.dtype, self.device)
 
     def acquire(self, owner: BufferOwner) -> None:
         """Give the buffer to a unit, and reshard the unit that had it. The latter was prefetched
@@ -61,36 +61,33 @@ class UnitBuffer:
 class UnitBufferPool:
     """The buffers of one model's units, for unsharded weights and for full gradients."""
 
-    def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, count: int, device: torch.device) -> None:
         """`count`: how many successive units are unsharded at the same time."""
-        self.dtype = dtype
         self.device = device
-        self._buffers = [UnitBuffer(dtype, device) for _ in range(count)]
-        self._shared = cycle(self._buffers[:])
-        self._gradients = BufferPool(device)
+        self.gradients = BufferPool(device)
+        self._count = count
+        self._buffers: list[UnitBuffer] = []
+        self._rings: dict[Hashable, Iterator[UnitBuffer]] = {}
 
     @property
     def held_bytes(self) -> int:
         """Bytes of all buffers for weights, and of the gradient buffers made so far."""
-        weights = sum(buffer.numel for buffer in self._buffers)
-        return weights * self.dtype.itemsize + self._gradients.held_bytes
+        weights = sum(buffer.numel * buffer.dtype.itemsize for buffer in self._buffers)
+        return weights + self.gradients.held_bytes
 
-    def next_buffer(self) -> UnitBuffer:
-        """The buffer of the next unit, in the order in which units run."""
-        return next(self._shared)
+    def next_buffer(self, place: Hashable, dtype: torch.dtype) -> UnitBuffer:
+        """The buffer of the next unit, in the order in which units run. Units at different places
+        are unsharded at the same time, such as those of a block and of a block inside it."""
+        if (place, dtype) not in self._rings:
+            buffers = [UnitBuffer(dtype, self.device) for _ in range(self._count)]
+            self._buffers += buffers
+            self._rings[place, dtype] = cycle(buffers)
+        return next(self._rings[place, dtype])
 
-    def own_buffer(self) -> UnitBuffer:
+    def own_buffer(self, dtype: torch.dtype) -> UnitBuffer:
         """A buffer for a unit that shares with no other."""
-        self._buffers.append(UnitBuffer(self.dtype, self.device))
+        self._buffers.append(UnitBuffer(dtype, self.device))
         return self._buffers[-1]
-
-    def acquire_gradient(self, numel: int) -> torch.Tensor:
-        """A buffer [numel] with undefined contents."""
-        return self._gradients.acquire(numel, self.dtype)
-
-    def release_gradient(self, buffer: torch.Tensor) -> None:
-        """Return a gradient buffer. The compute stream must have waited for all its readers."""
-        self._gradients.release(buffer)
 
 
 def unit_buffer_bytes(

@@ -7,6 +7,7 @@ from functools import cached_property, partial
 import torch
 from torch import nn
 
+from megafrontier.common.buffers import BufferPool
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.parallel.param_spec import ParamSpec, spec_of
 from megafrontier.partition.comm.collectives import LevelCollectives
@@ -14,7 +15,7 @@ from megafrontier.partition.comm.streams import AsyncChain
 from megafrontier.partition.error_feedback import ErrorFeedback
 from megafrontier.partition.flat_buffers import FlatGradient, UnitParameters
 from megafrontier.partition.layout import Layout
-from megafrontier.partition.memory import UnitBuffer, UnitBufferPool
+from megafrontier.partition.memory import UnitBuffer
 from megafrontier.partition.placement import Placement
 
 ROOT = "root"
@@ -48,11 +49,15 @@ class Unit:
         decayed: Sequence[Named],
         placement: Placement,
         collectives: LevelCollectives,
-        pool: UnitBufferPool,
+        buffer: UnitBuffer,
+        gradient_buffers: BufferPool,
         feedback_levels: Sequence[int],
+        is_frozen: bool = False,
     ) -> None:
-        """`decayed`: those of `parameters` that have weight decay, which come first in the buffer.
-        `feedback_levels`: the levels with error feedback."""
+        """`decayed`: those of `parameters` that have weight decay, which come first in the flat
+        buffer. `buffer`: memory of the unsharded weights, in the computing type; while they are
+        resharded, another unit may have it. `feedback_levels`: the levels with error feedback.
+        `is_frozen`: the parameters get no gradient."""
         first = {parameter for parameter, _ in decayed}
         ordered = [*decayed, *(named for named in parameters if named[0] not in first)]
         size = collectives.hierarchy.size
@@ -60,10 +65,11 @@ class Unit:
         self.placement = placement
         self.layout = Layout.build(name, ((n, p.shape) for n, p in ordered), size)
         self._specs = {n: spec_of(n, p) for n, p in ordered}
+        self.is_frozen = is_frozen
         self._collectives = collectives
-        self._pool = pool
+        self._gradient_buffers = gradient_buffers
         self.is_persistent = placement.backward_weights == 0
-        self._buffer = self._choose_buffer()
+        self._buffer = buffer
         self._buffer.reserve(self.layout.numel)
         self._decay_numel = sum(parameter.numel() for _, parameter in decayed)
         self.phase = Phase.RESHARDED
@@ -79,31 +85,29 @@ class Unit:
         self._reducing = AsyncChain(self.gradient, f"reduce {name}")
         self._flat = FlatGradient(self.layout)
         self.clear_gradient()
-        self._parameters = UnitParameters(self.layout, pool.dtype, pool.device)
+        self._parameters = UnitParameters(self.layout, buffer.dtype, buffer.device)
         self._parameters.reshard()
 
-    def _choose_buffer(self) -> UnitBuffer:
-        if self.is_persistent:  # part of the unit's state, not of the pool
-            return UnitBuffer(self._pool.dtype, self._pool.device)
-        return self._pool.own_buffer() if self.name == ROOT else self._pool.next_buffer()
-
     def _allocate(self, feedback_levels: Sequence[int]) -> None:
-        place, dtype = self.placement, self._pool.dtype
+        place, dtype = self.placement, self._buffer.dtype
         self.weights = (
             self.full if self.is_persistent else self._empty(place.backward_weights, dtype)
         )
-        self.gradient = self._empty(place.gradients, torch.float32).zero_()
+        self.gradient = torch.zeros(0, device=self._buffer.device)
+        if not self.is_frozen:
+            self.gradient = self._empty(place.gradients, torch.float32).zero_()
         # If every rank updates all weights and computes in fp32, the weights are the masters.
         self.computes_with_masters = place.optimizer == 0 and dtype is torch.float32
         self.master = (
             self.full if self.computes_with_masters else self._empty(place.optimizer, torch.float32)
         ).zero_()
-        errors = {level: self._empty(level, torch.bfloat16).zero_() for level in feedback_levels}
+        levels = () if self.is_frozen else feedback_levels
+        errors = {level: self._empty(level, torch.bfloat16).zero_() for level in levels}
         self.feedback = ErrorFeedback(self.layout, self._collectives, place.optimizer, errors)
 
     def _empty(self, depth: int, dtype: torch.dtype) -> torch.Tensor:
         _, shards = self.hierarchy.shard_index(depth)
-        return torch.empty(self.layout.numel // shards, dtype=dtype, device=self._pool.device)
+        return torch.empty(self.layout.numel // shards, dtype=dtype, device=self._buffer.device)
 
     @cached_property
     def full(self) -> torch.Tensor:
@@ -195,7 +199,7 @@ class Unit:
     def gather_master(self) -> torch.Tensor:
         """The unsharded masters, fp32 [numel], in new memory. All ranks call it."""
         depth = self.placement.optimizer
-        full = torch.zeros(self.layout.numel, dtype=torch.float32, device=self._pool.device)
+        full = torch.zeros(self.layout.numel, dtype=torch.float32, device=self._buffer.device)
         self._collectives.local_slice(full, 0, depth).copy_(self.master)
         self._collectives.gather_exact(full, depth, 0, f"masters {self.name}").wait()
         return full
@@ -255,13 +259,14 @@ class Unit:
         self.finish_reducing()
         self._is_fresh = True
         self.is_finishing = False
-        if self.placement.gradients == 0:
+        if self.placement.gradients == 0 and not self.is_frozen:
             self._flat.start(self.gradient)
 
     def collect_gradient(self, index: int, parameter: nn.Parameter) -> None:
         """Move the new gradient of parameter `index` into the flat gradient."""
         fresh, parameter.grad = parameter.grad, None
         assert fresh is not None
+        fresh = fresh.detach()  # with create_graph=True it has a graph
         if fresh.layout is not torch.strided:  # nn.Embedding(sparse=True)
             fresh = fresh.to_dense()
         if self._flat.buffer is None:
@@ -270,7 +275,8 @@ class Unit:
 
     def _start_gradient(self) -> None:
         self.finish_reducing()  # a unit has at most one full gradient
-        self._flat.start(self._pool.acquire_gradient(self.layout.numel))
+        buffer = self._gradient_buffers.acquire(self.layout.numel, self._buffer.dtype)
+        self._flat.start(buffer)
 
     def start_reducing(self) -> None:
         """Begin to reduce a micro-batch's gradient to the gradient level and add it to the shard.
@@ -299,7 +305,7 @@ class Unit:
         if self._full_gradient is None:
             return
         self._reducing.wait()
-        self._pool.release_gradient(self._full_gradient)
+        self._gradient_buffers.release(self._full_gradient)
         self._full_gradient = None
 
     def start_finishing(self) -> None:

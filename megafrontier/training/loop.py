@@ -154,7 +154,8 @@ def forward_backward(trainer: Trainer, heartbeat: Heartbeat) -> torch.Tensor:
     for number, batch in enumerate(batches, start=1):
         seed_dropout(trainer.config.run.seed, batch)
         loss = trainer.model(batch.tokens, batch.targets, batch.documents)
-        trainer.engine.backward(trainer.loss_scale.scaled(loss), is_last=number == len(batches))
+        with trainer.engine.no_sync(number < len(batches)):
+            trainer.loss_scale.scaled(loss).backward()
         heartbeat(None)
         totals += torch.stack([loss.detach().double(), (batch.targets >= 0).sum().double()])
     return totals

@@ -12,11 +12,11 @@ from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import DATA_PARALLEL, MeshShape, Splits
 from megafrontier.partition import Placement, Wires
 from megafrontier.partition.memory import MessageBuffers, unit_buffer_bytes
+from megafrontier.partition.modules.wrap import divide
 from megafrontier.partition.placement import state_bytes
 from megafrontier.partition.presets import choose_wires, has_error_feedback
 from megafrontier.partition.unit import ROOT
 from megafrontier.partition.wires.registry import DTYPES
-from megafrontier.partition.wrap import split_into_units
 
 GIB = 2**30
 
@@ -88,8 +88,8 @@ def unit_numels(config: ModelConfig) -> tuple[list[int], int]:
     """Elements of each block's unit, in the order in which they run, and of the root unit."""
     with torch.device("meta"):
         model = GPT(config)
-    units = split_into_units(model, model.units())
-    numels = {name: sum(p.numel() for _, p in named) for name, _, named in units}
+    blocks = divide(model, model.units())
+    numels = {block.name: sum(p.numel() for _, p in block.parameters) for block in blocks}
     root = numels.pop(ROOT, 0)
     return list(numels.values()), root
 

@@ -17,8 +17,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megafrontier.common.buffers import BufferPool
-from megafrontier.partition.comm.streams import DONE
+from megafrontier.common.buffers import BufferPool, Workspace
+from megafrontier.parallel.hierarchy import CommArbiter
+from megafrontier.partition.comm.streams import DONE, CommStreams
 from megafrontier.partition.memory import UnitBuffer
 
 COMPUTATION = -1
@@ -56,11 +57,11 @@ class ClockHandle:
         self.races.learn(self.clock)
 
 
-@dataclass
-class Races:
-    """Replaces an engine's `CommStreams`. `found` names the two operators of each race, and the
-    engine's lines that the second one came from; `freed` names memory that was freed or handed over
-    while a stream could still access it."""
+@dataclass(eq=False)
+class Races(CommStreams):
+    """Takes the place of an engine's `CommStreams`. `found` names the two operators of each race,
+    and the engine's lines that the second one came from; `freed` names memory that was freed or
+    handed over while a stream could still access it."""
 
     policy: str
     found: set[tuple[str, str, str]] = field(default_factory=set)
@@ -70,6 +71,11 @@ class Races:
     _here: int = COMPUTATION
     _accesses: dict[int, list[Access]] = field(default_factory=lambda: defaultdict(list))
     _homes: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self):
+        cpu = torch.device("cpu")
+        super().__init__("none", 1, cpu, CommArbiter())
+        self._workspaces = [Workspace(cpu) for _ in range(3)]  # of as many levels
 
     def index(self, level):
         return level if self.policy == "full" else 0

@@ -11,6 +11,7 @@ from tests.partition.tiny import (
     SIDE,
     Stack,
     TinyModel,
+    backward,
     batch,
     descend,
     descend_alone,
@@ -111,7 +112,7 @@ def test_a_graph_from_before_the_last_step_is_refused(placement):
         late = model(stack_input(hierarchy.rank, 9))
         descend(engine, lambda step: model(stack_input(hierarchy.rank, step)), 1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            engine.backward(late)
+            backward(engine, late)
         return True
 
     assert all(run_ranks(LEVELS, body))
@@ -123,12 +124,12 @@ def test_gradients_are_finished_once_until_they_are_cleared(strategy):
 
     def body(hierarchy):
         model, engine = sharded_stack(hierarchy, Placement.named(strategy, hierarchy.levels))
-        engine.backward(model(stack_input(hierarchy.rank)))
+        backward(engine, model(stack_input(hierarchy.rank)))
         once = [g.clone() for g in engine.finish_gradients()]
         with pytest.raises(RuntimeError, match=r"finished twice; need engine\.clear_gradients"):
             engine.finish_gradients()
         with pytest.raises(RuntimeError, match="`clear_gradients` after it"):
-            engine.backward(model(stack_input(hierarchy.rank)))
+            backward(engine, model(stack_input(hierarchy.rank)))
         return all(g.isfinite().all() for g in once)
 
     assert all(run_ranks((2,), body))
@@ -139,7 +140,7 @@ def test_gradients_are_not_cleared_while_they_are_reduced():
 
     def body(hierarchy):
         model, engine = sharded_stack(hierarchy, Placement.named("mics", hierarchy.levels))
-        engine.backward(model(stack_input(hierarchy.rank)), is_last=True)
+        backward(engine, model(stack_input(hierarchy.rank)), is_last=True)
         with pytest.raises(RuntimeError, match=r"need engine\.finish_gradients\(\)"):
             engine.clear_gradients()
         engine.finish_gradients()
@@ -155,7 +156,7 @@ def test_the_first_forward_may_be_for_inference_alone():
         with torch.inference_mode():
             before = model(stack_input(0)).item()
         loss = model(stack_input(0))
-        engine.backward(loss)
+        backward(engine, loss)
         return loss.item() == before and all(g.isfinite().all() for g in engine.finish_gradients())
 
     assert run_ranks((2,), body) == [True] * 2
@@ -167,7 +168,7 @@ def test_saved_views_of_weights_see_them_again_in_backward():
     def gradients(hierarchy, placement):
         block = lambda: nn.Linear(SIDE, SIDE, bias=False)  # noqa: E731
         model, engine = sharded_stack(hierarchy, placement, block)
-        engine.backward(model(stack_input(hierarchy.rank)))
+        backward(engine, model(stack_input(hierarchy.rank)))
         return [g.clone() for g in engine.finish_gradients()]
 
     def body(hierarchy):
@@ -179,7 +180,7 @@ def test_saved_views_of_weights_see_them_again_in_backward():
 
 def test_initial_values_come_from_the_model_or_slice_by_slice():
     def body(hierarchy):
-        def counting(name, shape, start, stop):
+        def counting(spec, start, stop):
             return torch.arange(start, stop, dtype=torch.float32)
 
         model = TinyModel(tied=True)

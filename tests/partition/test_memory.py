@@ -5,7 +5,7 @@ import torch
 
 from megafrontier.partition import STRATEGIES
 from megafrontier.partition.comm import collectives as collectives_module
-from megafrontier.partition.memory import MessageBuffers, UnitBufferPool
+from megafrontier.partition.memory import MessageBuffers
 from megafrontier.partition.wires import wire as wires_module
 from megafrontier.partition.wires.wire import Wire
 from tests.partition.tiny import (
@@ -185,15 +185,15 @@ def test_units_take_turns_in_the_same_few_buffers_step_after_step(overlap, prefe
 
     def body(hierarchy):
         taken = []
-        take = UnitBufferPool.acquire_gradient
+        model, engine = place(hierarchy, "zero3", overlap=overlap, prefetch=prefetch)
+        take = engine.pool.gradients.acquire
 
-        def noted(pool, numel):
-            buffer = take(pool, numel)
+        def noted(numel, dtype):
+            buffer = take(numel, dtype)
             taken.append((numel, buffer.data_ptr()))
             return buffer
 
-        monkeypatch.setattr(UnitBufferPool, "acquire_gradient", noted)
-        model, engine = place(hierarchy, "zero3", overlap=overlap, prefetch=prefetch)
+        monkeypatch.setattr(engine.pool.gradients, "acquire", noted)
         optimizer = make_optimizer(engine)
         found = []
         for step in range(4):

@@ -11,7 +11,7 @@ from megafrontier.partition import Placement, shard
 from megafrontier.partition import engine as engine_module
 from megafrontier.partition.wires.registry import DTYPES
 from tests.partition.races import COMPUTATION, ClockHandle, Races
-from tests.partition.tiny import TinyModel, batch, preset
+from tests.partition.tiny import TinyModel, backward, batch, preset
 from tests.ranks import run_ranks
 
 TOPO = "topo", "low", True, "bf16"
@@ -54,7 +54,7 @@ def train(hierarchy, strategy, name, error_feedback, precision, policy, steps, o
     between_steps = lambda: evaluate(model), lambda: restore(engine), lambda: None
     for between in between_steps[:steps]:
         for number in range(2):
-            engine.backward(model(batch(number)[:2]), is_last=number == 1)
+            backward(engine, model(batch(number)[:2]), is_last=number == 1)
         update(engine, optimizer)
         between()
     model(batch(3)[:2])  # without a backward

@@ -98,6 +98,12 @@ def train_alone(tied: bool, steps: int) -> list[float]:
     return losses
 
 
+def backward(engine: Engine, loss: torch.Tensor, is_last: bool = False) -> None:
+    """Backward of a micro-batch, the last one of its step or not."""
+    with engine.no_sync(not is_last):
+        loss.backward()
+
+
 def engine_step(
     engine: Engine,
     model: Callable[[torch.Tensor], torch.Tensor],
@@ -111,7 +117,7 @@ def engine_step(
     total = torch.zeros(1, dtype=torch.float64)
     for tokens in mine:
         loss = model(tokens)
-        engine.backward(loss)
+        backward(engine, loss)
         total += loss.detach()
     count = GLOBAL_BATCH * (LENGTH - 1)
     gradients = engine.finish_gradients()
@@ -338,7 +344,7 @@ def assert_gradients_of_one_process(
         engine = shard(model, model.units(), here, hierarchy, check_order=True, **options)
         found = []
         for _ in range(steps):
-            engine.backward(loss(model, hierarchy.rank), is_last=True)
+            backward(engine, loss(model, hierarchy.rank), is_last=True)
             found += named_gradients(engine)
             engine.finish_step(torch.zeros(()))
         return found
@@ -370,7 +376,7 @@ def descend(
     for step in range(steps):
         part = loss(step)
         losses.append(engine.hierarchy.world.sum(part.detach().double().view(1)).item())
-        engine.backward(part, is_last=True)
+        backward(engine, part, is_last=True)
         for unit, gradient in zip(engine.units, engine.finish_gradients(), strict=True):
             unit.master.sub_(gradient, alpha=rate)
         engine.finish_step(torch.zeros(()))

@@ -7,6 +7,7 @@ import torch
 
 from tests import runs
 from tests.data.corpora import write_corpus
+from tests.partition.tiny import backward
 from tests.ranks import run_mesh
 
 STEPS = 60
@@ -62,7 +63,8 @@ def finished(config, mesh, repeats, *chosen):
     with runs.open_trainer(runs.load(config, *SETTINGS, *chosen), mesh) as trainer:
         for _ in range(repeats):
             for batch in trainer.loader.step(0):
-                trainer.engine.backward(trainer.model(batch.tokens, batch.targets, batch.documents))
+                loss = trainer.model(batch.tokens, batch.targets, batch.documents)
+                backward(trainer.engine, loss)
             found.append(torch.cat(trainer.engine.finish_gradients()))
             trainer.engine.clear_gradients()
     return torch.stack(found)

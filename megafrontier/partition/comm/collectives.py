@@ -6,8 +6,8 @@ chain of per-level collectives, issued on the streams of the levels. The caller 
 waits for its end.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from math import prod
 from types import MappingProxyType
@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
-from megafrontier.common.buffers import BufferPool, Workspace
+from megafrontier.common.buffers import Workspace
 from megafrontier.parallel.groups import all_gather, all_gather_stacked
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.partition.comm.delta import WeightDelta, delta_levels
@@ -26,7 +26,6 @@ from megafrontier.partition.comm.streams import (
     CommStreams,
     Op,
     WorkHandle,
-    interleave,
 )
 from megafrontier.partition.layout import shard_range
 from megafrontier.partition.wires.wire import Wire, Wires
@@ -56,18 +55,6 @@ class LevelCollectives:
         self._wires = wires
         self._streams = streams
         self._check_order = check_order
-        self._collected: list[Op] | None = None
-        self._deferred_gathers: list[Op] = []
-        count = len(hierarchy.levels.sizes)
-        self._workspaces = {
-            streams.index(level): Workspace(hierarchy.device) for level in range(count)
-        }
-        self._buffer_pool = BufferPool(hierarchy.device)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of all buffers for messages so far. They are kept."""
-        return self._buffer_pool.held_bytes + sum(s.held_bytes for s in self._workspaces.values())
 
     def local_slice(self, buffer: torch.Tensor, depth: int, deeper: int) -> torch.Tensor:
         """This rank's slice at depth `deeper`, as a view of its slice `buffer` at `depth`."""
@@ -130,7 +117,8 @@ class LevelCollectives:
             shape = rows, wire.codec.message_bytes(numel)
             out = None
             if level != levels[0]:
-                out = chain.acquire(self._buffer_pool, prod(shape), wire.codec.dtype).view(shape)
+                pool = self._streams.buffers
+                out = chain.acquire(pool, prod(shape), wire.codec.dtype).view(shape)
             delta = WeightDelta(master, base, previous_wire, wire)
             self.then(chain, level, partial(self._gather_delta, delta, level, chain.label, out))
             previous_wire = wire
@@ -179,17 +167,10 @@ class LevelCollectives:
 
         One owner adds up each shard and gathers give it back, so all replicas hold the same bits,
         and slow levels carry only a shard of the slice. The gathers over the inner levels are
-        deferred until `finish_replica_sums` or the next sum: its reduction uses these levels first,
-        and would wait there until the slow level is done.
+        deferred until `CommStreams.issue_deferred` or the next sum: its reduction uses these levels
+        first, and would wait there until the slow level is done.
         """
-        gathers = self._sum_over_replicas(self._wires.reduce, chain, depth)
-        self.finish_replica_sums()
-        self._deferred_gathers = gathers
-
-    def finish_replica_sums(self) -> None:
-        """Issue the deferred gathers of all sums over replicas."""
-        ops, self._deferred_gathers = self._deferred_gathers, []
-        self._issue_all(ops)
+        self._streams.defer(self._sum_over_replicas(self._wires.reduce, chain, depth))
 
     def reduce_exact(self, full: torch.Tensor, start: int, stop: int, label: str) -> AsyncChain:
         """Sum `full`, which is overwritten, over levels start … stop - 1 and over all replicas, in
@@ -201,46 +182,14 @@ class LevelCollectives:
         wires = first[: start + 1] + rest[start + 1 :]
         chain = AsyncChain(full, label)
         self._reduce(wires, chain, start, stop, NO_ERRORS)
-        self._issue_all(self._sum_over_replicas(wires, chain, stop))
+        self._streams.issue_all(self._sum_over_replicas(wires, chain, stop))
         return chain
 
     def then(
         self, chain: AsyncChain, level: int, function: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
         """Append `function` to a chain, on the stream of `level`."""
-        op = Op(chain, level, function)
-        if self._collected is None:
-            self._issue(op)
-        else:
-            self._collected.append(op)
-
-    @contextmanager
-    def interleaved(self) -> Iterator[None]:
-        """Issue a gather and then a reduction that start inside in the order of `interleave`."""
-        with self._collect() as ops:
-            yield
-        self._issue_all(interleave(ops))
-
-    @contextmanager
-    def _collect(self) -> Iterator[list[Op]]:
-        """Collect the ops that start inside instead of issuing them."""
-        ops: list[Op] = []
-        self._collected = ops
-        try:
-            yield ops
-        finally:
-            self._collected = None
-
-    def _issue_all(self, ops: Iterable[Op]) -> None:
-        for op in ops:
-            self._issue(op)
-
-    def _issue(self, op: Op) -> None:
-        def task() -> None:
-            op.chain.value = op.function(op.chain.value)
-
-        index = self._streams.index(max(op.level, 0))
-        op.chain.work = self._streams.run(index, task, op.chain.work)
+        self._streams.issue(Op(chain, level, function))
 
     def _gather(
         self, wires: tuple[Wire, ...], chain: AsyncChain, out: AsyncChain, start: int, stop: int
@@ -306,16 +255,16 @@ class LevelCollectives:
 
         self.then(chain, depth, keep_total)
         self._reduce(wires, chain, depth, last, NO_ERRORS)
-        with self._collect() as gathers:
+        with self._streams.collect() as gathers:
             self._gather(wires, chain, total, last, depth)
-        self._issue_all(gathers[:1])
+        self._streams.issue_all(gathers[:1])
         return gathers[1:]
 
     def _workspace(self, wires: tuple[Wire, ...], level: int) -> Workspace:
         """The workspace of the level's stream; for wires that only a checkpoint uses, a new one
         whose memory is freed again."""
         if wires in (self._wires.gather, self._wires.reduce):
-            return self._workspaces[self._streams.index(level)]
+            return self._streams.workspace(level)
         return Workspace(self.hierarchy.device)
 
     def _record(self, level: int, label: str) -> AbstractContextManager[list[int]]:

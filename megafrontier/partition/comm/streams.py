@@ -16,13 +16,15 @@ collectives, and some stream can always proceed.
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby, zip_longest
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from megafrontier.common.buffers import BufferPool
+from megafrontier.common.buffers import BufferPool, Workspace
 from megafrontier.parallel.hierarchy import CommArbiter
 
 Policy = Literal["none", "safe", "full"]
@@ -152,10 +154,24 @@ class CommStreams:
     ) -> None:
         self._arbiter = arbiter
         self._newest: dict[int, WorkHandle] = {}
+        self._collected: list[Op] | None = None
+        self._deferred: list[Op] = []
+        self.buffers = BufferPool(device)
+        """Buffers of messages that are passed from one level to the next."""
         if policy == "full":
             self._streams = [_make_stream(f"level-{i}", device) for i in range(levels)]
         else:
             self._streams = [InlineStream() if policy == "none" else _make_stream("levels", device)]
+        self._workspaces = [Workspace(device) for _ in self._streams]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all buffers for messages so far. They are kept."""
+        return self.buffers.held_bytes + sum(space.held_bytes for space in self._workspaces)
+
+    def workspace(self, level: int) -> Workspace:
+        """The workspace of a level's stream."""
+        return self._workspaces[self.index(level)]
 
     def index(self, level: int) -> int:
         """The index of a level's stream."""
@@ -166,6 +182,48 @@ class CommStreams:
         self._arbiter.acquire(self)
         self._newest[index] = work = self._streams[index].run(task, after)
         return work
+
+    def issue(self, op: "Op") -> None:
+        """Issue an operation on the stream of its level, after those before it on its chain."""
+        if self._collected is not None:
+            self._collected.append(op)
+            return
+
+        def task() -> None:
+            op.chain.value = op.function(op.chain.value)
+
+        op.chain.work = self.run(self.index(max(op.level, 0)), task, op.chain.work)
+
+    def issue_all(self, ops: Iterable["Op"]) -> None:
+        """Issue operations in this order."""
+        for op in ops:
+            self.issue(op)
+
+    @contextmanager
+    def collect(self) -> Iterator[list["Op"]]:
+        """Collect the operations that start inside instead of issuing them."""
+        ops: list[Op] = []
+        outer, self._collected = self._collected, ops
+        try:
+            yield ops
+        finally:
+            self._collected = outer
+
+    def issue_interleaved(self, gathers: Sequence["Op"], reductions: Sequence["Op"]) -> None:
+        """Issue the collected operations of gathers and of reductions in the order of
+        `interleave`, each gather with one reduction."""
+        for gather, reduce in zip_longest(_by_chain(gathers), _by_chain(reductions)):
+            self.issue_all(interleave(gather or [], reduce or []))
+
+    def defer(self, ops: Sequence["Op"]) -> None:
+        """Issue the operations that were deferred before, and defer these."""
+        self.issue_deferred()
+        self._deferred = list(ops)
+
+    def issue_deferred(self) -> None:
+        """Issue the operations that were deferred."""
+        ops, self._deferred = self._deferred, []
+        self.issue_all(ops)
 
     def drain_before_freeing(self, owner: object) -> None:
         """Make the computation wait for all streams when `owner` is garbage-collected: torch would
@@ -226,16 +284,19 @@ class Op(NamedTuple):
     function: Callable[[torch.Tensor], torch.Tensor]
 
 
-def interleave(ops: list[Op]) -> list[Op]:
-    """Order the ops of a gather and then a reduce so that neither waits for the other's slow level.
+def interleave(gather: Sequence[Op], reduce: Sequence[Op]) -> list[Op]:
+    """Order the ops of a gather and a reduction so that neither waits for the other's slow level.
 
-    The gather's outermost collective comes first, then the reduce's collectives inside that level,
-    then the rest of the gather and of the reduce. The outermost level gathers while the inner
-    levels reduce, and reduces while they gather. If one chain were issued whole before the other,
-    the second would wait on the inner streams for the first one's slow collective.
+    The gather's outermost collective comes first, then the reduction's collectives inside that
+    level, then the rest of the gather and of the reduction. The outermost level gathers while the
+    inner levels reduce, and reduces while they gather. If one chain were issued whole before the
+    other, the second would wait on the inner streams for the first one's slow collective.
     """
-    gather = [op for op in ops if op.chain is ops[0].chain]
-    reduce = [op for op in ops if op.chain is not ops[0].chain]
-    inside = [op for op in reduce if op.level < gather[0].level]
-    beyond = [op for op in reduce if op.level >= gather[0].level]
-    return gather[:1] + inside + gather[1:] + beyond
+    outermost = gather[0].level if gather else 0
+    inside = [op for op in reduce if op.level < outermost]
+    beyond = [op for op in reduce if op.level >= outermost]
+    return [*gather[:1], *inside, *gather[1:], *beyond]
+
+
+def _by_chain(ops: Sequence[Op]) -> list[list[Op]]:
+    return [list(group) for _, group in groupby(ops, key=lambda op: id(op.chain))]

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from megafrontier.partition import Placement, shard
-from tests.partition.tiny import TinyModel, batch, watch_collectives
+from tests.partition.tiny import TinyModel, backward, batch, watch_collectives
 from tests.ranks import run_ranks
 
 POLICIES = pytest.mark.parametrize("policy", ["none", "full"])
@@ -37,7 +37,7 @@ def test_ranks_that_disagree_on_the_order_are_named_with_their_units(policy):
 
     def body(hierarchy):
         model, engine = build_checked(hierarchy, Placement(2, 2, 2, 2), policy)
-        engine.backward(model(batch(0)[:2]))
+        backward(engine, model(batch(0)[:2]))
         engine.finish_gradients()
         for unit in engine.units:
             unit.reshard()
@@ -126,7 +126,7 @@ def test_a_slow_level_gathers_while_the_levels_inside_it_reduce():
         engine = shard(model, model.units(), placement, hierarchy, overlap="safe")
         issued = []
         watch_collectives(engine, lambda level, label: issued.append((level, label)))
-        engine.backward(model(batch(0)[:2]))
+        backward(engine, model(batch(0)[:2]))
         engine.finish_gradients()
         return issued
 

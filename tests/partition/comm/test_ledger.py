@@ -12,7 +12,7 @@ import torch
 from megafrontier.partition import Placement, shard
 from megafrontier.partition.comm import ledger as module
 from megafrontier.partition.comm.ledger import Ledger, Trace
-from tests.partition.tiny import TinyModel, batch
+from tests.partition.tiny import TinyModel, backward, batch
 from tests.ranks import make_levels, run_ranks
 
 
@@ -91,7 +91,7 @@ def test_a_trace_has_a_row_per_level_and_names_collectives_and_units(tmp_path):
         model = TinyModel(tied=False)
         engine = shard(model, model.units(), Placement.named("zero1", levels), hierarchy)
         engine.ledger.trace = Trace(engine.ledger.names)
-        engine.backward(model(batch(0)[:2]), is_last=True)
+        backward(engine, model(batch(0)[:2]), is_last=True)
         engine.finish_gradients()
         engine.publish()
         engine.finish_publishing()

@@ -12,6 +12,7 @@ from tests.partition.tiny import (
     GLOBAL_BATCH,
     LENGTH,
     TinyModel,
+    backward,
     batch,
     place,
     preset,
@@ -51,7 +52,7 @@ def train(
         part = batch(step).to(device).chunk(hierarchy.size)[hierarchy.rank]
         for i, tokens in enumerate(part.chunk(accumulation), start=1):
             loss = model(tokens)
-            engine.backward(loss, is_last=i == accumulation)
+            backward(engine, loss, is_last=i == accumulation)
             losses.append(loss.item())
         for unit, gradient in zip(engine.units, engine.finish_gradients(), strict=True):
             unit.master.grad = gradient / (GLOBAL_BATCH * (LENGTH - 1))
@@ -136,7 +137,7 @@ def test_collectives_for_other_units_do_not_delay_a_backward(policy, label, leve
         when_backward_begins(model.blocks[block], has_begun.set)
         loss = model(batch(0)[:2])
         in_time = hold(engine, label, has_begun, level)
-        engine.backward(loss, is_last=True)
+        backward(engine, loss, is_last=True)
         engine.finish_gradients()
         return in_time
 
@@ -162,7 +163,7 @@ def test_units_use_the_levels_side_by_side(strategy, held, until, count):
         level, label = held
         in_time = hold(engine, label, has_begun, level)
         if strategy == "ddp":
-            engine.backward(model(batch(0)[:2]), is_last=True)
+            backward(engine, model(batch(0)[:2]), is_last=True)
         else:
             engine.publish()
         engine.finish_gradients()
@@ -197,7 +198,7 @@ def test_a_dropped_micro_batch_leaves_nothing_behind(policy):
         chosen = {"wires": preset("low", "zero2", levels), "error_feedback": True}
         model, engine = place(hierarchy, "zero2", overlap=policy, **chosen)
         watch_collectives(engine, lambda *_: time.sleep(0.03))
-        engine.backward(model(batch(hierarchy.rank)[:2]))
+        backward(engine, model(batch(hierarchy.rank)[:2]))
         engine.clear_gradients()
         engine.scale_errors(torch.zeros(()))
         found = [gradient.clone() for gradient in engine.finish_gradients()]
@@ -215,7 +216,7 @@ def test_in_the_last_micro_batch_a_unit_is_reduced_to_the_optimizer_level_at_onc
         seen = []
         watch_collectives(engine, lambda level, label: seen.append(f"{label} over {level}"))
         when_backward_begins(model.blocks[1], lambda: seen.append("backward blocks.1"))
-        engine.backward(model(batch(0)[:2]), is_last)
+        backward(engine, model(batch(0)[:2]), is_last)
         seen.append("end of backward")
         engine.finish_gradients()
         return seen
@@ -239,7 +240,7 @@ def test_as_many_reductions_are_in_flight_as_units_are_gathered_ahead():
 
         for unit in engine.units:
             unit.start_reducing = lambda unit=unit: watched_start(unit)
-        engine.backward(model(batch(0)[:2]), is_last=True)
+        backward(engine, model(batch(0)[:2]), is_last=True)
         engine.finish_gradients()
         return threads, max(in_flight)
 

@@ -11,7 +11,7 @@ from megafrontier.common.buffers import BufferPool
 from megafrontier.parallel.hierarchy import CommArbiter
 from megafrontier.partition.comm import streams as streams_module
 from megafrontier.partition.comm.streams import DONE, AsyncChain, CommStreams, DeviceStream
-from tests.partition.tiny import batch, place
+from tests.partition.tiny import backward, batch, place
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ def test_an_engine_is_freed_with_its_model_and_its_threads_end():
     def body(hierarchy):
         def build_and_drop():
             model, engine = place(hierarchy, "topo", overlap="full")
-            engine.backward(model(batch(0)[:2]))
+            backward(engine, model(batch(0)[:2]))
             engine.finish_gradients()
             return weakref.ref(engine), weakref.ref(model)
 

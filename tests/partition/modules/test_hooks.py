@@ -19,6 +19,7 @@ from tests.partition.tiny import (
     Stack,
     TinyModel,
     assert_gradients_of_one_process,
+    backward,
     batch,
     descend,
     descend_alone,
@@ -187,7 +188,7 @@ def test_blocks_that_all_ranks_leave_out_have_no_gradient_of_the_step_before(str
         without = [unit.name in ("blocks.1", "blocks.2") for unit in engine.units]
         sizes = []
         for left_out in ((), (1, 2)):
-            engine.backward(model(stack_input(hierarchy.rank), left_out), is_last=True)
+            backward(engine, model(stack_input(hierarchy.rank), left_out), is_last=True)
             norms = [gradient.norm() for gradient in engine.finish_gradients()]
             sizes.append(hierarchy.world.sum(torch.stack(norms).double())[without].tolist())
             engine.clear_gradients()
@@ -222,7 +223,7 @@ def test_blocks_that_one_micro_batch_leaves_out_have_todays_weights_in_the_next(
         )
 
         def both(step):
-            engine.backward(loss(model, hierarchy.rank, step))
+            backward(engine, loss(model, hierarchy.rank, step))
             return model(stack_input(hierarchy.rank, step))
 
         return descend(engine, both, steps=3)
@@ -362,7 +363,7 @@ def test_activation_checkpointing_inside_or_around_a_block_changes_nothing(outsi
         engine = shard(model, model.units(), Placement(1, 1, 2, 2), hierarchy)
         engine.ledger.take()
         loss = model(batch(hierarchy.rank)[:4])
-        engine.backward(loss, is_last=True)
+        backward(engine, loss, is_last=True)
         gradients = [g.clone() for g in engine.finish_gradients()]
         sent, _ = engine.ledger.take()
         return loss.item(), gradients, sent, engine.units[3].layout.numel
@@ -398,7 +399,7 @@ def test_units_prefetched_in_vain_are_not_reduced_for_it(strategy, preset, overl
         )  # fmt: skip
         norm = 0.0
         for step in range(3):
-            engine.backward(model(batch(step)[hierarchy.rank :: 8]), is_last=True)
+            backward(engine, model(batch(step)[hierarchy.rank :: 8]), is_last=True)
             norm += sum(g.double().square().sum().item() for g in engine.finish_gradients())
             engine.clear_gradients()
         return norm
@@ -417,9 +418,9 @@ def test_a_pending_graph_keeps_no_full_gradients_of_another():
     def body(hierarchy):
         model, engine = sharded_stack(hierarchy, SHARDED, overlap="none")
         first, second = (model(stack_input(hierarchy.rank)) for _ in range(2))
-        engine.backward(first)
-        held = engine.pool._gradients.held_bytes
-        engine.backward(second, is_last=True)
+        backward(engine, first)
+        held = engine.pool.gradients.held_bytes
+        backward(engine, second, is_last=True)
         engine.finish_gradients()
         return held, max(unit.layout.numel for unit in engine.units)
 
@@ -449,7 +450,7 @@ def test_a_unit_that_is_done_is_not_gathered_again(overlap):
         engine.ledger.take()
         x = torch.randn(2, 16, requires_grad=True)
         hidden, residual = model((x, x))
-        engine.backward((hidden + residual).sum(), is_last=True)
+        backward(engine, (hidden + residual).sum(), is_last=True)
         engine.finish_gradients()
         return engine.ledger.take()[0], engine.step_bytes(1)
 
@@ -467,7 +468,7 @@ def test_a_backward_of_the_users_own_leaves_the_next_step_right(overlap):
             handle = model.blocks[1].register_forward_hook(lambda *a: seen.append(a[2]))
             torch.autograd.grad(model(stack_input(0)), seen)
             handle.remove()
-        engine.backward(model(stack_input(hierarchy.rank)), is_last=True)
+        backward(engine, model(stack_input(hierarchy.rank)), is_last=True)
         return [g.clone() for g in engine.finish_gradients()]
 
     def body(hierarchy):
@@ -487,7 +488,7 @@ def test_frozen_parameters_get_zeros_whatever_rounds_and_rotates_their_neighbour
         model, engine = sharded_stack(hierarchy, placement, Detached, plain, wires=wires)
         for block in model.blocks:
             block.base.requires_grad_(False)
-        engine.backward(model(stack_input(hierarchy.rank)), is_last=True)
+        backward(engine, model(stack_input(hierarchy.rank)), is_last=True)
         return [(name, part.abs().sum().item()) for name, _, _, part in named_gradients(engine)]
 
     sums: dict[str, float] = {}
@@ -525,7 +526,7 @@ def test_unsharded_are_the_running_unit_those_ahead_and_those_kept(overlap, pref
 
         loss = model(batch(0)[:2])
         after_forward = held()
-        engine.backward(loss)
+        backward(engine, loss)
         return gathered, after_forward, held()
 
     for gathered, after_forward, after in run_ranks((2, 2), body):

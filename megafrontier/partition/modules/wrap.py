@@ -1,7 +1,7 @@
 """How a model is divided into units, and the changes and checks that its modules need."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -10,57 +10,104 @@ from torch import nn
 
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.hierarchy import Hierarchy
-from megafrontier.parallel.param_spec import ParamSpec, spec_of
+from megafrontier.parallel.param_spec import ParamSpec, set_spec, spec_of
 from megafrontier.partition.unit import ROOT, InitialSlice, Named, Unit
 
 _MARK = "_megafrontier_is_sharded"
 SUMMED_BYTES = 1 << 24
 
 
-def split_into_units(
-    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]
-) -> Iterator[tuple[str, nn.Module, list[Named]]]:
-    """(unit name, module, parameters) of each unit: first the root, with all parameters that no
-    block has to itself, then the blocks. Units without elements are left out.
+@dataclass(eq=False)
+class Block:
+    """A module whose parameters are unsharded together: its own, without those of inner blocks."""
 
-    Raises UserError for a parameter that is frozen, complex or has a hook, and for a block that is
-    not part of the model, lies inside another block, or has the name of another.
+    name: str
+    module: nn.Module
+    parent: "Block | None"
+    """The block around this one; the root if there is none."""
+    parameters: list[Named] = field(default_factory=list)
+
+    def around(self) -> "Iterator[Block]":
+        """The blocks around this one, innermost first, and the root."""
+        block = self.parent
+        while block is not None:
+            yield block
+            block = block.parent
+
+    @property
+    def depth(self) -> int:
+        """How many blocks lie around this one."""
+        return sum(1 for _ in self.around())
+
+    @property
+    def has_elements(self) -> bool:
+        return any(parameter.numel() > 0 for _, parameter in self.parameters)
+
+
+def divide(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[Block]:
+    """The root, which holds all parameters that no block has to itself, and the blocks, each after
+    those around it. Blocks without elements are left out.
+
+    Raises UserError for a parameter that is complex, for a block that is not part of the model or
+    has the name of another, and for a parameter that a block shares with a block inside it.
     """
-    _refuse_overlap(blocks)
-    owners: dict[str, set[str]] = {}
-    names = dict(model.named_parameters())
-    by_identity = {id(parameter): name for name, parameter in names.items()}
-    for block, module in blocks:
-        for parameter in module.parameters():
-            if id(parameter) not in by_identity:
-                raise UserError(f"block {block!r} holds a parameter that is not in the model")
-            owners.setdefault(by_identity[id(parameter)], set()).add(block)
-    for name, parameter in names.items():
-        if not parameter.requires_grad:
-            raise UserError(f"parameter {name}: frozen, every parameter must require a gradient")
+    root = Block(ROOT, model, None)
+    found = _nest(root, blocks)
+    owners: dict[int, list[Block]] = {}
+    inner = {id(block.module) for block in found}
+    for block in (root, *found):
+        for identity in _held_outside(block.module, inner - {id(block.module)}):
+            owners.setdefault(identity, []).append(block)
+    known = {id(parameter) for parameter in model.parameters()}
+    for block in found:
+        if any(id(parameter) not in known for parameter in block.module.parameters()):
+            raise UserError(f"block {block.name!r} holds a parameter that is not in the model")
+    for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise UserError(f"parameter {name}: complex, need its torch.view_as_real")
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise UserError(f"parameter {name}: has a hook, need it registered after `shard`")
-    for identity in _held_outside(model, [module for _, module in blocks]):
-        owners.setdefault(by_identity[identity], set()).add(ROOT)
-    # A parameter that several blocks share must be unsharded while any of them runs.
-    root = [(n, p) for n, p in names.items() if ROOT in owners[n] or len(owners[n]) > 1]
-    if _has_elements(root):
-        yield ROOT, model, root
-    for block, module in blocks:
-        own = [(n, p) for n, p in names.items() if owners[n] == {block}]
-        if _has_elements(own):
-            yield block, module, own
+        _owner(name, owners[id(parameter)], root).parameters.append((name, parameter))
+    return [block for block in (root, *found) if block.has_elements]
 
 
-def _has_elements(parameters: Sequence[tuple[str, nn.Parameter]]) -> bool:
-    return any(parameter.numel() > 0 for _, parameter in parameters)
+def _owner(name: str, owners: Sequence[Block], root: Block) -> Block:
+    """The block of a parameter. One that several blocks share must be unsharded while any of them
+    runs, and belongs to the root."""
+    for block in owners:
+        for other in owners:
+            if other.parent is block and block is not root:
+                raise UserError(
+                    f"block {other.name!r}: shares parameter {name} with block {block.name!r} "
+                    "around it, need it in one of them"
+                )
+    return owners[0] if len(owners) == 1 else root
 
 
-def _held_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
-    """Ids of the parameters of modules that can be reached without passing through a block."""
-    seen = {id(block) for block in blocks}
+def _nest(root: Block, blocks: Sequence[tuple[str, nn.Module]]) -> list[Block]:
+    """The blocks, each after those around it and otherwise in the order given."""
+    _refuse_namesakes(blocks)
+    rest = [(name, module, {id(m) for m in module.modules()}) for name, module in blocks]
+
+    def inside(parent: Block, candidates: Sequence[tuple[str, nn.Module, set[int]]]) -> list[Block]:
+        found: list[Block] = []
+        for name, module, _ in candidates:
+            around = [c for c in candidates if c[1] is not module and id(module) in c[2]]
+            if not around:
+                block = Block(name, module, parent)
+                held = {id(m) for m in module.modules()} - {id(module)}
+                found += [block, *inside(block, [c for c in candidates if id(c[1]) in held])]
+        return found
+
+    found = inside(root, rest)
+    for block in found:
+        if sum(other.module is block.module for other in found) > 1:
+            raise UserError(f"block {block.name!r}: lies in two blocks, need it in one of them")
+    return found
+
+
+def _held_outside(model: nn.Module, blocks: set[int]) -> set[int]:
+    """Ids of the parameters of modules that can be reached without passing through a block, given
+    by its id."""
+    seen = set(blocks)
     found: set[int] = set()
     rest = [model]
     while rest:
@@ -72,7 +119,7 @@ def _held_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
     return found
 
 
-def _refuse_overlap(blocks: Sequence[tuple[str, nn.Module]]) -> None:
+def _refuse_namesakes(blocks: Sequence[tuple[str, nn.Module]]) -> None:
     names: set[str] = set()
     by_module = {id(block): name for name, block in blocks}
     for name, block in blocks:
@@ -81,10 +128,6 @@ def _refuse_overlap(blocks: Sequence[tuple[str, nn.Module]]) -> None:
         if name in names or by_module[id(block)] != name:
             raise UserError(f"block {name!r}: given twice, need each block and each name once")
         names.add(name)
-        for module in block.modules():
-            if module is not block and id(module) in by_module:
-                inner = by_module[id(module)]
-                raise UserError(f"block {inner!r}: lies in block {name!r}, need one of them")
 
 
 def refuse_sharded(model: nn.Module) -> None:
@@ -126,7 +169,11 @@ def current_values(model: nn.Module) -> InitialSlice:
 def refuse_different(model: nn.Module, hierarchy: Hierarchy) -> None:
     """Raises UserError, on all ranks, with the first parameter or buffer whose values differ
     between ranks: replicas would never be equal, and shards would belong to different models."""
-    named = [(f"parameter {name}", p.detach()) for name, p in model.named_parameters()]
+    named = [
+        (f"parameter {name}", parameter.detach())
+        for name, parameter in model.named_parameters()
+        if (spec := spec_of(name, parameter)).local_shape == spec.shape
+    ]
     named += [(f"buffer {name}", buffer) for name, buffer in model.named_buffers()]
     named = [(name, tensor) for name, tensor in named if not tensor.is_meta]
     if hierarchy.size == 1 or not named:
@@ -164,7 +211,8 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 def replace_parameters(model: nn.Module, units: Iterable[Unit]) -> None:
     """Put the parameters of the units into the modules, in place of the model's own.
 
-    A module may still use an old parameter, from a list of its own for example. The first backward
+    Hooks of an old parameter go to the new one, and run before the engine takes its gradient. A
+    module may still use an old parameter, from a list of its own for example. The first backward
     then raises RuntimeError, because that parameter would never be trained.
     """
     old = dict(model.named_parameters())
@@ -180,7 +228,20 @@ def replace_parameters(model: nn.Module, units: Iterable[Unit]) -> None:
                 module._parameters[name] = new.get(id(parameter), parameter)
     for name, parameter in old.items():
         if id(parameter) in new:
+            set_spec(new[id(parameter)], spec_of(name, parameter))
+        if id(parameter) in new and parameter.requires_grad:
+            _move_hooks(parameter, new[id(parameter)])
             parameter.register_post_accumulate_grad_hook(partial(_refuse_old, name))
+
+
+def _move_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
+    for hook in list((old._backward_hooks or {}).values()):
+        new.register_hook(hook)
+    for hook in list((old._post_accumulate_grad_hooks or {}).values()):
+        new.register_post_accumulate_grad_hook(hook)
+    for hooks in (old._backward_hooks, old._post_accumulate_grad_hooks):
+        if hooks:
+            hooks.clear()
 
 
 def _refuse_old(name: str, _parameter: nn.Parameter) -> NoReturn:
@@ -225,7 +286,7 @@ def forbid_inplace(tensors: Iterable[torch.Tensor]) -> None:
             torch._C._autograd._set_creation_meta(tensor, refused)
 
 
-def refuse_weights(outputs: Iterable[torch.Tensor], unit: Unit) -> None:
+def refuse_weights(outputs: Iterable[torch.Tensor], block: str, unit: Unit) -> None:
     """Raises UserError if an output of a block is a view of its weights, which will be resharded
     before it is used."""
     if unit.is_persistent:
@@ -234,7 +295,7 @@ def refuse_weights(outputs: Iterable[torch.Tensor], unit: Unit) -> None:
     for tensor in outputs:
         if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() == weights:
             raise UserError(
-                f"block {unit.name!r}: returns a view of its own parameter, need a copy (.clone())"
+                f"block {block!r}: returns a view of its own parameter, need a copy (.clone())"
             )
 
 

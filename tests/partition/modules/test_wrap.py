@@ -9,11 +9,12 @@ from torch import nn
 
 from megafrontier.common.errors import UserError
 from megafrontier.partition import Placement, shard
-from megafrontier.partition.wrap import tensors_in
+from megafrontier.partition.modules.wrap import tensors_in
 from tests.partition.tiny import (
     SIDE,
     Stack,
     assert_gradients_of_one_process,
+    backward,
     sharded_stack,
     stack_input,
 )
@@ -23,18 +24,8 @@ SHARDED, PERSISTENT = Placement(1, 1, 1, 1), Placement(0, 0, 1, 1)
 PLACEMENTS = pytest.mark.parametrize("placement", [SHARDED, PERSISTENT])
 
 
-def frozen(model, _rank):
-    model.blocks[1].weight.requires_grad_(False)
-    return model, model.units()
-
-
 def complex_one(model, _rank):
     model.spectrum = nn.Parameter(torch.ones(3, dtype=torch.cfloat))
-    return model, model.units()
-
-
-def hooked(model, _rank):
-    model.head.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
     return model, model.units()
 
 
@@ -52,8 +43,11 @@ def called_root(model, _rank):
     return model, [("root", model.blocks[0])]
 
 
-def nested(model, _rank):
-    return model, [*model.units(), ("all", model.blocks)]
+def claimed(model, _rank):
+    outer = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
+    outer[0].weight = outer[1].weight
+    model.outer = outer
+    return model, [("outer", outer), ("inner", outer[1])]
 
 
 def namesakes(model, _rank):
@@ -76,13 +70,11 @@ def other_buffers(model, rank):
 
 
 REFUSED = {
-    frozen: "parameter blocks.1.weight: frozen, every parameter must require a gradient",
     complex_one: "parameter spectrum: complex, need its torch.view_as_real",
-    hooked: "parameter head.weight: has a hook, need it registered after `shard`",
     on_meta: "parameter first.weight: on the meta device, need `initial` for its values",
     stray: "block 'other' holds a parameter that is not in the model",
     called_root: "block 'root': reserved for parameters outside of blocks",
-    nested: "block 'blocks.0': lies in block 'all', need one of them",
+    claimed: "block 'inner': shares parameter outer.0.weight with block 'outer' around it",
     namesakes: "block 'linear': given twice, need each block and each name once",
     twice: "block 'blocks.0': given twice, need each block and each name once",
     other_values: "parameter blocks.2.bias: values differ between ranks",
@@ -122,7 +114,7 @@ def test_a_block_without_parameters_or_elements_runs_as_it_is():
         model(x).sum().backward()
         expected = 2 * model[0].weight.grad.flatten()
         engine = shard(model, [(str(i), m) for i, m in enumerate(model)], SHARDED, hierarchy)
-        engine.backward(model(x).sum())
+        backward(engine, model(x).sum())
         start, stop = engine.units[0].range
         got = engine.finish_gradients()[0][: max(0, min(stop, 16) - start)]
         return [u.name for u in engine.units], torch.allclose(got, expected[start:][: got.numel()])
@@ -204,7 +196,7 @@ def test_a_replaced_parameter_that_a_module_still_uses_is_named_and_not_left_unt
     def body(hierarchy):
         model, engine = sharded_stack(hierarchy, PERSISTENT, Listed)
         with pytest.raises(RuntimeError) as error:
-            engine.backward(model(stack_input(hierarchy.rank)))
+            backward(engine, model(stack_input(hierarchy.rank)))
         return str(error.value)
 
     for message in run_ranks(ranks, body):

@@ -1,0 +1,382 @@
+"""Hooks that unshard a block's units before it runs and reduce their gradients after its backward.
+
+A hook point is a module with one or more units, which are unsharded and reduced together. Hook
+points may lie inside each other, and the model itself is one, for the root's units.
+
+Note [Backward as events]
+The engine does not start backward. The gradient of a block's output shows that its backward begins,
+and a callback of autograd shows that the whole backward is over. So a backward may come from
+`loss.backward()`, from `torch.autograd.grad`, or from a pipeline that has several micro-batches in
+flight. A backward that gives no parameter a gradient reduces nothing.
+
+Note [Order of collectives]
+Every rank runs the same blocks in the same order. The hooks issue the collectives of a block at
+points that depend on this order alone, not on timing and not on which parameters of the block get a
+gradient. So every rank issues the same collectives in the same order.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from megafrontier.common.errors import UserError
+from megafrontier.partition.comm.ledger import Ledger
+from megafrontier.partition.comm.streams import CommStreams, Policy
+from megafrontier.partition.modules.hook_points import (
+    BackwardPass,
+    ForwardRecord,
+    HookPoint,
+    PendingForwards,
+)
+from megafrontier.partition.modules.wrap import (
+    forbid_inplace,
+    in_backward,
+    refuse_weights,
+    tensors_in,
+)
+from megafrontier.partition.unit import Phase, Unit
+
+
+class ModuleHooks:
+    """Decides when the units of a model are unsharded and when their gradients are reduced."""
+
+    def __init__(
+        self,
+        points: Sequence[HookPoint],
+        streams: CommStreams,
+        ledger: Ledger,
+        policy: Policy,
+        prefetch: int,
+    ) -> None:
+        """Attach hooks to the modules of `points`, given in the order in which their forwards
+        begin."""
+        self.points = points
+        self.is_last = True
+        """Whether the next backward is the last of the optimizer step, so that each gradient is
+        reduced to the optimizer level as soon as it is complete."""
+        self.reducing: deque[HookPoint] = deque()
+        """Points whose gradients are being reduced to their shards, oldest first."""
+        self._streams = streams
+        self._ledger = ledger
+        self._policy = policy
+        self._prefetch = prefetch
+        self._pending = PendingForwards()
+        self._running: list[HookPoint] = []
+        self._pass: BackwardPass | None = None
+        self._forward_place = {point: place for place, point in enumerate(points)}
+        # A block's backward begins before those of the blocks inside it.
+        self._backward = list(_backward_order(points))
+        self._backward_place = {point: place for place, point in enumerate(self._backward)}
+        # Where forward turns to backward, and backward to the next forward, the units that ran last
+        # are the first to run, and no other unit needs their buffers: they stay unsharded. So do
+        # the root's units, which have buffers of their own.
+        blocks = [point for point in points if not point.is_root]
+        roots = {point for point in points if point.is_root}
+        turning = [point for point in self._backward if not point.is_root][: prefetch + 1]
+        self._kept_after_backward = {*roots, *blocks[: prefetch + 1]}
+        self._kept_after_forward = {*roots, *turning}
+        for point in points:
+            self._attach(point)
+
+    def gathers(self, unit: Unit, micro_batches: int) -> int:
+        """How often a step of `micro_batches` gathers a unit: for each forward and each backward in
+        which it is not unsharded still."""
+        point = next(point for point in self.points if unit in point.units)
+        forward = 1 if point in self._kept_after_backward else micro_batches
+        return forward + (0 if point in self._kept_after_forward else micro_batches)
+
+    def refuse_failed_backward(self) -> None:
+        """Raises RuntimeError if the last backward did not come to its end."""
+        if self._pass is not None:
+            raise RuntimeError("engine: an earlier backward failed, need a new engine and model")
+
+    def start_publishing(self, place: int) -> None:
+        """If levels have streams of their own, begin to publish the points after the one at `place`
+        and after those prefetched with it.
+
+        At most 2 · prefetch + 1 points, so that the memory in use is bounded. On a single stream
+        they would delay the gathering of the units before them.
+        """
+        if self._policy == "full":
+            for point in self.points[place + 1 : place + 2 * (self._prefetch + 1)]:
+                for unit in point.units:
+                    if unit.is_stale:
+                        unit.start_publishing()
+
+    def _attach(self, point: HookPoint) -> None:
+        # A single rank with persistent weights has nothing to gather and no order to keep.
+        if not point.is_persistent or any(unit.hierarchy.size > 1 for unit in point.units):
+
+            def before(_module: nn.Module, *arguments: Any) -> None:
+                self._before_forward(point, arguments)
+
+            def after(_module: nn.Module, _arguments: Any, output: Any) -> None:
+                self._after_forward(point, output)
+
+            # The compiler must not trace the hooks: it would take their result as constant.
+            hidden = torch.compiler.disable
+            # First, because other hooks compute a weight from parameters, as weight_norm's do.
+            point.module.register_forward_pre_hook(hidden(before), with_kwargs=True, prepend=True)
+            point.module.register_forward_hook(hidden(after))
+        for slot, unit in enumerate(point.units):
+            for number, parameter in enumerate(unit.parameters):
+                parameter.requires_grad_()  # else torch accepts no hook
+                hook = self._on_gradient(point, slot, number)
+                parameter.register_post_accumulate_grad_hook(hook)
+                parameter.requires_grad_(not unit.is_frozen)
+
+    # Forward
+
+    def _before_forward(self, point: HookPoint, arguments: Any) -> None:
+        point.inputs = {id(tensor): tensor.grad_fn for tensor in tensors_in(arguments)}
+        if in_backward():  # recomputed: the units after this one are done
+            if self._pass is not None:
+                self._pass.done.discard(point)
+            self._unshard(point, Phase.BACKWARD)
+            return
+        self.refuse_failed_backward()
+        self._note_running(point)
+        ahead = self._following(self.points, self._forward_place[point])
+        self._unshard(point, Phase.FORWARD, ahead, publishes=True)
+
+    def _note_running(self, point: HookPoint) -> None:
+        if not point.is_root:
+            self._pending.number += 1
+        if point in self._running:  # its last forward raised an error
+            self._running.remove(point)
+        for outer in self._running:
+            if not point.lies_in(outer):
+                outer.intruder = point
+        self._running.append(point)
+        point.intruder = None
+
+    def _after_forward(self, point: HookPoint, output: Any) -> None:
+        made = self._made_by(point, tensors_in(output))
+        forbid_inplace(made)
+        is_recomputed = in_backward()
+        record = ForwardRecord(point, self._pending.number, self._begin_backward)
+        for tensor in made:
+            tensor.register_hook(record)
+        if is_recomputed:
+            return  # the units stay unsharded, because this block's own backward comes next
+        self._refuse_intruder(point)
+        if made:
+            self._pending.add(record)
+        if not (made and point in self._kept_after_forward):
+            point.reshard()
+
+    def _made_by(self, point: HookPoint, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The output tensors whose gradient shows that the backward of this block begins.
+
+        Raises UserError if the block returns a view of its weights, or only its inputs: a layer
+        that is skipped on some ranks does so, and its collectives would be missing there.
+        """
+        # The gradient of a tensor that is passed on belongs to the block that made it.
+        made = [t for t in outputs if point.inputs.get(id(t), self) is not t.grad_fn]
+        point.inputs = {}
+        for unit in point.units:
+            refuse_weights(made, point.name, unit)
+        if outputs and not made and torch.is_grad_enabled():
+            raise UserError(
+                f"block {point.name!r}: returns only its inputs, need a new tensor among its "
+                "outputs (x.clone()), or all ranks not to call it"
+            )
+        # Not leaves: a parameter that is returned as it is would collect hooks.
+        return [tensor for tensor in made if tensor.requires_grad and not tensor.is_leaf]
+
+    def _refuse_intruder(self, point: HookPoint) -> None:
+        """Raises UserError if a block ran inside this one that is no submodule of it: it may have
+        taken this block's buffer, and the order of backward would not be known."""
+        self._running.remove(point)
+        if point.intruder is not None:
+            raise UserError(
+                f"block {point.intruder.name!r}: runs inside of block {point.name!r} and is no "
+                "submodule of it, need one of them left out of the blocks"
+            )
+
+    def _following(self, order: Sequence[HookPoint], place: int) -> Sequence[HookPoint]:
+        """The points to prefetch while the one at `place` of an order runs."""
+        return order[place + 1 : place + 1 + self._prefetch]
+
+    def _unshard(
+        self,
+        point: HookPoint,
+        phase: Phase,
+        ahead: Sequence[HookPoint] = (),
+        publishes: bool = False,
+    ) -> None:
+        """Unshard a point for `phase`, and begin to unshard those that run next."""
+        if not (self._policy == "none" and point.is_resident):
+            point.start_unshard()
+            for other in ahead:
+                other.start_unshard()
+            if publishes:
+                self.start_publishing(self._forward_place[point])
+            with self._ledger.waiting(f"gather {point.name}"):
+                point.unshard()
+        point.set_phase(phase)
+
+    # Backward
+
+    def _open_pass(self) -> BackwardPass:
+        """The backward in progress; the first event of a backward begins it."""
+        if self._pass is None:
+            self._pass = BackwardPass(self._gives_gradients())
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._end_pass)
+        return self._pass
+
+    def _gives_gradients(self) -> bool:
+        """Whether autograd is going to give any parameter a gradient in this backward.
+        `torch.autograd.grad` gives none."""
+        return any(
+            torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(p).node)
+            for point in self.points
+            for unit in point.trained
+            for p in unit.parameters
+            if p.requires_grad
+        )
+
+    def _begin_backward(self, record: ForwardRecord) -> None:
+        self._pending.discard(record)
+        current, point = self._open_pass(), record.point
+        if point in current.done:  # the rest of its backward needs no parameters
+            return
+        current.newest = max(current.newest, record.number)
+        if current.reduces:
+            self._finish_earlier(current, point, record.number)
+            current.begin(point)
+        ahead = self._following(self._backward, self._backward_place[point])
+        self._unshard(point, Phase.BACKWARD, [p for p in ahead if p not in current.done])
+
+    def _finish_earlier(self, current: BackwardPass, point: HookPoint, number: int) -> None:
+        """Finish the blocks whose backward is over although a parameter may have got no gradient,
+        perhaps on this rank alone (an expert without tokens).
+
+        Autograd runs the nodes of one forward before those of any forward before it. The backward
+        of a block around this one goes on, and so does that of a block inside it.
+        """
+        for other in list(current.missing):
+            is_nested = other.is_root or point.lies_in(other) or other.lies_in(point)
+            if not is_nested and not self._pending.has(other, number):
+                self._finish_backward(current, other)
+
+    def _on_gradient(
+        self, point: HookPoint, slot: int, number: int
+    ) -> Callable[[nn.Parameter], None]:
+        # Weak, because the garbage collector does not see what the hooks of a parameter hold. The
+        # hooks of modules hold `self`; on one rank, where modules have none, the engine does.
+        owner, weak_point = ref(self), ref(point)
+
+        def ready(parameter: nn.Parameter) -> None:
+            hooks, point = owner(), weak_point()
+            if hooks is None or point is None:
+                raise RuntimeError("engine: deleted, need it for the backward of its model")
+            hooks._collect_gradient(point, slot, number, parameter)
+
+        return ready
+
+    def _collect_gradient(
+        self, point: HookPoint, slot: int, number: int, parameter: nn.Parameter
+    ) -> None:
+        current, unit = self._open_pass(), point.units[slot]
+        is_unsharded = unit.is_persistent or unit.phase is Phase.BACKWARD
+        if unit.is_frozen or not is_unsharded or unit.is_finishing:
+            name = unit.layout.entries[number].name
+            raise RuntimeError(f"parameter {name}: {_untimely(unit)}")
+        current.reduces = True
+        unit.collect_gradient(number, parameter)
+        missing = current.begin(point)
+        missing.discard((slot, number))
+        # The root comes last. And after its last gradient, a block may still read a weight in
+        # backward (`w.detach()` was used): if it is not persistent, it is over when the next block
+        # begins.
+        if missing or point.is_root or not point.is_persistent:
+            return
+        if not self._pending.has(point, current.newest):
+            self._finish_backward(current, point)
+
+    def _finish_backward(self, current: BackwardPass, point: HookPoint) -> None:
+        """Reduce a point's gradients. In the buffers that it leaves, begin to gather the point that
+        follows those already prefetched."""
+        current.missing.pop(point)
+        current.done.add(point)
+        self._reshard(point)
+        # As many full gradients wait for their reduction as units are prefetched.
+        while len(self.reducing) > self._prefetch:
+            with self._ledger.waiting(f"reduce {self.reducing[0].name}"):
+                self.reducing.popleft().finish_reducing()
+        with self._streams.collect() as gathers:
+            for following in self._next_gathered(current, point):
+                following.start_unshard()
+        with self._streams.collect() as reductions:
+            point.start_reducing()
+        self._streams.issue_interleaved(gathers, reductions)
+        if self._policy == "none":
+            point.finish_reducing()  # its buffer serves the next unit
+        else:
+            self.reducing.append(point)
+        if self.is_last:
+            point.start_finishing()
+
+    def _next_gathered(self, current: BackwardPass, point: HookPoint) -> list[HookPoint]:
+        """The point to gather in the buffers that `point` leaves in backward, if there is one."""
+        place = self._backward_place[point] + 1 + self._prefetch
+        following = self._backward[place : place + 1] if self._prefetch else []
+        skipped = current.done | current.missing.keys()
+        return [other for other in following if not (other.is_stale or other in skipped)]
+
+    def _reshard(self, point: HookPoint) -> None:
+        """Reshard a point after backward, unless it is among the first in the next forward."""
+        if point in self._kept_after_backward:
+            point.keep_unsharded()
+        else:
+            point.reshard()
+
+    def _end_pass(self) -> None:
+        """Called by autograd at the end of a backward."""
+        current = self._pass
+        assert current is not None
+        for point in self._backward:
+            if point in current.missing:  # the root, or a parameter was not used
+                self._finish_backward(current, point)
+            else:
+                self._reshard(point)  # it may have been prefetched for a block that did not run
+        self._pass = None
+
+
+def _backward_order(points: Sequence[HookPoint]) -> Iterator[HookPoint]:
+    """Points in the order in which their backwards begin: the last first, and each before those
+    inside it. The root comes last, although its backward is around all others."""
+    roots = [point for point in points if point.is_root]
+    outermost = [p for p in points if not p.is_root and (p.parent is None or p.parent.is_root)]
+    inside: dict[HookPoint, list[HookPoint]] = defaultdict(list)
+    for point in points:
+        if point.parent is not None:
+            inside[point.parent].append(point)
+    rest = [*roots, *outermost]
+    while rest:
+        point = rest.pop()
+        yield point
+        rest += inside[point] if not point.is_root else []
+
+
+def _untimely(unit: Unit) -> str:
+    """Why a gradient cannot be accepted now, and what to do."""
+    if unit.is_frozen:
+        return "was frozen when it was sharded; need requires_grad before `shard`"
+    if unit.is_finishing:
+        return (
+            "gradient after the last one of the step; need `no_sync()` around all backwards of a "
+            "step but the last, `clear_gradients` after it, and use_reentrant=False if several "
+            "checkpoints run this block"
+        )
+    return (
+        f"gradient outside of the backward of {unit.name!r}; need the block's outputs to be "
+        "tensors in tuples, lists, dicts or dataclasses, and use_reentrant=False in checkpoints "
+        "around blocks"
+    )
