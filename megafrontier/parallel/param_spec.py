@@ -65,7 +65,10 @@ class ParamSpec:
 
 
 def set_spec(parameter: nn.Parameter, spec: ParamSpec) -> None:
-    """Give a parameter a spec. `copy.deepcopy` and `Module.to_empty` make parameters without it.
+    """Give a parameter a spec.
+
+    Parameters that `copy.deepcopy`, `Module.to_empty` or `load_state_dict(assign=True)` make have
+    none: set it again.
 
     Raises UserError if the spec's box does not have the parameter's shape.
     """

@@ -96,6 +96,12 @@ def test_standard_deviations_are_those_of_the_papers(init, make_config):
     assert positions.std().item() == pytest.approx(0.02, rel=0.05)
 
 
+def test_no_parameter_is_without_a_spec_of_its_own(shape):
+    for name, spec in parameter_specs(shape).items():
+        assert (spec.init_std > 0) == (len(spec.shape) == 2), name
+        assert (spec.init_mean == 1) == (spec.kind == "norm" and "weight" in name), name
+
+
 def test_norms_are_1_and_biases_and_padded_rows_0(make_config):
     config = make_config()
     assert (whole(config, "blocks.0.norm1.weight") == 1).all()
