@@ -12,7 +12,6 @@ not at all if it is an earlier start of this Slurm job, because Slurm starts a j
 that start has ended.
 """
 
-import errno
 import json
 import os
 import threading
@@ -65,24 +64,20 @@ class Holder:
 
     def is_gone(self, me: "Holder") -> bool:
         """Whether no process of `me`'s host has this process's number."""
-        if self.host != me.host:
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except OSError as error:  # EPERM: the process is another user's
-            return error.errno == errno.ESRCH
-        return False
+        return self.host == me.host and not Path(f"/proc/{self.pid}").exists()
 
 
 class RunLock:
     """A run lock that this process holds. A thread writes the heartbeat until `release`."""
 
-    def __init__(self, folder: Path, number: int, file: int, holder: Holder) -> None:
-        """`file` is the descriptor of the lock file just created; `release` closes it."""
-        self._folder, self._number, self._file = folder, number, file
+    def __init__(self, folder: Path, number: int, holder: Holder) -> None:
+        """Raises FileExistsError if another process has created the lock with this number."""
+        self._folder, self._number = folder, number
+        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR
+        self._file = os.open(_path(folder, number), flags, 0o644)
         head = (json.dumps(asdict(holder)) + "\n").encode()
         self._heartbeat_offset = len(head)
-        os.pwrite(file, head, 0)
+        os.pwrite(self._file, head, 0)
         self._write(f"{0:020d}")
         self._is_released = threading.Event()
         self._thread = threading.Thread(target=self._send_heartbeats, name="run-lock", daemon=True)
@@ -107,22 +102,15 @@ class RunLock:
                 self._write(f"{count:020d}")
             with suppress(OSError):
                 if _newest(self._folder) > self._number:
-                    self._end_process()
+                    # Our heartbeat stopped for too long, for instance on a node that hung, and
+                    # another job now writes to the same files.
+                    print_error(f"megafrontier: {self._folder.parent}: taken over by another job")
+                    os._exit(2)
 
     def _write(self, heartbeat: str) -> None:
         # In place, because another node may see the old file for a minute after a rename.
         os.pwrite(self._file, heartbeat.encode(), self._heartbeat_offset)
         os.fsync(self._file)
-
-    def _end_process(self) -> None:
-        """End at once: another job took over because our heartbeat stopped for too long, for
-        instance on a node that hung. It writes to the same files."""
-        try:
-            holder, _ = _read(_path(self._folder, _newest(self._folder)))
-            line = f"{self._folder.parent} was taken over by {holder}; ending"
-            print_error(f"megafrontier: run lock: {line}")
-        finally:
-            os._exit(2)
 
 
 def acquire(
@@ -139,24 +127,15 @@ def acquire(
         while True:
             number = _newest(folder)
             _wait_until_free(_path(folder, number), me, info, patience)
-            lock = _try_create(folder, number + 1, me)
-            if lock is not None:
-                return lock
+            with suppress(FileExistsError):  # another process was faster
+                lock = RunLock(folder, number + 1, me)
+                break
+        for earlier in _numbers(folder):
+            if earlier <= number:
+                _path(folder, earlier).unlink(missing_ok=True)
+        return lock
     except OSError as error:
         raise as_run_directory_error(error, folder) from error
-
-
-def _try_create(folder: Path, number: int, me: Holder) -> RunLock | None:
-    """The lock with this number, or None if another process was faster."""
-    try:
-        file = os.open(_path(folder, number), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
-    except FileExistsError:
-        return None
-    lock = RunLock(folder, number, file, me)
-    for earlier in _numbers(folder):
-        if earlier < number:
-            _path(folder, earlier).unlink(missing_ok=True)
-    return lock
 
 
 def _wait_until_free(path: Path, me: Holder, info: Callable[[str], None], patience: float) -> None:
