@@ -21,10 +21,12 @@ def engine_states(engine: Engine, optimizer_states: States) -> States:
     The weights used in computation are left out, because they follow from the fp32 masters, except
     with delta wires (`published`). So are errors without error feedback.
     """
-    found = {"weight": [unit.master for unit in engine.units], **optimizer_states}
-    if engine.wires.have_deltas and not engine.units[0].computes_with_masters:
-        found["published"] = [unit.published for unit in engine.units]
-    errors = [unit.feedback.error for unit in engine.units if unit.feedback.error is not None]
+    found = {"weight": [unit.master for unit in engine.trained_units], **optimizer_states}
+    if engine.wires.have_deltas and not engine.trained_units[0].computes_with_masters:
+        found["published"] = [unit.published for unit in engine.trained_units]
+    errors = [
+        unit.feedback.error for unit in engine.trained_units if unit.feedback.error is not None
+    ]
     if errors:
         found["error"] = errors
     return found
@@ -44,7 +46,7 @@ def save_engine(
     states = engine_states(engine, optimizer_states)
     index, num_shards = hierarchy.shard_index(depth)
     manifest = Manifest(
-        units=[unit.layout for unit in engine.units],
+        units=[unit.layout for unit in engine.trained_units],
         num_shards=num_shards,
         states={state: tensors[0].dtype for state, tensors in states.items()},
         **about,
@@ -58,7 +60,7 @@ def fill_shards(checkpoint: Checkpoint, engine: Engine, states: States) -> None:
     otherwise hundreds of them would read the same files. Raises UserError for another model."""
     depth = engine.placement.optimizer
     if engine.hierarchy.is_first_replica(depth):
-        layouts = [unit.layout for unit in engine.units]
+        layouts = [unit.layout for unit in engine.trained_units]
         checkpoint.fill(layouts, states, *engine.hierarchy.shard_index(depth))
 
 

@@ -53,8 +53,8 @@ class ShardedOptimizer:
                     flat.copy_(state[name])
                 state[name] = flat
 
-    def flatten_all(self) -> None:
-        """Flatten every state that has one element per element of a parameter."""
+    def flat_states(self) -> dict[str, list[torch.Tensor]]:
+        """`states`, after `flatten` of all that have one element per element of a parameter."""
         found = {
             name
             for part, _, _ in self._parts
@@ -62,6 +62,7 @@ class ShardedOptimizer:
             if isinstance(value, torch.Tensor) and value.shape == part.shape
         }
         self.flatten(*sorted(found - self.states.keys()))
+        return self.states
 
     def update(self, gradients: Sequence[torch.Tensor]) -> None:
         """Update the masters in place. `gradients`: one 1-D fp32 shard for each master."""

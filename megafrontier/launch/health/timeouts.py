@@ -7,6 +7,8 @@ LOCAL_GRACE = 0.5
 LOCAL_SPEAKER = 150.0
 """After an error that all local ranks raise: how long the others wait for the rank that prints it.
 It may first have to hand over metrics (up to 120 s for W&B)."""
+SCRIPT_SPEAKER = 5.0
+"""The same for a script's ranks: a launcher has ended the others by then."""
 GIVE_UP_GROUPS = 20.0
 """How long a rank waits for its process groups to be destroyed or aborted."""
 

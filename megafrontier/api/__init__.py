@@ -1,0 +1,1 @@
+"""The library's surface: train any nn.Module with plain PyTorch's loop. See `shard`."""

@@ -1,0 +1,165 @@
+"""Checkpoints of a sharded model and its optimizer."""
+
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from megafrontier.api.model import sharded
+from megafrontier.api.optimizer import Optimizer
+from megafrontier.checkpoint.folder import delete, prune
+from megafrontier.checkpoint.format import CheckpointCorrupt
+from megafrontier.checkpoint.load import Checkpoint, attached_problems, open_newest
+from megafrontier.checkpoint.states import (
+    States,
+    engine_states,
+    fill_shards,
+    save_engine,
+    share_shards,
+)
+from megafrontier.common.errors import need, print_error
+from megafrontier.parallel.world import World
+
+_BUFFERS = "buffers.safetensors"
+_OF_ENGINE = ("weight", "published", "error")
+"""States that are not the optimizer's."""
+
+
+def save(
+    model: nn.Module, optimizer: Optimizer | None, folder: str | Path, step: int, keep: int = 0
+) -> Path:
+    """Save a checkpoint of a sharded model into `folder`/checkpoints; all ranks call it. Returns
+    its path.
+
+    It holds the trained parameters, the optimizer's states and options, and rank 0's buffers, and
+    loads on any number of ranks with any placement. Frozen parameters are left out: they come with
+    the model. After the save the newest `keep` checkpoints stay (0: all).
+
+    Raises CheckpointWriteError on all ranks, after which training may go on.
+    """
+    engine, root = sharded(model).engine, Path(folder) / "checkpoints"
+    need(step >= 0, "step", step, "need the number of steps done")
+    extra = {} if optimizer is None else {"optimizer": _describe(optimizer, engine.hierarchy.world)}
+    states = {} if optimizer is None else optimizer.inner.flat_states()
+    attach = partial(_attach_buffers, model)
+    path = save_engine(root, engine, states, attach, step=step, tokens=0, extra=extra)
+    if engine.hierarchy.world.rank == 0:
+        delete(prune(root, keep, keep_every=0))
+    return path
+
+
+def load(model: nn.Module, optimizer: Optimizer | None, folder: str | Path) -> int:
+    """Load the newest whole checkpoint in `folder`/checkpoints into a sharded model and its
+    optimizer; all ranks call it. Returns its step, 0 if there is no checkpoint.
+
+    The optimizer also gets the options of its param groups, as from torch's `load_state_dict`.
+    Without `optimizer`, or if the checkpoint has no states of one, only the model is loaded.
+
+    Raises UserError for a checkpoint of another model, another kind of optimizer or another number
+    of param groups, and if no checkpoint is whole; StorageFailed.
+    """
+    engine = sharded(model).engine
+    engine.finish_publishing()
+    states: States = {}
+
+    def read(checkpoint: Checkpoint) -> None:
+        nonlocal states
+        for unit in engine.units:
+            unit.feedback.clear()
+        held = {} if optimizer is None else _prepare(optimizer, checkpoint)
+        known = checkpoint.manifest.states
+        states = {s: found for s, found in engine_states(engine, held).items() if s in known}
+        fill_shards(checkpoint, engine, states)
+        _read_buffers(checkpoint, model)
+
+    root = Path(folder) / "checkpoints"
+    found = open_newest(root, read, engine.hierarchy.world, print_error)
+    if found is None:
+        return 0
+    share_shards(engine, states)
+    engine.restore("published" in states)
+    return found.manifest.step
+
+
+def _describe(optimizer: Optimizer, world: World) -> dict[str, Any]:
+    """An optimizer's class, the options of its groups, and their states that are one number."""
+    names, groups = optimizer.scalar_states, optimizer.param_groups
+    numbers = torch.full((len(groups), len(names)), -inf, dtype=torch.float64, device=world.device)
+    for row, group in zip(numbers, groups, strict=True):
+        for part in group["params"][:1]:
+            for column, name in enumerate(names):
+                row[column] = optimizer.state[part].get(name, -inf)
+    if names:  # a rank may have no element of a group
+        numbers = world.maximum(numbers.view(-1)).view_as(numbers)
+    return {
+        "name": type(optimizer.inner.torch).__name__,
+        "groups": [
+            {key: value for key, value in group.items() if _is_option(key, value)}
+            for group in groups
+        ],
+        "scalars": [
+            {name: value for name, value in zip(names, row, strict=True) if value > -inf}
+            for row in numbers.tolist()
+        ],
+    }
+
+
+def _is_option(key: str, value: object) -> bool:
+    """Whether a value of a param group belongs to a checkpoint: not if it chooses a kernel."""
+    is_plain = isinstance(value, bool | int | float | str | tuple | None)
+    return is_plain and key not in ("fused", "foreach", "capturable", "differentiable")
+
+
+def _prepare(optimizer: Optimizer, checkpoint: Checkpoint) -> States:
+    """Set an optimizer's options and numbers to those of a checkpoint, and make its states flat,
+    to be filled. Returns these. Raises UserError if the checkpoint is of another optimizer."""
+    saved = checkpoint.manifest.extra.get("optimizer")
+    if saved is None:
+        return {}
+    kind, groups = type(optimizer.inner.torch).__name__, optimizer.param_groups
+    for what, own, other in (
+        ("optimizer", kind, saved["name"]),
+        ("param groups", len(groups), len(saved["groups"])),
+    ):
+        need(own == other, what, own, f"need {other} as in {checkpoint.path}, or none")
+    optimizer.inner.flatten(*(s for s in checkpoint.manifest.states if s not in _OF_ENGINE))
+    for group, options, scalars in zip(groups, saved["groups"], saved["scalars"], strict=True):
+        group.update(options)
+        on_device = group.get("fused") or group.get("capturable")
+        for part in group["params"]:
+            for name, value in scalars.items():
+                device = part.device if on_device else "cpu"
+                optimizer.state[part][name] = torch.tensor(value, device=device).float()
+    return optimizer.inner.states
+
+
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that a state dict has, by name."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def _attach_buffers(model: nn.Module, folder: Path) -> None:
+    if buffers := _buffers(model):
+        save_file(
+            {name: b.detach().cpu().clone() for name, b in buffers.items()}, folder / _BUFFERS
+        )
+
+
+def _read_buffers(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Load buffers of the same names. Raises CheckpointCorrupt."""
+    for problem in attached_problems(checkpoint.path, checkpoint.manifest):
+        raise CheckpointCorrupt(problem)
+    if any(file.path == _BUFFERS for file in checkpoint.manifest.files):
+        own = _buffers(model)
+        for name, value in load_file(checkpoint.path / _BUFFERS).items():
+            if name in own:
+                own[name].copy_(value)

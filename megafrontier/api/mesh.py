@@ -1,0 +1,119 @@
+"""From a script's process to one rank of a mesh, and how its errors end it."""
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from megafrontier.common.errors import INTERRUPTED, FatalError, UserError, print_error
+from megafrontier.config import load_machine
+from megafrontier.launch.device import choose_device, prepare_allocator
+from megafrontier.launch.health.timeouts import SCRIPT_SPEAKER, Timeouts
+from megafrontier.launch.local import flush_output
+from megafrontier.launch.rendezvous import check_placement, join, refuse
+from megafrontier.parallel.env import Identity, identify
+from megafrontier.parallel.hierarchy import Levels
+from megafrontier.parallel.mesh import Mesh, MeshShape, Splits
+
+
+class _Joined(NamedTuple):
+    process: int
+    arguments: tuple[Any, ...]
+    mesh: Mesh
+    leave: ExitStack
+
+
+_joined: _Joined | None = None
+
+
+def init_mesh(machine: str | Mapping[str, Any] = "laptop", **splits: int | str) -> Mesh:
+    """Join the ranks that Slurm, torchrun or another launcher has started, and make a mesh of them.
+    A process without a launcher is the only rank.
+
+    machine: the name of a machine file (`frontier`), its path, or its content
+        (`{"levels": {"node": {"size": 8}, "world": {}}}`): the levels, fastest link first.
+    splits: `tensor`, `context`, `expert`, `pipeline`: a number of ranks or a level's name.
+
+    The mesh has `rank`, `device`, `levels`, and `data_rank` of `data_size`, which tell a rank its
+    part of each batch. The ranks are left at the end of the process. From now on, a UserError ends
+    the script with one line and exit code 2, and an exception on one rank ends it at once.
+
+    Raises UserError for an unknown machine, levels that do not hold the ranks or cut through a
+    host, and splits that do not fit; and on a second call with other arguments.
+    """
+    global _joined
+    identity = identify(os.environ)
+    arguments = machine, splits
+    if _joined is not None and _joined.process == os.getpid():
+        if _joined.arguments != arguments:
+            raise UserError(
+                "init_mesh: called with other arguments before, need one mesh a process"
+            )
+        return _joined.mesh
+    _end_script_on_error(identity)
+    timeouts = Timeouts.of(identity.world_size)
+    try:
+        described = load_machine(machine if isinstance(machine, str) else dict(machine))
+        levels = Levels.resolve(described.levels, identity.world_size)
+        shape = MeshShape(levels, Splits.resolve(levels, splits, prefix=""))
+    except FatalError as error:
+        if identity.world_size > 1:  # perhaps only on this node
+            refuse(identity, error, timeouts)
+        raise
+    device = choose_device(identity, described.device.name)
+    prepare_allocator(device)
+    leave = ExitStack()
+    mesh = leave.enter_context(join(identity, shape, device, timeouts))
+    expected = described.device.ranks_per_host
+    mesh.world.run_on_all(partial(check_placement, identity, expected))
+    _joined = _Joined(os.getpid(), arguments, mesh, leave)
+    atexit.register(leave_mesh)
+    return mesh
+
+
+def leave_mesh() -> None:
+    """Leave the ranks in order. Called at the end of the process; all ranks must come to it."""
+    global _joined
+    joined, _joined = _joined, None
+    if joined is not None and joined.process == os.getpid():
+        joined.leave.close()
+
+
+def _end_script_on_error(identity: Identity) -> None:
+    """End this process at once after an uncaught exception, with the exit code of a FatalError.
+
+    Python would first wait for the ranks to leave each other, and the other ranks are not there.
+    """
+    if hasattr(sys, "ps1"):  # at a prompt, an error does not end the process
+        return
+    show, process = sys.excepthook, os.getpid()
+
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        code = error.code if isinstance(error, FatalError) else 1
+        if isinstance(error, FatalError):
+            _print_fatal(identity, error)
+        else:
+            show(kind, error, trace)
+            code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        if os.getpid() == process:
+            flush_output()
+            os._exit(code)
+
+    sys.excepthook = end
+
+
+def _print_fatal(identity: Identity, error: FatalError) -> None:
+    """Print the line of an error that most likely all ranks raise: on rank 0, and if the launcher
+    does not end the others by then, on these too."""
+    program = Path(sys.argv[0]).name
+    if identity.rank == 0 or error.is_rank_local:
+        print_error(f"{program}: {error}")
+    else:
+        time.sleep(SCRIPT_SPEAKER)
+        print_error(f"{program}: rank {identity.rank}: {error}")

@@ -1,0 +1,127 @@
+"""Optimizers of sharded models."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from megafrontier.api.model import sharded
+from megafrontier.common.errors import UserError
+from megafrontier.optim.sharded import ShardedOptimizer, Slice, merge_slices, scalar_states
+from megafrontier.partition import Engine
+
+Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+
+
+class Optimizer(torch.optim.Optimizer):
+    """An elementwise torch optimizer on the fp32 masters of a sharded model.
+
+    `param_groups`, learning rate schedulers and hooks are torch's. The parameters of the groups are
+    this rank's slices of the masters, and `state_dict` has this rank's states; use
+    `megafrontier.save` for another number of ranks. A model has one optimizer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make: type[torch.optim.Optimizer],
+        params: Parameters | None = None,
+        **options: Any,
+    ) -> None:
+        """`make`: the optimizer's class, `options`: its arguments. `params`: parameters of the
+        model, or param groups of them; by default all that are not frozen.
+
+        Raises UserError unless the optimizer updates each element by itself, and for a parameter
+        that is not the model's or is given twice.
+        """
+        self._sharded = found = sharded(model)
+        build = partial(make, **options)
+        self.scalar_states = scalar_states(make.__name__, build, found.engine.hierarchy.device)
+        masters = [unit.master for unit in found.engine.trained_units]
+        self.inner = ShardedOptimizer(masters, _slice_groups(found.engine, model, params), build)
+        super().__init__(self.inner.torch.param_groups, self.inner.torch.defaults)
+        self._share_state()
+        found.optimizer = self
+
+    def _share_state(self) -> None:
+        self.param_groups, self.state = self.inner.torch.param_groups, self.inner.torch.state
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Update the masters with the gradients of this step and publish the new weights. All ranks
+        call it. The gradients are clear afterwards."""
+        if closure is not None:
+            raise UserError("closure: not supported, need loss.backward() before step()")
+        if self._sharded.optimizer is not self:
+            raise UserError("optimizer: not the model's newest one, need one with several groups")
+        self.inner.update(self._sharded.finish_gradients())
+        self._sharded.end_step(skipped=False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients: needed only to drop some without a step."""
+        self._sharded.drop_gradients()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the `state_dict` of the same rank of as many ranks."""
+        self.inner.load_state_dict(state_dict)
+        self._share_state()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after the optimizer was made, because the masters have been sliced."""
+        if self.state is self.inner.torch.state:
+            raise UserError("add_param_group: not supported, need all groups when it is made")
+        super().add_param_group(param_group)
+
+
+class AdamW(Optimizer):
+    """torch's AdamW on the masters of a sharded model. See `Optimizer`."""
+
+    def __init__(self, model: nn.Module, params: Parameters | None = None, **options: Any) -> None:
+        """`options`: lr, betas, eps, weight_decay and the others of `torch.optim.AdamW`."""
+        super().__init__(model, torch.optim.AdamW, params, **options)
+
+
+def _slice_groups(
+    engine: Engine, model: nn.Module, params: Parameters | None
+) -> Sequence[Mapping[str, Any]]:
+    """torch's param groups, with slices of this rank's masters as their parameters."""
+    trained = [parameter for unit in engine.trained_units for parameter in unit.parameters]
+    given: list[Any] = trained if params is None else list(params)
+    if not (given and isinstance(given[0], dict)):
+        given = [{"params": given}]
+    group_of = _group_of(model, {id(parameter) for parameter in trained}, given)
+    groups: list[dict[str, Any]] = [{**group, "params": []} for group in given]
+    for index, unit in enumerate(engine.trained_units):
+        pairs = zip(unit.layout.entries, unit.parameters, strict=True)
+        spans = [
+            (entry.offset, entry.offset + entry.numel, group_of[id(parameter)])
+            for entry, parameter in pairs
+            if id(parameter) in group_of
+        ]
+        for number, slices in merge_slices(spans, *unit.range).items():
+            found: list[Slice] = [(index, where) for where in slices]
+            groups[number]["params"] += found
+    return groups
+
+
+def _group_of(
+    model: nn.Module, trained: set[int], groups: Sequence[Mapping[str, Any]]
+) -> dict[int, int]:
+    """The group of each parameter, by its id. Raises UserError."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[int, int] = {}
+    for number, group in enumerate(groups):
+        members = group["params"]
+        for parameter in [members] if isinstance(members, torch.Tensor) else members:
+            name = names.get(id(parameter))
+            if name is None:
+                raise UserError(
+                    f"params: group {number} has a parameter that is not in the model, need those "
+                    "of model.parameters() after `shard`"
+                )
+            if id(parameter) in found:
+                raise UserError(f"params: {name} is in two groups or twice, need it once")
+            if id(parameter) in trained:  # not frozen
+                found[id(parameter)] = number
+    return found
