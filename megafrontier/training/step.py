@@ -46,7 +46,7 @@ def finish_step(
     mesh, engine, metrics = trainer.mesh, trainer.engine, trainer.metrics
     if not mesh.counts_loss:
         totals = torch.zeros_like(totals)
-    square = square_sum(gradients, [unit.counts for unit in engine.units])
+    square = square_sum(gradients, [unit.counts for unit in engine.trained_units])
     (sent, seconds), waited = engine.ledger.take(), engine.ledger.take_waited()
     metrics.add("grad_norm", square, "sum")
     metrics.add("loss", totals[0], "sum")
