@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.mesh import Mesh
 from megafrontier.parallel.param_spec import ParamSpec, spec_of
 from megafrontier.partition.comm.collectives import LevelCollectives
 from megafrontier.partition.comm.ledger import Ledger
@@ -68,7 +69,7 @@ def shard(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
     placement: Placement,
-    hierarchy: Hierarchy,
+    mesh: Mesh | Hierarchy,
     *,
     dtype: torch.dtype = torch.float32,
     wires: Wires | None = None,
@@ -80,7 +81,7 @@ def shard(
     initial: InitialSlice | None = None,
     decay: Decay = lambda spec: True,
 ) -> "Engine":
-    """Shard a model's state over a hierarchy. The model keeps its class and is called as before.
+    """Shard a model's state over a mesh. The model keeps its class and is called as before.
 
     The parameters of a block are unsharded only while it runs. Parameters outside of blocks, or
     shared by several, belong to the root, and are unsharded for the whole pass. A block may lie
@@ -92,13 +93,15 @@ def shard(
     like the others, without gradients. Buffers stay on each rank.
 
     blocks: (name, module), in the order in which they run.
+    mesh: the state of each parameter is sharded over the axes that its spec names. With a hierarchy
+        instead, that of all parameters is sharded over it.
     dtype: computing type of weights and gradients. Masters are fp32.
     wires: format of messages on each level. Default: `dtype`.
     error_feedback: add the quantisation errors of gradient messages to those of the next step. They
         are kept for the levels between gradients and optimizer state; if there is none, for the
         levels that every micro-batch is reduced over.
     rules: which parameters have another hierarchy, placement, computing type or other wires. Those
-        of a block with the same rules form a unit. Default: the arguments above for all.
+        of a block with the same rules form a unit. Default: those of the arguments above.
     overlap: `none`; `safe`: one collective in flight; `full`: one on each level.
     prefetch: units gathered ahead of the one that runs. None with `overlap="none"`.
     check_order: compare the ranks' next operation before each collective, one level at a time. It
@@ -115,11 +118,16 @@ def shard(
     refuse_sharded(model)
     if initial is None:
         initial = current_values(model)
-        refuse_different(model, hierarchy)
-    wires = wires or Wires.plain(len(hierarchy.levels.sizes), dtype)
+        refuse_different(model, mesh)
+    wires = wires or Wires.plain(len(mesh.levels.sizes), dtype)
+
+    def common(spec: ParamSpec) -> UnitRules:
+        over = mesh.hierarchy(spec.axes) if isinstance(mesh, Mesh) else mesh
+        return UnitRules(over, placement, wires, dtype, error_feedback)
+
+    hierarchy = mesh.hierarchy() if isinstance(mesh, Mesh) else mesh
     engine = Engine(placement, hierarchy, wires, overlap, prefetch, check_order)
-    common = UnitRules(hierarchy, placement, wires, dtype, error_feedback)
-    engine.init_units(model, blocks, initial, decay, rules or (lambda spec: common))
+    engine.init_units(model, blocks, initial, decay, rules or common)
     return engine
 
 

@@ -133,7 +133,7 @@ def build_model(config: Config, plan: RunPlan, mesh: Mesh) -> tuple[GPT, Engine]
         model,
         model.units(),
         plan.placement,
-        mesh.hierarchy(),
+        mesh,
         dtype=DTYPES[config.train.precision],
         wires=plan.wires,
         error_feedback=plan.error_feedback,

@@ -12,8 +12,7 @@ from megafrontier.model.init import initial_slice, initialise, with_specs
 from megafrontier.optim.gradients import global_norm
 from megafrontier.parallel.mesh import Splits
 from megafrontier.parallel.param_spec import ParamSpec, global_ranges, set_spec, spec_of
-from megafrontier.partition import Placement, Wires, shard
-from megafrontier.partition.engine import UnitRules
+from megafrontier.partition import Placement, shard
 from tests.ranks import run_mesh
 
 WIDTH, HIDDEN, TOKENS, STEPS, RATE = 6, 10, 8, 3, 0.02
@@ -130,19 +129,17 @@ def alone(data_ranks):
 def train(mesh, placement, overlap):
     """Loss, norm and this rank's parts of the gradients of each step: (name, first, last, values),
     in elements of the whole tensors."""
-    hierarchy, tensor = mesh.hierarchy(), mesh.hierarchy(("tensor",))
+    tensor = mesh.hierarchy(("tensor",))
     # Not the tensor split's own group, because the engine's threads use it at the same time.
     group = mesh.world.groups[0]
     with torch.device("meta"):
         model = Net(group, tensor.rank, tensor.size)
     specs = {name: spec_of(name, parameter) for name, parameter in model.named_parameters()}
-    wires = Wires.plain(len(hierarchy.levels.sizes), torch.float32)
     engine = shard(
         model,
         [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)],
         placement,
-        hierarchy,
-        rules=lambda spec: UnitRules(mesh.hierarchy(spec.axes), placement, wires, torch.float32),
+        mesh,
         overlap=overlap,
         initial=partial(initial_slice, 7),
     )

@@ -10,6 +10,7 @@ from torch import nn
 
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.mesh import Mesh
 from megafrontier.parallel.param_spec import ParamSpec, set_spec, spec_of
 from megafrontier.partition.unit import ROOT, InitialSlice, Named, Unit
 
@@ -166,7 +167,7 @@ def current_values(model: nn.Module) -> InitialSlice:
     return initial
 
 
-def refuse_different(model: nn.Module, hierarchy: Hierarchy) -> None:
+def refuse_different(model: nn.Module, mesh: Mesh | Hierarchy) -> None:
     """Raises UserError, on all ranks, with the first parameter or buffer whose values differ
     between ranks: replicas would never be equal, and shards would belong to different models."""
     named = [
@@ -176,10 +177,10 @@ def refuse_different(model: nn.Module, hierarchy: Hierarchy) -> None:
     ]
     named += [(f"buffer {name}", buffer) for name, buffer in model.named_buffers()]
     named = [(name, tensor) for name, tensor in named if not tensor.is_meta]
-    if hierarchy.size == 1 or not named:
+    if mesh.world.size == 1 or not named:
         return
-    sums = torch.stack([_byte_sum(tensor).to(hierarchy.device) for _, tensor in named])
-    largest, negated = hierarchy.world.maximum(torch.cat([sums, -sums])).view(2, -1)
+    sums = torch.stack([_byte_sum(tensor).to(mesh.device) for _, tensor in named])
+    largest, negated = mesh.world.maximum(torch.cat([sums, -sums])).view(2, -1)
     different = torch.nonzero(largest != -negated).flatten().tolist()
     if different:
         raise UserError(

@@ -154,22 +154,17 @@ def test_units_of_different_hierarchies_in_one_block_equal_one_process(strategy,
     """Experts are divided over the fastest level, so their data-parallel level is the slow one."""
 
     def body(mesh):
-        hierarchy, place = mesh.hierarchy(), mesh.hierarchy(("expert",)).rank
+        place = mesh.hierarchy(("expert",)).rank
         model = Mixture(mesh.world.groups[0], place)
         for block in model.blocks:
             shape, box = (2, SIDE, SIDE), ((place, place + 1), (0, SIDE), (0, SIDE))
             spec = ParamSpec("", shape, "expert", box, axes=("expert_data",))
             set_spec(block.weights, spec)
-        placement = Placement.named(strategy, hierarchy.levels)
-        wires = Wires.plain(2, torch.float32)
         engine = shard(
             model,
             [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)],
-            placement,
-            hierarchy,
-            rules=lambda spec: UnitRules(
-                mesh.hierarchy(spec.axes), placement, wires, torch.float32
-            ),
+            Placement.named(strategy, mesh.levels),
+            mesh,
             overlap=overlap,
         )
         for step in range(2):
@@ -184,3 +179,51 @@ def test_units_of_different_hierarchies_in_one_block_equal_one_process(strategy,
 
     found = run_mesh((2, 2), body, splits=Splits(expert=2))
     assert_close(found, expected_gradients(Mixture(), 4, 2))
+
+
+class Routed(nn.Module):
+    """A block whose router computes in fp32, beside a matrix in bf16."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.mix = nn.Linear(SIDE, 2), nn.Linear(SIDE, SIDE)
+
+    def forward(self, x):
+        share = F.softmax(self.router(x.float()), -1)
+        return x + self.mix(x) * share[..., :1].to(x.dtype)
+
+
+def test_units_of_one_block_may_differ_in_type_wires_and_placement():
+    """Each unit's gradient is that of one process, rounded as its own type."""
+    sharded, whole = Placement(1, 1, 1, 1), Placement(0, 0, 1, 1)
+
+    def body(hierarchy):
+        torch.manual_seed(1)
+        block = Routed()
+        exact, half = (Wires.plain(1, dtype) for dtype in (torch.float32, torch.bfloat16))
+        in_fp32 = UnitRules(hierarchy, whole, exact, torch.float32)
+        in_bf16 = UnitRules(hierarchy, sharded, half, torch.bfloat16)
+        engine = shard(
+            nn.Sequential(block),
+            [("block", block)],
+            sharded,
+            hierarchy,
+            rules=lambda spec: in_fp32 if "router" in spec.name else in_bf16,
+        )
+        assert block.router.weight.dtype == torch.float32
+        assert block.mix.weight.dtype == torch.bfloat16
+        block(stack_input(hierarchy.rank).bfloat16()).float().square().sum().backward()
+        return named_gradients(engine)
+
+    torch.manual_seed(1)
+    alone = Routed()
+    alone.mix.bfloat16()
+    for rank in range(2):
+        alone(stack_input(rank).bfloat16()).float().square().sum().backward()
+    expected = {f"0.{name}": p.grad.float().flatten() for name, p in alone.named_parameters()}
+    for parts in run_ranks((2,), body):
+        for name, first, last, gradient in parts:
+            tolerance = 1e-5 if "router" in name else 0.03
+            torch.testing.assert_close(
+                gradient, expected[name][first:last], rtol=tolerance, atol=10 * tolerance
+            )
