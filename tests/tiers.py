@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SECONDS = Path(__file__).with_name("seconds.json")
 FAST_SECONDS = 6.0
 RECORD = "MEGAFRONTIER_TEST_SECONDS"
-STARTS_PROCESSES = {"run_ranks", "fork_ranks", "runs", "subprocess"}
+STARTS_PROCESSES = {"run_ranks", "run_script", "fork_ranks", "runs", "subprocess"}
 
 _spent: defaultdict[str, float] = defaultdict(float)
 

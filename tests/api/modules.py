@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import megafrontier
@@ -70,7 +69,7 @@ class Regression(nn.Module):
         out = self.first(x)
         for block in self.blocks:
             out = block(out)
-        return F.mse_loss(self.head(out), x.sin().sum(1, keepdim=True))
+        return nn.functional.mse_loss(self.head(out), x.sin().sum(1, keepdim=True))
 
 
 def batch(step: int, rank: int = 0, size: int = 1) -> torch.Tensor:
