@@ -4,7 +4,6 @@ Imports stand inside the functions, because `--help` must not wait for torch.
 """
 
 import argparse
-import errno
 import os
 import re
 import signal
@@ -24,11 +23,6 @@ from megafrontier.common.errors import (
 )
 from megafrontier.common.signals import exit_on_sigterm
 
-_PATH_ERRORS = (
-    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
-    *(errno.ENOTDIR, errno.EISDIR),
-)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code, one of those in errors.py."""
@@ -45,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         redirect_to_devnull(sys.stdout)
         return 128 + signal.SIGPIPE
     except OSError as error:  # about a path from the arguments or the config
-        if error.filename is None or error.errno not in _PATH_ERRORS:
+        if error.filename is None:
             raise
         print_error(f"megafrontier: {error.filename}: {error.strerror}")
         return BAD_INPUT

@@ -1,6 +1,5 @@
 """The commands `export` and `import`: checkpoints to and from Hugging Face model folders."""
 
-import os
 from functools import partial
 from pathlib import Path
 
@@ -75,7 +74,7 @@ def import_command(folder: Path, out: Path, tokenizer: str | None = None) -> Pat
         raise
     if tokenizer is not None:
         check_vocabulary(Config(model=described[1], tokenizer=tokenizer))
-    _check_writable(out)
+    out.mkdir(parents=True, exist_ok=True)
     model, tensors = import_model(folder)
     config = Config(model=model, tokenizer=spec)
     layout = Layout.build("imported", parameter_shapes(model).items(), 1)
@@ -88,9 +87,3 @@ def import_command(folder: Path, out: Path, tokenizer: str | None = None) -> Pat
     manifest = Manifest(0, 0, [layout], 1, states, saved, slice_elements=IMPORTED_SLICE)
     attach = partial(attach_tokenizer, spec)
     return save(out, manifest, {"weight": [flat]}, 0, True, World.single(), attach)
-
-
-def _check_writable(out: Path) -> None:
-    existing = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"--out {out}: {existing} cannot be written into, need another folder")

@@ -109,9 +109,6 @@ def draw_loss(runs: Sequence[Run], path: Path) -> None:
         colour = run_look(index)["color"]
         if run.evaluations:
             top.plot(*zip(*run.evaluations, strict=True), "D", color=colour, ms=4, zorder=3)
-        # Skipped steps: crosses at the bottom, each run in a row of its own.
-        heights = [0.02 + 0.03 * index] * len(run.skipped)
-        top.plot(run.skipped, heights, "x", color=colour, transform=top.get_xaxis_transform())
     _draw_series(top, runs, "loss", is_smoothed=True)
     top.set_ylabel("loss (nats per token)")
     for axis, key, title in zip(below, ("lr", "grad_norm"), ("lr", "grad norm"), strict=True):
@@ -232,7 +229,7 @@ def _last_loss(run: Run, digits: int) -> str:
 def _loss_label(run: Run) -> str:
     parts = [f"train {loss}"] if (loss := _last_loss(run, 3)) else []
     parts += [f"validation {run.evaluations[-1][1]:.3f} ◆"] if run.evaluations else []
-    parts += [f"{len(run.skipped)} skipped ×"] if run.skipped else []
+    parts += [f"{len(run.skipped)} skipped"] if run.skipped else []
     return f"{run.label}:  {', '.join(parts)}"
 
 
@@ -244,9 +241,6 @@ def _finish_panels(figure: Any, runs: Sequence[Run], labels: Sequence[str]) -> N
     axis = figure.axes[-1]
     axis.set_xlabel("optimizer step")
     axis.xaxis.set_major_locator(MaxNLocator(10, integer=True, min_n_ticks=1))
-    first, last = (f(run.steps[i]["step"] for run in runs) for f, i in ((min, 0), (max, -1)))
-    pad = max(0.02 * (last - first), 0.5)
-    axis.set_xlim(first - pad, last + pad)
     texts = [fill(label, 105) for label in labels]
     handles = [Line2D([], [], **run_look(i), linewidth=1.8) for i in range(len(runs))]
     figure.legend(handles, texts, loc="outside lower center")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megafrontier.data.corpus.indexed import IndexedDataset
 from megafrontier.data.text.prepare import prepare
@@ -42,8 +43,13 @@ def read_corpus(prefix: Path) -> tuple[bytes, bytes]:
     return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
 
 
+def document(corpus: IndexedDataset, number: int) -> NDArray:
+    """The tokens of one document."""
+    return corpus.tokens[corpus.document_start(number) : corpus.document_start(number + 1)]
+
+
 def prepared(folder: Path, *inputs: str | Path, **options) -> list[str]:
     """Return the documents that `prepare` makes of the inputs."""
     prepare([str(i) for i in inputs], "bytes", folder / "made", 1, **options)
     corpus = IndexedDataset(folder / "made")
-    return [bytes(corpus.document(i).tolist()).decode() for i in range(len(corpus))]
+    return [bytes(document(corpus, i).tolist()).decode() for i in range(len(corpus))]

@@ -40,7 +40,14 @@ def final_loss(config):
     folder = config.parent
 
     def train(name, *overrides):
-        lines = runs.run(config, 8, *SETTINGS, f"run.directory={folder}/{name}", *overrides)
+        lines = runs.run(
+            config,
+            4,
+            *SETTINGS,
+            "machine.levels.pair.size=1",
+            f"run.directory={folder}/{name}",
+            *overrides,
+        )
         return runs.valid_losses(lines)[-1]
 
     return train

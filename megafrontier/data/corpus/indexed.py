@@ -84,10 +84,6 @@ class IndexedDataset:
         """The number of documents."""
         return len(self.document_index) - 1
 
-    def document(self, number: int) -> NDArray:
-        """Return the tokens of one document [tokens], with its sequences joined."""
-        return self.tokens[self.document_start(number) : self.document_start(number + 1)]
-
     def document_start(self, number: int) -> int:
         """Return the token at which document `number` starts. That of `len(self)` is the end."""
         sequence = int(self.document_index[number])

@@ -107,15 +107,11 @@ def _split_point(block: bytes) -> int:
     """Return where to split a block of a long text.
 
     Best is before the last space between two words, because no tokenizer has a token across it.
-    Otherwise split after the last line end, before the last space, or before the last UTF-8
-    character, so that no character is split.
+    Otherwise split before the last UTF-8 character.
     """
     between = list(_BETWEEN_WORDS.finditer(block, max(0, len(block) - _SPLIT_WINDOW)))
     if between:
         return between[-1].start() + 1
-    line, space = block.rfind(b"\n") + 1, block.rfind(b" ")
-    if line or space > 0:
-        return line or space
     end = len(block) - 1
     while end > 0 and block[end] & 0xC0 == 0x80:
         end -= 1

@@ -143,38 +143,21 @@ def prepare(
 
 
 def _write(batches: Iterator[EncodedBatch], corpus: CorpusWriter, reader: Reader) -> Summary:
-    writer, made = DocumentWriter(corpus), Summary()
-    progress = _Progress(sum(source.file_bytes for source in reader.sources))
+    """Write the batches. Prints progress every few seconds, and what is wrong with bad texts, of
+    which it only counts those after the first few."""
+    writer, made, messages = DocumentWriter(corpus), Summary(), 0
+    total, last = sum(source.file_bytes for source in reader.sources), time.monotonic()
     for batch in batches:
         writer.write_chunks(batch.tokens, batch.sizes, batch.ends, batch.bad)
         made.text_bytes += batch.text_bytes
         made.unknown += batch.unknown
-        progress.skip(batch.messages)
-        progress.update(reader.done_bytes, made.text_bytes, writer.tokens)
-    if progress.bad > _SHOWN_BAD_TEXTS:
-        print_error(f"… and {progress.bad - _SHOWN_BAD_TEXTS} more skipped")
+        for message in batch.messages[: max(0, _SHOWN_BAD_TEXTS - messages)]:
+            print_error(f"skipped {message}")
+        messages += len(batch.messages)
+        if time.monotonic() - last >= _PROGRESS_SECONDS:
+            last, read = time.monotonic(), f"{reader.done_bytes / 1e6:.1f} of {total / 1e6:.1f} MB"
+            print_error(f"{read} read, {writer.tokens:,} tokens")
+    if messages > _SHOWN_BAD_TEXTS:
+        print_error(f"… and {messages - _SHOWN_BAD_TEXTS} more skipped")
     made.documents, made.tokens, made.bad = corpus.index.documents, writer.tokens, writer.left_out
     return made
-
-
-class _Progress:
-    """Prints bytes read, MB/s of text and tokens/s on stderr every few seconds."""
-
-    def __init__(self, total_bytes: int) -> None:
-        self._total = total_bytes
-        self._start = self._last = time.monotonic()
-        self.bad = 0
-
-    def update(self, done_bytes: int, text_bytes: int, tokens: int) -> None:
-        """Print totals: bytes read from disk, and the bytes of text and tokens made of them."""
-        now = time.monotonic()
-        if now - self._last >= _PROGRESS_SECONDS:
-            self._last, seconds = now, now - self._start
-            rates = f"{text_bytes / 1e6 / seconds:.2f} MB/s, {tokens / seconds:,.0f} tokens/s"
-            print_error(f"{done_bytes / 1e6:.1f} of {self._total / 1e6:.1f} MB read, {rates}")
-
-    def skip(self, messages: Sequence[str]) -> None:
-        """Print what is wrong with bad texts. After the first few they are only counted."""
-        for message in messages[: max(0, _SHOWN_BAD_TEXTS - self.bad)]:
-            print_error(f"skipped {message}")
-        self.bad += len(messages)

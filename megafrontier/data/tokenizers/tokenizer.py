@@ -9,7 +9,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from megafrontier.common.errors import UserError
-from megafrontier.common.files import search_folder_hint
 from megafrontier.data.tokenizers.base import EOD_PIECES, MODEL_FILE, Tokenizer
 
 MARKER = "megafrontier_tokenizer.json"
@@ -154,14 +153,9 @@ def load_tokenizer(spec: str) -> Tokenizer:
     is_alone = model.is_file() and not (path / "tokenizer.json").is_file()
     if kind == "sentencepiece" or is_alone:
         return SentencePieceTokenizer(model)
-    if path.exists() or not _is_a_path(spec):
-        from megafrontier.data.tokenizers.hf import HuggingFaceTokenizer
+    from megafrontier.data.tokenizers.hf import HuggingFaceTokenizer
 
-        return HuggingFaceTokenizer(spec)
-    raise UserError(
-        f"tokenizer {spec!r}: no such file or folder{search_folder_hint(spec)}; give a "
-        "SentencePiece .model, a Hugging Face tokenizer folder or name, or `bytes`"
-    )
+    return HuggingFaceTokenizer(spec)
 
 
 @cache
@@ -189,11 +183,6 @@ def _saved_files(spec: str) -> dict[Path, bytes]:
         cached_tokenizer(spec).save(Path(folder))
         files = [path for path in Path(folder).rglob("*") if path.is_file()]
         return {path.relative_to(folder): path.read_bytes() for path in files}
-
-
-def _is_a_path(spec: str) -> bool:
-    """Return whether `spec` cannot be the name of a tokenizer, OWNER/NAME or NAME."""
-    return spec.startswith((".", "/", "~")) or spec.count("/") > 1 or spec.endswith(".model")
 
 
 def _write_marker(folder: Path, kind: str) -> None:

@@ -12,7 +12,6 @@ from megafrontier.checkpoint.format import Manifest
 from megafrontier.checkpoint.load import Checkpoint
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config, ModelConfig, config_to_dict
-from megafrontier.data.sampling.loader import data_step
 from megafrontier.training.trainer import Trainer
 
 ROTARY_KEYS = ("rotary_base", "rotary_scaling")
@@ -140,11 +139,3 @@ def corpus_changes(trainer: Trainer, manifest: Manifest) -> list[str]:
     if trainer.is_first and samples.fingerprints != (saved.get("contents") or samples.fingerprints):
         return ["data.train: made anew, of other ids"]
     return []
-
-
-def old_position(manifest: Manifest) -> tuple[int, int]:
-    """The data step and the sample at which training goes on, for a checkpoint from before these
-    were saved."""
-    config = _flatten(manifest.config)
-    step = data_step(manifest.step, config.get("data.skip") or [])
-    return step, step * int(config.get("train.global_batch") or 0)

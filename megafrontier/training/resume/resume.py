@@ -29,7 +29,7 @@ from megafrontier.config import Config
 from megafrontier.model.flops import parameter_shapes
 from megafrontier.training.callbacks.save import checkpoint_root, shards
 from megafrontier.training.logging.run_log import RunLogger
-from megafrontier.training.resume.compatibility import changes, check_model, old_position
+from megafrontier.training.resume.compatibility import changes, check_model
 from megafrontier.training.resume.restarts import has_begun, record_begun
 from megafrontier.training.trainer import Trainer
 
@@ -236,5 +236,5 @@ def _restore_progress(trainer: Trainer, manifest: Manifest) -> None:
     for name, state in manifest.extra.get("callbacks", {}).items():
         if name in trainer.stateful:
             trainer.stateful[name].load_state_dict(state)
-    step, sample = manifest.extra.get("data") or old_position(manifest)
+    step, sample = manifest.extra["data"] if manifest.step else (0, 0)  # an import has none
     trainer.loader.resume_at(manifest.step, (step, sample))

@@ -13,7 +13,7 @@ import pytest
 
 from megafrontier.common.errors import UserError
 from megafrontier.data.corpus.indexed import HEADER, IndexedDataset, token_dtype
-from tests.data.corpora import write_corpus
+from tests.data.corpora import document, write_corpus
 
 DOCUMENTS = [[[5, 6, 7]], [[8], [9, 10]], [[11, 12, 13, 14]]]
 
@@ -23,7 +23,7 @@ def test_a_corpus_of_megatron_is_read(tmp_path: Path, dtype: str) -> None:
     corpus = IndexedDataset(write_corpus(tmp_path / "c", DOCUMENTS, dtype))
     assert corpus.dtype == np.dtype(dtype)
     assert corpus.tokens.tolist() == list(range(5, 15))
-    assert [corpus.document(i).tolist() for i in range(len(corpus))] == [
+    assert [document(corpus, i).tolist() for i in range(len(corpus))] == [
         [5, 6, 7],
         [8, 9, 10],
         [11, 12, 13, 14],
@@ -53,7 +53,7 @@ def test_document_starts_are_not_sequence_starts(tmp_path: Path) -> None:
 def test_empty_documents_are_supported(tmp_path: Path) -> None:
     corpus = IndexedDataset(write_corpus(tmp_path / "c", [[[]], [[1, 2]], [], [[3]], []]))
     assert corpus.document_starts(0, 3).tolist() == [0, 0, 2, 2]
-    assert [corpus.document(i).tolist() for i in range(len(corpus))] == [[], [1, 2], [], [3], []]
+    assert [document(corpus, i).tolist() for i in range(len(corpus))] == [[], [1, 2], [], [3], []]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from megafrontier.cli import main
 from megafrontier.common.errors import UserError
 from megafrontier.data.corpus.indexed import IndexedDataset
 from megafrontier.data.text.prepare import prepare
-from tests.data.corpora import prepared
+from tests.data.corpora import document, prepared
 
 TEXTS = ["first text\n", "zweiter Text é", "3"]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
@@ -133,7 +133,7 @@ def test_bad_texts_are_skipped_counted_and_shown(
     (tmp_path / "e.txt").write_bytes(b"the end")
     made = prepare([str(tmp_path)], "bytes", tmp_path / "made", 2, skip_bad=True)
     corpus = IndexedDataset(tmp_path / "made")
-    documents = [bytes(corpus.document(i).tolist()) for i in range(len(corpus))]
+    documents = [bytes(document(corpus, i).tolist()) for i in range(len(corpus))]
     assert documents == [b"a", b"b", b"the end"]
     assert (made.bad, made.documents, made.tokens) == (5, 3, 9)
     shown = capsys.readouterr().err
