@@ -23,7 +23,7 @@ from megafrontier.data.sampling.samples import Batch
 from megafrontier.data.tokenizers.base import Tokenizer
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
 from megafrontier.launch.context import RunContext, open_context
-from megafrontier.launch.health.preflight import check_present
+from megafrontier.launch.health.preflight import check_rank
 from megafrontier.launch.main import launch, load_or_refuse
 from megafrontier.parallel.env import identify
 from megafrontier.parallel.fault_injection import fault_point
@@ -86,7 +86,7 @@ def evaluate_command(
 
     def check(ranks: int) -> None:
         if not is_local:
-            check_present(load_machine(config.machine).device, identify(os.environ), False)
+            check_rank(load_machine(config.machine).device, identify(os.environ), False)
         check_training(config, ranks, parts=("valid",))
 
     return launch(config, body, nproc, check)

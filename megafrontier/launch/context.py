@@ -1,10 +1,9 @@
-"""One rank of a command that runs on many: join_machine to the others, and watched."""
+"""One rank of a command that runs on many: joined to the others, and watched."""
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from megafrontier.launch.device import choose_device, prepare_allocator
 from megafrontier.launch.health.liveness import LivenessCheck
 from megafrontier.launch.health.timeouts import Timeouts
 from megafrontier.launch.health.watchdog import Watchdog
-from megafrontier.launch.rendezvous import check_placement, join
+from megafrontier.launch.rendezvous import join
 from megafrontier.parallel.env import Identity, identify
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.parallel.world import World
@@ -90,6 +89,4 @@ def join_machine(
     prepare_allocator(device)
     timeouts = Timeouts.of(identity.world_size, config.train.hang_seconds)
     with join(identity, plan.shape, device, timeouts, on_met, on_failure) as mesh:
-        expected = plan.machine.device.ranks_per_host
-        mesh.world.run_on_all(partial(check_placement, identity, expected))
         yield plan, mesh

@@ -9,9 +9,10 @@ import torch
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.env import Identity
 
-_HEAP = {"TRIM_THRESHOLD": (-1, -1), "MMAP_THRESHOLD": (-3, 32 << 20), "ARENA_MAX": (-8, 1)}
-"""glibc's settings by name: mallopt(3)'s number and the value. Never give memory back to the
-system; take blocks of up to 32 MB (the largest value it accepts) from the heap; have one heap."""
+_HEAP = {-1: -1, -3: 32 << 20, -8: 1}
+"""Settings of glibc by mallopt(3)'s number. M_TRIM_THRESHOLD: never give memory back to the system.
+M_MMAP_THRESHOLD: take blocks of up to 32 MB (the largest value it accepts) from the heap.
+M_ARENA_MAX: have one heap."""
 
 
 def uses_accelerator(name: str) -> bool:
@@ -67,19 +68,10 @@ def _keep_heap() -> None:
     multiples of 2 MB share the same sets of the cache.) With a heap for each thread, the threads of
     the streams would keep a hundred megabytes.
 
-    If one of the settings is in the environment, none is changed, because each alone has little
-    effect: blocks in the heap are not trimmed while anything lies above them.
+    If the environment has settings of glibc's allocator, they are kept as they are.
     """
-    if any(map(_is_set, _HEAP)):
+    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
     libc = ctypes.CDLL(None)
-    for number, value in _HEAP.values():
+    for number, value in _HEAP.items():
         libc.mallopt(number, value)
-
-
-def _is_set(name: str) -> bool:
-    """Whether the environment sets one of glibc's settings."""
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
-    return f"glibc.malloc.{name.lower()}=" in tunables or bool(
-        {f"MALLOC_{name}", f"MALLOC_{name}_"} & os.environ.keys()
-    )

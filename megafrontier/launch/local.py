@@ -111,37 +111,27 @@ def report(error: FatalError, speaks: bool) -> int:
 
 
 def _supervise(running: dict[int, int], forwarded: set[int]) -> int:
+    """Wait for ranks, given by process id. Returns the exit code of all. A signal that ends a rank
+    is printed, unless this process `forwarded` it."""
     code = 0
     deadline = float("inf")
     while running:
-        for rank, status in _reap(running):
-            _report_signal(rank, status, forwarded)
+        for child in list(running):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if not done:
+                continue
+            rank, status = running.pop(child), os.waitstatus_to_exitcode(status)
+            if status < 0 and -status not in forwarded:
+                why = f"signal {-status}, {signal.strsignal(-status)}"
+                print_error(f"megafrontier: rank {rank} on {socket.gethostname()} was lost: {why}")
             if status and code in (0, STOPPED):
                 code = status if status > 0 else 128 - status
-                if code != STOPPED:
-                    deadline = time.monotonic() + LOCAL_GRACE
+                deadline = float("inf") if code == STOPPED else time.monotonic() + LOCAL_GRACE
         if time.monotonic() > deadline:
             forwarded.add(signal.SIGKILL)
             _send(running, signal.SIGKILL)
         time.sleep(0.02)
     return code
-
-
-def _reap(running: dict[int, int]) -> list[tuple[int, int]]:
-    """Remove the ranks that have ended. Returns their (rank, exit code, or -n for signal n)."""
-    ended = []
-    for child in list(running):
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            ended.append((running.pop(child), os.waitstatus_to_exitcode(status)))
-    return ended
-
-
-def _report_signal(rank: int, status: int, forwarded: set[int]) -> None:
-    """Print that a signal ended a rank, unless this process sent the signal."""
-    if status < 0 and -status not in forwarded:
-        why = f"signal {-status}, {signal.strsignal(-status)}"
-        print_error(f"megafrontier: rank {rank} on {socket.gethostname()} was lost: {why}")
 
 
 def _forward(running: dict[int, int], forwarded: set[int], number: int, _frame: Any) -> None:

@@ -19,7 +19,7 @@ from megafrontier.common.errors import (
 from megafrontier.config import Config, TrainConfig, load_machine, save_config
 from megafrontier.launch.context import RunContext, open_context
 from megafrontier.launch.health import excluded_nodes
-from megafrontier.launch.health.preflight import check_present, clear_room, preflight
+from megafrontier.launch.health.preflight import check_rank, clear_room, preflight
 from megafrontier.launch.health.run_lock import hold
 from megafrontier.launch.health.timeouts import Timeouts
 from megafrontier.launch.local import flush_output, fork_ranks, import_early, report
@@ -67,7 +67,7 @@ def _check(config: Config, identity: Identity | None, ranks: int) -> None:
     """Check on every rank of a launcher, or in the parent of local ranks (`identity`: None)."""
     fault_point("check")
     if identity is not None:  # a parent may not touch the devices of the ranks that it forks
-        check_present(load_machine(config.machine).device, identity, config.preflight.enabled)
+        check_rank(load_machine(config.machine).device, identity, config.preflight.enabled)
     check_memory(config, check_training(config, ranks))
     if identity is None or identity.local_rank == 0:
         check_resume(config)
@@ -89,12 +89,12 @@ def launch(
     if nproc is not None:
         if nproc < 1:
             raise UserError(f"--nproc: {nproc}, need at least 1")
-        _run_check(check, nproc)
+        _call_or_refuse(partial(check, nproc), None, config.train.hang_seconds)
         return fork_ranks(nproc, body)
     identity = identify(os.environ)
 
     try:
-        checking = partial(_run_check, check, identity.world_size)
+        checking = partial(check, identity.world_size)
         _call_or_refuse(checking, identity, config.train.hang_seconds)
         import_early()
         code = body()
@@ -123,15 +123,16 @@ def load_or_refuse(make: Callable[[], T], nproc: int | None) -> T:
         raise
 
 
-def _call_or_refuse(call: Callable[[], T], identity: Identity, hang_seconds: float) -> T:
-    """Return what `call` returns on this rank. If it fails on one of several ranks, all raise
-    RanksRefused."""
+def _call_or_refuse(call: Callable[[], T], identity: Identity | None, hang_seconds: float) -> T:
+    """Return what `call` returns on this rank. If it fails on one of a launcher's ranks, all raise
+    RanksRefused. `identity`: None in the parent of local ranks."""
     try:
         return call()
-    except (UserError, StorageFailed) as error:
-        if identity.world_size == 1:
-            raise
-        refuse(identity, error, Timeouts.of(identity.world_size, hang_seconds))
+    except (UserError, StorageFailed, OSError) as error:
+        problem = as_fatal_os_error(error) if isinstance(error, OSError) else error
+        if identity is None or identity.world_size == 1:
+            raise problem from error
+        refuse(identity, problem, Timeouts.of(identity.world_size, hang_seconds))
 
 
 def _exit_from_launcher(identity: Identity, code: int) -> None:
@@ -140,14 +141,6 @@ def _exit_from_launcher(identity: Identity, code: int) -> None:
     if identity.has_launcher:
         flush_output()
         os._exit(code)
-
-
-def _run_check(check: Check, ranks: int) -> None:
-    """Check. An error of the file system is bad input or a failed storage, never a bug."""
-    try:
-        check(ranks)
-    except OSError as error:
-        raise as_fatal_os_error(error) from error
 
 
 def _train_rank(config: Config) -> int:

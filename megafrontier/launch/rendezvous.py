@@ -250,15 +250,3 @@ def check_hosts(levels: Levels, hosts: list[Any]) -> None:
             f"level; need sizes that multiply to {held} up to a host's edge, or another machine "
             "(machine=nvlink8-cluster, say)"
         )
-
-
-def check_placement(identity: Identity, expected: int | None) -> None:
-    """Raise UserError if this rank does not fit `expected` consecutive ranks a host
-    (`machine.device.ranks_per_host`). Local ranks may be any number."""
-    if expected is None or not identity.has_launcher:
-        return
-    if identity.local_rank >= expected or identity.rank % expected != identity.local_rank:
-        raise UserError(
-            f"machine.device.ranks_per_host: rank {identity.rank} is local rank "
-            f"{identity.local_rank} on {identity.host}, need {expected} consecutive ranks a host"
-        )

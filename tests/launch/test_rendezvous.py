@@ -19,6 +19,7 @@ from megafrontier.launch.rendezvous import join
 from megafrontier.parallel.env import Identity, identify
 from megafrontier.parallel.mesh import MeshShape
 from tests.launch.test_launchers import free_port
+from tests.processes import in_child
 from tests.ranks import make_levels
 
 CPU = torch.device("cpu")
@@ -26,13 +27,14 @@ CPU = torch.device("cpu")
 
 def test_the_owner_of_the_store_may_open_as_many_sockets_as_the_system_allows():
     """48 nodes need more than the usual limit."""
-    child = os.fork()
-    if child == 0:
+
+    def body():
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
         rendezvous._allow_sockets(os.getpid())
-        os._exit(int(resource.getrlimit(resource.RLIMIT_NOFILE) != (hard, hard)))
-    assert os.waitpid(child, 0)[1] == 0
+        return resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+
+    assert in_child(body) == 0
 
 
 def within(seconds):
@@ -65,13 +67,19 @@ def test_a_port_in_use_is_reported_with_what_to_do():
             rendezvous._meet(Identity(0, 2, 0, "slurm", place, "here"), within(5))
 
 
-def test_a_rank_waits_for_rank_0_no_longer_than_the_limit(monkeypatch):
+def test_a_rank_waits_for_rank_0_no_longer_than_the_limit():
     """torch itself tries several times, each time for the whole limit."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        place = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
-        who = Identity(1, 2, 1, "slurm", place, "here")
-        with pytest.raises(PeersLost, match=f"rank 0: no answer at {place}: no store within 0.1 s"):
-            rendezvous._meet(who, within(0.1))
+
+    def body():
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            place = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+            who = Identity(1, 2, 1, "slurm", place, "here")
+            said = f"rank 0: no answer at {place}: no store within 0.1 s"
+            with pytest.raises(PeersLost, match=said):
+                rendezvous._meet(who, within(0.1))
+        return True
+
+    assert in_child(body) == 0
 
 
 def test_groups_that_cannot_be_aborted_do_not_block_a_failed_rank(monkeypatch):
@@ -174,26 +182,3 @@ def test_a_single_process_creates_no_process_group():
     with join(Identity(0, 1, 0, "alone"), MeshShape(make_levels((1, 1))), CPU) as mesh:
         assert not dist.is_initialized()
         assert mesh.world.size == 1
-
-
-def task(rank, local_rank, source="slurm"):
-    return Identity(rank, 32, local_rank, source, host="n1")
-
-
-def test_consecutive_ranks_as_many_a_host_as_in_the_machine_file_are_accepted():
-    for rank in range(32):
-        rendezvous.check_placement(task(rank, rank % 8), 8)
-    for source in ("local", "alone"):
-        rendezvous.check_placement(task(3, 0, source), 8)
-
-
-@pytest.mark.parametrize(
-    ("rank", "local_rank"),
-    [(9, 9), (8, 0), (1, 0)],
-    ids=["too many on a host", "too few on a host", "cyclic distribution"],
-)
-def test_another_number_or_order_of_ranks_on_a_host_is_refused(rank, local_rank):
-    expected = 8 if rank != 8 else 16
-    reported = f"ranks_per_host: rank {rank} is local rank {local_rank} on n1, need {expected}"
-    with pytest.raises(UserError, match=reported):
-        rendezvous.check_placement(task(rank, local_rank), expected)

@@ -114,16 +114,10 @@ class LivenessCheck:
 
     def wait_for_alarm(self) -> Alarm:
         """Block until a rank raises the alarm. Raises RuntimeError when the store is gone."""
-        while True:
-            # A wait that timed out raises RuntimeError as well; `alarm` raises if it was the store.
-            with suppress(RuntimeError):
+        while not self.store.check(["alarm"]):
+            with suppress(RuntimeError):  # a timeout, or else `check` raises as well
                 self.store.wait(["alarm"], _LONGEST)
-            if (found := self.alarm()) is not None:
-                return found
-
-    def alarm(self) -> Alarm | None:
-        """The alarm, if a rank has raised it."""
-        return _decode(self.store.get("alarm")) if self.store.check(["alarm"]) else None
+        return _decode(self.store.get("alarm"))
 
     def answer(self, hang: bool) -> Answers:
         """Answer the alarm, and return what rank 0 publishes. Every rank calls it once.
@@ -193,18 +187,16 @@ def _decode(raw: bytes) -> Alarm:
 
 def blockers(operations: Sequence[Operation]) -> dict[int, str]:
     """The ranks that block the others, in rank order, and what each is stuck in: local work, or an
-    exchange with a peer that reports the same exchange.
+    exchange with a peer that reports the same exchange. (Otherwise it waits for its peer, which is
+    busy elsewhere.)
 
     `operations`: what each rank reports, in rank order.
     """
-
-    def blocks(rank: int, name: str, peer: int | None) -> bool:
-        if peer is None:
-            return bool(name)
-        # Otherwise this rank waits for its peer, which is busy elsewhere.
-        return operations[peer] == Operation(name, rank)
-
-    return {rank: op.name for rank, op in enumerate(operations) if blocks(rank, *op)}
+    return {
+        rank: name
+        for rank, (name, peer) in enumerate(operations)
+        if name and (peer is None or operations[peer] == Operation(name, rank))
+    }
 
 
 def describe(ranks: Missing) -> str:

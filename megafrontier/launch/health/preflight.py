@@ -142,13 +142,22 @@ def check_device(device: DeviceConfig, found: torch.device) -> UserError | None:
     return UserError(f"{name}: {said}, need {need:.1f} GiB (machine.device.memory_gib)")
 
 
-def check_present(device: DeviceConfig, identity: Identity, check_memory: bool) -> None:
+def check_rank(device: DeviceConfig, identity: Identity, check_memory: bool) -> None:
     """Check a launcher's rank before the ranks meet, so before RCCL takes memory.
 
-    Raises UserError if the machine file has accelerators and torch finds none, if the host has
-    fewer than ranks, or, with `check_memory`, if another process uses the memory of this rank's.
+    Raises UserError if it is not one of `machine.device.ranks_per_host` consecutive ranks a host,
+    if the machine file has accelerators and torch finds none, if the host has fewer than ranks, or,
+    with `check_memory`, if another process uses the memory of this rank's.
     """
-    if not identity.has_launcher or device.name == "cpu":
+    if not identity.has_launcher:
+        return
+    rank, local_rank, expected = identity.rank, identity.local_rank, device.ranks_per_host
+    if expected is not None and (local_rank >= expected or rank % expected != local_rank):
+        raise UserError(
+            f"machine.device.ranks_per_host: rank {rank} is local rank {local_rank} on "
+            f"{identity.host}, need {expected} consecutive ranks a host"
+        )
+    if device.name == "cpu":
         return
     count = torch.cuda.device_count()
     # A launcher that binds devices to ranks shows each rank one device.

@@ -15,7 +15,7 @@ from megafrontier.common.errors import BAD_INPUT, BAD_NODE, FAILED, LOST, UserEr
 from megafrontier.config import DeviceConfig
 from megafrontier.launch import context
 from megafrontier.launch.health import preflight
-from megafrontier.launch.health.preflight import check_device, check_present
+from megafrontier.launch.health.preflight import check_device, check_rank
 from megafrontier.parallel.env import Identity, identify
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.training.callbacks.save import checkpoint_bytes, save_trainer
@@ -222,18 +222,18 @@ def test_a_rank_without_the_accelerator_that_the_machine_has_cannot_start(gpus):
     environment with a torch for CPUs, no node is to blame."""
     gpus()
     with pytest.raises(UserError, match="name: MI250X GCD, but torch finds no accelerator"):
-        check_present(FRONTIER, ON_SLURM, False)
-    check_present(FRONTIER, replace(ON_SLURM, source="local"), False)
-    check_present(replace(FRONTIER, name="cpu"), ON_SLURM, False)
+        check_rank(FRONTIER, ON_SLURM, False)
+    check_rank(FRONTIER, replace(ON_SLURM, source="local"), False)
+    check_rank(replace(FRONTIER, name="cpu"), ON_SLURM, False)
 
 
 def test_memory_that_another_process_uses_is_found_before_the_ranks_take_any(gpus):
     """RCCL takes some for each communicator, and then nobody sees which process has it."""
     gpus(62.0, 62.0, 62.0, 31.0)
-    check_present(FRONTIER, replace(ON_SLURM, local_rank=2), True)
+    check_rank(FRONTIER, replace(ON_SLURM, local_rank=2), True)
     with pytest.raises(UserError, match=r"device 3: 31\.0 GiB of memory, need 57\.6 .*memory_gib"):
-        check_present(FRONTIER, ON_SLURM, True)
-    check_present(FRONTIER, ON_SLURM, False)
+        check_rank(FRONTIER, ON_SLURM, True)
+    check_rank(FRONTIER, ON_SLURM, False)
 
 
 def test_an_accelerator_that_does_not_answer_is_named(gpus):
@@ -241,7 +241,7 @@ def test_an_accelerator_that_does_not_answer_is_named(gpus):
     said = "CUDA error: out of memory"
     gpus(62.0, 62.0, 62.0, f"{said}\nCompile with `TORCH_USE_CUDA_DSA`.\n")
     with pytest.raises(UserError) as caught:
-        check_present(FRONTIER, ON_SLURM, True)
+        check_rank(FRONTIER, ON_SLURM, True)
     assert f"device 3: {said}, need 57.6 GiB" in str(caught.value)
 
 
@@ -250,12 +250,28 @@ def test_ranks_that_would_share_an_accelerator_cannot_start(gpus):
     device = DeviceConfig(name="any")
     identity = replace(ON_SLURM, source="torchrun", host="host")
     gpus(62.0, 62.0, 62.0, 62.0)
-    check_present(device, identity, False)
+    check_rank(device, identity, False)
     with pytest.raises(UserError, match="local rank 4 on host sees 4 accelerators"):
-        check_present(device, replace(identity, local_rank=4), False)
-    check_present(replace(device, name="cpu"), replace(identity, local_rank=4), False)
+        check_rank(device, replace(identity, local_rank=4), False)
+    check_rank(replace(device, name="cpu"), replace(identity, local_rank=4), False)
     gpus(62.0)  # a launcher that shows each rank its own
-    check_present(device, replace(identity, local_rank=4), False)
+    check_rank(device, replace(identity, local_rank=4), False)
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "expected"),
+    [(9, 9, 8), (8, 0, 16), (1, 0, 8)],
+    ids=["too many on a host", "too few on a host", "cyclic distribution"],
+)
+def test_another_number_or_order_of_ranks_on_a_host_is_refused(rank, local_rank, expected):
+    device = DeviceConfig(name="cpu", ranks_per_host=expected)
+    identity = Identity(rank, 32, local_rank, "slurm", host="n1")
+    said = f"ranks_per_host: rank {rank} is local rank {local_rank} on n1, need {expected}"
+    with pytest.raises(UserError, match=said):
+        check_rank(device, identity, False)
+    for number in range(2 * expected):
+        check_rank(device, replace(identity, rank=number, local_rank=number % expected), False)
+    check_rank(device, replace(identity, source="local"), False)
 
 
 def test_a_parent_that_forks_ranks_does_not_touch_their_devices(config_file, monkeypatch):

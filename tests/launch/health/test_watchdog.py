@@ -287,7 +287,7 @@ class FakeLiveness:
     """A liveness check in which another rank has raised an alarm, with these answers."""
 
     def __init__(self, alarm, answers):
-        self.wait_for_alarm = self.alarm = lambda: alarm
+        self.wait_for_alarm = lambda: alarm
         self.answer = lambda hang: answers
         self.clone = lambda: self
 
