@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -62,6 +61,7 @@ def init_mesh(machine: str | Mapping[str, Any] = "laptop", **splits: int | str) 
         described = load_machine(machine if isinstance(machine, str) else dict(machine))
         levels = Levels.resolve(described.levels, identity.world_size)
         shape = MeshShape(levels, Splits.resolve(levels, splits, prefix=""))
+        check_placement(identity, described.device.ranks_per_host)
     except FatalError as error:
         if identity.world_size > 1:  # perhaps only on this node
             refuse(identity, error, timeouts)
@@ -70,8 +70,6 @@ def init_mesh(machine: str | Mapping[str, Any] = "laptop", **splits: int | str) 
     prepare_allocator(device)
     leave = ExitStack()
     mesh = leave.enter_context(join(identity, shape, device, timeouts))
-    expected = described.device.ranks_per_host
-    mesh.world.run_on_all(partial(check_placement, identity, expected))
     _joined = _Joined(os.getpid(), arguments, mesh, leave)
     atexit.register(leave_mesh)
     return mesh

@@ -250,3 +250,16 @@ def check_hosts(levels: Levels, hosts: list[Any]) -> None:
             f"level; need sizes that multiply to {held} up to a host's edge, or another machine "
             "(machine=nvlink8-cluster, say)"
         )
+
+
+def check_placement(identity: Identity, expected: int | None) -> None:
+    """Raise UserError if a launcher's rank is not one of `expected` consecutive ranks a host
+    (`machine.device.ranks_per_host`)."""
+    rank, local_rank = identity.rank, identity.local_rank
+    if expected is None or not identity.has_launcher:
+        return
+    if local_rank >= expected or rank % expected != local_rank:
+        raise UserError(
+            f"machine.device.ranks_per_host: rank {rank} is local rank {local_rank} on "
+            f"{identity.host}, need {expected} consecutive ranks a host"
+        )

@@ -29,6 +29,7 @@ from megafrontier.common.files import sync_file
 from megafrontier.config import Config, DeviceConfig
 from megafrontier.launch.health import excluded_nodes
 from megafrontier.launch.health.links import measure
+from megafrontier.launch.rendezvous import check_placement
 from megafrontier.parallel.env import Identity
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.parallel.world import World
@@ -151,12 +152,7 @@ def check_rank(device: DeviceConfig, identity: Identity, check_memory: bool) -> 
     """
     if not identity.has_launcher:
         return
-    rank, local_rank, expected = identity.rank, identity.local_rank, device.ranks_per_host
-    if expected is not None and (local_rank >= expected or rank % expected != local_rank):
-        raise UserError(
-            f"machine.device.ranks_per_host: rank {rank} is local rank {local_rank} on "
-            f"{identity.host}, need {expected} consecutive ranks a host"
-        )
+    check_placement(identity, device.ranks_per_host)
     if device.name == "cpu":
         return
     count = torch.cuda.device_count()
