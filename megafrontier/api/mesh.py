@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -55,7 +55,20 @@ def init_mesh(machine: str | Mapping[str, Any] = "laptop", **splits: int | str) 
                 "init_mesh: called with other arguments before, need one mesh a process"
             )
         return _joined.mesh
-    _end_script_on_error(identity)
+    leave = ExitStack()
+    try:
+        mesh = leave.enter_context(_join(identity, machine, splits))
+    finally:  # also if that failed; not before, because torch wraps the hook when it joins
+        _end_script_on_error(identity)
+    _joined = _Joined(os.getpid(), arguments, mesh, leave)
+    atexit.register(leave_mesh)
+    return mesh
+
+
+def _join(
+    identity: Identity, machine: str | Mapping[str, Any], splits: Mapping[str, int | str]
+) -> AbstractContextManager[Mesh]:
+    """`join` on a machine. All ranks raise the error of one that cannot."""
     timeouts = Timeouts.of(identity.world_size)
     try:
         described = load_machine(machine if isinstance(machine, str) else dict(machine))
@@ -68,11 +81,7 @@ def init_mesh(machine: str | Mapping[str, Any] = "laptop", **splits: int | str) 
         raise
     device = choose_device(identity, described.device.name)
     prepare_allocator(device)
-    leave = ExitStack()
-    mesh = leave.enter_context(join(identity, shape, device, timeouts))
-    _joined = _Joined(os.getpid(), arguments, mesh, leave)
-    atexit.register(leave_mesh)
-    return mesh
+    return join(identity, shape, device, timeouts)
 
 
 def leave_mesh() -> None:
@@ -93,12 +102,12 @@ def _end_script_on_error(identity: Identity) -> None:
     show, process = sys.excepthook, os.getpid()
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        code = error.code if isinstance(error, FatalError) else 1
+        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         if isinstance(error, FatalError):
+            code = error.code
             _print_fatal(identity, error)
         else:
             show(kind, error, trace)
-            code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         if os.getpid() == process:
             flush_output()
             os._exit(code)

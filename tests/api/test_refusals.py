@@ -1,0 +1,199 @@
+"""What the library's surface refuses is one line with the reason, and a script's ranks end well."""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import megafrontier
+from megafrontier.common.errors import UserError
+from megafrontier.parallel.hierarchy import Levels
+from megafrontier.parallel.mesh import Mesh, MeshShape, Splits
+from megafrontier.parallel.world import World
+from tests.api.modules import Regression, batch
+
+CPU = torch.device("cpu")
+ONE = Levels(("pair", "world"), (1, 1))
+
+
+def mesh():
+    return Mesh.single(ONE, CPU)
+
+
+def sharded(**options):
+    return megafrontier.shard(Regression(), mesh(), **{"blocks": "blocks.*"} | options)
+
+
+def split_mesh():
+    return Mesh(MeshShape(Levels(("world",), (2,)), Splits(tensor=2)), World.single())
+
+
+SHARD = {
+    "blocks: 'layers.*' matches no module of the model, need a pattern such as 'blocks.*'": {
+        "blocks": ["blocks.0", "layers.*"]
+    },
+    "blocks: a Linear matches no module of the model": {"blocks": nn.Linear(2, 2)},
+    "blocks: 'blocks' is a ModuleList, which is never called, need 'blocks.*'": {
+        "blocks": "blocks"
+    },
+    "placement: 'best', need one of ddp, zero1": {"placement": "best"},
+    "gradients: missing, a placement needs": {
+        "placement": {"weights": "pair", "optimizer": "pair"}
+    },
+    "weights: no level 'rack' on this machine, need one of none, pair, world": {
+        "placement": dict.fromkeys(("weights", "gradients", "optimizer"), "rack")
+    },
+    "wires.preset: best, need one of exact, zero++, low": {"wires": "best"},
+    "wires.gather.rack: no such level": {"wires": {"gather": {"rack": "int8"}}},
+    "overlap: some, need one of none, safe, full": {"overlap": "some"},
+    "dtype: torch.float16, need one of torch.float32, torch.bfloat16": {"dtype": torch.float16},
+    "reduce: max, need mean or sum": {"reduce": "max"},
+}
+
+
+@pytest.mark.parametrize(("line", "options"), SHARD.items())
+def test_what_shard_refuses(line, options):
+    with pytest.raises(UserError) as refused:
+        sharded(**options)
+    assert str(refused.value).startswith(line)
+
+
+def test_splits_are_refused_for_a_module_without_a_plan():
+    with pytest.raises(UserError, match=r"tensor=2.*Regression has no plan for splits"):
+        megafrontier.shard(Regression(), split_mesh())
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (torch.optim.LBFGS, "LBFGS: .*closure.*each rank holds flat slices"),
+        (torch.optim.Muon, "Muon: .*2D.*each rank holds flat slices"),
+        (torch.optim.Adafactor, "Adafactor: an element's update depends on others"),
+    ],
+)
+def test_optimizers_that_look_at_more_than_one_element_are_refused(make, why):
+    with pytest.raises(UserError, match=f"optimizer: {why}"):
+        megafrontier.Optimizer(sharded(), make)
+
+
+def test_what_an_optimizer_refuses():
+    model = sharded()
+    with pytest.raises(UserError, match="model: a Linear that is not sharded, need one from"):
+        megafrontier.AdamW(nn.Linear(2, 2))
+    with pytest.raises(UserError, match="params: group 0 has a parameter that is not in the model"):
+        megafrontier.AdamW(model, Regression().parameters())
+    groups = [{"params": model.parameters()}, {"params": model.head.weight}]
+    with pytest.raises(UserError, match=r"params: head.weight is in two groups or twice"):
+        megafrontier.AdamW(model, groups)
+    with pytest.raises(UserError, match="max_norm: 0, need a positive number"):
+        megafrontier.clip_grad_norm_(model, 0)
+    first = megafrontier.AdamW(model)
+    with pytest.raises(UserError, match="closure: not supported"):
+        first.step(lambda: 0.0)
+    with pytest.raises(UserError, match="add_param_group: not supported"):
+        first.add_param_group({"params": [torch.zeros(2)]})
+    megafrontier.AdamW(model)
+    model(batch(0)).backward()
+    with pytest.raises(UserError, match="optimizer: not the model's newest one"):
+        first.step()
+
+
+def test_gradients_may_be_dropped_and_states_are_those_of_the_same_rank():
+    """After a loss that is not finite, say."""
+    model, other = sharded(), sharded()
+    optimizer = megafrontier.AdamW(model, lr=0.1)
+    weights = copy.deepcopy(model.state_dict())
+    for is_clipped in (False, True):
+        model(batch(0) / 0).backward()
+        if is_clipped:
+            assert megafrontier.clip_grad_norm_(model, 1.0).isnan()
+        optimizer.zero_grad()
+    model(batch(0)).backward()
+    optimizer.step()
+    again = megafrontier.AdamW(other, lr=1.0)
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, by in ((model, optimizer), (other, again)):
+        one(batch(1)).backward()
+        by.step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name])
+        assert "calls" in name or not torch.equal(value, weights[name])
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
+    model = sharded()
+    assert megafrontier.load(model, megafrontier.AdamW(model), tmp_path) == 0
+    optimizer = megafrontier.Optimizer(model, torch.optim.SGD)
+    megafrontier.save(model, optimizer, tmp_path, 3)
+    with pytest.raises(
+        UserError, match=r"optimizer: AdamW, need SGD as in .*step-00000003, or none"
+    ):
+        megafrontier.load(model, megafrontier.AdamW(model), tmp_path)
+    groups = [{"params": model.head.parameters()}, {"params": model.first.parameters()}]
+    with pytest.raises(UserError, match="param groups: 2, need 1 as in"):
+        megafrontier.load(model, megafrontier.Optimizer(model, torch.optim.SGD, groups), tmp_path)
+    assert megafrontier.load(model, None, tmp_path) == 3
+
+
+SCRIPT = """
+import sys, torch, megafrontier
+def start():
+    return megafrontier.init_mesh({"levels": {"world": {"size": int(sys.argv[2])}}})
+mesh = start()
+assert start() is mesh
+model = megafrontier.shard(torch.nn.Linear(4, 4, device="cpu").requires_grad_(), mesh, reduce="sum",
+                           initial=lambda spec, start, stop: torch.ones(stop - start))
+optimizer = megafrontier.AdamW(model)
+for step in range(3):
+    model(torch.ones(2, 4)).sum().backward()
+    if sys.argv[1] == "bug" and step == 1 and mesh.rank == 1:
+        raise ValueError("a bug of rank 1")
+    optimizer.step()
+if sys.argv[1] == "again":
+    megafrontier.init_mesh("frontier")
+print("end", mesh.rank)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "levels", "ranks", "code", "lines"),
+    [
+        ("all well", 1, 1, 0, ["end 0"]),
+        ("all well", 2, 2, 0, ["end 0", "end 1"]),
+        ("levels", 3, 1, 2, ["script.py: machine.levels: world 3 cannot hold 1 ranks, need 3"]),
+        ("again", 1, 1, 2, ["script.py: init_mesh: called with other arguments before"]),
+        ("bug", 2, 2, 1, ["ValueError: a bug of rank 1"]),
+    ],
+)
+def test_a_scripts_processes_end_soon_and_with_the_right_code(
+    tmp_path, what, levels, ranks, code, lines
+):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), what, str(levels)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29641", "WORLD_SIZE": str(ranks)}
+    started = [
+        subprocess.Popen(
+            command,
+            env=environment
+            | ({**address, "RANK": str(r), "LOCAL_RANK": str(r)} if ranks > 1 else {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for r in range(ranks)
+    ]
+    said = [process.communicate(timeout=100)[0] for process in started]
+    assert code in [process.returncode for process in started]
+    assert all(process.returncode for process in started) == bool(code)
+    for line in lines:
+        assert any(line in text for text in said), said
+    if code == 2:
+        assert len(said[0].splitlines()) == 1
