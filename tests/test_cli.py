@@ -43,16 +43,12 @@ def test_the_module_is_the_command_and_lists_every_one():
         "fly",
         "train",
         "train nowhere.yaml",
-        "train nowhere.yaml --fast",
         "train nowhere.yaml --nproc two",
         "evaluate nowhere",
         "generate nowhere --prompt x",
-        "generate nowhere --prompt x key=value",
         "export nowhere --out {folder}/x",
         "import nowhere --out {folder}/x",
         "checkpoint list nowhere",
-        "checkpoint show nowhere",
-        "checkpoint verify nowhere",
         "checkpoint burn nowhere",
         "report nowhere",
         "merge nowhere --out {folder}/x",
@@ -178,16 +174,3 @@ def test_an_interrupt_is_no_traceback(monkeypatch, tmp_path):
 
     monkeypatch.setattr(launch, "train", interrupt)
     assert main(["train", str(runs.make_config_file(tmp_path))]) == 130
-
-
-def test_a_run_that_stops_early_shows_its_last_step_and_the_time_until_then(tmp_path, capsys):
-    from megafrontier.config import Config
-    from megafrontier.training.logging.run_log import open_run_logger
-
-    config = Config()
-    config.run.directory = str(tmp_path / "run")
-    config.train.steps, config.train.stop_at, config.log.every = 300, 15, 10
-    with open_run_logger(config, True) as run_logger:
-        for step in range(1, 16):
-            run_logger.write({"step": step, "step_seconds": 2.0})
-    assert capsys.readouterr().out == "step 10/300  ETA 0:00:10\nstep 15/300  ETA 0:00:00\n"

@@ -7,11 +7,9 @@ from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from megafrontier.cli import main
 from megafrontier.commands import evaluate as evaluate_module
-from megafrontier.common.errors import FAILED
 from tests import runs
 from tests.commands.helpers import (
     CHECKPOINTS,
@@ -52,33 +50,6 @@ def test_a_damaged_tokenizer_in_a_checkpoint_is_not_used(life, tmp_path, capfd, 
     words = {"generate": ["--prompt", "x"], "export": ["--out", str(tmp_path / "out")]}
     assert main([command, str(copy), *words.get(command, [])]) == 2
     assert f"{model}: checksum does not match" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "patched", "need"),
-    [
-        (
-            ["generate", "--prompt", "D"],
-            GENERATE + "load_model",
-            "--device cpu, or a shorter text",
-        ),
-        (
-            ["evaluate"],
-            EVALUATE + "build_model",
-            "a smaller train.micro_batch (4), or more ranks",
-        ),
-    ],
-)
-def test_a_device_without_memory_for_a_finished_model_is_one_line(
-    life, capfd, monkeypatch, words, patched, need
-):
-    def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB.\nMore.")
-
-    monkeypatch.setattr(patched, full)
-    assert main([words[0], str(life / "run"), *words[1:]]) == FAILED
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.endswith(f": CUDA out of memory. Tried 2 GiB. Need {need}")
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The host hands the device its work without waiting for it, and reads the results later."""
 
-import signal
 import time
 from contextlib import contextmanager
 from itertools import pairwise
@@ -169,27 +168,6 @@ def test_the_engine_gets_every_option_of_the_configuration(config_file, monkeypa
         assert found == [torch.bfloat16, True, "full", 2, True]
         assert decays
         assert levels == [{2}] * len(levels)
-
-
-def test_compile_workers_are_started_with_the_jobs_signals_held_back(config_file, monkeypatch):
-    """A scheduler sends its signals to all processes of a job."""
-    held_back = []
-    monkeypatch.setattr(trainer_module, "reason_not_compiled", lambda *_: None)
-    monkeypatch.setattr(
-        trainer_module,
-        "start_workers",
-        lambda device: held_back.append(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
-    )
-
-    def body(mesh):
-        for compiles in ("false", "true"):
-            config = runs.load(config_file, "machine=laptop", f"train.compile={compiles}")
-            with runs.open_trainer(config, mesh):
-                pass
-        return held_back
-
-    (((*blocked,),),) = run_mesh((1,), body)
-    assert {signal.SIGUSR1, signal.SIGTERM} <= {*blocked}
 
 
 def test_the_heartbeat_comes_with_every_micro_batch(config_file):

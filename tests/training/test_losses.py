@@ -115,13 +115,6 @@ def test_evaluation_does_not_disturb_training_and_has_no_dropout(train):
     assert len({*still}) == 1
 
 
-def test_activation_checkpointing_gives_the_same_losses_with_dropout_to_the_bit(train):
-    chosen = ("model.dropout=0.2", "train.micro_batch=4")
-    plain = train("dropout", 4, *chosen)
-    again = train("dropout-block", 4, *chosen, "train.activation_checkpointing=block")
-    assert runs.losses(plain) == runs.losses(again)
-
-
 def test_skipped_batches_are_left_out_and_later_steps_move_up(train):
     """At a rate of 0 a step's loss depends on its batch alone."""
     still = ("optimizer.lr=0", "evaluate.batches=0", "train.micro_batch=4")

@@ -84,16 +84,6 @@ def test_a_resumed_loader_with_other_skips_leaves_out_and_repeats_nothing_else(
     assert found == [(own, own * GLOBAL_BATCH) for own in expected]
 
 
-def test_the_loader_skips(samples: Samples) -> None:
-    plain = Loader(samples, GLOBAL_BATCH, 4)
-    skipping = Loader(samples, GLOBAL_BATCH, 4, skip=[[2, 5]])
-    assert torch.equal(read(plain, 1), read(skipping, 1))
-    assert torch.equal(read(plain, 5), read(skipping, 2))
-    assert skipping.position(2) == (5, 5 * GLOBAL_BATCH)
-    plain.close()
-    skipping.close()
-
-
 def test_batches_that_do_not_divide_are_refused(samples: Samples) -> None:
     says = r"train.global_batch: 16, need a multiple of 12 \(train.micro_batch 3 x 4"
     with pytest.raises(UserError, match=says):

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch
@@ -82,15 +81,6 @@ def test_the_type_the_tokenizer_and_its_ids_are_written(make_config, make_model,
     assert {t.dtype for t in stored.values()} == {torch.bfloat16}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert theirs.dtype == torch.bfloat16
-
-
-def test_the_empty_current_folder_may_be_written(make_config, make_model, tmp_path, monkeypatch):
-    config, out = make_config(), tmp_path / "out"
-    out.mkdir()
-    monkeypatch.chdir(out)
-    export_model(config, make_model(config).state_dict(), Path())
-    assert (out / "config.json").is_file()
-    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_an_occupied_folder_is_not_overwritten(exported, make_config):

@@ -43,14 +43,8 @@ def test_a_slow_rank_is_named_with_its_host_once_until_it_has_recovered():
     assert reported([even]) == []
     assert reported([slow, slow, even, even]) == [line]
     assert reported([slow, slow, even, slow]) == [line, line]
-
-
-def test_several_slow_ranks_are_counted_and_one_that_joins_them_is_named_alone():
-    several, one_more = [1.0, 3.0, 1.0, 3.0, 1, 1], [1.0, 3.0, 1.0, 3.0, 1, 4.0]
-    first, second = reported([several, one_more], 6)
-    assert first.startswith("warning: slow: rank 1 on host-1: 3 s of its own ")
-    assert first.endswith(" (and 1 more)")
-    assert second.startswith("warning: slow: rank 5 on host-5: 4 s of its own ")
+    two = [2.0, 2.2, 3.4, 3.5]
+    assert reported([two]) == [f"{line.replace('rank 2 s', 'rank 2.2 s')} (and 1 more)"]
 
 
 def test_a_slow_rank_in_a_real_run_is_found(tmp_path, monkeypatch):
@@ -59,7 +53,7 @@ def test_a_slow_rank_in_a_real_run_is_found(tmp_path, monkeypatch):
 
     def dawdle(seed, batch):
         is_slow = os.environ["MEGAFRONTIER_LOCAL"].startswith("2/")
-        time.sleep(2.0 if is_slow else 0.3)
+        time.sleep(1.0 if is_slow else 0.15)
         seed_dropout(seed, batch)
 
     monkeypatch.setattr(loop, "seed_dropout", dawdle)
@@ -68,7 +62,7 @@ def test_a_slow_rank_in_a_real_run_is_found(tmp_path, monkeypatch):
         "train.global_batch=4", "train.steps=2",
     )  # fmt: skip
     log = runs.log(tmp_path / "run")
-    # Three of four ranks wait for the slow one: 1.7 of 2 seconds.
+    # Three of four ranks wait for the slow one: 0.85 of a second.
     (waits,) = re.findall(r"  wait (\d+)%  ", log)
     assert 30 <= int(waits) <= 90
     (line,) = [line for line in log.splitlines() if line.startswith("warning: slow: ")]

@@ -134,30 +134,3 @@ def test_tensorboard_has_nested_metrics_and_forgets_the_steps_that_a_resumed_run
     tags = {"loss", "skipped", "comm/pair/bytes", "comm/pair/seconds"}
     assert set(events.Tags()["scalars"]) == tags
     assert [(e.step, e.value) for e in events.Scalars("comm/pair/bytes")] == [(1, 4096.0)]
-
-
-def test_wandb_offline_needs_no_network_and_gets_nested_metrics(tmp_path, monkeypatch):
-    import wandb
-
-    logged = []
-    log = wandb.Run.log
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr(
-        wandb.Run,
-        "log",
-        lambda self, values: (logged.append(values), log(self, values)),
-    )
-    sink = WandbSink(wandb_config("offline"), tmp_path, 0)
-    sink.write(STEP)
-    sink.close()
-    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    assert (tmp_path / "wandb" / "id").read_text().strip() in file.name
-    assert logged == [
-        {
-            "step": 1,
-            "loss": 3.5,
-            "skipped": True,
-            "comm/pair/bytes": 4096,
-            "comm/pair/seconds": 0.25,
-        }
-    ]
