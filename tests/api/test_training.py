@@ -133,3 +133,37 @@ def test_other_optimizers_go_on_from_a_checkpoint_of_other_ranks(tmp_path):
         train(model, optimizer)
         losses = torch.tensor(train(model, optimizer))
         assert_same([rank[number] for rank in results], (losses, model.state_dict()))
+
+
+def test_low_bit_wires_go_on_from_a_checkpoint_to_the_bit(tmp_path):
+    """With bf16 weights, published deltas and error feedback."""
+
+    def begin(mesh):
+        options = {"blocks": "blocks.*", "wires": "low", "dtype": torch.bfloat16}
+        model = megafrontier.shard(Regression(), mesh, **options)
+        return model, megafrontier.AdamW(model, lr=0.02)
+
+    def train_low(model, optimizer, mesh, first, last):
+        for step in range(first, last):
+            x = batch(step, mesh.data_rank, mesh.data_size)
+            with torch.autocast("cpu", torch.bfloat16):
+                model(x).backward()
+            optimizer.step()
+        return model.state_dict()
+
+    def body(mesh):
+        model, optimizer = begin(mesh)
+        train_low(model, optimizer, mesh, 0, 5)
+        megafrontier.save(model, optimizer, tmp_path, 5)
+        weights = train_low(model, optimizer, mesh, 5, 8)
+        again, other = begin(mesh)
+        assert megafrontier.load(again, other, tmp_path) == 5
+        found = train_low(again, other, mesh, 5, 8)
+        return all(torch.equal(found[name], value) for name, value in weights.items()), weights
+
+    results = run_script((2, 2), body)
+    assert all(is_same for is_same, _ in results)
+    model = Regression()
+    before = model(batch(100)).item()
+    model.load_state_dict(results[0][1])
+    assert model(batch(100)).item() < 0.9 * before
