@@ -26,7 +26,6 @@ from megafrontier.launch.context import RunContext, open_context
 from megafrontier.launch.health.preflight import check_rank
 from megafrontier.launch.main import launch, load_or_refuse
 from megafrontier.parallel.env import identify
-from megafrontier.parallel.fault_injection import fault_point
 from megafrontier.training.callbacks.evaluate import Evaluation, evaluate
 from megafrontier.training.preview import check_training
 from megafrontier.training.resume.compatibility import check_model, rotary_changes
@@ -127,7 +126,6 @@ def _evaluate(
     tokenizer = cached_tokenizer(config.tokenizer)
     count_bytes = partial(text_bytes, tokenizer) if tokenizer.min_vocab_size else None
     try:
-        fault_point("evaluate")
         beat = context.watchdog.beat
         found = evaluate(model, loader, mesh, config.evaluate.batches, count_bytes, beat)
         assert found is not None  # nothing interrupts it here

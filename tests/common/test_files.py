@@ -5,8 +5,6 @@ import signal
 import socket
 import time
 
-import pytest
-
 from megafrontier.common.files import work_folder, write_atomically
 from tests.processes import in_child
 
@@ -32,25 +30,6 @@ def test_a_folder_in_work_is_empty_and_is_gone_afterwards(tmp_path):
         assert os.listdir(folder) == []
         (folder / "x").touch()
     assert os.listdir(tmp_path / "new") == []
-
-
-def test_a_folder_in_work_is_gone_after_an_error(tmp_path):
-    def fail():
-        with work_folder(tmp_path / "out") as folder:
-            (folder / "deep").mkdir()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fail()
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_folder_in_work_may_become_what_it_was_for(tmp_path):
-    with work_folder(tmp_path / "out") as folder:
-        (folder / "x").touch()
-        folder.rename(tmp_path / "out")
-    assert os.listdir(tmp_path) == ["out"]
-    assert os.listdir(tmp_path / "out") == ["x"]
 
 
 def test_what_a_killed_process_left_goes_with_the_next_one(tmp_path):
@@ -84,7 +63,9 @@ def test_a_second_process_works_in_a_folder_of_its_own(tmp_path):
     with work_folder(tmp_path / "out") as folder:
         (folder / "x").touch()
         assert in_child(work) == 0
-        assert os.listdir(folder) == ["x"]
+        folder.rename(tmp_path / "out")
+    assert os.listdir(tmp_path) == ["out"]
+    assert os.listdir(tmp_path / "out") == ["x"]
 
 
 def test_what_another_hosts_process_left_goes_when_it_has_been_silent_for_a_day(tmp_path):
@@ -98,15 +79,3 @@ def test_what_another_hosts_process_left_goes_when_it_has_been_silent_for_a_day(
         pass
     kept = {f".out.{living}.{NOBODY}-0.partial", ".out.partial"}
     assert set(os.listdir(tmp_path)) == kept
-
-
-def test_what_one_has_put_in_place_the_next_may_follow_at_once(tmp_path):
-    """Before the first one has ended, and without losing what it makes to it."""
-    with work_folder(tmp_path / "out") as first:
-        first.rename(tmp_path / "out")
-        second = work_folder(tmp_path / "out")
-        folder = second.__enter__()
-        (folder / "x").touch()
-    assert os.listdir(folder) == ["x"]
-    second.__exit__(None, None, None)
-    assert os.listdir(tmp_path) == ["out"]

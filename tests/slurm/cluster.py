@@ -118,10 +118,6 @@ class Cluster:
         address = self.network.address(self.network.namespaces.index(other))
         _neighbours(node, "replace", address, "lladdr", NOWHERE, "nud", "permanent")
 
-    def set_down(self, node: str) -> None:
-        """What an administrator or a health check does to a node."""
-        self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
-
     def clear(self) -> None:
         """No jobs, and every node as it was at the start, whatever a test did to it."""
         self.network.shape(FAST)

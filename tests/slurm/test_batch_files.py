@@ -95,29 +95,22 @@ def test_environment_and_package_are_taken_from_every_nodes_own_disk(training, t
     assert left == [], "the job has taken away what it brought"
 
 
-def test_an_environment_that_cannot_be_packed_is_refused_by_name(tmp_path):
+def test_the_environment_that_is_packed_is_the_jobs_own_and_one(tmp_path):
+    """Not .venv, which the quickstart has made for CPUs, nor a folder without an environment."""
     prefix, archive = tmp_path / "environment", tmp_path / "environment.tar.gz"
     prefix.mkdir()
-    done = subprocess.run(
-        [ROOT / "slurm/pack_env.sh", archive, prefix],
-        env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+
+    def pack():
+        environment = {"PATH": "/usr/bin:/bin", "MEGAFRONTIER_PREFIX": str(prefix)}
+        command = [ROOT / "slurm/pack_env.sh", archive]
+        return subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+
+    done = pack()
     assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert f"{prefix}: no venv and no conda" in line
+    assert done.stderr.startswith(f"megafrontier: {prefix}: no venv and no conda")
     assert not archive.exists()
-
-
-def test_the_environment_that_is_packed_is_the_jobs_own(tmp_path):
-    """Not .venv, which the quickstart has made for CPUs."""
-    prefix, archive = tmp_path / "environment", tmp_path / "environment.tar.gz"
-    prefix.mkdir()
     (prefix / "pyvenv.cfg").touch()
-    done = subprocess.run(
-        [ROOT / "slurm/pack_env.sh", archive], check=True, capture_output=True, text=True,
-        env=os.environ | {"MEGAFRONTIER_PREFIX": str(prefix)},
-    )  # fmt: skip
-    assert done.stdout.endswith(f"from {prefix}\n")
+    assert pack().stdout.endswith(f"from {prefix}\n")
 
 
 def test_nodes_on_which_the_environment_cannot_be_unpacked_are_left_out(training, packed):
@@ -293,19 +286,6 @@ def test_a_job_that_cannot_be_requeued_says_so(tmp_path, answer, said):
     assert f"exit code 75, {said}" in shown
     assert "again to resume" in shown
     assert "scontrol requeue" not in shown
-
-
-def test_options_that_come_too_late_are_refused(tmp_path):
-    """In an allocation they would do nothing."""
-    for file in ("train", "evaluate", "prepare"):
-        done = subprocess.run(
-            [ROOT / "slurm" / f"{file}.sbatch", "--ntasks-per-node=8", CONFIG],
-            env=os.environ | {"SLURM_JOB_ID": "7", "MEGAFRONTIER_CLUSTER": "generic"},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 2
-        (line,) = done.stderr.splitlines()
-        assert "--ntasks-per-node=8: options of sbatch, but this runs in job 7" in line
 
 
 def test_what_salloc_starts_on_a_login_node_sends_the_ranks_to_a_node_of_the_job(tmp_path):

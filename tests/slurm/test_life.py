@@ -3,8 +3,6 @@ losses."""
 
 import sys
 
-import pytest
-
 from tests.slurm.cluster import ROOT
 from tests.slurm.jobs import ASKING_SECONDS, unbroken
 
@@ -76,17 +74,6 @@ def test_a_cancelled_run_stays_cancelled_and_resumes_when_it_is_submitted_again(
     assert f"at step {reached}" in again.output, "the step in hand was finished and saved"
 
 
-def test_a_run_resumes_on_half_the_nodes(training):
-    first = training.submit("train.stop_at=6")
-    assert first.ended() == "COMPLETED"
-    second = training.submit(options=("--nodes=1",))
-    assert second.ended() == "COMPLETED", second.output
-    expected = unbroken(training.config, 2)
-    assert training.losses[:6] == expected[:6]
-    # Half the ranks add the same gradients in another order.
-    assert training.losses == pytest.approx(expected, rel=1e-5)
-
-
 def test_a_wrong_override_fails_at_once_in_one_line_and_is_not_requeued(training):
     job = training.submit_by_hand("train.stepz=3")
     assert job.ended() == "FAILED"
@@ -94,13 +81,6 @@ def test_a_wrong_override_fails_at_once_in_one_line_and_is_not_requeued(training
     assert job.restarts == 0
     (line,) = job.output.splitlines()
     assert "train.stepz: 3, no such key; did you mean steps?" in line
-
-
-def test_what_only_the_ranks_can_refuse_is_not_requeued_either(training):
-    job = training.submit("train.global_batch=7")
-    assert job.ended() == "FAILED"
-    assert job.fields["ExitCode"] == "2:0"
-    assert job.output.count("train.global_batch: 7") == 1
 
 
 def test_ranks_that_srun_starts_from_a_login_node_meet_on_the_first_of_their_own(cluster):

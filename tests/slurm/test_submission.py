@@ -36,32 +36,26 @@ def describe(monkeypatch, capsys):
     return run
 
 
-def dry_run(*words: str, cluster: str = "frontier", folder=ROOT, **variables: str) -> list[str]:
-    """The lines a batch file says, outside of a job and without any Slurm."""
-    return dry_runs_words(*words, cluster=cluster, folder=folder, **variables)[0]
-
-
-def dry_runs_words(*words: str, cluster: str, folder=ROOT, **variables: str):
-    """What it prints, and what it says beside it, in lines."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")} | variables
-    environment |= {"DRY_RUN": "1", "MEGAFRONTIER_CLUSTER": cluster}
-    environment["MEGAFRONTIER_PREFIX"] = os.path.dirname(os.path.dirname(sys.executable))
-    done = subprocess.run(
+def call(*words, folder=ROOT, **variables):
+    """A batch file outside of a job, unless the variables say otherwise."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+    environment |= {"MEGAFRONTIER_PREFIX": sys.prefix} | variables
+    return subprocess.run(
         words, cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
+
+
+def dry_run(*words: str, cluster: str = "frontier", folder=ROOT, **variables: str) -> list[str]:
+    """The lines a batch file says, without any Slurm."""
+    done = call(*words, folder=folder, DRY_RUN="1", MEGAFRONTIER_CLUSTER=cluster, **variables)
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines(), done.stderr.splitlines()
+    return done.stdout.splitlines()
 
 
-@pytest.fixture(scope="module")
-def described():
-    """Both of a run on nodes of which something can be foreseen."""
+def test_a_dry_run_shows_what_would_be_submitted_and_run():
     words = ("slurm/train.sbatch", "--nodes=48", CONFIG, "train.steps=100000")
-    return dry_runs_words(*words, cluster="frontier")
-
-
-def test_a_dry_run_shows_what_would_be_submitted_and_run(described):
-    said, _ = described
+    done = call(*words, DRY_RUN="1", MEGAFRONTIER_CLUSTER="frontier")
+    said = done.stdout.splitlines()
     submitted, *_, step = [line.split() for line in said]
     assert submitted[0] == "sbatch"
     assert {"--nodes=48", "--job-name=gpt-20b"} <= set(submitted)
@@ -71,6 +65,9 @@ def test_a_dry_run_shows_what_would_be_submitted_and_run(described):
     assert step[-5:] == ["-m", "megafrontier", "train", CONFIG, "train.steps=100000"]
     assert 'export NCCL_SOCKET_IFNAME="hsn0,hsn1,hsn2,hsn3"' in said
     assert any(line.startswith("module load") for line in said)
+    first, wires, *_ = done.stderr.splitlines()
+    assert first.startswith("pair 2 x node 4 x world 48 = 384 ranks; weights pair, gradients node")
+    assert wires.startswith("wires: weights ")
 
 
 def test_short_options_of_sbatch_take_their_values_along():
@@ -90,55 +87,70 @@ def test_a_job_for_another_folder_is_described_and_gets_its_outputs_folder_there
     assert said.split()[-1] == "own.yaml"
 
 
-def test_tasks_of_an_array_are_not_let_train_one_run_together():
-    words = ["slurm/train.sbatch", "--dry-run", "-a", "0-3", CONFIG]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
-    for found in ({}, {"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0-3"}):
-        given = words if not found else ["slurm/train.sbatch", CONFIG]
-        done = subprocess.run(
-            given, cwd=ROOT, env=environment | found, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 2
-        assert done.stderr.startswith("megafrontier: --array: 0-3, need a job for each run")
-
-
-@pytest.mark.parametrize("file", ["train", "evaluate", "prepare"])
-def test_on_frontier_every_job_asks_for_the_disk_that_a_packed_environment_needs(file):
-    lines = (ROOT / "slurm" / f"{file}.sbatch").read_text().splitlines()
-    assert lines.index("#SBATCH --constraint=nvme") > lines.index("# Frontier:")
-
-
 def test_a_job_of_another_cluster_has_the_functions_that_its_caller_exports(tmp_path):
     """`module` is one. Where sh is dash, what sbatch wraps does not hand them on."""
     job = "SLURM_JOB_ID=7 SLURMD_NODENAME=n SLURM_JOB_NODELIST="
     sbatch = f'#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\n{job} exec "$@"\n'
-    path = with_tools(tmp_path, sbatch=sbatch, srun="#!/bin/sh\n")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
-    environment |= {"MEGAFRONTIER_CLUSTER": "lumi", "MEGAFRONTIER_PREFIX": sys.prefix}
-    environment["BASH_FUNC_module%%"] = '() { echo "the caller\'s module $1"; }'
-    done = subprocess.run(
-        ["slurm/evaluate.sbatch", "--nodes=1", "run"], cwd=ROOT, env=environment | {"PATH": path},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    variables = {
+        "PATH": with_tools(tmp_path, sbatch=sbatch, srun="#!/bin/sh\n"),
+        "BASH_FUNC_module%%": '() { echo "the caller\'s module $1"; }',
+    }
+    words = ("slurm/evaluate.sbatch", "--nodes=1", "run")
+    done = call(*words, MEGAFRONTIER_CLUSTER="lumi", **variables)
     assert "the caller's module load" in done.stdout, done.stderr
     assert done.returncode == 0, done.stderr
 
 
-def test_a_run_whose_folder_cannot_be_written_is_not_submitted(tmp_path):
-    """Slurm could not write the job's output, which would say so."""
+TRAIN = "slurm/train.sbatch"
+SMALL = "configs/gpt-125m.yaml"
+GENERIC = {"MEGAFRONTIER_CLUSTER": "generic"}
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "said"),
+    [
+        ([TRAIN], {}, "CONFIG: not given, need"),
+        (["slurm/evaluate.sbatch"], {}, "TARGET: not given, need"),
+        (["slurm/prepare.sbatch"], {}, "--out: not given, need"),
+        ([TRAIN, "--dry-run", "-a", "0-3", CONFIG], {}, "--array: 0-3, need a job for each run"),
+        ([TRAIN, CONFIG], {"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0-3"}, "--array: 0-3, "),
+        ([TRAIN, "--time", "60", SMALL], {}, "CONFIG: 60, need the path of a .yaml; the values"),
+        ([TRAIN, "--nodes=2", ":", "--nodes=1", SMALL], {}, "heterogeneous job (`:` between"),
+        ([TRAIN, "--nodes=4", SMALL], {}, "data.train: empty, need at least one corpus"),
+        ([TRAIN, CONFIG], {"MEGAFRONTIER_CLUSTER": "summit"}, "MEGAFRONTIER_CLUSTER: summit, need"),
+        (
+            ["slurm/evaluate.sbatch", "run"],
+            GENERIC | {"MEGAFRONTIER_ENV_TAR": "/none"},
+            "MEGAFRONTIER_ENV_TAR: /none, need what slurm/pack_env.sh wrote",
+        ),
+        (
+            ["slurm/evaluate.sbatch", "run"],
+            GENERIC | {"MEGAFRONTIER_PREFIX": "/none"},
+            "MEGAFRONTIER_PREFIX: /none has no bin/python, need a Python environment",
+        ),
+        # Slurm could not write the job's output, which would say so.
+        (
+            [TRAIN, "--nodes=1", SMALL, "machine=laptop", "run.directory=/proc/none",
+             "data.train=[{path: /none}]"],
+            {},
+            "run.directory: /proc/none: cannot be written, need a folder to write",
+        ),
+        # In an allocation, options of sbatch would do nothing.
+        (
+            [TRAIN, "--ntasks-per-node=8", CONFIG],
+            GENERIC | {"SLURM_JOB_ID": "7"},
+            "--ntasks-per-node=8: options of sbatch, but this runs in job 7",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_in_one_line_before_a_job_waits(
+    tmp_path, words, variables, said
+):
     path = with_tools(tmp_path, sbatch=f"#!/bin/sh\ntouch {tmp_path}/submitted\n")
-    (tmp_path / "file").touch()
-    chosen = [f"run.directory={tmp_path}/file/run", f"data.train=[{{path: {tmp_path}/corpus}}]"]
-    done = subprocess.run(
-        ["slurm/train.sbatch", "configs/gpt-125m.yaml", *chosen], cwd=ROOT, check=False,
-        env=os.environ | {"MEGAFRONTIER_PREFIX": sys.prefix, "PATH": path},
-        capture_output=True, text=True,
-    )  # fmt: skip
+    done = call(*words, PATH=path, **variables)
     assert done.returncode == 2
-    first, last = done.stderr.splitlines()
-    assert "warning: --nodes: not given, so nothing is checked for them" in first
-    said = f"run.directory: {tmp_path}/file/run: cannot be written, need a folder to write"
-    assert last == f"megafrontier: {said}"
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"megafrontier: {said}")
     assert not (tmp_path / "submitted").exists()
 
 
@@ -170,72 +182,6 @@ def test_what_cannot_be_described_is_refused_before_the_job_waits_in_the_queue(
     assert code == 2
     assert errors.startswith(f"megafrontier: {said}")
     assert errors.count("\n") == 1
-
-
-def submit(*options):
-    """What slurm/train.sbatch says of gpt-125m with these options."""
-    return subprocess.run(
-        ["slurm/train.sbatch", "--dry-run", *options, "configs/gpt-125m.yaml"],
-        cwd=ROOT, env=os.environ | {"MEGAFRONTIER_PREFIX": sys.prefix}, check=False,
-        capture_output=True, text=True,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["-n", "8"], "--ntasks: 8, need 16,"),
-        (["--time", "60"], "CONFIG: 60, need the path of a .yaml; the values of"),
-        ([":", "--nodes=1"], "heterogeneous job (`:` between options): ranks run on its first"),
-    ],
-)
-def test_options_that_cannot_train_are_refused_before_the_job_waits(options, said):
-    done = submit("--nodes=2", *options)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"megafrontier: {said}")
-    assert done.stderr.count("\n") == 1
-
-
-def test_a_job_without_training_data_is_not_submitted(tmp_path):
-    path = with_tools(tmp_path, sbatch=f"#!/bin/sh\ntouch {tmp_path}/submitted\n")
-    done = subprocess.run(
-        ["slurm/train.sbatch", "--nodes=4", "configs/gpt-125m.yaml", f"run.directory={tmp_path}"],
-        cwd=ROOT, env=os.environ | {"MEGAFRONTIER_PREFIX": sys.prefix, "PATH": path}, check=False,
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stderr == (
-        "megafrontier: data.train: empty, need at least one corpus, as {path: PREFIX}\n"
-    )
-    assert not (tmp_path / "submitted").exists()
-
-
-def test_what_runs_on_the_nodes_is_told_before_the_job_waits(described):
-    _, (first, wires) = described
-    assert wires.startswith("wires: weights ")
-    ranks = "pair 2 x node 4 x world 48 = 384 ranks"
-    assert first.startswith(f"{ranks}; weights pair, gradients node, ")
-
-
-def test_a_level_of_very_many_peers_is_warned_of_before_the_job_waits(describe):
-    code, lines, _ = describe(
-        "--nodes=1024", CONFIG, "train.global_batch=8192", "train.micro_batch=1"
-    )
-    assert code == 0
-    (line,) = (line for line in lines if line.startswith("warning: "))
-    assert line.startswith("warning: machine.levels.world: 1024 peers")
-    assert "frontier-large" in line
-
-
-def test_an_unknown_cluster_is_refused_in_one_line():
-    done = subprocess.run(
-        ["slurm/train.sbatch", CONFIG], cwd=ROOT, capture_output=True, text=True,
-        env=os.environ | {"MEGAFRONTIER_CLUSTER": "summit"}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stderr == (
-        "megafrontier: MEGAFRONTIER_CLUSTER: summit, need the name of a file in slurm/env\n"
-    )
 
 
 def test_what_a_job_would_lack_is_warned_of_before_it_waits(tmp_path, describe):
@@ -270,40 +216,8 @@ def test_a_submission_excludes_the_runs_bad_nodes_and_those_that_the_user_names(
 
 
 @pytest.mark.parametrize("file", ["train", "evaluate", "prepare"])
-def test_batch_files_without_arguments_say_what_they_need(file):
-    done = subprocess.run(
-        [ROOT / "slurm" / f"{file}.sbatch"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert "not given, need" in line
-
-
-@pytest.mark.parametrize("file", ["train", "evaluate", "prepare"])
 def test_help_tells_what_stands_above_the_options(file):
-    done = subprocess.run(
-        [ROOT / "slurm" / f"{file}.sbatch", "--help"], capture_output=True, text=True, check=True
-    )
+    done = call(f"slurm/{file}.sbatch", "--help")
+    assert done.returncode == 0
     assert f"  slurm/{file}.sbatch --" in done.stdout
     assert "#SBATCH" not in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("variable", "said"),
-    [("MEGAFRONTIER_ENV_TAR", "need what slurm/pack_env.sh wrote"),
-     ("MEGAFRONTIER_PREFIX", "has no bin/python, need a Python environment")],
-)  # fmt: skip
-def test_an_environment_that_is_not_there_is_told_before_a_job_waits(tmp_path, variable, said):
-    path = with_tools(tmp_path, sbatch=f"#!/bin/sh\ntouch {tmp_path}/submitted\n")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
-    environment |= {"MEGAFRONTIER_CLUSTER": "generic", "PATH": path, "DRY_RUN": "0"}
-    environment |= {"MEGAFRONTIER_PREFIX": sys.prefix}
-    command = [ROOT / "slurm" / "evaluate.sbatch", "run"]
-    for given, is_submitted in (({variable: "/none"}, False), ({}, True)):
-        done = subprocess.run(
-            command, env=environment | given, cwd=tmp_path, check=False, capture_output=True,
-            text=True,
-        )  # fmt: skip
-        assert (tmp_path / "submitted").exists() == is_submitted
-        assert is_submitted or (done.returncode == 2 and f"{variable}: /none" in done.stderr)
-        assert is_submitted or said in done.stderr

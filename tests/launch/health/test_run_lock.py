@@ -119,7 +119,7 @@ def test_a_requeued_job_takes_over_from_its_earlier_start_at_once(tmp_path, line
     assert lines == []
 
 
-@pytest.mark.parametrize("content", [b"", b"\x00garbage", b'{"host": "a", "later": 1}\n1'])
+@pytest.mark.parametrize("content", [b"\x00garbage", b'{"host": "a", "later": 1}\n1'])
 def test_a_lock_that_cannot_be_read_expires_like_any_other(tmp_path, lines, content):
     (tmp_path / "00000007").write_bytes(content)
     acquire(tmp_path, HERE, lines.append).release()
