@@ -6,10 +6,11 @@ Only the first rank opens sinks. One `write` is one optimizer step, or one evalu
 import json
 import os
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megafrontier.common.errors import UserError
+from megafrontier.common.errors import UserError, print_error
 from megafrontier.common.files import write_atomically
 from megafrontier.common.signals import block_stop_requests
 from megafrontier.config import Config, config_to_dict
@@ -80,7 +81,8 @@ class WandbSink:
     def __init__(self, config: Config, directory: Path, resume_step: int) -> None:
         """offline writes files below `directory`/wandb and uses no network.
 
-        A resumed run keeps its W&B id. Raises UserError if W&B refuses or cannot be reached.
+        If W&B cannot be reached online, the run goes on offline. A resumed run keeps its W&B id.
+        Raises UserError if W&B refuses.
         """
         mode = config.log.wandb
         if mode == "offline":  # read on import: W&B's crash reports need the network
@@ -98,20 +100,25 @@ class WandbSink:
             x_disable_machine_info=True,
             finish_timeout=FINISH_SECONDS,
         )
+        start = partial(
+            wandb.init,
+            project="megafrontier",
+            name=config.run.name,
+            id=_wandb_id(directory / "wandb" / "id", resume_step),
+            dir=str(directory),
+            config=config_to_dict(config),
+            settings=settings,
+        )
         with block_stop_requests():  # W&B starts a process, which must not end before this one
             try:
-                self._run: Any = wandb.init(
-                    project="megafrontier",
-                    name=config.run.name,
-                    id=_wandb_id(directory / "wandb" / "id", resume_step),
-                    dir=str(directory),
-                    config=config_to_dict(config),
-                    settings=settings,
-                    mode=mode,
-                    resume="allow" if mode == "online" else None,
-                )
+                self._run: Any = start(mode=mode, resume="allow" if mode == "online" else None)
             except wandb.Error as error:
-                raise UserError(f"log.wandb: {mode}, wandb does not start: {error}") from error
+                # AuthenticationError is a CommError, too, but then W&B has been reached.
+                is_unreachable = isinstance(error, wandb.errors.CommError)
+                if not is_unreachable or isinstance(error, wandb.errors.AuthenticationError):
+                    raise UserError(f"log.wandb: {mode}, wandb does not start: {error}") from error
+                print_error(f"warning: log.wandb: {error}; offline, to be sent by `wandb sync`")
+                self._run = start(mode="offline")
         # W&B drops metrics below its newest step, and it may have seen steps after the checkpoint.
         # So we leave its own counter alone, and charts show our `step`.
         self._run.define_metric("*", step_metric="step")

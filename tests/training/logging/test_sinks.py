@@ -4,6 +4,9 @@ import json
 import math
 from types import SimpleNamespace
 
+import pytest
+
+from megafrontier.common.errors import UserError
 from megafrontier.config import Config
 from megafrontier.training.logging import run_log
 from megafrontier.training.logging.sinks import (
@@ -98,6 +101,29 @@ def test_a_sink_that_fails_costs_metrics_and_not_the_run(tmp_path, monkeypatch):
     assert logged({"step": 1}) == [f"{failure}Connection reset by peer"]
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 1}]
     assert logged() == [f"{failure}mailbox is closed"]
+
+
+@pytest.mark.parametrize("name", ["CommError", "AuthenticationError"])
+def test_a_run_trains_though_wandb_cannot_be_reached(tmp_path, monkeypatch, capsys, name):
+    """Otherwise a requeued job would end for good. A login that fails is an error."""
+    import wandb
+
+    modes = []
+
+    def init(*, mode, **_):
+        modes.append(mode)
+        if mode == "online":
+            raise getattr(wandb.errors, name)("timed out")
+        return SimpleNamespace(define_metric=lambda *_, **__: None)
+
+    monkeypatch.setattr(wandb, "init", init)
+    if name == "AuthenticationError":
+        with pytest.raises(UserError, match=r"log\.wandb: online, wandb does not start"):
+            WandbSink(wandb_config("online"), tmp_path, 0)
+    else:
+        WandbSink(wandb_config("online"), tmp_path, 0)
+        assert modes == ["online", "offline"]
+        assert capsys.readouterr().err.startswith("warning: log.wandb: timed out; offline")
 
 
 def test_a_resumed_run_keeps_its_wandb_id_and_its_end_waits_for_no_network(tmp_path, monkeypatch):
