@@ -74,7 +74,6 @@ def test_bad_input_is_code_2_and_one_line(line, tmp_path, capsys, monkeypatch):
     "line",
     [
         "train nowhere.yaml",
-        "train {config} machine=nowhere.yaml",
         "train {config} machine=laptop tokenizer=texts/nowhere",
         "train {config} machine=laptop data.train=[{{path: nowhere}}]",
         "evaluate nowhere",

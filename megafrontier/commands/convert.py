@@ -1,6 +1,5 @@
 """The commands `export` and `import`: checkpoints to and from Hugging Face model folders."""
 
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,13 +11,16 @@ from megafrontier.checkpoint.save import save
 from megafrontier.commands.checkpoints import saved_config
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config, config_to_dict
-from megafrontier.data.tokenizers.tokenizer import cached_tokenizer, load_tokenizer
+from megafrontier.data.tokenizers.tokenizer import (
+    cached_tokenizer,
+    load_tokenizer,
+    save_cached_tokenizer,
+)
 from megafrontier.model.families.hf_io import described_model, export_model, import_model
 from megafrontier.model.flops import parameter_shapes
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
 from megafrontier.partition.wires.registry import DTYPES
-from megafrontier.training.callbacks.save import attach_tokenizer
 from megafrontier.training.preview import check_vocabulary
 
 IMPORTED_SLICE = 2**20
@@ -85,5 +87,8 @@ def import_command(folder: Path, out: Path, tokenizer: str | None = None) -> Pat
     states = {"weight": flat.dtype}
     saved = config_to_dict(config)
     manifest = Manifest(0, 0, [layout], 1, states, saved, slice_elements=IMPORTED_SLICE)
-    attach = partial(attach_tokenizer, spec)
+
+    def attach(checkpoint: Path) -> None:
+        save_cached_tokenizer(spec, checkpoint / "tokenizer")
+
     return save(out, manifest, {"weight": [flat]}, 0, True, World.single(), attach)

@@ -18,7 +18,7 @@ from megafrontier.report.draw import (
     smooth,
     write_report,
 )
-from megafrontier.report.read import all_levels, levels_of, read_runs, strategy_of
+from megafrontier.report.read import levels_of, read_runs, strategy_of
 from tests.runs import make_config_file
 from tests.runs import run as train
 
@@ -189,17 +189,6 @@ def test_a_free_placement_is_spelt_out(tmp_path):
     assert strategy_of(config) == "weights pair, optimizer world"
     config.machine = str(tmp_path / "gone.yaml")
     assert levels_of(config) == ""
-
-
-def test_levels_of_several_machines_are_put_in_one_order_whichever_run_is_named_first(make_run):
-    def run(name, *levels):
-        comm = {level: {"bytes": 1, "seconds": 1.0} for level in levels}
-        return make_run(name, [step_line(1, comm=comm)])
-
-    large = ["pair", "node", "group", "world"]
-    folders = [run("flat", "world"), run("frontier", "pair", "node", "world"), run("large", *large)]
-    for runs in (folders, folders[::-1]):
-        assert all_levels(read_runs(runs)) == large
 
 
 def test_no_two_runs_look_alike_and_slower_levels_are_darker():

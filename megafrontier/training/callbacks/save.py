@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ def save_trainer(trainer: Trainer) -> Path:
         checkpoint_root(config),
         trainer.engine,
         trainer.optimizer.states,
-        partial(attach_tokenizer, config.tokenizer),
+        lambda folder: save_cached_tokenizer(config.tokenizer, folder / "tokenizer"),
         step=trainer.step,
         tokens=trainer.tokens,
         config=config_to_dict(config),
@@ -68,11 +67,6 @@ def callback_states(trainer: Trainer) -> dict[str, dict[str, Any]]:
     """The states of callbacks by name, of those that have something to keep."""
     states = {name: stateful.state_dict() for name, stateful in trainer.stateful.items()}
     return {name: state for name, state in states.items() if state}
-
-
-def attach_tokenizer(tokenizer: str, folder: Path) -> None:
-    """Put a tokenizer's files into a checkpoint's folder, so that it can be used on its own."""
-    save_cached_tokenizer(tokenizer, folder / "tokenizer")
 
 
 class Save(Callback):
