@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from megafrontier.partition.presets import choose_wires, has_error_feedback
 from megafrontier.partition.unit import InitialSlice
 from megafrontier.partition.wires.registry import DTYPES
 
+_ATTRIBUTE = "_megafrontier_sharded"
 Blocks = str | nn.Module | Sequence[str | nn.Module]
 
 
@@ -35,6 +35,9 @@ class ShardedModel:
     optimizer: object = None
     """The newest optimizer of the model."""
     gradients: list[torch.Tensor] | None = None
+
+    def __deepcopy__(self, _memo: object) -> None:
+        """A copy of a model, where it is not refused, is a plain module."""
 
     def finish_gradients(self) -> list[torch.Tensor]:
         """This rank's gradient shards, one for each trained unit, reduced and divided."""
@@ -60,14 +63,11 @@ class ShardedModel:
             self.engine.clear_gradients()
 
 
-_SHARDED: WeakKeyDictionary[nn.Module, ShardedModel] = WeakKeyDictionary()
-
-
 def sharded(model: nn.Module) -> ShardedModel:
     """The engine of a model, or of the model that it wraps. Raises UserError if there is none."""
     for module in model.modules():
-        if module in _SHARDED:
-            return _SHARDED[module]
+        if isinstance(found := module.__dict__.get(_ATTRIBUTE), ShardedModel):
+            return found
     raise UserError(f"model: a {type(model).__name__} that is not sharded, need one from `shard`")
 
 
@@ -152,7 +152,8 @@ def shard(
         prefetch=config.prefetch,
         initial=initial,
     )
-    _SHARDED[inner] = ShardedModel(engine, hierarchy.size if reduce == "mean" else 1)
+    found = ShardedModel(engine, hierarchy.size if reduce == "mean" else 1)
+    inner.__dict__[_ATTRIBUTE] = found
     return model
 
 

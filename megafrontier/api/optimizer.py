@@ -26,19 +26,19 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        make: type[torch.optim.Optimizer],
+        optimizer_class: type[torch.optim.Optimizer],
         params: Parameters | None = None,
         **options: Any,
     ) -> None:
-        """`make`: the optimizer's class, `options`: its arguments. `params`: parameters of the
-        model, or param groups of them; by default all that are not frozen.
+        """optimizer_class: of torch, or one like it; `options` are its arguments.
+        params: parameters of the model, or param groups of them. Default: all that are not frozen.
 
         Raises UserError unless the optimizer updates each element by itself, and for a parameter
         that is not the model's or is given twice.
         """
         self._sharded = found = sharded(model)
-        build = partial(make, **options)
-        self.scalar_states = scalar_states(make.__name__, build, found.engine.hierarchy.device)
+        build, name = partial(optimizer_class, **options), optimizer_class.__name__
+        self.scalar_states = scalar_states(name, build, found.engine.hierarchy.device)
         masters = [unit.master for unit in found.engine.trained_units]
         self.inner = ShardedOptimizer(masters, _slice_groups(found.engine, model, params), build)
         super().__init__(self.inner.torch.param_groups, self.inner.torch.defaults)
@@ -113,7 +113,8 @@ def _group_of(
     found: dict[int, int] = {}
     for number, group in enumerate(groups):
         members = group["params"]
-        for parameter in [members] if isinstance(members, torch.Tensor) else members:
+        for member in [members] if isinstance(members, torch.Tensor) else members:
+            parameter = member[1] if isinstance(member, tuple) else member  # of named_parameters()
             name = names.get(id(parameter))
             if name is None:
                 raise UserError(

@@ -141,6 +141,14 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
     assert megafrontier.load(model, None, tmp_path) == 3
 
 
+def test_importing_the_package_does_not_import_torch():
+    code = "import megafrontier, sys; assert 'torch' not in sys.modules; megafrontier.shard"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="module 'megafrontier' has no attribute 'shards'"):
+        megafrontier.shards  # noqa: B018
+    assert {"init_mesh", "shard", "AdamW"} <= set(dir(megafrontier))
+
+
 SCRIPT = """
 import sys, torch, megafrontier
 def start():
