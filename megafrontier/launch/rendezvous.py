@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
+from itertools import groupby
 from math import prod
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -234,21 +235,14 @@ def _allow_sockets(process: int) -> None:
 def check_hosts(levels: Levels, hosts: list[Any]) -> None:
     """Raise UserError if a level's group lies partly within a host: up to some level all peers must
     share a host, beyond it no two may. `hosts`: of all ranks, in rank order."""
-    held = next((i for i, other in enumerate(hosts) if other != hosts[0]), len(hosts))
-    firsts = hosts[::held]
-    if hosts != [first for first in firsts for _ in range(held)] or len({*firsts}) < len(firsts):
-        raise UserError(
-            f"machine.levels: {len(hosts)} ranks, of which the first host has {held} in a row and "
-            "others another number; need the same number of consecutive ranks on every host"
-        )
-    sizes = levels.sizes
-    fits = [prod(sizes[:depth]) for depth in range(len(sizes) + 1)]
-    if held not in fits:
+    sizes, in_a_row = levels.sizes, [len([*ranks]) for _, ranks in groupby(hosts)]
+    is_even = len({*in_a_row}) == 1 and len({*hosts}) == len(in_a_row)
+    if not is_even or in_a_row[0] not in (prod(sizes[:depth]) for depth in range(len(sizes) + 1)):
         steps = " × ".join(f"{n} {s}" for n, s in zip(levels.names, sizes, strict=True))
         raise UserError(
-            f"machine.levels: {steps}, but every host has {held} ranks, which cuts through a "
-            f"level; need sizes that multiply to {held} up to a host's edge, or another machine "
-            "(machine=nvlink8-cluster, say)"
+            f"machine.levels: {steps}, but hosts have {', '.join(map(str, in_a_row[:8]))} ranks in "
+            "a row; need the same number of consecutive ranks on every host, and sizes that "
+            "multiply to it up to a host's edge (machine=nvlink8-cluster, say)"
         )
 
 

@@ -137,18 +137,17 @@ def test_levels_that_fit_the_hosts_are_accepted(hosts, sizes):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "sizes", "reason"),
+    ("hosts", "sizes", "said"),
     [
-        ("aabb", (4,), "world 4, but every host has 2 ranks, which cuts through a level"),
-        ("aaab", (2, 2), "4 ranks, of which the first host has 3 in a row"),
-        ("aabc", (2, 2), "the first host has 2 in a row and others another number"),
-        ("abab", (2, 2), "need the same number of consecutive ranks on every host"),
-        ("abba", (2, 2), "need the same number of consecutive ranks on every host"),
-        ("aaabbb", (2, 3), "pair 2 × world 3, but every host has 3 ranks"),
+        ("aabb", (4,), "world 4, but hosts have 2, 2 ranks in a row; need the same number"),
+        ("aaab", (2, 2), "pair 2 × world 2, but hosts have 3, 1 ranks in a row"),
+        ("aabc", (2, 2), "hosts have 2, 1, 1 ranks"),
+        ("abab", (2, 2), "hosts have 1, 1, 1, 1 ranks"),
+        ("aaabbb", (2, 3), "hosts have 3, 3 ranks"),
     ],
 )
-def test_levels_that_do_not_fit_the_hosts_are_refused(hosts, sizes, reason):
-    with pytest.raises(UserError, match=rf"^machine\.levels: .*{reason}"):
+def test_levels_that_do_not_fit_the_hosts_are_refused(hosts, sizes, said):
+    with pytest.raises(UserError, match=rf"^machine\.levels: .*{said}"):
         rendezvous.check_hosts(make_levels(sizes), list(hosts))
 
 

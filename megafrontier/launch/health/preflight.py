@@ -22,7 +22,6 @@ from megafrontier.common.errors import (
     RunFailed,
     StorageFailed,
     UserError,
-    as_fatal_error,
     as_run_directory_error,
 )
 from megafrontier.common.files import sync_file
@@ -288,36 +287,27 @@ def check_storage(directory: Path, identity: Identity, world: World) -> Problem 
     problem = None
     with world.status.doing(STORAGE):
         if identity.local_rank == 0:
-            problem = _try_to_write(directory, identity.rank) or _wait_for(path)
+            problem = _try_storage(path, identity.rank)
     world.barrier()
     if world.rank == 0:
         path.unlink()
     return problem
 
 
-def _try_to_write(directory: Path, rank: int) -> Problem | None:
+def _try_storage(path: Path, rank: int) -> Problem | None:
+    """Why this host cannot write beside `path`, or does not see it within SEEN_SECONDS, if so."""
+    directory, deadline = path.parent, time.monotonic() + SEEN_SECONDS
     trial = directory / f".preflight-{rank}"
     try:
         with trial.open("wb") as file:
             file.write(b"trial")
             sync_file(file)
         trial.unlink()
+        while not path.exists():
+            if time.monotonic() > deadline:
+                need = "not the folder that rank 0 sees, need one that hosts share"
+                return UserError(f"run.directory: {directory}: {need}")
+            time.sleep(0.1)
     except OSError as error:
         return as_run_directory_error(error, directory)
     return None
-
-
-def _wait_for(path: Path) -> Problem | None:
-    """Why a file is not seen within SEEN_SECONDS, if so."""
-    deadline = time.monotonic() + SEEN_SECONDS
-    where = f"run.directory: {path.parent}"
-    while time.monotonic() < deadline:
-        try:
-            path.stat()
-            return None
-        except OSError as error:
-            failure = as_fatal_error(error, f"{where}: {error.strerror}")
-            if isinstance(failure, StorageFailed):
-                return failure
-        time.sleep(0.1)
-    return UserError(f"{where}: not the folder that rank 0 sees, need one that hosts share")
