@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -78,7 +79,9 @@ def _read_run(directory: Path) -> Run:
     evaluations = {line["step"]: line["valid_loss"] for line in lines if "valid_loss" in line}
     if not steps:
         raise UserError(f"{path}: no steps yet, need at least one")
-    config = _read_config(directory / "config.yaml")
+    config = None
+    with suppress(UserError):
+        config = load_config(directory / "config.yaml")
     return Run(
         label=config.run.name if config else directory.resolve().name,
         directory=directory,
@@ -101,13 +104,6 @@ def _parse_lines(path: Path, text: str) -> list[Metrics]:
             raise UserError(f"{path}:{number}: {line[:40]!r}, need JSON with a step") from error
         parsed.append(values)
     return parsed
-
-
-def _read_config(path: Path) -> Config | None:
-    try:
-        return load_config(path)
-    except UserError:
-        return None
 
 
 def all_levels(runs: Sequence[Run]) -> list[str]:

@@ -17,66 +17,56 @@ _SPLIT_WINDOW = 1 << 14  # bytes at the end of a block in which a place to split
 _BETWEEN_WORDS = re.compile(rb"[0-9A-Za-z\x80-\xff] (?=[A-Za-z\x80-\xff])")
 
 
-class Stream:
-    """The bytes of a file, unpacked if its name ends in .gz or .zst.
+def chunks(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the bytes of an open file in chunks, unpacked if its name ends in .gz or .zst.
 
-    `position` is the number of bytes read from the file itself. Raises UserError, with the file and
-    that byte, if the file is corrupt or truncated; OSError if it cannot be read.
+    Raises UserError, with the file and the byte, if it is corrupt or truncated.
     """
+    packing = Path(file.name).suffix.lower()
+    if packing == ".gz":
+        yield from _members(file, partial(zlib.decompressobj, wbits=31), zlib.error)
+    elif packing == ".zst":
+        import zstandard
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.position = 0
-
-    def chunks(self) -> Iterator[bytes]:
-        """Yield the unpacked bytes in chunks."""
-        packing = self.path.suffix.lower()
-        with self.path.open("rb") as file:
-            if packing == ".gz":
-                yield from self._members(file, partial(zlib.decompressobj, wbits=31), zlib.error)
-            elif packing == ".zst":
-                import zstandard
-
-                # The default limit is a window of 128 MiB; `zstd --long=31` needs 2 GiB.
-                make = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
-                yield from self._members(file, make, zstandard.ZstdError)
-            else:
-                yield from self._read(file)
-
-    def _read(self, file: BinaryIO) -> Iterator[bytes]:
-        while chunk := file.read(_READ_BYTES):
-            self.position += len(chunk)
-            yield chunk
-
-    def _members(
-        self, file: BinaryIO, make: Callable[[], Any], corrupt: type[Exception]
-    ) -> Iterator[bytes]:
-        """Unpack consecutive members (gzip) or frames (zstd).
-
-        We do not use the readers of the libraries: they accept a file that is truncated between
-        two blocks of a zstd frame as complete.
-        """
-        member, inside = make(), True  # an empty file is truncated, too
-        for chunk in self._read(file):
-            while chunk:
-                try:
-                    text = member.decompress(chunk)
-                except corrupt as error:
-                    at = self.position - len(chunk)
-                    raise UserError(f"{self.path}: corrupt near byte {at}: {error}") from error
-                if text:
-                    yield text
-                chunk, inside = member.unused_data, not member.eof
-                if member.eof:
-                    member = make()
-        if inside:
-            raise UserError(f"{self.path}: cut off at byte {self.position}, within packed data")
+        # The default limit is a window of 128 MiB; `zstd --long=31` needs 2 GiB.
+        make = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
+        yield from _members(file, make, zstandard.ZstdError)
+    else:
+        yield from _read(file)
 
 
-def split_lines(stream: Stream) -> Iterator[tuple[int, bytes, bool]]:
+def _read(file: BinaryIO) -> Iterator[bytes]:
+    while chunk := file.read(_READ_BYTES):
+        yield chunk
+
+
+def _members(file: BinaryIO, make: Callable[[], Any], corrupt: type[Exception]) -> Iterator[bytes]:
+    """Unpack consecutive members (gzip) or frames (zstd).
+
+    We do not use the readers of the libraries: they accept a file that is truncated between two
+    blocks of a zstd frame as complete.
+    """
+    member, inside = make(), True  # an empty file is truncated, too
+    for chunk in _read(file):
+        while chunk:
+            try:
+                text = member.decompress(chunk)
+            except corrupt as error:
+                at = file.tell() - len(chunk)
+                raise UserError(f"{file.name}: corrupt near byte {at}: {error}") from error
+            if text:
+                yield text
+            chunk, inside = member.unused_data, not member.eof
+            if member.eof:
+                member = make()
+    if inside:
+        raise UserError(f"{file.name}: cut off at byte {file.tell()}, within packed data")
+
+
+def split_lines(file: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
     """Yield (number of the first line, from 1; whole lines of about BLOCK_BYTES; True)."""
     line, held, size = 1, list[bytes](), 0
-    for chunk in stream.chunks():
+    for chunk in chunks(file):
         end = chunk.rfind(b"\n") + 1
         if end and size + end >= BLOCK_BYTES:
             block = b"".join([*held, chunk[:end]])
@@ -89,10 +79,10 @@ def split_lines(stream: Stream) -> Iterator[tuple[int, bytes, bool]]:
         yield line, b"".join(held), True
 
 
-def split_text(stream: Stream) -> Iterator[tuple[int, bytes, bool]]:
+def split_text(file: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
     """Yield (first byte, about BLOCK_BYTES of text, whether the text ends with them)."""
     held, start = b"", 0
-    for chunk in stream.chunks():
+    for chunk in chunks(file):
         # Hold a full block back until more bytes come: only then is it known not to be the last.
         while len(held) > BLOCK_BYTES:
             end = _split_point(held[:BLOCK_BYTES])

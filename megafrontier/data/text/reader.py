@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from megafrontier.common.errors import UserError
@@ -79,11 +78,11 @@ class Reader:
                 yield TextRange(source.name, "rows", start, rows)
                 self.done_bytes = min(end, self.done_bytes + size_of(rows))
         else:
-            stream = files.Stream(Path(source.name))
             split = files.split_lines if source.kind == "lines" else files.split_text
-            for start, part, is_last in split(stream):
-                self.done_bytes = before + stream.position
-                yield TextRange(source.name, source.kind, start, part, is_last)
+            with open(source.name, "rb") as file:
+                for start, part, is_last in split(file):
+                    self.done_bytes = before + file.tell()
+                    yield TextRange(source.name, source.kind, start, part, is_last)
         self.done_bytes = end
 
 

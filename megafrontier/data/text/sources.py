@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megafrontier.common.errors import UserError
-from megafrontier.data.text.files import Stream
+from megafrontier.data.text.files import chunks
 from megafrontier.data.text.tables import has_dataset_card, is_dataset_folder, load_dataset
 
 Kind = Literal["text", "lines", "rows"]
@@ -171,7 +171,8 @@ def _named_source(path: Path) -> Source:
         need = "need one text a line in .jsonl, one a row in .parquet, or plain text"
         raise UserError(f"input {str(path)!r}: {_suffix(path)}, {need}")
     if source.kind == "text":
-        head = next(Stream(path).chunks(), b"").removeprefix(codecs.BOM_UTF8)
+        with path.open("rb") as file:
+            head = next(chunks(file), b"").removeprefix(codecs.BOM_UTF8)
         if head.lstrip().startswith(b'{"'):
             what = "looks like JSON lines, but would be read as one text; need the suffix .jsonl"
             raise UserError(f"input {str(path)!r}: {what}")

@@ -2,15 +2,13 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from megafrontier.common.errors import UserError
-from megafrontier.data.text import files
 
 Rows = list[Any]
-_BATCH_ROWS = 512
+_BATCH_ROWS = 64  # a row may be a book
 
 
 def is_dataset_folder(folder: Path) -> bool:
@@ -59,7 +57,7 @@ def load_dataset(name: str, split: str | None) -> Any:
 
 
 def read_rows(name: str, table: Any, key: str) -> Iterator[tuple[int, Rows]]:
-    """Yield (number of the first row, from 0; at most about BLOCK_BYTES of column `key`).
+    """Yield (number of the first row, from 0; at most _BATCH_ROWS values of column `key`).
 
     Reads the parquet file `name` if `table` is None, otherwise that `datasets.Dataset`. Strings
     are bytes that may not be valid UTF-8. Raises UserError for a file that cannot be read, or
@@ -67,18 +65,13 @@ def read_rows(name: str, table: Any, key: str) -> Iterator[tuple[int, Rows]]:
     """
     import pyarrow
 
-    start, held, size = 0, list[Any](), 0
+    start = 0
     try:
-        for row in chain.from_iterable(map(_values, _columns(name, table, key))):
-            held.append(row)
-            size += size_of([row])
-            if size >= files.BLOCK_BYTES or len(held) >= _BATCH_ROWS:
-                yield start, held
-                start, held, size = start + len(held), [], 0
+        for rows in map(_values, _columns(name, table, key)):
+            yield start, rows
+            start += len(rows)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{name}: cannot read the table: {error}") from error
-    if held:
-        yield start, held
 
 
 def size_of(rows: Rows) -> int:

@@ -61,14 +61,10 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer.save_pretrained(folder)
 
     def _find_eod(self, name: str) -> int:
-        tokenizer = self._tokenizer
-        for candidate in (tokenizer.eos_token_id, tokenizer.sep_token_id):
+        named = map(self._tokenizer.get_vocab().get, EOD_PIECES)
+        for candidate in (self._tokenizer.eos_token_id, self._tokenizer.sep_token_id, *named):
             if candidate is not None:
                 return int(candidate)
-        vocabulary = tokenizer.get_vocab()
-        for piece in EOD_PIECES:
-            if piece in vocabulary:
-                return int(vocabulary[piece])
         need = f"need one to end documents, or {' or '.join(EOD_PIECES)} in its vocabulary"
         raise UserError(f"tokenizer {name!r}: no eos token, {need}")
 
