@@ -195,13 +195,3 @@ def test_storage_that_fails_at_the_start_is_not_bad_input(
     monkeypatch.setattr(Path, "open", fail)
     assert main(["train", str(config_file), "--nproc", "4"]) == code
     assert capfd.readouterr().err.endswith(f"/run/log.txt: {said}, need a folder to write\n")
-
-
-def test_a_config_that_cannot_be_kept_is_one_line(config_file, tmp_path, capfd):
-    (tmp_path / "run" / "config.yaml").mkdir(parents=True)
-    assert runs.train(runs.load(config_file), 4) == 2
-    error = capfd.readouterr().err
-    assert (
-        error
-        == f"megafrontier: run.directory: {tmp_path}/run: Is a directory, need room to write\n"
-    )

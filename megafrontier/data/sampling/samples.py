@@ -183,8 +183,8 @@ def open_samples(
     cannot be read or is too short for one window.
     """
     corpora = data.valid if subset == "valid" and data.valid else data.train
-    if subset == "train" and not corpora:
-        raise UserError("data.train: empty, need at least one corpus, as {path: PREFIX}")
+    if subset == "train":
+        refuse_no_corpus(data)
     if not corpora:
         return None
     split = [Fraction(1), Fraction(0)] if data.valid else [Fraction(str(x)) for x in data.split]
@@ -195,6 +195,12 @@ def open_samples(
     ranges, weights = zip(*used, strict=True)
     order = seed if subset == "train" else None
     return Samples(ranges, Blend(weights), sequence_length, vocab_size, order, data.document_mask)
+
+
+def refuse_no_corpus(data: DataConfig) -> None:
+    """Raise UserError if there is no training corpus."""
+    if not data.train:
+        raise UserError("data.train: empty, need at least one corpus, as {path: PREFIX}")
 
 
 def _open_range(

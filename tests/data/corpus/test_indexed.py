@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megafrontier.common.errors import UserError
-from megafrontier.data.corpus.indexed import HEADER, IndexedDataset, token_dtype
+from megafrontier.data.corpus.indexed import HEADER, IndexedDataset
 from tests.data.corpora import document, write_corpus
 
 DOCUMENTS = [[[5, 6, 7]], [[8], [9, 10]], [[11, 12, 13, 14]]]
@@ -70,11 +70,6 @@ def test_documents_out_of_order_or_range_are_refused_by_file(
         file.write(struct.pack("<q", sequence))
     with pytest.raises(UserError, match=r"c\.idx: damaged: document"):
         IndexedDataset(prefix).document_starts(0, 100)
-
-
-def test_vocabularies_below_65500_take_two_bytes_as_in_megatron() -> None:
-    assert token_dtype(65499) == np.uint16
-    assert token_dtype(65500) == np.int32
 
 
 def test_a_corpus_of_a_hundred_million_documents_opens_at_once(tmp_path: Path) -> None:
@@ -146,9 +141,3 @@ def test_a_damaged_corpus_is_refused_by_file_and_byte(
     tmp_path: Path, suffix: str, damage, says: str
 ) -> None:
     assert re.search(re.escape(says), damaged(tmp_path, suffix, damage))
-
-
-def test_an_index_without_sequences_is_refused(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "c", [])
-    with pytest.raises(UserError, match="byte 18: 0 sequences"):
-        IndexedDataset(tmp_path / "c")

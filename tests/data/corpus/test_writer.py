@@ -9,8 +9,7 @@ import pytest
 
 from megafrontier.common.errors import UserError
 from megafrontier.data.corpus.indexed import IndexedDataset
-from megafrontier.data.corpus.writer import CorpusWriter, DocumentWriter, IndexBuilder
-from tests.data.corpora import write_corpus
+from megafrontier.data.corpus.writer import CorpusWriter, DocumentWriter
 
 UINT16 = np.dtype(np.uint16)
 
@@ -91,14 +90,3 @@ def test_a_writer_that_has_published_leaves_the_next_ones_files_alone(tmp_path: 
     with CorpusWriter(tmp_path / "c", UINT16) as second:
         first.__exit__(None, None, None)
         assert second.partial_bin.exists()
-
-
-def test_the_index_is_that_of_megatron(tmp_path: Path) -> None:
-    documents = [[[5, 6, 7]], [[8], [9, 10]], [[11, 12, 13, 14]]]
-    expected = write_corpus(tmp_path / "c", documents)
-    index = IndexBuilder()
-    index.add(np.array([3, 1], np.int32), np.array([1]))
-    index.add(np.array([2, 4], np.int32), np.array([3, 4]))
-    with (tmp_path / "made.idx").open("wb") as file:
-        index.write(file, UINT16)
-    assert (tmp_path / "made.idx").read_bytes() == Path(f"{expected}.idx").read_bytes()

@@ -23,7 +23,7 @@ LLAMA = {"byte_fallback": True, "remove_extra_whitespaces": False}
 
 @pytest.mark.parametrize(
     ("named", "prefix"),
-    [("GPT2Tokenizer", True), ("Qwen2Tokenizer", False), ("X", False)],
+    [("GPT2Tokenizer", True), ("X", False)],
 )
 def test_the_tokenizer_json_of_a_folder_decides_the_ids_whatever_class_it_names(
     tmp_path: Path, named: str, prefix: bool
@@ -67,12 +67,11 @@ def write_json(model: Path, prefix: bool) -> Path:
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-@pytest.mark.parametrize("legacy", [{"legacy": True}, {"legacy": False}])
 def test_a_model_its_tokenizer_json_and_their_folder_give_the_same_ids(
-    tmp_path: Path, prefix: bool, legacy: dict[str, bool]
+    tmp_path: Path, prefix: bool
 ) -> None:
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    config: dict[str, Any] = {"tokenizer_class": "LlamaTokenizer", **special, **legacy}
+    config: dict[str, Any] = {"tokenizer_class": "LlamaTokenizer", **special}
     model = train_model(tmp_path / "x", **LLAMA, add_dummy_prefix=prefix)
     (tmp_path / "x" / "tokenizer_config.json").write_text(json.dumps(config))
     theirs = SentencePieceProcessor(model_file=str(model))
