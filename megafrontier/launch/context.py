@@ -42,22 +42,17 @@ class RunContext:
         return explain_out_of_memory(f"rank {self.identity.rank} on {self.identity.host}", advice)
 
 
-def no_logger(is_first: bool) -> AbstractContextManager[RunLogger]:
-    """A logger that keeps nothing, on any rank."""
-    return nullcontext(RunLogger(None))
-
-
 @contextmanager
 def open_context(
     config: Config,
     directory: Path,
-    open_logger: Callable[[bool], AbstractContextManager[RunLogger]] = no_logger,
+    open_logger: Callable[[bool], AbstractContextManager[RunLogger]] | None = None,
 ) -> Iterator[RunContext]:
     """Join the other ranks, and watch over them while the body runs.
 
     directory: gets the reports of hangs and the list of excluded nodes.
     open_logger: given whether this is rank 0. It is closed after the watchdog, because that may
-        take minutes.
+        take minutes. None: keep nothing.
 
     Raises as `join` does.
     """
@@ -66,7 +61,7 @@ def open_context(
     with (
         closing(Watchdog(identity, directory, timeouts)) as watchdog,
         join_machine(config, watchdog.start, watchdog.fail) as (plan, mesh),
-        open_logger(mesh.rank == 0) as run_logger,
+        open_logger(mesh.rank == 0) if open_logger else nullcontext(RunLogger(None)) as run_logger,
         watchdog.watching(),
     ):
         yield RunContext(config, identity, plan, mesh, watchdog, run_logger)

@@ -149,7 +149,7 @@ def give_up(device: torch.device) -> None:
     """
     if device.type != "cuda":
         dist.destroy_process_group()
-    elif hasattr(dist.distributed_c10d, "_abort_process_group"):  # torch has no public name for it
+    else:  # torch has no public name for it
         # It may take as long as a collective's timeout for each group, and fail if they are broken.
         # The error that led here must still be reported.
         call_with_timeout(GIVE_UP_GROUPS, dist.distributed_c10d._abort_process_group)

@@ -1,52 +1,55 @@
-"""A job of slurm/train.sbatch ends as it should, and its chain goes on, where nobody watches: by
-Slurm's commands as a job sees them, in place of Slurm."""
+"""How a job of slurm/train.sbatch ends, and whether it is requeued: with scripts in place of
+Slurm's commands."""
 
 import os
 import shutil
 import subprocess
-from types import SimpleNamespace
+import sys
 
 import pytest
 
 from tests.slurm.cluster import ROOT
-from tests.slurm.test_batch_files import SCONTROL, SINFO, job_process
+from tests.tools import with_tools
 
-NODES = "frontier00001\nfrontier00002\n"
-QUICK = "#!/bin/sh\nexec /bin/sleep 0.1\n"
+CONFIG = "configs/gpt-20b.yaml"
+# Slurm as a job on frontier00001 and 2 sees it.
+SCONTROL = """#!/bin/sh
+case "$*" in
+    *hostnames*) printf 'frontier00001\\nfrontier00002\\n' ;;
+    *show*) echo ' Restarts=0 JobState=RUNNING ' ;;
+    *) echo "scontrol $*" >&2 ;;
+esac
+"""
+SINFO = "#!/bin/sh\nprintf 'frontier0000%s\\n' 1 2 3 3\n"
+REQUEUED = "scontrol requeue 7\n"
 
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a job in `tmp_path`: `srun` is what ranks do, and each node."""
+    """Run slurm/train.sbatch as Slurm does in `tmp_path`, the run directory, until it ends with a
+    code. Returns what it says. `srun`: what ranks do; `around`: the command's first words."""
 
-    def begin(srun, *chosen, scontrol=SCONTROL, around=(), tools=None, output=None, **variables):
+    def begin(srun, *chosen, code, scontrol=SCONTROL, around=(), output=None, tools=(), **given):
         scripts = {
-            "scontrol": scontrol.replace('*) echo "', f'*) echo "$*" >>{tmp_path}/asked; echo "'),
-            "srun": "#!/bin/sh\n" + srun, "sinfo": SINFO, "sleep": QUICK, **(tools or {}),
+            "scontrol": scontrol, "srun": "#!/bin/sh\necho ranks start >&2\n" + srun,
+            "sinfo": SINFO, "sleep": "#!/bin/sh\n", **dict(tools),
         }  # fmt: skip
-        disk = {"MEGAFRONTIER_NODE_DISK": str(tmp_path / "disk"), "SLURM_JOB_NUM_NODES": "2"}
-        (tmp_path / "run").mkdir(exist_ok=True)
-        (tmp_path / "asked").write_text("")
-        done = job_process(
-            tmp_path, tmp_path / "run", *chosen, scripts=scripts, around=around, stdout=output,
-            **disk | variables,
+        environment = os.environ | {
+            "PATH": with_tools(tmp_path, **scripts),
+            "MEGAFRONTIER_CLUSTER": "generic", "MEGAFRONTIER_PREFIX": sys.prefix,
+            "MEGAFRONTIER_HOME": str(ROOT), "MEGAFRONTIER_NODE_DISK": str(tmp_path / "disk"),
+            "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "", "SLURM_JOB_NUM_NODES": "2", **given,
+        }  # fmt: skip
+        train = [ROOT / "slurm" / "train.sbatch", ROOT / CONFIG, f"run.directory={tmp_path}"]
+        done = subprocess.run(
+            [*around, *train, *chosen], cwd=tmp_path, env=environment, text=True, check=False,
+            timeout=100, stdout=output or subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
-        asked = (tmp_path / "asked").read_text()
-        is_requeued = "requeue 7\n" in asked
-        return SimpleNamespace(
-            code=done.returncode,
-            out=done.stdout,
-            err=done.stderr,
-            asked=asked,
-            requeued=is_requeued,
-        )
+        said = (done.stdout or "") + done.stderr
+        assert done.returncode == code, said
+        return said
 
     return begin
-
-
-def listed(tmp_path):
-    path = tmp_path / "run" / "bad-nodes.txt"
-    return path.read_text() if path.exists() else ""
 
 
 def bash(script):
@@ -57,41 +60,114 @@ def bash(script):
     )  # fmt: skip
 
 
+@pytest.fixture
+def archive(tmp_path):
+    """The variable of a packed environment."""
+    (tmp_path / "environment.tar.gz").touch()
+    return {"MEGAFRONTIER_ENV_TAR": str(tmp_path / "environment.tar.gz")}
+
+
+@pytest.mark.parametrize(("unfit", "is_requeued"), [("frontier00002", True), ("frontier9", False)])
+def test_a_run_with_bad_nodes_is_requeued_if_the_next_start_excludes_one(start, unfit, is_requeued):
+    """Otherwise it would repeat forever."""
+    said = start(f"echo {unfit} >>bad-nodes.txt\nexit 69\n", code=69)
+    excluded = f"scontrol update JobId=7 ExcNodeList={unfit}\n"
+    assert (REQUEUED in said, excluded in said) == (is_requeued,) * 2
+    assert ("not requeued" in said) != is_requeued
+
+
+def test_a_job_that_gets_a_listed_node_is_requeued_before_its_ranks_start(start, tmp_path):
+    (tmp_path / "bad-nodes.txt").write_text("frontier00002\n")
+    for own, excluded in (("(null)", ""), ("frontier0000[7-9]", ",frontier0000[7-9]")):
+        show = f"JobState=RUNNING ExcNodeList={own} "
+        said = start("", code=69, scontrol=SCONTROL.replace("JobState=RUNNING ", show))
+        assert REQUEUED in said
+        assert f"scontrol update JobId=7 ExcNodeList=frontier00002{excluded}\n" in said
+        assert "ranks start" not in said
+
+
+def test_a_job_to_which_slurm_does_not_answer_is_requeued(start, archive, tmp_path):
+    """A controller that is busy names no node."""
+    busy = "#!/bin/sh\necho 'error: slurmctld is busy' >&2\nexit 1\n"
+    both = "printf 'frontier00001\\nfrontier00002\\n'\n"
+    assert REQUEUED in start(both, code=70, tools={"sbcast": busy}, **archive)
+    assert not (tmp_path / "bad-nodes.txt").exists()
+
+
+def test_slurm_may_be_silent_for_a_while_at_the_end_of_a_job(start, tmp_path):
+    """When its controller is restarted."""
+    asked = tmp_path / "asked"
+    silent = f"""for word in requeue show.job; do
+        if echo "$*" | grep -q "$word"; then
+            echo "$word" >>{asked}
+            [ $(grep -c "$word" {asked}) -gt 1 ] || exit 1
+        fi
+    done
+    """
+    scontrol = SCONTROL.replace("#!/bin/sh\n", "#!/bin/sh\n" + silent)
+    said = start("exit 75", code=75, scontrol=scontrol)
+    assert "exit code 75, requeued\n" in said
+    assert REQUEUED in said
+
+
+@pytest.mark.parametrize(
+    ("answer", "reported"),
+    [
+        ("echo ' Restarts=0 Requeue=0 JobState=RUNNING ' ;;", "not requeued (--no-requeue)"),
+        ("echo ' Restarts=0 BatchFlag=0 JobState=RUNNING ' ;;", "not requeued (no batch job)"),
+        ("echo ' Restarts=1 JobState=RUNNING ' ;;", "ended from outside"),
+        ("echo ' Restarts=0 JobState=RUNNING ' ;;\n *requeue*) exit 1 ;;", "requeued\n"),
+    ],
+)
+def test_a_job_that_cannot_be_requeued_says_so(start, answer, reported):
+    scontrol = SCONTROL.replace("echo ' Restarts=0 JobState=RUNNING ' ;;", answer)
+    said = start("exit 75", code=75, scontrol=scontrol)
+    assert f"exit code 75, {reported}" in said
+    assert "again to resume" in said
+    assert REQUEUED not in said
+
+
+def test_ranks_get_the_jobs_environment_however_it_was_submitted(start):
+    """sbatch --export=NONE has srun hand on nothing; salloc says nothing of cores, and Slurm would
+    tell the ranks of the login node, where none of them is."""
+    ranks = 'echo "$* SLURM_EXPORT_ENV=$SLURM_EXPORT_ENV at $MASTER_ADDR."'
+    said = start(ranks, code=0, SLURM_EXPORT_ENV="NONE")
+    assert " SLURM_EXPORT_ENV= at frontier00001.\n" in said
+    assert "--cpus-per-task" not in said
+    on_a_node = {"SLURMD_NODENAME": "frontier00001", "MASTER_ADDR": ""}
+    said = start(ranks, code=0, SLURM_CPUS_PER_TASK="7", **on_a_node)
+    assert " --cpus-per-task=7 " in said
+    assert " at .\n" in said
+
+
+def test_a_run_whose_ranks_never_meet_is_given_up(start):
+    """A node without rank 0's answer, a package that is not there: no rank records the start."""
+    recording = "echo '{\"reached\": 0}' >>attempts.jsonl\nexit 70"
+    for ranks in ("exit 70", "exit 70", recording, "exit 70"):
+        assert REQUEUED in start(ranks, "train.attempts=3", code=70)
+    # Also by the time limit.
+    timely = SCONTROL.replace("JobState=RUNNING", "JobState=COMPLETING Reason=TimeLimit")
+    slow = "kill -TERM $PPID; /bin/sleep 1; exit 143"
+    assert REQUEUED in start(slow, "train.attempts=3", code=143, scontrol=timely)
+    said = start("exit 1", "train.attempts=3", code=3)
+    assert REQUEUED not in said
+    assert "exit code 1 before all ranks had met, as in the last 3 starts" in said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a full disk, needs root")
+def test_starts_that_a_full_disk_does_not_let_be_counted_do_not_go_on_for_ever(start, tmp_path):
+    (tmp_path / "run").mkdir()
+    mount = 'mount -t tmpfs -o size=4k none run; head -c 9999 /dev/zero >run/full; exec "$@"'
+    around = ("unshare", "--mount", "sh", "-c", mount, "sh")
+    said = start("exit 1", f"run.directory={tmp_path}/run", code=3, around=around)
+    assert REQUEUED not in said
+    assert f"exit code 1 before all ranks had met, and {tmp_path}/run cannot be written" in said
+
+
 def test_a_job_whose_output_cannot_be_written_is_requeued(start):
     """Where a save found the disk full, the job's own output mostly lies on it, too."""
     with open("/dev/full", "w") as full:
-        done = start("exit 70", output=full)
-    assert (done.code, done.requeued) == (70, True)
-
-
-def test_the_stop_does_not_end_what_has_no_handler_yet():
-    done = bash("\"${deaf[@]}\" sh -c 'kill -USR1 $$; echo lives'")
-    assert done.stdout == "lives\n", done.stderr
-
-
-def test_a_node_that_hangs_while_it_unpacks_is_left_out(start, tmp_path):
-    """Not found by its failing, and the time limit would come to the next job, too."""
-    (tmp_path / "environment.tar.gz").touch()
-    done = start(
-        "printf -- '-\\nfrontier00001\\n'; exec /bin/sleep 60",
-        MEGAFRONTIER_ENV_TAR=str(tmp_path / "environment.tar.gz"), MEGAFRONTIER_UNPACK_SECONDS="1",
-        tools={"timeout": '#!/bin/sh\nshift 3\nexec timeout 1 "$@"\n'.replace(
-            "exec timeout", f"exec {shutil.which('timeout')}")},
-    )  # fmt: skip
-    assert (done.code, done.requeued) == (69, True), done.err
-    assert listed(tmp_path) == "frontier00002\n"
-
-
-def test_starts_that_the_time_limit_ends_before_ranks_meet_are_counted(start):
-    timely = SCONTROL.replace("JobState=RUNNING", "JobState=COMPLETING Reason=TimeLimit")
-    for number in range(1, 4):
-        done = start(
-            "kill -TERM $PPID; /bin/sleep 1; exit 143", "train.attempts=3", scontrol=timely
-        )
-        assert done.requeued == (number < 3), done.out
-    assert done.code == 3
-    said = "by the time limit before all ranks had met, as in the last 3 starts (train.attempts)"
-    assert said in done.out
+        assert REQUEUED in start("exit 70", code=70, output=full)
 
 
 @pytest.mark.parametrize(
@@ -105,28 +181,21 @@ def test_a_job_that_cannot_look_at_its_run_is_requeued_unless_that_is_a_bug(
     python.parent.mkdir(parents=True)
     python.write_text(f"#!/bin/sh\nexit {code}\n")
     python.chmod(0o755)
-    done = start("", MEGAFRONTIER_PREFIX=str(tmp_path / "prefix"))
-    assert (done.code, done.requeued) == (code, is_requeued)
+    said = start("", code=code, MEGAFRONTIER_PREFIX=str(tmp_path / "prefix"))
+    assert (REQUEUED in said) == is_requeued
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a full disk, needs root")
-def test_starts_that_a_full_disk_does_not_let_be_counted_do_not_go_on_for_ever(start, tmp_path):
-    mount = 'mount -t tmpfs -o size=4k none run; head -c 9999 /dev/zero >run/full; exec "$@"'
-    done = start("exit 1", around=("unshare", "--mount", "sh", "-c", mount, "sh"))
-    assert (done.code, done.requeued) == (3, False), done.err
-    assert f"exit code 1 before all ranks had met, and {tmp_path}/run cannot be written" in done.out
+def test_a_node_that_hangs_while_it_unpacks_is_excluded(start, archive, tmp_path):
+    at_once = f'#!/bin/sh\nshift 3\nexec {shutil.which("timeout")} 1 "$@"\n'
+    said = start(
+        "printf -- '-\\nfrontier00001\\n'; exec /bin/sleep 60",
+        code=69, tools={"timeout": at_once}, MEGAFRONTIER_UNPACK_SECONDS="1", **archive,
+    )  # fmt: skip
+    assert REQUEUED in said
+    assert (tmp_path / "bad-nodes.txt").read_text() == "frontier00002\n"
 
 
-def test_ctrl_c_in_an_allocation_asks_the_ranks_to_stop(start):
-    """They run in the background, where bash keeps the keyboard's signal from them. By USR1, as at
-    the time limit: at TERM srun kills them."""
-    ranks = "trap 'echo asked to stop; exit 75' USR1; kill -INT $PPID; /bin/sleep 9 & wait"
-    done = start(ranks, around=("env", "--default-signal=INT"))
-    assert "asked to stop\n" in done.out
-    assert (done.code, done.requeued) == (75, True)
-
-
-def test_an_archive_that_most_nodes_cannot_unpack_is_no_nodes_fault():
+def test_an_archive_that_most_nodes_cannot_unpack_excludes_no_node():
     done = bash("refuse_nodes unpacking n1 n2 || true")
     assert (done.returncode, done.stderr) == (
         69, "megafrontier: MEGAFRONTIER_ENV_TAR: unpacking fails on 2 nodes: n1 n2\n"
@@ -134,3 +203,17 @@ def test_an_archive_that_most_nodes_cannot_unpack_is_no_nodes_fault():
     done = bash("SLURM_JOB_NUM_NODES=3; refuse_nodes unpacking n1 n2")
     assert done.returncode == 2
     assert "need a whole archive, and room and leave to write in /" in done.stderr
+
+
+def test_the_stop_signal_does_not_end_a_process_without_a_handler():
+    done = bash("\"${deaf[@]}\" sh -c 'kill -USR1 $$; echo lives'")
+    assert done.stdout == "lives\n", done.stderr
+
+
+def test_ctrl_c_in_an_allocation_asks_the_ranks_to_stop(start):
+    """They run in the background, where bash keeps the keyboard's signal from them. By USR1, as at
+    the time limit: at TERM srun kills them."""
+    ranks = "trap 'echo asked to stop; exit 75' USR1; kill -INT $PPID; /bin/sleep 9 & wait"
+    said = start(ranks, code=75, around=("env", "--default-signal=INT"))
+    assert "asked to stop\n" in said
+    assert REQUEUED in said

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.slurm.cluster import ROOT
-from tests.slurm.test_batch_files import CONFIG, SINFO
+from tests.slurm.test_endings import CONFIG, SINFO
 from tests.tools import with_tools
 
 START = ROOT / "slurm" / "start.sh"

@@ -163,11 +163,9 @@ class Watchdog:
             if checks_nodes:
                 limit, code = min(limit, self._timeouts.check_nodes), BAD_NODE
             if self._idle_seconds > limit:
-                after = f"after step {self._step}"
-                reason = f"nothing finished for {self._idle_seconds:.0f} s "
-                reason += "before the first step" if checks_nodes else after
-                if limit != self._timeouts.check_nodes:
-                    reason += f" (train.hang_seconds {self._timeouts.hang:g})"
+                after = f"after step {self._step} (train.hang_seconds {self._timeouts.hang:g})"
+                when = "before the first step" if checks_nodes else after
+                reason = f"nothing finished for {self._idle_seconds:.0f} s {when}"
                 self._raise_alarm(Alarm(self._identity.rank, reason, code, hang=True))
         faulthandler.cancel_dump_traceback_later()
 
