@@ -102,8 +102,15 @@ def is_on_rank(*ranks):
     return any(local.startswith(f"{rank}/") for rank in ranks)
 
 
-def test_healthy_ranks_pass_without_a_word(config_file, hosts, capfd):
+def test_healthy_ranks_pass_without_a_word(config_file, hosts, change, capfd):
     hosts("aabb")
+    seen = []
+
+    def disturbed_for_a_moment(rank, level, rate):
+        seen.append(level)
+        return one_slow_host(rank + 4, level, rate) if seen.count(level) == 1 else 5.0
+
+    change(disturbed_for_a_moment)
     assert train(config_file, 4) == 0
     assert capfd.readouterr().err == ""
     assert "preflight" not in log(config_file)
@@ -140,21 +147,6 @@ def test_a_slow_link_is_a_failure_only_if_asked_for(config_file, hosts, change, 
     assert error.startswith("megafrontier: preflight: c: link world 0.5 GB/s, need")
     assert error.count("\n") == 1
     assert bad_nodes(config_file) == ["c"]
-    assert train(config_file, 8, "preflight.enabled=false") == 0
-    assert "warning: preflight" not in log(config_file)
-
-
-def test_a_link_that_was_only_disturbed_for_a_moment_is_not_slow(config_file, hosts, change):
-    hosts("aabb")
-    seen = []
-
-    def first_time_slow(rank, level, rate):
-        seen.append(level)
-        return one_slow_host(rank + 4, level, rate) if seen.count(level) == 1 else 5.0
-
-    change(first_time_slow)
-    assert train(config_file, 4) == 0
-    assert "link" not in log(config_file)
 
 
 def test_links_are_compared_with_the_stated_rate(config_file, hosts, change):
@@ -167,50 +159,26 @@ def test_links_are_compared_with_the_stated_rate(config_file, hosts, change):
     assert "link world" not in log(config_file)
 
 
-def test_a_machine_of_accelerators_may_be_rehearsed_on_cpus(config_file):
-    assert train(config_file, 8, "machine=frontier") == 0
-    assert "preflight" not in log(config_file)
-
-
 # Devices
 
 
-def lacking_on_rank_3(*_):
-    text = "device 1: 10.0 GiB of memory, need 57.6 GiB (machine.device.memory_gib)"
-    return UserError(text) if is_on_rank(3) else None
-
-
-def test_a_device_with_too_little_memory_fails_only_its_host(
-    config_file, hosts, monkeypatch, capfd
-):
-    hosts("aabbcc")
-    monkeypatch.setattr(preflight, "check_device", lacking_on_rank_3)
-    assert train(config_file, 6, "train.global_batch=12") == BAD_NODE
-    assert capfd.readouterr().err == (
-        "megafrontier: preflight: b: device 1: 10.0 GiB of memory, need 57.6 GiB "
-        "(machine.device.memory_gib)\n"
-    )
-    assert bad_nodes(config_file) == ["b"]
-
-
-@pytest.mark.parametrize(
-    ("letters", "said"), [("aabb", "2 of 2 hosts fail: a"), ("aaaa", "1 of 1 hosts")]
-)
-def test_what_most_hosts_fail_is_not_blamed_on_nodes(config_file, hosts, capfd, letters, said):
-    hosts(letters)
+def test_what_most_hosts_fail_is_not_blamed_on_nodes(config_file, hosts, capfd):
+    hosts("aabb")
     assert train(config_file, 4, "machine.device.memory_gib=1e6") == FAILED
-    assert capfd.readouterr().err.startswith(f"megafrontier: preflight: {said}")
+    assert capfd.readouterr().err.startswith("megafrontier: preflight: 2 of 2 hosts fail: a: host")
     assert bad_nodes(config_file) == []
 
 
-def test_the_memory_of_a_host_is_checked_if_it_is_stated(config_file):
-    device = resolve_plan(runs.load(config_file, "machine=laptop"), 1).machine.device
+def test_the_memory_of_a_host_is_checked_if_it_is_stated():
     cpu = torch.device("cpu")
-    assert check_device(device, cpu) is None
-    assert check_device(replace(device, memory_gib=0.1), cpu) is None
-    problem = check_device(replace(device, memory_gib=1e6), cpu)
+    for device in (
+        DeviceConfig(name="cpu"),
+        DeviceConfig(name="cpu", memory_gib=0.1),
+        DeviceConfig(name="MI250X", memory_gib=1e6),
+    ):
+        assert check_device(device, cpu) is None
+    problem = check_device(DeviceConfig(name="cpu", memory_gib=1e6), cpu)
     assert "GiB of memory, need 900000.0" in str(problem)
-    assert check_device(replace(device, memory_gib=1e6, name="MI250X"), cpu) is None
 
 
 FRONTIER = DeviceConfig(name="MI250X GCD", memory_gib=64)
