@@ -161,7 +161,7 @@ class LivenessCheck:
             blocks = [b for b in blocks if self.store.add(f"{key}s/{b[0] // _BLOCK}", 0) < len(b)]
             if not blocks or time.monotonic() > deadline:
                 break
-            time.sleep(0.02)
+            time.sleep(0.05)
         return [rank for b in blocks for rank in b if not self.store.check([f"{key}/{rank}"])]
 
     def _publish(self, key: str, value: object, listeners: int) -> None:
