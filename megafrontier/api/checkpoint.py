@@ -48,7 +48,10 @@ def save(
     attach = partial(_attach_buffers, model)
     path = save_engine(root, engine, states, attach, step=step, tokens=0, extra=extra)
     if engine.hierarchy.world.rank == 0:
-        delete(prune(root, keep, keep_every=0))
+        try:
+            delete(prune(root, keep, keep_every=0))
+        except OSError as error:
+            print_error(f"warning: old checkpoints not deleted: {error}")
     return path
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 
@@ -13,16 +12,10 @@ import torch.distributed as dist
 from megafrontier.common.errors import BAD_INPUT, BAD_NODE, LOST
 from megafrontier.parallel.fault_injection import VARIABLE
 from tests import runs
-from tests.processes import COMMAND, Forked
+from tests.processes import COMMAND, Forked, free_port
 
 RANKS = 2
 MACHINE = ("machine=laptop", "machine.device.ranks_per_host=2")
-
-
-def free_port():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 def torchrun(rank, ranks=RANKS):
