@@ -92,7 +92,6 @@ def launch(
         _call_or_refuse(partial(check, nproc), None, config.train.hang_seconds)
         return fork_ranks(nproc, body)
     identity = identify(os.environ)
-
     try:
         checking = partial(check, identity.world_size)
         _call_or_refuse(checking, identity, config.train.hang_seconds)
@@ -118,7 +117,7 @@ def load_or_refuse(make: Callable[[], T], nproc: int | None) -> T:
     try:
         return _call_or_refuse(make, identity, TrainConfig().hang_seconds)
     except FatalError as error:
-        if identity.has_launcher:
+        if identity.world_size > 1:
             _exit_from_launcher(identity, report(error, speaks=identity.rank == 0))
         raise
 
