@@ -115,7 +115,7 @@ def generate(
     tokens, and None a different seed each time. Only tokens below `vocab_size` are sampled (None:
     all). The prompt needs at least one token, and room for another.
 
-    Raises UserError while iterating if the model's output is not finite.
+    Raises UserError if the model's output is not finite.
     """
     generator = torch.Generator()
     if seed is None:
@@ -134,8 +134,17 @@ def generate(
         probabilities = next_token_probabilities(logits, temperature, top_k, top_p)
         return int(torch.multinomial(probabilities, 1, generator=generator))
 
-    room = model.config.sequence_length - len(prompt)
-    return _continue(model, prompt, min(max_new_tokens, room), choose, stop)
+    weight = next(model.parameters())
+    length = min(len(prompt) + max_new_tokens, model.config.sequence_length)
+    cache = KVCache(model.config, capacity=length, dtype=weight.dtype, device=weight.device)
+    model.eval()
+    new = prompt
+    for _ in range(length - len(prompt)):
+        token = choose(_last_logits(model, torch.tensor([new], device=weight.device), cache))
+        if token == stop:
+            return
+        yield token
+        new = [token]
 
 
 def next_token_probabilities(
@@ -187,27 +196,6 @@ def stream_text(
                 shown = len(text)
     if len(text) > shown:
         yield text[shown:]
-
-
-def _continue(
-    model: GPT,
-    prompt: list[int],
-    count: int,
-    choose: Callable[[Tensor], int],
-    stop: int | None,
-) -> Iterator[int]:
-    """Yield up to `count` tokens."""
-    weight = next(model.parameters())
-    room = len(prompt) + count  # less than the model's context, which may be a million tokens
-    cache = KVCache(model.config, capacity=room, dtype=weight.dtype, device=weight.device)
-    model.eval()
-    new = prompt
-    for _ in range(count):
-        token = choose(_last_logits(model, torch.tensor([new], device=weight.device), cache))
-        if token == stop:
-            return
-        yield token
-        new = [token]
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 import base64
 import html
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median
 from textwrap import fill
@@ -269,19 +268,16 @@ def _picture(folder: Path, name: str) -> str:
 
 def _table(runs: Sequence[Run]) -> str:
     """One column for each run, so that numbers to compare stand side by side."""
-    rows = dict(ROWS)
+    rows = {title: [cell(run) for run in runs] for title, cell in ROWS.items()}
     for level in all_levels(runs):
-        rows[f"{level}: sent per step"] = partial(_sent, level)
+        sent = [_shown(run.traffic(level, "bytes"), "B") for run in runs]
+        rows[f"{level}: sent per step"] = sent
     heads = "".join(f"<th>{html.escape(run.label)}</th>" for run in runs)
     body = ""
-    for title, cell in rows.items():
-        cells = "".join(f"<td>{html.escape(cell(run)) or '–'}</td>" for run in runs)
+    for title, shown in rows.items():
+        cells = "".join(f"<td>{html.escape(cell) or '–'}</td>" for cell in shown)
         body += f"<tr><td>{html.escape(title)}</td>{cells}</tr>"
     return f"<table><thead><tr><th></th>{heads}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _sent(level: str, run: Run) -> str:
-    return _shown(run.traffic(level, "bytes"), "B")
 
 
 def _shown(value: float | None, unit: str = "") -> str:

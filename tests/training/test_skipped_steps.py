@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 
 from megafrontier.training.callbacks.evaluate import evaluate
@@ -115,12 +114,6 @@ def test_the_spike_rule_goes_on_after_a_restart(config_file, tmp_path, multiply_
 MASK = ("machine=laptop", "data.document_mask=true", "log.every=1")
 
 
-@pytest.fixture
-def one_token_documents(tmp_path):
-    """A corpus in which no token has a target, with a document mask."""
-    return write_corpus(tmp_path / "ones", [[[i % 61]] for i in range(400)])
-
-
 def test_a_step_without_a_target_is_skipped_and_counted(config_file, tmp_path):
     """Eight windows of documents of one token, and eight of one long document."""
     documents = [[[i % 61]] for i in range(128)] + [[[i % 61 for i in range(129)]]]
@@ -136,10 +129,3 @@ def test_a_step_without_a_target_is_skipped_and_counted(config_file, tmp_path):
     log = runs.log(tmp_path / "run")
     assert log.count("skipped: no token has a target") == 8
     assert "loss 0.000" not in log
-
-
-def test_the_loss_scale_ignores_a_step_without_a_target(config_file, one_token_documents):
-    chosen = ("train.steps=2", "train.precision=fp16", "train.loss_scale=1024", "data.split=[1,0]")
-    corpus = f"data.train=[{{path: {one_token_documents}}}]"
-    lines = runs.run(config_file, 1, *MASK, *chosen, corpus, "evaluate.batches=0")
-    assert [line["loss_scale"] for line in lines] == [1024, 1024]
