@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from megafrontier.partition.presets import choose_wires, has_error_feedback
 from megafrontier.partition.unit import InitialSlice
 from megafrontier.partition.wires.registry import DTYPES
 
+M = TypeVar("M", bound=nn.Module)
 _ATTRIBUTE = "_megafrontier_sharded"
 Blocks = str | nn.Module | Sequence[str | nn.Module]
 
@@ -72,7 +73,7 @@ def sharded(model: nn.Module) -> ShardedModel:
 
 
 def shard(
-    model: nn.Module,
+    model: M,
     mesh: Mesh,
     placement: str | Mapping[str, str] = "topo",
     blocks: Blocks = (),
@@ -83,7 +84,7 @@ def shard(
     overlap: Literal["none", "safe", "full"] = "safe",
     prefetch: int = 1,
     initial: InitialSlice | None = None,
-) -> nn.Module:
+) -> M:
     """Shard the state of any module over the levels of a mesh. Returns the module, whose class
     stays. Train it as in plain PyTorch, with these in place of torch's:
 
@@ -115,8 +116,8 @@ def shard(
     * `shard` replaces the parameters. Make optimizers and param groups afterwards.
     * Parameters hold values only while their block runs, and NaN otherwise. `state_dict()` has the
       full fp32 masters on the CPU, `load_state_dict()` takes full tensors; all ranks call both.
-    * `parameter.grad` is None, because a gradient goes to its shards as soon as it is there. Hooks
-      of parameters see it before.
+    * `parameter.grad` is None, because a gradient goes to its shards as soon as it is there, so
+      torch's own `clip_grad_norm_` does nothing. Hooks of parameters see the gradient before.
     * A parameter without a gradient is updated with zero, since its unit is reduced as a whole.
       Frozen parameters must be frozen before `shard`; they have no gradient and no optimizer state.
     * Every rank runs the same blocks in the same order, as every collective needs all ranks.
