@@ -60,7 +60,7 @@ class Watchdog:
         self._identity, self._directory, self._timeouts = identity, directory, timeouts
         self._ledger: Ledger | None = None
         self._liveness: LivenessCheck | None = None
-        self._checks_nodes = self._has_failed = False
+        self._checks_nodes = False
         self._limit_seconds = timeouts.first_step
         self._step = self._beats = 0
         self._idle_seconds = 0.0
@@ -137,11 +137,10 @@ class Watchdog:
         """Find out whether `error` of this rank was caused by a lost rank, or a dead link.
 
         Does not return in that case. Returns if all ranks answer: the error is this rank's own.
-        Only the first call has an effect.
+        No effect after `close`.
         """
-        if self._has_failed or self._closed.is_set() or self._liveness is None:
+        if self._closed.is_set() or self._liveness is None:
             return
-        self._has_failed = True
         rank = self._identity.rank
         if isinstance(error, Unconnected):
             # Until all other ranks wait for one that is stuck.

@@ -75,19 +75,11 @@ def attempts(folder, name):
     return (folder / name / "attempts.jsonl").read_text()
 
 
-def test_local_ranks_end_at_once_when_one_is_killed_and_resume_to_the_same_bits(
-    folder, monkeypatch
-):
-    chosen = ("train.steps=10", "machine=laptop")
-    unbroken = runs.run(folder / "config.yaml", 2, *chosen, f"run.directory={folder}/unbroken")
-    faults = [fault("step", 1, "kill", step=5)]
-    ended = local(monkeypatch, folder, "killed", 2, faults, "checkpoint.every=2", "train.steps=10")
+def test_local_ranks_end_at_once_when_one_is_killed(folder, monkeypatch):
+    ended = local(monkeypatch, folder, "killed", 2, [fault("step", 1, "kill", step=5)])
     assert ended.returncode == 128 + signal.SIGKILL
     assert ended.stderr == f"megafrontier: rank 1 on {HOST} was lost: signal 9, Killed\n"
     assert len(runs.metrics(folder / "killed")) == 5
-    monkeypatch.delenv(VARIABLE)
-    resumed = runs.run(folder / "config.yaml", 2, *chosen, f"run.directory={folder}/killed")
-    assert runs.losses(resumed) == runs.losses(unbroken)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -294,9 +286,7 @@ def test_blocking_hosts_are_excluded_if_they_are_few_and_known(
     assert (listed.read_text().split() if listed.exists() else []) == named * (code == BAD_NODE)
 
 
-@pytest.mark.parametrize(
-    ("answering", "listed"), [((1, 2), ["host3"]), ((1,), ["host2", "host3"]), ((), ["host0"])]
-)
+@pytest.mark.parametrize(("answering", "listed"), [((1,), ["host2", "host3"]), ((), ["host0"])])
 def test_if_most_ranks_do_not_answer_rank_0_excludes_its_host(tmp_path, codes, answering, listed):
     store, timeouts = dist.HashStore(), replace(Timeouts.of(4, 0.1), answer=0.5)
     first, *others = (
