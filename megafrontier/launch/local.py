@@ -111,11 +111,12 @@ def report(error: FatalError, speaks: bool) -> int:
 
 
 def _supervise(running: dict[int, int], forwarded: set[int]) -> int:
-    """Wait for ranks, given by process id. Returns the exit code of all. A signal that ends a rank
-    is printed, unless this process `forwarded` it."""
+    """Wait for ranks, given by process id, until all have ended or the grace period after the first
+    failure is over. Returns the exit code of all. A signal that ends a rank is printed, unless this
+    process `forwarded` it."""
     code = 0
     deadline = float("inf")
-    while running:
+    while running and time.monotonic() < deadline:
         for child in list(running):
             done, status = os.waitpid(child, os.WNOHANG)
             if not done:
@@ -127,9 +128,6 @@ def _supervise(running: dict[int, int], forwarded: set[int]) -> int:
             if status and code in (0, STOPPED):
                 code = status if status > 0 else 128 - status
                 deadline = float("inf") if code == STOPPED else time.monotonic() + LOCAL_GRACE
-        if time.monotonic() > deadline:
-            forwarded.add(signal.SIGKILL)
-            _send(running, signal.SIGKILL)
         time.sleep(0.02)
     return code
 

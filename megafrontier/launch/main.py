@@ -54,9 +54,8 @@ def train(config: Config, nproc: int | None) -> int:
     directory = Path(config.run.directory)
     identity = identify(os.environ) if nproc is None else None
     check = partial(_check, config, identity)
-    explain = partial(excluded_nodes.exclude_refused, directory=directory)
     try:
-        return launch(config, lambda: _train_rank(config), nproc, check, explain)
+        return launch(config, lambda: _train_rank(config), nproc, check, directory)
     except KeyboardInterrupt:
         if identity is None or identity.rank == 0:
             record_interrupt(directory)
@@ -79,12 +78,12 @@ def launch(
     body: Callable[[], int],
     nproc: int | None,
     check: Check,
-    explain_refused: Callable[..., FatalError] = lambda error, identity: error,
+    directory: Path | None = None,
 ) -> int:
     """Run `body` on every rank, after `check`. Returns the exit code.
 
-    If some of a launcher's ranks fail the check, all end with the error that `explain_refused`
-    makes of RanksRefused.
+    If some of a launcher's ranks fail the check, all end. If they are few, their nodes are excluded
+    from the run in `directory`.
     """
     if nproc is not None:
         if nproc < 1:
@@ -97,9 +96,9 @@ def launch(
         _call_or_refuse(checking, identity, config.train.hang_seconds)
         import_early()
         code = body()
-    except RanksRefused as error:
-        code = report(explain_refused(error, identity=identity), speaks=identity.rank == 0)
     except FatalError as error:
+        if isinstance(error, RanksRefused) and directory is not None:
+            error = excluded_nodes.exclude_refused(error, directory, identity)
         code = report(error, speaks=identity.rank == 0)
     _exit_from_launcher(identity, code)
     return code
