@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SCHEMAS = [ROOT / "megafrontier" / "config" / name for name in ("machine.py", "schema.py")]
+FILES = ("machine.py", "optimizer.py", "schema.py")
+SCHEMAS = [ROOT / "megafrontier" / "config" / name for name in FILES]
 REFERENCE = ROOT / "docs" / "configuration.md"
 
 HEAD = """\

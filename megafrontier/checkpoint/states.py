@@ -13,15 +13,22 @@ from megafrontier.partition import Engine
 
 States = Mapping[str, Sequence[torch.Tensor]]
 """By state, this rank's 1-D shard of each unit."""
+OptimizerStates = Mapping[str, Sequence[torch.Tensor | None]]
+"""The same of the trained units, None for a unit whose optimizer has no such state."""
 
 
-def engine_states(engine: Engine, optimizer_states: States) -> States:
+def engine_states(engine: Engine, optimizer_states: OptimizerStates) -> States:
     """This rank's shards in every state.
 
     The weights used in computation are left out, because they follow from the fp32 masters, except
     with delta wires (`published`). So are errors without error feedback.
     """
-    found = {"weight": [unit.master for unit in engine.trained_units], **optimizer_states}
+    masters = [unit.master for unit in engine.trained_units]
+    found = {"weight": masters}
+    for state, shards in optimizer_states.items():
+        # In format version 1 all units have the same states.
+        pairs = zip(masters, shards, strict=True)
+        found[state] = [torch.zeros_like(master) if s is None else s for master, s in pairs]
     if engine.wires.have_deltas and not engine.trained_units[0].computes_with_masters:
         found["published"] = [unit.published for unit in engine.trained_units]
     errors = [
@@ -33,7 +40,11 @@ def engine_states(engine: Engine, optimizer_states: States) -> States:
 
 
 def save_engine(
-    root: Path, engine: Engine, optimizer_states: States, attach: Attach | None = None, **about: Any
+    root: Path,
+    engine: Engine,
+    optimizer_states: OptimizerStates,
+    attach: Attach | None = None,
+    **about: Any,
 ) -> Path:
     """Save a checkpoint of an engine and its optimizer; all ranks call it. Returns its folder.
 

@@ -12,6 +12,9 @@ from megafrontier.config.loading import save_config as save_config
 from megafrontier.config.machine import DeviceConfig as DeviceConfig
 from megafrontier.config.machine import LevelConfig as LevelConfig
 from megafrontier.config.machine import MachineConfig as MachineConfig
+from megafrontier.config.optimizer import OptimizerConfig as OptimizerConfig
+from megafrontier.config.optimizer import OptimizerGroupConfig as OptimizerGroupConfig
+from megafrontier.config.optimizer import ScheduleConfig as ScheduleConfig
 from megafrontier.config.schema import CheckpointConfig as CheckpointConfig
 from megafrontier.config.schema import Config as Config
 from megafrontier.config.schema import CorpusConfig as CorpusConfig
@@ -19,12 +22,10 @@ from megafrontier.config.schema import DataConfig as DataConfig
 from megafrontier.config.schema import EvaluateConfig as EvaluateConfig
 from megafrontier.config.schema import LogConfig as LogConfig
 from megafrontier.config.schema import ModelConfig as ModelConfig
-from megafrontier.config.schema import OptimizerConfig as OptimizerConfig
 from megafrontier.config.schema import ParallelConfig as ParallelConfig
 from megafrontier.config.schema import PartitionConfig as PartitionConfig
 from megafrontier.config.schema import RotaryScalingConfig as RotaryScalingConfig
 from megafrontier.config.schema import RunConfig as RunConfig
-from megafrontier.config.schema import ScheduleConfig as ScheduleConfig
 from megafrontier.config.schema import TrainConfig as TrainConfig
 from megafrontier.config.schema import WireFormat as WireFormat
 from megafrontier.config.schema import WiresConfig as WiresConfig

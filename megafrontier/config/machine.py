@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from megafrontier.config.schema import bounded
+from megafrontier.config.fields import bounded
 
 
 @dataclass

@@ -1,24 +1,17 @@
 """Every option, as dataclasses.
 
 The docstring under a field is its entry in `docs/configuration.md`, which
-`scripts/config_reference.py` writes. Checks of several fields at once are in `validation.py`, and a
-machine file's dataclasses in `machine.py`.
+`scripts/config_reference.py` writes. Checks of several fields at once are in `validation.py`, the
+dataclasses of the optimizer in `optimizer.py`, and a machine file's in `machine.py`.
 """
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megafrontier.config.fields import bounded, count
+from megafrontier.config.optimizer import OptimizerConfig, ScheduleConfig
+
 WireFormat = Literal["fp32", "bf16", "fp16", "int8", "int4", "delta8", "delta4"]
-
-
-def bounded(default: Any, **bounds: float) -> Any:
-    """A field of numbers with bounds: `at_least`, `above`, `at_most`, `below`."""
-    return field(default=default, metadata=bounds)
-
-
-def count(default: int | None) -> Any:
-    """A field that counts something, from 1 to what libraries with 32-bit integers accept."""
-    return bounded(default, at_least=1, below=2**31)
 
 
 @dataclass
@@ -197,38 +190,6 @@ class TrainConfig:
     """Initial loss scale of fp16. It is halved at an overflow and doubled after 1000 good steps."""
     deterministic: bool = False
     """Use only kernels that give the same bits every time (slower on a GPU; a CPU's always do)."""
-
-
-@dataclass
-class OptimizerConfig:
-    name: Literal["adamw"] = "adamw"
-    """AdamW with decoupled weight decay."""
-    lr: float = bounded(3e-4, at_least=0)
-    """Learning rate at the end of the warm-up."""
-    betas: tuple[float, float] = bounded((0.9, 0.95), at_least=0, below=1)
-    """Decay of Adam's first and second moment."""
-    eps: float = bounded(1e-8, above=0)
-    """Added to the square root of the second moment."""
-    weight_decay: float = bounded(0.1, at_least=0)
-    """Decoupled weight decay."""
-    no_decay: list[Literal["norm", "bias", "embedding"]] = field(
-        default_factory=lambda: ["norm", "bias", "embedding"]
-    )
-    """Kinds of parameters without weight decay."""
-    fused: Literal["torch", "apex", "none"] = "torch"
-    """Fused AdamW: torch's, apex's (NVIDIA's or ROCm's, on an accelerator), or none."""
-
-
-@dataclass
-class ScheduleConfig:
-    name: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    """Learning rate after the warm-up. All but constant decay to `min_lr` by the end."""
-    warmup_steps: int = bounded(0, at_least=0)
-    """Steps of linear warm-up."""
-    min_lr: float = bounded(0.0, at_least=0)
-    """Learning rate at the end of the decay."""
-    decay_fraction: float = bounded(0.2, at_least=0, at_most=1)
-    """wsd: fraction of the steps, at the end, in which the learning rate decays linearly."""
 
 
 @dataclass

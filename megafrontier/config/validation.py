@@ -10,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from megafrontier.common.errors import UserError, need
 from megafrontier.config.machine import MachineConfig
+from megafrontier.config.optimizer import OptimizerConfig
 from megafrontier.config.schema import (
     Config,
     ModelConfig,
@@ -147,6 +148,7 @@ def check(config: Config) -> None:
     _check_model(config.model)
     _check_data(config)
     _check_steps(config)
+    _check_optimizer(config.optimizer)
     _check_wires(config.partition.wires)
 
 
@@ -225,6 +227,15 @@ def _check_steps(config: Config) -> None:
     need(schedule.min_lr <= lr, "schedule.min_lr", schedule.min_lr, fits)
     is_inside = stop is None or 1 <= stop <= steps
     need(is_inside, "train.stop_at", stop, f"need 1 to train.steps ({steps})")
+
+
+def _check_optimizer(optimizer: OptimizerConfig) -> None:
+    for number, group in enumerate(optimizer.groups):
+        key = f"optimizer.groups[{number}]"
+        need(group.match != "", f"{key}.match", "empty", "need a kind, a pattern, or KIND:PATTERN")
+        is_in_proportion = group.lr is None or optimizer.lr > 0
+        fits = "need more than 0, because learning rates of groups are in proportion to it"
+        need(is_in_proportion, "optimizer.lr", optimizer.lr, fits)
 
 
 def _check_wires(wires: WiresConfig) -> None:

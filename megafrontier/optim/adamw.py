@@ -1,7 +1,7 @@
 """AdamW on flat fp32 shards, through torch's or apex's fused implementation."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -9,36 +9,24 @@ from typing import Any
 import torch
 
 from megafrontier.common.errors import UserError
-from megafrontier.config import OptimizerConfig
-from megafrontier.optim.sharded import ShardedOptimizer
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from megafrontier.optim.groups import STATES
+from megafrontier.optim.sharded import ScaledOptimizer
 
 
-class ShardedAdamW(ShardedOptimizer):
-    """Decoupled weight decay (Loshchilov & Hutter 2019) over the engine's master shards.
-
-    Each shard is split at its element of `decay_stops`: decayed parameters come before it, the
-    others after it.
-    """
+class ShardedAdamW(ScaledOptimizer):
+    """Decoupled weight decay (Loshchilov & Hutter 2019) over the engine's master shards."""
 
     def __init__(
         self,
         masters: Sequence[torch.Tensor],
-        decay_stops: Sequence[int],
-        config: OptimizerConfig,
+        groups: Sequence[Mapping[str, Any]],
+        implementation: str,
     ) -> None:
-        groups: list[dict[str, Any]] = [
-            {"params": [], "weight_decay": decay} for decay in (config.weight_decay, 0.0)
-        ]
-        for index, (master, stop) in enumerate(zip(masters, decay_stops, strict=True)):
-            for group, part in zip(groups, (slice(0, stop), slice(stop, None)), strict=True):
-                if master[part].numel():
-                    group["params"].append((index, part))
-        used = [group for group in groups if group["params"]]
-        super().__init__(masters, used, partial(_build, config=config))
-        self._implementation = config.fused
-        self.flatten(*MOMENTS)
+        """`groups`: as in `ShardedOptimizer`, with the other arguments of torch's AdamW.
+        `implementation`: a value of `optimizer.fused`."""
+        super().__init__(masters, groups, partial(_build, implementation=implementation))
+        self._implementation = implementation
+        self.flatten(*STATES["adamw"])
         self.restore(0)
 
     def restore(self, steps: int) -> None:
@@ -49,31 +37,6 @@ class ShardedAdamW(ShardedOptimizer):
         for group in self.torch.param_groups:
             group["step"] = steps  # apex counts here
 
-    def step(
-        self,
-        gradients: Sequence[torch.Tensor],
-        lr: float,
-        divisor: torch.Tensor,
-        skip: torch.Tensor,
-    ) -> None:
-        """Update the masters in place, or change nothing if `skip` [] is 1.
-
-        gradients: one 1-D fp32 shard for each master. They are overwritten.
-        divisor: [], what the gradients are divided by.
-
-        torch's fused kernel reads both on the device. With the others the host waits for it.
-        """
-        optimizer: Any = self.torch
-        if self._implementation == "torch":
-            optimizer.grad_scale, optimizer.found_inf = divisor.float(), skip.float()
-        elif skip.item():
-            return
-        else:
-            torch._foreach_div_(list(gradients), divisor.item())
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        self.update(gradients)
-
     @property
     def steps(self) -> int:
         """Number of updates made. Waits for the device."""
@@ -82,15 +45,12 @@ class ShardedAdamW(ShardedOptimizer):
         return int(self.torch.state[self._parts[0][0]]["step"].item())
 
 
-def _build(groups: list[dict[str, object]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    betas = (config.betas[0], config.betas[1])
-    if config.fused == "apex":
+def _build(groups: list[dict[str, Any]], implementation: str) -> torch.optim.Optimizer:
+    if implementation == "apex":
         if not torch.cuda.is_available():
             raise UserError("optimizer.fused: apex, but no accelerator is here; need torch or none")
-        fused_adam = find_apex().FusedAdam
-        return fused_adam(groups, lr=config.lr, betas=betas, eps=config.eps, adam_w_mode=True)
-    fused = config.fused == "torch"
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
+        return find_apex().FusedAdam(groups, adam_w_mode=True)
+    return torch.optim.AdamW(groups, fused=implementation == "torch")
 
 
 def find_apex() -> ModuleType:

@@ -78,6 +78,36 @@ class ShardedOptimizer:
         self.states.clear()
 
 
+class ScaledOptimizer(ShardedOptimizer):
+    """Updates with divided gradients, and at a multiple of a learning rate: `lr_scale` of each
+    param group."""
+
+    def step(
+        self,
+        gradients: Sequence[torch.Tensor],
+        lr: float,
+        divisor: torch.Tensor,
+        skip: torch.Tensor,
+    ) -> None:
+        """Update the masters in place, or change nothing if `skip` [] is 1.
+
+        gradients: one 1-D fp32 shard for each master. They are overwritten.
+        divisor: [], what the gradients are divided by.
+
+        torch's fused kernels read both on the device. With others the host waits for it.
+        """
+        optimizer: Any = self.torch
+        if optimizer.defaults.get("fused"):
+            optimizer.grad_scale, optimizer.found_inf = divisor.float(), skip.float()
+        elif skip.item():
+            return
+        else:
+            torch._foreach_div_(list(gradients), divisor.item())
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+        self.update(gradients)
+
+
 def merge_slices(
     groups: Sequence[tuple[int, int, int]], start: int, stop: int
 ) -> dict[int, list[slice]]:

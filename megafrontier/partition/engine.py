@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 
 import torch
 from torch import nn
@@ -44,7 +45,8 @@ from megafrontier.partition.placement import Placement, error_levels, traffic_by
 from megafrontier.partition.unit import ROOT, InitialSlice, Named, Unit
 from megafrontier.partition.wires.wire import Wires
 
-Decay = Callable[[ParamSpec], bool]
+GroupOf = Callable[[ParamSpec], tuple[str, int]]
+"""The name of a parameter's optimizer, and the index of its group."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def shard(
     prefetch: int = 1,
     check_order: bool = False,
     initial: InitialSlice | None = None,
-    decay: Decay = lambda spec: True,
+    groups: GroupOf = lambda spec: ("", 0),
 ) -> "Engine":
     """Shard a model's state over a mesh. The model keeps its class and is called as before.
 
@@ -109,7 +111,8 @@ def shard(
     initial: (spec, start, stop) → elements [start, stop) of a parameter's initial value, 1-D fp32,
         for a model on the meta device. Default: the model's present values, which must be the same
         on every rank.
-    decay: whether a parameter, by its spec, has weight decay. Those come first in their unit.
+    groups: (optimizer, group) of a parameter, by its spec. Parameters of a unit have the same
+        optimizer, and those of a group lie side by side, in the order of the groups.
 
     Raises UserError for complex parameters; for blocks that are not part of the model, share a
     name, are called root, or use parameters of a block inside them; for a model that is sharded
@@ -127,7 +130,7 @@ def shard(
 
     hierarchy = mesh.hierarchy() if isinstance(mesh, Mesh) else mesh
     engine = Engine(placement, hierarchy, wires, overlap, prefetch, check_order)
-    engine.init_units(model, blocks, initial, decay, rules or common)
+    engine.init_units(model, blocks, initial, groups, rules or common)
     return engine
 
 
@@ -163,7 +166,7 @@ class Engine:
         model: nn.Module,
         blocks: Sequence[tuple[str, nn.Module]],
         initial: InitialSlice,
-        decay: Decay,
+        group_of: GroupOf,
         rules: Callable[[ParamSpec], UnitRules],
     ) -> None:
         """Make units of a model's parameters and attach hooks to its modules."""
@@ -175,7 +178,7 @@ class Engine:
         self.pool = UnitBufferPool(prefetch + 1, self.hierarchy.device)
         points: dict[Block, HookPoint] = {}
         for block in divided:
-            units = self._make_units(block, decay, rules)
+            units = self._make_units(block, group_of, rules)
             parent = next((points[b] for b in block.around() if b in points), None)
             points[block] = HookPoint(block.name, block.module, units, parent)
             self.units += units
@@ -194,22 +197,25 @@ class Engine:
         self._broadcast_weights(from_masters=True)
 
     def _make_units(
-        self, block: Block, decay: Decay, rules: Callable[[ParamSpec], UnitRules]
+        self, block: Block, group_of: GroupOf, rules: Callable[[ParamSpec], UnitRules]
     ) -> list[Unit]:
-        """One unit for all parameters of a block that have the same rules."""
-        groups: dict[tuple[UnitRules, bool], list[Named]] = {}
+        """One unit for all parameters of a block that have the same rules and optimizer."""
+        alike: dict[tuple[UnitRules, bool, str], list[tuple[int, Named]]] = {}
         for name, parameter in block.parameters:
-            key = rules(spec_of(name, parameter)), parameter.requires_grad
-            groups.setdefault(key, []).append((name, parameter))
+            spec = spec_of(name, parameter)
+            optimizer, group = group_of(spec)
+            key = rules(spec), parameter.requires_grad, optimizer
+            alike.setdefault(key, []).append((group, (name, parameter)))
         units = []
-        for slot, ((rule, is_trained), parameters) in enumerate(groups.items()):
+        for slot, ((rule, is_trained, optimizer), members) in enumerate(alike.items()):
+            parameters = [named for _, named in sorted(members, key=itemgetter(0))]
             if not any(parameter.numel() for _, parameter in parameters):
                 continue
             placement = rule.placement.on(rule.hierarchy.levels)
             unit = Unit(
                 f"{block.name}.{slot}" if slot else block.name,
                 parameters,
-                [named for named in parameters if decay(spec_of(*named))],
+                optimizer,
                 placement,
                 self._collectives_of(rule),
                 self._choose_buffer(block, slot, rule.dtype, placement),

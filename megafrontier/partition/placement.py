@@ -138,12 +138,14 @@ def state_bytes(
     levels: Levels,
     itemsize: int,
     feedback_wires: Wires | None = None,
+    optimizer_itemsize: int = 12,
 ) -> dict[str, int]:
     """Bytes that one rank holds for a unit of `numel` padded elements, by state.
 
-    Weights have the computing type, of `itemsize` bytes; gradients are fp32; the optimizer has an
-    fp32 master and two moments. If the masters are unsharded and weights fp32, the weights are the
-    masters. With error feedback (`feedback_wires`), errors are bf16.
+    Weights have the computing type, of `itemsize` bytes; gradients are fp32; the optimizer keeps
+    `optimizer_itemsize` bytes for an element (AdamW: an fp32 master and two moments). If the
+    masters are unsharded and weights fp32, the weights are the masters. With error feedback
+    (`feedback_wires`), errors are bf16.
     """
     are_masters = itemsize == 4 and placement.on(levels).optimizer == 0
 
@@ -153,12 +155,21 @@ def state_bytes(
     return {
         "weights": 0 if are_masters else shard(placement.backward_weights) * itemsize,
         "gradients": shard(placement.gradients) * 4,
-        "optimizer": shard(placement.optimizer) * 12,
+        "optimizer": shard(placement.optimizer) * optimizer_itemsize,
         "errors": sum(
             shard(level) * 2
             for level in (error_levels(placement, levels, feedback_wires) if feedback_wires else ())
         ),
     }
+
+
+def gather_bytes(numel: int, depth: int, levels: Levels, itemsize: int) -> list[int]:
+    """Bytes that one rank sends over each level when shards at `depth` of a buffer of `numel`
+    elements of `itemsize` bytes are gathered on all ranks (`Unit.gather_shards`)."""
+    return [
+        (size - 1) * (numel // prod(levels.sizes[: level + 1])) * itemsize if level < depth else 0
+        for level, size in enumerate(levels.sizes)
+    ]
 
 
 def traffic_bytes(

@@ -46,7 +46,7 @@ class Unit:
         self,
         name: str,
         parameters: Sequence[Named],
-        decayed: Sequence[Named],
+        optimizer: str,
         placement: Placement,
         collectives: LevelCollectives,
         buffer: UnitBuffer,
@@ -54,24 +54,22 @@ class Unit:
         feedback_levels: Sequence[int],
         is_frozen: bool = False,
     ) -> None:
-        """`decayed`: those of `parameters` that have weight decay, which come first in the flat
-        buffer. `buffer`: memory of the unsharded weights, in the computing type; while they are
-        resharded, another unit may have it. `feedback_levels`: the levels with error feedback.
+        """`parameters`: in the order of the flat buffer. `optimizer`: the name of the one that
+        updates them. `buffer`: memory of the unsharded weights, in the computing type; while they
+        are resharded, another unit may have it. `feedback_levels`: the levels with error feedback.
         `is_frozen`: the parameters get no gradient."""
-        first = {parameter for parameter, _ in decayed}
-        ordered = [*decayed, *(named for named in parameters if named[0] not in first)]
         size = collectives.hierarchy.size
         self.name = name
+        self.optimizer = optimizer
         self.placement = placement
-        self.layout = Layout.build(name, ((n, p.shape) for n, p in ordered), size)
-        self._specs = {n: spec_of(n, p) for n, p in ordered}
+        self.layout = Layout.build(name, ((n, p.shape) for n, p in parameters), size)
+        self._specs = {n: spec_of(n, p) for n, p in parameters}
         self.is_frozen = is_frozen
         self._collectives = collectives
         self._gradient_buffers = gradient_buffers
         self.is_persistent = placement.backward_weights == 0
         self._buffer = buffer
         self._buffer.reserve(self.layout.numel)
-        self._decay_numel = sum(parameter.numel() for _, parameter in decayed)
         self.phase = Phase.RESHARDED
         self.is_stale = False
         self._full_gradient: torch.Tensor | None = None
@@ -135,12 +133,6 @@ class Unit:
         """[start, stop) of this rank's optimizer shard in the flat buffer."""
         return self.layout.bounds(*self.hierarchy.shard_index(self.placement.optimizer))
 
-    @property
-    def decay_stop(self) -> int:
-        """How many elements at the start of the optimizer shard have weight decay."""
-        start, stop = self.range
-        return max(0, min(self._decay_numel, stop) - start)
-
     def initialise(self, initial: InitialSlice) -> None:
         """Fill the master shard. Padding stays zero."""
         start, stop = self.range
@@ -198,11 +190,15 @@ class Unit:
 
     def gather_master(self) -> torch.Tensor:
         """The unsharded masters, fp32 [numel], in new memory. All ranks call it."""
+        return self.gather_shards(self.master, "masters").wait()
+
+    def gather_shards(self, shard: torch.Tensor, what: str) -> AsyncChain:
+        """Begin to gather every rank's `shard`, one as long as `master`, without rounding, into new
+        memory [numel], which the chain ends with. All ranks call it."""
         depth = self.placement.optimizer
-        full = torch.zeros(self.layout.numel, dtype=torch.float32, device=self._buffer.device)
-        self._collectives.local_slice(full, 0, depth).copy_(self.master)
-        self._collectives.gather_exact(full, depth, 0, f"masters {self.name}").wait()
-        return full
+        full = torch.empty(self.layout.numel, dtype=shard.dtype, device=shard.device)
+        self._collectives.local_slice(full, 0, depth).copy_(shard)
+        return self._collectives.gather_exact(full, depth, 0, f"{what} {self.name}")
 
     def start_unshard(self) -> None:
         """Begin to gather the weights, unless they are unsharded or have begun to be."""

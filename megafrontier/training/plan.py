@@ -1,15 +1,19 @@
 """What a configuration means on a given number of ranks: levels, placement, wires and memory."""
 
+from collections import Counter
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 
 from megafrontier.common.errors import UserError, need
-from megafrontier.config import Config, MachineConfig, ModelConfig, ParallelConfig, load_machine
-from megafrontier.model.flops import parameter_count
+from megafrontier.config import Config, MachineConfig, ParallelConfig, load_machine
+from megafrontier.model.flops import parameter_specs
 from megafrontier.model.gpt import GPT
+from megafrontier.optim.groups import OptimizerGroups, optimizer_itemsize
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import DATA_PARALLEL, MeshShape, Splits
+from megafrontier.parallel.param_spec import spec_of
 from megafrontier.partition import Placement, Wires
 from megafrontier.partition.memory import MessageBuffers, unit_buffer_bytes
 from megafrontier.partition.modules.wrap import divide
@@ -71,40 +75,70 @@ def _refuse_unbuilt(parallel: ParallelConfig, splits: Splits) -> None:
         need(value == only, f"parallel.{name}", value, fits)
 
 
+class UnitSize(NamedTuple):
+    """A unit: its elements, and the name of its optimizer."""
+
+    block: str
+    numel: int
+    optimizer: str
+
+
+def optimizer_groups(config: Config) -> OptimizerGroups:
+    """The optimizer group of every parameter. Raises UserError for groups that do not fit."""
+    return OptimizerGroups(config.optimizer, parameter_specs(config.model).values())
+
+
+def unit_sizes(config: Config) -> list[UnitSize]:
+    """The units of a model, in the order in which they run."""
+    groups = optimizer_groups(config)
+    with torch.device("meta"):
+        model = GPT(config.model)
+    numels: dict[tuple[str, str], int] = {}
+    for block in divide(model, model.units()):
+        for name, parameter in block.parameters:
+            optimizer, _ = groups.of(spec_of(name, parameter))
+            key = block.name, optimizer
+            numels[key] = numels.get(key, 0) + parameter.numel()
+    return [UnitSize(block, numel, optimizer) for (block, optimizer), numel in numels.items()]
+
+
 def state_gib(config: Config, plan: RunPlan) -> float:
     """GiB that each rank holds from step to step, by formula: weights, gradients, optimizer state
     and quantization errors.
 
     Buffers (`buffer_gib`), activations and the allocator's overhead come on top.
     """
-    numel = parameter_count(config.model)
     itemsize = DTYPES[config.train.precision].itemsize
     feedback_wires = plan.wires if plan.error_feedback else None
-    found = state_bytes(numel, plan.placement, plan.data_levels, itemsize, feedback_wires)
-    return sum(found.values()) / GIB
-
-
-def unit_numels(config: ModelConfig) -> tuple[list[int], int]:
-    """Elements of each block's unit, in the order in which they run, and of the root unit."""
-    with torch.device("meta"):
-        model = GPT(config)
-    blocks = divide(model, model.units())
-    numels = {block.name: sum(p.numel() for _, p in block.parameters) for block in blocks}
-    root = numels.pop(ROOT, 0)
-    return list(numels.values()), root
+    numels: Counter[str] = Counter()
+    for unit in unit_sizes(config):
+        numels[unit.optimizer] += unit.numel
+    placement, levels = plan.placement, plan.data_levels
+    found = (
+        state_bytes(numel, placement, levels, itemsize, feedback_wires, optimizer_itemsize(name))
+        for name, numel in numels.items()
+    )
+    return sum(sum(states.values()) for states in found) / GIB
 
 
 def buffer_gib(config: Config, plan: RunPlan) -> float:
     """GiB of the buffers that a rank's units share, by formula: unsharded weights, unreduced
-    gradients, and messages."""
-    numels, root = unit_numels(config.model)
+    gradients, messages, and Muon's updates of the unit at hand and of the next."""
+    units = unit_sizes(config)
     dtype, overlap = DTYPES[config.train.precision], config.partition.overlap
     prefetch = None if overlap == "none" else config.partition.prefetch
     levels = plan.data_levels
     placement = plan.placement.on(levels)
     messages = MessageBuffers(placement, levels, plan.wires, dtype, overlap, prefetch or 0)
-    units = unit_buffer_bytes(numels, root, placement, dtype.itemsize, prefetch)
-    return (units + messages.held_bytes([root, *numels])) / GIB
+    total = messages.held_bytes([unit.numel for unit in units])
+    for optimizer in {unit.optimizer for unit in units}:
+        own = [unit for unit in units if unit.optimizer == optimizer]
+        root = sum(unit.numel for unit in own if unit.block == ROOT)
+        numels = [unit.numel for unit in own if unit.block != ROOT]
+        total += unit_buffer_bytes(numels, root, placement, dtype.itemsize, prefetch)
+        if optimizer == "muon":
+            total += 2 * max(root, *numels) * torch.bfloat16.itemsize
+    return total / GIB
 
 
 def check_memory(config: Config, plan: RunPlan) -> None:

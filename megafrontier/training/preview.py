@@ -14,7 +14,13 @@ from megafrontier.optim.adamw import find_apex
 from megafrontier.partition.placement import error_levels
 from megafrontier.partition.wires.wire import Wire
 from megafrontier.training.callbacks.base import load_class
-from megafrontier.training.plan import RunPlan, buffer_gib, resolve_plan, state_gib
+from megafrontier.training.plan import (
+    RunPlan,
+    buffer_gib,
+    optimizer_groups,
+    resolve_plan,
+    state_gib,
+)
 from megafrontier.training.trainer import PARTS, Part, open_loader
 
 MANY_PEERS = 512
@@ -30,6 +36,7 @@ def check_training(config: Config, ranks: int, parts: Sequence[Part] = PARTS) ->
     """
     plan = resolve_plan(config, ranks)
     check_vocabulary(config)
+    optimizer_groups(config)  # refuses groups that do not fit
     for part in parts:
         loader = open_loader(config, part, 0, plan.shape.over(("data",)).ranks)
         if loader is not None:
@@ -89,6 +96,8 @@ def describe_run(
     yield f"{_summarize(config, plan)}; on {name}"
     if plan.data_levels.ranks > 1:
         yield _describe_wires(config, plan)
+    if config.optimizer.groups or config.optimizer.name != "adamw":
+        yield from optimizer_groups(config).describe()
 
 
 def _warn_of_sizes(config: Config, plan: RunPlan) -> Iterator[str]:

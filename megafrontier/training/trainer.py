@@ -16,16 +16,16 @@ from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initial_slice
 from megafrontier.model.recompute.compile import start_workers
-from megafrontier.optim.adamw import ShardedAdamW
 from megafrontier.optim.gradients import LossScale
 from megafrontier.optim.spikes import SpikeRule
+from megafrontier.optim.unit_optimizers import UnitOptimizers
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.parallel.world import World
 from megafrontier.partition import Engine, shard
 from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.training.device import reason_not_compiled
 from megafrontier.training.logging.run_log import RunLogger
-from megafrontier.training.plan import RunPlan
+from megafrontier.training.plan import RunPlan, optimizer_groups
 from megafrontier.training.recorder import MetricRecorder
 
 Part = Literal["train", "valid"]
@@ -46,7 +46,7 @@ class Trainer:
     mesh: Mesh
     model: GPT
     engine: Engine
-    optimizer: ShardedAdamW
+    optimizer: UnitOptimizers
     loader: Loader
     valid_loader: Loader | None
     loss_scale: LossScale
@@ -91,8 +91,7 @@ def build_trainer(
         # it is written.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     model, engine = build_model(config, plan, mesh)
-    masters = [unit.master for unit in engine.units]
-    optimizer = ShardedAdamW(masters, [u.decay_stop for u in engine.units], config.optimizer)
+    optimizer = UnitOptimizers(engine.trained_units, optimizer_groups(config), config.optimizer)
     # All ranks agree, because the others would wait for a rank whose storage fails.
     rank, size, device = mesh.data_rank, mesh.data_size, mesh.device
     train, valid = mesh.world.run_on_all(
@@ -141,7 +140,7 @@ def build_model(config: Config, plan: RunPlan, mesh: Mesh) -> tuple[GPT, Engine]
         prefetch=config.partition.prefetch,
         check_order=config.partition.check_order,
         initial=partial(initial_slice, config.run.seed),
-        decay=lambda spec: spec.kind not in config.optimizer.no_decay,
+        groups=optimizer_groups(config).of,
     )
     return model, engine
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megafrontier.common.errors import UserError
-from megafrontier.config import OptimizerConfig
 from megafrontier.optim.adamw import ShardedAdamW, find_apex
+from megafrontier.optim.sharded import merge_slices
 
 NUMEL, DECAYED = 96, 50
 CUTS = [[0, 96], [0, 10, 50, 96], [0, 1, 49, 51, 95, 96]]
@@ -22,10 +22,6 @@ def values(seed):
 
 def rate(step):
     return 0.1 / (step + 1)
-
-
-def config(fused):
-    return OptimizerConfig(lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3, fused=fused)
 
 
 def reference():
@@ -50,13 +46,20 @@ def reference():
     )
 
 
-def make(cuts, chosen, weights=None):
+def make(cuts, fused, weights=None):
     """Shards of the flat parameter, and the optimizer on them."""
     flat = values(0) if weights is None else weights
     bounds = list(pairwise(cuts))
     masters = [flat[a:b].clone() for a, b in bounds]
-    stops = [max(0, min(DECAYED, b) - a) for a, b in bounds]
-    return masters, ShardedAdamW(masters, stops, chosen)
+    spans = [(0, DECAYED, 0), (DECAYED, NUMEL, 1)]
+    groups = []
+    for number, decay in enumerate((0.3, 0.0)):
+        slices = [
+            (i, s) for i, b in enumerate(bounds) for s in merge_slices(spans, *b).get(number, [])
+        ]
+        options = {"lr_scale": 1.0, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": decay}
+        groups.append({"params": slices, **options})
+    return masters, ShardedAdamW(masters, groups, fused)
 
 
 def run(optimizer, cuts, first, last):
@@ -80,7 +83,7 @@ def assert_is_reference(masters, optimizer):
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("fused", ["torch", "none"])
 def test_any_cut_gives_the_weights_and_moments_of_full_parameters(cuts, fused):
-    masters, optimizer = make(cuts, config(fused))
+    masters, optimizer = make(cuts, fused)
     run(optimizer, cuts, 0, STEPS)
     assert_is_reference(masters, optimizer)
     assert optimizer.steps == STEPS
@@ -89,7 +92,7 @@ def test_any_cut_gives_the_weights_and_moments_of_full_parameters(cuts, fused):
 @pytest.mark.parametrize("fused", ["torch", "none"])
 def test_the_optimizer_holds_views_and_no_state_of_its_own(fused):
     cuts = [0, 49, 51, 96]
-    masters, optimizer = make(cuts, config(fused))
+    masters, optimizer = make(cuts, fused)
     run(optimizer, cuts, 0, 2)
     ours = {t.untyped_storage().data_ptr() for shard in optimizer.states.values() for t in shard}
     theirs = [
@@ -107,9 +110,9 @@ def test_the_optimizer_holds_views_and_no_state_of_its_own(fused):
 @pytest.mark.parametrize("fused", ["torch", "none"])
 def test_a_restored_optimizer_continues_the_saved_one(fused):
     cuts = [0, 49, 51, 96]
-    masters, saved = make(cuts, config(fused))
+    masters, saved = make(cuts, fused)
     run(saved, cuts, 0, 3)
-    others, again = make(cuts, config(fused), torch.cat(masters))
+    others, again = make(cuts, fused, torch.cat(masters))
     for name, shards in saved.states.items():
         for target, source in zip(again.states[name], shards, strict=True):
             target.copy_(source)
@@ -121,7 +124,7 @@ def test_a_restored_optimizer_continues_the_saved_one(fused):
 @pytest.mark.parametrize("fused", ["torch", "none"])
 def test_a_skipped_step_changes_nothing_and_is_not_counted(fused):
     cuts = [0, 49, 51, 96]
-    masters, optimizer = make(cuts, config(fused))
+    masters, optimizer = make(cuts, fused)
     run(optimizer, cuts, 0, 3)
     step_once(optimizer, cuts, torch.full((NUMEL,), torch.nan), 0.1, torch.tensor(1.0))
     assert optimizer.steps == 3
@@ -132,7 +135,7 @@ def test_a_skipped_step_changes_nothing_and_is_not_counted(fused):
 def test_apex_without_an_accelerator_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=r"optimizer\.fused: apex, but no accelerator is here"):
-        make([0, 96], config(fused="apex"))
+        make([0, 96], "apex")
 
 
 def test_a_missing_apex_is_reported_without_initializing_the_device(monkeypatch):
@@ -146,9 +149,9 @@ def test_a_missing_apex_is_reported_without_initializing_the_device(monkeypatch)
 class FusedAdam(torch.optim.AdamW):
     """Has apex's arguments, and counts steps where apex does."""
 
-    def __init__(self, groups, lr, betas, eps, adam_w_mode):
+    def __init__(self, groups, adam_w_mode):
         assert adam_w_mode
-        super().__init__(groups, lr=lr, betas=betas, eps=eps)
+        super().__init__(groups)
 
     def step(self):
         for group in self.param_groups:
@@ -165,7 +168,7 @@ def test_a_real_apex_is_used(monkeypatch):
     monkeypatch.setitem(sys.modules, "apex", SimpleNamespace(optimizers=optimizers))
     monkeypatch.setitem(sys.modules, "apex.optimizers", optimizers)
     cuts = [0, 49, 51, 96]
-    masters, optimizer = make(cuts, config("apex"))
+    masters, optimizer = make(cuts, "apex")
     assert isinstance(optimizer.torch, FusedAdam)
     # Its stand-in steps as torch does, which would initialize the accelerator.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -12,7 +12,7 @@ from megafrontier.training.plan import (
     check_memory,
     resolve_plan,
     state_gib,
-    unit_numels,
+    unit_sizes,
 )
 
 GIB = 2**30
@@ -50,10 +50,10 @@ def test_a_rank_needs_at_least_state_buffers_and_block_inputs():
 @pytest.mark.parametrize("tied", [True, False])
 def test_units_are_those_of_the_model(tied):
     config = load_config("configs/gpt-125m.yaml", [f"model.tie_embeddings={str(tied).lower()}"])
-    units, root = unit_numels(config.model)
-    assert sum(units) + root == parameter_count(config.model)
-    assert len(units) == config.model.layers + (0 if tied else 2)
-    assert bool(root) == tied
+    units = unit_sizes(config)
+    assert sum(unit.numel for unit in units) == parameter_count(config.model)
+    assert len(units) == config.model.layers + (1 if tied else 2)
+    assert any(unit.block == "root" for unit in units) == tied
 
 
 @pytest.mark.parametrize("name", ["any", "cpu"])

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ from megafrontier.checkpoint.states import States, engine_states, save_engine
 from megafrontier.common.errors import RunFailed, StorageFailed
 from megafrontier.config import Config, config_to_dict
 from megafrontier.data.tokenizers.tokenizer import save_cached_tokenizer
-from megafrontier.model.flops import parameter_count
+from megafrontier.optim.groups import optimizer_itemsize
 from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.training.callbacks.base import Callback, is_due
 from megafrontier.training.logging.run_log import RunLogger
-from megafrontier.training.plan import RunPlan
+from megafrontier.training.plan import RunPlan, optimizer_groups
 from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer
 
@@ -26,10 +27,15 @@ def checkpoint_root(config: Config) -> Path:
 
 
 def checkpoint_bytes(config: Config, plan: RunPlan) -> int:
-    """Bytes of one checkpoint: for each parameter fp32 weight and two moments, the published weight
-    with delta wires, and the bf16 error with error feedback."""
+    """Bytes of one checkpoint: for each parameter the fp32 weight and the optimizer's states, the
+    published weight with delta wires, and the bf16 error with error feedback."""
     published = DTYPES[config.train.precision].itemsize if plan.wires.have_deltas else 0
-    return parameter_count(config.model) * (12 + published + (2 if plan.error_feedback else 0))
+    others = published + (2 if plan.error_feedback else 0)
+    return sum(
+        prod(spec.shape) * (optimizer_itemsize(optimizer) + others)
+        for optimizer, specs in optimizer_groups(config).by_optimizer().items()
+        for spec in specs
+    )
 
 
 def shards(trainer: Trainer) -> States:

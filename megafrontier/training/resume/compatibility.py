@@ -11,7 +11,10 @@ from typing import Any
 from megafrontier.checkpoint.format import Manifest
 from megafrontier.checkpoint.load import Checkpoint
 from megafrontier.common.errors import UserError
-from megafrontier.config import Config, ModelConfig, config_to_dict
+from megafrontier.config import Config, ModelConfig, OptimizerConfig, config_to_dict
+from megafrontier.config.validation import build
+from megafrontier.model.flops import parameter_specs
+from megafrontier.optim.groups import STATES, OptimizerGroups
 from megafrontier.training.trainer import Trainer
 
 ROTARY_KEYS = ("rotary_base", "rotary_scaling")
@@ -57,6 +60,28 @@ def check_model(model: ModelConfig, checkpoint: Checkpoint) -> None:
             raise UserError(
                 f"model.{key}: {now[key]}, but {checkpoint.path} was trained with {before[key]}"
             )
+
+
+def check_optimizer(config: Config, checkpoint: Checkpoint) -> None:
+    """Raise UserError if the checkpoint has the state of another optimizer than the parameter's, or
+    lacks a state. One of weights only, such as an imported one, fits."""
+    manifest = checkpoint.manifest
+    saved = manifest.config.get("optimizer")
+    if saved is None or not any(manifest.states.keys() & set(names) for names in STATES.values()):
+        return
+    specs = parameter_specs(config.model).values()
+    before = OptimizerGroups(build(OptimizerConfig, saved, "optimizer"), specs)
+    now = OptimizerGroups(config.optimizer, specs)
+    for spec in specs:
+        (optimizer, _), (other, _) = now.of(spec), before.of(spec)
+        here, advice = f"optimizer: {optimizer} for {spec.name}", "or checkpoint.weights_only=true"
+        if optimizer != other:
+            raise UserError(
+                f"{here}, but {checkpoint.path} has states of {other}, need {other}, {advice}"
+            )
+        for state in STATES[optimizer]:
+            if state not in manifest.states:
+                raise UserError(f"{here}, but {checkpoint.path} has no {state}, need it, {advice}")
 
 
 def _resolved(model: ModelConfig) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from megafrontier.config import Config
 from megafrontier.model.flops import parameter_shapes
 from megafrontier.training.callbacks.save import checkpoint_root, shards
 from megafrontier.training.logging.run_log import RunLogger
-from megafrontier.training.resume.compatibility import changes, check_model
+from megafrontier.training.resume.compatibility import changes, check_model, check_optimizer
 from megafrontier.training.resume.restarts import has_begun, record_begun
 from megafrontier.training.trainer import Trainer
 
@@ -71,6 +71,8 @@ def check_own(config: Config) -> None:
         checkpoint = Checkpoint(path, read_manifest(path))
         checkpoint.check_shapes(parameter_shapes(config.model))
         check_model(config.model, checkpoint)
+        if not config.checkpoint.weights_only:
+            check_optimizer(config, checkpoint)
 
     named, own = named_checkpoint(config), _own_newest(config)
     if own is not None:
@@ -212,9 +214,12 @@ def _load_shards(trainer: Trainer, checkpoint: Checkpoint, is_start: bool = Fals
         unit.feedback.clear()
     for tensors in trainer.optimizer.states.values():
         for tensor in tensors:
-            tensor.zero_()
+            if tensor is not None:
+                tensor.zero_()
     states = states_to_load(trainer, _used(trainer.config, checkpoint.manifest, is_start))
     check_model(trainer.config.model, checkpoint)
+    if not (is_start and trainer.config.checkpoint.weights_only):
+        check_optimizer(trainer.config, checkpoint)
     fill_shards(checkpoint, trainer.engine, states)
 
 

@@ -35,7 +35,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megafrontier.common.errors import UserError, exit_on_fatal_error
-from megafrontier.config import OptimizerConfig
 from megafrontier.model.kernels.varlen import document_attention
 from megafrontier.model.loss import linear_cross_entropy
 from megafrontier.model.positions import document_mask
@@ -152,8 +151,13 @@ def _apex_rms_norm() -> Callable[..., Tensor]:
 def adamw(fused: str, elements: int) -> dict[str, float]:
     """One update of a flat fp32 shard of so many parameters, two thirds of them decayed."""
     master, gradient = (torch.randn(elements, device=device()) for _ in range(2))
+    cut = 2 * elements // 3
+    groups = [
+        {"params": [(0, where)], "weight_decay": decay, "lr_scale": 1.0}
+        for where, decay in ((slice(0, cut), 0.1), (slice(cut, None), 0.0))
+    ]
     try:
-        optimizer = ShardedAdamW([master], [2 * elements // 3], OptimizerConfig(fused=fused))
+        optimizer = ShardedAdamW([master], groups, fused)
     except UserError as error:
         raise Unable(str(error)) from error
     one, no = torch.ones((), device=device()), torch.zeros((), device=device())

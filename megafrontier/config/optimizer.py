@@ -1,0 +1,65 @@
+"""The options of optimizers, and of the learning rate's schedule."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megafrontier.config.fields import bounded
+
+
+@dataclass
+class OptimizerGroupConfig:
+    """Parameters that have an optimizer, or values of it, of their own."""
+
+    match: str = ""
+    """The parameters: a kind (matrix, norm, bias, embedding, expert, router), a glob pattern of
+    names, or both as `KIND:PATTERN`. `matrix:blocks.*` is all matrices but the head."""
+    name: Literal["adamw", "sgd", "muon"] | None = None
+    """Their optimizer. Default for this and the keys below: the key of `optimizer`."""
+    lr: float | None = bounded(None, at_least=0)
+    """Learning rate at the end of the warm-up. The schedule, `min_lr` too, is that of
+    `optimizer.lr` in proportion."""
+    betas: tuple[float, float] | None = bounded(None, at_least=0, below=1)
+    """adamw: decay of the first and second moment."""
+    eps: float | None = bounded(None, above=0)
+    """adamw: added to the square root of the second moment."""
+    momentum: float | None = bounded(None, at_least=0, below=1)
+    """sgd, muon: decay of the momentum."""
+    weight_decay: float | None = bounded(None, at_least=0)
+    """Weight decay, also of the kinds in `no_decay`."""
+
+
+@dataclass
+class OptimizerConfig:
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    """adamw: AdamW with decoupled weight decay. sgd: SGD with momentum, weight decay as a part of
+    the gradient. muon: Muon, of matrices only."""
+    lr: float = bounded(3e-4, at_least=0)
+    """Learning rate at the end of the warm-up."""
+    betas: tuple[float, float] = bounded((0.9, 0.95), at_least=0, below=1)
+    """adamw: decay of the first and second moment."""
+    eps: float = bounded(1e-8, above=0)
+    """adamw: added to the square root of the second moment."""
+    momentum: float = bounded(0.95, at_least=0, below=1)
+    """sgd, muon: decay of the momentum."""
+    weight_decay: float = bounded(0.1, at_least=0)
+    """Weight decay."""
+    no_decay: list[Literal["norm", "bias", "embedding"]] = field(
+        default_factory=lambda: ["norm", "bias", "embedding"]
+    )
+    """Kinds of parameters without weight decay."""
+    fused: Literal["torch", "apex", "none"] = "torch"
+    """Fused AdamW: torch's, apex's (NVIDIA's or ROCm's, on an accelerator), or none."""
+    groups: list[OptimizerGroupConfig] = field(default_factory=list)
+    """Parameters with another optimizer or other values. Those in no group have the ones above."""
+
+
+@dataclass
+class ScheduleConfig:
+    name: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    """Learning rate after the warm-up. All but constant decay to `min_lr` by the end."""
+    warmup_steps: int = bounded(0, at_least=0)
+    """Steps of linear warm-up."""
+    min_lr: float = bounded(0.0, at_least=0)
+    """Learning rate at the end of the decay."""
+    decay_fraction: float = bounded(0.2, at_least=0, at_most=1)
+    """wsd: fraction of the steps, at the end, in which the learning rate decays linearly."""

@@ -1,0 +1,123 @@
+"""The optimizers of an engine's units, by the configuration's groups."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from megafrontier.config import OptimizerConfig
+from megafrontier.optim.adamw import ShardedAdamW
+from megafrontier.optim.groups import STATES, OptimizerGroups
+from megafrontier.optim.muon import ShardedMuon
+from megafrontier.optim.sgd import ShardedSGD
+from megafrontier.optim.sharded import Slice, merge_slices
+from megafrontier.partition.unit import Unit
+
+States = dict[str, list[torch.Tensor | None]]
+
+
+class UnitOptimizer(Protocol):
+    """Updates the masters of some units.
+
+    states: by torch's names, one 1-D shard for each unit.
+    """
+
+    states: dict[str, list[torch.Tensor]]
+
+    def step(
+        self,
+        gradients: Sequence[torch.Tensor],
+        lr: float,
+        divisor: torch.Tensor,
+        skip: torch.Tensor,
+    ) -> None:
+        """Update the masters in place, or change nothing if `skip` [] is 1. The `gradients`, one
+        1-D fp32 shard for each unit, are divided by `divisor` [] and overwritten."""
+        ...
+
+
+class UnitOptimizers:
+    """The optimizers of an engine's trained units.
+
+    states: by torch's names, for each unit this rank's 1-D shard, or None if the unit's optimizer
+        has no such state.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], groups: OptimizerGroups, config: OptimizerConfig
+    ) -> None:
+        self._parts: list[tuple[UnitOptimizer, list[int]]] = []
+        self.states: States = {}
+        for name in dict.fromkeys(unit.optimizer for unit in units):
+            indices = [i for i, unit in enumerate(units) if unit.optimizer == name]
+            optimizer = _make(name, [units[i] for i in indices], groups, config)
+            self._parts.append((optimizer, indices))
+            for state in STATES[name]:
+                shards = self.states.setdefault(state, [None] * len(units))
+                for i, shard in zip(indices, optimizer.states[state], strict=True):
+                    shards[i] = shard
+
+    def step(
+        self,
+        gradients: Sequence[torch.Tensor],
+        lr: float,
+        divisor: torch.Tensor,
+        skip: torch.Tensor,
+    ) -> None:
+        """`UnitOptimizer.step` of all units. `lr`: that of the schedule; a group's is its
+        `lr_scale` times that."""
+        for optimizer, indices in self._parts:
+            optimizer.step([gradients[i] for i in indices], lr, divisor, skip)
+
+    @property
+    def _adamw(self) -> list[ShardedAdamW]:
+        return [part for part, _ in self._parts if isinstance(part, ShardedAdamW)]
+
+    @property
+    def steps(self) -> int:
+        """Number of AdamW's updates, which its bias correction needs; 0 without AdamW. Waits for
+        the device."""
+        return max((adamw.steps for adamw in self._adamw), default=0)
+
+    def restore(self, steps: int) -> None:
+        """Continue after `steps` updates. The `states` have been filled in place."""
+        for adamw in self._adamw:
+            adamw.restore(steps)
+
+
+def group_slices(units: Sequence[Unit], groups: OptimizerGroups) -> list[tuple[int, list[Slice]]]:
+    """(group, slices of this rank's masters) of each group that has any, in the order of the
+    groups. Padding belongs to the group without weight decay."""
+    found: dict[int, list[Slice]] = {}
+    for index, unit in enumerate(units):
+        spans = [
+            (entry.offset, entry.offset + entry.numel, groups.numbers[entry.name])
+            for entry in unit.layout.entries
+        ]
+        _, stop, last = spans[-1]
+        spans.append((stop, unit.layout.numel, last | 1))
+        for number, slices in merge_slices(spans, *unit.range).items():
+            found.setdefault(number, []).extend((index, where) for where in slices)
+    return sorted(found.items())
+
+
+def _param_groups(
+    units: Sequence[Unit], groups: OptimizerGroups, *keys: str
+) -> list[dict[str, Any]]:
+    """torch's param groups with these values, and slices of this rank's masters as parameters."""
+    return [
+        {"params": slices, **{key: getattr(groups.groups[number], key) for key in keys}}
+        for number, slices in group_slices(units, groups)
+    ]
+
+
+def _make(
+    name: str, units: Sequence[Unit], groups: OptimizerGroups, config: OptimizerConfig
+) -> UnitOptimizer:
+    if name == "muon":
+        return ShardedMuon(units, {of: groups.groups[n] for of, n in groups.numbers.items()})
+    masters, common = [unit.master for unit in units], ("lr_scale", "weight_decay")
+    if name == "sgd":
+        return ShardedSGD(masters, _param_groups(units, groups, *common, "momentum"))
+    params = _param_groups(units, groups, *common, "betas", "eps")
+    return ShardedAdamW(masters, params, config.fused)

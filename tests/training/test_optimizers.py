@@ -1,0 +1,219 @@
+"""Groups of parameters with optimizers of their own train as torch's optimizers on one process."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megafrontier.checkpoint.load import open_checkpoint
+from megafrontier.common.errors import UserError
+from megafrontier.model.flops import parameter_count
+from megafrontier.model.gpt import GPT
+from megafrontier.model.init import initialise
+from megafrontier.optim.schedule import learning_rate
+from megafrontier.parallel.param_spec import spec_of
+from megafrontier.partition.placement import STRATEGIES, gather_bytes
+from megafrontier.training.callbacks.save import checkpoint_bytes
+from megafrontier.training.loop import train_step
+from megafrontier.training.plan import resolve_plan, state_gib
+from megafrontier.training.preview import check_training
+from megafrontier.training.resume.compatibility import check_optimizer
+from megafrontier.training.trainer import open_loader
+from tests import runs
+from tests.ranks import run_mesh
+
+STEPS = 20
+MUON = "{match: 'matrix:blocks.*', name: muon, lr: 0.02, momentum: 0.9}"
+SGD = "{match: embedding, name: sgd, lr: 0.5, momentum: 0.8, weight_decay: 0.01}"
+GROUPS = f"optimizer.groups=[{MUON}, {SGD}, {{match: norm, lr: 0.01}}]"
+CHOSEN = (
+    GROUPS, f"train.steps={STEPS}", "train.clip_grad_norm=0.2", "train.micro_batch=4",
+    "schedule.min_lr=1e-4", "optimizer.weight_decay=0.3", "model.bias=true",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    """Losses of plain PyTorch, with Newton–Schulz iterations in fp32 as on our CPU ranks."""
+    config = runs.load(folder / "config.yaml", *CHOSEN)
+    model = GPT(config.model)
+    initialise(model, config.run.seed)
+    kinds = {"muon": [], "sgd": [], "norm": [], "matrix": [], "bias": []}
+    for name, parameter in model.named_parameters():
+        kind = spec_of(name, parameter).kind
+        if kind == "matrix" and name.startswith("blocks."):
+            kind = "muon"
+        kinds["sgd" if kind == "embedding" else kind].append(parameter)
+    adamw = [
+        {"params": kinds["matrix"], "weight_decay": 0.3},
+        {"params": kinds["bias"], "weight_decay": 0.0},
+        {"params": kinds["norm"], "weight_decay": 0.0, "scale": 2},
+    ]
+    optimizers = [
+        (torch.optim.AdamW(adamw, betas=(0.9, 0.95)), 1),
+        (torch.optim.SGD(kinds["sgd"], momentum=0.8, weight_decay=0.01), 100),
+        (torch.optim.Muon(kinds["muon"], momentum=0.9, weight_decay=0.3), 4),
+    ]
+    samples, losses = open_loader(config, "train", 0, 1).samples, []
+    for step in range(STEPS):
+        batch = samples.batch(16 * step, 16)
+        loss = model(batch.tokens, batch.targets, batch.documents) / (batch.targets >= 0).sum()
+        loss.backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2) > 0.2
+        lr = learning_rate(step, STEPS, config.optimizer, config.schedule)
+        for optimizer, scale in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * scale * group.get("scale", 1)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+                optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_20_steps_on_every_placement_are_those_of_plain_pytorch(folder, plain, strategy):
+    config = runs.load(folder / "config.yaml", *CHOSEN, f"partition.strategy={strategy}")
+
+    def body(mesh):
+        with runs.open_trainer(config, mesh) as trainer:
+            return [train_step(trainer).loss for _ in range(STEPS)]
+
+    for losses in run_mesh((2, 2, 1), body):
+        assert losses == pytest.approx(plain, rel=1e-5)
+    assert plain[-1] < plain[0] - 0.5
+
+
+def test_a_skipped_step_changes_no_state_and_muon_sends_one_more_gather(folder):
+    """In exchange its state is sharded as AdamW's."""
+    groups = f"optimizer.groups=[{MUON}]"
+    config = runs.load(folder / "config.yaml", groups, "partition.strategy=zero1")
+
+    def body(mesh):
+        with runs.open_trainer(config, mesh) as trainer:
+            train_step(trainer)
+            result, engine = train_step(trainer), trainer.engine
+            formula = engine.step_bytes(trainer.loader.micro_batches)
+            for unit in engine.units:
+                if unit.optimizer == "muon":
+                    depth, levels = unit.placement.optimizer, mesh.levels
+                    more = gather_bytes(unit.layout.numel, depth, levels, 4)
+                    formula = [a + b for a, b in zip(formula, more, strict=True)]
+            shards = [s for found in trainer.optimizer.states.values() for s in found]
+            tensors = [s for s in shards if s is not None] + [unit.master for unit in engine.units]
+            before = [tensor.clone() for tensor in tensors]
+            gradients = [torch.full_like(unit.master, torch.nan) for unit in engine.units]
+            one = torch.tensor(1.0)
+            trainer.optimizer.step(gradients, 0.1, one, one)
+            assert all(map(torch.equal, before, tensors))
+            return [level["bytes"] for level in result.comm.values()], formula
+
+    for counted, formula in run_mesh((2, 2, 1), body):
+        assert counted == formula
+        assert min(counted[:2]) > 0
+
+
+def test_the_start_says_which_parameters_each_optimizer_has(folder):
+    directory = folder / "said"
+    chosen = (GROUPS, "train.steps=1", f"run.directory={directory}", "evaluate.batches=0")
+    runs.run(folder / "config.yaml", 4, *chosen, "schedule.warmup_steps=0")
+    lines = [line for line in runs.log(directory).splitlines() if line.startswith("optimizer ")]
+    assert [line.partition(":")[0] for line in lines] == [
+        "optimizer sgd at 100 times optimizer.lr",
+        "optimizer adamw at 2 times optimizer.lr",
+        "optimizer muon at 4 times optimizer.lr",
+        "optimizer adamw",
+    ]
+    assert lines[2].endswith(
+        " parameters, blocks.*.attention.qkv.weight, blocks.*.attention.out.weight, "
+        "blocks.*.mlp.up.weight, blocks.*.mlp.down.weight"
+    )
+    assert lines[3].endswith(" parameters, head.output.weight")
+
+
+def test_checkpoints_go_between_placements_with_each_groups_own_states(folder, plain):
+    """Saved on 4 ranks, then loaded by one rank, and by 4 that shard otherwise."""
+
+    def train(name, ranks, *chosen):
+        directory = f"run.directory={folder}/{name}"
+        always = (*CHOSEN, "evaluate.batches=0", "train.stop_at=8", directory)
+        return runs.losses(runs.run(folder / "config.yaml", ranks, *always, *chosen))
+
+    train("saved", 4, "train.stop_at=4", "partition.strategy=topo")
+    path = folder / "saved/checkpoints/step-00000004"
+    resumed = f"checkpoint.resume={path}"
+    again = train("again", 4, resumed, "partition.strategy=topo")
+    assert again == train("whole", 4, "partition.strategy=topo")[4:]
+    assert train("one", 1, resumed, "machine=laptop") == pytest.approx(plain[4:8], rel=1e-5)
+    other = train("zero3", 4, resumed, "partition.strategy=zero3")
+    assert other == pytest.approx(plain[4:8], rel=1e-5)
+
+
+def test_a_checkpoint_of_another_optimizer_or_without_a_state_is_refused(folder, capfd):
+    directory = f"run.directory={folder}/muon"
+    chosen = ("train.steps=2", "evaluate.batches=0", "machine=laptop")
+    runs.run(folder / "config.yaml", 1, *chosen, directory, f"optimizer.groups=[{MUON}]")
+    path = folder / "muon/checkpoints/step-00000002"
+    resumed = ("train.steps=3", f"checkpoint.resume={path}", f"run.directory={folder}/other")
+    config = runs.load(folder / "config.yaml", *chosen, *resumed)
+    capfd.readouterr()
+    assert runs.train(config, 1) == 2
+    name = "blocks.0.attention.qkv.weight"
+    advice = "or checkpoint.weights_only=true"
+    line = f"adamw for {name}, but {path} has states of muon, need muon, {advice}"
+    assert capfd.readouterr().err.splitlines() == [f"megafrontier: optimizer: {line}"]
+    runs.run(folder / "config.yaml", 1, *chosen, *resumed, "checkpoint.weights_only=true")
+    checkpoint = open_checkpoint(path)
+    states = {
+        state: kind for state, kind in checkpoint.manifest.states.items() if state != "exp_avg"
+    }
+    lacking = SimpleNamespace(states=states, config=checkpoint.manifest.config)
+    with pytest.raises(UserError, match=r"adamw for .*, but /x has no exp_avg, need it, or check"):
+        check_optimizer(
+            runs.load(folder / "config.yaml", f"optimizer.groups=[{MUON}]"),
+            SimpleNamespace(path="/x", manifest=lacking),
+        )
+
+
+@pytest.mark.parametrize(
+    ("chosen", "line"),
+    [
+        (
+            "optimizer.groups=[{match: 'block.*'}]",
+            "optimizer.groups[0].match: block.*, matches no parameter, need one of matrix, norm, "
+            "bias, embedding, expert, router, or a pattern of names such as head.output.weight",
+        ),
+        (
+            "optimizer.groups=[{match: matrix}, {match: 'head.*'}]",
+            "optimizer.groups[1].match: head.*, need head.output.weight in one group, it is in "
+            "optimizer.groups[0] too",
+        ),
+        (
+            "optimizer.groups=[{match: 'blocks.*', name: muon}]",
+            "optimizer.groups[0]: muon, but blocks.0.norm1.weight has shape 24, need a matrix, or "
+            "adamw or sgd for it",
+        ),
+        (
+            "optimizer.name=muon",
+            "optimizer.name: muon, but blocks.0.norm1.weight has shape 24, need a matrix, or adamw "
+            "or sgd for it",
+        ),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused_in_one_line(folder, chosen, line):
+    config = runs.load(folder / "config.yaml", chosen)
+    with pytest.raises(UserError) as caught:
+        check_training(config, 4)
+    assert str(caught.value) == line
+
+
+def test_memory_by_formula_counts_each_optimizers_states(folder):
+    """AdamW keeps 12 bytes for an element, Muon and SGD 8."""
+    plain = runs.load(folder / "config.yaml", "partition.strategy=zero1", "train.precision=bf16")
+    sgd = replace(plain, optimizer=replace(plain.optimizer, name="sgd"))
+    plan = resolve_plan(plain, 4)
+    saved = (state_gib(plain, plan) - state_gib(sgd, plan)) * 2**30
+    assert saved == pytest.approx(4 * parameter_count(plain.model) / 4)
+    assert checkpoint_bytes(sgd, plan) == 8 * parameter_count(plain.model)
