@@ -1,30 +1,28 @@
 """Checkpoints of a sharded model and its optimizer."""
 
-from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megafrontier.api.model import sharded
 from megafrontier.api.optimizer import Optimizer
 from megafrontier.checkpoint.folder import delete, prune
-from megafrontier.checkpoint.format import CheckpointCorrupt
-from megafrontier.checkpoint.load import Checkpoint, attached_problems, open_newest
+from megafrontier.checkpoint.load import Checkpoint, open_newest
 from megafrontier.checkpoint.states import (
+    OptimizerStates,
     States,
     engine_states,
     fill_shards,
+    persistent_buffers,
     save_engine,
     share_shards,
 )
 from megafrontier.common.errors import need, print_error
 from megafrontier.parallel.world import World
 
-_BUFFERS = "buffers.safetensors"
 _OF_ENGINE = ("weight", "published", "error")
 """States that are not the optimizer's."""
 
@@ -35,9 +33,9 @@ def save(
     """Save a checkpoint of a sharded model into `folder`/checkpoints; all ranks call it. Returns
     its path.
 
-    It holds the trained parameters, the optimizer's states and options, and rank 0's buffers, and
-    loads on any number of ranks with any placement. Frozen parameters are left out: they come with
-    the model. After the save the newest `keep` checkpoints stay (0: all).
+    It holds the parameters, the optimizer's states and options, and rank 0's buffers, and loads on
+    any number of ranks with any placement and splits. After the save the newest `keep` checkpoints
+    stay (0: all).
 
     Raises CheckpointWriteError on all ranks, after which training may go on.
     """
@@ -45,8 +43,8 @@ def save(
     need(step >= 0, "step", step, "need the number of steps done")
     extra = {} if optimizer is None else {"optimizer": _describe(optimizer, engine.hierarchy.world)}
     states = {} if optimizer is None else optimizer.inner.flat_states()
-    attach = partial(_attach_buffers, model)
-    path = save_engine(root, engine, states, attach, step=step, tokens=0, extra=extra)
+    buffers = persistent_buffers(model)
+    path = save_engine(root, engine, states, buffers=buffers, step=step, tokens=0, extra=extra)
     if engine.hierarchy.world.rank == 0:
         try:
             delete(prune(root, keep, keep_every=0))
@@ -65,7 +63,7 @@ def load(model: nn.Module, optimizer: Optimizer | None, folder: str | Path) -> i
     Raises UserError for a checkpoint of another model, another kind of optimizer or another number
     of param groups, and if no checkpoint is whole; StorageFailed.
     """
-    engine = sharded(model).engine
+    engine, buffers = sharded(model).engine, persistent_buffers(model)
     engine.finish_publishing()
     states: States = {}
 
@@ -76,14 +74,13 @@ def load(model: nn.Module, optimizer: Optimizer | None, folder: str | Path) -> i
         held = {} if optimizer is None else _prepare(optimizer, checkpoint)
         known = checkpoint.manifest.states
         states = {s: found for s, found in engine_states(engine, held).items() if s in known}
-        fill_shards(checkpoint, engine, states)
-        _read_buffers(checkpoint, model)
+        fill_shards(checkpoint, engine, states, buffers)
 
     root = Path(folder) / "checkpoints"
     found = open_newest(root, read, engine.hierarchy.world, print_error)
     if found is None:
         return 0
-    share_shards(engine, states)
+    share_shards(engine, states, buffers)
     engine.restore("published" in states)
     return found.manifest.step
 
@@ -117,7 +114,7 @@ def _is_option(key: str, value: object) -> bool:
     return is_plain and key not in ("fused", "foreach", "capturable", "differentiable")
 
 
-def _prepare(optimizer: Optimizer, checkpoint: Checkpoint) -> States:
+def _prepare(optimizer: Optimizer, checkpoint: Checkpoint) -> OptimizerStates:
     """Set an optimizer's options and numbers to those of a checkpoint, and make its states flat,
     to be filled. Returns these. Raises UserError if the checkpoint is of another optimizer."""
     saved = checkpoint.manifest.extra.get("optimizer")
@@ -138,31 +135,3 @@ def _prepare(optimizer: Optimizer, checkpoint: Checkpoint) -> States:
                 device = part.device if on_device else "cpu"
                 optimizer.state[part][name] = torch.tensor(value, device=device).float()
     return optimizer.inner.states
-
-
-def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that a state dict has, by name."""
-    return {
-        f"{prefix}.{name}".removeprefix("."): buffer
-        for prefix, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
-
-
-def _attach_buffers(model: nn.Module, folder: Path) -> None:
-    if buffers := _buffers(model):
-        save_file(
-            {name: b.detach().cpu().clone() for name, b in buffers.items()}, folder / _BUFFERS
-        )
-
-
-def _read_buffers(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Load buffers of the same names. Raises CheckpointCorrupt."""
-    for problem in attached_problems(checkpoint.path, checkpoint.manifest):
-        raise CheckpointCorrupt(problem)
-    if any(file.path == _BUFFERS for file in checkpoint.manifest.files):
-        own = _buffers(model)
-        for name, value in load_file(checkpoint.path / _BUFFERS).items():
-            if name in own:
-                own[name].copy_(value)

@@ -6,13 +6,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megafrontier.checkpoint.folder import of_each, of_newest, step_of
-from megafrontier.checkpoint.format import DTYPE_NAMES, CheckpointUnreadable, Manifest, shard_path
+from megafrontier.checkpoint.format import DTYPE_NAMES, CheckpointUnreadable, Manifest, ShardSet
 from megafrontier.checkpoint.load import attached_problems, open_checkpoint, read_manifest
 from megafrontier.checkpoint.shard_file import ShardFile, slices_of
 from megafrontier.common.errors import UserError, print_error
@@ -66,7 +67,8 @@ def show_command(path: Path, as_json: bool) -> int:
 
 
 def _facts(path: Path, manifest: Manifest) -> dict[str, Any]:
-    tensors = {name: list(entry.shape) for name, (_, entry) in manifest.tensors.items()}
+    tensors = {name: list(boxes[0].entry.global_shape) for name, boxes in manifest.tensors.items()}
+    buffers = set(manifest.buffers)
     return {
         "path": str(path),
         "step": manifest.step,
@@ -78,7 +80,7 @@ def _facts(path: Path, manifest: Manifest) -> dict[str, Any]:
         "files": [file.path for file in manifest.files],
         "rng": dict(manifest.rng),
         "extra": dict(manifest.extra),
-        "parameters": sum(entry.numel for _, entry in manifest.tensors.values()),
+        "parameters": sum(prod(tensors[name]) for name in tensors if name not in buffers),
         "config": dict(manifest.config),
         "tensors": tensors,
     }
@@ -136,23 +138,27 @@ def _check_files(path: Path, manifest: Manifest) -> tuple[list[str], int]:
     # Threads help: reads and checksums release Python's lock.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         check = partial(_check_shard, path, manifest)
-        for found, nbytes in pool.map(check, range(manifest.num_shards)):
+        files = [(which, index) for which in manifest.sets for index in range(which.num_shards)]
+        for found, nbytes in pool.map(lambda file: check(*file), files):
             problems += found
             payload_bytes += nbytes
     return problems, payload_bytes
 
 
-def _check_shard(path: Path, manifest: Manifest, index: int) -> tuple[list[str], int]:
+def _check_shard(
+    path: Path, manifest: Manifest, shard_set: ShardSet, index: int
+) -> tuple[list[str], int]:
     """The problems of one shard's file, and the bytes of its slices that are right."""
     problems: list[str] = []
     nbytes = 0
     try:
-        file = ShardFile(path, shard_path(index), manifest, index)
+        file = ShardFile(path, manifest, shard_set, index)
     except NOT_WHOLE as error:
         return [str(error)], 0
-    needed = {(part.state, part.parameter, part.start) for part in slices_of(manifest, index)}
-    for (state, parameter), slices in file.slices.items():
-        for stored in slices:
+    slices = slices_of(shard_set, index, manifest.slice_elements)
+    needed = {(part.state, part.parameter, part.start) for part in slices}
+    for (state, parameter), found in file.slices.items():
+        for stored in found:
             needed.discard((state, parameter, stored.start))
             values = torch.empty(stored.stop - stored.start, dtype=stored.dtype)
             try:

@@ -1,4 +1,4 @@
-"""The checkpoint format, version 1: errors, checksums, and checkpoint.json, the manifest.
+"""The checkpoint format, version 2: errors, checksums, and checkpoint.json, the manifest.
 
 The manifest lists the tensors and how flat buffers were cut into shards. The content and the length
 of every shard file follow from that, so nothing about thousands of files has to be gathered.
@@ -7,20 +7,22 @@ docs/checkpoint-format.md describes every byte. The shard files are in `shard_fi
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from megafrontier.checkpoint.boxes import BoxEntry, intersection, numel, with_boxes
 from megafrontier.common.errors import FatalError, StorageFailed, UserError
-from megafrontier.partition.layout import Entry, Layout
+from megafrontier.partition.layout import Layout
 
 FILE_NAME = "checkpoint.json"
 FORMAT = "megafrontier checkpoint"
-VERSION = 1
+VERSION = 2
+"""What is written. Version 1 is read too."""
 MANIFEST_PREFIX = b'{\n"crc32": "'
 """The start of the manifest in all versions, which tells damage from a later version."""
 BLANK = "0" * 8
@@ -29,6 +31,9 @@ BLANK = "0" * 8
 FILES_PER_FOLDER = 256
 SLICE_ELEMENTS = 2**22
 """The largest slice, 16 MiB in fp32: what is read to check any part of it."""
+
+BUFFER = "buffer"
+"""The state of a module's buffers, which have no other."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -42,6 +47,7 @@ DTYPES = {
     "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 """Types by their safetensors names."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -105,21 +111,58 @@ class AttachedFile:
 
 
 @dataclass(frozen=True)
+class StoredUnit:
+    """A flat buffer that was cut into shards, and the types of its states by name: weight, exp_avg,
+    exp_avg_sq, and in some runs published and error; of buffers, buffer."""
+
+    layout: Layout
+    """Its entries are `BoxEntry`s."""
+    states: Mapping[str, torch.dtype]
+
+    @classmethod
+    def of(cls, layout: Layout, states: Mapping[str, torch.dtype]) -> "StoredUnit":
+        """The unit with this layout, whose entries may be whole tensors without a box."""
+        return cls(with_boxes(layout), states)
+
+    @property
+    def entries(self) -> Sequence[BoxEntry]:
+        return self.layout.entries  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class ShardSet:
+    """Units that are cut into the same number of shards. There is a file for each shard index.
+
+    name: tells it from the checkpoint's other sets, for instance `tensor1-pipeline3`: where in the
+    model-parallel axes the ranks are that hold it. The only set of a checkpoint may have none.
+    """
+
+    name: str
+    num_shards: int
+    units: Sequence[StoredUnit]
+
+    def file(self, index: int) -> str:
+        """The path of a shard's file in the checkpoint."""
+        return shard_path(index, self.name)
+
+
+class StoredBox(NamedTuple):
+    """A box of a tensor, in the set `number` of the manifest."""
+
+    number: int
+    unit: StoredUnit
+    entry: BoxEntry
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What a checkpoint holds. The caller of `save` fills the first block of fields, `save` the
-    second. Raises ValueError for a state or a number of shards that does not fit."""
+    second. Raises ValueError for sets that do not make whole tensors."""
 
     step: int
     """Optimizer steps done."""
     tokens: int
     """Tokens seen."""
-    units: Sequence[Layout]
-    """The flat buffers that the shards are cut from. Parameter names are global."""
-    num_shards: int
-    """Equal shards of every unit's flat buffer. There is one file for each shard index."""
-    states: Mapping[str, torch.dtype]
-    """Kinds of tensors. Each parameter has one of each: weight, exp_avg, exp_avg_sq, and in some
-    runs published and error."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The resolved config of the run in plain containers."""
     rng: Mapping[str, Any] = field(default_factory=dict)
@@ -129,6 +172,8 @@ class Manifest:
 
     slice_elements: int = SLICE_ELEMENTS
     """The largest slice of a tensor in the shard files."""
+    sets: Sequence[ShardSet] = ()
+    """In which files which boxes of which tensors are."""
     id: str = ""
     """16 random hexadecimal digits, repeated in every shard file."""
     saved_at: str = ""
@@ -141,33 +186,68 @@ class Manifest:
             raise ValueError(problem)
 
     @cached_property
-    def tensors(self) -> dict[str, tuple[Layout, Entry]]:
-        """Each parameter's unit and its entry there, by name."""
-        return {entry.name: (unit, entry) for unit in self.units for entry in unit.entries}
+    def tensors(self) -> dict[str, list[StoredBox]]:
+        """The different boxes of each tensor, by name. The same box may be in several sets, if
+        ranks that differ in a model-parallel axis hold it; the first set's counts."""
+        found: dict[str, dict[Any, StoredBox]] = {}
+        for number, shard_set in enumerate(self.sets):
+            for unit in shard_set.units:
+                for entry in unit.entries:
+                    boxes = found.setdefault(entry.name, {})
+                    boxes.setdefault(entry.box, StoredBox(number, unit, entry))
+        return {name: list(boxes.values()) for name, boxes in found.items()}
+
+    @cached_property
+    def states(self) -> dict[str, torch.dtype]:
+        """The states of parameters, with their types. A parameter may lack some."""
+        found: dict[str, torch.dtype] = {}
+        for unit in (unit for shard_set in self.sets for unit in shard_set.units):
+            found |= {s: dtype for s, dtype in unit.states.items() if s != BUFFER}
+        return found
+
+    @property
+    def buffers(self) -> list[str]:
+        """The names of the tensors that are buffers, not parameters."""
+        return [name for name, boxes in self.tensors.items() if BUFFER in boxes[0].unit.states]
+
+    @property
+    def num_shards(self) -> int:
+        """The number of shard files."""
+        return sum(shard_set.num_shards for shard_set in self.sets)
 
     @property
     def payload_bytes(self) -> int:
         """Bytes of the elements of all tensors in all states."""
-        elements = sum(entry.numel for _, entry in self.tensors.values())
-        return elements * sum(dtype.itemsize for dtype in self.states.values())
+        return sum(
+            box.entry.numel * sum(dtype.itemsize for dtype in box.unit.states.values())
+            for boxes in self.tensors.values()
+            for box in boxes
+        )
+
+    def with_states(self, *names: str) -> "Manifest":
+        """The manifest without the other states."""
+
+        def without(unit: StoredUnit) -> StoredUnit:
+            kept = {state: dtype for state, dtype in unit.states.items() if state in names}
+            return replace(unit, states=kept)
+
+        return replace(
+            self, sets=[replace(s, units=[without(unit) for unit in s.units]) for s in self.sets]
+        )
 
     def _problems(self) -> Iterator[str]:
-        if self.num_shards < 1 or self.slice_elements < 1 or self.step < 0:
-            yield f"shards {self.num_shards}, slices of {self.slice_elements}, step {self.step}"
-        for state, dtype in self.states.items():
-            if not state or "/" in state:
-                yield f"state {state!r}: the name must not be empty or hold a '/'"
-            if dtype not in DTYPE_NAMES:
-                yield f"state {state}: safetensors has no {dtype}"
-        if len(self.tensors) != sum(len(unit.entries) for unit in self.units):
-            yield "a parameter name occurs twice in the units"
-        for unit in self.units:
-            if unit.numel % self.num_shards:
-                shards = f"{self.num_shards} shards"
-                yield f"unit {unit.name}: {unit.numel} elements do not make {shards}"
+        if self.slice_elements < 1 or self.step < 0:
+            yield f"slices of {self.slice_elements}, step {self.step}"
+        if len({shard_set.name for shard_set in self.sets}) < len(self.sets):
+            yield "two sets have the same name"
+        for shard_set in self.sets:
+            yield from _set_problems(shard_set)
+        for name, boxes in self.tensors.items():
+            yield from _tensor_problems(name, [box.entry for box in boxes])
 
     def encode(self) -> bytes:
         """The content of checkpoint.json. Raises TypeError for values that JSON cannot hold."""
+        types = distinct_states(self.sets)
         values = {
             "crc32": BLANK,
             "format": FORMAT,
@@ -179,19 +259,19 @@ class Manifest:
             "config": dict(self.config),
             "rng": dict(self.rng),
             "extra": dict(self.extra),
-            "pieces": self.num_shards,
-            "piece_files": _shard_path("PIECE // 256", "PIECE"),
+            "piece_files": _shard_path("SET", "PIECE // 256", "PIECE"),
             "slice_elements": self.slice_elements,
-            "states": {state: DTYPE_NAMES[dtype] for state, dtype in self.states.items()},
+            "states": [{s: DTYPE_NAMES[dtype] for s, dtype in states} for states in types],
             "files": [[file.path, file.size, file.crc32] for file in self.files],
-            "units": [_encode_unit(unit) for unit in self.units],
+            "sets": [encode_set(shard_set, types) for shard_set in self.sets],
         }
         lines = [f'"{key}": {json.dumps(value)}' for key, value in values.items()]
         return add_checksum(("{\n" + ",\n".join(lines) + "\n}\n").encode(), len(MANIFEST_PREFIX))
 
     @classmethod
     def decode(cls, text: bytes, path: Path) -> "Manifest":
-        """The inverse of `encode`. `path` is the file to name in errors.
+        """The inverse of `encode`; also of manifests of version 1. `path` is the file to name in
+        errors.
 
         Raises CheckpointCorrupt if `text` is damaged or no manifest, UserError if a later version
         wrote it.
@@ -203,43 +283,117 @@ class Manifest:
         values: dict[str, Any] = json.loads(text)
         if values.get("format") != FORMAT:
             raise CheckpointCorrupt(f"{path}: format {values.get('format')!r}, need {FORMAT!r}")
-        if values.get("version") != VERSION:
+        if values.get("version") not in (1, VERSION):
             raise UserError(
                 f"{path}: checkpoint format version {values.get('version')}, this megafrontier "
-                f"reads version {VERSION}; use the one that wrote it or a later one"
+                f"reads versions 1 to {VERSION}; use the one that wrote it or a later one"
             )
         try:
             return cls._from_json(values)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, IndexError) as error:
             raise CheckpointCorrupt(f"{path}: not a sound manifest: {error!r}") from error
 
     @classmethod
     def _from_json(cls, values: dict[str, Any]) -> "Manifest":
         same = ("step", "tokens", "config", "rng", "extra", "slice_elements", "id", "saved_at")
+        if values["version"] == 1:
+            values = _as_version_2(values)
         return cls(
             **{key: values[key] for key in same},
-            num_shards=values["pieces"],
-            states={state: DTYPES[name] for state, name in values["states"].items()},
             files=[AttachedFile(*file) for file in values["files"]],
-            units=[_decode_unit(unit) for unit in values["units"]],
+            sets=[decode_set(found, values["states"]) for found in values["sets"]],
         )
 
 
-def shard_path(index: int) -> str:
+def _as_version_2(values: dict[str, Any]) -> dict[str, Any]:
+    """The JSON of a manifest of version 1, which had one set without a name and the same states for
+    all units, as that of version 2."""
+    units = [unit | {"states": 0} for unit in values["units"]]
+    only = {"name": "", "pieces": values["pieces"], "units": units}
+    return values | {"states": [values["states"]], "sets": [only]}
+
+
+def _set_problems(shard_set: ShardSet) -> Iterator[str]:
+    if shard_set.num_shards < 1:
+        yield f"{shard_set.num_shards} shards"
+    names = [entry.name for unit in shard_set.units for entry in unit.entries]
+    if len(set(names)) < len(names):
+        yield "a parameter name occurs twice in the units"
+    for unit in shard_set.units:
+        for state, dtype in unit.states.items():
+            if not state or "/" in state:
+                yield f"state {state!r}: the name must not be empty or hold a '/'"
+            if dtype not in DTYPE_NAMES:
+                yield f"state {state}: safetensors has no {dtype}"
+        if unit.layout.numel % shard_set.num_shards:
+            shards = f"{shard_set.num_shards} shards"
+            yield f"unit {unit.layout.name}: {unit.layout.numel} elements do not make {shards}"
+
+
+def _tensor_problems(name: str, entries: Sequence[BoxEntry]) -> Iterator[str]:
+    """Whether the boxes of a tensor make all of it, without two that overlap."""
+    shape = entries[0].global_shape
+    if any(entry.global_shape != shape for entry in entries):
+        yield f"{name}: different shapes in the sets"
+    elif sum(entry.numel for entry in entries) != numel(tuple((0, size) for size in shape)):
+        yield f"{name}: boxes {[entry.box for entry in entries]}, need all of {list(shape)}"
+    for number, entry in enumerate(entries):
+        for other in entries[:number]:
+            if entry.numel and intersection(entry.extent, other.extent) is not None:
+                yield f"{name}: boxes {other.box} and {entry.box} overlap"
+
+
+def shard_path(index: int, set_name: str = "") -> str:
     """The path of a shard's file in the checkpoint. A folder holds at most 256 of them, because
     parallel file systems create the files of one folder one after the other."""
-    return _shard_path(f"{index // FILES_PER_FOLDER:05d}", f"{index:08d}")
+    return _shard_path(set_name, f"{index // FILES_PER_FOLDER:05d}", f"{index:08d}")
 
 
-def _shard_path(folder: str, name: str) -> str:
-    return f"pieces/{folder}/{name}.safetensors"
+def _shard_path(set_name: str, folder: str, name: str) -> str:
+    return "/".join(["pieces", *([set_name] if set_name else []), folder, f"{name}.safetensors"])
 
 
-def _encode_unit(unit: Layout) -> dict[str, Any]:
-    tensors = [[entry.name, list(entry.shape), entry.offset] for entry in unit.entries]
-    return {"name": unit.name, "numel": unit.numel, "tensors": tensors}
+StateTypes = tuple[tuple[str, torch.dtype], ...]
 
 
-def _decode_unit(values: dict[str, Any]) -> Layout:
-    entries = (Entry(name, tuple(shape), offset) for name, shape, offset in values["tensors"])
+def distinct_states(sets: Iterable[ShardSet]) -> list[StateTypes]:
+    """The different states of units, which refer to them by number."""
+    units = (unit for shard_set in sets for unit in shard_set.units)
+    return list(dict.fromkeys(tuple(unit.states.items()) for unit in units))
+
+
+def encode_set(shard_set: ShardSet, types: Sequence[StateTypes]) -> dict[str, Any]:
+    """A set as JSON. `types`: the `distinct_states` of all sets."""
+    units = [
+        {
+            "name": unit.layout.name,
+            "numel": unit.layout.numel,
+            "states": types.index(tuple(unit.states.items())),
+            "tensors": [_encode_entry(entry) for entry in unit.entries],
+        }
+        for unit in shard_set.units
+    ]
+    return {"name": shard_set.name, "pieces": shard_set.num_shards, "units": units}
+
+
+def _encode_entry(entry: BoxEntry) -> list[Any]:
+    box = [] if entry.is_whole else [[list(part) for part in entry.box]]
+    return [entry.name, list(entry.global_shape), entry.offset, *box]
+
+
+def decode_set(values: dict[str, Any], states: Sequence[Mapping[str, str]]) -> ShardSet:
+    """The inverse of `encode_set`. `states`: the type names of each unit's states, by number."""
+    types = [{state: DTYPES[name] for state, name in found.items()} for found in states]
+    units = [StoredUnit(_decode_layout(unit), types[unit["states"]]) for unit in values["units"]]
+    return ShardSet(values["name"], values["pieces"], units)
+
+
+def _decode_layout(values: dict[str, Any]) -> Layout:
+    entries = []
+    for name, global_shape, offset, *rest in values["tensors"]:
+        box = rest[0] if rest else [(0, size) for size in global_shape]
+        shape = tuple(stop - start for start, stop in box)
+        entries.append(
+            BoxEntry(name, shape, offset, tuple(global_shape), tuple((a, b) for a, b in box))
+        )
     return Layout(values["name"], tuple(entries), values["numel"])

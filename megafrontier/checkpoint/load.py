@@ -5,15 +5,17 @@ Only the files and slices that hold these are read, and each slice is checked.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
+from megafrontier.checkpoint.boxes import BoxEntry, with_boxes
 from megafrontier.checkpoint.folder import candidates
 from megafrontier.checkpoint.format import (
+    BUFFER,
     FILE_NAME,
     AttachedFile,
     CheckpointCorrupt,
@@ -21,12 +23,12 @@ from megafrontier.checkpoint.format import (
     Manifest,
     as_read_error,
     crc32_hex,
-    shard_path,
 )
+from megafrontier.checkpoint.requests import Request, read_slices, requests_of, shards_with
 from megafrontier.checkpoint.shard_file import ShardFile, file_size
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.world import World
-from megafrontier.partition.layout import Layout
+from megafrontier.partition.layout import Entry, Layout
 
 
 def open_checkpoint(path: Path, rank: int = 0, size: int = 1) -> "Checkpoint":
@@ -79,8 +81,11 @@ def _attached_problem(path: Path, file: AttachedFile) -> str | None:
 def _needed_files(manifest: Manifest, rank: int, size: int) -> Iterator[tuple[str, int]]:
     if rank == 0:
         yield from ((file.path, file.size) for file in manifest.files)
-    for index in range(rank, manifest.num_shards, size):
-        yield shard_path(index), file_size(manifest, index)
+    first = 0
+    for shard_set in manifest.sets:
+        for index in range((rank - first) % size, shard_set.num_shards, size):
+            yield shard_set.file(index), file_size(manifest, shard_set, index)
+        first += shard_set.num_shards
 
 
 def _check_size(path: Path, need: int) -> None:
@@ -90,16 +95,6 @@ def _check_size(path: Path, need: int) -> None:
         raise as_read_error(path, error) from error
     if found != need:
         raise CheckpointCorrupt(f"{path}: {found} bytes, need {need}: cut short or grown")
-
-
-@dataclass(frozen=True)
-class _Request:
-    """Elements [start, start + out.numel()) of a parameter in one state, to be read into `out`."""
-
-    state: str
-    parameter: str
-    start: int
-    out: torch.Tensor
 
 
 class Checkpoint:
@@ -113,26 +108,37 @@ class Checkpoint:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The global shape of every parameter, by name."""
-        return {name: entry.shape for name, (_, entry) in self.manifest.tensors.items()}
+        buffers = set(self.manifest.buffers)
+        return {name: s for name, s in self._all_shapes.items() if name not in buffers}
+
+    @cached_property
+    def _all_shapes(self) -> dict[str, tuple[int, ...]]:
+        tensors = self.manifest.tensors.items()
+        return {name: boxes[0].entry.global_shape for name, boxes in tensors}
 
     def tensor(self, state: str, name: str) -> torch.Tensor:
-        """Parameter `name` in `state`, in its global shape, on the CPU. Raises as `tensors`."""
+        """Tensor `name` in `state`, in its global shape, on the CPU. Raises as `tensors`."""
         return self.tensors(state, [name])[name]
 
     def tensors(self, state: str, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Parameters in `state`, in their global shapes, on the CPU. Opens each file once.
+        """Tensors in `state`, in their global shapes, on the CPU. Opens each file once.
 
         Raises UserError if there is no such state or name, CheckpointCorrupt if a file is not as it
         was written, CheckpointUnreadable if the storage fails.
         """
-        self._check_state(state)
-        dtype, shapes = self.manifest.states[state], self.shapes
+        found, requests = {}, []
         for name in names:
-            if name not in shapes:
+            if name not in self.manifest.tensors:
                 need = "`checkpoint show` lists the tensors"
                 raise UserError(f"{self.path}: no tensor {name!r}; {need}")
-        found = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
-        self._read([_Request(state, name, 0, out.view(-1)) for name, out in found.items()])
+            states = self.manifest.tensors[name][0].unit.states
+            if state not in states:
+                raise UserError(f"{self.path}: {name}: no state {state!r}, it has {list(states)}")
+            shape = self._all_shapes[name]
+            found[name] = torch.empty(shape, dtype=states[state])
+            entry = BoxEntry.of(Entry(name, shape, 0))
+            requests.append(Request(state, entry, 0, found[name].view(-1)))
+        self.read(requests)
         return found
 
     def fill(
@@ -142,88 +148,89 @@ class Checkpoint:
         index: int,
         num_shards: int,
     ) -> None:
-        """Load a rank's shards in place, however units were grouped, padded and sharded in `save`.
+        """Load a rank's shards of a whole model in place, however units were grouped, padded and
+        sharded in `save`.
 
         `states[state][u]` is shard number `index` of `num_shards` of the flat buffer with layout
         `layouts[u]`: 1-D, on any device. Other types are converted. Padding is not written. Raises
         UserError if the model has other tensors than the checkpoint, else as `tensors`.
         """
-        self.check_shapes({entry.name: entry.shape for unit in layouts for entry in unit.entries})
+        layouts = [with_boxes(layout) for layout in layouts]
         for state in states:
             self._check_state(state)
-        self._read(
+        self.check_shapes(global_shapes(layouts))
+        bounds = [layout.bounds(index, num_shards) for layout in layouts]
+        self.read(
             [
-                _Request(state, entry.name, first, shard[offset : offset + last - first])
+                request
                 for state, shards in states.items()
-                for unit, shard in zip(layouts, shards, strict=True)
-                for entry, first, last, offset in unit.in_shard(index, num_shards)
+                for layout, (start, stop), shard in zip(layouts, bounds, shards, strict=True)
+                for request in requests_of(state, layout, start, stop, shard)
             ]
         )
 
-    def _check_state(self, state: str) -> None:
-        if state not in self.manifest.states:
-            raise UserError(f"{self.path}: no state {state!r}, it has {list(self.manifest.states)}")
-
-    def check_shapes(self, model: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise UserError unless a model has the same parameters, of the same shapes."""
+    def check_shapes(self, model: Mapping[str, tuple[int, ...]], is_all_of_it: bool = True) -> None:
+        """Raise UserError unless a model has the same parameters, of the same global shapes.
+        `is_all_of_it`: else the checkpoint may have more."""
         saved = self.shapes
-        for name in (*model, *saved):
+        for name in (*model, *(saved if is_all_of_it else ())):
             if model.get(name) != saved.get(name):
                 raise UserError(
                     f"{self.path}: {name}: {_shape_text(saved.get(name))} in the checkpoint, "
                     f"{_shape_text(model.get(name))} in the model"
                 )
 
-    def _read(self, requests: Sequence[_Request]) -> None:
-        """Read file by file, so that each is opened once."""
-        by_shard: dict[int, list[_Request]] = {}
-        for request in requests:
-            for index, part in self._split(request):
-                by_shard.setdefault(index, []).append(part)
-        for index in sorted(by_shard):
-            with closing(ShardFile(self.path, shard_path(index), self.manifest, index)) as file:
-                for part in by_shard[index]:
-                    _read_slices(file, part)
+    def read(self, requests: Sequence[Request]) -> None:
+        """Read elements of tensors, whatever boxes and shards hold them. Opens each file once.
 
-    def _split(self, request: _Request) -> Iterator[tuple[int, _Request]]:
-        """The parts of a request that are in each shard."""
-        unit, entry = self.manifest.tensors[request.parameter]
-        length = unit.numel // self.manifest.num_shards
-        begin = position = entry.offset + request.start
-        end = begin + request.out.numel()
-        while position < end:
-            index = position // length
-            stop = min(end, (index + 1) * length)
-            out = request.out[position - begin : stop - begin]
-            yield index, _Request(request.state, request.parameter, position - entry.offset, out)
-            position = stop
+        A tensor that the checkpoint has without the state, because it was frozen, is left as it is.
+        Raises UserError for a state that no tensor has, else as `tensors`.
+        """
+        by_file: dict[tuple[int, int], list[Request]] = {}
+        for request in requests:
+            self._check_state(request.state)
+            for found in self._files(request):
+                by_file.setdefault(found, []).append(request)
+        for number, index in sorted(by_file):
+            shard_set = self.manifest.sets[number]
+            with closing(ShardFile(self.path, self.manifest, shard_set, index)) as file:
+                for request in by_file[number, index]:
+                    read_slices(file, self._box(number, request.entry.name), request)
+        for request in requests:
+            if request.missing and self._holds(request):
+                what = f"{request.state}/{request.entry.name}"
+                raise CheckpointCorrupt(
+                    f"{self.path}: {request.missing} elements of {what} are in no file, need all"
+                )
+
+    def _check_state(self, state: str) -> None:
+        if state not in (*self.manifest.states, BUFFER):
+            raise UserError(f"{self.path}: no state {state!r}, it has {list(self.manifest.states)}")
+
+    def _holds(self, request: Request) -> bool:
+        return request.state in self.manifest.tensors[request.entry.name][0].unit.states
+
+    def _box(self, number: int, name: str) -> BoxEntry:
+        return next(b.entry for b in self.manifest.tensors[name] if b.number == number)
+
+    def _files(self, request: Request) -> Iterator[tuple[int, int]]:
+        """The files, by set and shard, that hold elements of a request."""
+        for stored in self.manifest.tensors[request.entry.name]:
+            if request.state not in stored.unit.states:
+                continue
+            shards = self.manifest.sets[stored.number].num_shards
+            for index in shards_with(stored, shards, request.regions):
+                yield stored.number, index
+
+
+def global_shapes(layouts: Iterable[Layout]) -> dict[str, tuple[int, ...]]:
+    """The global shape of each parameter of units."""
+    entries = (BoxEntry.of(entry) for layout in layouts for entry in layout.entries)
+    return {entry.name: entry.global_shape for entry in entries}
 
 
 def _shape_text(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else f"shape {list(shape)}"
-
-
-def _read_slices(file: ShardFile, request: _Request) -> None:
-    """Read a request from the slices of one file, which must hold all of it."""
-    done, stop = request.start, request.start + request.out.numel()
-    for stored in file.slices.get((request.state, request.parameter), ()):
-        first, last = max(done, stored.start), min(stop, stored.stop)
-        if first >= last or first > done:
-            continue
-        out = request.out[first - request.start : last - request.start]
-        is_whole = (first, last) == (stored.start, stored.stop)
-        is_plain = out.device.type == "cpu" and out.is_contiguous()
-        if is_whole and is_plain and out.dtype == stored.dtype:
-            file.read_into(stored, out)
-        else:  # The checksum covers the slice, so all of it is read for any part of it.
-            whole = torch.empty(stored.stop - stored.start, dtype=stored.dtype)
-            file.read_into(stored, whole)
-            out.copy_(whole[first - stored.start : last - stored.start])
-        done = last
-    if done != stop:
-        raise CheckpointCorrupt(
-            f"{file.path}: no element {done} of {request.state}/{request.parameter}, need all"
-        )
 
 
 Load = Callable[[Checkpoint], None]

@@ -6,11 +6,12 @@ the disk, manifest, rename. Before the rename nothing has the name of a checkpoi
 everything that the name promises is on the disk.
 """
 
+import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -19,37 +20,80 @@ import torch
 
 from megafrontier.checkpoint import folder
 from megafrontier.checkpoint.format import (
+    DTYPE_NAMES,
     FILE_NAME,
     FILES_PER_FOLDER,
     AttachedFile,
     CheckpointWriteError,
     Manifest,
+    ShardSet,
+    StoredUnit,
     crc32_hex,
-    shard_path,
+    decode_set,
+    distinct_states,
+    encode_set,
 )
-from megafrontier.checkpoint.shard_file import write_shard
+from megafrontier.checkpoint.shard_file import Shards, slice_of, write_shard
 from megafrontier.common.errors import StorageFailed, UserError, as_fatal_error
 from megafrontier.common.files import sync_file, sync_folder
 from megafrontier.parallel.world import World
+from megafrontier.partition.layout import Layout
 
-Shards = Mapping[str, Sequence[torch.Tensor]]
 Attach = Callable[[Path], None]
+SETS = "sets"
+"""The folder in which rank 0 finds the sets, each from the rank that writes its first shard."""
+
+
+@dataclass(frozen=True)
+class OwnShard:
+    """What a rank has of a set: shard number `index` of every unit. `is_writer`: whether it writes
+    that shard's file, which one rank does."""
+
+    shard_set: ShardSet
+    index: int
+    is_writer: bool
+    shards: Shards
+
+    @classmethod
+    def of(
+        cls,
+        layouts: Sequence[Layout],
+        shards: Mapping[str, Sequence[torch.Tensor]],
+        index: int = 0,
+        num_shards: int = 1,
+        is_writer: bool = True,
+    ) -> "OwnShard":
+        """A rank's shards of the only set of a checkpoint, whose units all have the states of
+        `shards`: `shards[state][u]` is shard number `index` of the flat buffer with layout
+        `layouts[u]`."""
+        states = {state: tensors[0].dtype for state, tensors in shards.items()}
+        units = [StoredUnit.of(layout, states) for layout in layouts]
+        return cls(ShardSet("", num_shards, units), index, is_writer, shards)
+
+    def check(self) -> None:
+        """Raise ValueError if the shards are not what the set says."""
+        for number, unit in enumerate(self.shard_set.units):
+            for state, dtype in unit.states.items():
+                shard = self.shards[state][number]
+                need = (dtype, (unit.layout.numel // self.shard_set.num_shards,))
+                found = None if shard is None else (shard.dtype, tuple(shard.shape))
+                if found != need:
+                    name = unit.layout.name
+                    raise ValueError(f"{state} of unit {name}: shard {found}, need {need}")
 
 
 def save(
     root: Path,
     manifest: Manifest,
-    shards: Shards,
-    index: int,
-    is_writer: bool,
+    own: Sequence[OwnShard],
     world: World,
     attach: Attach | None = None,
 ) -> Path:
     """Write a checkpoint into `root`; all ranks call it. Returns the checkpoint's folder.
 
-    `shards[state][u]` is shard number `index` of the flat buffer of unit u: 1-D, of numel /
-    num_shards elements and the type of the state, on any device. For each index, one rank has
-    `is_writer` set. `attach` is called on rank 0 and may put more files into the folder it gets.
+    own: this rank's shards, one of each set that it has units of. Sets with the same name are the
+    same on all ranks; the manifest needs none. `attach` is called on rank 0 and may put more files
+    into the folder it gets.
 
     Checkpoints of this and later steps that are already there belong to a training that was given
     up, for instance by resuming from an earlier step. They are set aside. Otherwise the next start
@@ -57,9 +101,11 @@ def save(
 
     Raises CheckpointWriteError on all ranks if one of them failed, for instance because the disk is
     full. Nothing is published then, and older checkpoints are untouched. Raises ValueError if the
-    shards are not what the manifest says.
+    shards are not what their sets say.
     """
-    _check_shards(manifest, shards, index)
+    # Every rank checks its own shards, which needs no agreement.
+    for part in own:
+        part.check()
     manifest.encode()  # raises what JSON cannot hold, before anything is written
     unfinished = folder.partial_folder(root, manifest.step)
     final = folder.step_folder(root, manifest.step)
@@ -69,10 +115,10 @@ def save(
         world.run_on_all(act if is_mine else lambda: None, partial(_as_error, root, world.rank))
 
     try:
-        run(is_first, lambda: _start(root, unfinished))
+        run(is_first, lambda: _start(root, unfinished, attach))
         manifest = replace(manifest, id=world.broadcast_from_rank_0(lambda: secrets.token_hex(8)))
-        run(is_writer, lambda: _write_own(unfinished, manifest, index, shards))
-        run(is_first, lambda: _finish(unfinished, manifest, attach))
+        run(True, lambda: _write_own(unfinished, manifest, own))
+        run(is_first, lambda: _finish(unfinished, manifest))
         run(is_first, lambda: _publish(unfinished, final))
     except (UserError, StorageFailed) as error:
         if is_first:
@@ -81,16 +127,6 @@ def save(
         line = f"checkpoint not saved: {error}"
         raise CheckpointWriteError(line, isinstance(error, StorageFailed)) from error
     return final
-
-
-def _check_shards(manifest: Manifest, shards: Shards, index: int) -> None:
-    """Every rank checks its own shards, which needs no agreement."""
-    for state, dtype in manifest.states.items():
-        for unit, shard in zip(manifest.units, shards[state], strict=True):
-            need = (dtype, (unit.numel // manifest.num_shards,))
-            if (shard.dtype, tuple(shard.shape)) != need:
-                found = (shard.dtype, tuple(shard.shape))
-                raise ValueError(f"{state} of unit {unit.name}: shard {found}, need {need}")
 
 
 def _as_error(root: Path, rank: int, error: Exception) -> UserError | StorageFailed:
@@ -103,26 +139,48 @@ def _as_error(root: Path, rank: int, error: Exception) -> UserError | StorageFai
     return UserError(f"rank {rank}: {type(error).__name__}: {error}")
 
 
-def _start(root: Path, unfinished: Path) -> None:
+def _start(root: Path, unfinished: Path, attach: Attach | None) -> None:
     root.mkdir(parents=True, exist_ok=True)
     folder.clean_partials(root)
     folder.delete([unfinished])  # raises if it is still there
-    (unfinished / "pieces").mkdir(parents=True)
-
-
-def _write_own(unfinished: Path, manifest: Manifest, index: int, shards: Shards) -> None:
-    path = unfinished / shard_path(index)
-    path.parent.mkdir(exist_ok=True)
-    write_shard(path, manifest, index, shards)
-
-
-def _finish(unfinished: Path, manifest: Manifest, attach: Attach | None) -> None:
-    """Do everything but the rename: attached files, manifest, and all folders to the disk."""
+    for name in ("pieces", SETS):
+        (unfinished / name).mkdir(parents=True)
     if attach is not None:
         attach(unfinished)
-    _check_count(unfinished, manifest.num_shards)
+
+
+def _write_own(unfinished: Path, manifest: Manifest, own: Sequence[OwnShard]) -> None:
+    for part in own:
+        if part.is_writer:
+            path = unfinished / part.shard_set.file(part.index)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_shard(path, manifest, part.shard_set, part.index, partial(slice_of, part.shards))
+            if part.index == 0:
+                _describe(unfinished, part.shard_set)
+
+
+def _describe(unfinished: Path, shard_set: ShardSet) -> None:
+    """Tell rank 0 about a set, of which it may have nothing itself."""
+    types = distinct_states([shard_set])
+    states = [{state: DTYPE_NAMES[dtype] for state, dtype in found} for found in types]
+    text = json.dumps([encode_set(shard_set, types), states])
+    (unfinished / SETS / f"{shard_set.name}.json").write_text(text, encoding="utf-8")
+
+
+def _take_sets(unfinished: Path) -> Iterator[ShardSet]:
+    """The sets that ranks have described."""
+    for path in sorted((unfinished / SETS).iterdir()):
+        yield decode_set(*json.loads(path.read_text(encoding="utf-8")))
+    shutil.rmtree(unfinished / SETS)
+
+
+def _finish(unfinished: Path, manifest: Manifest) -> None:
+    """Do everything but the rename: sets, attached files, manifest, and all folders to the disk."""
+    sets = list(_take_sets(unfinished))
+    _check_count(unfinished, sets)
     manifest = replace(
         manifest,
+        sets=sets,
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
         files=[_sync_attached(path, unfinished) for path in _attached(unfinished)],
     )
@@ -133,14 +191,16 @@ def _finish(unfinished: Path, manifest: Manifest, attach: Attach | None) -> None
         sync_folder(Path(path))
 
 
-def _check_count(unfinished: Path, num_shards: int) -> None:
+def _check_count(unfinished: Path, sets: Sequence[ShardSet]) -> None:
     """Whether every shard had a writer. Only names are counted, because there may be thousands."""
-    for first in range(0, num_shards, FILES_PER_FOLDER):
-        path = (unfinished / shard_path(first)).parent
-        need = min(FILES_PER_FOLDER, num_shards - first)
-        found = len(os.listdir(path)) if path.is_dir() else 0
-        if found != need:
-            raise ValueError(f"{path.name}: {found} shard files, need {need}: no writer for some")
+    for shard_set in sets:
+        for first in range(0, shard_set.num_shards, FILES_PER_FOLDER):
+            path = (unfinished / shard_set.file(first)).parent
+            need = min(FILES_PER_FOLDER, shard_set.num_shards - first)
+            found = len(os.listdir(path)) if path.is_dir() else 0
+            if found != need:
+                name = path.relative_to(unfinished)
+                raise ValueError(f"{name}: {found} shard files, need {need}: no writer for some")
 
 
 def _attached(unfinished: Path) -> list[Path]:

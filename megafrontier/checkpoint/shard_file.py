@@ -1,13 +1,13 @@
 """One shard's file: which slices it holds, how it is written, and reads that are checked.
 
 A shard file is a safetensors file. Its tensors are 1-D slices, contiguous in row-major order, of
-one parameter in one state. Their keys are `STATE/PARAMETER/START`, where START counts elements of
-the global tensor. `__metadata__` holds the CRC-32 of every slice and one of the header itself.
+the box of one parameter in one state. Their keys are `STATE/PARAMETER/START`, where START counts
+elements of the box. `__metadata__` holds the CRC-32 of every slice and one of the header itself.
 """
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from megafrontier.checkpoint.format import (
     DTYPES,
     CheckpointCorrupt,
     Manifest,
+    ShardSet,
     add_checksum,
     as_read_error,
     crc32_hex,
@@ -35,8 +36,8 @@ CHECKSUM_OFFSET = LENGTH_BYTES + len(HEADER_PREFIX)
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements [start, start + count) of a parameter in one state. They are in the shard of unit
-    number `unit`, from its element `offset`."""
+    """Elements [start, start + count) of a parameter's box in one state. They are in the shard of
+    unit number `unit`, from its element `offset`."""
 
     state: str
     parameter: str
@@ -51,27 +52,50 @@ class Slice:
         return self.count * self.dtype.itemsize
 
 
-def slices_of(manifest: Manifest, index: int) -> list[Slice]:
+Shards = Mapping[str, Sequence[torch.Tensor | None]]
+"""By state, the 1-D shard of each unit of a set, on any device; None for a unit without the
+state."""
+ReadSlice = Callable[[Slice], torch.Tensor]
+"""The values of a slice [count], on any device."""
+
+
+def slice_of(shards: Shards, part: Slice) -> torch.Tensor:
+    """The values of a slice, as a view of its shard."""
+    shard = shards[part.state][part.unit]
+    assert shard is not None
+    return shard[part.offset : part.offset + part.count]
+
+
+def slices_of(shard_set: ShardSet, index: int, slice_elements: int) -> list[Slice]:
     """The slices in the file of shard `index`, in order. Padding is left out."""
     parts = [
-        (number, entry.name, first, last, offset)
-        for number, unit in enumerate(manifest.units)
-        for entry, first, last, offset in unit.in_shard(index, manifest.num_shards)
+        (number, unit.states, entry.name, first, last, offset)
+        for number, unit in enumerate(shard_set.units)
+        for entry, first, last, offset in unit.layout.in_shard(index, shard_set.num_shards)
     ]
+    every = dict.fromkeys(item for unit in shard_set.units for item in unit.states.items())
     slices = []
     # Wide types first: each slice then starts at a multiple of the size of its type.
-    for state, dtype in sorted(manifest.states.items(), key=lambda item: -item[1].itemsize):
-        for number, name, first, last, offset in parts:
-            for start in range(first, last, manifest.slice_elements):
-                count = min(manifest.slice_elements, last - start)
+    for state, dtype in sorted(every, key=lambda item: -item[1].itemsize):
+        for number, states, name, first, last, offset in parts:
+            if states.get(state) != dtype:
+                continue
+            for start in range(first, last, slice_elements):
+                count = min(slice_elements, last - start)
                 slices.append(
                     Slice(state, name, start, count, dtype, number, offset + start - first)
                 )
     return slices
 
 
+def _piece(shard_set: ShardSet, index: int) -> str:
+    """The text by which a file says which shard it is."""
+    of_set = f" of {shard_set.name}" if shard_set.name else ""
+    return f"{index} of {shard_set.num_shards}{of_set}"
+
+
 def encode_header(
-    manifest: Manifest, index: int, slices: Sequence[Slice], checksums: Sequence[str]
+    manifest: Manifest, piece: str, slices: Sequence[Slice], checksums: Sequence[str]
 ) -> bytes:
     """The bytes before the payload. Their number does not depend on the checksums."""
     metadata = {
@@ -79,7 +103,7 @@ def encode_header(
         "format": "megafrontier piece",
         "checkpoint": manifest.id,
         "step": str(manifest.step),
-        "piece": f"{index} of {manifest.num_shards}",
+        "piece": piece,
         "slices_crc32": "".join(checksums),
     }
     header: dict[str, Any] = {"__metadata__": metadata}
@@ -96,34 +120,31 @@ def encode_header(
     return add_checksum(len(text).to_bytes(LENGTH_BYTES, "little") + text, CHECKSUM_OFFSET)
 
 
-def file_size(manifest: Manifest, index: int) -> int:
+def file_size(manifest: Manifest, shard_set: ShardSet, index: int) -> int:
     """The length in bytes of the file of shard `index`, known without looking at it."""
-    slices = slices_of(manifest, index)
-    header = encode_header(manifest, index, slices, [BLANK] * len(slices))
+    slices = slices_of(shard_set, index, manifest.slice_elements)
+    header = encode_header(manifest, _piece(shard_set, index), slices, [BLANK] * len(slices))
     return len(header) + sum(part.nbytes for part in slices)
 
 
 def write_shard(
-    path: Path, manifest: Manifest, index: int, shards: Mapping[str, Sequence[torch.Tensor]]
+    path: Path, manifest: Manifest, shard_set: ShardSet, index: int, read: ReadSlice
 ) -> None:
-    """Write the file of shard `index` and bring it to the disk, with one slice in host memory at a
-    time.
-
-    `shards[state][u]` is the 1-D shard of unit u, on any device. Raises OSError, also if the file
-    exists, because then two ranks write the same shard.
-    """
-    slices = slices_of(manifest, index)
+    """Write the file of shard `index` and bring it to the disk, slice by slice in the order of
+    `slices_of`. Raises OSError, also if the file exists, because then two ranks write the same
+    shard."""
+    slices = slices_of(shard_set, index, manifest.slice_elements)
+    piece = _piece(shard_set, index)
     with open(path, "xb") as file:
         # The checksums precede the payload, but are known only after it.
-        file.write(encode_header(manifest, index, slices, [BLANK] * len(slices)))
+        file.write(encode_header(manifest, piece, slices, [BLANK] * len(slices)))
         checksums = []
         for part in slices:
-            shard = shards[part.state][part.unit]
-            data = _buffer(shard[part.offset : part.offset + part.count])
+            data = _buffer(read(part))
             checksums.append(crc32_hex(data))
             file.write(data)
         file.seek(0)
-        file.write(encode_header(manifest, index, slices, checksums))
+        file.write(encode_header(manifest, piece, slices, checksums))
         sync_file(file)
 
 
@@ -134,7 +155,7 @@ def _buffer(tensor: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """A slice in a file: elements [start, stop) of the parameter, from byte `offset`."""
+    """A slice in a file: elements [start, stop) of the parameter's box, from byte `offset`."""
 
     start: int
     stop: int
@@ -146,10 +167,11 @@ class StoredSlice:
 class ShardFile:
     """An open shard file whose header has been checked. Slices are checked as they are read."""
 
-    def __init__(self, root: Path, name: str, manifest: Manifest, index: int) -> None:
-        """Open file `name` of the checkpoint at `root`. Raises CheckpointCorrupt if it is missing,
-        damaged, or of another checkpoint or shard, CheckpointUnreadable if the storage fails."""
-        self.path = root / name
+    def __init__(self, root: Path, manifest: Manifest, shard_set: ShardSet, index: int) -> None:
+        """Open the file of shard `index` in the checkpoint at `root`. Raises CheckpointCorrupt if
+        it is missing, damaged, or of another checkpoint or shard, CheckpointUnreadable if the
+        storage fails."""
+        self.path = root / shard_set.file(index)
         try:
             self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
             self._size = os.fstat(self._file.fileno()).st_size
@@ -158,7 +180,7 @@ class ShardFile:
         header, payload_offset = self._read_header()
         try:
             metadata = header.pop("__metadata__")
-            self._check_owner(metadata, manifest, index)
+            self._check_owner(metadata, manifest, _piece(shard_set, index))
             self.slices = self._index(header, metadata["slices_crc32"], payload_offset)
             """By state and parameter, in the order of their start."""
         except (KeyError, TypeError, ValueError) as error:
@@ -210,12 +232,12 @@ class ShardFile:
             raise self._corrupt("its header is damaged, or it is not a shard of a checkpoint")
         return json.loads(text[LENGTH_BYTES:]), len(text)
 
-    def _check_owner(self, metadata: dict[str, str], manifest: Manifest, index: int) -> None:
+    def _check_owner(self, metadata: dict[str, str], manifest: Manifest, piece: str) -> None:
         found = (metadata["checkpoint"], metadata["piece"])
-        if found != (manifest.id, f"{index} of {manifest.num_shards}"):
+        if found != (manifest.id, piece):
             raise self._corrupt(
                 f"is shard {metadata['piece']} of another checkpoint (step {metadata['step']}, "
-                f"id {found[0]}); need shard {index} of {manifest.num_shards}, id {manifest.id}"
+                f"id {found[0]}); need shard {piece}, id {manifest.id}"
             )
 
     def _index(

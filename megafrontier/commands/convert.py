@@ -7,7 +7,7 @@ import torch
 from megafrontier.checkpoint.folder import candidates, of_newest, step_folder, step_of
 from megafrontier.checkpoint.format import Manifest
 from megafrontier.checkpoint.load import Checkpoint, open_checkpoint
-from megafrontier.checkpoint.save import save
+from megafrontier.checkpoint.save import OwnShard, save
 from megafrontier.commands.checkpoints import saved_config
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config, config_to_dict
@@ -84,11 +84,9 @@ def import_command(folder: Path, out: Path, tokenizer: str | None = None) -> Pat
     for entry, place in zip(layout.entries, layout.views(flat), strict=True):
         # Free each tensor at once: a 70B model would take half as much memory again.
         place.copy_(tensors.pop(entry.name))
-    states = {"weight": flat.dtype}
-    saved = config_to_dict(config)
-    manifest = Manifest(0, 0, [layout], 1, states, saved, slice_elements=IMPORTED_SLICE)
+    manifest = Manifest(0, 0, config_to_dict(config), slice_elements=IMPORTED_SLICE)
 
     def attach(checkpoint: Path) -> None:
         save_cached_tokenizer(spec, checkpoint / "tokenizer")
 
-    return save(out, manifest, {"weight": [flat]}, 0, True, World.single(), attach)
+    return save(out, manifest, [OwnShard.of([layout], {"weight": [flat]})], World.single(), attach)

@@ -120,6 +120,8 @@ class Hierarchy:
     groups: tuple[dist.ProcessGroup | None, ...]
     world: World
     arbiter: CommArbiter = field(default_factory=CommArbiter)
+    outside: tuple[tuple[str, int], ...] = ()
+    """This rank's coordinates on the mesh's other axes, of those with more than one rank."""
     coordinates: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:

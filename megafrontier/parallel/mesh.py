@@ -246,9 +246,16 @@ class Mesh:
             peers = self.shape.peers(self.rank, axes)
             self._make_groups("+".join(axes), peers)
             groups = tuple(self._groups[ranks] for ranks in peers)
-            levels = self.shape.over(axes)
-            self._hierarchies[axes] = Hierarchy(levels, peers, groups, self.world, self.arbiter)
+            levels, outside = self.shape.over(axes), self._outside(axes)
+            self._hierarchies[axes] = Hierarchy(
+                levels, peers, groups, self.world, self.arbiter, outside
+            )
         return self._hierarchies[axes]
+
+    def _outside(self, axes: Sequence[str]) -> tuple[tuple[str, int], ...]:
+        others = [axis for axis in _basis(axes) if axis not in axes]
+        split = [axis for axis in others if self.shape.over((axis,)).ranks > 1]
+        return tuple((axis, self.shape.index(self.rank, (axis,))) for axis in split)
 
     def linked(self) -> list[Hierarchy]:
         """Two hierarchies that together reach all peers of this rank, for tests of links."""

@@ -194,7 +194,7 @@ class Engine:
         )
         # The hooks hold the units, and the model holds the hooks.
         self._streams.drain_before_freeing(self._hooks)
-        self._broadcast_weights(from_masters=True)
+        self._broadcast_weights(self.units, from_masters=True)
 
     def _make_units(
         self, block: Block, group_of: GroupOf, rules: Callable[[ParamSpec], UnitRules]
@@ -347,15 +347,17 @@ class Engine:
         the same bits as when it was saved.
         """
         if has_published or self.wires.have_deltas:
-            self._broadcast_weights(from_masters=not has_published)
+            self._broadcast_weights(self.units, from_masters=not has_published)
         else:  # these wires give the same weights from the same masters
+            frozen = [unit for unit in self.units if unit.is_frozen]
+            self._broadcast_weights(frozen, from_masters=True)
             self.publish()
             self.finish_publishing()
 
-    def _broadcast_weights(self, from_masters: bool) -> None:
+    def _broadcast_weights(self, units: Sequence[Unit], from_masters: bool) -> None:
         """Copy each rank's `published` shard, or with `from_masters` its master, to all ranks
         without rounding."""
-        for unit in self.units:
+        for unit in units:
             unit.mark_stale()
             if from_masters:
                 unit.published.copy_(unit.master)

@@ -63,7 +63,7 @@ class Unit:
         self.optimizer = optimizer
         self.placement = placement
         self.layout = Layout.build(name, ((n, p.shape) for n, p in parameters), size)
-        self._specs = {n: spec_of(n, p) for n, p in parameters}
+        self.specs = {n: spec_of(n, p) for n, p in parameters}
         self.is_frozen = is_frozen
         self._collectives = collectives
         self._gradient_buffers = gradient_buffers
@@ -137,7 +137,7 @@ class Unit:
         """Fill the master shard. Padding stays zero."""
         start, stop = self.range
         for entry, first, last, at in self.layout.within(start, stop):
-            self.master[at : at + last - first] = initial(self._specs[entry.name], first, last)
+            self.master[at : at + last - first] = initial(self.specs[entry.name], first, last)
 
     # Weights
 

@@ -9,7 +9,7 @@ import torch
 
 from megafrontier.checkpoint.format import Manifest
 from megafrontier.checkpoint.load import Checkpoint
-from megafrontier.checkpoint.save import Attach, save
+from megafrontier.checkpoint.save import Attach, OwnShard, save
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
 
@@ -103,9 +103,8 @@ def make_shards(
     return shards
 
 
-def make_manifest(step: int, layouts: Sequence[Layout], num_shards: int, **more: Any) -> Manifest:
-    defaults = {"tokens": step * 1000, "states": STATES, "slice_elements": 100}
-    return Manifest(step=step, units=layouts, num_shards=num_shards, **(defaults | more))
+def make_manifest(step: int, **more: Any) -> Manifest:
+    return Manifest(step=step, **({"tokens": step * 1000, "slice_elements": 100} | more))
 
 
 def save_all(
@@ -120,11 +119,12 @@ def save_all(
     """Save from one rank for each shard. Every rank must return the same folder."""
     layouts = make_layouts(groups, num_shards)
     tensors = make_tensors(step) if tensors is None else tensors
-    manifest = make_manifest(step, layouts, num_shards, **more)
+    manifest = make_manifest(step, **more)
 
     def body(world: Threads) -> Path:
         shards = make_shards(layouts, tensors, world.rank, num_shards)
-        return save(root, manifest, shards, world.rank, True, world, attach)
+        own = [OwnShard.of(layouts, shards, world.rank, num_shards)]
+        return save(root, manifest, own, world, attach)
 
     results = run_threads(num_shards, body)
     for result in results:

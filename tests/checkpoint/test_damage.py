@@ -19,7 +19,7 @@ from megafrontier.checkpoint.format import (
     shard_path,
 )
 from megafrontier.checkpoint.load import Checkpoint, open_checkpoint, read_manifest
-from megafrontier.checkpoint.save import save
+from megafrontier.checkpoint.save import OwnShard, save
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
@@ -34,9 +34,8 @@ def small(tmp_path):
 def save_small(root):
     """A checkpoint of one shard, of about a kilobyte."""
     layouts = [Layout.build("unit", [("a", (3, 7)), ("b", (5,))], 1)]
-    manifest = Manifest(7, 70, layouts, 1, {"weight": torch.float32}, slice_elements=8)
-    shard = torch.arange(layouts[0].numel).float()
-    return save(root, manifest, {"weight": [shard]}, 0, True, World.single())
+    own = [OwnShard.of(layouts, {"weight": [torch.arange(layouts[0].numel).float()]})]
+    return save(root, Manifest(7, 70, slice_elements=8), own, World.single())
 
 
 @pytest.mark.parametrize("name", [FILE_NAME, shard_path(0)])
@@ -117,21 +116,28 @@ def _rewrite(path, **changes):
 
 
 def test_a_version_from_the_future_is_refused_as_such(small):
-    _rewrite(small, version=2)
-    with pytest.raises(UserError, match="version 2, this megafrontier reads version 1") as caught:
+    _rewrite(small, version=3)
+    with pytest.raises(UserError, match=r"version 3, .* reads versions 1 to 2") as caught:
         open_checkpoint(small)
     assert not isinstance(caught.value, CheckpointCorrupt)
-    assert "version 2" in verify(small).problems[0]
+    assert "version 3" in verify(small).problems[0]
+
+
+def _only_unit(tensors, pieces=1):
+    unit = {"name": "u", "numel": 128, "states": 0, "tensors": tensors}
+    return {"sets": [{"name": "", "pieces": pieces, "units": [unit]}]}
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"format": "other"},
-        {"states": {"weight": "F33"}},
-        {"units": [{"name": "u", "numel": 128, "tensors": [["a", [3], 0], ["a", [3], 3]]}]},
-        {"pieces": 3},
-        {"units": None},
+        {"states": [{"weight": "F33"}]},
+        {"states": []},
+        _only_unit([["a", [3], 0], ["a", [3], 3]]),
+        _only_unit([["a", [3, 2], 0, [[0, 3], [0, 1]]]]),
+        _only_unit([["a", [3], 0]], pieces=3),
+        {"sets": None},
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(small, changes):
@@ -166,7 +172,7 @@ def test_a_slice_that_a_file_lacks_is_found(tmp_path, monkeypatch):
         patched.setattr(shard_file, "slices_of", lambda *which: slices_of(*which)[1:])
         path = save_small(tmp_path)
     assert verify(path).problems == [f"{path / shard_path(0)}: weight/a/0: missing"]
-    with pytest.raises(CheckpointCorrupt, match="no element 0 of weight/a"):
+    with pytest.raises(CheckpointCorrupt, match="8 elements of weight/a are in no file"):
         Checkpoint(path, read_manifest(path)).tensor("weight", "a")
 
 

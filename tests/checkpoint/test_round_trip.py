@@ -8,10 +8,18 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from megafrontier.checkpoint.boxes import with_boxes
 from megafrontier.checkpoint.commands import verify
-from megafrontier.checkpoint.format import FILE_NAME, Manifest, crc32_hex, shard_path
+from megafrontier.checkpoint.format import (
+    FILE_NAME,
+    Manifest,
+    ShardSet,
+    StoredUnit,
+    crc32_hex,
+    shard_path,
+)
 from megafrontier.checkpoint.load import open_checkpoint
-from megafrontier.checkpoint.save import save
+from megafrontier.checkpoint.save import OwnShard, save
 from megafrontier.checkpoint.shard_file import ShardFile, file_size
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.world import World
@@ -69,7 +77,9 @@ def test_the_manifest_keeps_all_that_was_given(tmp_path):
     assert (found.step, found.tokens, found.num_shards) == (1700, 1_700_000, 8)
     assert {key: getattr(found, key) for key in more} == more
     assert found.states == STATES
-    assert list(found.units) == make_layouts(BY_BLOCK, 8)
+    (only,) = found.sets
+    layouts = [with_boxes(layout) for layout in make_layouts(BY_BLOCK, 8)]
+    assert [unit.layout for unit in only.units] == layouts
     assert len(found.id) == 16
     assert found.saved_at.endswith("+00:00")
 
@@ -103,17 +113,17 @@ def test_the_size_of_a_file_is_known_without_looking(tmp_path):
     path = save_all(tmp_path)
     manifest = open_checkpoint(path).manifest
     sizes = [(path / shard_path(index)).stat().st_size for index in range(8)]
-    assert sizes == [file_size(manifest, index) for index in range(8)]
+    assert sizes == [file_size(manifest, manifest.sets[0], index) for index in range(8)]
 
 
 def test_only_one_replica_writes_and_all_return(tmp_path):
     layouts = make_layouts(BY_BLOCK, 4)
-    manifest = make_manifest(100, layouts, 4)
 
     def body(world):
         index, replica = world.rank % 4, world.rank // 4
         shards = make_shards(layouts, make_tensors(100), index, 4)
-        return save(tmp_path, manifest, shards, index, replica == 0, world)
+        own = [OwnShard.of(layouts, shards, index, 4, replica == 0)]
+        return save(tmp_path, make_manifest(100), own, world)
 
     assert run_threads(8, body) == [tmp_path / "step-00000100"] * 8
     assert verify(tmp_path / "step-00000100").whole
@@ -151,14 +161,14 @@ def test_a_rank_opens_only_the_files_that_overlap_its_shard(tmp_path, monkeypatc
     assert opened == ["00000002.safetensors", "00000003.safetensors"]
 
 
-def test_the_bytes_of_format_version_1_do_not_change(tmp_path, monkeypatch):
+def test_the_bytes_of_format_version_2_do_not_change(tmp_path, monkeypatch):
     """Other programs read them, and older versions of this one."""
     monkeypatch.setattr(secrets, "token_hex", lambda n: "0123456789abcdef")
     shapes = [("a.w", (3, 7)), ("b", (5,)), ("c.weight", (40, 33))]
     layouts = [Layout.build("u1", shapes, 2), Layout.build("u2", [("z", (300,))], 2)]
     states = {"weight": torch.float32, "error": torch.bfloat16, "exp_avg": torch.float32}
     manifest = Manifest(
-        7, 70, layouts, 2, states, {"run": {"name": "ü"}, "b": [0.9, None]}, {"seed": 3},
+        7, 70, {"run": {"name": "ü"}, "b": [0.9, None]}, {"seed": 3},
         {"x": 1 / 3, "data": (0, 1)}, slice_elements=50,
     )  # fmt: skip
 
@@ -167,20 +177,19 @@ def test_the_bytes_of_format_version_1_do_not_change(tmp_path, monkeypatch):
             state: [torch.arange(u.numel).chunk(2)[world.rank].to(dtype) for u in layouts]
             for state, dtype in states.items()
         }
-        return save(tmp_path, manifest, shards, world.rank, True, world)
+        return save(tmp_path, manifest, [OwnShard.of(layouts, shards, world.rank, 2)], world)
 
     path, _ = run_threads(2, body)
     text = (path / FILE_NAME).read_text().splitlines()
     crcs = [crc32_hex((path / shard_path(index)).read_bytes()) for index in (0, 1)]
     assert crcs == ["c27ef425", "f9cde083"]
     fixed = [line for line in text if not line.startswith(('"crc32"', '"saved_at"'))]
-    assert crc32_hex("\n".join(fixed).encode()) == "d125f1e6"
+    assert crc32_hex("\n".join(fixed).encode()) == "5c9e6362"
 
 
 def _big(elements: int) -> tuple[list[Layout], Manifest, torch.Tensor]:
     layouts = [Layout.build("unit", [("a", (elements // 1024, 1024))], 1)]
-    manifest = Manifest(1, 0, layouts, 1, {"weight": torch.float32}, slice_elements=2**16)
-    return layouts, manifest, torch.randn(elements)
+    return layouts, Manifest(1, 0, slice_elements=2**16), torch.randn(elements)
 
 
 def _grown_mib(folder: Path, elements: int) -> float:
@@ -190,7 +199,8 @@ def _grown_mib(folder: Path, elements: int) -> float:
     spread = torch.stack([tensor, tensor], 1)[:, 0]
     shard = torch.ones(elements // 2, dtype=torch.bfloat16)
     before = resident_bytes("VmHWM")
-    path = save(folder, manifest, {"weight": [spread]}, 0, True, World.single())
+    own = [OwnShard.of(layouts, {"weight": [spread]})]
+    path = save(folder, manifest, own, World.single())
     open_checkpoint(path).fill(layouts, {"weight": [shard]}, 1, 2)
     grown = (resident_bytes("VmHWM") - before) / 2**20
     assert torch.equal(shard, tensor[elements // 2 :].bfloat16())
@@ -207,7 +217,8 @@ def test_saving_and_filling_hold_one_slice_in_memory_not_a_tensor(tmp_path):
 
 def test_filling_a_sixteenth_reads_a_sixteenth(tmp_path, monkeypatch):
     layouts, manifest, tensor = _big(2**22)
-    path = save(tmp_path, manifest, {"weight": [tensor]}, 0, True, World.single())
+    own = [OwnShard.of(layouts, {"weight": [tensor]})]
+    path = save(tmp_path, manifest, own, World.single())
     read = []
     real_read_at = ShardFile._read_at
     monkeypatch.setattr(
@@ -254,9 +265,10 @@ def test_shards_that_are_not_what_the_manifest_says_are_refused_before_writing(t
     shards = make_shards(layouts, make_tensors(), 0, 1)
     shards["exp_avg"][2] = shards["exp_avg"][2][:-1]
     with pytest.raises(ValueError, match="exp_avg of unit block 1"):
-        save(tmp_path / "c", make_manifest(1, layouts, 1), shards, 0, True, World.single())
+        save(tmp_path / "c", make_manifest(1), [OwnShard.of(layouts, shards)], World.single())
     assert not (tmp_path / "c").exists()
+    units = [StoredUnit.of(layout, STATES) for layout in layouts]
     with pytest.raises(ValueError, match="do not make 7 shards"):
-        make_manifest(1, layouts, 7)
+        make_manifest(1, sets=[ShardSet("", 7, units)])
     with pytest.raises(ValueError, match="twice"):
-        make_manifest(1, [*layouts, layouts[0]], 1)
+        make_manifest(1, sets=[ShardSet("", 1, [*units, units[0]])])

@@ -15,7 +15,7 @@ from megafrontier.checkpoint.commands import verify
 from megafrontier.checkpoint.folder import list_checkpoints
 from megafrontier.checkpoint.format import CheckpointWriteError
 from megafrontier.checkpoint.load import open_checkpoint
-from megafrontier.checkpoint.save import save
+from megafrontier.checkpoint.save import OwnShard, save
 from megafrontier.parallel.world import World
 from tests.checkpoint.helpers import (
     ALL_IN_ONE,
@@ -35,11 +35,11 @@ from tests.processes import in_child
 
 def _save_on_ranks(root: Path, step: int, num_shards: int = 4, attach=None) -> list:
     layouts = make_layouts(BY_BLOCK, num_shards)
-    manifest = make_manifest(step, layouts, num_shards)
 
     def body(world):
         shards = make_shards(layouts, make_tensors(step), world.rank, num_shards)
-        return save(root, manifest, shards, world.rank, True, world, attach)
+        own = [OwnShard.of(layouts, shards, world.rank, num_shards)]
+        return save(root, make_manifest(step), own, world, attach)
 
     return run_threads(num_shards, body)
 
@@ -56,13 +56,13 @@ def test_a_full_disk_on_one_rank_stops_all_ranks_and_harms_nothing(tmp_path, mon
     real_write_shard = save_module.write_shard
     full_file = partial(open, mode="wb")  # "xb" would refuse the link.
 
-    def full_disk(path, manifest, number, shards):
+    def full_disk(path, manifest, shard_set, number, read):
         if number == 2:
             path.symlink_to("/dev/full")
             monkeypatch.setattr(
                 shard_file, "open", lambda path, _mode: full_file(path), raising=False
             )
-        real_write_shard(path, manifest, number, shards)
+        real_write_shard(path, manifest, shard_set, number, read)
 
     monkeypatch.setattr(save_module, "write_shard", full_disk)
     said = f"rank 2: {tmp_path}: No space left on device"
@@ -131,12 +131,12 @@ def test_a_failing_attach_is_a_failed_save_on_all_ranks(tmp_path):
 
 def test_a_shard_without_a_writer_or_with_two_is_not_published(tmp_path):
     layouts = make_layouts(BY_BLOCK, 2)
-    manifest = make_manifest(1, layouts, 2)
 
     def body(world):
         number = piece_of[world.rank]
         shards = make_shards(layouts, make_tensors(), number, 2)
-        return save(tmp_path, manifest, shards, number, number in writers, world)
+        own = [OwnShard.of(layouts, shards, number, 2, number in writers)]
+        return save(tmp_path, make_manifest(1), own, world)
 
     piece_of, writers = [0, 1], {0}
     _assert_all_refused(run_threads(2, body), "1 shard files, need 2")
@@ -170,7 +170,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_only_whole_checkpoints(tmp_path):
     origin = save_all(tmp_path / "origin", 100, 1)
     layouts = make_layouts(ALL_IN_ONE, 1)
     shards = make_shards(layouts, make_tensors(200), 0, 1)
-    manifest = make_manifest(200, layouts, 1, slice_elements=1000)
+    manifest = make_manifest(200, slice_elements=1000)
 
     def killed_save(root: Path, at: int) -> int:
         def child() -> bool:
@@ -182,7 +182,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_only_whole_checkpoints(tmp_path):
                 (shard_file, "crc32_hex"),
             ]:
                 _kill_at(owner, name, counter, at)
-            save(root, manifest, shards, 0, True, World.single())
+            save(root, manifest, [OwnShard.of(layouts, shards)], World.single())
             return True
 
         return in_child(child)

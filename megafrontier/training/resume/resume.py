@@ -203,8 +203,8 @@ def _used(config: Config, manifest: Manifest, is_start: bool) -> Manifest:
     an imported checkpoint has."""
     if not (is_start and config.checkpoint.weights_only):
         return manifest
-    weights = {"weight": manifest.states["weight"]}
-    return replace(manifest, step=0, tokens=0, states=weights, rng={}, extra={"data": (0, 0)})
+    weights = manifest.with_states("weight")
+    return replace(weights, step=0, tokens=0, rng={}, extra={"data": (0, 0)})
 
 
 def _load_shards(trainer: Trainer, checkpoint: Checkpoint, is_start: bool = False) -> None:

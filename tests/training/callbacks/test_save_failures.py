@@ -22,8 +22,8 @@ def fail_to_write(monkeypatch):
     write = save_module.write_shard
 
     def choose(number, if_):
-        def write_or_fail(path, manifest, index, shards):
-            write(path, manifest, index, shards)
+        def write_or_fail(path, manifest, shard_set, index, read):
+            write(path, manifest, shard_set, index, read)
             if if_(manifest.step, index):
                 raise OSError(number, os.strerror(number), str(path))
 

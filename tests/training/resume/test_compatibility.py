@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megafrontier.checkpoint.format import Manifest
+from megafrontier.checkpoint.format import Manifest, ShardSet, StoredUnit
 from megafrontier.checkpoint.load import Checkpoint
 from megafrontier.common.errors import UserError
 from megafrontier.config import config_to_dict
@@ -23,8 +23,9 @@ from tests.data.corpora import write_corpus
 def saved_with(config, path="step-00000002"):
     """A checkpoint of which only the manifest is there."""
     layout = Layout.build("unit", [("weight", (1,))], 1)
-    states = {"weight": torch.float32}
-    return Checkpoint(path, Manifest(2, 0, [layout], 1, states, config_to_dict(config)))
+    units = [StoredUnit.of(layout, {"weight": torch.float32})]
+    manifest = Manifest(2, 0, config_to_dict(config), sets=[ShardSet("", 1, units)])
+    return Checkpoint(path, manifest)
 
 
 OTHER_MODEL = {
