@@ -10,7 +10,9 @@ import json
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -33,9 +35,17 @@ from megafrontier.checkpoint.format import (
     distinct_states,
     encode_set,
 )
-from megafrontier.checkpoint.shard_file import Shards, slice_of, write_shard
+from megafrontier.checkpoint.host_copy import HostCopy
+from megafrontier.checkpoint.shard_file import (
+    ReadSlice,
+    Shards,
+    slice_of,
+    slices_of,
+    write_shard,
+)
 from megafrontier.common.errors import StorageFailed, UserError, as_fatal_error
 from megafrontier.common.files import sync_file, sync_folder
+from megafrontier.parallel.fault_injection import fault_point
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
 
@@ -103,30 +113,112 @@ def save(
     full. Nothing is published then, and older checkpoints are untouched. Raises ValueError if the
     shards are not what their sets say.
     """
-    # Every rank checks its own shards, which needs no agreement.
-    for part in own:
-        part.check()
-    manifest.encode()  # raises what JSON cannot hold, before anything is written
-    unfinished = folder.partial_folder(root, manifest.step)
-    final = folder.step_folder(root, manifest.step)
-    is_first = world.rank == 0
+    return PendingSave(root, manifest, own, world, attach).finish()
 
-    def run(is_mine: bool, act: Callable[[], None]) -> None:
-        world.run_on_all(act if is_mine else lambda: None, partial(_as_error, root, world.rank))
 
-    try:
-        run(is_first, lambda: _start(root, unfinished, attach))
-        manifest = replace(manifest, id=world.broadcast_from_rank_0(lambda: secrets.token_hex(8)))
-        run(True, lambda: _write_own(unfinished, manifest, own))
-        run(is_first, lambda: _finish(unfinished, manifest))
-        run(is_first, lambda: _publish(unfinished, final))
-    except (UserError, StorageFailed) as error:
-        if is_first:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        world.barrier()
-        line = f"checkpoint not saved: {error}"
-        raise CheckpointWriteError(line, isinstance(error, StorageFailed)) from error
-    return final
+class PendingSave:
+    """A save that has begun. Nothing is published before `finish`.
+
+    All ranks make it and finish it, in the same place of their program. In between a thread may
+    write; it makes no collective call.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        manifest: Manifest,
+        own: Sequence[OwnShard],
+        world: World,
+        attach: Attach | None = None,
+    ) -> None:
+        """Begin as `save` does. The shards must not change before `finish` returns, unless
+        `write_behind` has copied them."""
+        # Every rank checks its own shards, which needs no agreement.
+        for part in own:
+            part.check()
+        manifest.encode()  # raises what JSON cannot hold, before anything is written
+        self._root, self._world, self._own = root, world, own
+        self._unfinished = folder.partial_folder(root, manifest.step)
+        self._thread: threading.Thread | None = None
+        self._problem: Exception | None = None
+        with self._undone_if_it_fails():
+            self._run_on_rank_0(lambda: _start(root, self._unfinished, attach))
+            id_ = world.broadcast_from_rank_0(lambda: secrets.token_hex(8))
+        self._manifest = replace(manifest, id=id_)
+
+    @property
+    def step(self) -> int:
+        """The step that is saved."""
+        return self._manifest.step
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's thread has no more to write."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def write_behind(self) -> None:
+        """Copy this rank's shards to host memory and write the copies in a thread. The shards may
+        change afterwards. Fails only in `finish`."""
+        try:
+            copies = [self._copy(part) if part.is_writer else None for part in self._own]
+        except Exception as error:  # for all ranks, in `finish`
+            self._problem, self._thread = error, threading.Thread()
+            return
+        # A daemon, because a run that fails must not wait for storage that hangs.
+        self._thread = threading.Thread(target=self._write_copies, args=(copies,), daemon=True)
+        self._thread.start()
+
+    def _copy(self, part: OwnShard) -> HostCopy:
+        slices = slices_of(part.shard_set, part.index, self._manifest.slice_elements)
+        return HostCopy(part.shards, slices)
+
+    def _write_copies(self, copies: list[HostCopy | None]) -> None:
+        try:
+            fault_point("save", step=self.step)
+            for part, copy in zip(self._own, copies, strict=True):
+                if copy is not None:
+                    _write_own(self._unfinished, self._manifest, part, copy.take)
+        except Exception as error:
+            self._problem = error
+
+    def finish(self) -> Path:
+        """Wait until all ranks have written, and publish. Returns the checkpoint's folder. Raises
+        CheckpointWriteError as `save` does."""
+        final = folder.step_folder(self._root, self.step)
+        with self._undone_if_it_fails():
+            self._run(self._finish_writing)
+            self._run_on_rank_0(lambda: _finish(self._unfinished, self._manifest))
+            self._run_on_rank_0(lambda: _publish(self._unfinished, final))
+        return final
+
+    def _finish_writing(self) -> None:
+        if self._thread is None:
+            for part in self._own:
+                if part.is_writer:
+                    read = partial(slice_of, part.shards)
+                    _write_own(self._unfinished, self._manifest, part, read)
+            return
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self._problem is not None:
+            raise self._problem
+
+    def _run(self, act: Callable[[], None]) -> None:
+        self._world.run_on_all(act, partial(_as_error, self._root, self._world.rank))
+
+    def _run_on_rank_0(self, act: Callable[[], None]) -> None:
+        self._run(act if self._world.rank == 0 else lambda: None)
+
+    @contextmanager
+    def _undone_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except (UserError, StorageFailed) as error:
+            if self._world.rank == 0:
+                shutil.rmtree(self._unfinished, ignore_errors=True)
+            self._world.barrier()
+            line = f"checkpoint not saved: {error}"
+            raise CheckpointWriteError(line, isinstance(error, StorageFailed)) from error
 
 
 def _as_error(root: Path, rank: int, error: Exception) -> UserError | StorageFailed:
@@ -149,14 +241,12 @@ def _start(root: Path, unfinished: Path, attach: Attach | None) -> None:
         attach(unfinished)
 
 
-def _write_own(unfinished: Path, manifest: Manifest, own: Sequence[OwnShard]) -> None:
-    for part in own:
-        if part.is_writer:
-            path = unfinished / part.shard_set.file(part.index)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_shard(path, manifest, part.shard_set, part.index, partial(slice_of, part.shards))
-            if part.index == 0:
-                _describe(unfinished, part.shard_set)
+def _write_own(unfinished: Path, manifest: Manifest, part: OwnShard, read: ReadSlice) -> None:
+    path = unfinished / part.shard_set.file(part.index)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_shard(path, manifest, part.shard_set, part.index, read)
+    if part.index == 0:
+        _describe(unfinished, part.shard_set)
 
 
 def _describe(unfinished: Path, shard_set: ShardSet) -> None:

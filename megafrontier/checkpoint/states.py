@@ -12,7 +12,7 @@ from megafrontier.checkpoint.boxes import BoxEntry, with_boxes
 from megafrontier.checkpoint.format import BUFFER, Manifest, ShardSet, StoredUnit
 from megafrontier.checkpoint.load import Checkpoint, global_shapes
 from megafrontier.checkpoint.requests import Request, requests_of
-from megafrontier.checkpoint.save import Attach, OwnShard, save
+from megafrontier.checkpoint.save import Attach, OwnShard, PendingSave
 from megafrontier.common.errors import UserError
 from megafrontier.partition import Engine
 from megafrontier.partition.layout import Entry, Layout
@@ -59,6 +59,14 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save_engine(
+    root: Path, engine: Engine, optimizer_states: OptimizerStates, *args: Any, **about: Any
+) -> Path:
+    """Save a checkpoint of an engine and its optimizer, as `start_save` begins it; all ranks call
+    it. Returns its folder. Raises CheckpointWriteError on all ranks."""
+    return start_save(root, engine, optimizer_states, *args, **about).finish()
+
+
+def start_save(
     root: Path,
     engine: Engine,
     optimizer_states: OptimizerStates,
@@ -66,8 +74,8 @@ def save_engine(
     *,
     buffers: Buffers = NO_BUFFERS,
     **about: Any,
-) -> Path:
-    """Save a checkpoint of an engine and its optimizer; all ranks call it. Returns its folder.
+) -> PendingSave:
+    """Begin to save a checkpoint of an engine and its optimizer; all ranks call it.
 
     `about` are the other fields of the manifest. Raises CheckpointWriteError on all ranks.
     """
@@ -76,7 +84,7 @@ def save_engine(
         engine.fold_errors()
     own = _own_shards(engine, engine_states(engine, optimizer_states))
     own += _own_buffers(engine, buffers)
-    return save(root, Manifest(**about), own, engine.hierarchy.world, attach)
+    return PendingSave(root, Manifest(**about), own, engine.hierarchy.world, attach)
 
 
 def _own_shards(engine: Engine, states: States) -> list[OwnShard]:

@@ -272,6 +272,11 @@ class CheckpointConfig:
     """Number of newest checkpoints to keep; 0: all."""
     keep_every: int = bounded(0, at_least=0)
     """Also keep each checkpoint whose step is a multiple of this; 0: none."""
+    asynchronous: bool = True
+    """Write checkpoints behind the next steps. Training waits only while each rank copies its
+    shards to host memory, which needs room for one such copy. The last step, and a step after which
+    the run stops, are saved at once. A checkpoint that is still being written when the next one is
+    due is waited for."""
     resume: str = "auto"
     """auto: the run's newest complete checkpoint, if any. never: start from scratch, refused if the
     run has checkpoints. Or the path of a checkpoint to start from (of a run or a folder of

@@ -52,6 +52,8 @@ def finish_step(
     metrics.add("loss", totals[0], "sum")
     metrics.add("tokens", totals[1], "sum")
     metrics.add("stops", float(stop_requested()), "sum")
+    saving = trainer.pending_save
+    metrics.add("saving", float(saving is not None and not saving.is_written), "sum")
     metrics.add("waiting_seconds", waited, "mean")
     metrics.add("comm_bytes", sent, "mean")
     metrics.add("comm_seconds", seconds, "mean")
@@ -101,6 +103,8 @@ class StepResult:
     """The range of global sample numbers that the step used."""
     stop: bool
     """Whether any rank has been asked to stop. All ranks learn it from the same step."""
+    is_saving: bool
+    """Whether any rank was still writing a checkpoint when the step ended."""
     spiked: bool
     """Whether the step was skipped because of a spike, though finite."""
     loss_scale: float
@@ -158,6 +162,7 @@ class AsyncStepResult:
             skipped=bool(numbers.pop("skipped")),
             samples=self._samples,
             stop=numbers.pop("stops") > 0,
+            is_saving=numbers.pop("saving") > 0,
             spiked=bool(numbers.pop("spike")),
             own_waiting_seconds=self._own_waiting_seconds,
             comm={

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from megafrontier.checkpoint.save import PendingSave
 from megafrontier.common.errors import RankError, UserError
 from megafrontier.common.signals import block_stop_requests
 from megafrontier.config import Config
@@ -56,6 +57,8 @@ class Trainer:
     stateful: dict[str, Any] = field(default_factory=dict)
     step: int = 0
     tokens: int = 0
+    pending_save: PendingSave | None = None
+    """A checkpoint that is being written behind the steps."""
 
     @property
     def last_step(self) -> int:

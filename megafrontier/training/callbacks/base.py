@@ -46,7 +46,8 @@ class Callback:
         """A step is done. The next one may have begun: `result.step` is the number of this one."""
 
     def on_checkpoint_saved(self, trainer: Trainer, path: Path) -> None:
-        """A checkpoint of the present step is complete, in the folder `path`."""
+        """A checkpoint is complete, in the folder `path`. With `checkpoint.asynchronous` it may be
+        of an earlier step."""
 
     def at_end(self, trainer: Trainer) -> None:
         """No step follows, and `after_step` has been called for every step.

@@ -8,7 +8,8 @@ from typing import Any
 
 from megafrontier.checkpoint.folder import delete, prune
 from megafrontier.checkpoint.format import CheckpointWriteError
-from megafrontier.checkpoint.states import States, engine_states, save_engine
+from megafrontier.checkpoint.save import PendingSave
+from megafrontier.checkpoint.states import States, engine_states, persistent_buffers, start_save
 from megafrontier.common.errors import RunFailed, StorageFailed
 from megafrontier.config import Config, config_to_dict
 from megafrontier.data.tokenizers.tokenizer import save_cached_tokenizer
@@ -46,12 +47,19 @@ def shards(trainer: Trainer) -> States:
 def save_trainer(trainer: Trainer) -> Path:
     """Save a checkpoint of the current step; all ranks call it. Returns its folder. Raises
     CheckpointWriteError on all ranks."""
+    return start_saving(trainer).finish()
+
+
+def start_saving(trainer: Trainer) -> PendingSave:
+    """Begin to save a checkpoint of the current step; all ranks call it. Raises
+    CheckpointWriteError on all ranks."""
     config = trainer.config
-    return save_engine(
+    return start_save(
         checkpoint_root(config),
         trainer.engine,
         trainer.optimizer.states,
         lambda folder: save_cached_tokenizer(config.tokenizer, folder / "tokenizer"),
+        buffers=persistent_buffers(trainer.model),
         step=trainer.step,
         tokens=trainer.tokens,
         config=config_to_dict(config),
@@ -77,7 +85,12 @@ def callback_states(trainer: Trainer) -> dict[str, dict[str, Any]]:
 
 class Save(Callback):
     """Saves a checkpoint every `checkpoint.every` steps and at the end. If one cannot be written,
-    that is a warning, and training goes on."""
+    that is a warning, and training goes on.
+
+    With `checkpoint.asynchronous` training waits only for copies in host memory. These are written
+    behind the next steps, and the checkpoint is published after the first step whose results say
+    that all ranks have written. It is waited for when the next one is due and when no step follows.
+    """
 
     def __init__(self, run_logger: RunLogger, resumed_step: int) -> None:
         self._run_logger = run_logger
@@ -87,15 +100,31 @@ class Save(Callback):
         """Those that learn of each checkpoint."""
         self._is_finite = True  # the loss of the newest step
         self._failed_by_storage = False  # the last save
+        self._is_written = False  # the pending save, by all ranks
+        self._prunes = False  # after the pending save
 
     def needs_settled_state(self, trainer: Trainer, step: int) -> bool:
+        # Publishing uses collectives, so nothing else may be in flight.
+        return self._is_due(trainer, step) or self._is_written
+
+    def _is_due(self, trainer: Trainer, step: int) -> bool:
         # The last step is saved before its evaluation, which may be cut short.
         return is_due(trainer.config.checkpoint.every, step) or step == trainer.last_step
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         self._is_finite = math.isfinite(result.loss)
-        if self.needs_settled_state(trainer, result.step):
-            self._save(trainer)
+        is_due = self._is_due(trainer, result.step)
+        self._is_written = trainer.pending_save is not None and not result.is_saving
+        # The same on all ranks: whether the next step has begun, and what the step's results say.
+        is_settled = trainer.step == result.step
+        if is_due or (self._is_written and is_settled):
+            if (late := trainer.pending_save) is not None and not self._is_written:
+                what = f"the checkpoint of step {late.step} is still being written"
+                self._run_logger.info(f"{what}: waiting for it, because the next one is due")
+            self._publish(trainer)
+        if is_due:
+            is_last = result.stop or result.step == trainer.last_step
+            self._save(trainer, trainer.config.checkpoint.asynchronous and not is_last)
 
     def at_end(self, trainer: Trainer) -> None:
         """Save the newest step if that has not been done, in two tries.
@@ -103,6 +132,7 @@ class Save(Callback):
         Raises RunFailed if nothing of this start could be saved for a reason that needs a person,
         and StorageFailed if the storage failed, or if the last step of the run could not be saved.
         """
+        self._publish(trainer)
         if self.saved_step == trainer.step or self._save(trainer) or self._save(trainer):
             return
         what = f"step {trainer.step}: could not be saved; log.txt has the reason"
@@ -111,22 +141,43 @@ class Save(Callback):
         if trainer.step >= trainer.last_step or self._failed_by_storage:
             raise StorageFailed(what)
 
-    def _save(self, trainer: Trainer) -> bool:
+    def _save(self, trainer: Trainer, is_behind: bool = False) -> bool:
+        """Save the current step, or begin to with `is_behind`. Returns whether that succeeded."""
         self._run_logger.sync()
-        try:
-            path = save_trainer(trainer)
-        except CheckpointWriteError as error:
-            self._run_logger.info(f"warning: no checkpoint at step {trainer.step}: {error}")
-            self._failed_by_storage = error.by_storage
-            return False
-        self.saved_step = trainer.step
-        self._run_logger.info(f"checkpoint {path}")
         # With another loss the weights may be broken, and would replace older ones that are not.
-        if self._is_finite:
+        self._prunes = self._is_finite
+        try:
+            trainer.pending_save = start_saving(trainer)
+        except CheckpointWriteError as error:
+            self._warn(trainer.step, error)
+            return False
+        if not is_behind:
+            return self._publish(trainer)
+        trainer.pending_save.write_behind()
+        return True
+
+    def _publish(self, trainer: Trainer) -> bool:
+        """Finish the pending save, if there is one. Returns whether a checkpoint was published."""
+        pending, trainer.pending_save = trainer.pending_save, None
+        if pending is None:
+            return False
+        self._is_written = False
+        try:
+            path = pending.finish()
+        except CheckpointWriteError as error:
+            self._warn(pending.step, error)
+            return False
+        self.saved_step = pending.step
+        self._run_logger.info(f"checkpoint {path}")
+        if self._prunes:
             self._prune(trainer)
         for callback in self.listeners:
             callback.on_checkpoint_saved(trainer, path)
         return True
+
+    def _warn(self, step: int, error: CheckpointWriteError) -> None:
+        self._run_logger.info(f"warning: no checkpoint at step {step}: {error}")
+        self._failed_by_storage = error.by_storage
 
     def _prune(self, trainer: Trainer) -> None:
         """Delete old checkpoints on rank 0. The others wait: if one left, its launcher might end

@@ -73,7 +73,8 @@ def test_a_users_callback_records_metrics_and_goes_on_after_a_restart(
     config_file, tmp_path, own_callbacks
 ):
     chosen = (*runs.ONE, "log.callbacks=[own_callbacks.Norms]", "train.steps=4")
-    runs.run(config_file, 2, *chosen, "checkpoint.every=2", "train.stop_at=3")
+    saving = ("checkpoint.every=2", "checkpoint.asynchronous=false")  # else it would end later
+    runs.run(config_file, 2, *chosen, *saving, "train.stop_at=3")
     lines = runs.run(config_file, 2, *chosen)
     assert [line["rank"] for line in lines] == [1] * 4
     for line in lines:

@@ -42,10 +42,10 @@ def test_errors_are_folded_into_a_checkpoint_outside_of_any_steps_traffic(config
 
 def test_metrics_are_on_the_disk_before_a_checkpoint_that_continues_them(config_file, monkeypatch):
     order = []
-    sync, save_trainer = JsonLines.sync, saving.save_trainer
+    sync, start_saving = JsonLines.sync, saving.start_saving
     monkeypatch.setattr(JsonLines, "sync", lambda self: (order.append("sync"), sync(self)))
     monkeypatch.setattr(
-        saving, "save_trainer", lambda trainer: (order.append("save"), save_trainer(trainer))[1]
+        saving, "start_saving", lambda trainer: (order.append("save"), start_saving(trainer))[1]
     )
     runs.run(config_file, None, *runs.ONE, "train.steps=2", "checkpoint.every=1")
     assert order == ["sync", "save"] * 2
