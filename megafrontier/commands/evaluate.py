@@ -103,7 +103,7 @@ def _evaluate(
 ) -> tuple[Path, Evaluation]:
     """The path of the newest checkpoint, and its evaluation."""
     config, mesh, world = context.config, context.mesh, context.world
-    model, engine = build_model(config, context.plan, mesh)
+    model, engine = build_model(config, context.plan, mesh, has_values=False)
     weights = {"weight": [unit.master for unit in engine.units]}
 
     def load(checkpoint: Checkpoint) -> None:

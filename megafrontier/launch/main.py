@@ -39,7 +39,7 @@ from megafrontier.training.plan import check_memory, memory_advice
 from megafrontier.training.preview import check_training, describe_run
 from megafrontier.training.resume.restarts import StartRecord, record_interrupt, record_start
 from megafrontier.training.resume.resume import check_resume, goes_back, resume
-from megafrontier.training.trainer import Trainer, build_trainer
+from megafrontier.training.trainer import Trainer, build_trainer, initial_values
 
 T = TypeVar("T")
 Check = Callable[[int], object]
@@ -173,7 +173,7 @@ def _train_watched(context: RunContext, directory: Path) -> int:
 def _run(context: RunContext, start: StartRecord) -> int:
     config, plan, run_logger = context.config, context.plan, context.run_logger
     watchdog = context.watchdog
-    trainer = build_trainer(config, plan, context.mesh, run_logger)
+    trainer = build_trainer(config, plan, context.mesh, run_logger, has_values=False)
     guard, users = Guard(), {name: load_class(name)() for name in config.log.callbacks}
     trainer.stateful = {"guard": guard, **users}
     for line in (
@@ -183,7 +183,8 @@ def _run(context: RunContext, start: StartRecord) -> int:
     ):
         run_logger.info(line)
     try:
-        resume(trainer, run_logger)
+        if not resume(trainer, run_logger):
+            trainer.engine.initialise(initial_values(config))
         start.add(resumed=trainer.step)
         context.world.run_on_all(partial(_open_records, trainer, run_logger))
         save = Save(run_logger, trainer.step)

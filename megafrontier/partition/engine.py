@@ -196,6 +196,12 @@ class Engine:
         self._streams.drain_before_freeing(self._hooks)
         self._broadcast_weights(self.units, from_masters=True)
 
+    def initialise(self, initial: InitialSlice) -> None:
+        """Set the masters to other initial values, and bring these to every rank."""
+        for unit in self.units:
+            unit.initialise(initial)
+        self._broadcast_weights(self.units, from_masters=True)
+
     def _make_units(
         self, block: Block, group_of: GroupOf, rules: Callable[[ParamSpec], UnitRules]
     ) -> list[Unit]:

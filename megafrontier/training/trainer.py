@@ -21,8 +21,10 @@ from megafrontier.optim.gradients import LossScale
 from megafrontier.optim.spikes import SpikeRule
 from megafrontier.optim.unit_optimizers import UnitOptimizers
 from megafrontier.parallel.mesh import Mesh
+from megafrontier.parallel.param_spec import ParamSpec
 from megafrontier.parallel.world import World
 from megafrontier.partition import Engine, shard
+from megafrontier.partition.unit import InitialSlice
 from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.training.device import reason_not_compiled
 from megafrontier.training.logging.run_log import RunLogger
@@ -83,9 +85,14 @@ class Trainer:
 
 
 def build_trainer(
-    config: Config, plan: RunPlan, mesh: Mesh, run_logger: RunLogger | None = None
+    config: Config,
+    plan: RunPlan,
+    mesh: Mesh,
+    run_logger: RunLogger | None = None,
+    has_values: bool = True,
 ) -> Trainer:
-    """Build model, optimizer and data at step 0, sharded. No rank ever holds the whole model."""
+    """Build model, optimizer and data at step 0, sharded. No rank ever holds the whole model.
+    `has_values`: as in `build_model`."""
     if config.train.deterministic:
         # Without this variable of cuBLAS, torch refuses every matrix product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -93,7 +100,7 @@ def build_trainer(
         # Otherwise torch fills all new memory, pinned memory on the CPU. None of it is read before
         # it is written.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    model, engine = build_model(config, plan, mesh)
+    model, engine = build_model(config, plan, mesh, has_values)
     optimizer = UnitOptimizers(engine.trained_units, optimizer_groups(config), config.optimizer)
     # All ranks agree, because the others would wait for a rank whose storage fails.
     rank, size, device = mesh.data_rank, mesh.data_size, mesh.device
@@ -117,8 +124,11 @@ def build_trainer(
     )
 
 
-def build_model(config: Config, plan: RunPlan, mesh: Mesh) -> tuple[GPT, Engine]:
-    """A GPT sharded over the mesh, with its seeded initial values."""
+def build_model(
+    config: Config, plan: RunPlan, mesh: Mesh, has_values: bool = True
+) -> tuple[GPT, Engine]:
+    """A GPT sharded over the mesh, with its seeded initial values, or zeros without `has_values`:
+    then a checkpoint is loaded, or `Engine.initialise` follows with `initial_values`."""
     compiles = config.train.compile and reason_not_compiled(config, mesh.world) is None
     if compiles:
         # A scheduler sends its signals to all processes of a job. They would end the workers.
@@ -142,10 +152,19 @@ def build_model(config: Config, plan: RunPlan, mesh: Mesh) -> tuple[GPT, Engine]
         overlap=config.partition.overlap,
         prefetch=config.partition.prefetch,
         check_order=config.partition.check_order,
-        initial=partial(initial_slice, config.run.seed),
+        initial=initial_values(config) if has_values else _zeros,
         groups=optimizer_groups(config).of,
     )
     return model, engine
+
+
+def initial_values(config: Config) -> InitialSlice:
+    """The initial values that belong to the run's seed."""
+    return partial(initial_slice, config.run.seed)
+
+
+def _zeros(_spec: ParamSpec, start: int, stop: int) -> torch.Tensor:
+    return torch.zeros(stop - start)
 
 
 def open_loader(

@@ -115,9 +115,9 @@ def has_begun_as_asked(config: Config) -> bool:
     return has_begun(Path(config.run.directory), config.checkpoint.resume)
 
 
-def resume(trainer: Trainer, run_logger: RunLogger) -> None:
+def resume(trainer: Trainer, run_logger: RunLogger) -> bool:
     """Load the checkpoint that `checkpoint.resume` asks for, if any (Note [Which checkpoint]). All
-    ranks call it.
+    ranks call it. Returns whether there was one, which has then replaced all values.
 
     Raises on all ranks: UserError if the checkpoint cannot be loaded, is of another model, or if
     `never` would mix two runs in one directory; StorageFailed.
@@ -131,7 +131,7 @@ def resume(trainer: Trainer, run_logger: RunLogger) -> None:
     if config.checkpoint.resume == "never" and not is_begun:
         _on_rank_0(trainer, partial(_refuse_old_checkpoints, root))
         _on_rank_0(trainer, record)
-        return
+        return False
     _on_rank_0(trainer, partial(_refuse_loose_link, root))
     found = None if is_back else open_newest(root, load, world, run_logger.info)
     if found is not None and path is not None and not goes_back(config):
@@ -142,11 +142,12 @@ def resume(trainer: Trainer, run_logger: RunLogger) -> None:
         load_named = partial(load_checkpoint, load=load, world=world)
         found = of_newest(path, load_named, world.broadcast_from_rank_0)
     if found is None:
-        return
+        return False
     _go_on_from(found, trainer, is_start, run_logger)
     if is_back:
         _on_rank_0(trainer, partial(_set_later_aside, root, trainer.step, found.path, run_logger))
         _on_rank_0(trainer, record)
+    return True
 
 
 def _on_rank_0(trainer: Trainer, act: Callable[[], None]) -> None:

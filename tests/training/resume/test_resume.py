@@ -10,6 +10,7 @@ import torch
 from megafrontier.checkpoint.load import Checkpoint, open_checkpoint
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.partition import STRATEGIES
+from megafrontier.training import trainer as trainer_module
 from megafrontier.training.callbacks.save import save_trainer, shards
 from megafrontier.training.loop import train_step
 from megafrontier.training.plan import resolve_plan
@@ -73,6 +74,21 @@ def test_resume_on_the_same_layout_is_identical_to_the_last_bit(
         assert [line.get(key) for line in resumed] == [line.get(key) for line in unbroken]
     assert [line["step"] for line in resumed if "loss" in line] == [1, 2, 3, 4]
     assert "at step 2" in runs.log(tmp_path / "broken-off")
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_initial_values_are_drawn_only_for_a_run_that_begins(
+    config_file, tmp_path, monkeypatch, is_new
+):
+    if not is_new:
+        runs.run(config_file, None, *runs.ONE, "train.steps=2", "train.stop_at=1")
+    drawn = []
+    draw = trainer_module.initial_slice
+    monkeypatch.setattr(
+        trainer_module, "initial_slice", lambda *slice_: drawn.append(slice_) or draw(*slice_)
+    )
+    runs.run(config_file, None, *runs.ONE, "train.steps=2")
+    assert bool(drawn) == is_new
 
 
 def test_resume_with_low_bit_wires_and_error_feedback_is_identical_too(config_file, tmp_path):
@@ -218,9 +234,10 @@ def test_replicas_get_their_state_from_the_first_one_and_not_from_the_files(
             f"run.directory={tmp_path}/other",
         )  # fmt: skip
         resume(trainer, Quiet())
+        count = len(calls)
         different = differences(trainer, open_checkpoint(path))
         trainer.close()
-        return different, len(calls)
+        return different, count
 
     found = run_mesh(SIZES, body)
     assert [different for different, _ in found] == [0] * 4
