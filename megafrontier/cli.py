@@ -292,14 +292,29 @@ def _import(a: argparse.Namespace) -> None:
 
 
 @_command(
-    "list, show or verify checkpoints",
-    _arg("action", None, choices=("list", "show", "verify")),
-    _arg("path", "a run, its checkpoints folder, or one checkpoint", type=Path),
+    "list, show or verify checkpoints; convert them to and from torch's (DCP)",
+    _arg("action", None, choices=("list", "show", "verify", "export", "import")),
+    _arg("path", "a run, its checkpoints folder, or one checkpoint; import: to write", type=Path),
     _arg("--json", "print JSON", action="store_true"),
+    _arg(
+        "--dcp",
+        "of torch.distributed.checkpoint, which export writes and import reads; import only those "
+        "that you trust",
+        type=Path,
+        metavar="DIR",
+    ),
 )
 def _checkpoint(a: argparse.Namespace) -> int:
     from megafrontier.checkpoint import commands
 
+    if a.action in ("export", "import"):
+        from megafrontier.commands.dcp import export_dcp, import_dcp
+
+        if a.dcp is None:
+            raise UserError(f"--dcp: missing, {a.action} needs a folder")
+        made = import_dcp(a.dcp, a.path) if a.action == "import" else None
+        print(made or f"{a.dcp}: {export_dcp(a.path, a.dcp)}")
+        return 0
     actions = {
         "list": commands.list_command,
         "show": commands.show_command,
