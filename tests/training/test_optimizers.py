@@ -86,6 +86,22 @@ def test_20_steps_on_every_placement_are_those_of_plain_pytorch(folder, plain, s
     assert plain[-1] < plain[0] - 0.5
 
 
+def test_low_bit_wires_change_muons_loss_by_less_than_a_third_of_a_percent(folder):
+    chosen = (f"optimizer.groups=[{MUON}]", "train.steps=40", "train.micro_batch=4")
+
+    def final_loss(wires):
+        always = (*chosen, "train.precision=bf16", f"partition.wires={wires}")
+        config = runs.load(folder / "config.yaml", *always)
+
+        def body(mesh):
+            with runs.open_trainer(config, mesh) as trainer:
+                return sum([train_step(trainer).loss for _ in range(40)][-8:]) / 8
+
+        return run_mesh((2, 2, 1), body)[0]
+
+    assert final_loss("low") == pytest.approx(final_loss("exact"), rel=3e-3)
+
+
 def test_a_skipped_step_changes_no_state_and_muon_sends_one_more_gather(folder):
     """In exchange its state is sharded as AdamW's."""
     groups = f"optimizer.groups=[{MUON}]"
@@ -149,6 +165,10 @@ def test_checkpoints_go_between_placements_with_each_groups_own_states(folder, p
     assert train("one", 1, resumed, "machine=laptop") == pytest.approx(plain[4:8], rel=1e-5)
     other = train("zero3", 4, resumed, "partition.strategy=zero3")
     assert other == pytest.approx(plain[4:8], rel=1e-5)
+    stored = open_checkpoint(path).manifest.tensors
+    states = {name: set(boxes[0].unit.states) - {"weight"} for name, boxes in stored.items()}
+    assert states["head.output.weight"] == {"exp_avg", "exp_avg_sq"}
+    assert states["blocks.1.mlp.up.weight"] == {"momentum_buffer"}
 
 
 def test_a_checkpoint_of_another_optimizer_or_without_a_state_is_refused(folder, capfd):
