@@ -42,6 +42,12 @@ class BoxEntry(Entry):
         return self.shape == self.global_shape
 
     @property
+    def key(self) -> str:
+        """The name, and the box unless it is the whole tensor: `qkv.weight[0:64,0:128]`."""
+        ranges = ",".join(f"{start}:{stop}" for start, stop in self.box)
+        return self.name if self.is_whole else f"{self.name}[{ranges}]"
+
+    @property
     def extent(self) -> Box:
         """The box; of a number, one of a dimension of size 1."""
         return self.box or ((0, 1),)

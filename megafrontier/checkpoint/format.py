@@ -316,9 +316,9 @@ def _as_version_2(values: dict[str, Any]) -> dict[str, Any]:
 def _set_problems(shard_set: ShardSet) -> Iterator[str]:
     if shard_set.num_shards < 1:
         yield f"{shard_set.num_shards} shards"
-    names = [entry.name for unit in shard_set.units for entry in unit.entries]
-    if len(set(names)) < len(names):
-        yield "a parameter name occurs twice in the units"
+    keys = [entry.key for unit in shard_set.units for entry in unit.entries]
+    if len(set(keys)) < len(keys):
+        yield "a box of a parameter occurs twice in the units"
     for unit in shard_set.units:
         for state, dtype in unit.states.items():
             if not state or "/" in state:

@@ -190,12 +190,15 @@ class Checkpoint:
         for request in requests:
             self._check_state(request.state)
             for found in self._files(request):
-                by_file.setdefault(found, []).append(request)
+                requested = by_file.setdefault(found, [])
+                if not requested or requested[-1] is not request:  # for another box of the tensor
+                    requested.append(request)
         for number, index in sorted(by_file):
             shard_set = self.manifest.sets[number]
             with closing(ShardFile(self.path, self.manifest, shard_set, index)) as file:
                 for request in by_file[number, index]:
-                    read_slices(file, self._box(number, request.entry.name), request)
+                    for box in self._boxes(number, request.entry.name):
+                        read_slices(file, box, request)
         for request in requests:
             if request.missing and self._holds(request):
                 what = f"{request.state}/{request.entry.name}"
@@ -210,8 +213,9 @@ class Checkpoint:
     def _holds(self, request: Request) -> bool:
         return request.state in self.manifest.tensors[request.entry.name][0].unit.states
 
-    def _box(self, number: int, name: str) -> BoxEntry:
-        return next(b.entry for b in self.manifest.tensors[name] if b.number == number)
+    def _boxes(self, number: int, name: str) -> list[BoxEntry]:
+        """The boxes of a tensor in a set; query, key and value of one matrix, for example."""
+        return [box.entry for box in self.manifest.tensors[name] if box.number == number]
 
     def _files(self, request: Request) -> Iterator[tuple[int, int]]:
         """The files, by set and shard, that hold elements of a request."""

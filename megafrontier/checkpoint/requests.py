@@ -63,7 +63,7 @@ def shards_with(stored: StoredBox, num_shards: int, wanted: Sequence[Region]) ->
 
 def read_slices(file: ShardFile, stored_box: BoxEntry, request: Request) -> None:
     """Read what the slices of one file hold of a request."""
-    for stored in file.slices.get((request.state, request.entry.name), ()):
+    for stored in file.slices.get((request.state, stored_box.key), ()):
         if request.entry.box == stored_box.box and _read_whole(file, stored, request):
             continue
         held = regions(stored_box.extent, stored.start, stored.stop)

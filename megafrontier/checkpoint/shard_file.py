@@ -1,8 +1,8 @@
 """One shard's file: which slices it holds, how it is written, and reads that are checked.
 
 A shard file is a safetensors file. Its tensors are 1-D slices, contiguous in row-major order, of
-the box of one parameter in one state. Their keys are `STATE/PARAMETER/START`, where START counts
-elements of the box. `__metadata__` holds the CRC-32 of every slice and one of the header itself.
+the box of one parameter in one state. Their keys are `STATE/PARAMETER/START`, where PARAMETER names
+the box too unless it is the whole tensor, and START counts elements of the box. `__metadata__` holds the CRC-32 of every slice and one of the header itself.
 """
 
 import json
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megafrontier.checkpoint.boxes import BoxEntry
 from megafrontier.checkpoint.format import (
     BLANK,
     DTYPE_NAMES,
@@ -37,7 +38,7 @@ CHECKSUM_OFFSET = LENGTH_BYTES + len(HEADER_PREFIX)
 @dataclass(frozen=True)
 class Slice:
     """Elements [start, start + count) of a parameter's box in one state. They are in the shard of
-    unit number `unit`, from its element `offset`."""
+    unit number `unit`, from its element `offset`. `parameter` is the box's key."""
 
     state: str
     parameter: str
@@ -69,7 +70,7 @@ def slice_of(shards: Shards, part: Slice) -> torch.Tensor:
 def slices_of(shard_set: ShardSet, index: int, slice_elements: int) -> list[Slice]:
     """The slices in the file of shard `index`, in order. Padding is left out."""
     parts = [
-        (number, unit.states, entry.name, first, last, offset)
+        (number, unit.states, BoxEntry.of(entry).key, first, last, offset)
         for number, unit in enumerate(shard_set.units)
         for entry, first, last, offset in unit.layout.in_shard(index, shard_set.num_shards)
     ]
