@@ -160,6 +160,16 @@ def test_a_storage_that_fails_on_every_host_ends_all_ranks_with_code_70(folder):
     assert ended[1][2] == ""
 
 
+def test_a_bug_that_all_ranks_meet_leaves_one_traceback(folder):
+    """Each rank hears of another one's error while it reports its own."""
+    faults = json.dumps([{"at": "step", "do": "raise", "error": "KeyError", "message": "bug"}])
+    ended = launch(folder, "bug", lambda rank: slurm(rank) | {VARIABLE: faults})
+    assert [code for code, _, _ in ended] == [1] * RANKS, ended
+    errors = "".join(errors for _, _, errors in ended)
+    assert errors.count("Traceback") == 1
+    assert errors.endswith("KeyError: 'bug'\n")
+
+
 def test_a_config_that_one_node_cannot_read_ends_all_ranks(folder):
     """No rank waits for one that never arrives."""
 

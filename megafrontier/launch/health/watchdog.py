@@ -44,7 +44,7 @@ from megafrontier.launch.health.liveness import (
 )
 from megafrontier.launch.health.peer_monitor import PeerMonitor
 from megafrontier.launch.health.stacks import arm_hard_timeout, hang_folder, write_stacks
-from megafrontier.launch.health.timeouts import Timeouts
+from megafrontier.launch.health.timeouts import LOCAL_GRACE, Timeouts
 from megafrontier.launch.rendezvous import ALL_PEERS
 from megafrontier.parallel.env import Identity
 from megafrontier.parallel.fault_injection import fault_point
@@ -217,6 +217,8 @@ class Watchdog:
         if alarm.hang:
             self._leave(*self._explain_hang(alarm, answers))
         if alarm.rank != self._identity.rank:
+            # That rank prints its error first. This one may have met the same and keeps silent.
+            time.sleep(4 * LOCAL_GRACE)
             self._leave(alarm.code)
         faulthandler.cancel_dump_traceback_later()
 
