@@ -2,7 +2,8 @@
 
 `slurm` needs a real Slurm, `gpu` a GPU, `ranks` several processes. `fast` are the files that took
 at most FAST_SECONDS in the last recorded run, without the first two: what one runs before each
-commit. A file that has not been recorded yet is fast.
+commit. A file that has not been recorded yet is fast. `exhaustive` sweeps run with --exhaustive
+only.
 
     python -m tests.tiers 5                 # the files of five sessions, a line each
     python -m tests.tiers --record FOLDER   # keep the seconds that sessions have left in FOLDER
@@ -54,8 +55,16 @@ def record(folder: Path) -> None:
     SECONDS.write_text(json.dumps(rounded, indent=1) + "\n")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="run the exhaustive sweeps too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     seconds = recorded()
+    if not config.getoption("--exhaustive"):
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         path = item.path.relative_to(ROOT)
         if path.parts[1] == "slurm":

@@ -2,7 +2,8 @@
 
 A shard file is a safetensors file. Its tensors are 1-D slices, contiguous in row-major order, of
 the box of one parameter in one state. Their keys are `STATE/PARAMETER/START`, where PARAMETER names
-the box too unless it is the whole tensor, and START counts elements of the box. `__metadata__` holds the CRC-32 of every slice and one of the header itself.
+the box too unless it is the whole tensor, and START counts elements of the box. `__metadata__`
+holds the CRC-32 of every slice and one of the header itself.
 """
 
 import json

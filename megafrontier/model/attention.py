@@ -57,8 +57,8 @@ class Attention(nn.Module):
         self.head_size = config.head_dim
         self.dropout = config.dropout
         inner, kv_inner = self.heads * self.head_size, self.kv_heads * self.head_size
-        self._widths = [inner, kv_inner, kv_inner]
-        qkv = nn.Linear(config.hidden, sum(self._widths), bias=config.bias)
+        self.widths = [inner, kv_inner, kv_inner]
+        qkv = nn.Linear(config.hidden, sum(self.widths), bias=config.bias)
         out = nn.Linear(inner, config.hidden, bias=config.bias)
         self.qkv = with_specs(qkv, "matrix", matrix_std(config))
         self.out = with_specs(out, "matrix", matrix_std(config, to_residual=True))
@@ -67,17 +67,18 @@ class Attention(nn.Module):
         self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None
     ) -> Tensor:
         """hidden [b, s, hidden] → [b, s, hidden]."""
-        rotary, mask, documents = context
+        rotary, mask, documents, (batch, length) = context
+        # With tensor parallelism `hidden` has some of the tokens, and the projection all of them.
+        projected = self.qkv(hidden).view(batch, length, -1)
         query, key, value = (
-            projected.unflatten(-1, (-1, self.head_size))
-            for projected in self.qkv(hidden).split(self._widths, -1)
+            part.unflatten(-1, (-1, self.head_size)) for part in projected.split(self.widths, -1)
         )
         if rotary is not None:
             query, key = rotate(query, rotary), rotate(key, rotary)
         if documents is not None:
             query, key, value = (heads.flatten(0, 1) for heads in (query, key, value))
-            attended = document_attention(query, key, value, documents, hidden.shape[1])
-            return self.out(attended.reshape(*hidden.shape[:2], -1))
+            attended = document_attention(query, key, value, documents, length)
+            return self.out(attended.reshape(batch, length, -1))
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
         if cache is not None:
             key, value = cache.extend(key, value)

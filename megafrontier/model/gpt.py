@@ -183,7 +183,10 @@ class GPT(nn.Module):
         positions = self._positions(tokens, past, documents)
         rotary = self._rotary(positions)
         hidden = self.embedding(tokens, positions)
-        context = AttentionContext(rotary, *self._mask_or_documents(hidden, past, documents))
+        batch, length = tokens.shape
+        context = AttentionContext(
+            rotary, *self._mask_or_documents(hidden, tokens, past, documents), (batch, length)
+        )
         for i, block in enumerate(self.blocks):
             hidden = block(hidden, context, None if cache is None else cache.layers[i])
         if cache is not None:
@@ -198,10 +201,10 @@ class GPT(nn.Module):
         return rotary_tables(positions, rotary_dims, config.rotary_base, config.rotary_scaling)
 
     def _mask_or_documents(
-        self, hidden: Tensor, past: int, documents: Tensor | None
+        self, hidden: Tensor, tokens: Tensor, past: int, documents: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """The mask and documents of the context; at least one is None."""
-        batch, length, _ = hidden.shape
+        batch, length = tokens.shape
         if documents is None:
             return cached_mask(past, length, hidden.device), None
         dropout = self.config.dropout if self.training else 0.0

@@ -28,6 +28,8 @@ class AttentionContext(NamedTuple):
     documents: Tensor | None
     """int32 [n + 1]: the start of each document in the b · s tokens, then b · s. Replaces `mask`.
     """
+    shape: tuple[int, int]
+    """(b, s) of the tokens."""
 
 
 def document_positions(documents: Tensor, batch: int, length: int) -> Tensor:

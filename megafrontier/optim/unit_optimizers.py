@@ -91,8 +91,8 @@ def group_slices(units: Sequence[Unit], groups: OptimizerGroups) -> list[tuple[i
     found: dict[int, list[Slice]] = {}
     for index, unit in enumerate(units):
         spans = [
-            (entry.offset, entry.offset + entry.numel, groups.numbers[entry.name])
-            for entry in unit.layout.entries
+            (e.offset, e.offset + e.numel, groups.numbers[unit.specs[e.name].name])
+            for e in unit.layout.entries
         ]
         _, stop, last = spans[-1]
         spans.append((stop, unit.layout.numel, last | 1))

@@ -229,12 +229,17 @@ class Mesh:
         return self.shape.over(("data",)).ranks
 
     @cached_property
+    def tensor_rank(self) -> int:
+        """This rank's number among those that share its matrices."""
+        return self.shape.index(self.rank, ("tensor",))
+
+    @cached_property
     def counts_loss(self) -> bool:
         """Whether this rank's loss and tokens count in their sum over all ranks: the ranks of a
         tensor split have the same, and only the last stage has a loss."""
         stage = self.shape.index(self.rank, ("pipeline",))
         is_last = stage == self.splits.pipeline - 1
-        return is_last and self.shape.index(self.rank, ("tensor",)) == 0
+        return is_last and self.tensor_rank == 0
 
     def hierarchy(self, axes: Sequence[str] = DATA_PARALLEL) -> Hierarchy:
         """The levels over `axes`: any of `AXES` or any of `EXPERT_AXES`.

@@ -37,6 +37,8 @@ class ParamSpec:
     them."""
     group: str = "default"
     """Optimizer group."""
+    in_root: bool = False
+    """It belongs to the root, which stays unsharded, although it lies in a block."""
     init_mean: float = 0.0
     init_std: float = 0.0
     """Initial values are normally distributed. With a deviation of 0 all are the mean."""

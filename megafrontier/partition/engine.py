@@ -130,7 +130,7 @@ def shard(
 
     hierarchy = mesh.hierarchy() if isinstance(mesh, Mesh) else mesh
     engine = Engine(placement, hierarchy, wires, overlap, prefetch, check_order)
-    engine.init_units(model, blocks, initial, groups, rules or common)
+    engine.init_units(model, divide(model, blocks), initial, groups, rules or common)
     return engine
 
 
@@ -164,14 +164,13 @@ class Engine:
     def init_units(
         self,
         model: nn.Module,
-        blocks: Sequence[tuple[str, nn.Module]],
+        divided: Sequence[Block],
         initial: InitialSlice,
         group_of: GroupOf,
         rules: Callable[[ParamSpec], UnitRules],
     ) -> None:
         """Make units of a model's parameters and attach hooks to its modules."""
         move_buffers(model, self.hierarchy.device)
-        divided = divide(model, blocks)
         # Fewer than hook points, so that neighbours have different buffers, and the oldest
         # reduction is over when its unit runs again.
         prefetch = min(self._prefetch, len(divided) - 1)
@@ -223,7 +222,7 @@ class Engine:
                 parameters,
                 optimizer,
                 placement,
-                self._collectives_of(rule),
+                self.collectives(rule.hierarchy, rule.wires),
                 self._choose_buffer(block, slot, rule.dtype, placement),
                 self.pool.gradients,
                 rule.feedback_levels,
@@ -241,11 +240,18 @@ class Engine:
             return self.pool.own_buffer(dtype)
         return self.pool.next_buffer((block.depth, slot), dtype)
 
-    def _collectives_of(self, rule: UnitRules) -> LevelCollectives:
-        key = rule.hierarchy, rule.wires
+    @property
+    def overlaps(self) -> bool:
+        """Whether collectives run beside the computation."""
+        return self._policy != "none"
+
+    def collectives(self, hierarchy: Hierarchy, wires: Wires) -> LevelCollectives:
+        """Collectives over the levels of `hierarchy` on this engine's streams, which its ledger
+        counts."""
+        key = hierarchy, wires
         if key not in self._collectives:
             self._collectives[key] = LevelCollectives(
-                rule.hierarchy, rule.wires, self.ledger, self._streams, self._check_order
+                hierarchy, wires, self.ledger, self._streams, self._check_order
             )
         return self._collectives[key]
 

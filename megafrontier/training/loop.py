@@ -152,7 +152,7 @@ def forward_backward(trainer: Trainer, heartbeat: Heartbeat) -> torch.Tensor:
     batches = read_step(trainer.loader, trainer.step, trainer.mesh.rank)
     totals = torch.zeros(2, dtype=torch.float64, device=trainer.mesh.device)
     for number, batch in enumerate(batches, start=1):
-        seed_dropout(trainer.config.run.seed, batch)
+        seed_dropout(trainer.config.run.seed, batch, trainer.mesh.tensor_rank)
         loss = trainer.model(batch.tokens, batch.targets, batch.documents)
         with trainer.engine.no_sync(number < len(batches)):
             trainer.loss_scale.scaled(loss).backward()
@@ -161,12 +161,14 @@ def forward_backward(trainer: Trainer, heartbeat: Heartbeat) -> torch.Tensor:
     return totals
 
 
-def seed_dropout(seed: int, batch: Batch) -> None:
-    """Make dropout a pure function of the run's seed and the samples.
+def seed_dropout(seed: int, batch: Batch, tensor_rank: int) -> None:
+    """Make dropout a pure function of the run's seed, the samples, and the rank among those of a
+    tensor split, which drop from different heads and tokens.
 
     There is no random state to save, and a resumed run draws the same masks.
     """
-    value = (seed * 0x9E3779B97F4A7C15 + batch.first_sample) & 0x7FFF_FFFF_FFFF_FFFF
+    value = seed * 0x9E3779B97F4A7C15 + batch.first_sample + tensor_rank * 0x632BE59BD9B4E019
+    value &= 0x7FFF_FFFF_FFFF_FFFF
     # torch.manual_seed would keep every call with its stack for devices that are not there.
     if batch.tokens.is_cuda:
         torch.cuda.manual_seed(value)

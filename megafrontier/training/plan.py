@@ -21,6 +21,7 @@ from megafrontier.partition.placement import state_bytes
 from megafrontier.partition.presets import choose_wires, has_error_feedback
 from megafrontier.partition.unit import ROOT
 from megafrontier.partition.wires.registry import DTYPES
+from megafrontier.splits.tensor import check_tensor_split, split_tensors
 
 GIB = 2**30
 
@@ -55,7 +56,7 @@ def resolve_plan(config: Config, ranks: int) -> RunPlan:
     machine = load_machine(config.machine)
     levels = Levels.resolve(machine.levels, ranks)
     shape = MeshShape(levels, Splits.resolve(levels, asdict(config.parallel)))
-    _refuse_unbuilt(config.parallel, shape.splits)
+    _check_splits(config, shape.splits)
     levels = shape.over(DATA_PARALLEL)
     placement = Placement.from_config(config.partition, levels)
     precision = config.train.precision
@@ -64,10 +65,16 @@ def resolve_plan(config: Config, ranks: int) -> RunPlan:
     return RunPlan(machine, shape, placement, wires, error_feedback)
 
 
-def _refuse_unbuilt(parallel: ParallelConfig, splits: Splits) -> None:
-    for name, size in asdict(splits).items():
+def _check_splits(config: Config, splits: Splits) -> None:
+    """Raises UserError for splits that are not built, or that the model cannot be divided by."""
+    parallel, tensor = config.parallel, splits.tensor
+    for name in ("context", "expert", "pipeline"):
         fits = f"need 1: {name} parallelism is not built yet"
-        need(size == 1, f"parallel.{name}", getattr(parallel, name), fits)
+        need(getattr(splits, name) == 1, f"parallel.{name}", getattr(parallel, name), fits)
+    check_tensor_split(config.model, tensor)
+    tokens = config.train.micro_batch * config.model.sequence_length
+    fits = f"need a number that divides the {tokens} tokens of a micro-batch"
+    need(tokens % tensor == 0, "parallel.tensor", parallel.tensor, fits)
     default = ParallelConfig()
     for name in ("stages_per_rank", "schedule", "layers"):
         value, only = getattr(parallel, name), getattr(default, name)
@@ -76,10 +83,12 @@ def _refuse_unbuilt(parallel: ParallelConfig, splits: Splits) -> None:
 
 
 class UnitSize(NamedTuple):
-    """A unit: its elements, and the name of its optimizer."""
+    """One rank's part of a unit: its elements, the axes over which their state is sharded, and the
+    name of its optimizer."""
 
     block: str
     numel: int
+    axes: tuple[str, ...]
     optimizer: str
 
 
@@ -88,18 +97,20 @@ def optimizer_groups(config: Config) -> OptimizerGroups:
     return OptimizerGroups(config.optimizer, parameter_specs(config.model).values())
 
 
-def unit_sizes(config: Config) -> list[UnitSize]:
-    """The units of a model, in the order in which they run."""
+def unit_sizes(config: Config, splits: Splits) -> list[UnitSize]:
+    """The units of a rank's part of a model, those of the root first."""
     groups = optimizer_groups(config)
     with torch.device("meta"):
         model = GPT(config.model)
-    numels: dict[tuple[str, str], int] = {}
+    if splits.tensor > 1:
+        split_tensors(model, 0, splits.tensor)
+    numels: Counter[tuple[str, tuple[str, ...], str]] = Counter()
     for block in divide(model, model.units()):
         for name, parameter in block.parameters:
-            optimizer, _ = groups.of(spec_of(name, parameter))
-            key = block.name, optimizer
-            numels[key] = numels.get(key, 0) + parameter.numel()
-    return [UnitSize(block, numel, optimizer) for (block, optimizer), numel in numels.items()]
+            spec = spec_of(name, parameter)
+            optimizer, _ = groups.of(spec)
+            numels[block.name, spec.axes, optimizer] += parameter.numel()
+    return [UnitSize(block, n, axes, name) for (block, axes, name), n in numels.items()]
 
 
 def state_gib(config: Config, plan: RunPlan) -> float:
@@ -110,13 +121,19 @@ def state_gib(config: Config, plan: RunPlan) -> float:
     """
     itemsize = DTYPES[config.train.precision].itemsize
     feedback_wires = plan.wires if plan.error_feedback else None
-    numels: Counter[str] = Counter()
-    for unit in unit_sizes(config):
-        numels[unit.optimizer] += unit.numel
-    placement, levels = plan.placement, plan.data_levels
+    numels: Counter[tuple[tuple[str, ...], str]] = Counter()
+    for unit in unit_sizes(config, plan.shape.splits):
+        numels[unit.axes, unit.optimizer] += unit.numel
     found = (
-        state_bytes(numel, placement, levels, itemsize, feedback_wires, optimizer_itemsize(name))
-        for name, numel in numels.items()
+        state_bytes(
+            numel,
+            plan.placement,
+            plan.shape.over(axes),
+            itemsize,
+            feedback_wires,
+            optimizer_itemsize(name),
+        )
+        for (axes, name), numel in numels.items()
     )
     return sum(sum(states.values()) for states in found) / GIB
 
@@ -124,10 +141,11 @@ def state_gib(config: Config, plan: RunPlan) -> float:
 def buffer_gib(config: Config, plan: RunPlan) -> float:
     """GiB of the buffers that a rank's units share, by formula: unsharded weights, unreduced
     gradients, messages, and Muon's updates of the unit at hand and of the next."""
-    units = unit_sizes(config)
+    units = unit_sizes(config, plan.shape.splits)
     dtype, overlap = DTYPES[config.train.precision], config.partition.overlap
     prefetch = None if overlap == "none" else config.partition.prefetch
-    levels = plan.data_levels
+    # Units of the root alone are few and small.
+    levels = plan.shape.over(next(unit.axes for unit in units if unit.block != ROOT))
     placement = plan.placement.on(levels)
     messages = MessageBuffers(placement, levels, plan.wires, dtype, overlap, prefetch or 0)
     total = messages.held_bytes([unit.numel for unit in units])
@@ -148,6 +166,7 @@ def check_memory(config: Config, plan: RunPlan) -> None:
     train, model = config.train, config.model
     # Backward needs the inputs of all blocks whatever else is recomputed.
     elements = model.layers * train.micro_batch * model.sequence_length * model.hidden
+    elements //= plan.shape.splits.tensor
     is_offloaded = train.activation_checkpointing == "offload"
     inputs = 0.0 if is_offloaded else elements * DTYPES[train.precision].itemsize / GIB
     state, buffers = state_gib(config, plan), buffer_gib(config, plan)

@@ -1,6 +1,7 @@
 """What happens before a run starts: checks, warnings, and a summary of its ranks."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 
 import torch
@@ -128,6 +129,8 @@ def _summarize(config: Config, plan: RunPlan) -> str:
         shards += f" (in backward {names[placement.backward_weights]})"
     shards += f", gradients {names[placement.gradients]}, optimizer {names[placement.optimizer]}"
     train = config.train
+    splits = (f"{name} {size}" for name, size in asdict(plan.shape.splits).items() if size > 1)
+    shards = ", ".join([*splits, shards])
     data_size = plan.shape.over(("data",)).ranks
     number = micro_batches(train.global_batch, train.micro_batch, data_size)
     return (

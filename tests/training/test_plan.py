@@ -7,6 +7,7 @@ import pytest
 from megafrontier.common.errors import UserError
 from megafrontier.config import load_config
 from megafrontier.model.flops import parameter_count
+from megafrontier.parallel.mesh import Splits
 from megafrontier.training.plan import (
     buffer_gib,
     check_memory,
@@ -50,10 +51,20 @@ def test_a_rank_needs_at_least_state_buffers_and_block_inputs():
 @pytest.mark.parametrize("tied", [True, False])
 def test_units_are_those_of_the_model(tied):
     config = load_config("configs/gpt-125m.yaml", [f"model.tie_embeddings={str(tied).lower()}"])
-    units = unit_sizes(config)
+    units = unit_sizes(config, Splits())
     assert sum(unit.numel for unit in units) == parameter_count(config.model)
     assert len(units) == config.model.layers + (1 if tied else 2)
     assert any(unit.block == "root" for unit in units) == tied
+
+
+def test_tensor_ranks_share_the_matrices_and_each_has_the_norms():
+    config = load_config("configs/gpt-125m.yaml")
+    whole = unit_sizes(config, Splits())
+    half = unit_sizes(config, Splits(tensor=2))
+    cut = sum(unit.numel for unit in half if "tensor" not in unit.axes)
+    kept = sum(unit.numel for unit in half if "tensor" in unit.axes)
+    assert 2 * cut + kept == sum(unit.numel for unit in whole)
+    assert 0 < kept < 0.05 * cut
 
 
 @pytest.mark.parametrize("name", ["any", "cpu"])

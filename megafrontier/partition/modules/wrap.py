@@ -46,8 +46,8 @@ class Block:
 
 
 def divide(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[Block]:
-    """The root, which holds all parameters that no block has to itself, and the blocks, each after
-    those around it. Blocks without elements are left out.
+    """The root, which holds all parameters that no block has to itself or whose spec says so, and
+    the blocks, each after those around it. Blocks without elements are left out.
 
     Raises UserError for a parameter that is complex, for a block that is not part of the model or
     has the name of another, and for a parameter that a block shares with a block inside it.
@@ -66,7 +66,10 @@ def divide(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[Bl
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise UserError(f"parameter {name}: complex, need its torch.view_as_real")
-        _owner(name, owners[id(parameter)], root).parameters.append((name, parameter))
+        owner = _owner(name, owners[id(parameter)], root)
+        if spec_of(name, parameter).in_root:
+            owner = root
+        owner.parameters.append((name, parameter))
     return [block for block in (root, *found) if block.has_elements]
 
 

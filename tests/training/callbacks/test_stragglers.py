@@ -51,10 +51,10 @@ def test_a_slow_rank_in_a_real_run_is_found(tmp_path, monkeypatch):
     config_file = runs.make_config_file(tmp_path)
     seed_dropout = loop.seed_dropout
 
-    def dawdle(seed, batch):
+    def dawdle(*arguments):
         is_slow = os.environ["MEGAFRONTIER_LOCAL"].startswith("2/")
         time.sleep(2.0 if is_slow else 0.3)
-        seed_dropout(seed, batch)
+        seed_dropout(*arguments)
 
     monkeypatch.setattr(loop, "seed_dropout", dawdle)
     runs.run(

@@ -1,0 +1,1 @@
+"""Splits: how the work of a step is divided over ranks. Placements divide its states."""

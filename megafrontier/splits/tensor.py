@@ -1,0 +1,267 @@
+"""Tensor and sequence parallelism of a GPT, applied from outside.
+
+Each rank of the split has some heads, some columns of the MLP and some rows of the vocabulary.
+Between the matrices it has some of the tokens: they are gathered before a matrix that is cut by its
+output, and summed and cut again after one that is cut by its input (Shoeybi et al. 2019,
+arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198). Norms, biases after a sum, and
+positions are whole on each rank, which sees some of their tokens.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megafrontier.common.errors import UserError
+from megafrontier.config import ModelConfig
+from megafrontier.model.block import Block
+from megafrontier.model.gpt import GPT, Embedding, FP32GradEmbedding, Head
+from megafrontier.model.loss import IGNORE_INDEX, linear_cross_entropy
+from megafrontier.parallel.mesh import DATA_PARALLEL
+from megafrontier.parallel.param_spec import set_spec, spec_of
+from megafrontier.splits.tokens import (
+    TokenGroup,
+    gather_linear,
+    gather_tokens,
+    linear_reduce,
+    reduce_tokens,
+)
+
+CUT_AXES = ("context", "data")
+"""The axes over which a parameter that is cut by this split is replicated."""
+
+
+def check_tensor_split(config: ModelConfig, size: int, key: str = "parallel.tensor") -> None:
+    """Raises UserError for a model that `size` ranks cannot divide."""
+    counts = {
+        "model.heads": config.heads,
+        "the width of keys (model.kv_heads)": config.num_kv_heads * config.head_dim,
+        "model.ffn_hidden": config.mlp_hidden,
+        "the padded vocabulary (model.vocab_multiple)": config.padded_vocab_size,
+    }
+    for name, count in counts.items():
+        if count % size:
+            fits = ", ".join(str(n) for n in range(1, count + 1) if not count % n)
+            raise UserError(f"{key}: {size}, does not divide {name} ({count}), need one of {fits}")
+    kv_heads = config.num_kv_heads
+    if kv_heads % size and size % kv_heads:
+        raise UserError(
+            f"{key}: {size}, need a divisor or a multiple of model.kv_heads ({kv_heads})"
+        )
+
+
+def split_tensors(model: GPT, index: int, size: int) -> TokenGroup:
+    """Cut the matrices of a GPT, which may be on the meta device, for the `index`-th of `size`
+    ranks.
+
+    Call it before `shard`, and connect the result to the engine after that. The model's forward
+    then takes the whole micro-batch on each tensor rank and returns the same loss on each. Raises
+    UserError as `check_tensor_split` does.
+    """
+    check_tensor_split(model.config, size)
+    group = TokenGroup(index, size)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    cutter = _Cutter(group, names)
+    model.add_module("embedding", SplitEmbedding(model.embedding, cutter))
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        _split_block(block, cutter)
+    model.add_module("head", SplitHead(model.head, cutter))
+    _move_to_root(model.parameters())
+    return group
+
+
+def _move_to_root(parameters: Iterable[nn.Parameter]) -> None:
+    """Move the norms and biases that each tensor rank has whole to the root's unit. They are few,
+    and in units of their own each block would have more and tiny messages."""
+    for parameter in parameters:
+        spec = spec_of("", parameter)
+        if spec.axes == DATA_PARALLEL and len(spec.shape) == 1:
+            set_spec(parameter, replace(spec, in_root=True))
+
+
+class _Cutter:
+    """Makes this rank's parts of parameters, with their specs."""
+
+    def __init__(self, group: TokenGroup, names: dict[int, str]) -> None:
+        self.group = group
+        self._names = names
+
+    def cut(self, parameter: Tensor, dim: int, start: int, count: int) -> nn.Parameter:
+        """This rank's equal part of [start, start + count) of dimension `dim`."""
+        size = count // self.group.size
+        first = start + self.group.index * size
+        name = self._names[id(parameter)]
+        assert isinstance(parameter, nn.Parameter)
+        spec = spec_of(name, parameter)
+        box = [(0, length) for length in spec.shape]
+        box[dim] = (first, first + size)
+        part = nn.Parameter(parameter.detach().narrow(dim, first, size).clone())
+        set_spec(part, replace(spec, name=name, box=tuple(box), axes=CUT_AXES))
+        return part
+
+
+class ColumnLinear(nn.Module):
+    """A linear layer cut by its outputs: tokens [1, n / size, h] → [1, n, outputs / size].
+
+    Its matrix may be several ones below each other, such as query, key and value. Each is cut.
+    """
+
+    def __init__(self, whole: nn.Linear, rows: Sequence[int], cutter: _Cutter) -> None:
+        """`rows`: of each matrix."""
+        super().__init__()
+        self.group = cutter.group.number
+        starts = [sum(rows[:i]) for i in range(len(rows))]
+        self.weights = nn.ParameterList(
+            cutter.cut(whole.weight, 0, start, count)
+            for start, count in zip(starts, rows, strict=True)
+        )
+        self.biases = nn.ParameterList(
+            cutter.cut(whole.bias, 0, start, count)
+            for start, count in zip(starts, rows, strict=True)
+            if whole.bias is not None
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        tokens, weights, biases = hidden.flatten(0, -2), list(self.weights), list(self.biases)
+        return gather_linear(tokens, weights, biases, self.group)[None]
+
+
+class QKVLinear(ColumnLinear):
+    """`ColumnLinear` of queries, keys and values. If there are more ranks than key and value heads,
+    each rank projects a part of a head, and `copies` ranks exchange their parts of the same one."""
+
+    def __init__(self, whole: nn.Linear, rows: Sequence[int], copies: int, cutter: _Cutter) -> None:
+        super().__init__(whole, rows, cutter)
+        self.copies = copies
+        self.first = cutter.group.index // copies * copies
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        projected = super().forward(hidden)
+        if self.copies == 1:
+            return projected
+        query, key, value = projected[0].split([len(weight) for weight in self.weights], -1)
+        return torch.cat([query, self._whole_head(key), self._whole_head(value)], -1)[None]
+
+    def _whole_head(self, part: Tensor) -> Tensor:
+        """[n, head_size / copies] → [n, head_size]."""
+        parts = gather_tokens(part.contiguous(), self.group).view(-1, *part.shape)
+        return parts[self.first : self.first + self.copies].transpose(0, 1).flatten(1)
+
+
+class RowLinear(nn.Module):
+    """A linear layer cut by its inputs: tokens [.., inputs / size] → [1, n / size, h]."""
+
+    def __init__(self, whole: nn.Linear, cutter: _Cutter) -> None:
+        super().__init__()
+        self.group = cutter.group.number
+        self.weight = cutter.cut(whole.weight, 1, 0, whole.in_features)
+        self.bias = whole.bias
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = linear_reduce(inputs.flatten(0, -2), self.weight, self.group)
+        return (hidden if self.bias is None else hidden + self.bias)[None]
+
+
+def _split_block(block: Block, cutter: _Cutter) -> None:
+    attention, mlp, size = block.attention, block.mlp, cutter.group.size
+    copies = max(1, size // attention.kv_heads)
+    attention.add_module("qkv", QKVLinear(attention.qkv, attention.widths, copies, cutter))
+    attention.add_module("out", RowLinear(attention.out, cutter))
+    attention.heads //= size
+    attention.kv_heads = max(1, attention.kv_heads // size)
+    kv_width = attention.kv_heads * attention.head_size
+    attention.widths = [attention.heads * attention.head_size, kv_width, kv_width]
+    width = mlp.down.in_features
+    parts = mlp.up.out_features // width  # with swiglu gate and up
+    mlp.add_module("up", ColumnLinear(mlp.up, [width] * parts, cutter))
+    mlp.add_module("down", RowLinear(mlp.down, cutter))
+
+
+class SplitEmbedding(nn.Module):
+    """An embedding whose rows are cut: tokens [b, s] → this rank's part [1, b · s / size, h]."""
+
+    def __init__(self, whole: Embedding, cutter: _Cutter) -> None:
+        super().__init__()
+        self.group, self.dropout = cutter.group, whole.dropout
+        self.tokens = _cut_rows(whole.tokens, cutter)
+        self.start = cutter.group.index * self.tokens.num_embeddings
+        if hasattr(whole, "positions"):
+            self.positions = whole.positions
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        ids = tokens.flatten() - self.start
+        is_here = (ids >= 0) & (ids < self.tokens.num_embeddings)
+        found = self.tokens(ids.where(is_here, 0)) * is_here[:, None]
+        hidden = reduce_tokens(found, self.group.number)
+        if hasattr(self, "positions"):
+            hidden = hidden + self.positions(self.group.part(positions.expand_as(tokens).flatten()))
+        return F.dropout(hidden, self.dropout, self.training)[None]
+
+
+def _cut_rows(whole: nn.Embedding, cutter: _Cutter) -> FP32GradEmbedding:
+    rows, width = whole.weight.shape
+    part = FP32GradEmbedding(rows // cutter.group.size, width, device="meta")
+    part.weight = cutter.cut(whole.weight, 0, 0, rows)
+    return part
+
+
+class SplitHead(nn.Module):
+    """A head whose rows are cut: the loss needs no logits of the whole vocabulary."""
+
+    def __init__(self, whole: Head, cutter: _Cutter) -> None:
+        super().__init__()
+        self.group = cutter.group
+        self.vocab_size, self.loss_chunk_tokens = whole.vocab_size, whole.loss_chunk_tokens
+        self.norm = whole.norm
+        if hasattr(whole, "output"):
+            rows, width = whole.output.weight.shape
+            self.output = nn.Linear(width, rows // self.group.size, bias=False, device="meta")
+            self.output.weight = cutter.cut(whole.output.weight, 0, 0, rows)
+
+    def forward(
+        self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None
+    ) -> Tensor:
+        """hidden [1, b · s / size, h] and targets [b, s] → the fp32 sum of their cross-entropies,
+        the same on each rank. Raises RuntimeError without targets."""
+        if targets is None:
+            raise RuntimeError("logits of a split head, need a model on one rank")
+        weight = self.output.weight if tied is None else tied
+        tokens = gather_tokens(self.norm(hidden).flatten(0, -2), self.group.number)
+        return linear_cross_entropy(
+            tokens,
+            weight,
+            targets.flatten(),
+            vocab_size=self.vocab_size,
+            chunk_tokens=self.loss_chunk_tokens,
+            losses=self._chunk_losses,
+        )
+
+    def _chunk_losses(
+        self, logits: Tensor, targets: Tensor, vocab_size: int, scale: float, with_gradient: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """`loss.chunk_losses` of logits [c, rows] of which this rank has some columns: the loss
+        over all columns, and the gradient of these."""
+        start = self.group.index * logits.shape[1]
+        values = logits.float()
+        values[:, max(0, vocab_size - start) :] = -torch.inf
+        ids = targets - start
+        is_here = (ids >= 0) & (ids < logits.shape[1])
+        ids = ids.where(is_here, 0)[:, None]
+        most = values.amax(1).clamp(min=torch.finfo(torch.float32).min)  # all may be padding
+        total = (values - most[:, None]).exp().sum(1)
+        target = values.gather(1, ids)[:, 0].where(is_here, 0.0)
+        maxima, totals, found = self.group.gather(torch.stack([most, total, target])[None]).unbind(
+            1
+        )
+        most = maxima.amax(0)
+        total = (totals * (maxima - most).exp()).sum(0)
+        losses = total.log() + most - found.sum(0)
+        loss = losses.where(targets != IGNORE_INDEX, 0.0).sum()
+        if not with_gradient:
+            return loss, None
+        gradient = (values - most[:, None]).exp_() / total[:, None]
+        gradient.scatter_add_(1, ids, -is_here[:, None].float())
+        return loss, (gradient if scale == 1 else gradient.mul_(scale)).to(logits.dtype)

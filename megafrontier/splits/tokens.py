@@ -1,0 +1,266 @@
+"""Activations cut by tokens over the ranks of a split, and the linear layers around the cuts.
+
+Activations move as weights and gradients do: level by level, on the engine's comm streams, counted
+in its ledger. A linear layer before or after them is computed in pieces, so that one piece moves
+while another is multiplied (the idea of Chang et al. 2024, arXiv:2406.06858, without its kernels).
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import count, pairwise
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.partition.comm.streams import AsyncChain
+from megafrontier.partition.engine import Engine
+from megafrontier.partition.wires.wire import Wires
+
+PIECES = 4
+"""Pieces of a micro-batch's tokens in a linear layer, if there is overlap."""
+
+_groups: WeakValueDictionary[int, "TokenGroup"] = WeakValueDictionary()
+"""By number, because operators take no Python objects."""
+_numbers = count()
+
+
+class TokenGroup:
+    """The ranks of a split, each with an equal part of a micro-batch's tokens.
+
+    Tokens are numbered through the rows of a micro-batch. The rank with `index` has the `index`-th
+    of `size` equal parts.
+    """
+
+    def __init__(self, index: int, size: int) -> None:
+        self.index, self.size = index, size
+        self.number = next(_numbers)
+        """What operators get instead of the group."""
+        _groups[self.number] = self
+
+    def connect(self, engine: Engine, hierarchy: Hierarchy) -> None:
+        """Let the activations move over the levels of `hierarchy`, on the streams of `engine`. Call
+        it before the first forward."""
+        self._engine, self._hierarchy = engine, hierarchy
+        self._depth = len(hierarchy.levels.sizes)
+
+    def part(self, tokens: Tensor) -> Tensor:
+        """This rank's part [n / size, …] of values of all tokens [n, …]."""
+        return tokens.chunk(self.size)[self.index]
+
+    def gather(self, part: Tensor) -> Tensor:
+        """All ranks' parts [m, …] as [size · m, …]."""
+        chain, out = self.start_gather(part)
+        self.wait(chain)
+        return out
+
+    def reduce(self, tokens: Tensor) -> Tensor:
+        """This rank's part [n / size, …] of the sum over ranks of `tokens` [n, …]. The sum is fp32
+        and rounded once to the type of `tokens`."""
+        found = self.wait(self.start_reduce(tokens.clone()))
+        return found.to(tokens.dtype, copy=True).view(-1, *tokens.shape[1:])
+
+    def start_gather(self, part: Tensor) -> tuple[AsyncChain, Tensor]:
+        """Begin to gather. Returns what to wait for, and the result [size · m, …]."""
+        out = part.new_empty(self.size * part.shape[0], *part.shape[1:])
+        flat = part.detach().contiguous().view(-1)
+        wires = Wires.plain(self._depth, part.dtype)
+        collectives = self._engine.collectives(self._hierarchy, wires)
+        chain = collectives.gather(flat, out.view(-1), self._depth, 0, "gather activations")
+        return chain, out
+
+    def start_reduce(self, tokens: Tensor) -> AsyncChain:
+        """Begin to sum `tokens`, which is overwritten."""
+        flat = tokens.detach().contiguous().view(-1)
+        wires = Wires.plain(self._depth, tokens.dtype)
+        collectives = self._engine.collectives(self._hierarchy, wires)
+        return collectives.reduce(flat, 0, self._depth, "reduce activations")
+
+    def wait(self, chain: AsyncChain) -> Tensor:
+        """Wait for a collective, and note in the ledger how long it took."""
+        with self._engine.ledger.waiting("activations"):
+            return chain.wait()
+
+    def pieces(self, rows: int) -> list[slice]:
+        """The pieces of each rank's `rows` tokens that move one after another."""
+        number = PIECES if self._engine.overlaps and rows >= PIECES else 1
+        bounds = [rows * i // number for i in range(number + 1)]
+        return [slice(*pair) for pair in pairwise(bounds)]
+
+    def gathered_pieces(self, part: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Gather a part [m, …] piece by piece, each under the caller's use of the one before.
+
+        Yields each piece's rows and their tokens of all ranks, [size · rows, …].
+        """
+        pieces = self.pieces(part.shape[0])
+        started = self.start_gather(part[pieces[0]])
+        for here, following in zip(pieces, [*pieces[1:], None], strict=True):
+            chain, tokens = started
+            self.wait(chain)
+            if following is not None:
+                started = self.start_gather(part[following])
+            yield here, tokens
+
+    def rows_of(self, tokens: Tensor, piece: slice) -> Tensor:
+        """The rows of a piece in the tokens [size · m, …] of all ranks, as [size, rows, …]."""
+        return tokens.view(self.size, -1, *tokens.shape[1:])[:, piece]
+
+
+@torch.library.custom_op("megafrontier::gather_tokens", mutates_args=())
+def gather_tokens(part: Tensor, group: int) -> Tensor:
+    """`TokenGroup.gather` of the group of that number, for the compiler one operator."""
+    return _groups[group].gather(part)
+
+
+@torch.library.custom_op("megafrontier::reduce_tokens", mutates_args=())
+def reduce_tokens(tokens: Tensor, group: int) -> Tensor:
+    """`TokenGroup.reduce` of the group of that number, for the compiler one operator."""
+    return _groups[group].reduce(tokens)
+
+
+@torch.library.custom_op("megafrontier::gather_linear", mutates_args=())
+def gather_linear(
+    part: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], group: int
+) -> Tensor:
+    """Linear layers side by side of all ranks' tokens: `part` [m, h], weights [w, h] each, and
+    biases [w] each or none → [size · m, sum of w]. Saves the part alone for backward."""
+    ranks = _groups[group]
+    out = part.new_empty(ranks.size * part.shape[0], sum(len(weight) for weight in weights))
+    for piece, tokens in ranks.gathered_pieces(part):
+        columns = ranks.rows_of(out, piece).split([len(weight) for weight in weights], -1)
+        for i, (weight, target) in enumerate(zip(weights, columns, strict=True)):
+            found = tokens @ weight.t()
+            found = found + biases[i] if biases else found
+            target.copy_(found.view(target.shape))
+    return out
+
+
+@torch.library.custom_op("megafrontier::gather_linear_backward", mutates_args=())
+def _gather_linear_backward(
+    gradient: Tensor, part: Tensor, weights: Sequence[Tensor], has_bias: bool, group: int
+) -> list[Tensor]:
+    """The gradients of part, weights and biases. The part is gathered again."""
+    ranks = _groups[group]
+    gathering = ranks.start_gather(part)
+    widths = [len(weight) for weight in weights]
+    by_part, reducing = torch.empty_like(part), []
+    for piece in ranks.pieces(part.shape[0]):
+        rows = ranks.rows_of(gradient, piece).flatten(0, 1).split(widths, -1)
+        partial = rows[0] @ weights[0]
+        for row, weight in zip(rows[1:], weights[1:], strict=True):
+            partial.addmm_(row, weight)
+        reducing.append((piece, ranks.start_reduce(partial)))
+    chain, tokens = gathering
+    ranks.wait(chain)
+    by_weights = [columns.t() @ tokens for columns in gradient.split(widths, -1)]
+    by_biases = [columns.sum(0) for columns in gradient.split(widths, -1)] if has_bias else []
+    for piece, chain in reducing:
+        by_part[piece] = ranks.wait(chain).view(by_part[piece].shape)
+    return [by_part, *by_weights, *by_biases]
+
+
+@torch.library.custom_op("megafrontier::linear_reduce", mutates_args=())
+def linear_reduce(inputs: Tensor, weight: Tensor, group: int) -> Tensor:
+    """A linear layer cut by its inputs: [n, w] and weight [h, w] → this rank's tokens [n / size, h]
+    of the sum over ranks."""
+    ranks = _groups[group]
+    out = inputs.new_empty(inputs.shape[0] // ranks.size, len(weight))
+    reducing = []
+    for piece in ranks.pieces(len(out)):
+        partial = ranks.rows_of(inputs, piece).flatten(0, 1) @ weight.t()
+        reducing.append((piece, ranks.start_reduce(partial)))
+    for piece, chain in reducing:
+        out[piece] = ranks.wait(chain).view(out[piece].shape)
+    return out
+
+
+@torch.library.custom_op("megafrontier::linear_reduce_backward", mutates_args=())
+def _linear_reduce_backward(
+    gradient: Tensor, inputs: Tensor, weight: Tensor, group: int
+) -> tuple[Tensor, Tensor]:
+    """The gradients of inputs and weight, of those of this rank's tokens [n / size, h]."""
+    ranks = _groups[group]
+    by_inputs = torch.empty_like(inputs)
+    whole = gradient.new_empty(len(inputs), len(weight))
+    for piece, tokens in ranks.gathered_pieces(gradient):
+        ranks.rows_of(whole, piece).copy_(tokens.view(ranks.size, -1, len(weight)))
+        target = ranks.rows_of(by_inputs, piece)
+        target.copy_((tokens @ weight).view(target.shape))
+    return by_inputs, whole.t() @ inputs
+
+
+@gather_tokens.register_fake
+def _(part: Tensor, group: int) -> Tensor:
+    return part.new_empty(_groups[group].size * part.shape[0], *part.shape[1:])
+
+
+@reduce_tokens.register_fake
+def _(tokens: Tensor, group: int) -> Tensor:
+    return tokens.new_empty(tokens.shape[0] // _groups[group].size, *tokens.shape[1:])
+
+
+@gather_linear.register_fake
+def _(part: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], group: int) -> Tensor:
+    width = sum(len(weight) for weight in weights)
+    return part.new_empty(_groups[group].size * part.shape[0], width)
+
+
+@_gather_linear_backward.register_fake
+def _(
+    gradient: Tensor, part: Tensor, weights: Sequence[Tensor], has_bias: bool, group: int
+) -> list[Tensor]:
+    biases = [weight.new_empty(len(weight)) for weight in weights] if has_bias else []
+    return [torch.empty_like(tensor) for tensor in (part, *weights)] + biases
+
+
+@linear_reduce.register_fake
+def _(inputs: Tensor, weight: Tensor, group: int) -> Tensor:
+    return inputs.new_empty(inputs.shape[0] // _groups[group].size, len(weight))
+
+
+@_linear_reduce_backward.register_fake
+def _(gradient: Tensor, inputs: Tensor, weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(inputs), torch.empty_like(weight)
+
+
+def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.group = inputs[-1]
+
+
+def _keep_gather_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    part, weights, biases, ctx.group = inputs
+    ctx.count, ctx.has_bias = len(weights), bool(biases)
+    ctx.save_for_backward(part, *weights)
+
+
+def _keep_linear_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    values, weight, ctx.group = inputs
+    ctx.save_for_backward(values, weight)
+
+
+def _back_gather_linear(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    part, *weights = ctx.saved_tensors
+    by_part, *rest = _gather_linear_backward(
+        gradient.contiguous(), part, weights, ctx.has_bias, ctx.group
+    )
+    return by_part, rest[: ctx.count], rest[ctx.count :], None
+
+
+def _back_linear_reduce(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    inputs, weight = ctx.saved_tensors
+    return (
+        *_linear_reduce_backward(gradient.contiguous(), inputs, weight, ctx.group),
+        None,
+    )
+
+
+# Each rank uses all tokens that it gathers, so their gradients are summed over the ranks.
+gather_tokens.register_autograd(
+    lambda ctx, gradient: (reduce_tokens(gradient, ctx.group), None), setup_context=_keep_group
+)
+reduce_tokens.register_autograd(
+    lambda ctx, gradient: (gather_tokens(gradient, ctx.group), None), setup_context=_keep_group
+)
+gather_linear.register_autograd(_back_gather_linear, setup_context=_keep_gather_linear)
+linear_reduce.register_autograd(_back_linear_reduce, setup_context=_keep_linear_reduce)

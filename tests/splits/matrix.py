@@ -1,0 +1,175 @@
+"""Training of a small GPT on any mesh and placement beside one process: losses, norms and every
+parameter's gradient, in elements of the whole tensors.
+
+With SGD, because AdamW makes large updates of gradients that are nothing but rounding.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from megafrontier.model.gpt import GPT
+from megafrontier.model.init import initial_slice, initialise
+from megafrontier.model.loss import IGNORE_INDEX
+from megafrontier.optim.gradients import global_norm
+from megafrontier.parallel.param_spec import ParamSpec, global_ranges, spec_of
+from megafrontier.partition import Engine, Placement, shard
+from megafrontier.splits.tensor import split_tensors
+from tests.model.small_models import small_config
+
+ROWS, LENGTH, CLIP, RATE, SEED = 8, 24, 0.3, 0.5, 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is trained. `changes` are those of `small_config`."""
+
+    changes: dict[str, Any] = field(default_factory=dict)
+    masks: str = "none"
+    accumulation: int = 1
+    steps: int = 4
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of `shard`."""
+
+
+def batch(case: Case, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and targets [rows, length] of a step. Masked targets leave some rows without any, or
+    the whole batch with one."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(small_config().vocab_size, (ROWS, LENGTH + 1), generator=generator)
+    tokens, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
+    if case.masks == "empty rows":
+        targets[: ROWS // 2] = IGNORE_INDEX
+        targets[:, :5] = IGNORE_INDEX
+    elif case.masks == "one token":
+        kept = targets[3, 7].clone()
+        targets.fill_(IGNORE_INDEX)
+        targets[3, 7] = kept
+    return tokens, targets
+
+
+Step = tuple[float, float, dict[str, torch.Tensor]]
+
+
+def train_alone(case: Case) -> list[Step]:
+    """The reference: plain PyTorch on one process."""
+    model = GPT(small_config(**case.changes), loss_chunk_tokens=16)
+    initialise(model, SEED)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    steps = []
+    for step in range(case.steps):
+        tokens, targets = batch(case, step)
+        loss = model(tokens, targets) / (targets != IGNORE_INDEX).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        gradients = {name: p.grad.flatten().clone() for name, p in model.named_parameters()}
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        steps.append((loss.item(), norm.item(), gradients))
+    return steps
+
+
+def split_model(case: Case, strategy: str, mesh: Any) -> tuple[GPT, Engine, dict[str, ParamSpec]]:
+    """This rank's part of the model, its engine, and the specs of its parameters."""
+    with torch.device("meta"):
+        model = GPT(small_config(**case.changes), loss_chunk_tokens=16)
+    tensor = mesh.hierarchy(("tensor",))
+    group = split_tensors(model, *tensor.shard_index(len(mesh.levels.sizes)))
+    specs = {name: spec_of(name, parameter) for name, parameter in model.named_parameters()}
+    engine = shard(
+        model,
+        model.units(),
+        Placement.named(strategy, mesh.hierarchy().levels),
+        mesh,
+        initial=partial(initial_slice, SEED),
+        **case.options,
+    )
+    group.connect(engine, tensor)
+    return model, engine, specs
+
+
+def train_split(case: Case, strategy: str, mesh: Any) -> list[tuple[float, float, list[Any]]]:
+    """Loss, norm and this rank's parts (name, first, values) of each step's gradients."""
+    model, engine, specs = split_model(case, strategy, mesh)
+    masters = [unit.master for unit in engine.units]
+    optimizer = torch.optim.SGD(masters, lr=RATE, momentum=0.9)
+    return [
+        train_step(case, step, mesh, model, engine, optimizer, specs) for step in range(case.steps)
+    ]
+
+
+def train_step(case, step, mesh, model, engine, optimizer, specs):
+    tokens, targets = (part.chunk(mesh.data_size)[mesh.data_rank] for part in batch(case, step))
+    count = (batch(case, step)[1] != IGNORE_INDEX).sum()
+    total = torch.zeros(1, dtype=torch.float64)
+    parts = list(
+        zip(tokens.chunk(case.accumulation), targets.chunk(case.accumulation), strict=True)
+    )
+    for number, (some, goals) in enumerate(parts, start=1):
+        loss = model(some, goals)
+        with engine.no_sync(number < len(parts)):
+            loss.backward()
+        total += loss.detach() * mesh.counts_loss
+    gradients = [gradient.div_(count) for gradient in engine.finish_gradients()]
+    norm = global_norm(gradients, [unit.counts for unit in engine.units], mesh.world)
+    found = [
+        (specs[entry.name].name, start, gradient[at + moved : at + moved + stop - start].clone())
+        for unit, gradient in zip(engine.units, gradients, strict=True)
+        for entry, first, last, at in unit.layout.within(*unit.range)
+        for moved, start, stop in _ranges(specs[entry.name], first, last)
+    ]
+    for unit, gradient in zip(engine.units, gradients, strict=True):
+        unit.master.grad = gradient * min(1.0, CLIP / (norm.item() + 1e-6))
+    optimizer.step()
+    engine.finish_step(torch.zeros(()))
+    return (mesh.world.sum(total) / count).item(), norm.item(), found
+
+
+def _ranges(spec, first, last):
+    """(offset among the elements, start, stop in the whole tensor) of elements of a box."""
+    moved = 0
+    for start, stop in global_ranges(spec, first, last):
+        yield moved, start, stop
+        moved += stop - start
+
+
+def assert_equal(found: list[list[Any]], expected: list[Step]) -> None:
+    """`found`: of each rank. Together the ranks must have every element of every gradient."""
+    for number, (loss, norm, gradients) in enumerate(expected):
+        seen = {name: torch.zeros(len(gradient)) for name, gradient in gradients.items()}
+        largest = max(gradient.abs().max().item() for gradient in gradients.values())
+        for rank in found:
+            own_loss, own_norm, parts = rank[number]
+            assert abs(own_loss - loss) <= 1e-5 * max(1.0, abs(loss)), (number, own_loss, loss)
+            assert abs(own_norm - norm) <= 1e-5 * norm, (number, own_norm, norm)
+            for name, start, values in parts:
+                part = gradients[name][start : start + len(values)]
+                torch.testing.assert_close(
+                    values,
+                    part,
+                    rtol=1e-4,
+                    atol=1e-5 * largest,
+                    msg=lambda m, n=name: f"{n}: {m}",
+                )
+                seen[name][start : start + len(values)] += 1
+        assert all((count > 0).all() for count in seen.values())
+
+
+def saved_bytes(model: nn.Module, *inputs: torch.Tensor) -> int:
+    """Bytes that autograd keeps of a forward for its backward, without parameters."""
+    held = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in held:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(*inputs)
+    assert loss.requires_grad
+    return sum(found.values())

@@ -1,0 +1,93 @@
+"""Tensor parallelism gives one process's losses, norms and gradients."""
+
+import pytest
+import torch
+
+from megafrontier.common.errors import UserError
+from megafrontier.parallel.mesh import Splits
+from megafrontier.splits.tensor import check_tensor_split
+from tests.model.small_models import SHAPES, small_config
+from tests.ranks import run_mesh
+from tests.splits.matrix import (
+    Case,
+    assert_equal,
+    saved_bytes,
+    split_model,
+    train_alone,
+    train_split,
+)
+
+LLAMA, GPT2, NEOX = SHAPES["llama"], SHAPES["gpt2"], SHAPES["neox"]
+GROUPED = SHAPES["llama grouped, tied, longer texts"]
+
+EVEN = {"vocab_multiple": 2}
+LONG = LLAMA | {"layers": 4, "hidden": 64, "sequence_length": 256}
+
+CASES = [
+    ((2,), 2, "zero3", Case(LLAMA)),
+    ((2, 2), 2, "topo", Case(GPT2, accumulation=2)),
+    ((2, 2), 2, "ddp", Case(NEOX, masks="empty rows")),
+    ((2, 2), 2, "zero3", Case(GROUPED, masks="one token", options={"overlap": "full"})),
+    ((2, 2), 4, "zero1", Case(LLAMA)),
+    ((2, 2), 4, "zero3", Case(GROUPED, accumulation=2)),
+    ((2, 2), 2, "mics", Case(SHAPES["llama one kv head, biases, wide heads, other base"] | EVEN)),
+    ((2, 2, 2), 4, "hpz", Case(GPT2, options={"overlap": "none"})),
+    ((2, 2, 2), 2, "topo", Case(GROUPED, accumulation=2, options={"check_order": True})),
+]
+
+
+@pytest.mark.parametrize(("sizes", "tensor", "strategy", "case"), CASES)
+def test_tensor_parallelism_gives_one_processs_losses_and_gradients(sizes, tensor, strategy, case):
+    found = run_mesh(
+        sizes, lambda mesh: train_split(case, strategy, mesh), splits=Splits(tensor=tensor)
+    )
+    assert_equal(found, train_alone(case))
+
+
+def test_activations_that_a_rank_keeps_for_backward_fall_with_the_number_of_tensor_ranks():
+    def body(mesh):
+        model, *_ = split_model(Case(LONG), "ddp", mesh)
+        tokens = torch.randint(50, (2, 256))
+        return saved_bytes(model, tokens, tokens)
+
+    (whole,) = run_mesh((1,), body)
+    for size in (2, 4):
+        for kept in run_mesh((size,), body, splits=Splits(tensor=size)):
+            assert kept <= 1.05 * whole / size
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("masks", ["none", "empty rows", "one token"])
+@pytest.mark.parametrize("shape", [LLAMA, GPT2, NEOX, GROUPED])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "topo"])
+@pytest.mark.parametrize(("sizes", "tensor"), [((2, 4), 2), ((2, 4), 8), ((2, 2, 2), 4)])
+def test_every_combination_on_8_ranks_gives_one_processs_losses_and_gradients(
+    sizes, tensor, strategy, shape, masks, accumulation
+):
+    """288 combinations, a few seconds each."""
+    is_wide = tensor == 8
+    changes = shape | ({"heads": 8, "hidden": 64} if is_wide else {})
+    case = Case(changes, masks, accumulation, steps=20)
+    found = run_mesh(
+        sizes, lambda mesh: train_split(case, strategy, mesh), splits=Splits(tensor=tensor)
+    )
+    assert_equal(found, train_alone(case))
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "message"),
+    [
+        ({}, 3, r"parallel.tensor: 3, does not divide model.heads \(4\), need one of 1, 2, 4"),
+        (
+            {"heads": 12, "kv_heads": 6, "hidden": 48},
+            4,
+            r"a divisor or a multiple of model.kv_heads",
+        ),
+        ({"ffn_hidden": 33}, 2, r"does not divide model.ffn_hidden \(33\)"),
+        ({"vocab_multiple": 1, "vocab_size": 51}, 2, r"the padded vocabulary"),
+    ],
+)
+def test_a_model_that_does_not_divide_is_refused_with_what_fits(changes, size, message):
+    with pytest.raises(UserError, match=message):
+        check_tensor_split(small_config(**changes), size)

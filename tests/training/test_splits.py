@@ -1,0 +1,46 @@
+"""A run whose work is divided over ranks has the losses of one rank, and its checkpoints load on
+any other division."""
+
+import pytest
+
+from tests import runs
+
+CHOSEN = (
+    "machine={levels: {pair: {size: 2}, world: {}}}", "model.heads=4", "model.kv_heads=2",
+    "train.clip_grad_norm=0.5", "data.document_mask=true", "partition.strategy=topo",
+)  # fmt: skip
+
+
+def numbers(lines, *keys):
+    return [line[key] for key in keys for line in lines if key in line]
+
+
+def test_a_run_with_tensor_parallelism_has_the_losses_of_one_rank(config_file, tmp_path):
+    alone = runs.run(config_file, 1, *CHOSEN, "machine=laptop", f"run.directory={tmp_path}/alone")
+    split = runs.run(config_file, 4, *CHOSEN, "parallel.tensor=pair", "partition.overlap=full")
+    keys = ("loss", "valid_loss", "grad_norm", "total_tokens")
+    assert numbers(split, *keys) == pytest.approx(numbers(alone, *keys), rel=1e-5)
+    assert "tensor 2" in runs.log(tmp_path / "run")
+
+
+def test_checkpoints_move_between_numbers_of_tensor_ranks(config_file, tmp_path):
+    """On 4 ranks with tensor 2, then 1 rank, then 4 ranks that share each matrix."""
+    alone = runs.run(config_file, 1, *CHOSEN, "machine=laptop", f"run.directory={tmp_path}/alone")
+    relay = (
+        (4, "parallel.tensor=2", "train.stop_at=3"),
+        (1, "parallel.tensor=1", "train.stop_at=5", "machine=laptop"),
+        (4, "parallel.tensor=4", "partition.strategy=zero1"),
+    )
+    for ranks, *chosen in relay:
+        lines = runs.run(config_file, ranks, *CHOSEN, *chosen)
+    assert numbers(lines, "loss") == pytest.approx(numbers(alone, "loss"), rel=1e-5)
+
+
+def test_a_run_with_dropout_draws_the_same_masks_again(config_file, tmp_path):
+    """And other masks on each tensor rank, which has other heads and tokens."""
+    chosen = (*CHOSEN, "parallel.tensor=2", "model.dropout=0.3", "train.steps=3")
+    found = [
+        numbers(runs.run(config_file, 2, *chosen, f"run.directory={tmp_path}/{i}"), "loss")
+        for i in range(2)
+    ]
+    assert found[0] == found[1]
