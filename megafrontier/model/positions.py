@@ -52,6 +52,20 @@ def document_mask(documents: Tensor, batch: int, length: int) -> Tensor:
     return same.tril_()[:, None]
 
 
+def partial_mask(
+    documents: Tensor | None, batch: int, keys: int, start: int, length: int, device: torch.device
+) -> Tensor:
+    """The rows [start, keys) and columns [0, keys) of `document_mask`: [b or 1, 1, keys - start,
+    keys]. `documents` may be on another device; None if each row is one document."""
+    index = torch.arange(keys, device=device)
+    past = index[start:, None] >= index[None]
+    if documents is None:
+        return past[None, None]
+    rows = torch.arange(batch, device=device)[:, None] * length
+    number = _numbers(documents.to(device), (rows + index).int())
+    return (past & (number[:, start:, None] == number[:, None, :]))[:, None]
+
+
 def _numbers(documents: Tensor, index: Tensor) -> Tensor:
     """Number of the document of each token of `index` [t]."""
     return torch.searchsorted(documents, index, right=True) - 1

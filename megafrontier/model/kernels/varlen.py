@@ -50,6 +50,48 @@ def returns_traced_shape(
     return _attend(query, key, key, documents, 12)[1].shape == (heads, 16)
 
 
+def attend_pair(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention [b, q, heads, d] of queries [b, q, heads, d] to keys and values [b, k, kv_heads,
+    d], and the fp32 log-sum-exp [b, heads, q] of the scores. Not for autograd."""
+    if query.is_cuda:
+        lengths = None, None, query.shape[1], key.shape[1]
+        attended, sums, *_ = _gpu_forward(query, key, value, *lengths, 0.0, is_causal, False)
+        return attended, sums
+    heads = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    attended, sums = _cpu_forward(*heads, is_causal=is_causal)
+    return attended.transpose(1, 2), sums
+
+
+def attend_pair_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attended: Tensor,
+    sums: Tensor,
+    is_causal: bool,
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key and value of `attend_pair`. `attended` and `sums` may be those of
+    more keys; the gradients are then what these keys contribute."""
+    tensors = grad_output, query, key, value, attended
+    sums = sums.contiguous()
+    if query.is_cuda:
+        lengths = None, None, query.shape[1], key.shape[1]
+        found = _gpu_backward(*tensors, sums, *lengths, 0.0, is_causal, *_no_dropout(query.device))
+        return tuple(found[:3])
+    heads = (tensor.transpose(1, 2) for tensor in tensors)
+    found = _cpu_backward(*heads, sums, dropout_p=0.0, is_causal=is_causal)
+    return tuple(gradient.transpose(1, 2) for gradient in found)
+
+
+def _no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The random state, which is not read without dropout, and what the kernel leaves unused."""
+    state = torch.zeros(2, dtype=torch.uint64, device=device)
+    return state, torch.empty(0, device=device)
+
+
 def document_attention(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest: int
 ) -> Tensor:
@@ -95,10 +137,7 @@ def _attend_backward(
     tensors = grad_output, query, key, value, attended
     if query.is_cuda:
         lengths = documents, documents, longest, longest
-        # The random state is not read without dropout.
-        state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        unused = torch.empty(0, device=query.device)
-        found = _gpu_backward(*tensors, sums, *lengths, 0.0, True, state, unused)
+        found = _gpu_backward(*tensors, sums, *lengths, 0.0, True, *_no_dropout(query.device))
         return found[0], found[1], found[2]
     gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     for document in _slices(documents):
