@@ -178,7 +178,7 @@ def _run(context: RunContext, start: StartRecord) -> int:
     trainer.stateful = {"guard": guard, **users}
     for line in (
         *describe_run(config, plan, context.world.device),
-        *describe_kernels(config, context.world, plan.wires),
+        *describe_kernels(config, context.world, plan),
         *([context.mesh.describe_groups()] if context.world.size > 1 else []),
     ):
         run_logger.info(line)

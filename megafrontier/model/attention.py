@@ -1,5 +1,7 @@
 """Causal self-attention with grouped keys and values, rotary positions and an optional cache."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -48,6 +50,11 @@ class KVCache:
         ]
 
 
+OverChunks = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
+"""Attention of some chunks of each sequence: query, key and value [b, n, heads, d], documents and
+dropout → [b, n, heads, d]. What `kernels.chunks.chunk_attention` does."""
+
+
 class Attention(nn.Module):
     """`qkv` holds the rows of the query, key and value projections, in this order."""
 
@@ -56,6 +63,8 @@ class Attention(nn.Module):
         self.heads, self.kv_heads = config.heads, config.num_kv_heads
         self.head_size = config.head_dim
         self.dropout = config.dropout
+        self.over_chunks: OverChunks | None = None
+        """Attends in place of this module, if it gets some chunks of each sequence only."""
         inner, kv_inner = self.heads * self.head_size, self.kv_heads * self.head_size
         self.widths = [inner, kv_inner, kv_inner]
         qkv = nn.Linear(config.hidden, sum(self.widths), bias=config.bias)
@@ -75,6 +84,9 @@ class Attention(nn.Module):
         )
         if rotary is not None:
             query, key = rotate(query, rotary), rotate(key, rotary)
+        dropout = self.dropout if self.training else 0.0
+        if self.over_chunks is not None:
+            return self.out(self.over_chunks(query, key, value, documents, dropout).flatten(2))
         if documents is not None:
             query, key, value = (heads.flatten(0, 1) for heads in (query, key, value))
             attended = document_attention(query, key, value, documents, length)

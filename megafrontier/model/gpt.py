@@ -5,6 +5,7 @@ when it starts and reshard them when it ends. A tied matrix, used at both ends o
 only exception: it belongs to the root and stays unsharded for the whole pass.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -146,6 +147,13 @@ class GPT(nn.Module):
         )
         losses = compiled(chunk_losses) if compile_blocks else chunk_losses
         self.head = Head(config, loss_chunk_tokens, losses)
+        self.part: Callable[[Tensor], Tensor] | None = None
+        """Maps values of all tokens [b, s] to those of the tokens [b, n] of this process, if it has
+        some chunks of each sequence (`Attention.over_chunks`)."""
+
+    def own_part(self, values: Tensor) -> Tensor:
+        """The values of those of all tokens [b, s] whose losses `forward` sums."""
+        return values if self.part is None else self.part(values)
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """The modules that the engine unshards one at a time, in forward order.
@@ -168,7 +176,8 @@ class GPT(nn.Module):
         """Logits [b, s, vocab_size], or with `targets` the fp32 sum of their cross-entropies.
 
         tokens, targets int64 [b, s]. Targets of -100 have no loss; the caller divides the sum by
-        the global number of the others. With `last_only` there are logits of the last token of each
+        the global number of the others. With `part` the sum is that of `own_part`, and there are no
+        logits. With `last_only` there are logits of the last token of each
         row only, [b, 1, vocab_size]. `documents` int32 [n + 1]: the start of each document in the
         b · s tokens (each row starts one), then b · s; tokens attend only within their document,
         and positions restart there. `cache`: positions continue after its tokens, and it takes the
@@ -180,7 +189,11 @@ class GPT(nn.Module):
         room = self.config.sequence_length if cache is None else cache.capacity
         if past + tokens.shape[1] > room:
             raise ValueError(f"{past + tokens.shape[1]} tokens, the model has room for {room}")
-        positions = self._positions(tokens, past, documents)
+        if self.part is not None and targets is None:
+            raise RuntimeError("logits of divided sequences, need a model on one rank")
+        positions = self.own_part(self._positions(tokens, past, documents))
+        tokens = self.own_part(tokens)
+        targets = None if targets is None else self.own_part(targets)
         rotary = self._rotary(positions)
         hidden = self.embedding(tokens, positions)
         batch, length = tokens.shape
@@ -205,6 +218,8 @@ class GPT(nn.Module):
     ) -> tuple[Tensor | None, Tensor | None]:
         """The mask and documents of the context; at least one is None."""
         batch, length = tokens.shape
+        if self.part is not None:
+            return None, None if documents is None else documents.cpu()
         if documents is None:
             return cached_mask(past, length, hidden.device), None
         dropout = self.config.dropout if self.training else 0.0

@@ -234,6 +234,12 @@ class Mesh:
         return self.shape.index(self.rank, ("tensor",))
 
     @cached_property
+    def work_rank(self) -> int:
+        """This rank's number among those that read the same samples and do other parts of the
+        work."""
+        return self.shape.index(self.rank, ("tensor", "context"))
+
+    @cached_property
     def counts_loss(self) -> bool:
         """Whether this rank's loss and tokens count in their sum over all ranks: the ranks of a
         tensor split have the same, and only the last stage has a loss."""

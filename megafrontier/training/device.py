@@ -11,7 +11,7 @@ from megafrontier.model.kernels.backends import attention_backend, uncompilable_
 from megafrontier.model.recompute.compile import missing_compiler
 from megafrontier.parallel.world import World
 from megafrontier.partition.wires.registry import DTYPES, missing_kernels
-from megafrontier.partition.wires.wire import Wires
+from megafrontier.training.plan import RunPlan
 
 # Errors without a type of their own: of the CPU allocator; of the driver, for page-locked memory
 # and the buffers of NCCL or RCCL; of cuBLAS and similar libraries.
@@ -24,15 +24,16 @@ def reason_not_compiled(config: Config, world: World) -> str | None:
     if not config.train.compile:
         return None
     device, dtype = world.device, DTYPES[config.train.precision]
+    is_cut = config.parallel.context != 1
     reason = missing_compiler(device) or uncompilable_attention(
-        config.model, device, dtype, config.data.document_mask
+        config.model, device, dtype, config.data.document_mask, is_cut
     )
     return world.first_error(reason)
 
 
-def describe_kernels(config: Config, world: World, wires: Wires) -> Iterator[str]:
+def describe_kernels(config: Config, world: World, plan: RunPlan) -> Iterator[str]:
     """One line about the kernels, after warnings if they are not the requested ones."""
-    codecs = {wire.codec for wire in (*wires.gather, *wires.reduce)}
+    codecs = {wire.codec for wire in (*plan.wires.gather, *plan.wires.reduce)}
     missing = world.first_error(missing_kernels(world.device.type, codecs))
     if missing is not None:
         yield f"warning: partition.wires: {missing}; encoded by plain torch, which takes longer"
@@ -40,8 +41,8 @@ def describe_kernels(config: Config, world: World, wires: Wires) -> Iterator[str
     if reason is not None:
         yield f"warning: train.compile: {reason}; the blocks run uncompiled"
     dtype = DTYPES[config.train.precision]
-    documents = config.data.document_mask
-    attention = attention_backend(config.model, world.device, dtype, documents)
+    documents, is_cut = config.data.document_mask, plan.shape.splits.context > 1
+    attention = attention_backend(config.model, world.device, dtype, documents, is_cut)
     is_compiled = config.train.compile and reason is None
     yield f"attention: {attention}; blocks: {'compiled' if is_compiled else 'not compiled'}"
 

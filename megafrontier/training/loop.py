@@ -152,22 +152,23 @@ def forward_backward(trainer: Trainer, heartbeat: Heartbeat) -> torch.Tensor:
     batches = read_step(trainer.loader, trainer.step, trainer.mesh.rank)
     totals = torch.zeros(2, dtype=torch.float64, device=trainer.mesh.device)
     for number, batch in enumerate(batches, start=1):
-        seed_dropout(trainer.config.run.seed, batch, trainer.mesh.tensor_rank)
+        seed_dropout(trainer.config.run.seed, batch, trainer.mesh.work_rank)
         loss = trainer.model(batch.tokens, batch.targets, batch.documents)
+        targets = trainer.model.own_part(batch.targets)
         with trainer.engine.no_sync(number < len(batches)):
             trainer.loss_scale.scaled(loss).backward()
         heartbeat(None)
-        totals += torch.stack([loss.detach().double(), (batch.targets >= 0).sum().double()])
+        totals += torch.stack([loss.detach().double(), (targets >= 0).sum().double()])
     return totals
 
 
-def seed_dropout(seed: int, batch: Batch, tensor_rank: int) -> None:
-    """Make dropout a pure function of the run's seed, the samples, and the rank among those of a
-    tensor split, which drop from different heads and tokens.
+def seed_dropout(seed: int, batch: Batch, work_rank: int) -> None:
+    """Make dropout a pure function of the run's seed, the samples, and the rank among those that
+    have the same samples (`Mesh.work_rank`), which drop from other heads and tokens of them.
 
     There is no random state to save, and a resumed run draws the same masks.
     """
-    value = seed * 0x9E3779B97F4A7C15 + batch.first_sample + tensor_rank * 0x632BE59BD9B4E019
+    value = seed * 0x9E3779B97F4A7C15 + batch.first_sample + work_rank * 0x632BE59BD9B4E019
     value &= 0x7FFF_FFFF_FFFF_FFFF
     # torch.manual_seed would keep every call with its stack for devices that are not there.
     if batch.tokens.is_cuda:

@@ -21,6 +21,7 @@ from megafrontier.partition.placement import state_bytes
 from megafrontier.partition.presets import choose_wires, has_error_feedback
 from megafrontier.partition.unit import ROOT
 from megafrontier.partition.wires.registry import DTYPES
+from megafrontier.splits.context import check_context_split
 from megafrontier.splits.tensor import check_tensor_split, split_tensors
 
 GIB = 2**30
@@ -67,13 +68,15 @@ def resolve_plan(config: Config, ranks: int) -> RunPlan:
 
 def _check_splits(config: Config, splits: Splits) -> None:
     """Raises UserError for splits that are not built, or that the model cannot be divided by."""
-    parallel, tensor = config.parallel, splits.tensor
-    for name in ("context", "expert", "pipeline"):
+    parallel, tensor, context = config.parallel, splits.tensor, splits.context
+    for name in ("expert", "pipeline"):
         fits = f"need 1: {name} parallelism is not built yet"
         need(getattr(splits, name) == 1, f"parallel.{name}", getattr(parallel, name), fits)
     check_tensor_split(config.model, tensor)
-    tokens = config.train.micro_batch * config.model.sequence_length
-    fits = f"need a number that divides the {tokens} tokens of a micro-batch"
+    check_context_split(config.model.sequence_length, context)
+    tokens = config.train.micro_batch * config.model.sequence_length // context
+    where = "a micro-batch" if context == 1 else "a context rank's part of a micro-batch"
+    fits = f"need a number that divides the {tokens} tokens of {where}"
     need(tokens % tensor == 0, "parallel.tensor", parallel.tensor, fits)
     default = ParallelConfig()
     for name in ("stages_per_rank", "schedule", "layers"):
@@ -166,7 +169,7 @@ def check_memory(config: Config, plan: RunPlan) -> None:
     train, model = config.train, config.model
     # Backward needs the inputs of all blocks whatever else is recomputed.
     elements = model.layers * train.micro_batch * model.sequence_length * model.hidden
-    elements //= plan.shape.splits.tensor
+    elements //= plan.shape.splits.tensor * plan.shape.splits.context
     is_offloaded = train.activation_checkpointing == "offload"
     inputs = 0.0 if is_offloaded else elements * DTYPES[train.precision].itemsize / GIB
     state, buffers = state_gib(config, plan), buffer_gib(config, plan)

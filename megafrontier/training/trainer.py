@@ -26,7 +26,7 @@ from megafrontier.parallel.world import World
 from megafrontier.partition import Engine, shard
 from megafrontier.partition.unit import InitialSlice
 from megafrontier.partition.wires.registry import DTYPES
-from megafrontier.splits.tensor import split_tensors
+from megafrontier.splits.apply import apply_splits
 from megafrontier.training.device import reason_not_compiled
 from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.plan import RunPlan, optimizer_groups
@@ -142,8 +142,7 @@ def build_model(
             checkpointing=config.train.activation_checkpointing,
             compile_blocks=compiles,
         )
-    tensor = mesh.hierarchy(("tensor",)) if mesh.splits.tensor > 1 else None
-    group = split_tensors(model, *tensor.shard_index(len(tensor.levels.sizes))) if tensor else None
+    connect = apply_splits(model, mesh)
     engine = shard(
         model,
         model.units(),
@@ -158,8 +157,7 @@ def build_model(
         initial=initial_values(config) if has_values else _zeros,
         groups=optimizer_groups(config).of,
     )
-    if group is not None and tensor is not None:
-        group.connect(engine, tensor)
+    connect(engine)
     return model, engine
 
 

@@ -17,7 +17,7 @@ from megafrontier.model.loss import IGNORE_INDEX
 from megafrontier.optim.gradients import global_norm
 from megafrontier.parallel.param_spec import ParamSpec, global_ranges, spec_of
 from megafrontier.partition import Engine, Placement, shard
-from megafrontier.splits.tensor import split_tensors
+from megafrontier.splits.apply import apply_splits
 from tests.model.small_models import small_config
 
 ROWS, LENGTH, CLIP, RATE, SEED = 8, 24, 0.3, 0.5, 3
@@ -33,6 +33,21 @@ class Case:
     steps: int = 4
     options: dict[str, Any] = field(default_factory=dict)
     """Of `shard`."""
+    built: dict[str, Any] = field(default_factory=dict)
+    """Options of the split model."""
+    documents: bool = False
+
+
+def documents(case: Case, step: int, first: int, rows: int) -> torch.Tensor | None:
+    """The starts of the documents in some rows, which are of any length, one token too."""
+    if not case.documents:
+        return None
+    starts = [
+        (row - first) * LENGTH + start
+        for row in range(first, first + rows)
+        for start in {0, 1 + (row * 7 + step) % (LENGTH - 1), (row * 11 + 5 * step) % LENGTH}
+    ]
+    return torch.tensor([*sorted(starts), rows * LENGTH], dtype=torch.int32)
 
 
 def batch(case: Case, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,7 +77,9 @@ def train_alone(case: Case) -> list[Step]:
     steps = []
     for step in range(case.steps):
         tokens, targets = batch(case, step)
-        loss = model(tokens, targets) / (targets != IGNORE_INDEX).sum()
+        loss = (
+            model(tokens, targets, documents(case, step, 0, ROWS)) / (targets != IGNORE_INDEX).sum()
+        )
         optimizer.zero_grad()
         loss.backward()
         gradients = {name: p.grad.flatten().clone() for name, p in model.named_parameters()}
@@ -75,9 +92,8 @@ def train_alone(case: Case) -> list[Step]:
 def split_model(case: Case, strategy: str, mesh: Any) -> tuple[GPT, Engine, dict[str, ParamSpec]]:
     """This rank's part of the model, its engine, and the specs of its parameters."""
     with torch.device("meta"):
-        model = GPT(small_config(**case.changes), loss_chunk_tokens=16)
-    tensor = mesh.hierarchy(("tensor",))
-    group = split_tensors(model, *tensor.shard_index(len(mesh.levels.sizes)))
+        model = GPT(small_config(**case.changes), loss_chunk_tokens=16, **case.built)
+    connect = apply_splits(model, mesh)
     specs = {name: spec_of(name, parameter) for name, parameter in model.named_parameters()}
     engine = shard(
         model,
@@ -87,7 +103,7 @@ def split_model(case: Case, strategy: str, mesh: Any) -> tuple[GPT, Engine, dict
         initial=partial(initial_slice, SEED),
         **case.options,
     )
-    group.connect(engine, tensor)
+    connect(engine)
     return model, engine, specs
 
 
@@ -109,7 +125,8 @@ def train_step(case, step, mesh, model, engine, optimizer, specs):
         zip(tokens.chunk(case.accumulation), targets.chunk(case.accumulation), strict=True)
     )
     for number, (some, goals) in enumerate(parts, start=1):
-        loss = model(some, goals)
+        first = mesh.data_rank * len(tokens) + (number - 1) * len(some)
+        loss = model(some, goals, documents(case, step, first, len(some)))
         with engine.no_sync(number < len(parts)):
             loss.backward()
         total += loss.detach() * mesh.counts_loss

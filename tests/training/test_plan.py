@@ -67,6 +67,38 @@ def test_tensor_ranks_share_the_matrices_and_each_has_the_norms():
     assert 0 < kept < 0.05 * cut
 
 
+def test_context_ranks_share_the_inputs_of_blocks():
+    """Four ranks share each sequence and have the same state: a quarter of the inputs."""
+    parts = r"inputs of the blocks (\S+);"
+    whole, shared = (
+        float(re.search(parts, refusal(8, LAYERS, *chosen, "machine.device.memory_gib=1"))[1])
+        for chosen in ((), ("parallel.context=4", "train.global_batch=512"))
+    )
+    assert shared == pytest.approx(whole / 4, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "error"),
+    [
+        (
+            ("model.sequence_length=2044",),
+            r"parallel.context: 8, cuts .* \(2044\), need one of 1, 2",
+        ),
+        (
+            ("parallel.tensor=pair", "model.sequence_length=2032", "parallel.context=4"),
+            None,
+        ),
+    ],
+)
+def test_a_sequence_must_divide_into_twice_as_many_chunks_as_ranks(chosen, error):
+    config = load_config("configs/gpt-20b.yaml", ["parallel.context=8", *chosen])
+    if error is None:
+        assert resolve_plan(config, 8).shape.splits == Splits(tensor=2, context=4)
+    else:
+        with pytest.raises(UserError, match=error):
+            resolve_plan(config, 8)
+
+
 @pytest.mark.parametrize("name", ["any", "cpu"])
 def test_the_stated_memory_counts_whatever_the_device_is_called(name):
     chosen = f"machine.device.name={name}"

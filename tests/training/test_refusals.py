@@ -62,10 +62,10 @@ def test_local_ranks_share_the_cores_unless_omp_num_threads_is_set(monkeypatch):
 
 
 BAD = [
-    (("parallel.tensor=2",), "parallel.tensor: 2, need 1: tensor parallelism is not built yet"),
-    (("parallel.context=pair",), "parallel.context: pair, need 1: context parallelism is not"),
     (("parallel.pipeline=3",), "parallel.pipeline: 3, does not fill the levels (world 1 × node 2 × "
      "pair 2 ranks without other splits) one after the other, need one of 1, 2, 4"),
+    (("parallel.context=node", "model.sequence_length=20"), "parallel.context: 4, cuts sequences "
+     "into 8 chunks, which do not divide model.sequence_length (20), need one of 1, 2, 5, 10"),
     (("parallel.tensor=rack",), "parallel.tensor: no level 'rack' on this machine, need a whole"),
     (("parallel.tensor=0",), "parallel.tensor: 0, need at least 1"),
     (("parallel.tensor=null",), "parallel.tensor: null, need an integer or text"),

@@ -23,12 +23,24 @@ def test_a_run_with_tensor_parallelism_has_the_losses_of_one_rank(config_file, t
     assert "tensor 2" in runs.log(tmp_path / "run")
 
 
-def test_checkpoints_move_between_numbers_of_tensor_ranks(config_file, tmp_path):
-    """On 4 ranks with tensor 2, then 1 rank, then 4 ranks that share each matrix."""
+def test_a_run_with_context_parallelism_has_the_losses_of_one_rank(config_file, tmp_path):
+    alone = runs.run(config_file, 1, *CHOSEN, "machine=laptop", f"run.directory={tmp_path}/alone")
+    split = runs.run(config_file, 4, *CHOSEN, "parallel.context=pair", "partition.overlap=full")
+    keys = ("loss", "valid_loss", "grad_norm", "total_tokens")
+    assert numbers(split, *keys) == pytest.approx(numbers(alone, *keys), rel=1e-5)
+    log = runs.log(tmp_path / "run")
+    assert "context 2" in log
+    assert "attention: chunks, flash" in log
+
+
+def test_checkpoints_move_between_splits(config_file, tmp_path):
+    """On 4 ranks with tensor 2, then on 1 rank, on 2 that share each sequence, and on 4 that share
+    each matrix."""
     alone = runs.run(config_file, 1, *CHOSEN, "machine=laptop", f"run.directory={tmp_path}/alone")
     relay = (
         (4, "parallel.tensor=2", "train.stop_at=3"),
         (1, "parallel.tensor=1", "train.stop_at=5", "machine=laptop"),
+        (2, "parallel.context=2", "train.stop_at=6"),
         (4, "parallel.tensor=4", "partition.strategy=zero1"),
     )
     for ranks, *chosen in relay:

@@ -30,9 +30,18 @@ def supports_gqa(device: torch.device, dtype: torch.dtype, is_masked: bool) -> b
 
 
 def uncompilable_attention(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    documents: bool,
+    chunks: bool = False,
 ) -> str | None:
-    """Why blocks with this attention cannot be compiled on the device, or None if they can."""
+    """Why blocks with this attention cannot be compiled on the device, or None if they can. With
+    `chunks`, a process has some chunks of each sequence."""
+    if chunks:
+        if supports_varlen(config, device, dtype, config.dropout):
+            return None
+        return "attention over parts of sequences (parallel.context) has a mask here"
     # Dropout is 0 because evaluations have none.
     if not documents or not supports_varlen(config, device, dtype, 0.0):
         return None
@@ -42,10 +51,18 @@ def uncompilable_attention(
 
 
 def attention_backend(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    documents: bool,
+    chunks: bool = False,
 ) -> str:
     """The attention kernel in training: "flash", "memory-efficient", "cudnn" or "math"; with
-    `documents` "varlen flash", or "dense mask, " and one of those."""
+    `documents` "varlen flash", or "dense mask, " and one of those; with `chunks`, if a process has
+    some chunks of each sequence, "chunks, flash" or "chunks, masked"."""
+    if chunks:
+        has_kernel = supports_varlen(config, device, dtype, config.dropout)
+        return "chunks, flash" if has_kernel else "chunks, masked"
     if documents and supports_varlen(config, device, dtype, config.dropout):
         return "varlen flash"
     repeated = not supports_gqa(device, dtype, documents)

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from megafrontier.model.kernels import varlen
+from megafrontier.model.kernels import chunks, varlen
 
 Mode = Literal["none", "block", "selective", "offload"]
+RECOMPUTES_BLOCK: tuple[Mode, ...] = ("block", "offload")
 
 _aten = torch.ops.aten
 # No bmm: it belongs to attention without a fused kernel, whose scores are too large to save.
-_PRODUCTS = [_aten.mm.default, _aten.addmm.default, varlen.operator]
+_PRODUCTS = [_aten.mm.default, _aten.addmm.default, varlen.operator, chunks.operator]
 _ATTENTION = [
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,

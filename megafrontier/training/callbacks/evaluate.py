@@ -59,9 +59,11 @@ def evaluate(
         for batch in read_step(loader, step, mesh.rank):
             heartbeat()
             loss = model(batch.tokens, batch.targets, batch.documents)
-            tokens = (batch.targets >= 0).sum()
+            tokens = (model.own_part(batch.targets) >= 0).sum()
             totals += torch.stack([loss.double(), tokens.double()])
-            text_bytes += count_bytes(batch) if count_bytes is not None else 0
+            # The ranks of a context split have the same texts.
+            if count_bytes is not None and mesh.work_rank == 0:
+                text_bytes += count_bytes(batch)
     model.train()
     totals = torch.cat([totals, totals.new_tensor([text_bytes])])
     if not mesh.counts_loss:

@@ -125,11 +125,19 @@ def test_a_gpus_fused_kernels_support_grouped_heads_without_a_mask_in_16_bits():
 
 
 def test_the_kernel_of_training_is_named(make_config):
-    def backend(documents=False, **model):
-        return attention_backend(make_config(**model), CPU, torch.float32, documents)
+    def backend(documents=False, chunks=False, **model):
+        return attention_backend(make_config(**model), CPU, torch.float32, documents, chunks)
 
     assert backend() == "flash"
     assert backend(kv_heads=2) == "flash"
     assert backend(dropout=0.1) == "math"
     assert backend(documents=True, kv_heads=2) == "varlen flash"
     assert backend(documents=True, dropout=0.1, kv_heads=2) == "dense mask, math"
+    assert backend(documents=True, chunks=True, kv_heads=2) == "chunks, flash"
+    assert backend(chunks=True, dropout=0.1) == "chunks, masked"
+
+
+def test_chunks_with_a_mask_are_not_compiled(make_config):
+    masked, plain = make_config(dropout=0.1), make_config()
+    assert "has a mask" in uncompilable_attention(masked, CPU, torch.float32, False, True)
+    assert uncompilable_attention(plain, CPU, torch.float32, True, True) is None

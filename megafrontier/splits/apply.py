@@ -1,0 +1,31 @@
+"""The splits of a mesh, applied to a GPT."""
+
+from collections.abc import Callable
+
+from megafrontier.model.gpt import GPT
+from megafrontier.parallel.mesh import Mesh
+from megafrontier.partition.engine import Engine
+from megafrontier.splits.context import split_sequences
+from megafrontier.splits.tensor import split_tensors
+
+_SPLITS = (("tensor", split_tensors), ("context", split_sequences))
+
+
+def apply_splits(model: GPT, mesh: Mesh) -> Callable[[Engine], None]:
+    """Divide a GPT, which may be on the meta device, as the splits of the mesh say.
+
+    Call it before `shard`. The result connects the splits to the engine that `shard` returns; call
+    it before the first forward. Raises UserError for a model that cannot be divided.
+    """
+    groups = []
+    for axis, split in _SPLITS:
+        if getattr(mesh.splits, axis) > 1:
+            hierarchy = mesh.hierarchy((axis,))
+            index, size = hierarchy.shard_index(len(hierarchy.levels.sizes))
+            groups.append((split(model, index, size), hierarchy))
+
+    def connect(engine: Engine) -> None:
+        for group, hierarchy in groups:
+            group.connect(engine, hierarchy)
+
+    return connect

@@ -1,0 +1,175 @@
+"""Context parallelism gives one process's losses, norms and gradients."""
+
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+
+from megafrontier.common.errors import UserError
+from megafrontier.model.gpt import GPT
+from megafrontier.model.init import initial_slice
+from megafrontier.parallel.mesh import Splits
+from megafrontier.partition import Placement, shard
+from megafrontier.splits.apply import apply_splits
+from megafrontier.splits.context import ContextSplit, check_context_split
+from megafrontier.splits.tokens import TokenGroup
+from tests.model.small_models import SHAPES, small_config
+from tests.ranks import run_mesh
+from tests.splits.matrix import Case, assert_equal, train_alone, train_split
+
+LLAMA, GPT2, NEOX = SHAPES["llama"], SHAPES["gpt2"], SHAPES["neox"]
+GROUPED = SHAPES["llama grouped, tied, longer texts"]
+LAYOUTS = [
+    ((2, 4), Splits(context=2)),
+    ((2, 4), Splits(context=4)),
+    ((4, 2), Splits(2, 2)),
+    ((2, 2, 2), Splits(2, 4)),
+    ((8,), Splits(4, 2)),
+]
+
+CASES = [
+    ((2,), Splits(context=2), "zero3", Case(LLAMA, accumulation=2)),
+    ((2, 2), Splits(context=4), "topo", Case(GROUPED, documents=True, options={"overlap": "full"})),
+    (
+        (2, 2),
+        Splits(context=2),
+        "ddp",
+        Case(GPT2, "empty rows", documents=True, built={"checkpointing": "selective"}),
+    ),
+    (
+        (2, 2),
+        Splits(2, 2),
+        "zero3",
+        Case(NEOX, "one token", built={"checkpointing": "block"}, options={"check_order": True}),
+    ),
+    ((2, 2, 2), Splits(2, 2), "hpz", Case(GROUPED, "one token", accumulation=2, documents=True)),
+]
+
+
+@pytest.mark.parametrize(("sizes", "splits", "strategy", "case"), CASES)
+def test_context_parallelism_gives_one_processs_losses_and_gradients(sizes, splits, strategy, case):
+    found = run_mesh(sizes, lambda mesh: train_split(case, strategy, mesh), splits=splits)
+    assert_equal(found, train_alone(case))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("masks", "documents"), product(["none", "one token"], [False, True]))
+@pytest.mark.parametrize("shape", [LLAMA, GPT2, NEOX, GROUPED])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "topo"])
+@pytest.mark.parametrize(("sizes", "splits"), LAYOUTS)
+def test_every_combination_on_8_ranks_gives_one_processs_losses_and_gradients(
+    sizes, splits, strategy, shape, masks, documents
+):
+    """320 combinations, a few seconds each."""
+    accumulation = 1 if documents else 2
+    case = Case(shape, masks, accumulation, steps=20, documents=documents)
+    found = run_mesh(sizes, lambda mesh: train_split(case, strategy, mesh), splits=splits)
+    assert_equal(found, train_alone(case))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_share_tokens_and_pairs_equally_and_join_them_in_order(size):
+    values = torch.arange(2 * 12 * size * 3).view(2, 12 * size, 3)
+    splits = [ContextSplit(TokenGroup(index, size)) for index in range(size)]
+    parts = torch.stack([split.part(values) for split in splits])
+    assert torch.equal(splits[0]._joined(parts), values)
+    assert torch.equal(splits[0]._divided(values), parts)
+    positions = torch.arange(12 * size)[None]
+    pairs = {(split.part(positions) + 1).sum().item() for split in splits}
+    assert len(pairs) == 1
+    for split in splits:
+        starts = torch.tensor(split.starts(12 * size))
+        assert torch.equal(split.part(positions)[0], (starts[:, None] + torch.arange(6)).flatten())
+
+
+def built(mesh, length, checkpointing="none", **changes):
+    """A model of sequences of `length` tokens on the ranks of a mesh, and its engine."""
+    config = small_config(**GROUPED, **changes, sequence_length=length)
+    with torch.device("meta"):
+        model = GPT(config, loss_chunk_tokens=16, checkpointing=checkpointing)
+    connect = apply_splits(model, mesh)
+    placement = Placement.named("ddp", mesh.hierarchy().levels)
+    initial = partial(initial_slice, 0)
+    engine = shard(model, model.units(), placement, mesh, initial=initial)
+    connect(engine)
+    return model, engine
+
+
+def ids(length):
+    return torch.randint(50, (1, length), generator=torch.Generator().manual_seed(0))
+
+
+def saved_bytes(mesh, length):
+    """Bytes that forward keeps for backward, of tensors that are as long as the sequence or more,
+    each once."""
+    model, _ = built(mesh, length)
+    tokens, kept = ids(length), {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(tokens, tokens).backward()
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    return sum(s.nbytes() for at, s in kept.items() if at not in parameters)
+
+
+def test_what_a_rank_keeps_for_backward_falls_as_the_number_of_context_ranks():
+    length = 1024
+    kept = {
+        size: max(run_mesh((size,), partial(saved_bytes, length=length), splits=Splits(1, size)))
+        for size in (1, 2, 4)
+    }
+    for size in (2, 4):
+        assert kept[size] == pytest.approx(kept[1] / size, rel=0.03), kept
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "block"])
+def test_keys_and_values_are_all_that_crosses_context_ranks_three_times_a_block(checkpointing):
+    """Twice gathered and once summed. Heads that queries share travel once."""
+    length, ranks, layers, kv_heads, head_size = 64, 4, 2, 2, 8
+
+    def sent(mesh):
+        model, engine = built(mesh, length, checkpointing)
+        tokens = ids(length)
+        engine.ledger.take(wait=True)
+        with engine.no_sync(True):
+            model(tokens, tokens).backward()
+        return engine.ledger.take(wait=True)[0]
+
+    part = length // ranks * 2 * kv_heads * head_size * 4
+    found = run_mesh((ranks,), sent, splits=Splits(context=ranks))
+    assert found == [[3 * layers * part * (ranks - 1)]] * ranks
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "block"])
+def test_dropout_draws_the_same_for_a_seed(checkpointing):
+    def run(mesh):
+        model, engine = built(mesh, 16, checkpointing, dropout=0.4, layers=1)
+        losses, tokens = [], ids(16)
+        for seed in (mesh.work_rank, mesh.work_rank, 5):
+            torch.manual_seed(seed)
+            loss = model(tokens, tokens)
+            loss.backward()
+            losses.append((loss.item(), [g.sum().item() for g in engine.finish_gradients()]))
+            engine.finish_step(torch.zeros(()))
+        return losses
+
+    for first, again, other in run_mesh((2,), run, splits=Splits(context=2)):
+        assert first == again != other
+
+
+def test_no_logits_are_made_of_parts_of_sequences():
+    def run(mesh):
+        with pytest.raises(RuntimeError, match="need a model on one rank"):
+            built(mesh, 16)[0](ids(16))
+
+    run_mesh((2,), run, splits=Splits(context=2))
+
+
+@pytest.mark.parametrize("length", [20, 4096])
+def test_sequences_that_do_not_divide_are_refused_with_what_fits(length):
+    with pytest.raises(UserError, match=rf"parallel.context: 3, .*\({length}\), need one of 1, 2,"):
+        check_context_split(length, 3)
