@@ -35,8 +35,6 @@ class ParamSpec:
     axes: tuple[str, ...] = DATA_PARALLEL
     """Mesh axes whose ranks hold the same box. Its state is sharded and its gradient summed over
     them."""
-    group: str = "default"
-    """Optimizer group."""
     in_root: bool = False
     """It belongs to the root, which stays unsharded, although it lies in a block."""
     init_mean: float = 0.0
