@@ -141,7 +141,8 @@ def test_the_host_holds_at_most_a_tenth_more_than_the_shard(tmp_path):
 
     def child() -> bool:
         grown_mib(tmp_path / "small", 2**17)  # brings in the code that the real one will use
-        return 60 < grown_mib(tmp_path / "large", 2**24) < 1.1 * 64
+        # Less than the shard if the process has free memory.
+        return grown_mib(tmp_path / "large", 2**24) < 1.1 * 64
 
     assert in_child(child) == 0
 
