@@ -162,11 +162,13 @@ def test_the_engine_gets_every_option_of_the_configuration(config_file, monkeypa
             levels = [set(unit.feedback.errors) for unit in trainer.engine.units]
             loop.train_step(trainer)
         keys = ("dtype", "error_feedback", "overlap", "prefetch", "check_order")
-        return [given[key] for key in keys], given["decay"](SimpleNamespace(kind="norm")), levels
+        specs = [spec for unit in trainer.engine.units for spec in unit.specs.values()]
+        groups = {given["groups"](spec) for spec in specs}
+        return [given[key] for key in keys], groups, levels
 
-    for found, decays, levels in run_mesh((2, 2, 2), body):
+    for found, groups, levels in run_mesh((2, 2, 2), body):
         assert found == [torch.bfloat16, True, "full", 2, True]
-        assert decays
+        assert groups == {("adamw", 0)}  # all have weight decay
         assert levels == [{2}] * len(levels)
 
 

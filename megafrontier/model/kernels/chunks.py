@@ -120,7 +120,11 @@ def chunk_attention(
         recomputed directly before it.
     """
     heads, kv_heads, width = query.shape[2], key.shape[2], query.shape[3]
-    if dropout == 0 and _has_kernel(query.device, query.dtype, heads, kv_heads, width):
+    # A block is compiled only where there is a kernel (`uncompilable_attention`).
+    has_kernel = torch.compiler.is_compiling() or has_document_kernel(
+        query.device, query.dtype, heads, kv_heads, width
+    )
+    if dropout == 0 and has_kernel:
         attended: Tensor = _attend(query, key, value, documents, exchange, keeps_keys)[0]
         return attended
     found: Tensor = checkpoint(
@@ -130,13 +134,6 @@ def chunk_attention(
         preserve_rng_state=dropout > 0,
     )
     return found
-
-
-@torch.compiler.assume_constant_result
-def _has_kernel(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, width: int
-) -> bool:
-    return has_document_kernel(device, dtype, heads, kv_heads, width)
 
 
 @torch.library.custom_op("megafrontier::chunk_attention", mutates_args=())
