@@ -116,9 +116,8 @@ def _attend(
     attended = torch.empty_like(query)
     sums = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
     for document in _slices(documents):
-        found, found_sums = _cpu_forward(*_rows(document, query, key, value), is_causal=True)
-        attended[document] = found[0].transpose(0, 1)
-        sums[:, document] = found_sums[0]
+        q, k, v = (tensor[None, document] for tensor in (query, key, value))
+        attended[document], sums[:, document] = (found[0] for found in attend_pair(q, k, v, True))
     return attended, sums
 
 
@@ -141,24 +140,15 @@ def _attend_backward(
         return found[0], found[1], found[2]
     gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     for document in _slices(documents):
-        parts = _cpu_backward(
-            *_rows(document, *tensors),
-            sums[None, :, document].contiguous(),
-            dropout_p=0.0,
-            is_causal=True,
-        )
+        grad, q, k, v, out = (tensor[None, document] for tensor in tensors)
+        parts = attend_pair_backward(grad, q, k, v, out, sums[None, :, document], True)
         for gradient, part in zip(gradients, parts, strict=True):
-            gradient[document] = part[0].transpose(0, 1)
+            gradient[document] = part[0]
     return gradients
 
 
 def _slices(documents: Tensor) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(documents.tolist())]
-
-
-def _rows(document: slice, *tensors: Tensor) -> list[Tensor]:
-    """One document of each tensor [t, heads, d], as [1, heads, tokens, d]."""
-    return [tensor[document].transpose(0, 1)[None] for tensor in tensors]
 
 
 @_attend.register_fake
