@@ -102,7 +102,7 @@ class CommArbiter:
             self._holder.drain()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # else each use as a key would hash all peers
 class Hierarchy:
     """The levels over some axes of a mesh, this rank's coordinates, and its group at each level.
 

@@ -253,9 +253,8 @@ class SplitHead(nn.Module):
         most = values.amax(1).clamp(min=torch.finfo(torch.float32).min)  # all may be padding
         total = (values - most[:, None]).exp().sum(1)
         target = values.gather(1, ids)[:, 0].where(is_here, 0.0)
-        maxima, totals, found = self.group.gather(torch.stack([most, total, target])[None]).unbind(
-            1
-        )
+        numbers = torch.stack([most, total, target])
+        maxima, totals, found = self.group.gather(numbers[None]).unbind(1)
         most = maxima.amax(0)
         total = (totals * (maxima - most).exp()).sum(0)
         losses = total.log() + most - found.sum(0)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.partition.comm.collectives import LevelCollectives
 from megafrontier.partition.comm.streams import AsyncChain
 from megafrontier.partition.engine import Engine
 from megafrontier.partition.wires.wire import Wires
@@ -44,6 +45,7 @@ class TokenGroup:
         it before the first forward."""
         self._engine, self._hierarchy = engine, hierarchy
         self._depth = len(hierarchy.levels.sizes)
+        self._collectives: dict[torch.dtype, LevelCollectives] = {}
 
     def part(self, tokens: Tensor) -> Tensor:
         """This rank's part [n / size, …] of values of all tokens [n, …]."""
@@ -64,18 +66,21 @@ class TokenGroup:
     def start_gather(self, part: Tensor) -> tuple[AsyncChain, Tensor]:
         """Begin to gather. Returns what to wait for, and the result [size · m, …]."""
         out = part.new_empty(self.size * part.shape[0], *part.shape[1:])
-        flat = part.detach().contiguous().view(-1)
-        wires = Wires.plain(self._depth, part.dtype)
-        collectives = self._engine.collectives(self._hierarchy, wires)
+        flat, collectives = part.detach().contiguous().view(-1), self._of_type(part.dtype)
         chain = collectives.gather(flat, out.view(-1), self._depth, 0, "gather activations")
         return chain, out
 
     def start_reduce(self, tokens: Tensor) -> AsyncChain:
         """Begin to sum `tokens`, which is overwritten."""
-        flat = tokens.detach().contiguous().view(-1)
-        wires = Wires.plain(self._depth, tokens.dtype)
-        collectives = self._engine.collectives(self._hierarchy, wires)
+        flat, collectives = tokens.detach().contiguous().view(-1), self._of_type(tokens.dtype)
         return collectives.reduce(flat, 0, self._depth, "reduce activations")
+
+    def _of_type(self, dtype: torch.dtype) -> LevelCollectives:
+        """The collectives that send `dtype`."""
+        if dtype not in self._collectives:
+            wires = Wires.plain(self._depth, dtype)
+            self._collectives[dtype] = self._engine.collectives(self._hierarchy, wires)
+        return self._collectives[dtype]
 
     def wait(self, chain: AsyncChain) -> Tensor:
         """Wait for a collective, and note in the ledger how long it took."""
