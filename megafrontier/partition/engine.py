@@ -1,6 +1,6 @@
-"""The engine: a model's state sharded over a hierarchy, and the training steps on it.
+"""The engine: a model's state sharded over a mesh, and the training steps on it.
 
-    engine = shard(model, blocks, placement, hierarchy)
+    engine = shard(model, blocks, placement, mesh)
     for i, batch in enumerate(micro_batches):
         loss = model(batch)  # a sum over tokens, not a mean
         with engine.no_sync(i < len(micro_batches) - 1):
@@ -9,7 +9,7 @@
     ... update each unit.master with its gradient, unless the step is skipped ...
     engine.finish_step(skip)
 
-`hooks.py` decides when a unit is unsharded and when its gradient is reduced.
+`modules/hooks.py` decides when a unit is unsharded and when its gradient is reduced.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -135,7 +135,11 @@ def shard(
 
 
 class Engine:
-    """The units of one model on one hierarchy. Made by `shard`."""
+    """The units of one model. Made by `shard`.
+
+    `hierarchy`, `placement` and `wires` are those of parameters that no split cuts and no rule
+    names.
+    """
 
     def __init__(
         self,
@@ -272,8 +276,8 @@ class Engine:
         units = (
             traffic_bytes(
                 unit.layout.numel,
-                self.placement,
-                self.hierarchy.levels,
+                unit.placement,
+                unit.hierarchy.levels,
                 wires or self.wires,
                 micro_batches,
                 self._hooks.gathers(unit, micro_batches),
