@@ -100,8 +100,20 @@ def optimizer_groups(config: Config) -> OptimizerGroups:
     return OptimizerGroups(config.optimizer, parameter_specs(config.model).values())
 
 
+_sizes: dict[str, list[UnitSize]] = {}
+
+
 def unit_sizes(config: Config, splits: Splits) -> list[UnitSize]:
     """The units of a rank's part of a model, those of the root first."""
+    # A start asks several times, and building a deep model takes tens of milliseconds. The key is a
+    # string because a config may hold lists.
+    key = repr((config.model, config.optimizer, splits))
+    if key not in _sizes:
+        _sizes[key] = _measure_units(config, splits)
+    return _sizes[key]
+
+
+def _measure_units(config: Config, splits: Splits) -> list[UnitSize]:
     groups = optimizer_groups(config)
     with torch.device("meta"):
         model = GPT(config.model)
