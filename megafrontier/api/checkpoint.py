@@ -9,7 +9,7 @@ from torch import nn
 
 from megafrontier.api.model import sharded
 from megafrontier.api.optimizer import Optimizer
-from megafrontier.checkpoint.folder import delete, prune
+from megafrontier.checkpoint.folder import delete_old
 from megafrontier.checkpoint.load import Checkpoint, open_newest
 from megafrontier.checkpoint.states import (
     OptimizerStates,
@@ -46,10 +46,7 @@ def save(
     buffers = persistent_buffers(model)
     path = save_engine(root, engine, states, buffers=buffers, step=step, tokens=0, extra=extra)
     if engine.hierarchy.world.rank == 0:
-        try:
-            delete(prune(root, keep, keep_every=0))
-        except OSError as error:
-            print_error(f"warning: old checkpoints not deleted: {error}")
+        delete_old(root, keep, keep_every=0, warn=print_error)
     return path
 
 

@@ -175,6 +175,15 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
+def delete_old(root: Path, keep: int, keep_every: int, warn: Callable[[str], None]) -> None:
+    """Delete the checkpoints that `prune` chooses. Only one rank calls it. A failure is a line for
+    `warn`, because the newest checkpoints are there all the same."""
+    try:
+        delete(prune(root, keep, keep_every))
+    except OSError as error:
+        warn(f"warning: old checkpoints not deleted: {error}")
+
+
 def set_later_aside(root: Path, step: int) -> None:
     """Set aside all checkpoints after `step`. Only one rank calls it. Raises OSError."""
     for path in list(candidates(root)):

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megafrontier.checkpoint import save as save_module
-from megafrontier.checkpoint import shard_file
 from megafrontier.checkpoint.commands import verify
 from megafrontier.checkpoint.folder import list_checkpoints
 from megafrontier.checkpoint.format import FILE_NAME, CheckpointWriteError, Manifest
@@ -31,7 +30,7 @@ from tests.checkpoint.helpers import (
     run_threads,
     save_all,
 )
-from tests.checkpoint.test_save import _kill_at
+from tests.checkpoint.test_save import kill_at_call
 from tests.processes import in_child
 
 
@@ -99,11 +98,7 @@ def test_a_kill_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
 
     def killed(root: Path, at: int) -> int:
         def child() -> bool:
-            counter = [0]
-            for owner, name in [
-                (os, "fsync"), (os, "rename"), (Path, "mkdir"), (shard_file, "crc32_hex"),
-            ]:  # fmt: skip
-                _kill_at(owner, name, counter, at)
+            kill_at_call(at)
             pending = PendingSave(root, manifest, own, World.single())
             pending.write_behind()
             pending.finish()

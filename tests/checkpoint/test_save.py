@@ -174,14 +174,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_only_whole_checkpoints(tmp_path):
 
     def killed_save(root: Path, at: int) -> int:
         def child() -> bool:
-            counter = [0]
-            for owner, name in [
-                (os, "fsync"),
-                (os, "rename"),
-                (Path, "mkdir"),
-                (shard_file, "crc32_hex"),
-            ]:
-                _kill_at(owner, name, counter, at)
+            kill_at_call(at)
             save(root, manifest, [OwnShard.of(layouts, shards)], World.single())
             return True
 
@@ -208,6 +201,18 @@ def test_a_kill_at_any_moment_of_a_save_leaves_only_whole_checkpoints(tmp_path):
         at += 1
     assert at > 12
     assert outcomes == {("step-00000100",), ("step-00000100", "step-00000200")}
+
+
+def kill_at_call(at: int) -> None:
+    """Kill this process at the `at`-th call of what a save does to the disk."""
+    counter = [0]
+    for owner, name in [
+        (os, "fsync"),
+        (os, "rename"),
+        (Path, "mkdir"),
+        (shard_file, "crc32_hex"),
+    ]:
+        _kill_at(owner, name, counter, at)
 
 
 def _kill_at(owner, name: str, counter: list[int], at: int) -> None:

@@ -6,7 +6,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megafrontier.checkpoint.folder import delete, prune
+from megafrontier.checkpoint.folder import delete_old
 from megafrontier.checkpoint.format import CheckpointWriteError
 from megafrontier.checkpoint.save import PendingSave
 from megafrontier.checkpoint.states import States, engine_states, persistent_buffers, start_save
@@ -184,8 +184,6 @@ class Save(Callback):
         rank 0."""
         keep = trainer.config.checkpoint
         if trainer.is_first:
-            try:
-                delete(prune(checkpoint_root(trainer.config), keep.keep, keep.keep_every))
-            except OSError as error:
-                self._run_logger.info(f"warning: old checkpoints not deleted: {error}")
+            root, warn = checkpoint_root(trainer.config), self._run_logger.info
+            delete_old(root, keep.keep, keep.keep_every, warn)
         trainer.world.barrier()

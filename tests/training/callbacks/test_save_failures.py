@@ -5,12 +5,12 @@ import signal
 
 import pytest
 
+from megafrontier.checkpoint import folder
 from megafrontier.checkpoint import save as save_module
 from megafrontier.cli import main
 from megafrontier.common.errors import FAILED, LOST, STOPPED
 from megafrontier.common.signals import record_stop_requests
 from megafrontier.training import loop
-from megafrontier.training.callbacks import save as saving
 from tests import runs
 
 CHECKPOINTS = (*runs.ONE, "checkpoint.every=2", "checkpoint.keep=2", "train.steps=6")
@@ -87,11 +87,15 @@ def test_a_run_stopped_without_room_for_its_last_step_says_from_where_it_goes_on
 def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(
     config_file, tmp_path, monkeypatch
 ):
-    def stuck(paths):
-        if [*paths]:
-            raise OSError(16, "Device or resource busy", "step-00000002")
+    delete = folder.delete
 
-    monkeypatch.setattr(saving, "delete", stuck)
+    def stuck(paths):
+        paths = [*paths]
+        if any(path.name.endswith(".removed") for path in paths):
+            raise OSError(16, "Device or resource busy", "step-00000002")
+        delete(paths)
+
+    monkeypatch.setattr(folder, "delete", stuck)
     assert len(runs.losses(runs.run(config_file, 2, *CHECKPOINTS))) == 6
     log = runs.log(tmp_path / "run")
     assert "warning: old checkpoints not deleted: [Errno 16] Device or resource busy" in log
