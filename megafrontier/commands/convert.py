@@ -1,5 +1,8 @@
 """The commands `export` and `import`: checkpoints to and from Hugging Face model folders."""
 
+from bisect import bisect_right
+from itertools import accumulate
+from math import prod
 from pathlib import Path
 
 import torch
@@ -10,12 +13,13 @@ from megafrontier.checkpoint.load import Checkpoint, open_checkpoint
 from megafrontier.checkpoint.save import OwnShard, save
 from megafrontier.commands.checkpoints import saved_config
 from megafrontier.common.errors import UserError
-from megafrontier.config import Config, config_to_dict
+from megafrontier.config import Config, ModelConfig, config_to_dict
 from megafrontier.data.tokenizers.tokenizer import (
     cached_tokenizer,
     load_tokenizer,
     save_cached_tokenizer,
 )
+from megafrontier.model.families import family_for
 from megafrontier.model.families.hf_io import described_model, export_model, import_model
 from megafrontier.model.flops import parameter_shapes
 from megafrontier.parallel.world import World
@@ -28,14 +32,33 @@ IMPORTED_SLICE = 2**20
 small part of the one shard file."""
 
 
-class _Weights(dict[str, torch.Tensor]):
-    """A checkpoint's weights by parameter name, fp32, each read when it is asked for."""
+READ_BYTES = 4 * 2**30
+"""fp32 weights that `export` holds at a time, unless one parameter is larger."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+
+class _Weights(dict[str, torch.Tensor]):
+    """A checkpoint's weights by parameter name, fp32, read when they are asked for.
+
+    Every shard file holds a part of every unit, so each read may open all files. Therefore a read
+    also fetches the parameters that an export asks for next, up to READ_BYTES.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig) -> None:
         self._checkpoint = checkpoint
+        self._sizes = {
+            mapping.name: 4 * prod(checkpoint.shapes[mapping.name])
+            for mapping in family_for(config).mappings(config)
+            if mapping.name in checkpoint.shapes
+        }
 
     def __missing__(self, name: str) -> torch.Tensor:
-        return self._checkpoint.tensor("weight", name)
+        self.clear()  # free the last read before the next
+        order = list(self._sizes)
+        following = order[order.index(name) :]
+        totals = accumulate(self._sizes[other] for other in following)
+        count = max(1, bisect_right(list(totals), READ_BYTES))
+        self.update(self._checkpoint.tensors("weight", following[:count]))
+        return self[name]
 
 
 def export_command(path: Path, out: Path, precision: str) -> str:
@@ -43,7 +66,7 @@ def export_command(path: Path, out: Path, precision: str) -> str:
 
     def write(source: Path) -> str:
         config = saved_config(source)
-        weights = _Weights(open_checkpoint(source))
+        weights = _Weights(open_checkpoint(source), config.model)
         tokenizer = load_tokenizer(config.tokenizer)
         saved = tokenizer if tokenizer.min_vocab_size else None
         return export_model(config.model, weights, out, saved, DTYPES[precision])

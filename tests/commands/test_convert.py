@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megafrontier.checkpoint.load import Checkpoint
 from megafrontier.cli import main
 from megafrontier.commands import convert
 from tests import runs
@@ -48,6 +49,29 @@ def test_what_is_exported_gives_transformers_the_same_loss_and_comes_back_to_tra
     )  # fmt: skip
     assert runs.valid_losses(lines)[0] == pytest.approx(trained, abs=2e-4)
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+
+
+def test_an_export_opens_each_shard_file_once_for_many_parameters(
+    life, capfd, monkeypatch, tmp_path
+):
+    """With thousands of ranks each read opens thousands of files."""
+    read, opened = Checkpoint.tensors, []
+
+    def counted(checkpoint, state, names):
+        opened.append(list(names))
+        return read(checkpoint, state, names)
+
+    monkeypatch.setattr(Checkpoint, "tensors", counted)
+    run_command(capfd, "export", life / "run", "--out", tmp_path / "at-once")
+    (names,) = opened
+    opened.clear()
+    monkeypatch.setattr(convert, "READ_BYTES", 1)
+    run_command(capfd, "export", life / "run", "--out", tmp_path / "one-by-one")
+    assert opened == [[name] for name in names]
+    one, other = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("at-once", "one-by-one")
+    )
+    assert one == other
 
 
 def test_an_import_that_cannot_be_is_refused_before_its_weights_are_read(
