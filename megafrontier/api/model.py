@@ -65,7 +65,8 @@ class ShardedModel:
 
 
 def sharded(model: nn.Module) -> ShardedModel:
-    """The engine of a model, or of the model that it wraps. Raises UserError if there is none."""
+    """The engine of a sharded model. `model` may be a wrapper around it. Raises UserError for a
+    model that is not sharded."""
     for module in model.modules():
         if isinstance(found := module.__dict__.get(_ATTRIBUTE), ShardedModel):
             return found
@@ -116,8 +117,8 @@ def shard(
     * `shard` replaces the parameters. Make optimizers and param groups afterwards.
     * Parameters hold values only while their block runs, and NaN otherwise. `state_dict()` has the
       full fp32 masters on the CPU, `load_state_dict()` takes full tensors; all ranks call both.
-    * `parameter.grad` is None, because a gradient goes to its shards as soon as it is there, so
-      torch's own `clip_grad_norm_` does nothing. Hooks of parameters see the gradient before.
+    * `parameter.grad` is None. The engine moves each gradient to its shards at once. Therefore
+      torch's own `clip_grad_norm_` does nothing. Hooks of parameters run before the move.
     * A parameter without a gradient is updated with zero, since its unit is reduced as a whole.
       Frozen parameters must be frozen before `shard`; they have no gradient and no optimizer state.
     * Every rank runs the same blocks in the same order, as every collective needs all ranks.

@@ -33,8 +33,8 @@ class Optimizer(torch.optim.Optimizer):
         """optimizer_class: of torch, or one like it; `options` are its arguments.
         params: parameters of the model, or param groups of them. Default: all that are not frozen.
 
-        Raises UserError unless the optimizer updates each element by itself, and for a parameter
-        that is not the model's or is given twice.
+        Raises UserError if the optimizer's update of an element depends on other elements, and for
+        a parameter that is not in the model or is given twice.
         """
         self._sharded = found = sharded(model)
         build, name = partial(optimizer_class, **options), optimizer_class.__name__
