@@ -75,7 +75,7 @@ def training(life, tmp_path):
         (["generate", "--prompt", "x", "--max-new-tokens", "1"], GENERATE + "saved_config"),
         (["generate", "--prompt", "x", "--max-new-tokens", "1"], CHECKPOINTS + "open_checkpoint"),
         (["export"], CONVERT + "saved_config"),
-        (["export"], CONVERT + "Checkpoint.tensor"),
+        (["export"], CONVERT + "Checkpoint.tensors"),
         (["evaluate"], EVALUATE + "saved_config"),
     ],
 )
