@@ -12,6 +12,7 @@ from megafrontier.config.loading import save_config as save_config
 from megafrontier.config.machine import DeviceConfig as DeviceConfig
 from megafrontier.config.machine import LevelConfig as LevelConfig
 from megafrontier.config.machine import MachineConfig as MachineConfig
+from megafrontier.config.moe import MoEConfig as MoEConfig
 from megafrontier.config.optimizer import OptimizerConfig as OptimizerConfig
 from megafrontier.config.optimizer import OptimizerGroupConfig as OptimizerGroupConfig
 from megafrontier.config.optimizer import ScheduleConfig as ScheduleConfig

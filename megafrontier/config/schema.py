@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megafrontier.config.fields import bounded, count
+from megafrontier.config.moe import MoEConfig
 from megafrontier.config.optimizer import OptimizerConfig, ScheduleConfig
 
 WireFormat = Literal["fp32", "bf16", "fp16", "int8", "int4", "delta8", "delta4"]
@@ -86,6 +87,8 @@ class ModelConfig:
     sqrt(2 / (5 · hidden))), output projections normal(0, 2 / (layers · sqrt(hidden)))."""
     init_std: float = bounded(0.02, above=0)
     """Standard deviation of `init: gpt2`, and of learned positions with either."""
+    moe: MoEConfig | None = None
+    """A mixture of experts in place of the MLP."""
 
     @property
     def head_dim(self) -> int:

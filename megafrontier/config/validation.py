@@ -10,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from megafrontier.common.errors import UserError, need
 from megafrontier.config.machine import MachineConfig
+from megafrontier.config.moe import check_moe
 from megafrontier.config.optimizer import OptimizerConfig
 from megafrontier.config.schema import (
     Config,
@@ -190,6 +191,8 @@ def _check_model(model: ModelConfig) -> None:
     )
     if model.rotary_scaling is not None:
         _check_rotary_scaling(model, model.rotary_scaling)
+    if model.moe is not None:
+        check_moe(model.moe, model.layers)
 
 
 def _check_rotary_scaling(model: ModelConfig, scaling: RotaryScalingConfig) -> None:

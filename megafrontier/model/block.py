@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
 from megafrontier.model.attention import Attention, LayerCache
-from megafrontier.model.init import matrix_std, with_specs
+from megafrontier.model.init import with_specs
+from megafrontier.model.mlp import MLP
+from megafrontier.model.moe.layer import MoE, has_experts
 from megafrontier.model.positions import AttentionContext
 from megafrontier.model.recompute.checkpointing import Mode, run_checkpointed
 from megafrontier.model.recompute.offload import Offload
@@ -25,34 +27,6 @@ def make_norm(config: ModelConfig) -> nn.Module:
     return with_specs(nn.LayerNorm(config.hidden, eps=config.norm_eps), "norm")
 
 
-class MLP(nn.Module):
-    """With swiglu, `up` holds the rows of the gate, then those of the up projection."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.activation = config.activation
-        width = config.mlp_hidden
-        rows = 2 * width if self.activation == "swiglu" else width
-        up = nn.Linear(config.hidden, rows, bias=config.bias)
-        down = nn.Linear(width, config.hidden, bias=config.bias)
-        self.up = with_specs(up, "matrix", matrix_std(config))
-        self.down = with_specs(down, "matrix", matrix_std(config, to_residual=True))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [b, s, hidden] → [b, s, hidden].
-
-        GELU: Hendrycks and Gimpel 2016, arXiv:1606.08415 (`gelu_tanh` approximates it).
-        SwiGLU: Shazeer 2020, arXiv:2002.05202.
-        """
-        return self.down(self._activate(self.up(hidden)))
-
-    def _activate(self, raised: Tensor) -> Tensor:
-        if self.activation == "swiglu":
-            gate, up = raised.chunk(2, dim=-1)
-            return F.silu(gate) * up
-        return F.gelu(raised, approximate="tanh" if self.activation == "gelu_tanh" else "none")
-
-
 class Block(nn.Module):
     """A pre-norm block, sequential (GPT-2, Llama) or parallel (GPT-NeoX).
 
@@ -63,13 +37,14 @@ class Block(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
+        number: int = 0,
         *,
         checkpointing: Mode = "none",
         offload: Offload | None = None,
         run: Callable[..., Tensor] | None = None,
     ) -> None:
-        """`offload` keeps the input on the host until backward. `run` is called in place of
-        `Block.forward_recomputed`, for example a compiled version of it."""
+        """`number`: of the block, from 0. `offload` keeps the input on the host until backward.
+        `run` is called in place of `Block.forward_recomputed`, for example a compiled version."""
         super().__init__()
         self.parallel = config.parallel_residual
         self.dropout = config.dropout
@@ -79,7 +54,8 @@ class Block(nn.Module):
         self.norm1 = make_norm(config)
         self.attention = Attention(config)
         self.norm2 = make_norm(config)
-        self.mlp = MLP(config)
+        moe = config.moe if has_experts(config, number) else None
+        self.mlp = MLP(config) if moe is None else MoE(config, moe)
 
     def forward(
         self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None

@@ -41,12 +41,15 @@ def flops_per_token(config: ModelConfig) -> float:
     sequence_length for attention. There are two differences: attention is halved, because a causal
     token attends to half of the sequence on average, and only the matrices of the blocks and of the
     head (without padded ids) count, because an embedding lookup multiplies nothing. Recomputation,
-    norms and softmax are not counted.
+    norms and softmax are not counted. Of experts, those that process a token count.
     """
-    specs = parameter_specs(config).values()
-    products = sum(spec.valid_numel for spec in specs if spec.kind == "matrix")
+    specs = list(parameter_specs(config).values())
+    products = float(sum(s.valid_numel for s in specs if s.kind in ("matrix", "router")))
+    if config.moe is not None:
+        experts = sum(spec.valid_numel for spec in specs if spec.kind == "expert")
+        products += experts * config.moe.active / config.moe.experts
     if config.tie_embeddings:  # the head multiplies by the embedding
         products += config.vocab_size * config.hidden
     width = config.heads * config.head_dim
     attention = 6 * config.layers * width * config.sequence_length
-    return float(6 * products + attention)
+    return 6 * products + attention

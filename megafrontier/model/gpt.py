@@ -18,6 +18,7 @@ from megafrontier.model.block import Block, make_norm
 from megafrontier.model.init import matrix_std, with_specs
 from megafrontier.model.kernels.backends import supports_varlen
 from megafrontier.model.loss import Losses, chunk_losses, linear_cross_entropy
+from megafrontier.model.moe.layer import has_experts
 from megafrontier.model.positions import (
     AttentionContext,
     Rotary,
@@ -142,8 +143,14 @@ class GPT(nn.Module):
         offload = Offload() if checkpointing == "offload" else None
         run = compiled(Block.forward_recomputed) if compile_blocks else None
         self.blocks = nn.ModuleList(
-            Block(config, checkpointing=checkpointing, offload=offload, run=run)
-            for _ in range(config.layers)
+            Block(
+                config,
+                i,
+                checkpointing=checkpointing,
+                offload=offload,
+                run=None if has_experts(config, i) else run,
+            )
+            for i in range(config.layers)
         )
         losses = compiled(chunk_losses) if compile_blocks else chunk_losses
         self.head = Head(config, loss_chunk_tokens, losses)

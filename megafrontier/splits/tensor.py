@@ -19,6 +19,8 @@ from megafrontier.config import ModelConfig
 from megafrontier.model.block import Block
 from megafrontier.model.gpt import GPT, Embedding, FP32GradEmbedding, Head
 from megafrontier.model.loss import IGNORE_INDEX, linear_cross_entropy
+from megafrontier.model.mlp import MLP
+from megafrontier.model.moe.layer import MoE
 from megafrontier.parallel.mesh import DATA_PARALLEL
 from megafrontier.parallel.param_spec import set_spec, spec_of
 from megafrontier.splits.tokens import (
@@ -38,7 +40,7 @@ def check_tensor_split(config: ModelConfig, size: int, key: str = "parallel.tens
     counts = {
         "model.heads": config.heads,
         "the width of keys (model.kv_heads)": config.num_kv_heads * config.head_dim,
-        "model.ffn_hidden": config.mlp_hidden,
+        **_mlp_widths(config),
         "the padded vocabulary (model.vocab_multiple)": config.padded_vocab_size,
     }
     for name, count in counts.items():
@@ -50,6 +52,17 @@ def check_tensor_split(config: ModelConfig, size: int, key: str = "parallel.tens
         raise UserError(
             f"{key}: {size}, need a divisor or a multiple of model.kv_heads ({kv_heads})"
         )
+
+
+def _mlp_widths(config: ModelConfig) -> dict[str, int]:
+    """The widths of MLPs that are cut. Experts are not."""
+    moe, found = config.moe, {}
+    if moe is None or moe.every > 1:
+        found["model.ffn_hidden"] = config.mlp_hidden
+    if moe is not None and moe.shared_experts:
+        width = moe.ffn_hidden or config.mlp_hidden
+        found["the width of model.moe.shared_experts"] = moe.shared_experts * width
+    return found
 
 
 def split_tensors(model: GPT, index: int, size: int) -> TokenGroup:
@@ -74,11 +87,12 @@ def split_tensors(model: GPT, index: int, size: int) -> TokenGroup:
 
 
 def _move_to_root(parameters: Iterable[nn.Parameter]) -> None:
-    """Move the norms and biases that each tensor rank has whole to the root's unit. They are few,
-    and in units of their own each block would have more and tiny messages."""
+    """Move the norms, biases and routers that each tensor rank has whole to the root's unit. They
+    are few, and in units of their own each block would have more and tiny messages."""
     for parameter in parameters:
         spec = spec_of("", parameter)
-        if spec.axes == DATA_PARALLEL and len(spec.shape) == 1:
+        is_small = len(spec.shape) == 1 or spec.kind == "router"
+        if spec.axes == DATA_PARALLEL and is_small:
             set_spec(parameter, replace(spec, in_root=True))
 
 
@@ -166,7 +180,7 @@ class RowLinear(nn.Module):
 
 
 def _split_block(block: Block, cutter: _Cutter) -> None:
-    attention, mlp, size = block.attention, block.mlp, cutter.group.size
+    attention, size = block.attention, cutter.group.size
     copies = max(1, size // attention.kv_heads)
     attention.add_module("qkv", QKVLinear(attention.qkv, attention.widths, copies, cutter))
     attention.add_module("out", RowLinear(attention.out, cutter))
@@ -174,6 +188,13 @@ def _split_block(block: Block, cutter: _Cutter) -> None:
     attention.kv_heads = max(1, attention.kv_heads // size)
     kv_width = attention.kv_heads * attention.head_size
     attention.widths = [attention.heads * attention.head_size, kv_width, kv_width]
+    # Experts stay whole: each rank routes the tokens that it has between the matrices.
+    mlp = block.mlp.shared if isinstance(block.mlp, MoE) else block.mlp
+    if mlp is not None:
+        _split_mlp(mlp, cutter)
+
+
+def _split_mlp(mlp: MLP, cutter: _Cutter) -> None:
     width = mlp.down.in_features
     parts = mlp.up.out_features // width  # with swiglu gate and up
     mlp.add_module("up", ColumnLinear(mlp.up, [width] * parts, cutter))

@@ -1,0 +1,49 @@
+"""The experts of a block, and their matrix products over tokens sorted by expert."""
+
+import torch
+from torch import Tensor, nn
+
+from megafrontier.config import ModelConfig, MoEConfig
+from megafrontier.model.init import matrix_std
+from megafrontier.model.mlp import up_rows
+from megafrontier.model.moe.products import choose_product
+from megafrontier.parallel.param_spec import ParamSpec, set_spec
+
+EXPERT_AXES = ("tensor", "expert_data")
+"""The axes over which experts are replicated. Tensor ranks have whole experts, and route the tokens
+that they have between the matrices."""
+
+
+class Experts(nn.Module):
+    """MLPs without biases, whose matrices lie one after another in a tensor.
+
+    up: [experts, rows, hidden], with swiglu the rows of the gate, then those of the up projection.
+    down: [experts, hidden, ffn_hidden].
+    """
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig) -> None:
+        super().__init__()
+        self.activation = config.activation
+        width = moe.ffn_hidden or config.mlp_hidden
+        up, down = matrix_std(config), matrix_std(config, to_residual=True)
+        self.up = _make((moe.experts, up_rows(config, width), config.hidden), up)
+        self.down = _make((moe.experts, config.hidden, width), down)
+
+    @property
+    def count(self) -> int:
+        """The number of experts here."""
+        return self.up.shape[0]
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """tokens [n, hidden] sorted by expert, counts int64 [experts] → [n, hidden].
+
+        An expert without tokens gets a gradient of zeros.
+        """
+        product = choose_product(tokens.device, tokens.dtype)
+        return product(tokens, counts, self.up, self.down, self.activation)
+
+
+def _make(shape: tuple[int, ...], std: float) -> nn.Parameter:
+    parameter = nn.Parameter(torch.empty(shape))
+    set_spec(parameter, ParamSpec("", shape, "expert", axes=EXPERT_AXES, init_std=std))
+    return parameter

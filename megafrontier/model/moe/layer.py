@@ -1,0 +1,52 @@
+"""A mixture of experts in place of a block's MLP."""
+
+import torch
+from torch import Tensor, nn
+
+from megafrontier.config import ModelConfig, MoEConfig
+from megafrontier.model.init import matrix_std
+from megafrontier.model.mlp import MLP
+from megafrontier.model.moe.dispatch import Dispatch, local_dispatch
+from megafrontier.model.moe.experts import Experts
+from megafrontier.model.moe.router import Router
+from megafrontier.parallel.param_spec import ParamSpec, set_spec
+
+
+def has_experts(config: ModelConfig, block: int) -> bool:
+    """Whether the block of this number has experts."""
+    return config.moe is not None and (block + 1) % config.moe.every == 0
+
+
+class MoE(nn.Module):
+    """Router, experts and shared experts.
+
+    `dispatch` brings tokens to their experts and back. Expert parallelism replaces it.
+    """
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig) -> None:
+        super().__init__()
+        self.router = Router(config, moe)
+        self.experts = Experts(config, moe)
+        self.dispatch: Dispatch = local_dispatch
+        self.shared: MLP | None = None
+        self.shared_gate: nn.Parameter | None = None
+        if moe.shared_experts:
+            width = moe.shared_experts * (moe.ffn_hidden or config.mlp_hidden)
+            self.shared = MLP(config, width)
+            if moe.shared_gate:
+                shape = 1, config.hidden
+                self.shared_gate = nn.Parameter(torch.empty(shape))
+                spec = ParamSpec("", shape, "router", init_std=matrix_std(config))
+                set_spec(self.shared_gate, spec)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [b, s, hidden] → [b, s, hidden]."""
+        tokens = hidden.flatten(0, -2)
+        chosen, weights, _ = self.router(tokens)
+        out = self.dispatch(tokens, chosen, weights, self.experts).view_as(hidden)
+        if self.shared is None:
+            return out
+        shared = self.shared(hidden)
+        if self.shared_gate is not None:
+            shared = shared * (hidden @ self.shared_gate.t()).sigmoid()
+        return out + shared

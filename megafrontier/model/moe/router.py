@@ -1,0 +1,104 @@
+"""The router of a mixture of experts: which experts process a token, and with which weights."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megafrontier.config import ModelConfig, MoEConfig
+from megafrontier.model.init import matrix_std
+from megafrontier.parallel.param_spec import ParamSpec, set_spec
+
+TINY = 1e-20
+
+
+class _AttachLoss(torch.autograd.Function):
+    """Returns a tensor as it is. Backward also gives `loss` the gradient `scale`, as if it had been
+    added to the model's loss."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
+        (scale,) = ctx.saved_tensors
+        return grad_outputs[0], scale, None
+
+
+class Router(nn.Module):
+    """A linear layer that scores the experts for each token, in fp32.
+
+    Note [Losses of the router]
+    `GPT.forward` returns the sum of the losses of tokens, which the step divides once by the number
+    of targets in the global batch. The losses of the router are therefore sums over tokens, too,
+    and enter through their gradient alone. Every token that the router sees counts, with a target
+    or without one, because it occupies an expert. The shares of tokens in the load-balancing loss
+    are those of the previous global batch, from a buffer: so the gradient does not depend on how
+    the batch is divided over ranks and micro-batches.
+    """
+
+    bias: Tensor
+    load: Tensor
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig) -> None:
+        super().__init__()
+        self.moe = moe
+        shape = moe.experts, config.hidden
+        self.weight = nn.Parameter(torch.empty(shape))
+        set_spec(self.weight, ParamSpec("", shape, "router", init_std=matrix_std(config)))
+        # Not on the meta device, where the model may be built: checkpoints do not always have them.
+        if moe.balance == "bias":
+            self.register_buffer("bias", torch.zeros(moe.experts, device="cpu"))
+        if moe.balance == "loss":
+            share = torch.full((moe.experts,), 1 / moe.experts, device="cpu")
+            self.register_buffer("load", share)
+        self.loss_scale: Tensor | None = None
+        """What the loss is multiplied by before backward. None: 1."""
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens [n, hidden] → the experts of each token int64 [n, active], their weights fp32
+        [n, active], and the probabilities of all experts fp32 [n, experts]."""
+        logits = F.linear(tokens.float(), self.weight.float())
+        scores = logits.softmax(-1) if self.moe.router == "softmax" else logits.sigmoid()
+        experts = self._choose(scores.detach())
+        weights = scores.gather(1, experts)
+        if self.moe.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        weights = weights * self.moe.scale
+        probabilities = scores
+        if self.moe.router == "sigmoid":
+            probabilities = scores / (scores.sum(-1, keepdim=True) + TINY)
+        return experts, self._with_losses(weights, logits, probabilities), probabilities.detach()
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """The experts with the best scores [n, experts], plus the bias, in the best groups."""
+        moe = self.moe
+        if moe.balance == "bias":
+            scores = scores + self.bias
+        if moe.groups.active < moe.groups.number:
+            grouped = scores.unflatten(-1, (moe.groups.number, -1))
+            best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+            chosen = best.topk(moe.groups.active, dim=-1).indices
+            is_open = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, chosen, True)
+            scores = grouped.masked_fill(~is_open[..., None], -torch.inf).flatten(-2)
+        return scores.topk(moe.active, dim=-1).indices
+
+    def _with_losses(self, weights: Tensor, logits: Tensor, probabilities: Tensor) -> Tensor:
+        """`weights`, with the gradients of the router's losses attached."""
+        if not (torch.is_grad_enabled() and self.training):
+            return weights
+        losses = []
+        if self.moe.balance == "loss":
+            shares = probabilities.sum(0) @ self.load
+            losses.append(self.moe.loss_coefficient * self.moe.experts * shares)
+        if self.moe.z_loss:
+            losses.append(self.moe.z_loss * logits.logsumexp(-1).square().sum())
+        scale = torch.ones_like(logits[0, 0]) if self.loss_scale is None else self.loss_scale
+        for loss in losses:
+            attached = _AttachLoss.apply(weights, loss, scale.to(loss.dtype))
+            assert isinstance(attached, Tensor)
+            weights = attached
+        return weights
