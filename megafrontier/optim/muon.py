@@ -51,7 +51,8 @@ class ShardedMuon:
         for unit, gradient, buffer in zip(self._units, gradients, buffers, strict=True):
             gradient.div_(divisor.float()).masked_fill_(skip > 0, 0.0)
             self._update_momentum(unit, gradient, buffer, keep)
-            started = unit, unit.gather_shards(gradient.to(compute_dtype(unit)), "update")
+            update = gradient.to(compute_dtype(unit))
+            started = unit, unit.gather_shards(update, "update", "gradients")
             if previous is not None:
                 self._update_masters(*previous, lr, keep)
             previous = started

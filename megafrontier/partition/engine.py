@@ -25,7 +25,7 @@ from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.parallel.param_spec import ParamSpec, spec_of
 from megafrontier.partition.comm.collectives import LevelCollectives
-from megafrontier.partition.comm.ledger import Ledger
+from megafrontier.partition.comm.ledger import Kind, Ledger
 from megafrontier.partition.comm.streams import CommStreams, Policy
 from megafrontier.partition.memory import UnitBuffer, UnitBufferPool
 from megafrontier.partition.modules.hook_points import HookPoint
@@ -163,7 +163,7 @@ class Engine:
             stream_policy, len(hierarchy.levels.sizes), hierarchy.device, hierarchy.arbiter
         )
         self._check_order = check_order
-        self._collectives: dict[tuple[Hierarchy, Wires], LevelCollectives] = {}
+        self._collectives: dict[tuple[Hierarchy, Wires, Kind | None], LevelCollectives] = {}
 
     def init_units(
         self,
@@ -249,13 +249,15 @@ class Engine:
         """Whether collectives run beside the computation."""
         return self._policy != "none"
 
-    def collectives(self, hierarchy: Hierarchy, wires: Wires) -> LevelCollectives:
+    def collectives(
+        self, hierarchy: Hierarchy, wires: Wires, kind: Kind | None = None
+    ) -> LevelCollectives:
         """Collectives over the levels of `hierarchy` on this engine's streams, which its ledger
-        counts."""
-        key = hierarchy, wires
+        counts as `kind`. Default: gathers as weights, reductions as gradients."""
+        key = hierarchy, wires, kind
         if key not in self._collectives:
             self._collectives[key] = LevelCollectives(
-                hierarchy, wires, self.ledger, self._streams, self._check_order
+                hierarchy, wires, self.ledger, self._streams, self._check_order, kind
             )
         return self._collectives[key]
 

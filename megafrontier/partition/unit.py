@@ -11,6 +11,7 @@ from megafrontier.common.buffers import BufferPool
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.parallel.param_spec import ParamSpec, spec_of
 from megafrontier.partition.comm.collectives import LevelCollectives
+from megafrontier.partition.comm.ledger import Kind
 from megafrontier.partition.comm.streams import AsyncChain
 from megafrontier.partition.error_feedback import ErrorFeedback
 from megafrontier.partition.flat_buffers import FlatGradient, UnitParameters
@@ -192,13 +193,13 @@ class Unit:
         """The unsharded masters, fp32 [numel], in new memory. All ranks call it."""
         return self.gather_shards(self.master, "masters").wait()
 
-    def gather_shards(self, shard: torch.Tensor, what: str) -> AsyncChain:
+    def gather_shards(self, shard: torch.Tensor, what: str, kind: Kind = "weights") -> AsyncChain:
         """Begin to gather every rank's `shard`, one as long as `master`, without rounding, into new
         memory [numel], which the chain ends with. All ranks call it."""
         depth = self.placement.optimizer
         full = torch.empty(self.layout.numel, dtype=shard.dtype, device=shard.device)
         self._collectives.local_slice(full, 0, depth).copy_(shard)
-        return self._collectives.gather_exact(full, depth, 0, f"{what} {self.name}")
+        return self._collectives.gather_exact(full, depth, 0, f"{what} {self.name}", kind)
 
     def start_unshard(self) -> None:
         """Begin to gather the weights, unless they are unsharded or have begun to be."""

@@ -14,6 +14,8 @@ from megafrontier.common.errors import UserError
 from megafrontier.config import Config
 from megafrontier.report.read import Run, all_levels, levels_of, read_runs, strategy_of
 
+KINDS = ("weights", "gradients", "activations", "tokens")
+"""The kinds of `comm.ledger`, without its import of torch."""
 FEW_POINTS = 20
 """Fewer points than this are drawn with markers and not smoothed."""
 # Okabe and Ito's palette, which is readable with any colour vision. Its yellow is too pale.
@@ -272,12 +274,25 @@ def _table(runs: Sequence[Run]) -> str:
     for level in all_levels(runs):
         sent = [_shown(run.traffic(level, "bytes"), "B") for run in runs]
         rows[f"{level}: sent per step"] = sent
+        for kind in KINDS:
+            shown = [_shown_kind(run, level, kind) for run in runs]
+            if any(shown):
+                rows[f"{level}: {kind}"] = shown
     heads = "".join(f"<th>{html.escape(run.label)}</th>" for run in runs)
     body = ""
     for title, shown in rows.items():
         cells = "".join(f"<td>{html.escape(cell) or '–'}</td>" for cell in shown)
         body += f"<tr><td>{html.escape(title)}</td>{cells}</tr>"
     return f"<table><thead><tr><th></th>{heads}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _shown_kind(run: Run, level: str, kind: str) -> str:
+    """What a step moves over a level: `4 MB, 12 ms, 60% hidden`."""
+    sent, seconds, hidden = (run.traffic(level, of, kind) for of in ("bytes", "seconds", "hidden"))
+    if sent is None or seconds is None or hidden is None:
+        return ""
+    share = f", {hidden / seconds:.0%} hidden" if seconds else ""
+    return f"{short(sent, 'B')}, {short(seconds, 's')}{share}"
 
 
 def _shown(value: float | None, unit: str = "") -> str:

@@ -47,9 +47,12 @@ class Run:
         """Median of a metric over the steps, or None if no step has it."""
         return median(values) if (values := self.series(key)[1]) else None
 
-    def traffic(self, level: str, quantity: str) -> float | None:
-        """Median `bytes` or `seconds` of one rank over `level` in one step."""
+    def traffic(self, level: str, quantity: str, kind: str | None = None) -> float | None:
+        """Median `bytes` or `seconds` of one rank over `level` in one step; with `kind`, of
+        collectives of that kind, or their `hidden` seconds. None if no step has such a number."""
         lines = [line["comm"].get(level) for line in self.steps if line.get("comm")]
+        if kind is not None:
+            lines = [line.get(kind) for line in lines if line]
         values = [line[quantity] for line in lines if line]
         return median(values) if values else None
 

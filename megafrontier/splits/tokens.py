@@ -79,7 +79,9 @@ class TokenGroup:
         """The collectives that send `dtype`."""
         if dtype not in self._collectives:
             wires = Wires.plain(self._depth, dtype)
-            self._collectives[dtype] = self._engine.collectives(self._hierarchy, wires)
+            self._collectives[dtype] = self._engine.collectives(
+                self._hierarchy, wires, "activations"
+            )
         return self._collectives[dtype]
 
     def wait(self, chain: AsyncChain) -> Tensor:

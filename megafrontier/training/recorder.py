@@ -19,6 +19,7 @@ STEP_FIELDS = frozenset(
         "step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second",
         "tflops_per_device", "mfu", "memory_gib", "comm", "loss_scale", "skipped", "samples",
         "spike", "valid_loss", "stops", "saving", "waiting_seconds", "comm_bytes", "comm_seconds",
+        "comm_hidden",
     }
 )  # fmt: skip
 

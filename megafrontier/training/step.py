@@ -10,6 +10,7 @@ import torch
 from megafrontier.common.async_copy import AsyncHostCopy, DeviceTimer
 from megafrontier.common.signals import stop_requested
 from megafrontier.optim.gradients import clip_factor, square_sum
+from megafrontier.partition.comm.ledger import KINDS
 from megafrontier.training.plan import GIB
 from megafrontier.training.trainer import Trainer
 
@@ -47,7 +48,8 @@ def finish_step(
     if not mesh.counts_loss:
         totals = torch.zeros_like(totals)
     square = square_sum(gradients, [unit.counts for unit in engine.trained_units])
-    (sent, seconds), waited = engine.ledger.take(), engine.ledger.take_waited()
+    traffic = [kinds[kind] for kinds in engine.ledger.take_kinds() for kind in KINDS]
+    waited = engine.ledger.take_waited()
     metrics.add("grad_norm", square, "sum")
     metrics.add("loss", totals[0], "sum")
     metrics.add("tokens", totals[1], "sum")
@@ -55,8 +57,9 @@ def finish_step(
     saving = trainer.pending_save
     metrics.add("saving", float(saving is not None and not saving.is_written), "sum")
     metrics.add("waiting_seconds", waited, "mean")
-    metrics.add("comm_bytes", sent, "mean")
-    metrics.add("comm_seconds", seconds, "mean")
+    metrics.add("comm_bytes", [of.bytes for of in traffic], "mean")
+    metrics.add("comm_seconds", [of.seconds for of in traffic], "mean")
+    metrics.add("comm_hidden", [of.hidden for of in traffic], "mean")
     metrics.add("memory_gib", peak_memory_gib(mesh.device), "max")
     with engine.ledger.waiting("loss and norm"):
         reduced = metrics.reduce(trainer.world)
@@ -115,9 +118,10 @@ class StepResult:
     """How long computation waited for communication, mean over the ranks."""
     own_waiting_seconds: float
     """How long this rank's computation waited."""
-    comm: dict[str, dict[str, float]]
-    """By level: bytes sent and seconds spent since the previous step's end, means over the ranks.
-    The weights that a step publishes count with the next step."""
+    comm: dict[str, dict[str, Any]]
+    """By level: bytes sent and seconds spent since the previous step's end, means over the ranks,
+    and the same with hidden seconds for each kind that occurred (`comm.ledger.Traffic`). The
+    weights that a step publishes count with the next step."""
     metrics: dict[str, float | list[float]] = field(default_factory=dict)
     """What callbacks and others have recorded, by name."""
 
@@ -151,7 +155,7 @@ class AsyncStepResult:
         numbers: dict[str, Any] = self._copy.read()
         tokens = int(numbers.pop("tokens"))
         trainer.tokens += tokens
-        traffic = zip(numbers.pop("comm_bytes"), numbers.pop("comm_seconds"), strict=True)
+        traffic = (numbers.pop(f"comm_{what}") for what in ("bytes", "seconds", "hidden"))
         same = ("loss", "grad_norm", "loss_scale", "memory_gib", "waiting_seconds")
         return StepResult(
             step=self._step,
@@ -165,10 +169,25 @@ class AsyncStepResult:
             is_saving=numbers.pop("saving") > 0,
             spiked=bool(numbers.pop("spike")),
             own_waiting_seconds=self._own_waiting_seconds,
-            comm={
-                level: {"bytes": round(sent), "seconds": seconds}
-                for level, (sent, seconds) in zip(trainer.engine.ledger.names, traffic, strict=True)
-            },
+            comm=_by_level(trainer.engine.ledger.names, *traffic),
             **{name: numbers.pop(name) for name in same},
             metrics=numbers,
         )
+
+
+def _by_level(
+    names: Sequence[str], sent: list[float], seconds: list[float], hidden: list[float]
+) -> dict[str, dict[str, Any]]:
+    """`StepResult.comm` of the numbers of each level and kind."""
+    found = {}
+    for i, name in enumerate(names):
+        kinds = range(i * len(KINDS), (i + 1) * len(KINDS))
+        found[name] = {
+            "bytes": round(sum(sent[at] for at in kinds)),
+            "seconds": sum(seconds[at] for at in kinds),
+        } | {
+            kind: {"bytes": round(sent[at]), "seconds": seconds[at], "hidden": hidden[at]}
+            for kind, at in zip(KINDS, kinds, strict=True)
+            if sent[at] or seconds[at]
+        }
+    return found

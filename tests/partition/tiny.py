@@ -209,9 +209,9 @@ def watch_collectives(engine, watch):
     """Call `watch(name of the level, label)` before each collective, on its stream."""
     collective = engine.ledger.collective
 
-    def observed(level, label):
+    def observed(level, label, kind):
         watch(engine.hierarchy.levels.names[level], label)
-        return collective(level, label)
+        return collective(level, label, kind)
 
     engine.ledger.collective = observed
 

@@ -40,7 +40,11 @@ def step_line(step, **changes):
         "memory_gib": 1.5,
         "comm": {
             "pair": {"bytes": 4_000_000, "seconds": 0.01},
-            "world": {"bytes": 1_000_000, "seconds": 0.04},
+            "world": {
+                "bytes": 1_000_000,
+                "seconds": 0.04,
+                "activations": {"bytes": 600_000, "seconds": 0.03, "hidden": 0.024},
+            },
         },
     } | changes
 
@@ -74,7 +78,16 @@ def test_the_page_holds_everything_it_shows(make_run):
     assert text.count('src="data:image/png;base64,') == 3
     assert not re.search(r'(src|href)="(?!data:)', text)
     assert "quick &lt;&amp;&gt; $\\run$" in text
-    for shown in ("topo", "pair 2 · node 4 · world", "60 of 1000", "2.7500", "2k", "4 MB", "1 MB"):
+    for shown in (
+        "topo",
+        "pair 2 · node 4 · world",
+        "60 of 1000",
+        "2.7500",
+        "2k",
+        "4 MB",
+        "1 MB",
+        "600 kB, 30 ms, 80% hidden",
+    ):
         assert f"{shown}<" in text
 
 

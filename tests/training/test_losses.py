@@ -8,6 +8,7 @@ from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
 from megafrontier.optim.schedule import learning_rate
 from megafrontier.parallel.param_spec import spec_of
+from megafrontier.partition.comm.ledger import KINDS
 from megafrontier.training.callbacks.log import step_metrics
 from megafrontier.training.loop import train_step
 from megafrontier.training.trainer import open_loader
@@ -127,9 +128,14 @@ def test_a_metrics_line_has_the_documented_keys_and_no_others(four):
     assert [line["step"] for line in steps] == list(range(1, 9))
     for line in steps:
         assert set(line) == KEYS
-        assert {level: set(parts) for level, parts in line["comm"].items()} == {
-            level: {"bytes", "seconds"} for level in ("pair", "node", "world")
-        }
+        assert list(line["comm"]) == ["pair", "node", "world"]
+        for level in line["comm"].values():
+            kinds = {kind: level[kind] for kind in KINDS if kind in level}
+            assert set(level) == {"bytes", "seconds", *kinds}
+            for part in ("bytes", "seconds"):
+                assert sum(of[part] for of in kinds.values()) == pytest.approx(level[part])
+            assert all(0 <= of["hidden"] <= of["seconds"] * (1 + 1e-9) for of in kinds.values())
+        assert {"weights", "gradients"} < {*line["comm"]["pair"]}
         assert line["tokens"] == line["step"] * 16 * 16
         assert line["lr"] > 0
         assert line["memory_gib"] > 0

@@ -19,7 +19,7 @@ from megafrontier.common.buffers import Workspace
 from megafrontier.parallel.groups import all_gather, all_gather_stacked
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.partition.comm.delta import WeightDelta, delta_levels
-from megafrontier.partition.comm.ledger import Ledger
+from megafrontier.partition.comm.ledger import Kind, Ledger
 from megafrontier.partition.comm.streams import (
     DONE,
     AsyncChain,
@@ -37,7 +37,7 @@ NO_ERRORS: Mapping[int, torch.Tensor] = MappingProxyType({})
 class LevelCollectives:
     """Gathers, reductions and publications on one hierarchy, in the formats of its wires.
 
-    The ledger counts their bytes and seconds.
+    The ledger counts their bytes and seconds by level and kind.
     """
 
     def __init__(
@@ -47,14 +47,18 @@ class LevelCollectives:
         ledger: Ledger,
         streams: CommStreams,
         check_order: bool = False,
+        kind: Kind | None = None,
     ) -> None:
         """With `check_order`, the ranks compare labels before each collective; then all levels must
-        share one stream."""
+        share one stream. `kind`: what is moved. Default: gathers and publications move weights,
+        and reductions gradients."""
         self.hierarchy = hierarchy
         self.ledger = ledger
         self._wires = wires
         self._streams = streams
         self._check_order = check_order
+        self._gathered: Kind = kind or "weights"
+        self._reduced: Kind = kind or "gradients"
 
     def local_slice(self, buffer: torch.Tensor, depth: int, deeper: int) -> torch.Tensor:
         """This rank's slice at depth `deeper`, as a view of its slice `buffer` at `depth`."""
@@ -74,15 +78,17 @@ class LevelCollectives:
     ) -> AsyncChain:
         """Fill `out`, a slice at depth `stop`, from every owner's `shard`, a slice at depth
         `start`, over levels start - 1 down to stop. `shard` may be a view of `out`."""
-        chain = AsyncChain(shard, label, after)
+        chain = AsyncChain(shard, label, after, self._gathered)
         self._gather(self._wires.gather, chain, AsyncChain(out, label), start, stop)
         return chain
 
-    def gather_exact(self, weights: torch.Tensor, start: int, stop: int, label: str) -> AsyncChain:
+    def gather_exact(
+        self, weights: torch.Tensor, start: int, stop: int, label: str, kind: Kind = "weights"
+    ) -> AsyncChain:
         """Fill `weights`, a slice at depth `stop`, from every owner's slice of it at depth `start`,
         without any rounding."""
         exact = Wires.plain(len(self._wires.gather), weights.dtype)
-        chain = AsyncChain(self.local_slice(weights, stop, start), label)
+        chain = AsyncChain(self.local_slice(weights, stop, start), label, kind=kind)
         self._gather(exact.gather, chain, AsyncChain(weights, label), start, stop)
         return chain
 
@@ -96,7 +102,7 @@ class LevelCollectives:
         next change. Every rank, the owner too, adds the same decoded change.
         """
         levels = delta_levels(self._wires, self.hierarchy.levels.sizes, start, stop)
-        chain = AsyncChain(self.local_slice(weights, stop, start), label)
+        chain = AsyncChain(self.local_slice(weights, stop, start), label, kind=self._gathered)
         depth = levels[0] if levels else start
         if levels:
             self._publish_delta(chain, master, self.local_slice(weights, stop, depth), levels)
@@ -120,14 +126,14 @@ class LevelCollectives:
                 pool = self._streams.buffers
                 out = chain.acquire(pool, prod(shape), wire.codec.dtype).view(shape)
             delta = WeightDelta(master, base, previous_wire, wire)
-            self.then(chain, level, partial(self._gather_delta, delta, level, chain.label, out))
+            self.then(chain, level, partial(self._gather_delta, delta, level, chain, out))
             previous_wire = wire
 
     def _gather_delta(
         self,
         delta: WeightDelta,
         level: int,
-        label: str,
+        chain: AsyncChain,
         out: torch.Tensor | None,
         value: torch.Tensor,
     ) -> torch.Tensor:
@@ -135,7 +141,7 @@ class LevelCollectives:
         apply them to the weights."""
         group, workspace = self.hierarchy.groups[level], self._workspace(self._wires.gather, level)
         assert group is not None
-        with self._record(level, label) as sent:
+        with self._record(level, chain) as sent:
             messages = delta.messages(value, workspace)
             shape = messages.shape[0] * dist.get_world_size(group), messages.shape[1]
             received = workspace.get("received", shape, messages.dtype) if out is None else out
@@ -158,7 +164,7 @@ class LevelCollectives:
         The sum is fp32 and overwrites memory of `full`; it is `full` itself if no level has peers.
         `errors` of earlier messages, by level, are as in `Wire.reduce`.
         """
-        chain = AsyncChain(full, label, after)
+        chain = AsyncChain(full, label, after, self._reduced)
         self._reduce(self._wires.reduce, chain, start, stop, errors)
         return chain
 
@@ -180,7 +186,7 @@ class LevelCollectives:
             for dtype in (full.dtype, torch.float32)
         )
         wires = first[: start + 1] + rest[start + 1 :]
-        chain = AsyncChain(full, label)
+        chain = AsyncChain(full, label, kind="gradients")
         self._reduce(wires, chain, start, stop, NO_ERRORS)
         self._streams.issue_all(self._sum_over_replicas(wires, chain, stop))
         return chain
@@ -195,15 +201,21 @@ class LevelCollectives:
         self, wires: tuple[Wire, ...], chain: AsyncChain, out: AsyncChain, start: int, stop: int
     ) -> None:
         for level in reversed(range(stop, start)):
-            self.then(chain, level, partial(self._gather_level, wires, out, stop, level))
+            self.then(chain, level, partial(self._gather_level, wires, chain, out, stop, level))
 
     def _gather_level(
-        self, wires: tuple[Wire, ...], out: AsyncChain, stop: int, level: int, shard: torch.Tensor
+        self,
+        wires: tuple[Wire, ...],
+        chain: AsyncChain,
+        out: AsyncChain,
+        stop: int,
+        level: int,
+        shard: torch.Tensor,
     ) -> torch.Tensor:
         target = self.local_slice(out.value, stop, level)
         group = self.hierarchy.groups[level]
         if group is not None:
-            with self._record(level, out.label) as sent:
+            with self._record(level, chain) as sent:
                 workspace = self._workspace(wires, level)
                 sent.append(wires[level].gather(shard, target, group, workspace))
         elif shard.data_ptr() != target.data_ptr():
@@ -220,20 +232,20 @@ class LevelCollectives:
     ) -> None:
         for level in range(start, stop):
             error = errors.get(level)
-            self.then(chain, level, partial(self._reduce_level, wires, level, chain.label, error))
+            self.then(chain, level, partial(self._reduce_level, wires, level, chain, error))
 
     def _reduce_level(
         self,
         wires: tuple[Wire, ...],
         level: int,
-        label: str,
+        chain: AsyncChain,
         error: torch.Tensor | None,
         full: torch.Tensor,
     ) -> torch.Tensor:
         group = self.hierarchy.groups[level]
         if group is None:
             return full
-        with self._record(level, label) as sent:
+        with self._record(level, chain) as sent:
             workspace = self._workspace(wires, level)
             out, count = wires[level].reduce(full, group, workspace, error)
             sent.append(count)
@@ -267,11 +279,11 @@ class LevelCollectives:
             return self._streams.workspace(level)
         return Workspace(self.hierarchy.device)
 
-    def _record(self, level: int, label: str) -> AbstractContextManager[list[int]]:
+    def _record(self, level: int, chain: AsyncChain) -> AbstractContextManager[list[int]]:
         """Count a collective in the ledger, after the check of the order if there is one."""
         if self._check_order:
-            self._compare_order(f"{label!r} over {self.hierarchy.levels.names[level]!r}")
-        return self.ledger.collective(level, label)
+            self._compare_order(f"{chain.label!r} over {self.hierarchy.levels.names[level]!r}")
+        return self.ledger.collective(level, chain.label, chain.kind)
 
     def _compare_order(self, own: str) -> None:
         """Raise RuntimeError if a peer is about to issue another collective than this rank's `own`.

@@ -1,4 +1,4 @@
-"""The ledger: bytes that this rank sent and seconds that its collectives took, per level.
+"""The ledger: bytes that this rank sent and seconds that its collectives took, by level and kind.
 
 It also measures how long the computation waited, and can record everything as a trace.
 """
@@ -6,12 +6,24 @@ It also measures how long the computation waited, and can record everything as a
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
+
+Kind = Literal["weights", "gradients", "activations", "tokens"]
+"""What a collective moves. `gradients`: of parameters, and what an optimizer makes of them.
+`activations`: hidden states, keys and values, statistics of the loss, and the gradients of all
+these. `tokens`: what expert parallelism dispatches and combines."""
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+_Row = tuple[int, Kind] | None
+"""What was timed: a collective over a level, or None: the computation waited."""
 
 MAX_PENDING_EVENTS = 20_000
 """Timed spans on a device that have not been read: several times those of a large step."""
@@ -23,6 +35,25 @@ WAITING = "waiting"
 """The row of a trace that shows when the computation waited."""
 
 
+@dataclass
+class Traffic:
+    """The collectives of one kind over one level."""
+
+    bytes: int = 0
+    """Sent by this rank."""
+    seconds: float = 0.0
+    """Spent in the collectives."""
+    hidden: float = 0.0
+    """The part of `seconds` during which the computation did not wait, for these collectives or for
+    any other one."""
+
+    def add(self, sent: int, seconds: float, hidden: float) -> None:
+        """Count a collective."""
+        self.bytes += sent
+        self.seconds += seconds
+        self.hidden += hidden
+
+
 class Ledger:
     """Counts the collectives of an engine until `take` and `take_waited` reset the counts."""
 
@@ -32,8 +63,8 @@ class Ledger:
         self.trace: Trace | None = None
         self._device = device
         self._lock = threading.Lock()  # collectives end on the threads of streams
-        # (level, None while the computation waits; label; first event; last event)
-        self._events: list[tuple[int | None, str, Any, Any]] = []
+        # (what was timed, its label, first event, last event)
+        self._events: list[tuple[_Row, str, Any, Any]] = []
         # Per level, the newest collective: its label, when it began, and whether it is over, as a
         # bool or as an event.
         self._newest: list[tuple[str, float, Any]] = [("none", 0.0, True)] * len(self.names)
@@ -44,42 +75,45 @@ class Ledger:
         self._thread = threading.get_ident()
         self._is_waiting = False
         self._waited = 0.0
-        self._clear()
+        self._waits = _Waits()
+        self._counts = self._zeros()
 
-    def _clear(self) -> None:
-        self._bytes = [0] * len(self.names)
-        self._seconds = [0.0] * len(self.names)
+    def _zeros(self) -> list[dict[Kind, Traffic]]:
+        return [{kind: Traffic() for kind in KINDS} for _ in self.names]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Do not count collectives inside, because they belong to no training step. No collective
         may be in flight at either end."""
-        kept, waited = self.take(wait=True), self.take_waited(wait=True)
+        kept, waited = self.take_kinds(wait=True), self.take_waited(wait=True)
         try:
             yield
         finally:
-            self.take(wait=True)
+            self.take_kinds(wait=True)
             self.take_waited(wait=True)
-            (self._bytes, self._seconds), self._waited = kept, waited
+            self._counts, self._waited = kept, waited
 
     @contextmanager
-    def collective(self, level: int, label: str) -> Iterator[list[int]]:
+    def collective(self, level: int, label: str, kind: Kind) -> Iterator[list[int]]:
         """Time one collective over `level`. The caller appends the bytes that it sent to the list.
         `label` names the collective in traces and reports."""
         sent: list[int] = []
-        begin = time.perf_counter()
+        begin, row = time.perf_counter(), (level, kind)
         self._newest[level] = label, begin, False
-        with self._timed(label, [level, None] if self._is_exposed() else [level]) as end:
+        with self._timed(label, [None, row] if self._is_exposed() else [row]) as end:
             yield sent
         self._newest[level] = label, begin, end
         with self._lock:
-            self._bytes[level] += sum(sent)
+            self._counts[level][kind].bytes += sum(sent)
 
     @contextmanager
     def waiting(self, label: str) -> Iterator[None]:
         """Time how long the computation waits for a collective. On a GPU the host does not wait;
         events measure how long the computation's stream stands still."""
         self._is_waiting = True
+        if self._device.type != "cuda":
+            with self._lock:
+                self._waits.begin(time.perf_counter())
         with self._timed(label, [None]):
             yield
         self._is_waiting = False
@@ -96,9 +130,10 @@ class Ledger:
             for name, (label, begin, end) in zip(self.names, self._newest, strict=True)
         }
         # A copy, without the lock: its holder may be waiting for the device.
-        for level, label, start, stop in reversed(list(self._events)):
-            if level is not None and not stop.query():
-                found[self.names[level]] = f"{label}, {'in flight' if start.query() else 'waiting'}"
+        for row, label, start, stop in reversed(list(self._events)):
+            if row is not None and not stop.query():
+                state = "in flight" if start.query() else "waiting"
+                found[self.names[row[0]]] = f"{label}, {state}"
         return found
 
     def take(self, wait: bool = False) -> tuple[list[int], list[float]]:
@@ -108,10 +143,15 @@ class Ledger:
         to the next step. On a GPU, bytes count when the collective is enqueued, and seconds only
         when it has ended, unless `wait` makes the host wait for it.
         """
+        levels = [kinds.values() for kinds in self.take_kinds(wait)]
+        sent = [sum(traffic.bytes for traffic in kinds) for kinds in levels]
+        return sent, [sum(traffic.seconds for traffic in kinds) for kinds in levels]
+
+    def take_kinds(self, wait: bool = False) -> list[dict[Kind, Traffic]]:
+        """`take`, with all kinds of each level."""
         self._read_events(wait)
         with self._lock:
-            taken = self._bytes, self._seconds
-            self._clear()
+            taken, self._counts = self._counts, self._zeros()
         return taken
 
     def take_waited(self, wait: bool = False) -> float:
@@ -131,8 +171,8 @@ class Ledger:
         return threading.get_ident() == self._thread
 
     @contextmanager
-    def _timed(self, label: str, levels: Sequence[int | None]) -> Iterator[Any]:
-        """Time what runs inside for each of `levels`. Yields True or an event: whether it is over,
+    def _timed(self, label: str, rows: Sequence[_Row]) -> Iterator[Any]:
+        """Time what runs inside for each of `rows`. Yields True or an event: whether it is over,
         afterwards."""
         if self._device.type == "cuda":
             # Events mark the stream without stopping it. They are read when the step is over.
@@ -141,15 +181,17 @@ class Ledger:
             yield stop
             stop.record()
             with self._lock:
-                self._events += [(level, label, start, stop) for level in levels]
+                self._events += [(row, label, start, stop) for row in rows]
             if len(self._events) > MAX_PENDING_EVENTS:  # a loop that never calls `take`
                 self._read_events()
         else:
             begin = time.perf_counter()
             yield True
             seconds = time.perf_counter() - begin
-            for level in levels:
-                self._count(level, label, begin, seconds)
+            for row in rows:
+                self._count(row, label, begin, seconds)
+            with self._lock:
+                self._waits.forget(min(self._begins_in_flight(), default=begin + seconds))
 
     def _read_events(self, wait: bool = False) -> None:
         """Count the spans that are over on the device; with `wait`, wait for all."""
@@ -161,19 +203,73 @@ class Ledger:
                     event[-1].synchronize()
                 (over if event[-1].query() else pending).append(event)
             self._events = pending
-        for level, label, start, stop in over:
-            begin = self._began + self._origin.elapsed_time(start) / 1000
-            self._count(level, label, begin, start.elapsed_time(stop) / 1000)
-
-    def _count(self, level: int | None, label: str, begin: float, seconds: float) -> None:
+        begun = [(row, self._time_of(start)) for row, _, start, _ in pending if start.query()]
+        # Waits first, because the hidden part of a collective follows from them.
+        for row, label, start, stop in sorted(over, key=lambda event: event[0] is not None):
+            self._count(row, label, self._time_of(start), start.elapsed_time(stop) / 1000, begun)
         with self._lock:
-            if level is None:
+            self._waits.forget(min((t for row, t in begun if row is not None), default=inf))
+
+    def _time_of(self, event: Any) -> float:
+        return self._began + self._origin.elapsed_time(event) / 1000
+
+    def _begins_in_flight(self) -> Iterator[float]:
+        return (begin for _, begin, end in self._newest if end is False)
+
+    def _count(
+        self,
+        row: _Row,
+        label: str,
+        begin: float,
+        seconds: float,
+        begun: Sequence[tuple[_Row, float]] = (),
+    ) -> None:
+        """`begun`: what goes on, on a device, and since when."""
+        with self._lock:
+            if row is None:
                 self._waited += seconds
+                self._waits.end(begin, begin + seconds)
             else:
-                self._seconds[level] += seconds
+                level, kind = row
+                since = [start for waits, start in begun if waits is None]
+                waited = self._waits.within(begin, begin + seconds, since)
+                self._counts[level][kind].add(0, seconds, max(0.0, seconds - waited))
         if self.trace is not None:
-            row = WAITING if level is None else self.names[level]
-            self.trace.add(row, label, begin, seconds)
+            name, about = (WAITING, WAITING) if row is None else (self.names[row[0]], row[1])
+            self.trace.add(name, label, begin, seconds, about)
+
+
+class _Waits:
+    """When the computation waited, as far as a collective in flight may have to know it."""
+
+    def __init__(self) -> None:
+        self._spans: deque[tuple[float, float]] = deque()
+        self._since: float | None = None
+
+    def begin(self, now: float) -> None:
+        """The computation begins to wait."""
+        self._since = now
+
+    def end(self, begin: float, end: float) -> None:
+        """The computation has waited from `begin` to `end`."""
+        self._spans.append((begin, end))
+        self._since = None
+
+    def within(self, begin: float, end: float, since: Sequence[float] = ()) -> float:
+        """Seconds between `begin` and `end`, which is past, during which the computation waited.
+        `since`: when waits began that go on."""
+        waiting = [*since] if self._since is None else [*since, self._since]
+        total = sum(max(0.0, end - max(start, begin)) for start in waiting)
+        for start, stop in reversed(self._spans):
+            if stop <= begin:
+                break
+            total += max(0.0, min(stop, end) - max(start, begin))
+        return total
+
+    def forget(self, before: float) -> None:
+        """Forget the waits that were over `before`."""
+        while self._spans and self._spans[0][1] <= before:
+            self._spans.popleft()
 
 
 def _is_over(end: Any) -> bool:
@@ -192,10 +288,13 @@ class Trace:
         self._events: list[dict[str, Any]] = []
         self._lock = threading.Lock()
 
-    def add(self, row: str, label: str, start_seconds: float, seconds: float) -> None:
+    def add(
+        self, row: str, label: str, start_seconds: float, seconds: float, category: str
+    ) -> None:
         """Add a bar. `start_seconds` may be of any clock, the same for all bars."""
         event = {
             "name": label,
+            "cat": category,
             "ph": "X",
             "pid": 0,
             "tid": self._rows[row],

@@ -26,6 +26,7 @@ import torch
 
 from megafrontier.common.buffers import BufferPool, Workspace
 from megafrontier.parallel.hierarchy import CommArbiter
+from megafrontier.partition.comm.ledger import Kind
 
 Policy = Literal["none", "safe", "full"]
 Task = Callable[[], object]
@@ -246,7 +247,8 @@ def _make_stream(name: str, device: torch.device) -> _Stream:
 class AsyncChain:
     """A tensor and the operations issued on it. Each operation replaces the tensor by its result.
 
-    `label` names the chain in traces, and if ranks disagree: "gather blocks.0", say.
+    `label` names the chain in traces, and if ranks disagree: "gather blocks.0", say. `kind` is what
+    the ledger counts it as.
 
     Note [Buffers between streams]
     On a device, a task is only enqueued when its call returns. A buffer that one stream passes to
@@ -258,6 +260,7 @@ class AsyncChain:
     value: torch.Tensor
     label: str
     work: WorkHandle = DONE
+    kind: Kind = "weights"
     _acquired: list[tuple[BufferPool, torch.Tensor]] = field(default_factory=list)
 
     def acquire(self, pool: BufferPool, numel: int, dtype: torch.dtype) -> torch.Tensor:

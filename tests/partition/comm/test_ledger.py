@@ -5,13 +5,14 @@ That its bytes are those that are sent is tested in `wires/test_wire.py`.
 
 import json
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megafrontier.partition import Placement, shard
 from megafrontier.partition.comm import ledger as module
-from megafrontier.partition.comm.ledger import Ledger, Trace
+from megafrontier.partition.comm.ledger import Ledger, Trace, Traffic
 from tests.partition.tiny import TinyModel, backward, batch
 from tests.ranks import make_levels, run_ranks
 
@@ -44,7 +45,7 @@ def ledger(monkeypatch):
 def test_a_loop_that_never_takes_keeps_few_events_and_loses_no_seconds(ledger, monkeypatch):
     monkeypatch.setattr(module, "MAX_PENDING_EVENTS", 10)
     for _ in range(50):
-        with ledger.collective(1, "gather") as sent:
+        with ledger.collective(1, "gather", "weights") as sent:
             sent.append(3)
         with ledger.waiting("gather"):
             pass
@@ -53,10 +54,67 @@ def test_a_loop_that_never_takes_keeps_few_events_and_loses_no_seconds(ledger, m
     assert ledger.take_waited() == 50.0
 
 
+def test_hidden_seconds_are_those_in_which_the_computation_waited_for_nothing(monkeypatch):
+    """On a stream, a collective takes from 1 to 6. The computation waits from 2 to 3, and from 5 to
+    7. Then it runs a collective itself."""
+    now = 1.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now))
+    ledger = Ledger(["pair", "world"], torch.device("cpu"))
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(ledger, "_is_exposed", lambda: False)
+        collective = ledger.collective(1, "gather", "activations")
+        sent = collective.__enter__()
+        now = 2.0
+        with ledger.waiting("something else"):
+            now = 3.0
+        now = 5.0
+        with ledger.waiting("activations"):
+            now = 6.0
+            sent.append(7)
+            collective.__exit__(None, None, None)
+            now = 7.0
+    with ledger.collective(0, "gather", "weights") as sent:
+        sent.append(3)
+        now = 9.0
+    pair, world = ledger.take_kinds()
+    assert (pair.pop("weights"), world.pop("activations")) == (Traffic(3, 2, 0), Traffic(7, 5, 3))
+    assert {*map(repr, [*pair.values(), *world.values()])} == {repr(Traffic())}
+    assert ledger.take_waited() == 5.0
+
+
+def test_hidden_seconds_on_a_device_come_from_its_events(monkeypatch):
+    """The collective takes from 1 to 5. The computation waits from 2 to 3, and since 4."""
+
+    class At(Event):
+        times = iter([0.0, 2.0, 3.0, 1.0, 5.0, 4.0, 9.0])
+
+        def __init__(self, **_):
+            self.is_over, self.time = True, 0.0
+
+        def record(self, *_):
+            self.time = next(At.times)
+
+        def elapsed_time(self, other):
+            return (other.time - self.time) * 1000
+
+    monkeypatch.setattr(torch.cuda, "Event", At)
+    monkeypatch.setattr(Ledger, "_is_exposed", lambda _: False)
+    ledger = Ledger(["world"], torch.device("cuda"))
+    with ledger.waiting("gather"):
+        pass
+    with ledger.collective(0, "gather", "activations"):
+        pass
+    with ledger.waiting("gather"):
+        pass
+    ledger._events[-1][-1].is_over = False
+    (found,) = ledger.take_kinds()
+    assert found["activations"] == Traffic(0, 4.0, 2.0)
+
+
 def test_a_trace_shows_when_a_device_waited_not_the_host(ledger, tmp_path):
     """The host only enqueues the wait, which takes microseconds."""
     ledger.trace = Trace(ledger.names)
-    with ledger.waiting("gather"), ledger.collective(0, "gather"):
+    with ledger.waiting("gather"), ledger.collective(0, "gather", "weights"):
         pass
     ledger.take()
     ledger.trace.write(tmp_path / "trace.json")
@@ -76,7 +134,7 @@ def test_the_oldest_collective_of_a_device_that_hangs_is_named(ledger):
         (0, "gather 2", False, False),
         (1, "reduce 2", False, False),
     ):
-        with ledger.collective(level, label):
+        with ledger.collective(level, label, "weights"):
             pass
         *_, start, stop = ledger._events[-1]
         start.is_over, stop.is_over = started, over
