@@ -250,14 +250,15 @@ class ParallelConfig:
     tensor: int | str = bounded(1, at_least=1)
     """Ranks that share each matrix, and between matrices the tokens: the innermost. A number, which
     must fill each level before it enters the next, or a level's name: all ranks up to that level
-    that no inner split takes. Ranks that no split takes are data-parallel. `expert` and `pipeline`
-    are not built yet: more than 1 is refused."""
+    that no inner split takes. Ranks that no split takes are data-parallel. `pipeline` is not built
+    yet: more than 1 is refused."""
     context: int | str = bounded(1, at_least=1)
     """Ranks that share each sequence: the next after `tensor`. Twice the number must divide
     `model.sequence_length`."""
     expert: int | str = bounded(1, at_least=1)
     """Ranks that share the experts of a block: the innermost of the context and data-parallel
-    ranks."""
+    ranks. Must divide `model.moe.experts`. A token crosses each level once for each group of ranks
+    beyond it that has some of its experts."""
     pipeline: int | str = bounded(1, at_least=1)
     """Ranks that share the blocks: the outermost. A number fills the levels from outside; a level's
     name stands for all ranks from the outermost level down to it."""

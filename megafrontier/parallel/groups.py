@@ -43,13 +43,15 @@ def all_to_all(
     chunks: torch.Tensor,
     group: dist.ProcessGroup,
     sizes: list[int] | None = None,
+    sent_sizes: list[int] | None = None,
 ) -> None:
     """Send chunk i of `chunks` to peer i, and receive one chunk from each peer into `out`, in rank
     order.
 
-    Chunks have equal sizes, or `sizes` in elements (0 for no chunk), the same on both ends.
+    Chunks have equal sizes, or `sizes` along the first dimension (0 for no chunk). Those that are
+    sent have the same sizes, or `sent_sizes`.
     """
-    dist.all_to_all_single(out, chunks, sizes, sizes, group=group)
+    dist.all_to_all_single(out, chunks, sizes, sent_sizes or sizes, group=group)
 
 
 def make_groups(

@@ -3,12 +3,15 @@
 from collections.abc import Callable
 
 from megafrontier.model.gpt import GPT
+from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.partition.engine import Engine
 from megafrontier.splits.context import split_sequences
+from megafrontier.splits.experts import ExpertGroup, split_experts
 from megafrontier.splits.tensor import split_tensors
+from megafrontier.splits.tokens import TokenGroup
 
-_SPLITS = (("tensor", split_tensors), ("context", split_sequences))
+_SPLITS = (("tensor", split_tensors), ("context", split_sequences), ("expert", split_experts))
 
 
 def apply_splits(model: GPT, mesh: Mesh) -> Callable[[Engine], None]:
@@ -17,11 +20,13 @@ def apply_splits(model: GPT, mesh: Mesh) -> Callable[[Engine], None]:
     Call it before `shard`. The result connects the splits to the engine that `shard` returns; call
     it before the first forward. Raises UserError for a model that cannot be divided.
     """
-    groups = []
+    groups: list[tuple[TokenGroup | ExpertGroup, Hierarchy]] = []
     for axis, split in _SPLITS:
         if getattr(mesh.splits, axis) > 1:
             hierarchy = mesh.hierarchy((axis,))
             index, size = hierarchy.shard_index(len(hierarchy.levels.sizes))
+            if axis == "expert":  # so that neighbours have neighbouring experts
+                index = hierarchy.rank
             groups.append((split(model, index, size), hierarchy))
 
     def connect(engine: Engine) -> None:

@@ -1,6 +1,7 @@
 """What a configuration means on a given number of ranks: levels, placement, wires and memory."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from megafrontier.partition.presets import choose_wires, has_error_feedback
 from megafrontier.partition.unit import ROOT
 from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.splits.context import check_context_split
+from megafrontier.splits.experts import check_expert_split, split_experts
 from megafrontier.splits.tensor import check_tensor_split, split_tensors
 
 GIB = 2**30
@@ -69,9 +71,13 @@ def resolve_plan(config: Config, ranks: int) -> RunPlan:
 def _check_splits(config: Config, splits: Splits) -> None:
     """Raises UserError for splits that are not built, or that the model cannot be divided by."""
     parallel, tensor, context = config.parallel, splits.tensor, splits.context
-    for name in ("expert", "pipeline"):
-        fits = f"need 1: {name} parallelism is not built yet"
-        need(getattr(splits, name) == 1, f"parallel.{name}", getattr(parallel, name), fits)
+    fits = "need 1: pipeline parallelism is not built yet"
+    need(splits.pipeline == 1, "parallel.pipeline", parallel.pipeline, fits)
+    if config.model.moe is not None:
+        check_expert_split(config.model.moe.experts, splits.expert)
+    fits = "need 1, or a model with experts (model.moe)"
+    is_possible = splits.expert == 1 or config.model.moe is not None
+    need(is_possible, "parallel.expert", parallel.expert, fits)
     check_tensor_split(config.model, tensor)
     check_context_split(config.model.sequence_length, context)
     tokens = config.train.micro_batch * config.model.sequence_length // context
@@ -119,6 +125,8 @@ def _measure_units(config: Config, splits: Splits) -> list[UnitSize]:
         model = GPT(config.model)
     if splits.tensor > 1:
         split_tensors(model, 0, splits.tensor)
+    if splits.expert > 1:
+        split_experts(model, 0, splits.expert)
     numels: Counter[tuple[str, tuple[str, ...], str]] = Counter()
     for block in divide(model, model.units()):
         for name, parameter in block.parameters:
@@ -157,21 +165,40 @@ def buffer_gib(config: Config, plan: RunPlan) -> float:
     """GiB of the buffers that a rank's units share, by formula: unsharded weights, unreduced
     gradients, messages, and Muon's updates of the unit at hand and of the next."""
     units = unit_sizes(config, plan.shape.splits)
-    dtype, overlap = DTYPES[config.train.precision], config.partition.overlap
-    prefetch = None if overlap == "none" else config.partition.prefetch
+    dtype = DTYPES[config.train.precision]
+    prefetch = None if config.partition.overlap == "none" else config.partition.prefetch
     # Units of the root alone are few and small.
-    levels = plan.shape.over(next(unit.axes for unit in units if unit.block != ROOT))
-    placement = plan.placement.on(levels)
-    messages = MessageBuffers(placement, levels, plan.wires, dtype, overlap, prefetch or 0)
-    total = messages.held_bytes([unit.numel for unit in units])
+    several = list(dict.fromkeys(unit.axes for unit in units if unit.block != ROOT))
+    total = max(_message_bytes(config, plan, axes, units) for axes in several)
     for optimizer in {unit.optimizer for unit in units}:
         own = [unit for unit in units if unit.optimizer == optimizer]
         root = sum(unit.numel for unit in own if unit.block == ROOT)
-        numels = [unit.numel for unit in own if unit.block != ROOT]
-        total += unit_buffer_bytes(numels, root, placement, dtype.itemsize, prefetch)
+        largest = 0
+        for axes in several:
+            numels = [unit.numel for unit in own if unit.block != ROOT and unit.axes == axes]
+            placement = plan.placement.on(plan.shape.over(axes))
+            total += unit_buffer_bytes(numels, root, placement, dtype.itemsize, prefetch)
+            largest, root = max(largest, root, *numels), 0
         if optimizer == "muon":
-            total += 2 * max(root, *numels) * torch.bfloat16.itemsize
+            total += 2 * largest * torch.bfloat16.itemsize
     return total / GIB
+
+
+def _message_bytes(
+    config: Config, plan: RunPlan, axes: tuple[str, ...], units: Sequence[UnitSize]
+) -> int:
+    """Bytes of the buffers of messages, of the units that are sharded over `axes`."""
+    levels, partition = plan.shape.over(axes), config.partition
+    prefetch = 0 if partition.overlap == "none" else partition.prefetch
+    messages = MessageBuffers(
+        plan.placement.on(levels),
+        levels,
+        plan.wires,
+        DTYPES[config.train.precision],
+        partition.overlap,
+        prefetch,
+    )
+    return messages.held_bytes([u.numel for u in units if u.block == ROOT or u.axes == axes])
 
 
 def check_memory(config: Config, plan: RunPlan) -> None:

@@ -77,15 +77,17 @@ def train_alone(case: Case) -> list[Step]:
     steps = []
     for step in range(case.steps):
         tokens, targets = batch(case, step)
-        loss = (
-            model(tokens, targets, documents(case, step, 0, ROWS)) / (targets != IGNORE_INDEX).sum()
-        )
+        loss = model(tokens, targets, documents(case, step, 0, ROWS))
         optimizer.zero_grad()
         loss.backward()
+        # Divided afterwards, because the losses of routers enter through their gradient alone.
+        count = (targets != IGNORE_INDEX).sum()
+        for parameter in model.parameters():
+            parameter.grad /= count
         gradients = {name: p.grad.flatten().clone() for name, p in model.named_parameters()}
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
-        steps.append((loss.item(), norm.item(), gradients))
+        steps.append(((loss / count).item(), norm.item(), gradients))
     return steps
 
 

@@ -1,6 +1,7 @@
 """Bring tokens to experts that are all on this rank, and back."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,9 +9,10 @@ from torch import Tensor
 
 from megafrontier.model.moe.experts import Experts
 
-Dispatch = Callable[[Tensor, Tensor, Tensor, Experts], Tensor]
+Dispatch = Callable[[Tensor, Tensor, Tensor, Experts], Callable[[], Tensor]]
 """hidden [n, h], the experts of each token int64 [n, k], their weights fp32 [n, k], and the experts
-→ for each token the weighted sum of its experts' outputs [n, h]."""
+→ a function without arguments that returns for each token the weighted sum of its experts' outputs
+[n, h]. What is computed before it is called runs while tokens move."""
 
 
 def sort_by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -22,8 +24,14 @@ def sort_by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return order, stops.diff(prepend=stops.new_zeros(1))
 
 
-def local_dispatch(hidden: Tensor, chosen: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+def local_dispatch(
+    hidden: Tensor, chosen: Tensor, weights: Tensor, experts: Experts
+) -> Callable[[], Tensor]:
     """`Dispatch` on this rank alone."""
+    return partial(_process, hidden, chosen, weights, experts)
+
+
+def _process(hidden: Tensor, chosen: Tensor, weights: Tensor, experts: Experts) -> Tensor:
     order, counts = sort_by_expert(chosen, experts.count)
     copies: Tensor = _Spread.apply(hidden, order, chosen.shape[1])
     return combine(experts(copies, counts), weights, order)

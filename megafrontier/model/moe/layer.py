@@ -43,10 +43,16 @@ class MoE(nn.Module):
         """hidden [b, s, hidden] → [b, s, hidden]."""
         tokens = hidden.flatten(0, -2)
         chosen, weights, _ = self.router(tokens)
-        out = self.dispatch(tokens, chosen, weights, self.experts).view_as(hidden)
+        finish = self.dispatch(tokens, chosen, weights, self.experts)
+        shared = self._share(hidden)  # while tokens move
+        out = finish().view_as(hidden)
+        return out if shared is None else out + shared
+
+    def _share(self, hidden: Tensor) -> Tensor | None:
+        """The output of the shared experts, if there are any."""
         if self.shared is None:
-            return out
-        shared = self.shared(hidden)
+            return None
+        shared: Tensor = self.shared(hidden)
         if self.shared_gate is not None:
             shared = shared * (hidden @ self.shared_gate.t()).sigmoid()
-        return out + shared
+        return shared

@@ -141,7 +141,7 @@ class LevelCollectives:
         apply them to the weights."""
         group, workspace = self.hierarchy.groups[level], self._workspace(self._wires.gather, level)
         assert group is not None
-        with self._record(level, chain) as sent:
+        with self.record(level, chain) as sent:
             messages = delta.messages(value, workspace)
             shape = messages.shape[0] * dist.get_world_size(group), messages.shape[1]
             received = workspace.get("received", shape, messages.dtype) if out is None else out
@@ -215,7 +215,7 @@ class LevelCollectives:
         target = self.local_slice(out.value, stop, level)
         group = self.hierarchy.groups[level]
         if group is not None:
-            with self._record(level, chain) as sent:
+            with self.record(level, chain) as sent:
                 workspace = self._workspace(wires, level)
                 sent.append(wires[level].gather(shard, target, group, workspace))
         elif shard.data_ptr() != target.data_ptr():
@@ -245,7 +245,7 @@ class LevelCollectives:
         group = self.hierarchy.groups[level]
         if group is None:
             return full
-        with self._record(level, chain) as sent:
+        with self.record(level, chain) as sent:
             workspace = self._workspace(wires, level)
             out, count = wires[level].reduce(full, group, workspace, error)
             sent.append(count)
@@ -279,7 +279,7 @@ class LevelCollectives:
             return self._streams.workspace(level)
         return Workspace(self.hierarchy.device)
 
-    def _record(self, level: int, chain: AsyncChain) -> AbstractContextManager[list[int]]:
+    def record(self, level: int, chain: AsyncChain) -> AbstractContextManager[list[int]]:
         """Count a collective in the ledger, after the check of the order if there is one."""
         if self._check_order:
             self._compare_order(f"{chain.label!r} over {self.hierarchy.levels.names[level]!r}")

@@ -1,0 +1,249 @@
+"""Expert parallelism: each rank has some experts, and tokens move to theirs and back.
+
+Tokens move level by level (routes.py): over each level once per distinct group beyond it, however
+many of the token's experts lie there. Weighted results of the experts are summed inside before they
+go back over the level. Gradients take the same ways in the other direction.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megafrontier.common.errors import UserError
+from megafrontier.model.gpt import GPT
+from megafrontier.model.moe.experts import Experts
+from megafrontier.model.moe.layer import MoE
+from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.param_spec import set_spec, spec_of
+from megafrontier.partition.comm.streams import AsyncChain
+from megafrontier.partition.engine import Engine
+from megafrontier.splits.exchange import Routes, TokenExchange
+from megafrontier.splits.routes import ABSENT
+
+
+def check_expert_split(experts: int, size: int, key: str = "parallel.expert") -> None:
+    """Raises UserError if `size` ranks cannot divide the experts of a block."""
+    if experts % size:
+        fits = ", ".join(str(n) for n in range(1, experts + 1) if not experts % n)
+        raise UserError(
+            f"{key}: {size}, does not divide model.moe.experts ({experts}), need one of {fits}"
+        )
+
+
+def split_experts(model: GPT, index: int, size: int) -> "ExpertGroup":
+    """Leave the `index`-th of `size` parts of each block's experts in a GPT, which may be on the
+    meta device.
+
+    Call it before `shard`, and connect the result to the engine after that. The model's forward
+    then takes this rank's tokens, and returns the sum of their losses. Raises UserError for a
+    number of experts that `size` does not divide.
+    """
+    group = ExpertGroup()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for block in model.blocks:
+        if isinstance(block.mlp, MoE):
+            _cut(block.mlp.experts, index, size, names)
+            block.mlp.dispatch = group.dispatch
+    return group
+
+
+def _cut(experts: Experts, index: int, size: int, names: dict[int, str]) -> None:
+    check_expert_split(experts.count, size)
+    for name, whole in list(experts.named_parameters()):
+        spec = spec_of(names[id(whole)], whole)
+        count = len(whole) // size
+        first = index * count
+        part = nn.Parameter(whole.detach()[first : first + count].clone())
+        box = ((first, first + count), *spec.box[1:])
+        set_spec(part, replace(spec, name=names[id(whole)], box=box))
+        experts.register_parameter(name, part)
+
+
+class ExpertGroup:
+    """The ranks that share the experts of blocks."""
+
+    def connect(self, engine: Engine, hierarchy: Hierarchy) -> None:
+        """Let tokens move over the levels of `hierarchy`, on the streams of `engine`. Call it
+        before the first forward."""
+        self._exchange = TokenExchange(engine, hierarchy)
+
+    def dispatch(
+        self, hidden: Tensor, chosen: Tensor, weights: Tensor, experts: Experts
+    ) -> Callable[[], Tensor]:
+        """`model.moe.dispatch.Dispatch` over the ranks."""
+        per_rank = experts.count
+        chunks = self._exchange.chunks(chosen, weights.detach(), per_rank)
+        if len(chunks) == 1:
+            return _Passage(self._exchange, chunks[0][1], experts).start(hidden, weights)
+        return partial(self._in_chunks, chunks, hidden, weights, experts)
+
+    def _in_chunks(
+        self,
+        chunks: "Sequence[tuple[Tensor, Routes]]",
+        hidden: Tensor,
+        weights: Tensor,
+        experts: Experts,
+    ) -> Tensor:
+        """Process one chunk after another. Backward moves the tokens of each again, so that only
+        one chunk's are held at a time."""
+        found = []
+        for rows, routes in chunks:
+
+            def run(some: Tensor, weight: Tensor, routes: Routes = routes) -> Tensor:
+                return _Passage(self._exchange, routes, experts).start(some, weight)()
+
+            inputs = hidden[rows], weights[rows]
+            found.append(checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False))
+        order = torch.cat([rows for rows, _ in chunks]).argsort()
+        return torch.cat(found)[order]
+
+
+# The way of some tokens, for autograd
+
+
+@dataclass
+class _Passage:
+    """The way of some tokens to their experts and back.
+
+    Each way has two operators, one that starts it and one that waits. What the model computes
+    between the two runs while tokens move. Backward runs through them in reverse, so that the
+    gradients of what is computed between are computed while gradients of tokens move.
+    """
+
+    exchange: TokenExchange
+    routes: Routes
+    experts: Experts
+    chains: list[AsyncChain] = field(default_factory=list)
+    """In flight."""
+
+    def start(self, hidden: Tensor, weights: Tensor) -> Callable[[], Tensor]:
+        """Start hidden [n, h] on their way. The result waits and returns the sums [n, h]."""
+        started: Tensor = _StartSpread.apply(hidden, weights, self)
+        return partial(self._finish, started)
+
+    def _finish(self, started: Tensor) -> Tensor:
+        rows, weights = _FinishSpread.apply(started, self)
+        outputs = run_experts(rows, self.routes.experts, weights, self.experts)
+        # With `rows`, because without a row here the outputs may not depend on them. Backward has
+        # to pass all ranks' operators.
+        found: Tensor = _Collect.apply(outputs, rows, self)
+        return found
+
+
+class _StartSpread(torch.autograd.Function):
+    """hidden [n, h] and weights [n, k] → an empty tensor that `_FinishSpread` takes."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weights: Tensor, passage: _Passage) -> Tensor:
+        ctx.passage = passage
+        passage.chains = [passage.exchange.start_spread(hidden, passage.routes)]
+        return hidden.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden, weights = map(ctx.passage.exchange.wait, ctx.passage.chains)
+        ctx.passage.chains = []
+        return hidden, weights, None
+
+
+class _FinishSpread(torch.autograd.Function):
+    """The rows [m, h] that arrive, and their weights [m, k]."""
+
+    @staticmethod
+    def forward(ctx: Any, started: Tensor, passage: _Passage) -> tuple[Tensor, Tensor]:
+        ctx.passage = passage
+        (chain,) = passage.chains
+        passage.chains = []
+        return passage.exchange.wait(chain), passage.routes.weights.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        passage = ctx.passage
+        passage.chains = [
+            passage.exchange.start_collect(gradient, passage.routes) for gradient in grad_outputs
+        ]
+        return grad_outputs[0].new_empty(0), None
+
+
+class _Collect(torch.autograd.Function):
+    """Outputs of rows [m, h] → their sums by token [n, h]."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, rows: Tensor, passage: _Passage) -> Tensor:
+        ctx.passage = passage
+        return passage.exchange.wait(passage.exchange.start_collect(outputs, passage.routes))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        exchange, routes = ctx.passage.exchange, ctx.passage.routes
+        return exchange.wait(exchange.start_spread(grad_outputs[0], routes)), None, None
+
+
+# The experts of one rank
+
+
+def run_experts(rows: Tensor, chosen: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+    """The weighted sums of the outputs of this rank's experts [m, h], for rows [m, h] with any
+    number of `experts` each: chosen int64 [m, k], or `ABSENT`, and weights fp32 [m, k]."""
+    count, (size, active) = experts.count, chosen.shape
+    keys, order = chosen.where(chosen != ABSENT, count).flatten().sort(stable=True)
+    stops = torch.searchsorted(keys, torch.arange(count, device=keys.device), right=True)
+    counts = stops.diff(prepend=stops.new_zeros(1))
+    pairs = int(stops[-1])
+    order = order[:pairs]
+    # Of each row, the places of its pairs first, then `pairs`.
+    places = torch.full((size * active,), pairs, device=keys.device)
+    places[order] = torch.arange(pairs, device=keys.device)
+    places = places.view(size, active).sort(1).values[:, : min(active, count)]
+    copies: Tensor = _Copy.apply(rows, order // active, places)
+    outputs = experts(copies, counts)
+    weighted = outputs * weights.flatten().gather(0, order)[:, None]
+    found: Tensor = _Sum.apply(weighted, order // active, places)
+    return found.to(rows.dtype)
+
+
+def _sum_at(pairs: Tensor, places: Tensor) -> Tensor:
+    """fp32 [m, h]: the sum of pairs [p, h] at each row's places [m, n], where p stands for none.
+
+    By reading, because additions with atomics have any order.
+    """
+    total = torch.zeros(len(places), pairs.shape[1], device=pairs.device)
+    if len(pairs):
+        for column in places.unbind(1):
+            is_there = column < len(pairs)
+            part = pairs[column.clamp(max=len(pairs) - 1)]
+            total += torch.where(is_there[:, None], part, 0)
+    return total
+
+
+class _Copy(torch.autograd.Function):
+    """rows [m, h] → the row of each pair [p, h]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, of: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return rows[of]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return _sum_at(grad_outputs[0], places).to(grad_outputs[0].dtype), None, None
+
+
+class _Sum(torch.autograd.Function):
+    """pairs [p, h] → the sum of each row's, fp32 [m, h]."""
+
+    @staticmethod
+    def forward(ctx: Any, pairs: Tensor, of: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(of)
+        return _sum_at(pairs, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        (of,) = ctx.saved_tensors
+        return grad_outputs[0][of], None, None

@@ -1,0 +1,145 @@
+"""Where the tokens of expert parallelism go: over each level once per distinct group beyond it.
+
+The experts lie on the ranks of some levels in order: the rank with number r has the r-th of equal
+parts. On its way to its experts a token first crosses the outermost level, once for each group of
+ranks that has some of them, to the rank of that group with the same inner coordinates. There it
+crosses the next level in the same way. What a rank receives of a token on the last level is used by
+all the token's experts there.
+
+`Routes` holds the tables of one micro-batch. `ExpertGroup` (experts.py) moves the tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megafrontier.parallel.hierarchy import Levels
+
+ABSENT = -1
+"""In place of an expert that is not in this rank's group."""
+
+
+@dataclass(frozen=True)
+class Hop:
+    """The rows that one rank sends over one level, receives and keeps.
+
+    After the hop the rank has `keep` of its rows, and then those of each peer, in the order of the
+    peers.
+    """
+
+    level: int
+    keep: Tensor
+    """int64: rows that stay on this rank."""
+    send: Tensor
+    """int64: rows to send, ordered by peer."""
+    sent: list[int]
+    """Rows for each peer; 0 for the rank itself."""
+    received: list[int]
+    """Rows of each peer; 0 for the rank itself."""
+    rows: int
+    """Rows before the hop."""
+
+    @property
+    def rows_after(self) -> int:
+        """Rows after the hop."""
+        return len(self.keep) + sum(self.received)
+
+
+class Counts:
+    """How many rows and pairs (token, expert) go where, of a number of tokens on every rank.
+
+    A rank counts its own with `of`. The counts of all ranks say how many rows each hop has on each.
+    """
+
+    def __init__(self, levels: Levels, table: Tensor) -> None:
+        """table int32 [ranks, n], on the CPU: the counts of every rank, by its number."""
+        self._levels = levels
+        self.tokens = int(table[:, -1].max())
+        """Tokens of the rank that has most."""
+        parts = table[:, :-1].long().split([levels.ranks, *_widths(levels)], 1)
+        self._pairs, self._rows = parts[0], parts[1:]
+
+    @staticmethod
+    def of(levels: Levels, owners: Tensor) -> Tensor:
+        """This rank's counts int32 [n] of tokens whose experts lie on the ranks `owners` [tokens,
+        k]: pairs for each rank, tokens for each group of ranks at each level, and all tokens."""
+        pairs = torch.bincount(owners.flatten(), minlength=levels.ranks)
+        rows = [
+            _distinct(owners // stride, levels.ranks // stride).sum(0) for stride in strides(levels)
+        ]
+        return torch.cat([pairs, *rows, pairs.new_tensor([len(owners)])]).int()
+
+    @property
+    def all_pairs(self) -> int:
+        """Pairs on all ranks."""
+        return int(self._pairs.sum())
+
+    @property
+    def most(self) -> int:
+        """Pairs, or rows after a hop, of the rank that has most."""
+        found = [self._pairs.sum(0)]
+        for stride, rows in zip(strides(self._levels), self._rows, strict=True):
+            # Those that a rank has come from all ranks with its inner coordinates.
+            found.append(rows.view(-1, stride, rows.shape[1]).sum(0))
+        return max(int(counts.max()) for counts in found)
+
+    def received(self, rank: int, level: int) -> list[int]:
+        """Rows that `rank` gets over a level from the peer with each coordinate, itself too."""
+        stride, size = strides(self._levels)[level], self._levels.sizes[level]
+        rows = self._rows[level][:, rank // stride].view(-1, size, stride)
+        return [int(count) for count in rows[:, :, rank % stride].sum(0)]
+
+    def sent(self, rank: int, level: int) -> list[int]:
+        """Rows that `rank` sends over a level to the peer with each coordinate, itself too."""
+        stride, size = strides(self._levels)[level], self._levels.sizes[level]
+        beyond = stride * size
+        rows = self._rows[level][rank % beyond :: beyond].sum(0)
+        return [int(count) for count in rows.view(-1, size)[rank // beyond]]
+
+
+def strides(levels: Levels) -> list[int]:
+    """At each level, the ranks of a group inside it."""
+    found = [1]
+    for size in levels.sizes[:-1]:
+        found.append(found[-1] * size)
+    return found
+
+
+def _widths(levels: Levels) -> list[int]:
+    return [levels.ranks // stride for stride in strides(levels)]
+
+
+def _distinct(numbers: Tensor, count: int) -> Tensor:
+    """Which of the numbers 0 … count - 1 are in each row [rows, k]; others are ignored. Bool [rows,
+    count]."""
+    found = torch.zeros(len(numbers), count + 1, dtype=torch.bool, device=numbers.device)
+    is_there = (numbers >= 0) & (numbers < count)
+    return found.scatter_(1, numbers.where(is_there, count), True)[:, :count]
+
+
+def make_hop(levels: Levels, rank: int, level: int, counts: Counts, owners: Tensor) -> Hop:
+    """The hop over `level` of this rank's rows, whose experts lie on `owners` [rows, k]: ranks of
+    its group beyond the level, or `ABSENT`."""
+    stride, size = strides(levels)[level], levels.sizes[level]
+    own = rank // stride % size
+    targets = torch.where(owners == ABSENT, ABSENT, owners // stride % size)
+    goes = _distinct(targets, size).t()
+    sent, received = counts.sent(rank, level), counts.received(rank, level)
+    keep = _positions(goes[own : own + 1], sent[own])
+    sent[own] = received[own] = 0
+    others = goes.clone()
+    others[own] = False
+    return Hop(level, keep, _positions(others, sum(sent)), sent, received, len(owners))
+
+
+def _positions(mask: Tensor, count: int) -> Tensor:
+    """The column of each of the `count` true elements of a mask, row by row."""
+    # The count is known, and a device need not stop to tell it.
+    return torch.nonzero_static(mask, size=count)[:, 1]
+
+
+def inside(levels: Levels, rank: int, level: int, owners: Tensor) -> Tensor:
+    """`owners` [rows, k] with those outside of this rank's group at `level` and beyond `ABSENT`."""
+    stride = strides(levels)[level]
+    return owners.where(owners // stride == rank // stride, ABSENT)

@@ -1,0 +1,51 @@
+"""Expert parallelism gives one process's losses, norms and gradients."""
+
+import pytest
+
+from megafrontier.config.moe import ExpertGroupsConfig, MoEConfig
+from megafrontier.parallel.mesh import Splits
+from tests.model.small_models import SHAPES
+from tests.ranks import run_mesh
+from tests.splits.matrix import Case, assert_equal, train_alone, train_split
+
+LLAMA, GPT2 = SHAPES["llama"], SHAPES["gpt2"]
+MIXTURE = LLAMA | {"moe": MoEConfig(experts=8, active=3, ffn_hidden=16, balance="none")}
+SHARED = GPT2 | {
+    "moe": MoEConfig(
+        experts=16,
+        active=4,
+        ffn_hidden=8,
+        every=2,
+        shared_experts=1,
+        router="sigmoid",
+        groups=ExpertGroupsConfig(4, 2),
+        balance="loss",
+        z_loss=0.01,
+    )
+}
+
+CASES = [
+    ((2,), Splits(expert=2), "ddp", Case(MIXTURE)),
+    ((2, 2), Splits(expert=4), "zero3", Case(SHARED, "empty rows", accumulation=2)),
+    ((2, 2), Splits(expert=2), "topo", Case(MIXTURE, options={"overlap": "full"})),
+    ((2, 2, 2), Splits(expert=8), "zero1", Case(MIXTURE, "one token")),
+    (
+        (2, 2, 2),
+        Splits(tensor=2, context=2, expert=4),
+        "hpz",
+        Case(SHARED, built={"checkpointing": "selective"}),
+    ),
+    (
+        (2, 4),
+        Splits(tensor=2, expert=4),
+        "zero3",
+        Case(MIXTURE, accumulation=2, options={"check_order": True}),
+    ),
+    ((2, 4), Splits(context=2, expert=4), "topo", Case(SHARED, built={"checkpointing": "block"})),
+]
+
+
+@pytest.mark.parametrize(("sizes", "splits", "strategy", "case"), CASES)
+def test_expert_parallelism_gives_one_processs_losses_and_gradients(sizes, splits, strategy, case):
+    found = run_mesh(sizes, lambda mesh: train_split(case, strategy, mesh), splits=splits)
+    assert_equal(found, train_alone(case))
