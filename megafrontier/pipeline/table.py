@@ -1,0 +1,129 @@
+"""The words of a schedule: actions, transfers, and the rows that hold them.
+
+A stage is a run of consecutive blocks. Stages have global numbers, 0 to
+ranks * stages_per_rank - 1, in the order of the blocks. A table has one row per rank of the
+pipeline: the actions of that rank, in its order.
+"""
+
+from enum import StrEnum
+from typing import Literal, NamedTuple
+
+Schedule = Literal["1f1b", "interleaved", "zero_bubble"]
+
+
+class Kind(StrEnum):
+    """What an action computes."""
+
+    FORWARD = "F"
+    BACKWARD = "B"  # gradients of inputs and of weights in one pass
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+
+
+class Action(NamedTuple):
+    """One computation of a stage, for one micro-batch."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.micro_batch}"
+
+
+class TransferKind(StrEnum):
+    """The direction of a transfer, as its rank sees it, and what it carries."""
+
+    SEND_ACTIVATION = "send activation"
+    RECEIVE_ACTIVATION = "receive activation"
+    SEND_GRADIENT = "send gradient"
+    RECEIVE_GRADIENT = "receive gradient"
+
+    @property
+    def is_send(self) -> bool:
+        """Whether this rank is the sender."""
+        return self in (TransferKind.SEND_ACTIVATION, TransferKind.SEND_GRADIENT)
+
+    @property
+    def is_activation(self) -> bool:
+        """Whether it carries an output of a stage, not a gradient of one."""
+        return self in (TransferKind.SEND_ACTIVATION, TransferKind.RECEIVE_ACTIVATION)
+
+
+class Transfer(NamedTuple):
+    """One message between this rank and the rank `peer` of the pipeline.
+
+    `stage` is this rank's stage: the one whose output or input gradient is sent, or the one whose
+    input or output gradient is received.
+    """
+
+    kind: TransferKind
+    stage: int
+    micro_batch: int
+    peer: int
+
+    def __str__(self) -> str:
+        way = "to" if self.kind.is_send else "from"
+        return f"{self.kind} {self.stage}.{self.micro_batch} {way} rank {self.peer}"
+
+
+class Exchange(tuple[Transfer, ...]):
+    """Transfers of one rank that are started together, for instance in one batch_isend_irecv."""
+
+    __slots__ = ()
+
+
+Row = tuple[Action, ...]
+Table = tuple[Row, ...]
+ExchangeRow = tuple[Action | Exchange, ...]
+
+
+def rank_of(schedule: str, ranks: int, stages_per_rank: int, stage: int) -> int:
+    """The rank of the pipeline that holds a stage.
+
+    Stages go round the ranks, so that each round visits the ranks in the same order. With
+    `zero_bubble` and two stages per rank they form a V: the first rank holds the first stage and
+    the last one.
+    """
+    if schedule == "zero_bubble" and stages_per_rank == 2:
+        return min(stage, 2 * ranks - 1 - stage)
+    return stage % ranks
+
+
+def stages_of(schedule: str, ranks: int, stages_per_rank: int, rank: int) -> tuple[int, ...]:
+    """The stages that a rank of the pipeline holds, in ascending order."""
+    stages = range(ranks * stages_per_rank)
+    return tuple(s for s in stages if rank_of(schedule, ranks, stages_per_rank, s) == rank)
+
+
+class Message(NamedTuple):
+    """What an action makes for another stage: the output of `stage`, or its input's gradient."""
+
+    is_activation: bool
+    stage: int
+    micro_batch: int
+
+
+def message_of(action: Action) -> Message | None:
+    """The message that an action makes. A backward of weights makes none."""
+    if action.kind is Kind.BACKWARD_WEIGHT:
+        return None
+    return Message(action.kind is Kind.FORWARD, action.stage, action.micro_batch)
+
+
+def message_for(action: Action, stages: int) -> Message | None:
+    """The message that an action needs from another stage, if any, in a row of `stages` stages."""
+    if action.kind is Kind.FORWARD and action.stage > 0:
+        return Message(True, action.stage - 1, action.micro_batch)
+    is_backward = action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    if is_backward and action.stage < stages - 1:
+        return Message(False, action.stage + 1, action.micro_batch)
+    return None
+
+
+def message_in(transfer: Transfer) -> Message:
+    """The message that a transfer carries."""
+    stage = transfer.stage
+    if not transfer.kind.is_send:
+        stage += -1 if transfer.kind.is_activation else 1
+    return Message(transfer.kind.is_activation, stage, transfer.micro_batch)
