@@ -1,0 +1,124 @@
+"""Divide the blocks of a model into stages of about the same cost, and say what a step idles.
+
+Costs are FLOPs per token, as `model.flops` counts them: matrix products and attention, of experts
+those that process a token. The embedding counts with the last bits of a cost: its lookup multiplies
+nothing. The head counts fully. With a large vocabulary it costs as much as several blocks.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+
+from megafrontier.common.errors import need
+from megafrontier.config import ModelConfig
+from megafrontier.model.flops import parameter_specs
+from megafrontier.pipeline.schedule import make_table
+from megafrontier.pipeline.simulate import Costs, simulate
+
+_Key = tuple[float, float]
+
+
+def balanced_layers(config: ModelConfig, stages: int) -> tuple[int, ...]:
+    """The number of blocks of each stage, for which the most expensive stage costs least.
+
+    Among such divisions, the one with the least sum of squared costs. Raises UserError if a stage
+    would have no block.
+    """
+    fits = f"need at least {stages}, one block for each stage"
+    need(config.layers >= stages, "model.layers", config.layers, fits)
+    return _divide(tuple(block_flops(config)), embedding_flops(config), head_flops(config), stages)
+
+
+def stage_costs(config: ModelConfig, layers: Sequence[int]) -> list[Costs]:
+    """The costs of each stage's actions in FLOPs per token, if stages have `layers` blocks.
+
+    The forward, the backward of inputs and the backward of weights cost the same, as they do for
+    matrix products.
+    """
+    sums = _sums(block_flops(config), embedding_flops(config), head_flops(config))
+    ends = [0, *accumulate(layers)]
+    thirds = [(sums[end] - sums[start]) / 3 for start, end in pairwise(ends)]
+    return [Costs(third, third, third) for third in thirds]
+
+
+def bubble(
+    schedule: str, ranks: int, stages_per_rank: int, micro_batches: int, costs: Sequence[Costs]
+) -> float:
+    """The share of a step in which the ranks of a pipeline wait, 0 to 1, without transfers."""
+    table = make_table(schedule, ranks, stages_per_rank, micro_batches)
+    return simulate(table, costs).bubble
+
+
+def describe_pipeline(
+    schedule: str, ranks: int, stages_per_rank: int, micro_batches: int, costs: Sequence[Costs]
+) -> str:
+    """One line with the bubble, a warning if there are fewer micro-batches than ranks."""
+    share = bubble(schedule, ranks, stages_per_rank, micro_batches, costs)
+    stages = f"{ranks * stages_per_rank} stages"
+    if stages_per_rank > 1:
+        stages += f" on {ranks} ranks"
+    numbers = f"{stages}, {schedule}, {micro_batches} micro-batches"
+    if micro_batches < ranks:
+        return (
+            f"warning: pipeline: {numbers}: bubble {share:.0%}; a larger train.global_batch or a "
+            f"smaller train.micro_batch gives {ranks} micro-batches or more"
+        )
+    return f"pipeline: {numbers}: bubble {share:.0%}"
+
+
+def block_flops(config: ModelConfig) -> list[float]:
+    """FLOPs per token of each block, forward and backward."""
+    attention = 6.0 * config.heads * config.head_dim * config.sequence_length
+    costs = [attention] * config.layers
+    for name, spec in parameter_specs(config).items():
+        if not name.startswith("blocks."):
+            continue
+        share = 1.0 if spec.kind in ("matrix", "router") else 0.0
+        if spec.kind == "expert" and config.moe is not None:
+            share = config.moe.active / config.moe.experts
+        costs[int(name.split(".")[1])] += 6 * share * spec.valid_numel
+    return costs
+
+
+def embedding_flops(config: ModelConfig) -> float:
+    """FLOPs per token of the embedding: additions of positions and of gradients."""
+    return 2.0 * config.hidden
+
+
+def head_flops(config: ModelConfig) -> float:
+    """FLOPs per token of the head, forward and backward."""
+    return 6.0 * config.vocab_size * config.hidden
+
+
+def _sums(blocks: Sequence[float], first: float, last: float) -> list[float]:
+    """For each number of blocks, the cost of the part of the model that ends there."""
+    sums = [0.0, *(first + cost for cost in accumulate(blocks))]
+    sums[-1] += last
+    return sums
+
+
+@cache
+def _divide(blocks: tuple[float, ...], first: float, last: float, stages: int) -> tuple[int, ...]:
+    """Dynamic programming over the ends of stages: the best division of blocks 0 to end - 1."""
+    sums = _sums(blocks, first, last)
+    count = len(blocks)
+    best: list[tuple[_Key, tuple[int, ...]]] = [
+        ((sums[end], sums[end] ** 2), (end,)) for end in range(1, count + 1)
+    ]
+    best.insert(0, ((0.0, 0.0), ()))
+    for stage in range(1, stages):
+        row = [best[0]] * (count + 1)
+        for end in range(stage + 1, count + 1):
+            row[end] = min(
+                _extended(best[start], sums[end] - sums[start], end - start)
+                for start in range(stage, end)
+            )
+        best = row
+    return best[count][1]
+
+
+def _extended(
+    division: tuple[_Key, tuple[int, ...]], cost: float, blocks: int
+) -> tuple[_Key, tuple[int, ...]]:
+    (largest, squares), layers = division
+    return (max(largest, cost), squares + cost**2), (*layers, blocks)
