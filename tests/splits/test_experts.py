@@ -25,27 +25,56 @@ SHARED = GPT2 | {
 }
 
 CASES = [
-    ((2,), Splits(expert=2), "ddp", Case(MIXTURE)),
     ((2, 2), Splits(expert=4), "zero3", Case(SHARED, "empty rows", accumulation=2)),
     ((2, 2), Splits(expert=2), "topo", Case(MIXTURE, options={"overlap": "full"})),
-    ((2, 2, 2), Splits(expert=8), "zero1", Case(MIXTURE, "one token")),
+    ((2, 2, 2), Splits(expert=8), "zero1", Case(MIXTURE, "one token", steps=2)),
     (
         (2, 2, 2),
         Splits(tensor=2, context=2, expert=4),
         "hpz",
-        Case(SHARED, built={"checkpointing": "selective"}),
+        Case(SHARED, steps=2, built={"checkpointing": "selective"}),
     ),
     (
-        (2, 4),
-        Splits(tensor=2, expert=4),
+        (4,),
+        Splits(tensor=2, expert=2),
         "zero3",
-        Case(MIXTURE, accumulation=2, options={"check_order": True}),
+        Case(MIXTURE, accumulation=2, steps=2, options={"check_order": True}),
     ),
-    ((2, 4), Splits(context=2, expert=4), "topo", Case(SHARED, built={"checkpointing": "block"})),
+    (
+        (2, 2),
+        Splits(context=2, expert=4),
+        "topo",
+        Case(SHARED, steps=2, built={"checkpointing": "block"}),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("sizes", "splits", "strategy", "case"), CASES)
 def test_expert_parallelism_gives_one_processs_losses_and_gradients(sizes, splits, strategy, case):
+    found = run_mesh(sizes, lambda mesh: train_split(case, strategy, mesh), splits=splits)
+    assert_equal(found, train_alone(case))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("masks", "accumulation"), [("none", 2), ("one token", 1)])
+@pytest.mark.parametrize("shape", [MIXTURE, SHARED])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "topo"])
+@pytest.mark.parametrize(
+    ("sizes", "splits"),
+    [
+        ((2, 4), Splits(expert=1)),
+        ((2, 4), Splits(expert=2)),
+        ((2, 2, 2), Splits(expert=4)),
+        ((8,), Splits(expert=8)),
+        ((2, 2, 2), Splits(tensor=2, expert=4)),
+        ((2, 4), Splits(context=2, expert=8)),
+        ((4, 2), Splits(tensor=2, context=2, expert=2)),
+    ],
+)
+def test_every_combination_on_8_ranks_gives_one_processs_losses_and_gradients(
+    sizes, splits, strategy, shape, masks, accumulation
+):
+    """112 combinations, a few seconds each."""
+    case = Case(shape, masks, accumulation, steps=20 if accumulation == 1 else 4)
     found = run_mesh(sizes, lambda mesh: train_split(case, strategy, mesh), splits=splits)
     assert_equal(found, train_alone(case))

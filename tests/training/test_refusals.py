@@ -69,6 +69,12 @@ BAD = [
     (("parallel.tensor=rack",), "parallel.tensor: no level 'rack' on this machine, need a whole"),
     (("parallel.tensor=0",), "parallel.tensor: 0, need at least 1"),
     (("parallel.tensor=null",), "parallel.tensor: null, need an integer or text"),
+    (("parallel.expert=2",), "parallel.expert: 2, need 1, or a model with experts (model.moe)"),
+    (("parallel.expert=4", "model.moe={experts: 6}"), "parallel.expert: 4, does not divide "
+     "model.moe.experts (6), need one of 1, 2, 3, 6"),
+    (("parallel.expert=8", "model.moe={experts: 8}"), "parallel.expert: 8, does not fill the "
+     "levels (pair 2 × node 2 × world 1 ranks without other splits) one after the other, need one "
+     "of 1, 2, 4"),
     (("parallel.schedule=zero_bubble",), "parallel.schedule: zero_bubble, need 1f1b: pipeline par"),
     (("parallel.layers=[1,1]",), "parallel.layers: [1, 1], need []: pipeline parallelism is not"),
     (("parallel.layers=[0]",), "parallel.layers[0]: 0, need at least 1"),

@@ -9,6 +9,10 @@ CHOSEN = (
     "machine={levels: {pair: {size: 2}, world: {}}}", "model.heads=4", "model.kv_heads=2",
     "train.clip_grad_norm=0.5", "data.document_mask=true", "partition.strategy=topo",
 )  # fmt: skip
+MIXTURE = (
+    "model.moe={experts: 8, active: 3, ffn_hidden: 16, shared_experts: 1, z_loss: 0.001, "
+    "balance: none}"
+)
 
 
 def numbers(lines, *keys):
@@ -46,6 +50,27 @@ def test_checkpoints_move_between_splits(config_file, tmp_path):
     for ranks, *chosen in relay:
         lines = runs.run(config_file, ranks, *CHOSEN, *chosen)
     assert numbers(lines, "loss") == pytest.approx(numbers(alone, "loss"), rel=1e-5)
+
+
+def test_checkpoints_of_a_mixture_of_experts_move_between_splits(config_file, tmp_path):
+    chosen = (*CHOSEN, MIXTURE, "train.steps=5")
+    alone = runs.run(config_file, 1, *chosen, "machine=laptop", f"run.directory={tmp_path}/alone")
+    relay = (
+        (4, "parallel.expert=4", "train.stop_at=2"),
+        (
+            4,
+            "parallel.tensor=2",
+            "parallel.expert=2",
+            "partition.strategy=zero1",
+            "train.stop_at=3",
+        ),
+        (1, "machine=laptop", "train.stop_at=4"),
+        (2, "parallel.context=2", "parallel.expert=2", "partition.strategy=zero3"),
+    )
+    for ranks, *more in relay:
+        lines = runs.run(config_file, ranks, *chosen, *more)
+    for key in ("loss", "grad_norm"):
+        assert numbers(lines, key) == pytest.approx(numbers(alone, key), rel=1e-5)
 
 
 def test_a_run_with_dropout_draws_the_same_masks_again(config_file, tmp_path):

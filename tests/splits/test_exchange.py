@@ -1,0 +1,123 @@
+"""Tokens cross each level as often as they must, and no rank holds too many at a time."""
+
+import torch
+from torch import nn
+
+from megafrontier.config.moe import MoEConfig
+from megafrontier.model.moe.dispatch import local_dispatch
+from megafrontier.model.moe.experts import Experts
+from megafrontier.parallel.mesh import Splits
+from megafrontier.partition import Engine, Placement, Wires
+from megafrontier.splits.exchange import PEAK, TokenExchange
+from megafrontier.splits.experts import ExpertGroup
+from tests.model.small_models import small_config
+from tests.ranks import run_mesh
+
+WIDTH, ACTIVE, TOKENS = 32, 3, 20
+MOE = MoEConfig(experts=16, active=ACTIVE, ffn_hidden=8)
+
+
+def make_engine(mesh):
+    levels = mesh.hierarchy().levels
+    wires = Wires.plain(len(levels.sizes), torch.float32)
+    return Engine(Placement.named("ddp", levels), mesh.hierarchy(), wires, "safe", 0, False)
+
+
+def routing(kind, ranks):
+    """hidden [ranks, n, h], chosen [ranks, n, k] and weights [ranks, n, k] of all ranks."""
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(ranks, TOKENS, WIDTH, generator=generator)
+    weights = torch.rand(ranks, TOKENS, ACTIVE, generator=generator)
+    scores = torch.rand(ranks, TOKENS, MOE.experts, generator=generator)
+    if kind == "one rank":  # all tokens go to the experts of the last one
+        scores[..., -ACTIVE:] += 1
+    if kind == "changing":  # on each rank the first half goes to one rank, the rest to another
+        scores[:, : TOKENS // 2, :ACTIVE] += 1
+        scores[:, TOKENS // 2 :, -ACTIVE:] += 1
+    if kind == "few":  # most experts have no token
+        scores[..., 5:8] += torch.tensor([1.0, 2.0, 3.0])
+        scores[..., 0] += 1
+    return hidden, scores.topk(ACTIVE).indices, weights
+
+
+def make_experts(rank=0, ranks=1):
+    torch.manual_seed(2)
+    experts = Experts(small_config(activation="swiglu"), MOE)
+    for name, parameter in list(experts.named_parameters()):
+        values = nn.init.normal_(parameter, 0, 0.2).detach().chunk(ranks)[rank]
+        experts.register_parameter(name, nn.Parameter(values.clone()))
+    return experts
+
+
+def outcome(dispatch, experts, hidden, chosen, weights):
+    """The result, and the gradients of tokens, weights and experts."""
+    inputs = [tensor.clone().requires_grad_() for tensor in (hidden, weights)]
+    out = dispatch(inputs[0], chosen, inputs[1], experts)()
+    (out * torch.arange(1.0, WIDTH + 1)).square().sum().backward()
+    return [out.detach(), *(t.grad for t in inputs), *(p.grad for p in experts.parameters())]
+
+
+def test_experts_on_other_ranks_give_the_outputs_and_gradients_of_experts_on_one():
+    kinds = ("few", "one rank", "changing")
+
+    def body(mesh):
+        group = ExpertGroup()
+        group.connect(make_engine(mesh), mesh.hierarchy(("expert",)))
+        own = [[part[mesh.rank] for part in routing(kind, 8)] for kind in kinds]
+        return [outcome(group.dispatch, make_experts(mesh.rank, 8), *parts) for parts in own]
+
+    ranks = run_mesh((2, 2, 2), body, splits=Splits(expert=8))
+    for kind, found in zip(kinds, zip(*ranks, strict=True), strict=True):
+        whole = [part.flatten(0, 1) for part in routing(kind, 8)]
+        expected = outcome(local_dispatch, make_experts(), *whole)
+        for parts, value in zip(zip(*found, strict=True), expected, strict=True):
+            largest = value.abs().max().item()
+            torch.testing.assert_close(torch.cat(parts), value, rtol=1e-5, atol=1e-5 * largest)
+
+
+def test_no_rank_gets_more_rows_at_a_time_than_a_few_times_the_average():
+    def body(mesh):
+        exchange = TokenExchange(make_engine(mesh), mesh.hierarchy(("expert",)))
+        found = []
+        for kind in ("even", "one rank", "changing"):
+            _, chosen, weights = (part[mesh.rank] for part in routing(kind, 8))
+            chunks = exchange.chunks(chosen, weights, 2)
+            rows = max(hop.rows_after for _, routes in chunks for hop in routes.hops)
+            tokens = torch.cat([tokens for tokens, _ in chunks]).sort().values
+            found.append((len(chunks), rows, tokens.tolist()))
+        return found
+
+    for found in run_mesh((2, 4), body, splits=Splits(expert=8)):
+        assert found[0][0] == 1
+        assert found[1][0] > 1
+        for _, rows, tokens in found:
+            assert rows <= PEAK * TOKENS * ACTIVE
+            assert tokens == [*range(TOKENS)]
+
+
+def test_each_level_carries_a_token_once_for_each_distinct_group_beyond_it():
+    sizes = (2, 2, 2)
+
+    def body(mesh):
+        hidden, chosen, weights = (part[mesh.rank] for part in routing("even", 8))
+        engine = make_engine(mesh)
+        exchange = TokenExchange(engine, mesh.hierarchy(("expert",)))
+        ((_, routes),) = exchange.chunks(chosen, weights, 2)
+        engine.ledger.take()
+        rows = exchange.wait(exchange.start_spread(hidden, routes))
+        there = [level["tokens"].bytes for level in engine.ledger.take_kinds()]
+        exchange.wait(exchange.start_collect(rows, routes))
+        back = [level["tokens"].bytes for level in engine.ledger.take_kinds()]
+        return there, back
+
+    found = run_mesh(sizes, body, splits=Splits(expert=8))
+    _, chosen, _ = routing("even", 8)
+    for level, stride in enumerate((1, 2, 4)):
+        crossing = sum(
+            len({owner // stride for owner in owners if owner // stride % 2 != rank // stride % 2})
+            for rank, rows in enumerate((chosen // 2).tolist())
+            for owners in rows
+        )
+        for direction in range(2):
+            total = sum(ways[direction][level] for ways in found)
+            assert total == crossing * WIDTH * 4, (level, direction)
