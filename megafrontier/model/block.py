@@ -55,7 +55,7 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.norm2 = make_norm(config)
         moe = config.moe if has_experts(config, number) else None
-        self.mlp = MLP(config) if moe is None else MoE(config, moe)
+        self.mlp = MLP(config) if moe is None else MoE(config, moe, number)
 
     def forward(
         self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None

@@ -151,6 +151,8 @@ def forward_backward(trainer: Trainer, heartbeat: Heartbeat) -> torch.Tensor:
     """
     batches = read_step(trainer.loader, trainer.step, trainer.mesh.rank)
     totals = torch.zeros(2, dtype=torch.float64, device=trainer.mesh.device)
+    if trainer.balance is not None:
+        trainer.balance.scale_losses(trainer.loss_scale.scale)
     for number, batch in enumerate(batches, start=1):
         seed_dropout(trainer.config.run.seed, batch, trainer.mesh.work_rank)
         loss = trainer.model(batch.tokens, batch.targets, batch.documents)

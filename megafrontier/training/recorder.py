@@ -20,6 +20,8 @@ STEP_FIELDS = frozenset(
         "tflops_per_device", "mfu", "memory_gib", "comm", "loss_scale", "skipped", "samples",
         "spike", "valid_loss", "stops", "saving", "waiting_seconds", "comm_bytes", "comm_seconds",
         "comm_hidden",
+        "expert_tokens", "expert_imbalance", "expert_rank_imbalance", "router_entropy",
+        "dropped_tokens",
     }
 )  # fmt: skip
 

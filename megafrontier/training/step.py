@@ -61,6 +61,8 @@ def finish_step(
     metrics.add("comm_seconds", [of.seconds for of in traffic], "mean")
     metrics.add("comm_hidden", [of.hidden for of in traffic], "mean")
     metrics.add("memory_gib", peak_memory_gib(mesh.device), "max")
+    if trainer.balance is not None:
+        metrics.add("expert_tokens", trainer.balance.take(mesh.device), "sum")
     with engine.ledger.waiting("loss and norm"):
         reduced = metrics.reduce(trainer.world)
     tokens = reduced["tokens"]
@@ -78,6 +80,8 @@ def finish_step(
         "skipped": skip,
         "spike": is_spike,
     }
+    if trainer.balance is not None:
+        results |= trainer.balance.update(reduced["expert_tokens"], skip)
     divisor = divisor / clip_factor(norm, trainer.config.train.clip_grad_norm)
     return StepStats(divisor, is_bad, skip, results, waited)
 

@@ -16,6 +16,7 @@ from megafrontier.data.sampling.samples import Batch, open_samples
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initial_slice
+from megafrontier.model.moe.balance import Balance
 from megafrontier.model.recompute.compile import start_workers
 from megafrontier.optim.gradients import LossScale
 from megafrontier.optim.spikes import SpikeRule
@@ -57,6 +58,8 @@ class Trainer:
     spikes: SpikeRule
     metrics: MetricRecorder
     run_logger: RunLogger
+    balance: Balance | None = None
+    """Of the routers, in a mixture of experts."""
     stateful: dict[str, Any] = field(default_factory=dict)
     step: int = 0
     tokens: int = 0
@@ -109,6 +112,7 @@ def build_trainer(
         lambda: [open_loader(config, part, rank, size, device) for part in PARTS]
     )
     assert train is not None
+    moe = config.model.moe
     return Trainer(
         config,
         plan,
@@ -122,6 +126,7 @@ def build_trainer(
         SpikeRule(config.train, device),
         MetricRecorder(device),
         run_logger or RunLogger(None),
+        None if moe is None else Balance(model, moe, config.model.layers, mesh.splits.expert),
     )
 
 

@@ -23,8 +23,10 @@ class MoE(nn.Module):
     `dispatch` brings tokens to their experts and back. Expert parallelism replaces it.
     """
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig) -> None:
+    def __init__(self, config: ModelConfig, moe: MoEConfig, number: int = 0) -> None:
+        """`number`: of the block, from 0."""
         super().__init__()
+        self.number = number
         self.router = Router(config, moe)
         self.experts = Experts(config, moe)
         self.dispatch: Dispatch = local_dispatch
@@ -42,7 +44,7 @@ class MoE(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [b, s, hidden] → [b, s, hidden]."""
         tokens = hidden.flatten(0, -2)
-        chosen, weights, _ = self.router(tokens)
+        chosen, weights = self.router(tokens)
         finish = self.dispatch(tokens, chosen, weights, self.experts)
         shared = self._share(hidden)  # while tokens move
         out = finish().view_as(hidden)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig, MoEConfig
 from megafrontier.model.init import matrix_std
+from megafrontier.model.moe.statistics import RouterStatistics
 from megafrontier.parallel.param_spec import ParamSpec, set_spec
 
 TINY = 1e-20
@@ -57,10 +58,11 @@ class Router(nn.Module):
             self.register_buffer("load", share)
         self.loss_scale: Tensor | None = None
         """What the loss is multiplied by before backward. None: 1."""
+        self.statistics = RouterStatistics()
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens [n, hidden] → the experts of each token int64 [n, active], their weights fp32
-        [n, active], and the probabilities of all experts fp32 [n, experts]."""
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens [n, hidden] → the experts of each token int64 [n, active], and their weights fp32
+        [n, active]."""
         logits = F.linear(tokens.float(), self.weight.float())
         scores = logits.softmax(-1) if self.moe.router == "softmax" else logits.sigmoid()
         experts = self._choose(scores.detach())
@@ -71,7 +73,21 @@ class Router(nn.Module):
         probabilities = scores
         if self.moe.router == "sigmoid":
             probabilities = scores / (scores.sum(-1, keepdim=True) + TINY)
-        return experts, self._with_losses(weights, logits, probabilities), probabilities.detach()
+        if self.training:
+            self.statistics.add(experts, probabilities)
+        return experts, self._with_losses(weights, logits, probabilities)
+
+    @torch.no_grad()
+    def update(self, counts: Tensor, skip: Tensor) -> None:
+        """Update the buffers by the tokens of each expert in the global batch, float64 [experts],
+        unless `skip` [] is 1."""
+        keep = 1 - skip
+        if self.moe.balance == "bias":
+            sign = (counts.mean() - counts).sign()
+            self.bias += (keep * self.moe.bias_rate * sign).float()
+        if self.moe.balance == "loss":
+            shares = (counts / counts.sum().clamp(min=1)).float()
+            self.load.copy_(torch.where(skip > 0, self.load, shares))
 
     def _choose(self, scores: Tensor) -> Tensor:
         """The experts with the best scores [n, experts], plus the bias, in the best groups."""

@@ -1,0 +1,30 @@
+"""Small mixtures of experts."""
+
+from typing import Any
+
+from megafrontier.config import MoEConfig
+from megafrontier.config.moe import ExpertGroupsConfig
+from tests.model.small_models import SHAPES
+
+LLAMA = SHAPES["llama"]
+
+
+def mixture(**changes: Any) -> dict[str, Any]:
+    """Changes of `small_config`: a Llama with experts in every block, which route far from evenly
+    and whose balance has a large weight, so that differences show."""
+    values = {"experts": 8, "active": 2, "ffn_hidden": 24, "bias_rate": 0.05} | changes
+    return LLAMA | {"moe": MoEConfig(**values), "init_std": 0.2}
+
+
+BIAS = mixture()
+LOSS = mixture(balance="loss", loss_coefficient=0.5, z_loss=0.1, normalise=False)
+SHARED = mixture(
+    every=2,
+    shared_experts=2,
+    shared_gate=True,
+    router="sigmoid",
+    scale=2.0,
+    groups=ExpertGroupsConfig(4, 2),
+)
+EMPTY = mixture(experts=16, active=1, balance="none")
+"""Some experts get no token."""
