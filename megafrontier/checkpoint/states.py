@@ -40,7 +40,7 @@ def engine_states(
     for state, tensors in optimizer_states.items():
         trained = iter(tensors)
         found[state] = [None if unit.is_frozen else next(trained) for unit in units]
-    if engine.wires.have_deltas and not units[0].computes_with_masters:
+    if engine.have_deltas and not units[0].computes_with_masters:
         found["published"] = [unit.published for unit in units]
     errors = [unit.feedback.error for unit in units]
     if any(error is not None for error in errors):

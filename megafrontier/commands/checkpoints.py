@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from megafrontier.checkpoint.format import CheckpointCorrupt
+from megafrontier.checkpoint.format import BUFFER, CheckpointCorrupt
 from megafrontier.checkpoint.load import attached_problems, open_checkpoint, read_manifest
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config, config_from_dict, load_machine
@@ -42,8 +42,13 @@ def load_model(path: Path, config: Config, device: torch.device) -> GPT:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layout = Layout.build("model", shapes.items(), 1)
     flat = torch.empty(layout.numel, dtype=dtype, device=device)
-    open_checkpoint(path).fill([layout], {"weight": [flat]}, 0, 1)
-    model.load_state_dict(dict(zip(shapes, layout.views(flat), strict=True)), assign=True)
+    checkpoint = open_checkpoint(path)
+    checkpoint.fill([layout], {"weight": [flat]}, 0, 1)
+    buffers = dict(model.named_buffers())
+    buffers |= checkpoint.tensors(BUFFER, checkpoint.manifest.buffers)
+    values = dict(zip(shapes, layout.views(flat), strict=True))
+    values |= {name: buffer.to(device) for name, buffer in buffers.items()}
+    model.load_state_dict(values, assign=True)
     return model
 
 

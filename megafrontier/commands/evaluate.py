@@ -9,7 +9,7 @@ from typing import Any
 
 from megafrontier.checkpoint.folder import of_newest
 from megafrontier.checkpoint.load import Checkpoint, load_checkpoint
-from megafrontier.checkpoint.states import fill_shards, share_shards
+from megafrontier.checkpoint.states import fill_shards, persistent_buffers, share_shards
 from megafrontier.commands.checkpoints import device_name, saved_config
 from megafrontier.common.errors import UserError
 from megafrontier.config import (
@@ -105,14 +105,15 @@ def _evaluate(
     config, mesh, world = context.config, context.mesh, context.world
     model, engine = build_model(config, context.plan, mesh, has_values=False)
     weights = {"weight": [unit.master for unit in engine.units]}
+    buffers = persistent_buffers(model)
 
     def load(checkpoint: Checkpoint) -> None:
         check_model(config.model, checkpoint)
-        fill_shards(checkpoint, engine, weights)
+        fill_shards(checkpoint, engine, weights, buffers)
 
     load_it = partial(load_checkpoint, load=load, world=world)
     checkpoint = of_newest(path, load_it, world.broadcast_from_rank_0)
-    share_shards(engine, weights)
+    share_shards(engine, weights, buffers)
     engine.restore(has_published=False)
     loader = world.run_on_all(
         lambda: open_loader(config, "valid", mesh.data_rank, mesh.data_size, mesh.device)

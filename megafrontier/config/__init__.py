@@ -21,6 +21,7 @@ from megafrontier.config.schema import Config as Config
 from megafrontier.config.schema import CorpusConfig as CorpusConfig
 from megafrontier.config.schema import DataConfig as DataConfig
 from megafrontier.config.schema import EvaluateConfig as EvaluateConfig
+from megafrontier.config.schema import ExpertsPartitionConfig as ExpertsPartitionConfig
 from megafrontier.config.schema import LogConfig as LogConfig
 from megafrontier.config.schema import ModelConfig as ModelConfig
 from megafrontier.config.schema import ParallelConfig as ParallelConfig

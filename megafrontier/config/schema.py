@@ -216,6 +216,24 @@ class WiresConfig:
 
 
 @dataclass
+class ExpertsPartitionConfig:
+    """What experts have in place of the keys of `partition`."""
+
+    strategy: Literal["ddp", "zero1", "zero2", "zero3", "mics", "hpz", "topo"] | None = None
+    """A named placement. Default: that of the other parameters."""
+    weights: str | None = None
+    """As `partition.weights`."""
+    backward_weights: str | None = None
+    """As `partition.backward_weights`."""
+    gradients: str | None = None
+    """As `partition.gradients`."""
+    optimizer: str | None = None
+    """As `partition.optimizer`."""
+    wires: WiresConfig | None = None
+    """Wire formats. Default: those of the other parameters."""
+
+
+@dataclass
 class PartitionConfig:
     strategy: Literal["ddp", "zero1", "zero2", "zero3", "mics", "hpz", "topo"] | None = None
     """A named placement. topo if neither this nor a placement is given."""
@@ -229,6 +247,8 @@ class PartitionConfig:
     """Level through which master weights and optimizer state are sharded, or `none`."""
     wires: WiresConfig = field(default_factory=WiresConfig)
     """Wire formats."""
+    experts: ExpertsPartitionConfig | None = None
+    """Placement and wires of the experts of `model.moe`. Default: as the other parameters."""
     error_feedback: bool | None = None
     """Add the quantization error of a gradient message to the next one, on the levels between
     `gradients` and `optimizer`. If the two are the same level: on the levels within it, in every

@@ -150,7 +150,8 @@ def check(config: Config) -> None:
     _check_data(config)
     _check_steps(config)
     _check_optimizer(config.optimizer)
-    _check_wires(config.partition.wires)
+    _check_wires(config.partition.wires, "partition.wires")
+    _check_experts_partition(config)
 
 
 def check_machine(machine: MachineConfig, origin: str) -> None:
@@ -241,10 +242,19 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
         need(is_in_proportion, "optimizer.lr", optimizer.lr, fits)
 
 
-def _check_wires(wires: WiresConfig) -> None:
+def _check_experts_partition(config: Config) -> None:
+    experts = config.partition.experts
+    if experts is not None:
+        fits = "need null, or a mixture of experts (model.moe)"
+        need(config.model.moe is not None, "partition.experts", "given", fits)
+        if experts.wires is not None:
+            _check_wires(experts.wires, "partition.experts.wires")
+
+
+def _check_wires(wires: WiresConfig, prefix: str) -> None:
     known = get_args(WireFormat)
     for move, formats in (("gather", wires.gather), ("reduce", wires.reduce)):
         allowed = [wire for wire in known if move == "gather" or not wire.startswith("delta")]
         for level, wire in formats.items():
-            key = f"partition.wires.{move}.{level}"
+            key = f"{prefix}.{move}.{level}"
             need(wire in allowed, key, wire, f"need one of {', '.join(allowed)}")

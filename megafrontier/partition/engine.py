@@ -262,6 +262,11 @@ class Engine:
         return self._collectives[key]
 
     @property
+    def have_deltas(self) -> bool:
+        """Whether any unit is published as deltas."""
+        return any(unit.wires.have_deltas for unit in self.units)
+
+    @property
     def trained_units(self) -> list[Unit]:
         """The units whose parameters get gradients: all but those that were frozen in `shard`."""
         return [unit for unit in self.units if not unit.is_frozen]
@@ -280,7 +285,7 @@ class Engine:
                 unit.layout.numel,
                 unit.placement,
                 unit.hierarchy.levels,
-                wires or self.wires,
+                wires or unit.wires,
                 micro_batches,
                 self._hooks.gathers(unit, micro_batches),
             )
@@ -364,7 +369,7 @@ class Engine:
         With `has_published`, every unit's `published` was filled too, and all ranks compute with
         the same bits as when it was saved.
         """
-        if has_published or self.wires.have_deltas:
+        if has_published or self.have_deltas:
             self._broadcast_weights(self.units, from_masters=not has_published)
         else:  # these wires give the same weights from the same masters
             frozen = [unit for unit in self.units if unit.is_frozen]

@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import prod
 
 from megafrontier.common.errors import UserError
-from megafrontier.config import PartitionConfig
+from megafrontier.config import ExpertsPartitionConfig, PartitionConfig
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition.wires.wire import Wires
 
@@ -55,28 +55,37 @@ class Placement:
         return cls(*(_depth(name, levels) for name in STRATEGIES[strategy]))
 
     @classmethod
-    def from_config(cls, config: PartitionConfig, levels: Levels) -> "Placement":
-        """The placement of a configuration. Raises UserError for one that is not valid."""
+    def from_config(
+        cls,
+        config: PartitionConfig | ExpertsPartitionConfig,
+        levels: Levels,
+        prefix: str = "partition",
+        default: "Placement | None" = None,
+    ) -> "Placement":
+        """The placement of a configuration; `default`, or that of topo, if it names none. `prefix`
+        precedes the keys in errors. Raises UserError for one that is not valid."""
         chosen = {
             key: getattr(config, key)
             for key in ("weights", "backward_weights", "gradients", "optimizer")
         }
         given = {key: value for key, value in chosen.items() if value is not None}
         if not given:
+            if config.strategy is None and default is not None:
+                return default
             return cls.named(config.strategy or "topo", levels)
         if config.strategy is not None:
             raise UserError(
-                f"partition.strategy: {config.strategy}, and also partition.{next(iter(given))}: "
-                "give a strategy or a placement, not both (partition.strategy=null drops a file's)"
+                f"{prefix}.strategy: {config.strategy}, and also {prefix}.{next(iter(given))}: "
+                f"give a strategy or a placement, not both ({prefix}.strategy=null drops a file's)"
             )
         missing = [k for k in chosen if k not in given and k != "backward_weights"]
         if missing:
             raise UserError(
-                f"partition.{missing[0]}: missing, a placement needs weights, gradients, optimizer"
+                f"{prefix}.{missing[0]}: missing, a placement needs weights, gradients, optimizer"
             )
-        depths = {k: levels.depth(v, f"partition.{k}") for k, v in given.items()}
+        depths = {k: levels.depth(v, f"{prefix}.{k}") for k, v in given.items()}
         depths.setdefault("backward_weights", depths["weights"])
-        _check_nesting(given, depths)
+        _check_nesting(given, depths, prefix)
         return cls(**depths)
 
     @property
@@ -113,12 +122,12 @@ def node_depth(levels: Levels) -> int:
     return levels.depth("node") if "node" in levels.names else max(1, len(levels.names) - 1)
 
 
-def _check_nesting(given: dict[str, str], depths: dict[str, int]) -> None:
+def _check_nesting(given: dict[str, str], depths: dict[str, int], prefix: str) -> None:
     order = ("backward_weights", "weights", "gradients", "optimizer")
     for inner, outer in pairwise(order):
         if depths[inner] > depths[outer]:
             raise UserError(
-                f"partition.{inner}: {given.get(inner)} reaches further than partition.{outer} "
+                f"{prefix}.{inner}: {given.get(inner)} reaches further than {prefix}.{outer} "
                 f"({given.get(outer)}), need a level within it"
             )
 

@@ -20,14 +20,19 @@ PRESETS: dict[str, dict[str, dict[str, str]]] = {
 
 
 def choose_wires(
-    config: WiresConfig, placement: Placement, levels: Levels, precision: str
+    config: WiresConfig,
+    placement: Placement,
+    levels: Levels,
+    precision: str,
+    prefix: str = "partition",
 ) -> Wires:
-    """The wires of a configuration. Raises UserError with the key that cannot be."""
-    gather = _formats(config, "gather", levels, precision)
-    reduce = _formats(config, "reduce", levels, precision)
-    _check_precision(config, precision)
-    _check_use(config.gather, placement, levels)
-    _settle_deltas(gather, config.gather, placement, levels)
+    """The wires of a configuration. Raises UserError with the key that cannot be, which begins with
+    `prefix`."""
+    gather = _formats(config, "gather", levels, precision, prefix)
+    reduce = _formats(config, "reduce", levels, precision, prefix)
+    _check_precision(config, precision, prefix)
+    _check_use(config.gather, placement, levels, prefix)
+    _settle_deltas(gather, config.gather, placement, levels, prefix)
     rotates = config.preset == "low" if config.rotation is None else config.rotation
     wires = Wires(
         tuple(make_wire(name) for name in gather),
@@ -35,7 +40,7 @@ def choose_wires(
     )
     if config.rotation and not any(wire.codec.is_quantized for wire in wires.reduce):
         raise UserError(
-            "partition.wires.rotation: true, but no level reduces gradients in int8 or int4; "
+            f"{prefix}.wires.rotation: true, but no level reduces gradients in int8 or int4; "
             "leave it out"
         )
     return wires
@@ -65,7 +70,9 @@ def has_error_feedback(
     return config.error_feedback and has_errors(here)
 
 
-def _formats(config: WiresConfig, move: str, levels: Levels, precision: str) -> list[str]:
+def _formats(
+    config: WiresConfig, move: str, levels: Levels, precision: str, prefix: str
+) -> list[str]:
     """One format for each level, fastest first."""
     count = len(levels.names)
     formats = [precision] * count
@@ -75,7 +82,7 @@ def _formats(config: WiresConfig, move: str, levels: Levels, precision: str) -> 
     for name, wire in getattr(config, move).items():
         if name not in levels.names:
             known = ", ".join(levels.names)
-            raise UserError(f"partition.wires.{move}.{name}: no such level, need one of {known}")
+            raise UserError(f"{prefix}.wires.{move}.{name}: no such level, need one of {known}")
         formats[levels.names.index(name)] = wire
     return formats
 
@@ -88,28 +95,28 @@ def _starts(levels: Levels) -> dict[str, int]:
     return {"second": min(1, last), "node": max(network - 1, 0), "network": network}
 
 
-def _check_precision(config: WiresConfig, precision: str) -> None:
+def _check_precision(config: WiresConfig, precision: str, prefix: str) -> None:
     """Refuse fp16 for values that may exceed its range, and fp32 for weights of fewer bits."""
     for move, chosen in (("gather", config.gather), ("reduce", config.reduce)):
         for name, wire in chosen.items():
-            key = f"partition.wires.{move}.{name}: {wire}, but train.precision is {precision}"
+            key = f"{prefix}.wires.{move}.{name}: {wire}, but train.precision is {precision}"
             if wire == "fp16" != precision:
                 raise UserError(f"{key}, whose range fp16 lacks; need bf16 or int8")
             if move == "gather" and wire == "fp32" != precision:
                 raise UserError(f"{key}, and weights hold no more; need {precision}")
 
 
-def _check_use(chosen: dict[str, str], placement: Placement, levels: Levels) -> None:
+def _check_use(chosen: dict[str, str], placement: Placement, levels: Levels, prefix: str) -> None:
     for name, wire in chosen.items():
         if levels.names.index(name) >= placement.optimizer:
             raise UserError(
-                f"partition.wires.gather.{name}: {wire}, but weights are not sent over that level "
+                f"{prefix}.wires.gather.{name}: {wire}, but weights are not sent over that level "
                 "with this placement; leave it out"
             )
 
 
 def _settle_deltas(
-    gather: list[str], chosen: dict[str, str], placement: Placement, levels: Levels
+    gather: list[str], chosen: dict[str, str], placement: Placement, levels: Levels, prefix: str
 ) -> None:
     """Refuse chosen deltas that cannot work, and turn a preset's own into int8.
 
@@ -129,6 +136,6 @@ def _settle_deltas(
                     else "but this placement does not publish weights over that level; need int8, "
                     "bf16 or fp32"
                 )
-                raise UserError(f"partition.wires.gather.{name}: {gather[level]}, {reason}")
+                raise UserError(f"{prefix}.wires.gather.{name}: {gather[level]}, {reason}")
             gather[level] = "int8"
         sends_weights = sends_weights or (publishes and not is_delta and levels.sizes[level] > 1)

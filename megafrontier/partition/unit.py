@@ -18,6 +18,7 @@ from megafrontier.partition.flat_buffers import FlatGradient, UnitParameters
 from megafrontier.partition.layout import Layout
 from megafrontier.partition.memory import UnitBuffer
 from megafrontier.partition.placement import Placement
+from megafrontier.partition.wires.wire import Wires
 
 ROOT = "root"
 """Name of the unit of all parameters outside of blocks. It is unsharded for the whole pass."""
@@ -117,6 +118,11 @@ class Unit:
     def hierarchy(self) -> Hierarchy:
         """The data-parallel levels over which the unit's state is sharded."""
         return self._collectives.hierarchy
+
+    @property
+    def wires(self) -> Wires:
+        """The formats of the unit's messages."""
+        return self._collectives.wires
 
     @property
     def counts(self) -> bool:

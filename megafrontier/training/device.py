@@ -8,6 +8,7 @@ import torch
 from megafrontier.common.errors import RunFailed
 from megafrontier.config import Config
 from megafrontier.model.kernels.backends import attention_backend, uncompilable_attention
+from megafrontier.model.moe.products import describe_product
 from megafrontier.model.recompute.compile import missing_compiler
 from megafrontier.parallel.world import World
 from megafrontier.partition.wires.registry import DTYPES, missing_kernels
@@ -33,7 +34,8 @@ def reason_not_compiled(config: Config, world: World) -> str | None:
 
 def describe_kernels(config: Config, world: World, plan: RunPlan) -> Iterator[str]:
     """One line about the kernels, after warnings if they are not the requested ones."""
-    codecs = {wire.codec for wire in (*plan.wires.gather, *plan.wires.reduce)}
+    wires = (plan.wires, plan.experts.wires)
+    codecs = {wire.codec for own in wires for wire in (*own.gather, *own.reduce)}
     missing = world.first_error(missing_kernels(world.device.type, codecs))
     if missing is not None:
         yield f"warning: partition.wires: {missing}; encoded by plain torch, which takes longer"
@@ -45,6 +47,8 @@ def describe_kernels(config: Config, world: World, plan: RunPlan) -> Iterator[st
     attention = attention_backend(config.model, world.device, dtype, documents, is_cut)
     is_compiled = config.train.compile and reason is None
     yield f"attention: {attention}; blocks: {'compiled' if is_compiled else 'not compiled'}"
+    if config.model.moe is not None:
+        yield f"experts: {describe_product(world.device, dtype)}"
 
 
 class OutOfMemory(RunFailed):

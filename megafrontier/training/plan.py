@@ -2,15 +2,22 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from megafrontier.common.errors import UserError, need
-from megafrontier.config import Config, MachineConfig, ParallelConfig, load_machine
+from megafrontier.config import (
+    Config,
+    ExpertsPartitionConfig,
+    MachineConfig,
+    ParallelConfig,
+    load_machine,
+)
 from megafrontier.model.flops import parameter_specs
 from megafrontier.model.gpt import GPT
+from megafrontier.model.moe.experts import EXPERT_AXES
 from megafrontier.optim.groups import OptimizerGroups, optimizer_itemsize
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import DATA_PARALLEL, MeshShape, Splits
@@ -29,6 +36,19 @@ from megafrontier.splits.tensor import check_tensor_split, split_tensors
 GIB = 2**30
 
 
+class StatePlan(NamedTuple):
+    """How the state of some parameters is sharded and sent."""
+
+    placement: Placement
+    wires: Wires
+    error_feedback: bool
+
+    @property
+    def feedback_wires(self) -> Wires | None:
+        """The wires of gradients, if messages have error feedback."""
+        return self.wires if self.error_feedback else None
+
+
 @dataclass(frozen=True)
 class RunPlan:
     """The mesh of a number of ranks on the machine, the placement on its levels, the wire formats
@@ -39,6 +59,8 @@ class RunPlan:
     placement: Placement
     wires: Wires
     error_feedback: bool
+    experts: StatePlan
+    """The same of experts, on the levels over which these are replicated."""
 
     @property
     def levels(self) -> Levels:
@@ -49,6 +71,17 @@ class RunPlan:
     def data_levels(self) -> Levels:
         """The levels over which a parameter that no split cuts is replicated."""
         return self.shape.over(DATA_PARALLEL)
+
+    def of(self, axes: Sequence[str]) -> StatePlan:
+        """That of parameters that are replicated over these axes."""
+        if "expert_data" in axes:
+            return self.experts
+        return StatePlan(self.placement, self.wires, self.error_feedback)
+
+    @property
+    def have_deltas(self) -> bool:
+        """Whether any parameter is published as deltas."""
+        return self.wires.have_deltas or self.experts.wires.have_deltas
 
 
 def resolve_plan(config: Config, ranks: int) -> RunPlan:
@@ -65,7 +98,20 @@ def resolve_plan(config: Config, ranks: int) -> RunPlan:
     precision = config.train.precision
     wires = choose_wires(config.partition.wires, placement, levels, precision)
     error_feedback = has_error_feedback(config.partition, wires, placement, levels)
-    return RunPlan(machine, shape, placement, wires, error_feedback)
+    rest = StatePlan(placement, wires, error_feedback)
+    experts = rest if config.model.moe is None else _plan_experts(config, shape, placement)
+    return RunPlan(machine, shape, *rest, experts)
+
+
+def _plan_experts(config: Config, shape: MeshShape, default: Placement) -> StatePlan:
+    """The placement and wires of experts; `default` is the placement of the rest."""
+    given, key = config.partition.experts or ExpertsPartitionConfig(), "partition.experts"
+    levels, common = shape.over(EXPERT_AXES), config.partition
+    placement = Placement.from_config(given, levels, key, default)
+    chosen, prefix = (common.wires, "partition") if given.wires is None else (given.wires, key)
+    wires = choose_wires(chosen, placement, levels, config.train.precision, prefix)
+    feedback = replace(common, wires=chosen)
+    return StatePlan(placement, wires, has_error_feedback(feedback, wires, placement, levels))
 
 
 def _check_splits(config: Config, splits: Splits) -> None:
@@ -143,17 +189,16 @@ def state_gib(config: Config, plan: RunPlan) -> float:
     Buffers (`buffer_gib`), activations and the allocator's overhead come on top.
     """
     itemsize = DTYPES[config.train.precision].itemsize
-    feedback_wires = plan.wires if plan.error_feedback else None
     numels: Counter[tuple[tuple[str, ...], str]] = Counter()
     for unit in unit_sizes(config, plan.shape.splits):
         numels[unit.axes, unit.optimizer] += unit.numel
     found = (
         state_bytes(
             numel,
-            plan.placement,
+            plan.of(axes).placement,
             plan.shape.over(axes),
             itemsize,
-            feedback_wires,
+            plan.of(axes).feedback_wires,
             optimizer_itemsize(name),
         )
         for (axes, name), numel in numels.items()
@@ -176,7 +221,7 @@ def buffer_gib(config: Config, plan: RunPlan) -> float:
         largest = 0
         for axes in several:
             numels = [unit.numel for unit in own if unit.block != ROOT and unit.axes == axes]
-            placement = plan.placement.on(plan.shape.over(axes))
+            placement = plan.of(axes).placement.on(plan.shape.over(axes))
             total += unit_buffer_bytes(numels, root, placement, dtype.itemsize, prefetch)
             largest, root = max(largest, root, *numels), 0
         if optimizer == "muon":
@@ -188,12 +233,12 @@ def _message_bytes(
     config: Config, plan: RunPlan, axes: tuple[str, ...], units: Sequence[UnitSize]
 ) -> int:
     """Bytes of the buffers of messages, of the units that are sharded over `axes`."""
-    levels, partition = plan.shape.over(axes), config.partition
+    levels, state, partition = plan.shape.over(axes), plan.of(axes), config.partition
     prefetch = 0 if partition.overlap == "none" else partition.prefetch
     messages = MessageBuffers(
-        plan.placement.on(levels),
+        state.placement.on(levels),
         levels,
-        plan.wires,
+        state.wires,
         DTYPES[config.train.precision],
         partition.overlap,
         prefetch,

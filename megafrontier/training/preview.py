@@ -11,12 +11,16 @@ from megafrontier.config import Config
 from megafrontier.data.sampling.loader import micro_batches
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
 from megafrontier.model.families import family_for
+from megafrontier.model.moe.experts import EXPERT_AXES
 from megafrontier.optim.adamw import find_apex
-from megafrontier.partition.placement import error_levels
+from megafrontier.parallel.hierarchy import Levels
+from megafrontier.parallel.mesh import DATA_PARALLEL
+from megafrontier.partition.placement import Placement, error_levels
 from megafrontier.partition.wires.wire import Wire
 from megafrontier.training.callbacks.base import load_class
 from megafrontier.training.plan import (
     RunPlan,
+    StatePlan,
     buffer_gib,
     optimizer_groups,
     resolve_plan,
@@ -121,13 +125,11 @@ def _summarize(config: Config, plan: RunPlan) -> str:
 
     Raises UserError if the batch does not divide.
     """
-    levels, placement = plan.levels, plan.placement
-    names = ("none", *levels.names)
+    levels = plan.levels
     sizes = " x ".join(f"{n} {s}" for n, s in zip(levels.names, levels.sizes, strict=True))
-    shards = f"weights {names[placement.weights]}"
-    if placement.backward_weights != placement.weights:
-        shards += f" (in backward {names[placement.backward_weights]})"
-    shards += f", gradients {names[placement.gradients]}, optimizer {names[placement.optimizer]}"
+    shards = _describe_placement(plan.placement, levels)
+    if plan.experts.placement != plan.placement:
+        shards += f"; of experts: {_describe_placement(plan.experts.placement, levels)}"
     train = config.train
     splits = (f"{name} {size}" for name, size in asdict(plan.shape.splits).items() if size > 1)
     shards = ", ".join([*splits, shards])
@@ -141,21 +143,38 @@ def _summarize(config: Config, plan: RunPlan) -> str:
     )
 
 
+def _describe_placement(placement: Placement, levels: Levels) -> str:
+    names = ("none", *levels.names)
+    shards = f"weights {names[placement.weights]}"
+    if placement.backward_weights != placement.weights:
+        shards += f" (in backward {names[placement.backward_weights]})"
+    return (
+        f"{shards}, gradients {names[placement.gradients]}, optimizer {names[placement.optimizer]}"
+    )
+
+
 def _describe_wires(config: Config, plan: RunPlan) -> str:
     """One line: the formats of weights and gradients on each level that they cross, and overlap."""
-    levels = plan.data_levels
-    placement = plan.placement.on(levels)
+    line = f"wires: {_describe_formats(plan.of(DATA_PARALLEL), plan.data_levels)}"
+    if plan.experts.wires != plan.wires:
+        levels = plan.shape.over(EXPERT_AXES)
+        line += f"; of experts: {_describe_formats(plan.experts, levels)}"
+    return f"{line}; overlap {config.partition.overlap}"
+
+
+def _describe_formats(state: StatePlan, levels: Levels) -> str:
+    placement, wires = state.placement.on(levels), state.wires
     crossed = [level for level, size in enumerate(levels.sizes) if size > 1]
 
-    def formats(wires: Sequence[Wire], of: Iterable[int]) -> str:
-        return ", ".join(f"{levels.names[i]} {wires[i].name}" for i in of) or "not sent"
+    def formats(found: Sequence[Wire], of: Iterable[int]) -> str:
+        return ", ".join(f"{levels.names[i]} {found[i].name}" for i in of) or "not sent"
 
-    reduce = plan.wires.reduce
-    gathered = formats(plan.wires.gather, (i for i in crossed if i < placement.optimizer))
-    line = f"wires: weights {gathered}; gradients {formats(reduce, crossed)}"
+    reduce = wires.reduce
+    gathered = formats(wires.gather, (i for i in crossed if i < placement.optimizer))
+    line = f"weights {gathered}; gradients {formats(reduce, crossed)}"
     if any(reduce[i].codec.rotates for i in crossed):
         line += ", rotated"
-    feedback = error_levels(placement, levels, plan.wires) if plan.error_feedback else []
+    feedback = error_levels(placement, levels, wires) if state.error_feedback else []
     if feedback:
         line += f", error feedback over {', '.join(levels.names[i] for i in feedback)}"
-    return f"{line}; overlap {config.partition.overlap}"
+    return line

@@ -25,6 +25,7 @@ from megafrontier.parallel.mesh import Mesh
 from megafrontier.parallel.param_spec import ParamSpec
 from megafrontier.parallel.world import World
 from megafrontier.partition import Engine, shard
+from megafrontier.partition.engine import UnitRules
 from megafrontier.partition.unit import InitialSlice
 from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.splits.apply import apply_splits
@@ -156,6 +157,7 @@ def build_model(
         dtype=DTYPES[config.train.precision],
         wires=plan.wires,
         error_feedback=plan.error_feedback,
+        rules=partial(_unit_rules, plan, mesh, DTYPES[config.train.precision]),
         overlap=config.partition.overlap,
         prefetch=config.partition.prefetch,
         check_order=config.partition.check_order,
@@ -164,6 +166,13 @@ def build_model(
     )
     connect(engine)
     return model, engine
+
+
+def _unit_rules(plan: RunPlan, mesh: Mesh, dtype: torch.dtype, spec: ParamSpec) -> UnitRules:
+    state = plan.of(spec.axes)
+    return UnitRules(
+        mesh.hierarchy(spec.axes), state.placement, state.wires, dtype, state.error_feedback
+    )
 
 
 def initial_values(config: Config) -> InitialSlice:

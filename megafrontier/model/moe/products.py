@@ -77,12 +77,13 @@ def _has_grouped(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def describe_product(device: torch.device, dtype: torch.dtype) -> str:
-    """One line: the product of this device and type."""
-    name = choose_product(device, dtype).__name__.removesuffix("_product")
-    reason = {
-        "grouped": "torch's grouped matrix product",
-        "padded": "a padded batched product, or a loop if tokens are very unequal: no grouped "
-        "matrix product for this device and type",
-        "loop": "a loop over the experts",
-    }
-    return f"experts: {reason[name]}"
+    """The product of this device and type, in words."""
+    product = choose_product(device, dtype)
+    if product is grouped_product:
+        return "torch's grouped matrix product"
+    if product is loop_product:
+        return "one product after another"
+    return (
+        "a padded batched product, or one after another if their tokens are very unequal, because "
+        f"torch has no grouped matrix product for {dtype} on this device"
+    )

@@ -67,6 +67,11 @@ class LevelCollectives:
         start, stop = shard_range(buffer.numel(), sizes, coordinates, deeper - depth)
         return buffer[start:stop]
 
+    @property
+    def wires(self) -> Wires:
+        """The formats of messages."""
+        return self._wires
+
     def gather(
         self,
         shard: torch.Tensor,

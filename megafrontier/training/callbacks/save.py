@@ -30,7 +30,7 @@ def checkpoint_root(config: Config) -> Path:
 def checkpoint_bytes(config: Config, plan: RunPlan) -> int:
     """Bytes of one checkpoint: for each parameter the fp32 weight and the optimizer's states, the
     published weight with delta wires, and the bf16 error with error feedback."""
-    published = DTYPES[config.train.precision].itemsize if plan.wires.have_deltas else 0
+    published = DTYPES[config.train.precision].itemsize if plan.have_deltas else 0
     others = published + (2 if plan.error_feedback else 0)
     return sum(
         prod(spec.shape) * (optimizer_itemsize(optimizer) + others)

@@ -5,16 +5,17 @@ All keys of `model` are compared, except those listed here; so a key that is new
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from megafrontier.checkpoint.format import Manifest
 from megafrontier.checkpoint.load import Checkpoint
 from megafrontier.common.errors import UserError
-from megafrontier.config import Config, ModelConfig, OptimizerConfig, config_to_dict
+from megafrontier.config import Config, ModelConfig, MoEConfig, OptimizerConfig, config_to_dict
 from megafrontier.config.validation import build
 from megafrontier.model.flops import parameter_specs
 from megafrontier.optim.groups import STATES, OptimizerGroups
+from megafrontier.training.resume.upcycle import Upcycled
 from megafrontier.training.trainer import Trainer
 
 ROTARY_KEYS = ("rotary_base", "rotary_scaling")
@@ -26,6 +27,8 @@ MODEL_KEYS_NOT_REFUSED = {
     "init_std",
     "vocab_multiple",  # the padded size is a shape, which is compared
 }
+MOE_KEYS_NOT_REFUSED = ("balance", "bias_rate", "loss_coefficient", "z_loss")
+"""Keys of `model.moe` that change how experts are trained, not what they compute."""
 ORDER_KEYS = (
     "run.seed",
     "model.sequence_length",
@@ -43,6 +46,7 @@ REPORTED_KEYS = (
     "train.spike_grad_norm",
     "train.spike_window",
     "model.dropout",
+    *(f"model.moe.{key}" for key in MOE_KEYS_NOT_REFUSED),
 )
 REPORTED_SECTIONS = ("optimizer.", "schedule.")
 """Keys whose change is reported, because training goes on differently."""
@@ -51,9 +55,11 @@ REPORTED_SECTIONS = ("optimizer.", "schedule.")
 def check_model(model: ModelConfig, checkpoint: Checkpoint) -> None:
     """Raise UserError if the checkpoint is of a model that computes something else, even if its
     weights have the same shapes."""
-    saved = _saved_model(checkpoint.manifest)
+    saved = saved_model(checkpoint.manifest)
     if saved is None:
         return
+    if saved.moe is None and isinstance(checkpoint, Upcycled):
+        saved = replace(saved, moe=model.moe)
     before, now = _resolved(saved), _resolved(model)
     for key in now:
         if key not in MODEL_KEYS_NOT_REFUSED and now[key] != before[key]:
@@ -87,7 +93,9 @@ def check_optimizer(config: Config, checkpoint: Checkpoint) -> None:
 def _resolved(model: ModelConfig) -> dict[str, Any]:
     """The keys of `model`, with defaults that depend on other keys filled in."""
     is_learned = model.position == "learned"
+    moe = {} if model.moe is None else asdict(model.moe)
     return asdict(model) | {
+        "moe": {key: moe[key] for key in moe if key not in MOE_KEYS_NOT_REFUSED} or None,
         "kv_heads": model.num_kv_heads,
         "head_size": model.head_dim,
         "ffn_hidden": model.mlp_hidden,
@@ -96,14 +104,17 @@ def _resolved(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _saved_model(manifest: Manifest) -> ModelConfig | None:
+def saved_model(manifest: Manifest) -> ModelConfig | None:
     """The model that a checkpoint was trained with, if it has it. Keys that an older version lacked
     have their defaults; keys that only it had are left out."""
     saved = manifest.config.get("model")
     if not isinstance(saved, Mapping):
         return None
     known = {field.name for field in fields(ModelConfig)}
-    return ModelConfig(**{key: value for key, value in saved.items() if key in known})
+    found = ModelConfig(**{key: value for key, value in saved.items() if key in known})
+    if isinstance(found.moe, Mapping):
+        found.moe = build(MoEConfig, found.moe, "model.moe")
+    return found
 
 
 def changes(trainer: Trainer, manifest: Manifest) -> list[str]:

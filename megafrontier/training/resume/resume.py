@@ -23,7 +23,7 @@ from megafrontier.checkpoint.folder import (
 )
 from megafrontier.checkpoint.format import Manifest
 from megafrontier.checkpoint.load import Checkpoint, load_checkpoint, open_newest, read_manifest
-from megafrontier.checkpoint.states import States, fill_shards, share_shards
+from megafrontier.checkpoint.states import States, fill_shards, persistent_buffers, share_shards
 from megafrontier.common.errors import StorageFailed, UserError
 from megafrontier.config import Config
 from megafrontier.model.flops import parameter_shapes
@@ -31,6 +31,7 @@ from megafrontier.training.callbacks.save import checkpoint_root, shards
 from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.resume.compatibility import changes, check_model, check_optimizer
 from megafrontier.training.resume.restarts import has_begun, record_begun
+from megafrontier.training.resume.upcycle import upcycled
 from megafrontier.training.trainer import Trainer
 
 
@@ -68,10 +69,11 @@ def check_own(config: Config) -> None:
         return
 
     def check_one(path: Path) -> None:
-        checkpoint = Checkpoint(path, read_manifest(path))
+        weights_only = config.checkpoint.weights_only
+        checkpoint = upcycled(config, Checkpoint(path, read_manifest(path)), weights_only)
         checkpoint.check_shapes(parameter_shapes(config.model))
         check_model(config.model, checkpoint)
-        if not config.checkpoint.weights_only:
+        if not weights_only:
             check_optimizer(config, checkpoint)
 
     named, own = named_checkpoint(config), _own_newest(config)
@@ -179,7 +181,7 @@ def _go_on_from(found: Checkpoint, trainer: Trainer, is_start: bool, run_logger:
     """Take over the state of a checkpoint whose shards this rank has loaded."""
     manifest = _used(trainer.config, found.manifest, is_start)
     states = states_to_load(trainer, manifest)
-    share_shards(trainer.engine, states)
+    share_shards(trainer.engine, states, persistent_buffers(trainer.model))
     trainer.engine.restore("published" in states)
     _restore_progress(trainer, manifest)
     of = "" if manifest is found.manifest else "the weights of "
@@ -218,10 +220,12 @@ def _load_shards(trainer: Trainer, checkpoint: Checkpoint, is_start: bool = Fals
             if tensor is not None:
                 tensor.zero_()
     states = states_to_load(trainer, _used(trainer.config, checkpoint.manifest, is_start))
+    weights_only = is_start and trainer.config.checkpoint.weights_only
+    checkpoint = upcycled(trainer.config, checkpoint, weights_only)
     check_model(trainer.config.model, checkpoint)
-    if not (is_start and trainer.config.checkpoint.weights_only):
+    if not weights_only:
         check_optimizer(trainer.config, checkpoint)
-    fill_shards(checkpoint, trainer.engine, states)
+    fill_shards(checkpoint, trainer.engine, states, persistent_buffers(trainer.model))
 
 
 def states_to_load(trainer: Trainer, manifest: Manifest) -> States:
