@@ -62,7 +62,7 @@ def check_model(model: ModelConfig, checkpoint: Checkpoint) -> None:
         saved = replace(saved, moe=model.moe)
     before, now = _resolved(saved), _resolved(model)
     for key in now:
-        if key not in MODEL_KEYS_NOT_REFUSED and now[key] != before[key]:
+        if key not in MODEL_KEYS_NOT_REFUSED and now[key] != before.get(key):
             raise UserError(
                 f"model.{key}: {now[key]}, but {checkpoint.path} was trained with {before[key]}"
             )
@@ -93,9 +93,12 @@ def check_optimizer(config: Config, checkpoint: Checkpoint) -> None:
 def _resolved(model: ModelConfig) -> dict[str, Any]:
     """The keys of `model`, with defaults that depend on other keys filled in."""
     is_learned = model.position == "learned"
-    moe = {} if model.moe is None else asdict(model.moe)
-    return asdict(model) | {
-        "moe": {key: moe[key] for key in moe if key not in MOE_KEYS_NOT_REFUSED} or None,
+    experts = {} if model.moe is None else asdict(model.moe)
+    kept = {f"moe.{key}": experts[key] for key in experts if key not in MOE_KEYS_NOT_REFUSED}
+    return {
+        **asdict(model),
+        **kept,
+        "moe": None if model.moe is None else "given",
         "kv_heads": model.num_kv_heads,
         "head_size": model.head_dim,
         "ffn_hidden": model.mlp_hidden,

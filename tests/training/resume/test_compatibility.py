@@ -11,7 +11,7 @@ from megafrontier.checkpoint.format import Manifest, ShardSet, StoredUnit
 from megafrontier.checkpoint.load import Checkpoint
 from megafrontier.common.errors import UserError
 from megafrontier.config import config_to_dict
-from megafrontier.config.schema import RotaryScalingConfig
+from megafrontier.config.schema import MoEConfig, RotaryScalingConfig
 from megafrontier.data.corpus.indexed import IndexedDataset
 from megafrontier.data.sampling.loader import Loader
 from megafrontier.partition.layout import Layout
@@ -45,6 +45,7 @@ OTHER_MODEL = {
     "parallel_residual": True,
     "tie_embeddings": True,
     "bias": True,
+    "moe": MoEConfig(),
 }
 ALLOWED = {
     "vocab_multiple": 8,
@@ -70,6 +71,14 @@ def test_every_key_of_the_model_is_compared_unless_it_is_listed(config_file):
             check_model(replace(base or config.model, **{key: value}), checkpoint)
     for key, value in ALLOWED.items():
         check_model(replace(config.model, **{key: value}), saved)
+
+
+def test_experts_may_be_balanced_differently_but_not_be_others(config_file):
+    config = runs.load(config_file, "model.moe={experts: 4}")
+    saved = saved_with(config)
+    check_model(replace(config.model, moe=MoEConfig(4, balance="loss", z_loss=0.1)), saved)
+    with pytest.raises(UserError, match=r"model\.moe\.active: 1, but .* was trained with 2"):
+        check_model(replace(config.model, moe=MoEConfig(4, 1)), saved)
 
 
 def test_a_default_and_its_value_are_the_same_model(config_file):
