@@ -1,0 +1,89 @@
+"""The two parts of a split backward give the gradients of one backward."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch.utils.flop_counter import FlopCounterMode
+
+from megafrontier.model.recompute import compile
+from megafrontier.pipeline.split_backward import SplitBackward
+from tests.model.small_models import SHAPES, small_config
+
+
+def gradients(model):
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def run(model, tokens, split):
+    """Two micro-batches in flight: both backwards of inputs, then both of weights."""
+    late = []
+    for rows in (tokens[:1], tokens[1:]):
+        loss = model(rows, rows)
+        _, left = split.inputs(loss, None, None, model.parameters())
+        assert all(p.grad is None for p in model.parameters())
+        late.append(left)
+    for left in late:
+        split.weights(left)
+    return gradients(model)
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Compiles all but the machine code; `frame_count` is the number of graphs."""
+    torch._dynamo.reset()
+    counters.clear()
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(compile, "BACKEND", counter)
+    yield counter
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("shape", "mode", "compiles"),
+    [
+        ("gpt2", "none", False),
+        ("gpt2", "selective", False),
+        ("llama grouped, tied, longer texts", "block", False),
+        ("gpt2", "selective", True),
+        ("llama grouped, tied, longer texts", "none", True),
+    ],
+)
+def test_both_parts_give_the_gradients_of_one_backward(
+    shape, mode, compiles, make_model, tokens, compiler
+):
+    config = small_config(**{**SHAPES[shape], "layers": 3})
+    whole = make_model(config)
+    whole(tokens, tokens).backward()
+    expected = gradients(whole)
+    model = make_model(config, checkpointing=mode, compile_blocks=compiles)
+    found = run(model, tokens, SplitBackward(model, model.blocks, copies=compiles))
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-4)
+    if compiles:
+        assert compiler.frame_count == 2  # the blocks, and the losses
+        assert not counters["graph_break"]
+
+
+def flops(work):
+    with FlopCounterMode(display=False) as counter:
+        work()
+    return counter.get_total_flops()
+
+
+def test_the_first_part_leaves_the_products_for_weights_to_the_second(make_model, tokens):
+    config = small_config(**SHAPES["gpt2"])
+    model = make_model(config)
+    loss = model(tokens, tokens)
+    backward = flops(loss.backward)
+    split = SplitBackward(model, model.blocks, copies=False)
+    loss, late = model(tokens, tokens), []
+    first = flops(lambda: late.append(split.inputs(loss, None, None, model.parameters())[1]))
+    blocks = sum(m.weight.numel() for m in model.blocks.modules() if isinstance(m, nn.Linear))
+    second = 2 * tokens.numel() * blocks
+    assert first + second == backward
+    assert flops(lambda: split.weights(late[0])) == second
