@@ -51,8 +51,8 @@ class KVCache:
 
 
 OverChunks = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
-"""Attention of some chunks of each sequence: query, key and value [b, n, heads, d], documents and
-dropout → [b, n, heads, d]. What `kernels.chunks.chunk_attention` does."""
+"""Attention of parts of documents: query, key and value [1, n, heads, d], all documents and
+dropout → [1, n, heads, d]. What `kernels.chunks.chunk_attention` does."""
 
 
 class Attention(nn.Module):
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         self.head_size = config.head_dim
         self.dropout = config.dropout
         self.over_chunks: OverChunks | None = None
-        """Attends in place of this module, if it gets some chunks of each sequence only."""
+        """Attends in place of this module, if it gets parts of documents."""
         inner, kv_inner = self.heads * self.head_size, self.kv_heads * self.head_size
         self.widths = [inner, kv_inner, kv_inner]
         qkv = nn.Linear(config.hidden, sum(self.widths), bias=config.bias)

@@ -26,6 +26,7 @@ from megafrontier.model.positions import (
     document_mask,
     document_positions,
     rotary_tables,
+    row_documents,
 )
 from megafrontier.model.recompute.checkpointing import Mode
 from megafrontier.model.recompute.compile import compiled, let_length_vary
@@ -154,13 +155,16 @@ class GPT(nn.Module):
         )
         losses = compiled(chunk_losses) if compile_blocks else chunk_losses
         self.head = Head(config, loss_chunk_tokens, losses)
-        self.part: Callable[[Tensor], Tensor] | None = None
-        """Maps values of all tokens [b, s] to those of the tokens [b, n] of this process, if it has
-        some chunks of each sequence (`Attention.over_chunks`)."""
+        self.part: Callable[[Tensor, Tensor], Tensor] | None = None
+        """Maps values of all tokens [b, s] and their documents, on the host, to the values [1, n]
+        of this process's tokens, if it has parts of documents (`Attention.over_chunks`)."""
 
-    def own_part(self, values: Tensor) -> Tensor:
-        """The values of those of all tokens [b, s] whose losses `forward` sums."""
-        return values if self.part is None else self.part(values)
+    def own_part(self, values: Tensor, documents: Tensor | None) -> Tensor:
+        """The values of those of all tokens [b, s] whose losses `forward` sums. `documents` as for
+        `forward`."""
+        if self.part is None:
+            return values
+        return self.part(values, _on_host(documents, values))
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """The modules that the engine unshards one at a time, in forward order.
@@ -196,11 +200,14 @@ class GPT(nn.Module):
         room = self.config.sequence_length if cache is None else cache.capacity
         if past + tokens.shape[1] > room:
             raise ValueError(f"{past + tokens.shape[1]} tokens, the model has room for {room}")
-        if self.part is not None and targets is None:
-            raise RuntimeError("logits of divided sequences, need a model on one rank")
-        positions = self.own_part(self._positions(tokens, past, documents))
-        tokens = self.own_part(tokens)
-        targets = None if targets is None else self.own_part(targets)
+        positions = self._positions(tokens, past, documents)
+        if self.part is not None:
+            if targets is None:
+                raise RuntimeError("logits of divided sequences, need a model on one rank")
+            documents = _on_host(documents, tokens)
+            tokens, targets, positions = (
+                self.own_part(values, documents) for values in (tokens, targets, positions)
+            )
         rotary = self._rotary(positions)
         hidden = self.embedding(tokens, positions)
         batch, length = tokens.shape
@@ -226,7 +233,9 @@ class GPT(nn.Module):
         """The mask and documents of the context; at least one is None."""
         batch, length = tokens.shape
         if self.part is not None:
-            return None, None if documents is None else documents.cpu()
+            if self.is_compiled and documents is not None:
+                let_length_vary(documents)
+            return None, documents
         if documents is None:
             return cached_mask(past, length, hidden.device), None
         dropout = self.config.dropout if self.training else 0.0
@@ -239,4 +248,9 @@ class GPT(nn.Module):
     def _positions(self, tokens: Tensor, past: int, documents: Tensor | None) -> Tensor:
         if documents is not None:
             return document_positions(documents, *tokens.shape)
-        return torch.arange(past, past + tokens.shape[1], device=tokens.device)[None]
+        positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
+        return positions[None] if self.part is None else positions.expand_as(tokens)
+
+
+def _on_host(documents: Tensor | None, tokens: Tensor) -> Tensor:
+    return row_documents(*tokens.shape) if documents is None else documents.cpu()

@@ -32,6 +32,11 @@ class AttentionContext(NamedTuple):
     """(b, s) of the tokens."""
 
 
+def row_documents(batch: int, length: int) -> Tensor:
+    """The documents, on the host, if each of `batch` rows of `length` tokens is one."""
+    return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32)
+
+
 def document_positions(documents: Tensor, batch: int, length: int) -> Tensor:
     """Positions [b, s] that restart at 0 in each document. Does not wait for the device.
 
@@ -50,20 +55,6 @@ def document_mask(documents: Tensor, batch: int, length: int) -> Tensor:
     number = _numbers(documents, index).view(batch, length)
     same = number[:, :, None] == number[:, None, :]
     return same.tril_()[:, None]
-
-
-def partial_mask(
-    documents: Tensor | None, batch: int, keys: int, start: int, length: int, device: torch.device
-) -> Tensor:
-    """The rows [start, keys) and columns [0, keys) of `document_mask`: [b or 1, 1, keys - start,
-    keys]. `documents` may be on another device; None if each row is one document."""
-    index = torch.arange(keys, device=device)
-    past = index[start:, None] >= index[None]
-    if documents is None:
-        return past[None, None]
-    rows = torch.arange(batch, device=device)[:, None] * length
-    number = _numbers(documents.to(device), (rows + index).int())
-    return (past & (number[:, start:, None] == number[:, None, :]))[:, None]
 
 
 def _numbers(documents: Tensor, index: Tensor) -> Tensor:

@@ -1,15 +1,16 @@
-"""Context parallelism of a GPT, applied from outside: each rank has some tokens of each sequence.
+"""Context parallelism of a GPT, applied from outside: each rank has some tokens of a micro-batch.
 
-A sequence is 2 · c equal chunks for c ranks. The i-th rank has the chunks i and 2 · c - 1 - i, so
-that under the causal mask all ranks have the same number of pairs (query, key). Only keys and
-values cross ranks: all ranks gather them in forward and again in backward, and their gradients are
-summed. Heads that queries share travel once. Everything else in the model works on single tokens.
+`documents.py` says which. Only keys and values cross ranks: each rank gets those of its documents'
+earlier tokens in forward and again in backward, and sends back their gradients, which their owner
+adds up. Heads that queries share travel once. Everything else in the model works on single tokens.
 
 Parameters are replicated over these ranks as over those with other samples.
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +18,17 @@ from torch import Tensor
 from megafrontier.common.errors import UserError
 from megafrontier.model.block import Block
 from megafrontier.model.gpt import GPT
-from megafrontier.model.kernels.chunks import chunk_attention, register
+from megafrontier.model.kernels.chunks import Part, chunk_attention, register
 from megafrontier.model.recompute.checkpointing import RECOMPUTES_BLOCK
+from megafrontier.parallel.groups import all_to_all
+from megafrontier.partition.comm.collectives import LevelCollectives
+from megafrontier.partition.comm.streams import AsyncChain
+from megafrontier.splits.documents import assign
+from megafrontier.splits.key_routes import Hop, find_routes
 from megafrontier.splits.tokens import TokenGroup
+
+PIECES = 2
+"""Of the heads of keys and values that travel, if there is overlap."""
 
 
 def check_context_split(length: int, size: int, key: str = "parallel.context") -> None:
@@ -34,8 +43,13 @@ def check_context_split(length: int, size: int, key: str = "parallel.context") -
         )
 
 
+def work_imbalance(documents: Tensor, size: int) -> float:
+    """By what fraction the busiest of `size` ranks has more pairs (query, key) than the mean."""
+    return assign(tuple(documents.tolist()), size).imbalance
+
+
 def split_sequences(model: GPT, index: int, size: int) -> TokenGroup:
-    """Let a GPT, which may be on the meta device, process the part of each sequence that the
+    """Let a GPT, which may be on the meta device, process the tokens of each micro-batch that the
     `index`-th of `size` ranks has.
 
     Call it before `shard`, and connect the result to the engine after that. The model's forward
@@ -56,7 +70,7 @@ def split_sequences(model: GPT, index: int, size: int) -> TokenGroup:
 
 
 class ContextSplit:
-    """The ranks that share sequences, as an exchange of keys and values (`kernels.chunks`)."""
+    """The ranks that share micro-batches, as an exchange of keys and values (`kernels.chunks`)."""
 
     def __init__(self, group: TokenGroup) -> None:
         self.group = group
@@ -66,35 +80,126 @@ class ContextSplit:
     def size(self) -> int:
         return self.group.size
 
-    def starts(self, length: int) -> tuple[int, int]:
-        index, count = self.group.index, 2 * self.group.size
-        size = length // count
-        return index * size, (count - 1 - index) * size
+    def part(self, values: Tensor, documents: Tensor) -> Tensor:
+        """This rank's part [1, b · s / size, …] of values of all tokens [b, s, …]."""
+        return values.flatten(0, 1)[self._ways(documents).tokens][None]
 
-    def part(self, values: Tensor) -> Tensor:
-        """This rank's part [b, s / size, …] of values of all tokens [b, s, …]."""
-        chunks = values.chunk(2 * self.group.size, 1)
-        return torch.cat([chunks[self.group.index], chunks[-1 - self.group.index]], 1)
+    def parts(self, documents: Tensor) -> Sequence[Part]:
+        return self._ways(documents).parts
 
-    def begin_gather(self, heads: Tensor) -> Callable[[], Tensor]:
-        chain, parts = self.group.start_gather(heads[None])
+    def bounds(self, documents: Tensor) -> Tensor:
+        return self._ways(documents).bounds
 
-        def wait() -> Tensor:
-            self.group.wait(chain)
-            return self._joined(parts)
+    def pieces(self, kv_heads: int) -> int:
+        return PIECES if self.group.overlaps and kv_heads % PIECES == 0 else 1
 
-        return wait
+    def begin_gather(self, heads: Tensor, documents: Tensor) -> Callable[[], Tensor]:
+        ways = self._ways(documents)
+        collectives = self.group.of_type(heads.dtype)
+        rows = heads.new_empty(ways.rows, *heads.shape[1:])
+        rows[: len(heads)] = heads
+        chain = AsyncChain(rows, "gather activations", kind="activations")
+        for way in ways.hops:
+            collectives.then(chain, way.level, partial(way.gather, collectives, chain))
+        return lambda: self.group.wait(chain).index_select(0, ways.past)
 
-    def reduce(self, heads: Tensor) -> Tensor:
-        return self.group.reduce(self._divided(heads))[0]
+    def begin_reduce(
+        self, heads: Tensor, documents: Tensor, dtype: torch.dtype
+    ) -> Callable[[], Tensor]:
+        ways = self._ways(documents)
+        collectives = self.group.of_type(dtype)
+        rows = heads.new_zeros(ways.rows, *heads.shape[1:])
+        rows[ways.past] = heads[: len(ways.past)]
+        chain = AsyncChain(rows, "reduce activations", kind="activations")
+        for way in reversed(ways.hops):
+            collectives.then(chain, way.level, partial(way.reduce, collectives, chain, dtype))
+        return lambda: self.group.wait(chain)[: len(ways.tokens)]
 
-    def _joined(self, parts: Tensor) -> Tensor:
-        """Whole sequences [b, s, …] of the parts [size, b, s / size, …] of all ranks."""
-        first, last = parts.chunk(2, 2)
-        return torch.cat([first, last.flip(0)]).transpose(0, 1).flatten(1, 2)
+    def _ways(self, documents: Tensor) -> "_Ways":
+        group = self.group
+        return _find_ways(tuple(documents.tolist()), group.levels, group.index, group.device)
 
-    def _divided(self, whole: Tensor) -> Tensor:
-        """The inverse of `_joined`."""
-        chunks = whole.unflatten(1, (2 * self.group.size, -1)).transpose(0, 1)
-        first, last = chunks.chunk(2)
-        return torch.cat([first, last.flip(0)], 2)
+
+class _Way(NamedTuple):
+    """A hop, with its numbers of tokens on the device."""
+
+    hop: Hop
+    sent: Tensor
+    first: int
+    """The number of the first token that is received."""
+
+    @property
+    def level(self) -> int:
+        return self.hop.level
+
+    def gather(self, collectives: LevelCollectives, chain: AsyncChain, rows: Tensor) -> Tensor:
+        """Fill the rows that the peers send."""
+        hop = self.hop
+        out = rows[self.first : self.first + sum(hop.receives)]
+        sent = rows.index_select(0, self.sent)
+        self._exchange(collectives, chain, sent, hop.sends, out, hop.receives)
+        return rows
+
+    def reduce(
+        self, collectives: LevelCollectives, chain: AsyncChain, dtype: torch.dtype, rows: Tensor
+    ) -> Tensor:
+        """Send back the gradients of these rows, and add those that come back."""
+        hop = self.hop
+        sent = rows[self.first : self.first + sum(hop.receives)].to(dtype)
+        out = sent.new_empty(sum(hop.sends), *rows.shape[1:])
+        self._exchange(collectives, chain, sent, hop.receives, out, hop.sends)
+        # Peer by peer, because a device adds up rows with the same number in any order.
+        for numbers, part in zip(self.sent.split(hop.sends), out.split(hop.sends), strict=True):
+            rows.index_add_(0, numbers, part.float())
+        return rows
+
+    def _exchange(
+        self,
+        collectives: LevelCollectives,
+        chain: AsyncChain,
+        rows: Tensor,
+        sizes: list[int],
+        out: Tensor,
+        received: list[int],
+    ) -> None:
+        """Send the next `sizes[i]` of `rows` to peer i, and receive the next `received[i]` rows of
+        `out` from it."""
+        group = collectives.hierarchy.groups[self.level]
+        assert group is not None
+        with collectives.record(self.level, chain) as sent:
+            all_to_all(out, rows, group, received, sizes)
+            sent.append(rows.nbytes)
+
+
+class _Ways(NamedTuple):
+    """`Routes`, with all numbers on the device."""
+
+    parts: list[Part]
+    bounds: Tensor
+    """The start of each part among this rank's tokens, and their number, int32."""
+    tokens: Tensor
+    """This rank's tokens among all of the micro-batch."""
+    past: Tensor
+    hops: list[_Way]
+    rows: int
+
+
+@lru_cache(maxsize=16)
+def _find_ways(
+    documents: tuple[int, ...], sizes: tuple[int, ...], index: int, device: torch.device
+) -> _Ways:
+    own, pasts, past, hops, count = find_routes(documents, sizes, index)
+    bounds = [*accumulate((part.stop - part.start for part in own), initial=0)]
+    parts = [Part(slice(*at), past) for at, past in zip(pairwise(bounds), pasts, strict=True)]
+    tokens = torch.cat([torch.arange(part.start, part.stop) for part in own])
+    ways, first = [], bounds[-1]
+    for hop in hops:
+        ways.append(_Way(hop, _move(torch.from_numpy(hop.sent), device), first))
+        first += sum(hop.receives)
+    starts = torch.tensor(bounds, dtype=torch.int32)
+    at, before = _move(tokens, device), _move(torch.from_numpy(past), device)
+    return _Ways(parts, _move(starts, device), at, before, ways, count)
+
+
+def _move(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

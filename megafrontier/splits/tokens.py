@@ -47,6 +47,20 @@ class TokenGroup:
         self._depth = len(hierarchy.levels.sizes)
         self._collectives: dict[torch.dtype, LevelCollectives] = {}
 
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The sizes of the levels over which the activations move."""
+        return self._hierarchy.levels.sizes
+
+    @property
+    def device(self) -> torch.device:
+        return self._hierarchy.device
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether they move beside the computation."""
+        return self._engine.overlaps
+
     def part(self, tokens: Tensor) -> Tensor:
         """This rank's part [n / size, …] of values of all tokens [n, …]."""
         return tokens.chunk(self.size)[self.index]
@@ -66,16 +80,16 @@ class TokenGroup:
     def start_gather(self, part: Tensor) -> tuple[AsyncChain, Tensor]:
         """Begin to gather. Returns what to wait for, and the result [size · m, …]."""
         out = part.new_empty(self.size * part.shape[0], *part.shape[1:])
-        flat, collectives = part.detach().contiguous().view(-1), self._of_type(part.dtype)
+        flat, collectives = part.detach().contiguous().view(-1), self.of_type(part.dtype)
         chain = collectives.gather(flat, out.view(-1), self._depth, 0, "gather activations")
         return chain, out
 
     def start_reduce(self, tokens: Tensor) -> AsyncChain:
         """Begin to sum `tokens`, which is overwritten."""
-        flat, collectives = tokens.detach().contiguous().view(-1), self._of_type(tokens.dtype)
+        flat, collectives = tokens.detach().contiguous().view(-1), self.of_type(tokens.dtype)
         return collectives.reduce(flat, 0, self._depth, "reduce activations")
 
-    def _of_type(self, dtype: torch.dtype) -> LevelCollectives:
+    def of_type(self, dtype: torch.dtype) -> LevelCollectives:
         """The collectives that send `dtype`."""
         if dtype not in self._collectives:
             wires = Wires.plain(self._depth, dtype)
@@ -91,7 +105,7 @@ class TokenGroup:
 
     def pieces(self, rows: int) -> list[slice]:
         """The pieces of each rank's `rows` tokens that move one after another."""
-        number = PIECES if self._engine.overlaps and rows >= PIECES else 1
+        number = PIECES if self.overlaps and rows >= PIECES else 1
         bounds = [rows * i // number for i in range(number + 1)]
         return [slice(*pair) for pair in pairwise(bounds)]
 

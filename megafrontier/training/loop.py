@@ -11,6 +11,7 @@ from megafrontier.common.signals import stop_requested
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.optim.schedule import learning_rate
 from megafrontier.parallel.world import World
+from megafrontier.splits.context import work_imbalance
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.step import AsyncStepResult, StepResult, finish_step
 from megafrontier.training.trainer import Trainer, read_step
@@ -155,13 +156,21 @@ def forward_backward(trainer: Trainer, heartbeat: Heartbeat) -> torch.Tensor:
         trainer.balance.scale_losses(trainer.loss_scale.scale)
     for number, batch in enumerate(batches, start=1):
         seed_dropout(trainer.config.run.seed, batch, trainer.mesh.work_rank)
+        _record_imbalance(trainer, batch)
+        targets = trainer.model.own_part(batch.targets, batch.documents)
         loss = trainer.model(batch.tokens, batch.targets, batch.documents)
-        targets = trainer.model.own_part(batch.targets)
         with trainer.engine.no_sync(number < len(batches)):
             trainer.loss_scale.scaled(loss).backward()
         heartbeat(None)
         totals += torch.stack([loss.detach().double(), (targets >= 0).sum().double()])
     return totals
+
+
+def _record_imbalance(trainer: Trainer, batch: Batch) -> None:
+    """Record how unequally the ranks of a context split share the attention to documents."""
+    size = trainer.mesh.splits.context
+    if size > 1 and batch.documents is not None:
+        trainer.metrics.add("context_imbalance", work_imbalance(batch.documents, size), "mean")
 
 
 def seed_dropout(seed: int, batch: Batch, work_rank: int) -> None:

@@ -20,7 +20,9 @@ from megafrontier.partition import Engine, Placement, shard
 from megafrontier.splits.apply import apply_splits
 from tests.model.small_models import small_config
 
-ROWS, LENGTH, CLIP, RATE, SEED = 8, 24, 0.3, 0.5, 3
+ROWS, LENGTH, CLIP, SEED = 8, 24, 0.3, 3
+RATE = 0.1
+"""With 0.5, one process in fp32 and in fp64 differ by more than the tolerance after 16 steps."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ def assert_equal(found: list[list[Any]], expected: list[Step]) -> None:
         for rank in found:
             own_loss, own_norm, parts = rank[number]
             assert abs(own_loss - loss) <= 1e-5 * max(1.0, abs(loss)), (number, own_loss, loss)
-            assert abs(own_norm - norm) <= 1e-5 * norm, (number, own_norm, norm)
+            assert abs(own_norm - norm) <= 1e-6 * norm, (number, own_norm, norm)
             for name, start, values in parts:
                 part = gradients[name][start : start + len(values)]
                 torch.testing.assert_close(

@@ -12,11 +12,12 @@ from megafrontier.model.init import initial_slice
 from megafrontier.parallel.mesh import Splits
 from megafrontier.partition import Placement, shard
 from megafrontier.splits.apply import apply_splits
-from megafrontier.splits.context import ContextSplit, check_context_split
-from megafrontier.splits.tokens import TokenGroup
+from megafrontier.splits.context import check_context_split
+from megafrontier.splits.documents import assign
 from tests.model.small_models import SHAPES, small_config
 from tests.ranks import run_mesh
 from tests.splits.matrix import Case, assert_equal, train_alone, train_split
+from tests.splits.test_documents import needed_tokens
 
 LLAMA, GPT2, NEOX = SHAPES["llama"], SHAPES["gpt2"], SHAPES["neox"]
 GROUPED = SHAPES["llama grouped, tied, longer texts"]
@@ -68,21 +69,6 @@ def test_every_combination_on_8_ranks_gives_one_processs_losses_and_gradients(
     assert_equal(found, train_alone(case))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_ranks_share_tokens_and_pairs_equally_and_join_them_in_order(size):
-    values = torch.arange(2 * 12 * size * 3).view(2, 12 * size, 3)
-    splits = [ContextSplit(TokenGroup(index, size)) for index in range(size)]
-    parts = torch.stack([split.part(values) for split in splits])
-    assert torch.equal(splits[0]._joined(parts), values)
-    assert torch.equal(splits[0]._divided(values), parts)
-    positions = torch.arange(12 * size)[None]
-    pairs = {(split.part(positions) + 1).sum().item() for split in splits}
-    assert len(pairs) == 1
-    for split in splits:
-        starts = torch.tensor(split.starts(12 * size))
-        assert torch.equal(split.part(positions)[0], (starts[:, None] + torch.arange(6)).flatten())
-
-
 def built(mesh, length, checkpointing="none", **changes):
     """A model of sequences of `length` tokens on the ranks of a mesh, and its engine."""
     config = small_config(**GROUPED, **changes, sequence_length=length)
@@ -126,9 +112,18 @@ def test_what_a_rank_keeps_for_backward_falls_as_the_number_of_context_ranks():
         assert kept[size] == pytest.approx(kept[1] / size, rel=0.03), kept
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "block"])
-def test_keys_and_values_are_all_that_crosses_context_ranks_three_times_a_block(checkpointing):
-    """Twice gathered and once summed. Heads that queries share travel once."""
+LONG_AND_SHORT = torch.tensor([0, 48, 50, 58, 64], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "documents"),
+    [("none", None), ("selective", LONG_AND_SHORT), ("block", LONG_AND_SHORT)],
+)
+def test_only_keys_and_values_that_a_rank_needs_cross_ranks_three_times_a_block(
+    checkpointing, documents
+):
+    """Twice in forward's direction and once back, and for no other layer anything. Heads that
+    queries share travel once."""
     length, ranks, layers, kv_heads, head_size = 64, 4, 2, 2, 8
 
     def sent(mesh):
@@ -136,12 +131,15 @@ def test_keys_and_values_are_all_that_crosses_context_ranks_three_times_a_block(
         tokens = ids(length)
         engine.ledger.take(wait=True)
         with engine.no_sync(True):
-            model(tokens, tokens).backward()
-        return engine.ledger.take(wait=True)[0]
+            model(tokens, tokens, documents).backward()
+        return sum(engine.ledger.take(wait=True)[0])
 
-    part = length // ranks * 2 * kv_heads * head_size * 4
+    bounds = (0, length) if documents is None else tuple(documents.tolist())
+    needed = sum(needed_tokens(assign(bounds, ranks), rank) for rank in range(ranks))
     found = run_mesh((ranks,), sent, splits=Splits(context=ranks))
-    assert found == [[3 * layers * part * (ranks - 1)]] * ranks
+    assert sum(found) == 3 * layers * needed * 2 * kv_heads * head_size * 4
+    # All keys and values to all ranks would be more.
+    assert needed <= (0.75 if documents is None else 0.7) * length * (ranks - 1)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "block"])

@@ -32,8 +32,12 @@ def test_a_run_with_context_parallelism_has_the_losses_of_one_rank(config_file, 
     split = runs.run(config_file, 4, *CHOSEN, "parallel.context=pair", "partition.overlap=full")
     keys = ("loss", "valid_loss", "grad_norm", "total_tokens")
     assert numbers(split, *keys) == pytest.approx(numbers(alone, *keys), rel=1e-5)
+    found = numbers(split, "context_imbalance")
+    assert len(found) == 8
+    assert all(0 <= imbalance <= 0.05 for imbalance in found)
     log = runs.log(tmp_path / "run")
     assert "context 2" in log
+    assert f"imbalance {found[-1]:.1%}" in log
     assert "attention: chunks, flash" in log
 
 

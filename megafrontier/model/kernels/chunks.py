@@ -1,14 +1,15 @@
-"""Causal attention of some chunks of each sequence, with the keys of whole sequences.
+"""Causal attention of some parts of each document, with the keys of whole documents.
 
-The keys and values of the other chunks come from an exchange, for example from other ranks. A chunk
-attends to itself, causally, while they travel, and then to what is before it, without a mask; the
-two results are merged by the log-sums of their scores (Liu et al. 2023, arXiv:2310.01889). With
-documents, each document's part of a chunk does so. Whole keys and values exist in one block at a
-time only: backward gets them again.
+The keys and values of the other parts come from an exchange, for example from other ranks. A part
+attends to itself, causally, while they travel, and then to what is before it in its document,
+without a mask; the two results are merged by the log-sums of their scores (Liu et al. 2023,
+arXiv:2310.01889). The heads travel in pieces, so that one piece travels while there is attention
+to another. Keys and values of others exist in one block at a time only: backward gets them again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count, pairwise
+from functools import partial
+from itertools import count
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
@@ -18,37 +19,61 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megafrontier.model.kernels.varlen import (
+    attend_documents,
+    attend_documents_backward,
     attend_pair,
     attend_pair_backward,
     has_document_kernel,
+    returns_traced_shape,
 )
-from megafrontier.model.positions import partial_mask
 
 QUERIES = 256
 """Of a block in attention with a mask, so that the mask is never as large as a sequence squared."""
 
 
+class Part(NamedTuple):
+    """Some consecutive tokens of a document, and what it has before them."""
+
+    tokens: slice
+    """Among this process's tokens."""
+    past: slice
+    """The document's earlier tokens, among those that `Exchange.begin_gather` brings."""
+
+
 class Exchange(Protocol):
-    """Gives a process's chunks the keys and values of the others."""
+    """Gives a process's parts the keys and values of the others.
+
+    documents: int32 [m + 1], on the host: the start of each document in a micro-batch, and the
+    number of all its tokens. A process has n tokens, and needs p earlier ones.
+    """
 
     @property
     def size(self) -> int:
-        """How many processes share each sequence, with equally many tokens each."""
+        """How many processes share each micro-batch, with equally many tokens each."""
         ...
 
-    def starts(self, length: int) -> Sequence[int]:
-        """Where each of this process's chunks begins in a sequence of `length` tokens. All chunks
-        are equally long."""
+    def parts(self, documents: Tensor) -> Sequence[Part]:
+        """This process's parts, in the order of its tokens."""
         ...
 
-    def begin_gather(self, heads: Tensor) -> Callable[[], Tensor]:
-        """Send the keys and values [b, n, heads, d] of this process's chunks. The result waits for
-        those of whole sequences [b, s, heads, d]."""
+    def bounds(self, documents: Tensor) -> Tensor:
+        """The start of each part among this process's tokens, then n: int32, on the device."""
         ...
 
-    def reduce(self, heads: Tensor) -> Tensor:
-        """The sums over all processes of this one's part [b, n, heads, d] of `heads` [b, s, heads,
-        d]."""
+    def pieces(self, kv_heads: int) -> int:
+        """In how many equal pieces the heads of keys and values are sent."""
+        ...
+
+    def begin_gather(self, heads: Tensor, documents: Tensor) -> Callable[[], Tensor]:
+        """Send the keys and values [n, heads, d] of this process. The result waits for those of
+        the earlier tokens [p, heads, d]."""
+        ...
+
+    def begin_reduce(
+        self, heads: Tensor, documents: Tensor, dtype: torch.dtype
+    ) -> Callable[[], Tensor]:
+        """Send the gradients fp32 [p, heads, d] of the earlier tokens, as `dtype`. The result waits
+        for the sum of all processes' gradients of this one's tokens, fp32 [n, heads, d]."""
         ...
 
 
@@ -64,111 +89,122 @@ def register(exchange: Exchange) -> int:
     return number
 
 
-class _Part(NamedTuple):
-    """The tokens of some rows' chunk that belong to one document, and what it has before them."""
-
-    rows: slice
-    tokens: slice
-    """Among this process's tokens of a row."""
-    past: slice
-    """Among all tokens of a row, before the chunk."""
-
-
-def _parts(documents: Tensor | None, query: Tensor, across: Exchange) -> list[_Part]:
-    length = query.shape[1] * across.size
-    starts = across.starts(length)
-    size = query.shape[1] // len(starts)
-    if documents is None:
-        rows = slice(0, query.shape[0])
-        return [
-            _Part(rows, slice(number * size, (number + 1) * size), slice(0, start))
-            for number, start in enumerate(starts)
-        ]
-    bounds = documents.tolist()
-    return [part for n, start in enumerate(starts) for part in _cut(bounds, length, n, start, size)]
-
-
-def _cut(bounds: Sequence[int], length: int, number: int, start: int, size: int) -> Iterator[_Part]:
-    """The parts of documents in the `number`-th chunk [start, start + size) of each row."""
-    offset = number * size - start
-    for begin, end in pairwise(bounds):
-        row = begin // length
-        begin, end = begin - row * length, end - row * length
-        first, last = max(begin, start), min(end, start + size)
-        if first < last:
-            tokens = slice(first + offset, last + offset)
-            yield _Part(slice(row, row + 1), tokens, slice(begin, first))
-
-
 def chunk_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    documents: Tensor | None,
+    documents: Tensor,
     dropout: float,
     *,
     exchange: int,
     keeps_keys: bool = False,
 ) -> Tensor:
-    """Attention of this process's chunks: [b, n, heads, d] → [b, n, heads, d].
+    """Attention of this process's parts of documents: [1, n, heads, d] → [1, n, heads, d].
 
-    query [b, n, heads, d] and key, value [b, n, kv_heads, d] are those of the chunks, in the order
-    of `Exchange.starts`. `documents` int32 [m + 1], on the host: the start of each document in the
-    b · s tokens of whole sequences (each row starts one), then b · s; None if a row is one.
+    query [1, n, heads, d] and key, value [1, n, kv_heads, d] are those of the process's tokens.
+    documents: as for `Exchange`.
     exchange: the number that `register` returned.
-    keeps_keys: let backward have the whole keys and values that forward got, for blocks that are
+    keeps_keys: let backward have the keys and values that forward got, for blocks that are
         recomputed directly before it.
     """
-    heads, kv_heads, width = query.shape[2], key.shape[2], query.shape[3]
+    query, key, value = (heads[0] for heads in (query, key, value))
+    is_compiling = torch.compiler.is_compiling()
     # A block is compiled only where there is a kernel (`uncompilable_attention`).
-    has_kernel = torch.compiler.is_compiling() or has_document_kernel(
-        query.device, query.dtype, heads, kv_heads, width
+    has_kernel = is_compiling or has_document_kernel(
+        query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2]
     )
     if dropout == 0 and has_kernel:
-        attended: Tensor = _attend(query, key, value, documents, exchange, keeps_keys)[0]
-        return attended
+        # The compiler needs to know how many tokens are kept: at most those of the whole batch.
+        kept = 0 if not keeps_keys else 1 if not is_compiling else _exchanges[exchange].size
+        attended: Tensor = _attend(query, key, value, documents, exchange, kept)[0]
+        return attended[None]
     found: Tensor = checkpoint(
         _attend_masked,
         *(query, key, value, documents, exchange, dropout),
         use_reentrant=False,
         preserve_rng_state=dropout > 0,
     )
-    return found
+    return found[None]
 
 
 @torch.library.custom_op("megafrontier::chunk_attention", mutates_args=())
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: Tensor | None,
-    exchange: int,
-    keeps_keys: bool,
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, exchange: int, kept: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, the fp32 log-sum-exp [b, heads, n] of the scores, and with `keeps_keys` the
-    gathered keys and values [b, s, 2 · kv_heads, d], for backward."""
+    """The result, the fp32 log-sum-exp [heads, n] of the scores, and for backward the keys and
+    values of earlier tokens [pieces, p, 2 · kv_heads / pieces, d]: with `kept` 0 none, with more
+    than 1 those of kept · n tokens, of which the last ones are not set."""
     across = _exchanges[exchange]
-    parts = _parts(documents, query, across)
-    gathered = across.begin_gather(torch.cat([key, value], 2))
+    pieces = _pieces(query, key, across)
+    gathers = [
+        across.begin_gather(torch.cat([key[:, at], value[:, at]], 1), documents) for _, at in pieces
+    ]
+    parts = across.parts(documents)
+    bounds = across.bounds(documents)
+    attended, sums = _attend_selves(query, key, value, parts, bounds)
+    pasts = []
+    for (heads, _), gather in zip(pieces, gathers, strict=True):
+        pasts.append(gather())
+        keys, values = pasts[-1][None].chunk(2, 2)
+        for tokens, past in _with_past(parts):
+            found = attend_pair(query[None, tokens, heads], keys[:, past], values[:, past], False)
+            _merge_(attended[tokens, heads], sums[heads, tokens], found[0][0], found[1][0])
+    return attended, sums, _keep(pasts, kept, len(query))
+
+
+def _keep(pasts: list[Tensor], kept: int, tokens: int) -> Tensor:
+    if kept == 0:
+        return pasts[0].new_empty(0)
+    if kept == 1:
+        return torch.stack(pasts)
+    whole = pasts[0].new_empty(len(pasts), kept * tokens, *pasts[0].shape[1:])
+    for piece, past in zip(whole, pasts, strict=True):
+        piece[: len(past)] = past
+    return whole
+
+
+def _pieces(query: Tensor, key: Tensor, across: Exchange) -> list[tuple[slice, slice]]:
+    """The heads of queries, and of keys and values, of each piece."""
+    number = across.pieces(key.shape[1])
+    sizes = query.shape[1] // number, key.shape[1] // number
+    return [
+        (slice(i * sizes[0], (i + 1) * sizes[0]), slice(i * sizes[1], (i + 1) * sizes[1]))
+        for i in range(number)
+    ]
+
+
+def _with_past(parts: Sequence[Part]) -> list[Part]:
+    return [part for part in parts if part.past.start < part.past.stop]
+
+
+def _longest(parts: Sequence[Part]) -> int:
+    return max(part.tokens.stop - part.tokens.start for part in parts)
+
+
+def _attend_selves(
+    query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], bounds: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention of each part to itself, and its log-sums."""
+    if _has_one_kernel(query, key):
+        return attend_documents(query, key, value, bounds, _longest(parts))
     attended = torch.empty_like(query)
-    sums = _new_sums(query)
-    for rows, tokens, _ in parts:
-        at = rows, tokens
-        attended[at], sums[rows, :, tokens] = attend_pair(query[at], key[at], value[at], True)
-    whole = gathered()
-    keys, values = whole.chunk(2, 2)
-    for rows, tokens, past in parts:
-        if past.start < past.stop:
-            at, before = (rows, tokens), (rows, past)
-            found = attend_pair(query[at], keys[before], values[before], False)
-            _merge_(attended[at], sums[rows, :, tokens], *found)
-    return attended, sums, (whole if keeps_keys else whole.new_empty(0))
+    sums = query.new_empty((query.shape[1], len(query)), dtype=torch.float32)
+    for at, _ in parts:
+        out, scores = attend_pair(query[None, at], key[None, at], value[None, at], True)
+        attended[at], sums[:, at] = out[0], scores[0]
+    return attended, sums
+
+
+def _has_one_kernel(query: Tensor, key: Tensor) -> bool:
+    """Whether one kernel attends within all parts and gives log-sums that can be merged."""
+    heads = query.shape[1], key.shape[1], query.shape[2]
+    return returns_traced_shape(query.device, query.dtype, *heads)
 
 
 def _merge_(attended: Tensor, sums: Tensor, other: Tensor, other_sums: Tensor) -> None:
-    """Merge attention [b, n, heads, d] to other keys, and its log-sums [b, heads, n], in place."""
+    """Merge attention [n, heads, d] to other keys, and its log-sums [heads, n], in place."""
     total = torch.logaddexp(sums, other_sums)
-    own, others = ((s - total).exp().transpose(1, 2)[..., None] for s in (sums, other_sums))
+    own, others = ((s - total).exp().t()[..., None] for s in (sums, other_sums))
     attended.copy_(attended * own + other * others)
     sums.copy_(total)
 
@@ -181,58 +217,106 @@ def _attend_backward(
     value: Tensor,
     attended: Tensor,
     sums: Tensor,
-    whole: Tensor,
-    documents: Tensor | None,
+    kept: Tensor,
+    documents: Tensor,
     exchange: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value. `whole` has no element, or all keys and values."""
+    """Gradients of query, key and value. `kept`: what `_attend` returned."""
     across = _exchanges[exchange]
-    parts = _parts(documents, query, across)
-    gathered = None if whole.numel() else across.begin_gather(torch.cat([key, value], 2))
-    by_query, by_own = torch.empty_like(query), torch.empty_like(torch.cat([key, value], 2))
-    by_key, by_value = by_own.chunk(2, 2)
-    tensors = grad_output, query, attended
-    for rows, tokens, _ in parts:
-        at = rows, tokens
-        grad, q, out = (tensor[at] for tensor in tensors)
-        found = attend_pair_backward(grad, q, key[at], value[at], out, sums[rows, :, tokens], True)
-        by_query[at], by_key[at], by_value[at] = found
-    whole = whole if gathered is None else gathered()
-    keys, values = whole.chunk(2, 2)
-    by_whole = torch.zeros_like(whole)
-    by_keys, by_values = by_whole.chunk(2, 2)
-    for rows, tokens, past in parts:
-        if past.start < past.stop:
-            at, before = (rows, tokens), (rows, past)
-            grad, q, out = (tensor[at] for tensor in tensors)
-            pair = keys[before], values[before]
-            found = attend_pair_backward(grad, q, *pair, out, sums[rows, :, tokens], False)
-            totals = by_query[at], by_keys[before], by_values[before]
-            for total, part in zip(totals, found, strict=True):
-                total += part
-    by_own += across.reduce(by_whole)
-    by_key, by_value = by_own.chunk(2, 2)
-    return by_query, by_key.contiguous(), by_value.contiguous()
+    parts, bounds = across.parts(documents), across.bounds(documents)
+    pieces = _pieces(query, key, across)
+    gathers: list[Callable[[], Tensor]] = [
+        partial(torch.select, kept, 0, i) for i in range(len(kept))
+    ]
+    if not len(kept):
+        gathers = [
+            across.begin_gather(torch.cat([key[:, at], value[:, at]], 1), documents)
+            for _, at in pieces
+        ]
+    own = _Backward(grad_output.contiguous(), query, key, value, attended, sums, parts, bounds)
+    # One half under the gathers, the other one under the sums.
+    half = 0 if len(kept) else len(parts) // 2
+    own.add_selves(0, half)
+    reductions = [
+        across.begin_reduce(own.of_pasts(gather(), heads), documents, key.dtype)
+        for (heads, _), gather in zip(pieces, gathers, strict=True)
+    ]
+    own.add_selves(half, len(parts))
+    for (_, at), reduction in zip(pieces, reductions, strict=True):
+        by_key, by_value = reduction().chunk(2, 1)
+        own.by_key[:, at] += by_key
+        own.by_value[:, at] += by_value
+    return own.by_query, own.by_key, own.by_value
 
 
-def _new_sums(query: Tensor) -> Tensor:
-    batch, tokens, heads, _ = query.shape
-    return query.new_empty((batch, heads, tokens), dtype=torch.float32)
+class _Backward:
+    """The gradients of attention, added up over parts."""
+
+    def __init__(
+        self,
+        grad_output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attended: Tensor,
+        sums: Tensor,
+        parts: Sequence[Part],
+        bounds: Tensor,
+    ) -> None:
+        self._inputs = grad_output, query, key, value, attended
+        self._sums, self._parts, self._bounds = sums, parts, bounds
+        self.by_query = torch.zeros_like(query)
+        self.by_key, self.by_value = torch.empty_like(key), torch.empty_like(value)
+
+    def add_selves(self, first: int, last: int) -> None:
+        """Add those of attention of the parts [first, last) to themselves."""
+        parts = self._parts[first:last]
+        if not parts:
+            return
+        if not _has_one_kernel(*self._inputs[1:3]):
+            for at, _ in parts:
+                grad, q, k, v, out = (tensor[None, at] for tensor in self._inputs)
+                sums = self._sums[None, :, at]
+                found = attend_pair_backward(grad, q, k, v, out, sums, True)
+                self._add(at, *(gradient[0] for gradient in found))
+            return
+        at = slice(parts[0].tokens.start, parts[-1].tokens.stop)
+        grad, q, k, v, out = (tensor[at] for tensor in self._inputs)
+        bounds = self._bounds[first : last + 1] - self._bounds[first]
+        sums = self._sums[:, at].contiguous()
+        found = attend_documents_backward(grad, q, k, v, out, sums, bounds, _longest(parts))
+        self._add(at, *found)
+
+    def _add(self, at: slice, by_query: Tensor, by_key: Tensor, by_value: Tensor) -> None:
+        self.by_query[at] += by_query
+        self.by_key[at], self.by_value[at] = by_key, by_value
+
+    def of_pasts(self, past: Tensor, heads: slice) -> Tensor:
+        """The gradients of the keys and values `past` of earlier tokens, fp32. Those of the
+        queries' `heads` are added."""
+        grad_output, query, _, _, attended = self._inputs
+        keys, values = past[None].chunk(2, 2)
+        total = torch.zeros_like(past, dtype=torch.float32)
+        by_keys, by_values = total.chunk(2, 1)
+        for at, before in _with_past(self._parts):
+            grad, q, out = (tensor[None, at, heads] for tensor in (grad_output, query, attended))
+            pair, sums = (keys[:, before], values[:, before]), self._sums[None, heads, at]
+            found = attend_pair_backward(grad, q, *pair, out, sums, False)
+            self.by_query[at, heads] += found[0][0]
+            by_keys[before] += found[1][0]
+            by_values[before] += found[2][0]
+        return total
 
 
 @_attend.register_fake
 def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: Tensor | None,
-    exchange: int,
-    keeps_keys: bool,
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, exchange: int, kept: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, tokens, kv_heads, width = key.shape
-    length = tokens * _exchanges[exchange].size
-    shape = (batch, length, 2 * kv_heads, width) if keeps_keys else (0,)
-    return torch.empty_like(query), _new_sums(query), key.new_empty(shape)
+    tokens, kv_heads, width = key.shape
+    pieces = _exchanges[exchange].pieces(kv_heads)
+    shape = (pieces, tokens * kept, 2 * kv_heads // pieces, width) if kept else (0,)
+    sums = query.new_empty((query.shape[1], tokens), dtype=torch.float32)
+    return torch.empty_like(query), sums, key.new_empty(shape)
 
 
 @_attend_backward.register_fake
@@ -258,62 +342,52 @@ operator = torch.ops.megafrontier.chunk_attention.default
 
 
 class _Gather(torch.autograd.Function):
-    """`Exchange.begin_gather` and, for the gradient, `Exchange.reduce`."""
+    """`Exchange.begin_gather` and, for the gradient, `Exchange.begin_reduce`."""
 
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, exchange: int) -> Tensor:
-        ctx.exchange = exchange
-        return _exchanges[exchange].begin_gather(heads)()
+    def forward(ctx: Any, heads: Tensor, documents: Tensor, exchange: int) -> Tensor:
+        ctx.documents, ctx.exchange = documents, exchange
+        return _exchanges[exchange].begin_gather(heads, documents)()
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return _exchanges[ctx.exchange].reduce(grad_outputs[0].contiguous()), None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        across, dtype = _exchanges[ctx.exchange], grad_outputs[0].dtype
+        total = across.begin_reduce(grad_outputs[0].float(), ctx.documents, dtype)()
+        return total.to(dtype), None, None
 
 
 def _attend_masked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: Tensor | None,
-    exchange: int,
-    dropout: float,
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, exchange: int, dropout: float
 ) -> Tensor:
     """`chunk_attention` for what kernels with log-sums cannot do, in blocks of queries."""
-    whole: Tensor = _Gather.apply(torch.cat([key, value], 2), exchange)
-    keys, values = (
-        heads.repeat_interleave(query.shape[2] // key.shape[2], 2) for heads in whole.chunk(2, 2)
-    )
-    length = whole.shape[1]
-    starts = _exchanges[exchange].starts(length)
+    heads = torch.cat([key, value], 1)
+    past: Tensor = _Gather.apply(heads, documents, exchange)
     found = []
-    for start, chunk in zip(starts, query.chunk(len(starts), 1), strict=True):
-        for block in chunk.split(QUERIES, 1):
-            stop = start + block.shape[1]
-            heads = block, keys[:, :stop], values[:, :stop]
-            found.append(
-                checkpoint(
-                    _attend_block,
-                    *(*heads, documents, start, length, dropout),
-                    use_reentrant=False,
-                    preserve_rng_state=dropout > 0,
-                )
-            )
-            start = stop
-    return torch.cat(found, 1)
+    for at, before in _exchanges[exchange].parts(documents):
+        whole = torch.cat([past[before], heads[at]])
+        whole = whole.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        found += list(_attend_blocks(query[at], whole, dropout))
+    return torch.cat(found)
 
 
-def _attend_block(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: Tensor | None,
-    start: int,
-    length: int,
-    dropout: float,
-) -> Tensor:
-    """Attention of the queries from `start` on to keys and values that end with them."""
-    batch, keys = key.shape[:2]
-    mask = partial_mask(documents, batch, keys, start, length, query.device)
-    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+def _attend_blocks(query: Tensor, whole: Tensor, dropout: float) -> Iterator[Tensor]:
+    """`_attend_block` of the queries of a part and what it has before them, in blocks."""
+    stop = len(whole) - len(query)
+    for block in query.split(QUERIES):
+        stop += len(block)
+        yield checkpoint(
+            _attend_block,
+            *(block, whole[:stop], dropout),
+            use_reentrant=False,
+            preserve_rng_state=dropout > 0,
+        )
+
+
+def _attend_block(query: Tensor, whole: Tensor, dropout: float) -> Tensor:
+    """Attention of queries [q, heads, d] to keys and values [k, 2 · heads, d], which end with the
+    last query's."""
+    mask = torch.ones(len(query), len(whole), dtype=torch.bool, device=query.device)
+    mask = mask.tril_(len(whole) - len(query))
+    query, key, value = (heads.transpose(0, 1)[None] for heads in (query, *whole.chunk(2, 1)))
     found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
-    return found.transpose(1, 2)
+    return found[0].transpose(0, 1)

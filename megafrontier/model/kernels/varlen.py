@@ -47,7 +47,7 @@ def returns_traced_shape(
         torch.zeros(16, n, head_size, device=device, dtype=dtype) for n in (heads, kv_heads)
     )
     documents = torch.tensor([0, 4, 16], dtype=torch.int32, device=device)
-    return _attend(query, key, key, documents, 12)[1].shape == (heads, 16)
+    return attend_documents(query, key, key, documents, 12)[1].shape == (heads, 16)
 
 
 def attend_pair(
@@ -100,12 +100,12 @@ def document_attention(
     key, value [t, kv_heads, d] with kv_heads a divisor of heads. `documents` int32 [n + 1]: the
     start of each document in the t tokens, then t. `longest`: an upper bound of their lengths.
     """
-    attended: Tensor = _attend(query, key, value, documents, longest)[0]
+    attended: Tensor = attend_documents(query, key, value, documents, longest)[0]
     return attended
 
 
 @torch.library.custom_op("megafrontier::document_attention", mutates_args=())
-def _attend(
+def attend_documents(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest: int
 ) -> tuple[Tensor, Tensor]:
     """The result, and the fp32 log-sum-exp [heads, t] of the scores, for backward."""
@@ -122,7 +122,7 @@ def _attend(
 
 
 @torch.library.custom_op("megafrontier::document_attention_backward", mutates_args=())
-def _attend_backward(
+def attend_documents_backward(
     grad_output: Tensor,
     query: Tensor,
     key: Tensor,
@@ -151,7 +151,7 @@ def _slices(documents: Tensor) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(documents.tolist())]
 
 
-@_attend.register_fake
+@attend_documents.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest: int
 ) -> tuple[Tensor, Tensor]:
@@ -159,7 +159,7 @@ def _(
     return torch.empty_like(query), sums
 
 
-@_attend_backward.register_fake
+@attend_documents_backward.register_fake
 def _(
     grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,10 +172,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, grad_output: Tensor, _sums: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = _attend_backward(grad_output, *ctx.saved_tensors, ctx.longest)
+    gradients = attend_documents_backward(grad_output, *ctx.saved_tensors, ctx.longest)
     return *gradients, None, None
 
 
-_attend.register_autograd(_differentiate, setup_context=_save)
+attend_documents.register_autograd(_differentiate, setup_context=_save)
 
 operator = torch.ops.megafrontier.document_attention.default

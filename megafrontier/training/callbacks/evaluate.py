@@ -58,8 +58,8 @@ def evaluate(
             return None
         for batch in read_step(loader, step, mesh.rank):
             heartbeat()
+            tokens = (model.own_part(batch.targets, batch.documents) >= 0).sum()
             loss = model(batch.tokens, batch.targets, batch.documents)
-            tokens = (model.own_part(batch.targets) >= 0).sum()
             totals += torch.stack([loss.double(), tokens.double()])
             # The ranks of a context split have the same texts.
             if count_bytes is not None and mesh.work_rank == 0:

@@ -57,6 +57,7 @@ _PARTS: dict[str, Callable[[float], str]] = {
     "tflops_per_device": lambda speed: f"{speed:.3g} TF/s",
     "mfu": lambda fraction: f"MFU {fraction:.1%}",
     "waiting": lambda fraction: f"wait {fraction:.0%}",
+    "context_imbalance": lambda fraction: f"imbalance {fraction:.1%}",
     "memory_gib": lambda memory: f"{memory:.1f} GiB",
 }
 
