@@ -26,6 +26,8 @@ class OptimizerGroupConfig:
     """sgd, muon: decay of the momentum."""
     weight_decay: float | None = bounded(None, at_least=0)
     """Weight decay, also of the kinds in `no_decay`."""
+    split_heads: bool | None = None
+    """muon: orthogonalize each head of `attention.qkv` by itself."""
 
 
 @dataclass
@@ -47,6 +49,9 @@ class OptimizerConfig:
         default_factory=lambda: ["norm", "bias", "embedding"]
     )
     """Kinds of parameters without weight decay."""
+    split_heads: bool = False
+    """muon: orthogonalize each head of `attention.qkv` (of queries, keys and values) by itself,
+    not the three as one matrix."""
     fused: Literal["torch", "apex", "none"] = "torch"
     """Fused AdamW: torch's, apex's (NVIDIA's or ROCm's, on an accelerator), or none."""
     groups: list[OptimizerGroupConfig] = field(default_factory=list)

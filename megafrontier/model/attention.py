@@ -69,7 +69,7 @@ class Attention(nn.Module):
         self.widths = [inner, kv_inner, kv_inner]
         qkv = nn.Linear(config.hidden, sum(self.widths), bias=config.bias)
         out = nn.Linear(inner, config.hidden, bias=config.bias)
-        self.qkv = with_specs(qkv, "matrix", matrix_std(config))
+        self.qkv = with_specs(qkv, "matrix", matrix_std(config), head_rows=self.head_size)
         self.out = with_specs(out, "matrix", matrix_std(config, to_residual=True))
 
     def forward(

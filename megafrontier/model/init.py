@@ -21,7 +21,9 @@ CHUNK = 2**18
 M = TypeVar("M", bound=nn.Module)
 
 
-def with_specs(module: M, kind: Kind, std: float = 0.0, valid_rows: int | None = None) -> M:
+def with_specs(
+    module: M, kind: Kind, std: float = 0.0, valid_rows: int | None = None, head_rows: int = 0
+) -> M:
     """Give a linear layer, an embedding or a norm the specs of its parameters, and return it.
 
     A norm's weight is initially 1, and its bias is of the kind `norm` too. Biases are initially 0.
@@ -29,7 +31,15 @@ def with_specs(module: M, kind: Kind, std: float = 0.0, valid_rows: int | None =
     weight, bias = module.weight, getattr(module, "bias", None)
     assert isinstance(weight, nn.Parameter)
     shape, mean = tuple(weight.shape), float(kind == "norm")
-    spec = ParamSpec("", shape, kind, init_mean=mean, init_std=std, valid_rows=valid_rows)
+    spec = ParamSpec(
+        "",
+        shape,
+        kind,
+        init_mean=mean,
+        init_std=std,
+        valid_rows=valid_rows,
+        head_rows=head_rows,
+    )
     set_spec(weight, spec)
     if bias is not None:
         set_spec(bias, ParamSpec("", tuple(bias.shape), "norm" if kind == "norm" else "bias"))

@@ -35,6 +35,7 @@ class OptimizerGroup:
     eps: float
     momentum: float
     weight_decay: float
+    split_heads: bool
 
 
 class OptimizerGroups:
@@ -59,6 +60,16 @@ class OptimizerGroups:
         }
         for spec in self._specs:
             self.of(spec)
+        for number in range(0, len(self.groups), 2):
+            self._check_heads(number)
+
+    def _check_heads(self, number: int) -> None:
+        """Refuse `split_heads` of a group for which it does nothing."""
+        members = [spec for spec in self._specs if self.numbers[spec.name] // 2 == number // 2]
+        group, key = self.groups[number], _key(number)
+        has_heads = group.optimizer == "muon" and any(spec.head_rows for spec in members)
+        fits = "need name: muon, and a matrix of attention heads (attention.qkv) in the group"
+        need(has_heads or not group.split_heads, f"{key}split_heads", "true", fits)
 
     def of(self, spec: ParamSpec) -> tuple[str, int]:
         """The optimizer of a parameter, and its group's index. Raises UserError if the optimizer
@@ -66,8 +77,7 @@ class OptimizerGroups:
         number = self.numbers[spec.name]
         optimizer = self.groups[number].optimizer
         if optimizer == "muon":
-            key = f"optimizer.groups[{number // 2 - 1}]" if number > 1 else "optimizer.name"
-            _refuse_misfit(key, spec)
+            _refuse_misfit(_key(number).removesuffix(".") if number > 1 else "optimizer.name", spec)
         return optimizer, number
 
     def by_optimizer(self) -> dict[str, list[ParamSpec]]:
@@ -88,6 +98,11 @@ class OptimizerGroups:
             numel = sum(prod(spec.shape) for spec in specs)
             rate = "" if scale == 1 else f" at {scale:g} times optimizer.lr"
             yield f"optimizer {optimizer}{rate}: {numel:,} parameters, {_names(specs)}"
+
+
+def _key(number: int) -> str:
+    """The prefix of a group's keys in the configuration."""
+    return f"optimizer.groups[{number // 2 - 1}]." if number > 1 else "optimizer."
 
 
 def _names(specs: Sequence[ParamSpec]) -> str:
@@ -128,7 +143,13 @@ def _pair(config: OptimizerConfig, index: int) -> Iterator[OptimizerGroup]:
     scale = whole["lr"] / config.lr if "lr" in values else 1.0
     for decay in (whole["weight_decay"], values.get("weight_decay", 0.0)):
         yield OptimizerGroup(
-            whole["name"], scale, tuple(whole["betas"]), whole["eps"], whole["momentum"], decay
+            whole["name"],
+            scale,
+            tuple(whole["betas"]),
+            whole["eps"],
+            whole["momentum"],
+            decay,
+            whole["split_heads"],
         )
 
 
@@ -137,9 +158,4 @@ def _refuse_misfit(key: str, spec: ParamSpec) -> None:
     if len(spec.shape) != 2:
         raise UserError(
             f"{key}: muon, but {spec.name} has shape {shape}, need a matrix, or adamw or sgd for it"
-        )
-    if spec.local_shape != spec.shape:
-        raise UserError(
-            f"{key}: muon, but parallelism cuts {spec.name} ({shape}), need it whole on each rank, "
-            "or adamw or sgd for it"
         )

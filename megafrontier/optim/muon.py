@@ -1,13 +1,5 @@
-"""Muon on the shards of units: momentum of shards, Newton–Schulz iterations of whole matrices.
-
-Note [Whole matrices]
-A unit's flat buffer is cut into equal shards, across matrices. The momentum is updated shard by
-shard. The update before the iterations is then gathered over the levels that shard the optimizer
-state, and each rank computes the iterations of those matrices that its shard has a part of. So the
-state is sharded as AdamW's, whatever the number of matrices and ranks, and nothing has to be sent
-back. The price is one more gather of each unit in a step (`placement.gather_bytes`), and that ranks
-that share a matrix compute the same.
-"""
+"""Muon on the shards of units: momentum of shards, Newton–Schulz iterations of whole matrices, each
+on the rank that owns it (Note [Owners of matrices])."""
 
 from collections.abc import Mapping, Sequence
 from math import sqrt
@@ -15,7 +7,9 @@ from math import sqrt
 import torch
 
 from megafrontier.optim.groups import STATES, OptimizerGroup
-from megafrontier.partition.comm.streams import AsyncChain
+from megafrontier.optim.matrices import Matrix, MatrixOwners, find_matrices
+from megafrontier.parallel.param_spec import ParamSpec
+from megafrontier.partition.comm.collectives import LevelCollectives
 from megafrontier.partition.unit import Unit
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -30,11 +24,19 @@ class ShardedMuon:
     states: `momentum_buffer`, one 1-D fp32 shard for each unit.
     """
 
-    def __init__(self, units: Sequence[Unit], groups: Mapping[str, OptimizerGroup]) -> None:
-        """`groups`: the group of each parameter, by its name."""
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        groups: Mapping[str, OptimizerGroup],
+        tensor: LevelCollectives | None = None,
+    ) -> None:
+        """`groups`: the group of each parameter, by its global name. `tensor`: collectives over the
+        ranks of a tensor split, if it cuts a matrix."""
         self._units, self._groups = units, groups
         (name,) = STATES["muon"]
         self.states = {name: [torch.zeros_like(unit.master) for unit in units]}
+        matrices = find_matrices(units, lambda spec: True)
+        self._owners = MatrixOwners(matrices, tensor, compute_dtype(units[0].master.device))
 
     def step(
         self,
@@ -45,47 +47,48 @@ class ShardedMuon:
     ) -> None:
         """As `UnitOptimizer.step`. All ranks call it. The host does not wait for the device."""
         keep = (1 - skip).float()
-        # Gather the next unit while this one is computed.
-        previous: tuple[Unit, AsyncChain] | None = None
         (buffers,) = self.states.values()
         for unit, gradient, buffer in zip(self._units, gradients, buffers, strict=True):
             gradient.div_(divisor.float()).masked_fill_(skip > 0, 0.0)
             self._update_momentum(unit, gradient, buffer, keep)
-            update = gradient.to(compute_dtype(unit))
-            started = unit, unit.gather_shards(update, "update", "gradients")
-            if previous is not None:
-                self._update_masters(*previous, lr, keep)
-            previous = started
-        if previous is not None:
-            self._update_masters(*previous, lr, keep)
+        self._owners.apply(gradients, self._direction)
+        for unit, gradient in zip(self._units, gradients, strict=True):
+            self._update_master(unit, gradient, lr, keep)
 
     def _update_momentum(
         self, unit: Unit, gradient: torch.Tensor, buffer: torch.Tensor, keep: torch.Tensor
     ) -> None:
         """Make `gradient` the update before the iterations: Nesterov's."""
         for entry, first, last, at in unit.layout.within(*unit.range):
-            own, momentum = slice(at, at + last - first), self._groups[entry.name].momentum
-            buffer[own].lerp_(gradient[own], (1 - momentum) * keep)
-            gradient[own].lerp_(buffer[own], momentum)
+            group = self._groups[unit.specs[entry.name].name]
+            own = slice(at, at + last - first)
+            buffer[own].lerp_(gradient[own], (1 - group.momentum) * keep)
+            gradient[own].lerp_(buffer[own], group.momentum)
 
-    def _update_masters(
-        self, unit: Unit, gathering: AsyncChain, lr: float, keep: torch.Tensor
+    def _direction(self, matrix: Matrix, update: torch.Tensor) -> torch.Tensor:
+        parts = update.split(self._part_rows(matrix.spec))
+        return torch.cat([orthogonalize(part) for part in parts])
+
+    def _part_rows(self, spec: ParamSpec) -> int:
+        """Rows of the matrices that are updated as one each."""
+        split = self._groups[spec.name].split_heads
+        return spec.head_rows if split and spec.head_rows else spec.shape[0]
+
+    def _update_master(
+        self, unit: Unit, direction: torch.Tensor, lr: float, keep: torch.Tensor
     ) -> None:
-        updates = gathering.wait()
         for entry, first, last, at in unit.layout.within(*unit.range):
-            group = self._groups[entry.name]
+            spec, own = unit.specs[entry.name], slice(at, at + last - first)
+            group = self._groups[spec.name]
             rate = keep * (lr * group.lr_scale)
-            update = updates[entry.offset : entry.offset + entry.numel].view(entry.shape)
-            rows, columns = entry.shape
-            direction = orthogonalize(update).reshape(-1)[first:last].float()
-            master = unit.master[at : at + last - first]
-            master.mul_(1 - rate * group.weight_decay)
-            master.sub_(direction * (rate * sqrt(max(1, rows / columns))))
+            unit.master[own].mul_(1 - rate * group.weight_decay)
+            factor = sqrt(max(1, self._part_rows(spec) / spec.shape[1]))
+            unit.master[own].sub_(direction[own] * (rate * factor))
 
 
-def compute_dtype(unit: Unit) -> torch.dtype:
-    """The type of gathered updates and of Newton–Schulz iterations."""
-    return torch.float32 if unit.master.device.type == "cpu" else torch.bfloat16
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """The type of Newton–Schulz iterations, and of what owners of matrices are sent."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def orthogonalize(update: torch.Tensor) -> torch.Tensor:

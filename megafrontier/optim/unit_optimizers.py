@@ -11,6 +11,7 @@ from megafrontier.optim.groups import STATES, OptimizerGroups
 from megafrontier.optim.muon import ShardedMuon
 from megafrontier.optim.sgd import ShardedSGD
 from megafrontier.optim.sharded import Slice, merge_slices
+from megafrontier.partition.comm.collectives import LevelCollectives
 from megafrontier.partition.unit import Unit
 
 States = dict[str, list[torch.Tensor | None]]
@@ -44,13 +45,18 @@ class UnitOptimizers:
     """
 
     def __init__(
-        self, units: Sequence[Unit], groups: OptimizerGroups, config: OptimizerConfig
+        self,
+        units: Sequence[Unit],
+        groups: OptimizerGroups,
+        config: OptimizerConfig,
+        tensor: LevelCollectives | None = None,
     ) -> None:
+        """`tensor`: collectives over the ranks of a tensor split. Muon needs them."""
         self._parts: list[tuple[UnitOptimizer, list[int]]] = []
         self.states: States = {}
         for name in dict.fromkeys(unit.optimizer for unit in units):
             indices = [i for i, unit in enumerate(units) if unit.optimizer == name]
-            optimizer = _make(name, [units[i] for i in indices], groups, config)
+            optimizer = _make(name, [units[i] for i in indices], groups, config, tensor)
             self._parts.append((optimizer, indices))
             for state in STATES[name]:
                 shards = self.states.setdefault(state, [None] * len(units))
@@ -112,10 +118,15 @@ def _param_groups(
 
 
 def _make(
-    name: str, units: Sequence[Unit], groups: OptimizerGroups, config: OptimizerConfig
+    name: str,
+    units: Sequence[Unit],
+    groups: OptimizerGroups,
+    config: OptimizerConfig,
+    tensor: LevelCollectives | None,
 ) -> UnitOptimizer:
     if name == "muon":
-        return ShardedMuon(units, {of: groups.groups[n] for of, n in groups.numbers.items()})
+        of = {parameter: groups.groups[number] for parameter, number in groups.numbers.items()}
+        return ShardedMuon(units, of, tensor)
     masters, common = [unit.master for unit in units], ("lr_scale", "weight_decay")
     if name == "sgd":
         return ShardedSGD(masters, _param_groups(units, groups, *common, "momentum"))

@@ -42,6 +42,9 @@ class ParamSpec:
     """Initial values are normally distributed. With a deviation of 0 all are the mean."""
     valid_rows: int | None = None
     """The global tensor's rows from this one on are padding, initially 0. Default: no padding."""
+    head_rows: int = 0
+    """Rows of an attention head, if the global tensor is the matrices of several below each other;
+    otherwise 0."""
 
     def __post_init__(self) -> None:
         if not self.box:

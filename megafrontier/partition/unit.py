@@ -11,7 +11,6 @@ from megafrontier.common.buffers import BufferPool
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.parallel.param_spec import ParamSpec, spec_of
 from megafrontier.partition.comm.collectives import LevelCollectives
-from megafrontier.partition.comm.ledger import Kind
 from megafrontier.partition.comm.streams import AsyncChain
 from megafrontier.partition.error_feedback import ErrorFeedback
 from megafrontier.partition.flat_buffers import FlatGradient, UnitParameters
@@ -125,6 +124,11 @@ class Unit:
         return self._collectives.wires
 
     @property
+    def collectives(self) -> LevelCollectives:
+        """The collectives over the levels of `hierarchy`."""
+        return self._collectives
+
+    @property
     def counts(self) -> bool:
         """Whether this rank counts its optimizer shard in a sum over all ranks: its replicas do
         not."""
@@ -197,15 +201,10 @@ class Unit:
 
     def gather_master(self) -> torch.Tensor:
         """The unsharded masters, fp32 [numel], in new memory. All ranks call it."""
-        return self.gather_shards(self.master, "masters").wait()
-
-    def gather_shards(self, shard: torch.Tensor, what: str, kind: Kind = "weights") -> AsyncChain:
-        """Begin to gather every rank's `shard`, one as long as `master`, without rounding, into new
-        memory [numel], which the chain ends with. All ranks call it."""
         depth = self.placement.optimizer
-        full = torch.empty(self.layout.numel, dtype=shard.dtype, device=shard.device)
-        self._collectives.local_slice(full, 0, depth).copy_(shard)
-        return self._collectives.gather_exact(full, depth, 0, f"{what} {self.name}", kind)
+        full = torch.empty(self.layout.numel, device=self.master.device)
+        self._collectives.local_slice(full, 0, depth).copy_(self.master)
+        return self._collectives.gather_exact(full, depth, 0, f"masters {self.name}").wait()
 
     def start_unshard(self) -> None:
         """Begin to gather the weights, unless they are unsharded or have begun to be."""

@@ -2,10 +2,14 @@
 
 from collections.abc import Callable
 
+import torch
+
 from megafrontier.model.gpt import GPT
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.parallel.mesh import Mesh
+from megafrontier.partition.comm.collectives import LevelCollectives
 from megafrontier.partition.engine import Engine
+from megafrontier.partition.wires.wire import Wires
 from megafrontier.splits.context import split_sequences
 from megafrontier.splits.experts import ExpertGroup, split_experts
 from megafrontier.splits.tensor import split_tensors
@@ -34,3 +38,12 @@ def apply_splits(model: GPT, mesh: Mesh) -> Callable[[Engine], None]:
             group.connect(engine, hierarchy)
 
     return connect
+
+
+def tensor_collectives(engine: Engine, mesh: Mesh) -> LevelCollectives | None:
+    """Collectives of whatever type over the ranks that share matrices; None if no ranks do."""
+    if mesh.splits.tensor == 1:
+        return None
+    hierarchy = mesh.hierarchy(("tensor",))
+    wires = Wires.plain(len(hierarchy.levels.sizes), torch.float32)
+    return engine.collectives(hierarchy, wires)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -208,7 +209,8 @@ def state_gib(config: Config, plan: RunPlan) -> float:
 
 def buffer_gib(config: Config, plan: RunPlan) -> float:
     """GiB of the buffers that a rank's units share, by formula: unsharded weights, unreduced
-    gradients, messages, and Muon's updates of the unit at hand and of the next."""
+    gradients, messages, and Muon's: the matrix at hand, the next one, and what the iterations need
+    (two matrices, and two products of rows that are at most as large)."""
     units = unit_sizes(config, plan.shape.splits)
     dtype = DTYPES[config.train.precision]
     prefetch = None if config.partition.overlap == "none" else config.partition.prefetch
@@ -218,14 +220,13 @@ def buffer_gib(config: Config, plan: RunPlan) -> float:
     for optimizer in {unit.optimizer for unit in units}:
         own = [unit for unit in units if unit.optimizer == optimizer]
         root = sum(unit.numel for unit in own if unit.block == ROOT)
-        largest = 0
         for axes in several:
             numels = [unit.numel for unit in own if unit.block != ROOT and unit.axes == axes]
             placement = plan.of(axes).placement.on(plan.shape.over(axes))
             total += unit_buffer_bytes(numels, root, placement, dtype.itemsize, prefetch)
-            largest, root = max(largest, root, *numels), 0
+            root = 0
         if optimizer == "muon":
-            total += 2 * largest * torch.bfloat16.itemsize
+            total += 6 * _largest_matrix(config) * torch.bfloat16.itemsize
     return total / GIB
 
 
@@ -244,6 +245,11 @@ def _message_bytes(
         prefetch,
     )
     return messages.held_bytes([u.numel for u in units if u.block == ROOT or u.axes == axes])
+
+
+def _largest_matrix(config: Config) -> int:
+    """Elements of the largest matrix that Muon updates."""
+    return max(prod(spec.shape) for spec in optimizer_groups(config).by_optimizer()["muon"])
 
 
 def check_memory(config: Config, plan: RunPlan) -> None:

@@ -28,7 +28,7 @@ from megafrontier.partition import Engine, shard
 from megafrontier.partition.engine import UnitRules
 from megafrontier.partition.unit import InitialSlice
 from megafrontier.partition.wires.registry import DTYPES
-from megafrontier.splits.apply import apply_splits
+from megafrontier.splits.apply import apply_splits, tensor_collectives
 from megafrontier.training.device import reason_not_compiled
 from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.plan import RunPlan, optimizer_groups
@@ -106,7 +106,12 @@ def build_trainer(
         # it is written.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     model, engine = build_model(config, plan, mesh, has_values)
-    optimizer = UnitOptimizers(engine.trained_units, optimizer_groups(config), config.optimizer)
+    optimizer = UnitOptimizers(
+        engine.trained_units,
+        optimizer_groups(config),
+        config.optimizer,
+        tensor_collectives(engine, mesh),
+    )
     # All ranks agree, because the others would wait for a rank whose storage fails.
     rank, size, device = mesh.data_rank, mesh.data_size, mesh.device
     train, valid = mesh.world.run_on_all(

@@ -1,10 +1,13 @@
 """Groups of parameters with optimizers of their own train as torch's optimizers on one process."""
 
+import json
 from dataclasses import replace
+from math import prod
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.common.errors import UserError
@@ -12,8 +15,9 @@ from megafrontier.model.flops import parameter_count
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
 from megafrontier.optim.schedule import learning_rate
+from megafrontier.parallel.mesh import Splits
 from megafrontier.parallel.param_spec import spec_of
-from megafrontier.partition.placement import STRATEGIES, gather_bytes
+from megafrontier.partition.placement import STRATEGIES, owner_bytes, traffic_bytes
 from megafrontier.training.callbacks.save import checkpoint_bytes
 from megafrontier.training.loop import train_step
 from megafrontier.training.plan import resolve_plan, state_gib
@@ -21,7 +25,7 @@ from megafrontier.training.preview import check_training
 from megafrontier.training.resume.compatibility import check_optimizer
 from megafrontier.training.trainer import open_loader
 from tests import runs
-from tests.ranks import run_mesh
+from tests.ranks import make_levels, run_mesh
 
 STEPS = 20
 MUON = "{match: 'matrix:blocks.*', name: muon, lr: 0.02, momentum: 0.9}"
@@ -29,19 +33,30 @@ SGD = "{match: embedding, name: sgd, lr: 0.5, momentum: 0.8, weight_decay: 0.01}
 GROUPS = f"optimizer.groups=[{MUON}, {SGD}, {{match: norm, lr: 0.01}}]"
 CHOSEN = (
     GROUPS, f"train.steps={STEPS}", "train.clip_grad_norm=0.2", "train.micro_batch=4",
-    "schedule.min_lr=1e-4", "optimizer.weight_decay=0.3", "model.bias=true",
+    "schedule.min_lr=1e-4", "optimizer.weight_decay=0.3", "model.bias=true", "model.heads=4",
+    "model.kv_heads=2",
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    """Losses of plain PyTorch, with Newton–Schulz iterations in fp32 as on our CPU ranks."""
+    return train_plain(folder)
+
+
+def train_plain(folder, head_rows=0):
+    """Losses of plain PyTorch, with Newton–Schulz iterations in fp32 as on our CPU ranks. With
+    `head_rows`, Muon's parameters are the heads of `attention.qkv`."""
     config = runs.load(folder / "config.yaml", *CHOSEN)
     model = GPT(config.model)
     initialise(model, config.run.seed)
     kinds = {"muon": [], "sgd": [], "norm": [], "matrix": [], "bias": []}
+    heads = {}
     for name, parameter in model.named_parameters():
         kind = spec_of(name, parameter).kind
+        if head_rows and name.endswith("qkv.weight"):
+            heads[parameter] = [nn.Parameter(head) for head in parameter.data.split(head_rows)]
+            kinds["muon"] += heads[parameter]
+            continue
         if kind == "matrix" and name.startswith("blocks."):
             kind = "muon"
         kinds["sgd" if kind == "embedding" else kind].append(parameter)
@@ -59,8 +74,12 @@ def plain(folder):
     for step in range(STEPS):
         batch = samples.batch(16 * step, 16)
         loss = model(batch.tokens, batch.targets, batch.documents) / (batch.targets >= 0).sum()
+        model.zero_grad()
         loss.backward()
         assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2) > 0.2
+        for parameter, parts in heads.items():
+            for part, gradient in zip(parts, parameter.grad.split(head_rows), strict=True):
+                part.grad = gradient
         lr = learning_rate(step, STEPS, config.optimizer, config.schedule)
         for optimizer, scale in optimizers:
             for group in optimizer.param_groups:
@@ -68,22 +87,63 @@ def plain(folder):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
                 optimizer.step()
-            optimizer.zero_grad()
         losses.append(loss.item())
     return losses
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_20_steps_on_every_placement_are_those_of_plain_pytorch(folder, plain, strategy):
-    config = runs.load(folder / "config.yaml", *CHOSEN, f"partition.strategy={strategy}")
+def train_ranks(folder, sizes, *chosen, steps=STEPS, **splits):
+    """The losses of each rank of levels of these sizes."""
+    levels = dict(zip(make_levels(sizes).names, ({"size": size} for size in sizes), strict=True))
+    ranks = prod(sizes) // prod(splits.values())
+    config = runs.load(
+        folder / "config.yaml",
+        *CHOSEN,
+        f"machine={json.dumps({'levels': levels})}",
+        f"train.micro_batch={16 // ranks}",
+        *(f"parallel.{name}={size}" for name, size in splits.items()),
+        *chosen,
+    )
 
     def body(mesh):
         with runs.open_trainer(config, mesh) as trainer:
-            return [train_step(trainer).loss for _ in range(STEPS)]
+            return [train_step(trainer).loss for _ in range(steps)]
 
-    for losses in run_mesh((2, 2, 1), body):
+    return run_mesh(sizes, body, splits=Splits(**splits))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_20_steps_on_every_placement_are_those_of_plain_pytorch(folder, plain, strategy):
+    for losses in train_ranks(folder, (2, 2, 1), f"partition.strategy={strategy}"):
         assert losses == pytest.approx(plain, rel=1e-5)
     assert plain[-1] < plain[0] - 0.5
+
+
+@pytest.mark.parametrize(
+    ("sizes", "splits", "strategy", "steps"),
+    [
+        ((2, 2), {"tensor": 2}, "zero1, partition.check_order=true", 20),
+        ((2, 2), {"tensor": 4}, "zero3", 6),  # more ranks than heads of keys
+        ((2, 2), {"context": 2}, "zero1", 6),
+        ((2, 2, 2), {"tensor": 2, "context": 2}, "topo, partition.overlap=full", 6),
+    ],
+)
+def test_steps_of_matrices_that_ranks_share_are_those_of_plain_pytorch(
+    folder, plain, sizes, splits, strategy, steps
+):
+    chosen = f"partition.strategy={strategy}".split(", ")
+    found = train_ranks(folder, sizes, *chosen, steps=steps, **splits)
+    for losses in found:
+        assert losses == pytest.approx(plain[:steps], rel=1e-5)
+
+
+def test_heads_of_attention_may_be_orthogonalized_one_by_one(folder, plain):
+    """As Muon of PyTorch with a parameter for each head of queries, keys and values."""
+    groups = GROUPS.replace("momentum: 0.9", "momentum: 0.9, split_heads: true")
+    expected = train_plain(folder, head_rows=6)
+    assert expected != pytest.approx(plain, rel=1e-5)
+    for sizes, splits in (((1,), {}), ((2, 1), {"tensor": 2})):
+        for losses in train_ranks(folder, sizes, groups, **splits):
+            assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def test_low_bit_wires_change_muons_loss_by_less_than_a_third_of_a_percent(folder):
@@ -102,33 +162,55 @@ def test_low_bit_wires_change_muons_loss_by_less_than_a_third_of_a_percent(folde
     assert final_loss("low") == pytest.approx(final_loss("exact"), rel=3e-3)
 
 
-def test_a_skipped_step_changes_no_state_and_muon_sends_one_more_gather(folder):
-    """In exchange its state is sharded as AdamW's."""
-    groups = f"optimizer.groups=[{MUON}]"
-    config = runs.load(folder / "config.yaml", groups, "partition.strategy=zero1")
+def test_a_skipped_step_changes_no_state_of_muon(folder):
+    config = runs.load(folder / "config.yaml", f"optimizer.groups=[{MUON}]")
 
     def body(mesh):
         with runs.open_trainer(config, mesh) as trainer:
             train_step(trainer)
-            result, engine = train_step(trainer), trainer.engine
-            formula = engine.step_bytes(trainer.loader.micro_batches)
-            for unit in engine.units:
-                if unit.optimizer == "muon":
-                    depth, levels = unit.placement.optimizer, mesh.levels
-                    more = gather_bytes(unit.layout.numel, depth, levels, 4)
-                    formula = [a + b for a, b in zip(formula, more, strict=True)]
+            engine = trainer.engine
             shards = [s for found in trainer.optimizer.states.values() for s in found]
             tensors = [s for s in shards if s is not None] + [unit.master for unit in engine.units]
             before = [tensor.clone() for tensor in tensors]
             gradients = [torch.full_like(unit.master, torch.nan) for unit in engine.units]
             one = torch.tensor(1.0)
             trainer.optimizer.step(gradients, 0.1, one, one)
-            assert all(map(torch.equal, before, tensors))
-            return [level["bytes"] for level in result.comm.values()], formula
+            return all(map(torch.equal, before, tensors))
 
-    for counted, formula in run_mesh((2, 2, 1), body):
-        assert counted == formula
-        assert min(counted[:2]) > 0
+    assert all(run_mesh((2, 2, 1), body))
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (8,)])
+def test_bytes_of_muon_are_those_of_adamw_and_two_shards_to_and_from_the_owners(folder, sizes):
+    """In the mean over ranks. With 8 ranks on one level, that is 1/8 more than AdamW sends for the
+    same matrices with wires of the same type."""
+    chosen = (f"optimizer.groups=[{MUON}]", "partition.strategy=zero1", "model.layers=8")
+    levels = make_levels(sizes)
+    names = {name: {"size": size} for name, size in zip(levels.names, sizes, strict=True)}
+    machine = f"machine={json.dumps({'levels': names})}"
+    config = runs.load(folder / "config.yaml", *chosen, machine)
+
+    def body(mesh):
+        with runs.open_trainer(config, mesh) as trainer:
+            train_step(trainer)
+            result, engine = train_step(trainer), trainer.engine
+            units = [unit for unit in engine.units if unit.optimizer == "muon"]
+            place = engine.placement
+            of_matrices = [0] * len(sizes)
+            for unit in units:
+                sent = traffic_bytes(unit.layout.numel, place, levels, engine.wires, 1, 1)
+                of_matrices = [a + b for a, b in zip(of_matrices, sent, strict=True)]
+            numel = sum(entry.numel for unit in units for entry in unit.layout.entries)
+            return (
+                [level["bytes"] for level in result.comm.values()],
+                engine.step_bytes(trainer.loader.micro_batches),
+                owner_bytes(numel, place, levels, 4),
+                of_matrices,
+            )
+
+    counted, adamw, more, of_matrices = run_mesh(sizes, body)[0]
+    assert counted == [a + b for a, b in zip(adamw, more, strict=True)]
+    assert more[-1] <= of_matrices[-1] / sizes[-1]
 
 
 def test_the_start_says_which_parameters_each_optimizer_has(folder):
@@ -165,6 +247,8 @@ def test_checkpoints_go_between_placements_with_each_groups_own_states(folder, p
     assert train("one", 1, resumed, "machine=laptop") == pytest.approx(plain[4:8], rel=1e-5)
     other = train("zero3", 4, resumed, "partition.strategy=zero3")
     assert other == pytest.approx(plain[4:8], rel=1e-5)
+    split = train("split", 4, resumed, "partition.strategy=topo", "parallel.tensor=2")
+    assert split == pytest.approx(plain[4:8], rel=1e-5)
     stored = open_checkpoint(path).manifest.tensors
     states = {name: set(boxes[0].unit.states) - {"weight"} for name, boxes in stored.items()}
     assert states["head.output.weight"] == {"exp_avg", "exp_avg_sq"}
@@ -219,6 +303,16 @@ def test_a_checkpoint_of_another_optimizer_or_without_a_state_is_refused(folder,
             "optimizer.name=muon",
             "optimizer.name: muon, but blocks.0.norm1.weight has shape 24, need a matrix, or adamw "
             "or sgd for it",
+        ),
+        (
+            "optimizer.groups=[{match: 'blocks.*.mlp.*.weight', name: muon, split_heads: true}]",
+            "optimizer.groups[0].split_heads: true, need name: muon, and a matrix of attention "
+            "heads (attention.qkv) in the group",
+        ),
+        (
+            "optimizer.split_heads=true",
+            "optimizer.split_heads: true, need name: muon, and a matrix of attention heads "
+            "(attention.qkv) in the group",
         ),
     ],
 )

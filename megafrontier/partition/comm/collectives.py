@@ -6,7 +6,7 @@ chain of per-level collectives, issued on the streams of the levels. The caller 
 waits for its end.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from math import prod
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megafrontier.common.buffers import Workspace
-from megafrontier.parallel.groups import all_gather, all_gather_stacked
+from megafrontier.parallel.groups import all_gather, all_gather_stacked, all_to_all
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.partition.comm.delta import WeightDelta, delta_levels
 from megafrontier.partition.comm.ledger import Kind, Ledger
@@ -195,6 +195,24 @@ class LevelCollectives:
         self._reduce(wires, chain, start, stop, NO_ERRORS)
         self._streams.issue_all(self._sum_over_replicas(wires, chain, stop))
         return chain
+
+    def exchange(
+        self, chain: AsyncChain, level: int, sent: Sequence[int], received: Sequence[int]
+    ) -> None:
+        """Append to a chain an exchange over `level`, without rounding: the chain's tensor [sum of
+        `sent`] has `sent[i]` elements for the level's i-th peer, in this order, and becomes what
+        the peers send, `received[i]` elements of the i-th."""
+
+        def swap(value: torch.Tensor) -> torch.Tensor:
+            group, own = self.hierarchy.groups[level], self.hierarchy.coordinates[level]
+            assert group is not None
+            out = value.new_empty(sum(received))
+            with self.record(level, chain) as count:
+                all_to_all(out, value, group, list(received), list(sent))
+                count.append((sum(sent) - sent[own]) * value.itemsize)
+            return out
+
+        self.then(chain, level, swap)
 
     def then(
         self, chain: AsyncChain, level: int, function: Callable[[torch.Tensor], torch.Tensor]

@@ -1,0 +1,345 @@
+"""Whole matrices for optimizers that need them, from shards that are cut anywhere.
+
+Note [Owners of matrices]
+A unit's flat buffer is cut into equal shards, across matrices, and a rank of a tensor split has
+only a box of a matrix. For an update of whole matrices, each matrix has an owner. The ranks send
+their parts of a matrix to the owner, and it sends the parts of the result back. So all states stay
+sharded as those of other optimizers, and each matrix is computed once in a replica.
+
+A part moves level by level, outermost first: over each level it goes to the peer that has the
+owner's coordinate there. What the ranks of an inner level then hold together is one contiguous
+slice of the unit, so parts from the peers of a level, in their order, are parts in the order of the
+flat buffer. Over a level of size s a rank sends, there and back, (s - 1) / s of two shards; a
+publication sends s - 1 shards (`placement.owner_bytes`).
+
+Matrices of the same size are dealt out together, one to each rank in a round. While a round is
+computed, the parts of the next are on their way.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from megafrontier.parallel.param_spec import ParamSpec
+from megafrontier.partition.comm.collectives import LevelCollectives
+from megafrontier.partition.comm.streams import AsyncChain
+from megafrontier.partition.layout import Entry, shard_range
+from megafrontier.partition.unit import Unit
+
+Region = tuple[slice, ...]
+"""A box of a matrix."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix of the whole model, and its boxes in a unit of this rank.
+
+    Ranks of a tensor split have several boxes of one matrix if it is several ones below each other.
+    """
+
+    index: int
+    """The unit's index."""
+    unit: Unit
+    boxes: tuple[tuple[Entry, ParamSpec], ...]
+
+    @property
+    def spec(self) -> ParamSpec:
+        return self.boxes[0][1]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the boxes."""
+        return sum(entry.numel for entry, _ in self.boxes)
+
+    @property
+    def is_cut(self) -> bool:
+        return self.numel < prod(self.spec.shape)
+
+    def count(self, start: int, stop: int) -> int:
+        """Elements of the boxes within [start, stop) of the unit's flat buffer."""
+        return sum(stop - start for start, stop in self._ranges(start, stop))
+
+    def own_slices(self) -> list[slice]:
+        """The parts of the boxes in this rank's shard, relative to its start."""
+        start, stop = self.unit.range
+        return [slice(a - start, b - start) for a, b in self._ranges(start, stop)]
+
+    def _ranges(self, start: int, stop: int) -> Iterable[tuple[int, int]]:
+        for entry, _ in self.boxes:
+            first, last = max(start, entry.offset), min(stop, entry.offset + entry.numel)
+            if first < last:
+                yield first, last
+
+    def regions(self, rank: int, ranks: int) -> list[Region]:
+        """The boxes of all `ranks` of a tensor split, this one's number being `rank`: those of the
+        first rank, of the second, …"""
+        return [
+            tuple(
+                slice(a, b)
+                if b - a == size
+                else slice(*(n + (other - rank) * (b - a) for n in (a, b)))
+                for (a, b), size in zip(spec.box, spec.shape, strict=True)
+            )
+            for other in range(ranks)
+            for _, spec in self.boxes
+        ]
+
+
+def find_matrices(units: Sequence[Unit], is_meant: Callable[[ParamSpec], bool]) -> list[Matrix]:
+    """The matrices with parameters in these units whose specs are meant."""
+    found: dict[tuple[int, str], list[tuple[Entry, ParamSpec]]] = {}
+    for index, unit in enumerate(units):
+        for entry in unit.layout.entries:
+            spec = unit.specs[entry.name]
+            if is_meant(spec):
+                found.setdefault((index, spec.name), []).append((entry, spec))
+    return [Matrix(index, units[index], tuple(boxes)) for (index, _), boxes in found.items()]
+
+
+class MatrixOwners:
+    """Applies a function to whole matrices of which each rank has parts of its shards."""
+
+    def __init__(
+        self, matrices: Sequence[Matrix], tensor: LevelCollectives | None, dtype: torch.dtype
+    ) -> None:
+        """`tensor`: collectives over the ranks of a tensor split. `dtype`: of what is sent and
+        computed."""
+        self._dtype = dtype
+        self._rounds: list[_Round] = []
+
+        routes: dict[tuple[int, int, bool], list[Matrix]] = {}
+        for matrix in matrices:
+            unit = matrix.unit
+            route = id(unit.hierarchy), unit.placement.optimizer, matrix.is_cut
+            routes.setdefault(route, []).append(matrix)
+        for members in routes.values():
+            hops = _hops(members[0], tensor)
+            ranks = prod(hop.size for hop in hops)
+            members.sort(key=_cost, reverse=True)
+            for at in range(0, len(members), ranks):
+                self._rounds.append(_Round(members[at : at + ranks], hops, tensor))
+
+    def apply(
+        self,
+        shards: Sequence[torch.Tensor],
+        function: Callable[[Matrix, torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Replace each matrix in `shards`, this rank's of each unit, by `function` of it, which has
+        the same shape. All ranks call it. The host does not wait for the device."""
+        sent: _Parts | None = None
+        returned: _Parts | None = None
+        for number in range(len(self._rounds) + 2):
+            started = None
+            if number < len(self._rounds):
+                started = self._rounds[number].send(shards, self._dtype)
+            computed = None if sent is None else sent.of.compute(sent, function)
+            if returned is not None:
+                returned.of.store(returned, shards)
+            sent, returned = started, computed
+
+
+def _cost(matrix: Matrix) -> int:
+    """What the iterations cost: each multiplies the smaller dimension m twice with all elements and
+    once with m × m."""
+    small, large = sorted(matrix.spec.shape)
+    return small * small * (2 * large + small)
+
+
+@dataclass(frozen=True)
+class _Hop:
+    """A level over which parts move."""
+
+    collectives: LevelCollectives
+    level: int
+    is_tensor: bool
+
+    @property
+    def size(self) -> int:
+        return self.collectives.hierarchy.levels.sizes[self.level]
+
+    @property
+    def coordinate(self) -> int:
+        return self.collectives.hierarchy.coordinates[self.level]
+
+    def counts(self, matrix: Matrix) -> list[int]:
+        """How many of a matrix's elements each peer holds before the hop."""
+        hierarchy = self.collectives.hierarchy
+        sizes = hierarchy.levels.sizes
+        if self.is_tensor:  # and each has those of its peers on the levels beyond
+            return [matrix.numel * prod(sizes[self.level + 1 :])] * self.size
+        coordinates, found = list(hierarchy.coordinates), []
+        for peer in range(self.size):
+            coordinates[self.level] = peer
+            numel = matrix.unit.layout.numel
+            found.append(matrix.count(*shard_range(numel, sizes, coordinates, self.level + 1)))
+        return found
+
+
+def _hops(matrix: Matrix, tensor: LevelCollectives | None) -> list[_Hop]:
+    """The levels between the ranks that have parts of a matrix, outermost first."""
+    over = [(matrix.unit.collectives, matrix.unit.placement.optimizer, False)]
+    if matrix.is_cut:
+        assert tensor is not None
+        over.append((tensor, len(tensor.hierarchy.levels.sizes), True))
+    hops = [
+        _Hop(collectives, level, is_tensor)
+        for collectives, depth, is_tensor in over
+        for level in reversed(range(depth))
+    ]
+    return [hop for hop in hops if hop.size > 1]
+
+
+@dataclass
+class _Parts:
+    """Parts of a round's matrices on their way."""
+
+    of: "_Round"
+    chain: AsyncChain
+    held: list[torch.Tensor]
+    """Memory that passes between streams, until the chain's end."""
+
+
+class _Exchange:
+    """The exchange of one hop. Parts of `before`, in order of the owners' coordinates, become parts
+    of `after`, those of each matrix together."""
+
+    def __init__(
+        self,
+        hop: _Hop,
+        counts: dict[int, list[int]],
+        before: Sequence[int],
+        kept: Sequence[int],
+        after: Sequence[int],
+        owners: dict[int, int],
+    ) -> None:
+        """`counts`: by matrix, elements of each peer. `kept`: the matrices whose parts come here,
+        in the order in which peers send them. `owners`: coordinates, by matrix."""
+        self._hop, peers = hop, range(hop.size)
+        own = [counts[m][hop.coordinate] for m in before]
+        self._sent = [
+            sum(n for m, n in zip(before, own, strict=True) if owners[m] == peer) for peer in peers
+        ]
+        self._received = [sum(counts[m][peer] for m in kept) for peer in peers]
+        arrived = [(peer, m) for peer in peers for m in kept]
+        grouped = [(peer, m) for m in after for peer in peers]
+        self._arrived = [counts[m][peer] for peer, m in arrived]
+        self._grouped = [counts[m][peer] for peer, m in grouped]
+        self._order = [arrived.index(part) for part in grouped]
+        self._inverse = [grouped.index(part) for part in arrived]
+
+    def forward(self, parts: _Parts) -> None:
+        collectives, level = self._hop.collectives, self._hop.level
+        collectives.exchange(parts.chain, level, self._sent, self._received)
+        self._permute(parts, self._arrived, self._order)
+
+    def backward(self, parts: _Parts) -> None:
+        self._permute(parts, self._grouped, self._inverse)
+        collectives, level = self._hop.collectives, self._hop.level
+        collectives.exchange(parts.chain, level, self._received, self._sent)
+
+    def _permute(self, parts: _Parts, lengths: list[int], order: list[int]) -> None:
+        def permute(value: torch.Tensor) -> torch.Tensor:
+            pieces = value.split(lengths)
+            out = _cat([pieces[i] for i in order], value)
+            parts.held += [value, out]
+            return out
+
+        self._hop.collectives.then(parts.chain, self._hop.level, permute)
+
+
+class _Round:
+    """Matrices that are computed at the same time, at most one on each rank."""
+
+    def __init__(
+        self, matrices: Sequence[Matrix], hops: Sequence[_Hop], tensor: LevelCollectives | None
+    ) -> None:
+        sizes = [hop.size for hop in hops]
+        owners = [
+            _coordinates(i * prod(sizes) // len(matrices), sizes) for i in range(len(matrices))
+        ]
+        here: list[int] = list(range(len(matrices)))
+        first = order = _by_owner(here, owners, 0)
+        self._exchanges = []
+        for number, hop in enumerate(hops):
+            here = [m for m in here if owners[m][number] == hop.coordinate]
+            after = _by_owner(here, owners, number + 1)
+            counts = {m: hop.counts(matrices[m]) for m in order}
+            to = {m: owners[m][number] for m in order}
+            self._exchanges.append(_Exchange(hop, counts, order, here, after, to))
+            order = after
+        self._shards = [
+            (matrices[m].index, part) for m in first for part in matrices[m].own_slices()
+        ]
+        rank, ranks = (0, 1)
+        if tensor is not None and any(hop.is_tensor for hop in hops):
+            rank, ranks = tensor.hierarchy.shard_index(len(tensor.hierarchy.levels.sizes))
+        self._owned = [(matrices[m], matrices[m].regions(rank, ranks)) for m in order]
+
+    def send(self, shards: Sequence[torch.Tensor], dtype: torch.dtype) -> _Parts:
+        """Begin to bring the parts to the owners."""
+        pieces = [shards[index][part].to(dtype) for index, part in self._shards]
+        parts = self._start(_cat(pieces, shards[0].new_empty(0, dtype=dtype)), "matrices")
+        for exchange in self._exchanges:
+            exchange.forward(parts)
+        return parts
+
+    def compute(
+        self, parts: _Parts, function: Callable[[Matrix, torch.Tensor], torch.Tensor]
+    ) -> _Parts:
+        """Wait for the parts, compute the matrices that this rank owns, and begin to bring the
+        parts of the results back."""
+        value = parts.chain.wait()
+        found, at = [], 0
+        for matrix, regions in self._owned:
+            numel = prod(matrix.spec.shape)
+            whole = _join(value[at : at + numel], matrix.spec.shape, regions)
+            result = function(matrix, whole)
+            found += [result[region].reshape(-1) for region in regions]
+            at += numel
+        parts = self._start(_cat(found, value), "updates")
+        for exchange in reversed(self._exchanges):
+            exchange.backward(parts)
+        return parts
+
+    def store(self, parts: _Parts, shards: Sequence[torch.Tensor]) -> None:
+        """Wait for the parts of the results, and write them to the shards."""
+        value, at = parts.chain.wait(), 0
+        for index, part in self._shards:
+            length = part.stop - part.start
+            shards[index][part] = value[at : at + length]
+            at += length
+
+    def _start(self, value: torch.Tensor, what: str) -> _Parts:
+        return _Parts(self, AsyncChain(value, f"exchange {what}", kind="gradients"), [value])
+
+
+def _coordinates(index: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The coordinates of a rank on each of the hops, the last of which counts fastest."""
+    found = []
+    for size in reversed(sizes):
+        index, coordinate = divmod(index, size)
+        found.append(coordinate)
+    return tuple(reversed(found))
+
+
+def _by_owner(here: Sequence[int], owners: Sequence[tuple[int, ...]], number: int) -> list[int]:
+    """Matrices in the order of the owners' coordinates of hop `number`, if there is one."""
+    return sorted(here, key=lambda m: owners[m][number : number + 1])
+
+
+def _cat(pieces: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    return torch.cat(list(pieces)) if pieces else like.new_empty(0)
+
+
+def _join(flat: torch.Tensor, shape: tuple[int, ...], regions: Sequence[Region]) -> torch.Tensor:
+    """A matrix from its boxes, which lie one after the other in `flat`."""
+    if len(regions) == 1:
+        return flat.view(shape)
+    whole, at = flat.new_empty(shape), 0
+    for region in regions:
+        box = whole[region]
+        box.copy_(flat[at : at + box.numel()].view(box.shape))
+        at += box.numel()
+    return whole
