@@ -80,6 +80,11 @@ class ModelConfig:
     """The head uses the embedding's matrix (GPT-2)."""
     bias: bool = True
     """Biases in the linear layers of the blocks."""
+    qkv_bias: bool | None = None
+    """Biases in the projections of queries, keys and values (Qwen2). Default: `bias`."""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """RMS norm of queries and keys before the rotation: of each head (Qwen3), or of all heads
+    together (OLMoE)."""
     dropout: float = bounded(0.0, at_least=0, below=1)
     """Dropout after the embedding, on attention weights and before each residual sum."""
     init: Literal["gpt2", "neox"] = "gpt2"
@@ -99,6 +104,11 @@ class ModelConfig:
     def num_kv_heads(self) -> int:
         """`kv_heads`, or its default."""
         return self.kv_heads or self.heads
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """`qkv_bias`, or its default."""
+        return self.bias if self.qkv_bias is None else self.qkv_bias
 
     @property
     def rotary_dims(self) -> int:

@@ -67,10 +67,16 @@ class Attention(nn.Module):
         """Attends in place of this module, if it gets parts of documents."""
         inner, kv_inner = self.heads * self.head_size, self.kv_heads * self.head_size
         self.widths = [inner, kv_inner, kv_inner]
-        qkv = nn.Linear(config.hidden, sum(self.widths), bias=config.bias)
+        qkv = nn.Linear(config.hidden, sum(self.widths), bias=config.has_qkv_bias)
         out = nn.Linear(inner, config.hidden, bias=config.bias)
         self.qkv = with_specs(qkv, "matrix", matrix_std(config), head_rows=self.head_size)
         self.out = with_specs(out, "matrix", matrix_std(config, to_residual=True))
+        self.query_norm = self.key_norm = None
+        if config.qk_norm != "none":
+            is_full = config.qk_norm == "full"
+            sizes = (inner, kv_inner) if is_full else (self.head_size, self.head_size)
+            norms = (nn.RMSNorm(size, eps=config.norm_eps) for size in sizes)
+            self.query_norm, self.key_norm = (with_specs(norm, "norm") for norm in norms)
 
     def forward(
         self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None
@@ -82,6 +88,8 @@ class Attention(nn.Module):
         query, key, value = (
             part.unflatten(-1, (-1, self.head_size)) for part in projected.split(self.widths, -1)
         )
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = _normalised(self.query_norm, query), _normalised(self.key_norm, key)
         if rotary is not None:
             query, key = rotate(query, rotary), rotate(key, rotary)
         dropout = self.dropout if self.training else 0.0
@@ -111,3 +119,10 @@ class Attention(nn.Module):
             is_causal=mask is None and query.shape[2] > 1,
             enable_gqa=grouped,
         )
+
+
+def _normalised(norm: nn.RMSNorm, heads: Tensor) -> Tensor:
+    """heads [b, s, heads, d], normalised each or all together, as the norm's size says."""
+    rows = heads.flatten(2).unflatten(-1, (-1, *norm.normalized_shape))
+    found: Tensor = norm(rows)
+    return found.view_as(heads)

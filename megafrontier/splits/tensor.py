@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megafrontier.common.errors import UserError
+from megafrontier.common.errors import UserError, need
 from megafrontier.config import ModelConfig
 from megafrontier.model.block import Block
 from megafrontier.model.gpt import GPT, Embedding, FP32GradEmbedding, Head
@@ -47,6 +47,8 @@ def check_tensor_split(config: ModelConfig, size: int, key: str = "parallel.tens
         if count % size:
             fits = ", ".join(str(n) for n in range(1, count + 1) if not count % n)
             raise UserError(f"{key}: {size}, does not divide {name} ({count}), need one of {fits}")
+    fits = "need none or head with parallel.tensor above 1, which cuts between heads"
+    need(size == 1 or config.qk_norm != "full", "model.qk_norm", config.qk_norm, fits)
     kv_heads = config.num_kv_heads
     if kv_heads % size and size % kv_heads:
         raise UserError(

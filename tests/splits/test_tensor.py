@@ -86,6 +86,7 @@ def test_every_combination_on_8_ranks_gives_one_processs_losses_and_gradients(
         ),
         ({"ffn_hidden": 33}, 2, r"does not divide model.ffn_hidden \(33\)"),
         ({"vocab_multiple": 1, "vocab_size": 51}, 2, r"the padded vocabulary"),
+        ({"qk_norm": "full"}, 2, r"model.qk_norm: full, need none or head"),
     ],
 )
 def test_a_model_that_does_not_divide_is_refused_with_what_fits(changes, size, message):

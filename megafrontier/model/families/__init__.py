@@ -6,11 +6,13 @@ To add a family, write one file like `gpt2.py` and add it to FAMILIES.
 from megafrontier.common.errors import UserError
 from megafrontier.config import ModelConfig
 from megafrontier.model.families.base import Family, HFConfigReader
+from megafrontier.model.families.experts import Mixtral, OLMoE, Qwen2MoE, Qwen3MoE
 from megafrontier.model.families.gpt2 import GPT2
 from megafrontier.model.families.llama import Llama
 from megafrontier.model.families.neox import NeoX
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2(), Llama(), NeoX())}
+_ALL = (GPT2(), Llama(), NeoX(), OLMoE(), Qwen3MoE(), Qwen2MoE(), Mixtral())
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
 """By `model_type`."""
 
 

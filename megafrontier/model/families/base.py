@@ -86,9 +86,15 @@ class HFConfigReader:
         return value
 
     def rope(
-        self, theta_key: str, fraction_key: str, default_fraction: float, *types: str
+        self,
+        theta_key: str,
+        fraction_key: str,
+        default_fraction: float,
+        *types: str,
+        base: float = 10000.0,
     ) -> "Rope":
-        """The rotary settings; `types` are the ways of scaling frequencies that the family has.
+        """The rotary settings; `types` are the ways of scaling frequencies that the family has,
+        and `base` is its default.
 
         transformers 5 keeps them in the dictionary `rope_parameters`, transformers 4 at the top
         and in `rope_scaling`. A file may have both, which are read in the order of transformers 5.
@@ -99,10 +105,10 @@ class HFConfigReader:
         if not isinstance(inner, dict):
             raise self.error(key, inner, "need keys and values")
         nested = HFConfigReader(self._path, inner)
-        base = nested.number("rope_theta", self.number(theta_key, 10000.0))
+        theta = nested.number("rope_theta", self.number(theta_key, base))
         outer_fraction = self.number(fraction_key, default_fraction)
         fraction = nested.number("partial_rotary_factor", outer_fraction)
-        return Rope(float(base), float(fraction), nested._scaling(types))
+        return Rope(float(theta), float(fraction), nested._scaling(types))
 
     def error(self, key: str, value: Any, fits: str) -> UserError:
         """The error for one value."""
@@ -168,6 +174,14 @@ def plain_heads(config: ModelConfig) -> list[Constraint]:
     return [
         Constraint("kv_heads", config.num_kv_heads, (config.heads,)),
         Constraint("head_size", config.head_dim, (config.hidden / config.heads,)),
+    ]
+
+
+def plain_attention(config: ModelConfig) -> list[Constraint]:
+    """No norm of queries and keys, and biases there as elsewhere."""
+    return [
+        Constraint("qk_norm", config.qk_norm, ("none",)),
+        Constraint("qkv_bias", config.has_qkv_bias, (config.bias,)),
     ]
 
 

@@ -9,6 +9,7 @@ from megafrontier.model.families.base import (
     ParamMapping,
     embedding_and_head,
     gelu_name,
+    plain_attention,
     plain_heads,
     read_gelu,
     same,
@@ -26,7 +27,7 @@ class GPT2:
 
     def matches(self, config: ModelConfig) -> bool:
         """Learned positions."""
-        return config.position == "learned"
+        return config.position == "learned" and config.moe is None
 
     def constraints(self, config: ModelConfig) -> list[Constraint]:
         """Its norm, activations, residual order and heads."""
@@ -35,6 +36,7 @@ class GPT2:
             Constraint("activation", config.activation, ("gelu", "gelu_tanh")),
             Constraint("parallel_residual", config.parallel_residual, (False,)),
             *plain_heads(config),
+            *plain_attention(config),
         ]
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from megafrontier.model.families.base import (
     ParamMapping,
     embedding_and_head,
     gelu_name,
+    plain_attention,
     plain_heads,
     read_gelu,
     same_module,
@@ -29,7 +30,7 @@ class NeoX:
     def matches(self, config: ModelConfig) -> bool:
         """Rotary positions without Llama's norm and activation."""
         gated = config.norm == "rmsnorm" or config.activation == "swiglu"
-        return config.position == "rotary" and not gated
+        return config.position == "rotary" and not gated and config.moe is None
 
     def constraints(self, config: ModelConfig) -> list[Constraint]:
         """Its norm, activations and heads."""
@@ -37,6 +38,7 @@ class NeoX:
             Constraint("norm", config.norm, ("layernorm",)),
             Constraint("activation", config.activation, ("gelu", "gelu_tanh")),
             *plain_heads(config),
+            *plain_attention(config),
             Constraint("rotary_scaling", config.rotary_scaling, (None,)),
         ]
 

@@ -98,10 +98,12 @@ def _resolved(model: ModelConfig) -> dict[str, Any]:
     return {
         **asdict(model),
         **kept,
+        **({"moe.ffn_hidden": model.moe.ffn_hidden or model.mlp_hidden} if model.moe else {}),
         "moe": None if model.moe is None else "given",
         "kv_heads": model.num_kv_heads,
         "head_size": model.head_dim,
         "ffn_hidden": model.mlp_hidden,
+        "qkv_bias": model.has_qkv_bias,
         "rotary_fraction": model.rotary_dims / model.head_dim,
         "sequence_length": model.sequence_length if is_learned else None,
     }

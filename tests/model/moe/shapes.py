@@ -25,6 +25,6 @@ SHARED = mixture(
     router="sigmoid",
     scale=2.0,
     groups=ExpertGroupsConfig(4, 2),
-)
+) | {"qk_norm": "head", "qkv_bias": True, "kv_heads": 2}
 EMPTY = mixture(experts=16, active=1, balance="none")
 """Some experts get no token."""

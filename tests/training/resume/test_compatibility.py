@@ -45,6 +45,8 @@ OTHER_MODEL = {
     "parallel_residual": True,
     "tie_embeddings": True,
     "bias": True,
+    "qkv_bias": True,
+    "qk_norm": "head",
     "moe": MoEConfig(),
 }
 ALLOWED = {
