@@ -221,6 +221,10 @@ class WiresConfig:
     reduce: dict[str, str] = field(default_factory=dict)
     """Format of gradients on the wire of each level, over the preset's: fp32, bf16, int8, int4, and
     fp16 with train.precision fp16. Sums are fp32."""
+    activations: dict[str, str] = field(default_factory=dict)
+    """Format of activations and of their gradients on the wire of each level that tensor or context
+    parallelism crosses, `{LEVEL: FORMAT}`: bf16 or int8 (one scale for 256 elements). Sums are
+    fp32, and what the loss exchanges keeps its type. Default: `train.precision`."""
     rotation: bool | None = None
     """Rotate gradients (block Hadamard) before a low-bit wire. Default: true with `low`."""
 

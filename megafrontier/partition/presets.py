@@ -1,10 +1,12 @@
 """The wire format of each level: presets, a user's choices over them, and what is refused."""
 
+from collections.abc import Mapping
+
 from megafrontier.common.errors import UserError
 from megafrontier.config import PartitionConfig, WiresConfig
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition.placement import Placement, node_depth
-from megafrontier.partition.wires.wire import Wires, make_wire
+from megafrontier.partition.wires.wire import Wire, Wires, make_wire
 
 PRESETS: dict[str, dict[str, dict[str, str]]] = {
     "exact": {"gather": {}, "reduce": {}},
@@ -44,6 +46,39 @@ def choose_wires(
             "leave it out"
         )
     return wires
+
+
+def activation_wires(
+    chosen: Mapping[str, str], levels: Levels, precision: str
+) -> tuple[Wire | None, ...]:
+    """The wire of activations on each level; None: they keep their type.
+
+    chosen: `partition.wires.activations`. levels: the machine's, with the sizes of the splits that
+        exchange activations. Raises UserError for a level or a format that does not fit.
+    """
+    crossed = [name for name, size in zip(levels.names, levels.sizes, strict=True) if size > 1]
+    for name, wire in chosen.items():
+        key = f"partition.wires.activations.{name}"
+        if name not in crossed:
+            fits = f"need one of {', '.join(crossed)}" if crossed else "leave it out"
+            raise UserError(
+                f"{key}: {wire}, but neither parallel.tensor nor parallel.context crosses such a "
+                f"level; {fits}"
+            )
+        if wire == "fp32" != precision:
+            raise UserError(
+                f"{key}: fp32, but train.precision is {precision}, and activations hold no more; "
+                f"need {precision} or int8"
+            )
+        if wire == "fp16" != precision:
+            raise UserError(
+                f"{key}: fp16, but train.precision is {precision}, whose range fp16 lacks; need "
+                "bf16 or int8"
+            )
+    return tuple(
+        make_wire(chosen[name]) if chosen.get(name, precision) != precision else None
+        for name in levels.names
+    )
 
 
 def has_error_feedback(

@@ -1,6 +1,6 @@
 """The splits of a mesh, applied to a GPT."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -9,7 +9,7 @@ from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.partition.comm.collectives import LevelCollectives
 from megafrontier.partition.engine import Engine
-from megafrontier.partition.wires.wire import Wires
+from megafrontier.partition.wires.wire import Wire, Wires
 from megafrontier.splits.context import split_sequences
 from megafrontier.splits.experts import ExpertGroup, split_experts
 from megafrontier.splits.tensor import split_tensors
@@ -18,11 +18,14 @@ from megafrontier.splits.tokens import TokenGroup
 _SPLITS = (("tensor", split_tensors), ("context", split_sequences), ("expert", split_experts))
 
 
-def apply_splits(model: GPT, mesh: Mesh) -> Callable[[Engine], None]:
+def apply_splits(
+    model: GPT, mesh: Mesh, wires: Sequence[Wire | None] = ()
+) -> Callable[[Engine], None]:
     """Divide a GPT, which may be on the meta device, as the splits of the mesh say.
 
     Call it before `shard`. The result connects the splits to the engine that `shard` returns; call
-    it before the first forward. Raises UserError for a model that cannot be divided.
+    it before the first forward. `wires`: of activations on each level of the mesh; None, and by
+    default, they keep their type. Raises UserError for a model that cannot be divided.
     """
     groups: list[tuple[TokenGroup | ExpertGroup, Hierarchy]] = []
     for axis, split in _SPLITS:
@@ -35,7 +38,10 @@ def apply_splits(model: GPT, mesh: Mesh) -> Callable[[Engine], None]:
 
     def connect(engine: Engine) -> None:
         for group, hierarchy in groups:
-            group.connect(engine, hierarchy)
+            if isinstance(group, TokenGroup):
+                group.connect(engine, hierarchy, wires)
+            else:
+                group.connect(engine, hierarchy)
 
     return connect
 

@@ -277,7 +277,7 @@ class SplitHead(nn.Module):
         total = (values - most[:, None]).exp().sum(1)
         target = values.gather(1, ids)[:, 0].where(is_here, 0.0)
         numbers = torch.stack([most, total, target])
-        maxima, totals, found = self.group.gather(numbers[None]).unbind(1)
+        maxima, totals, found = self.group.gather(numbers[None], is_exact=True).unbind(1)
         most = maxima.amax(0)
         total = (totals * (maxima - most).exp()).sum(0)
         losses = total.log() + most - found.sum(0)

@@ -7,17 +7,21 @@ while another is multiplied (the idea of Chang et al. 2024, arXiv:2406.06858, wi
 
 from collections.abc import Iterator, Sequence
 from itertools import count, pairwise
+from math import gcd
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from megafrontier.model.recompute.checkpointing import save_results_of
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.partition.comm.collectives import LevelCollectives
 from megafrontier.partition.comm.streams import AsyncChain
 from megafrontier.partition.engine import Engine
-from megafrontier.partition.wires.wire import Wires
+from megafrontier.partition.wires.block import INT8
+from megafrontier.partition.wires.registry import CastCodec
+from megafrontier.partition.wires.wire import Wire, Wires
 
 PIECES = 4
 """Pieces of a micro-batch's tokens in a linear layer, if there is overlap."""
@@ -40,12 +44,16 @@ class TokenGroup:
         """What operators get instead of the group."""
         _groups[self.number] = self
 
-    def connect(self, engine: Engine, hierarchy: Hierarchy) -> None:
+    def connect(
+        self, engine: Engine, hierarchy: Hierarchy, wires: Sequence[Wire | None] = ()
+    ) -> None:
         """Let the activations move over the levels of `hierarchy`, on the streams of `engine`. Call
-        it before the first forward."""
+        it before the first forward. `wires`: of each level; None, and by default, the activations
+        keep their type."""
         self._engine, self._hierarchy = engine, hierarchy
         self._depth = len(hierarchy.levels.sizes)
-        self._collectives: dict[torch.dtype, LevelCollectives] = {}
+        self._wires = tuple(wires) or (None,) * self._depth
+        self._collectives: dict[tuple[torch.dtype, bool], LevelCollectives] = {}
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -65,9 +73,9 @@ class TokenGroup:
         """This rank's part [n / size, …] of values of all tokens [n, …]."""
         return tokens.chunk(self.size)[self.index]
 
-    def gather(self, part: Tensor) -> Tensor:
-        """All ranks' parts [m, …] as [size · m, …]."""
-        chain, out = self.start_gather(part)
+    def gather(self, part: Tensor, is_exact: bool = False) -> Tensor:
+        """All ranks' parts [m, …] as [size · m, …]; with `is_exact` in their own type."""
+        chain, out = self.start_gather(part, is_exact)
         self.wait(chain)
         return out
 
@@ -77,10 +85,10 @@ class TokenGroup:
         found = self.wait(self.start_reduce(tokens.clone()))
         return found.to(tokens.dtype, copy=True).view(-1, *tokens.shape[1:])
 
-    def start_gather(self, part: Tensor) -> tuple[AsyncChain, Tensor]:
+    def start_gather(self, part: Tensor, is_exact: bool = False) -> tuple[AsyncChain, Tensor]:
         """Begin to gather. Returns what to wait for, and the result [size · m, …]."""
         out = part.new_empty(self.size * part.shape[0], *part.shape[1:])
-        flat, collectives = part.detach().contiguous().view(-1), self.of_type(part.dtype)
+        flat, collectives = part.detach().contiguous().view(-1), self.of_type(part.dtype, is_exact)
         chain = collectives.gather(flat, out.view(-1), self._depth, 0, "gather activations")
         return chain, out
 
@@ -89,32 +97,33 @@ class TokenGroup:
         flat, collectives = tokens.detach().contiguous().view(-1), self.of_type(tokens.dtype)
         return collectives.reduce(flat, 0, self._depth, "reduce activations")
 
-    def of_type(self, dtype: torch.dtype) -> LevelCollectives:
-        """The collectives that send `dtype`."""
-        if dtype not in self._collectives:
-            wires = Wires.plain(self._depth, dtype)
-            self._collectives[dtype] = self._engine.collectives(
-                self._hierarchy, wires, "activations"
+    def of_type(self, dtype: torch.dtype, is_exact: bool = False) -> LevelCollectives:
+        """The collectives for activations of `dtype`; with `is_exact`, they send this type."""
+        key = dtype, is_exact
+        if key not in self._collectives:
+            own = Wire(CastCodec(dtype))
+            wires = tuple(own if is_exact or wire is None else wire for wire in self._wires)
+            self._collectives[key] = self._engine.collectives(
+                self._hierarchy, Wires(wires, wires), "activations"
             )
-        return self._collectives[dtype]
+        return self._collectives[key]
 
     def wait(self, chain: AsyncChain) -> Tensor:
         """Wait for a collective, and note in the ledger how long it took."""
         with self._engine.ledger.waiting("activations"):
             return chain.wait()
 
-    def pieces(self, rows: int) -> list[slice]:
-        """The pieces of each rank's `rows` tokens that move one after another."""
+    def pieces(self, rows: int, width: int) -> list[slice]:
+        """The pieces of each rank's `rows` tokens [width] that move one after another."""
         number = PIECES if self.overlaps and rows >= PIECES else 1
-        bounds = [rows * i // number for i in range(number + 1)]
-        return [slice(*pair) for pair in pairwise(bounds)]
+        return cut_pieces(rows, number, width if any(self._wires) else INT8.block)
 
     def gathered_pieces(self, part: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Gather a part [m, …] piece by piece, each under the caller's use of the one before.
 
         Yields each piece's rows and their tokens of all ranks, [size · rows, …].
         """
-        pieces = self.pieces(part.shape[0])
+        pieces = self.pieces(*part.shape)
         started = self.start_gather(part[pieces[0]])
         for here, following in zip(pieces, [*pieces[1:], None], strict=True):
             chain, tokens = started
@@ -126,6 +135,14 @@ class TokenGroup:
     def rows_of(self, tokens: Tensor, piece: slice) -> Tensor:
         """The rows of a piece in the tokens [size · m, …] of all ranks, as [size, rows, …]."""
         return tokens.view(self.size, -1, *tokens.shape[1:])[:, piece]
+
+
+def cut_pieces(rows: int, number: int, width: int) -> list[slice]:
+    """About `number` equal pieces of `rows` tokens of `width` elements. Each begins with a block of
+    int8, so that the message of all rows would have the same blocks."""
+    align = INT8.block // gcd(INT8.block, width)
+    bounds = [rows * i // number // align * align for i in range(number)]
+    return [slice(*pair) for pair in pairwise([*sorted({*bounds}), rows])]
 
 
 @torch.library.custom_op("megafrontier::gather_tokens", mutates_args=())
@@ -166,7 +183,7 @@ def _gather_linear_backward(
     gathering = ranks.start_gather(part)
     widths = [len(weight) for weight in weights]
     by_part, reducing = torch.empty_like(part), []
-    for piece in ranks.pieces(part.shape[0]):
+    for piece in ranks.pieces(*part.shape):
         rows = ranks.rows_of(gradient, piece).flatten(0, 1).split(widths, -1)
         partial = rows[0] @ weights[0]
         for row, weight in zip(rows[1:], weights[1:], strict=True):
@@ -188,7 +205,7 @@ def linear_reduce(inputs: Tensor, weight: Tensor, group: int) -> Tensor:
     ranks = _groups[group]
     out = inputs.new_empty(inputs.shape[0] // ranks.size, len(weight))
     reducing = []
-    for piece in ranks.pieces(len(out)):
+    for piece in ranks.pieces(*out.shape):
         partial = ranks.rows_of(inputs, piece).flatten(0, 1) @ weight.t()
         reducing.append((piece, ranks.start_reduce(partial)))
     for piece, chain in reducing:
@@ -285,3 +302,5 @@ reduce_tokens.register_autograd(
 )
 gather_linear.register_autograd(_back_gather_linear, setup_context=_keep_gather_linear)
 linear_reduce.register_autograd(_back_linear_reduce, setup_context=_keep_linear_reduce)
+# They are matrix products, and to compute them again would move the activations again.
+save_results_of(gather_linear._opoverload, linear_reduce._opoverload)

@@ -27,9 +27,14 @@ from megafrontier.partition import Placement, Wires
 from megafrontier.partition.memory import MessageBuffers, unit_buffer_bytes
 from megafrontier.partition.modules.wrap import divide
 from megafrontier.partition.placement import state_bytes
-from megafrontier.partition.presets import choose_wires, has_error_feedback
+from megafrontier.partition.presets import (
+    activation_wires,
+    choose_wires,
+    has_error_feedback,
+)
 from megafrontier.partition.unit import ROOT
 from megafrontier.partition.wires.registry import DTYPES
+from megafrontier.partition.wires.wire import Wire
 from megafrontier.splits.context import check_context_split
 from megafrontier.splits.experts import check_expert_split, split_experts
 from megafrontier.splits.tensor import check_tensor_split, split_tensors
@@ -62,6 +67,8 @@ class RunPlan:
     error_feedback: bool
     experts: StatePlan
     """The same of experts, on the levels over which these are replicated."""
+    activations: tuple[Wire | None, ...] = ()
+    """The wires of activations (`presets.activation_wires`)."""
 
     @property
     def levels(self) -> Levels:
@@ -94,14 +101,16 @@ def resolve_plan(config: Config, ranks: int) -> RunPlan:
     levels = Levels.resolve(machine.levels, ranks)
     shape = MeshShape(levels, Splits.resolve(levels, asdict(config.parallel)))
     _check_splits(config, shape.splits)
+    precision = config.train.precision
+    crossed = shape.over(("tensor", "context"))
+    activations = activation_wires(config.partition.wires.activations, crossed, precision)
     levels = shape.over(DATA_PARALLEL)
     placement = Placement.from_config(config.partition, levels)
-    precision = config.train.precision
     wires = choose_wires(config.partition.wires, placement, levels, precision)
     error_feedback = has_error_feedback(config.partition, wires, placement, levels)
     rest = StatePlan(placement, wires, error_feedback)
     experts = rest if config.model.moe is None else _plan_experts(config, shape, placement)
-    return RunPlan(machine, shape, *rest, experts)
+    return RunPlan(machine, shape, *rest, experts, activations)
 
 
 def _plan_experts(config: Config, shape: MeshShape, default: Placement) -> StatePlan:
@@ -110,6 +119,9 @@ def _plan_experts(config: Config, shape: MeshShape, default: Placement) -> State
     levels, common = shape.over(EXPERT_AXES), config.partition
     placement = Placement.from_config(given, levels, key, default)
     chosen, prefix = (common.wires, "partition") if given.wires is None else (given.wires, key)
+    if given.wires is not None:
+        fits = "leave it out: partition.wires.activations holds for all blocks"
+        need(not chosen.activations, f"{key}.wires.activations", chosen.activations, fits)
     wires = choose_wires(chosen, placement, levels, config.train.precision, prefix)
     feedback = replace(common, wires=chosen)
     return StatePlan(placement, wires, has_error_feedback(feedback, wires, placement, levels))

@@ -159,6 +159,9 @@ def _describe_wires(config: Config, plan: RunPlan) -> str:
     if plan.experts.wires != plan.wires:
         levels = plan.shape.over(EXPERT_AXES)
         line += f"; of experts: {_describe_formats(plan.experts, levels)}"
+    sizes = plan.shape.over(("tensor", "context")).sizes
+    if max(sizes) > 1:
+        line += f"; activations {_activation_formats(config, plan, sizes)}"
     return f"{line}; overlap {config.partition.overlap}"
 
 
@@ -178,3 +181,13 @@ def _describe_formats(state: StatePlan, levels: Levels) -> str:
     if feedback:
         line += f", error feedback over {', '.join(levels.names[i] for i in feedback)}"
     return line
+
+
+def _activation_formats(config: Config, plan: RunPlan, sizes: Sequence[int]) -> str:
+    """The formats on the levels that splits of these sizes cross."""
+    wires = zip(plan.levels.names, plan.activations, sizes, strict=True)
+    return ", ".join(
+        f"{name} {wire.name if wire else config.train.precision}"
+        for name, wire, size in wires
+        if size > 1
+    )

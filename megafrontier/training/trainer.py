@@ -153,7 +153,7 @@ def build_model(
             checkpointing=config.train.activation_checkpointing,
             compile_blocks=compiles,
         )
-    connect = apply_splits(model, mesh)
+    connect = apply_splits(model, mesh, plan.activations)
     engine = shard(
         model,
         model.units(),

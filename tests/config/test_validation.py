@@ -89,6 +89,10 @@ REFUSED = [
     ),
     (["train.steps=5", "train.stop_at=6"], "train.stop_at: 6, need 1 to train.steps (5)"),
     (
+        ["partition.wires.activations.pair=int4"],
+        "partition.wires.activations.pair: int4, need one of fp32, bf16, fp16, int8",
+    ),
+    (
         ["partition.wires.reduce.pair=int3"],
         "partition.wires.reduce.pair: int3, need one of fp32, bf16, fp16, int8, int4",
     ),

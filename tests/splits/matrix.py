@@ -4,6 +4,7 @@ parameter's gradient, in elements of the whole tensors.
 With SGD, because AdamW makes large updates of gradients that are nothing but rounding.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from megafrontier.model.loss import IGNORE_INDEX
 from megafrontier.optim.gradients import global_norm
 from megafrontier.parallel.param_spec import ParamSpec, global_ranges, spec_of
 from megafrontier.partition import Engine, Placement, shard
+from megafrontier.partition.wires.wire import Wire
 from megafrontier.splits.apply import apply_splits
 from tests.model.small_models import small_config
 
@@ -93,11 +95,14 @@ def train_alone(case: Case) -> list[Step]:
     return steps
 
 
-def split_model(case: Case, strategy: str, mesh: Any) -> tuple[GPT, Engine, dict[str, ParamSpec]]:
-    """This rank's part of the model, its engine, and the specs of its parameters."""
+def split_model(
+    case: Case, strategy: str, mesh: Any, wires: Sequence[Wire | None] = ()
+) -> tuple[GPT, Engine, dict[str, ParamSpec]]:
+    """This rank's part of the model, its engine, and the specs of its parameters. `wires`: of
+    activations."""
     with torch.device("meta"):
         model = GPT(small_config(**case.changes), loss_chunk_tokens=16, **case.built)
-    connect = apply_splits(model, mesh)
+    connect = apply_splits(model, mesh, wires)
     specs = {name: spec_of(name, parameter) for name, parameter in model.named_parameters()}
     engine = shard(
         model,
@@ -111,9 +116,11 @@ def split_model(case: Case, strategy: str, mesh: Any) -> tuple[GPT, Engine, dict
     return model, engine, specs
 
 
-def train_split(case: Case, strategy: str, mesh: Any) -> list[tuple[float, float, list[Any]]]:
+def train_split(
+    case: Case, strategy: str, mesh: Any, wires: Sequence[Wire | None] = ()
+) -> list[tuple[float, float, list[Any]]]:
     """Loss, norm and this rank's parts (name, first, values) of each step's gradients."""
-    model, engine, specs = split_model(case, strategy, mesh)
+    model, engine, specs = split_model(case, strategy, mesh, wires)
     masters = [unit.master for unit in engine.units]
     optimizer = torch.optim.SGD(masters, lr=RATE, momentum=0.9)
     return [

@@ -25,6 +25,11 @@ from tests import runs
             ["partition.wires=low"], 4,  # the world is one node
             "weights pair fp32, node delta4; gradients pair fp32, node int8, rotated; overlap safe",
         ),
+        (
+            ["parallel.tensor=2", "partition.wires.activations.pair=int8"], 4,
+            "weights pair fp32, node fp32; gradients pair fp32, node fp32; activations pair int8; "
+            "overlap safe",
+        ),
         (["partition.strategy=ddp"], 4, "weights not sent; gradients pair fp32, node fp32; "
          "overlap safe"),
     ],

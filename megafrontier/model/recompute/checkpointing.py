@@ -23,7 +23,7 @@ RECOMPUTES_BLOCK: tuple[Mode, ...] = ("block", "offload")
 
 _aten = torch.ops.aten
 # No bmm: it belongs to attention without a fused kernel, whose scores are too large to save.
-_PRODUCTS = [_aten.mm.default, _aten.addmm.default, varlen.operator, chunks.operator]
+_PRODUCTS: list[Any] = [_aten.mm.default, _aten.addmm.default, varlen.operator, chunks.operator]
 _ATTENTION = [
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -39,10 +39,21 @@ def _saving(saved: list[Any]) -> Callable[[], Any]:
     return contexts
 
 
-_save_most = _saving([*_PRODUCTS, *_ATTENTION])
-# Attention draws its dropout from the generator. If its result is saved, it does not draw again in
-# backward, and operations after it would get other random numbers than in forward.
-_save_products = _saving(_PRODUCTS)
+_selective: dict[bool, Callable[[], Any]] = {}
+"""By whether a block draws random numbers."""
+
+
+def save_results_of(*operators: Any) -> None:
+    """Let blocks with the mode `selective` save what these operators return, as they do with matrix
+    products. Call it before the first forward."""
+    _PRODUCTS.extend(operators)
+    # Attention draws its dropout from the generator. If its result is saved, it does not draw again
+    # in backward, and operations after it would get other random numbers than in forward.
+    _selective[True] = _saving(list(_PRODUCTS))
+    _selective[False] = _saving([*_PRODUCTS, *_ATTENTION])
+
+
+save_results_of()
 
 
 def run_checkpointed(
@@ -53,7 +64,7 @@ def run_checkpointed(
         return function(*inputs)
     contexts: dict[str, Any] = {}
     if mode == "selective":
-        contexts["context_fn"] = _save_products if draws_random_numbers else _save_most
+        contexts["context_fn"] = _selective[draws_random_numbers]
     # Saving the state of the generators costs a synchronization.
     result: Tensor = checkpoint(
         function,

@@ -6,8 +6,8 @@ Trains CONFIG (same seed, same batches) once for each variant into DIR/VARIANT, 
 losses to DIR/quality.md and quality.json, and draws what each loss differs by from the exact one to
 DIR/differences.png, and all curves into DIR with `megafrontier report`. A variant whose run is
 complete is not run again, one that was stopped goes on; so a long comparison may be made in several
-sittings. `exact-reordered` computes what `exact` does with its sums in another order: what these
-two differ by is chance.
+sittings. `exact-reordered` and `tensor` compute what `exact` does with their sums in another order:
+what these differ by is chance. `tensor-int8` sends the activations of `tensor` in int8.
 """
 
 import argparse
@@ -34,6 +34,12 @@ VARIANTS = {
         "partition.strategy=topo",
         "partition.wires=low",
         "partition.error_feedback=false",
+    ],
+    "tensor": ["parallel.tensor=pair", "partition.strategy=topo"],
+    "tensor-int8": [
+        "parallel.tensor=pair",
+        "partition.strategy=topo",
+        "partition.wires.activations.pair=int8",
     ],
 }
 

@@ -1,0 +1,83 @@
+"""The bytes that tensor parallelism sends, by formula."""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from megafrontier.config import ModelConfig
+from megafrontier.model.recompute.checkpointing import Mode
+from megafrontier.parallel.hierarchy import Levels
+from megafrontier.partition.wires.registry import CastCodec
+from megafrontier.partition.wires.wire import Wire
+from megafrontier.splits.tokens import PIECES, cut_pieces
+
+
+class _Move(NamedTuple):
+    """A gather or a sum of all ranks' parts, of `rows` tokens of `width` elements each."""
+
+    rows: int
+    width: int
+    in_pieces: bool = False
+    is_exact: bool = False
+    """Sent in fp32."""
+
+
+def tensor_bytes(
+    config: ModelConfig,
+    levels: Levels,
+    tokens: int,
+    dtype: torch.dtype,
+    wires: Sequence[Wire | None] = (),
+    *,
+    overlaps: bool,
+    chunk_tokens: int,
+    checkpointing: Mode = "none",
+) -> list[int]:
+    """Bytes that one rank sends over each level in forward and backward of a micro-batch.
+
+    levels: of the tensor split. tokens: of the micro-batch, on one context rank. dtype: computing
+        type. wires: as those of `apply_splits`. overlaps: whether there is overlap. chunk_tokens:
+        `train.loss_chunk_tokens`.
+    """
+    size = levels.ranks
+    if size == 1:
+        return [0] * len(levels.sizes)
+    codecs = [
+        wire.codec if wire else CastCodec(dtype) for wire in wires or [None] * len(levels.sizes)
+    ]
+    totals = [0] * len(levels.sizes)
+    for move in _moves(config, size, tokens, chunk_tokens, checkpointing):
+        for rows in _rows(move, overlaps, any(wires)):
+            for level, count in enumerate(levels.sizes):
+                codec = CastCodec(torch.float32) if move.is_exact else codecs[level]
+                shard = size * rows * move.width // prod(levels.sizes[: level + 1])
+                totals[level] += (count - 1) * codec.message_bytes(shard)
+    return totals
+
+
+def _rows(move: _Move, overlaps: bool, has_wires: bool) -> list[int]:
+    if not (move.in_pieces and overlaps and move.rows >= PIECES):
+        return [move.rows]
+    pieces = cut_pieces(move.rows, PIECES, move.width if has_wires else 0)
+    return [piece.stop - piece.start for piece in pieces]
+
+
+def _moves(
+    config: ModelConfig, size: int, tokens: int, chunk_tokens: int, checkpointing: Mode
+) -> Iterator[_Move]:
+    rows, width = tokens // size, config.hidden
+    whole, pieces = _Move(rows, width), _Move(rows, width, in_pieces=True)
+    copies = max(1, size // config.num_kv_heads)
+    heads = [_Move(tokens, config.head_dim // copies)] * (2 if copies > 1 else 0)
+    # A gather before and a sum after attention and MLP.
+    forward = [pieces, *heads, pieces, pieces, pieces]
+    # Of each sum a gather, and of each gather a sum; what it gave is gathered again for weights.
+    backward = [pieces, pieces, whole, pieces, pieces, *heads, whole]
+    repeated = {"none": [], "selective": heads}.get(checkpointing, forward)
+    for _ in range(config.layers):
+        yield from (*forward, *repeated, *backward)
+    yield from [whole] * 4  # embedding and head
+    for start in range(0, tokens, chunk_tokens):  # three numbers of each token, for its loss
+        yield _Move(3, min(chunk_tokens, tokens - start), is_exact=True)
