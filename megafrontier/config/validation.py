@@ -258,7 +258,8 @@ def _check_wires(wires: WiresConfig, prefix: str) -> None:
         for level, wire in formats.items():
             key = f"{prefix}.{move}.{level}"
             need(wire in allowed, key, wire, f"need one of {', '.join(allowed)}")
-    for level, wire in wires.activations.items():
+    for move, formats in (("activations", wires.activations), ("tokens", wires.tokens)):
         allowed = ["fp32", "bf16", "fp16", "int8"]
-        key = f"partition.wires.activations.{level}"
-        need(wire in allowed, key, wire, f"need one of {', '.join(allowed)}")
+        for level, wire in formats.items():
+            key = f"partition.wires.{move}.{level}"
+            need(wire in allowed, key, wire, f"need one of {', '.join(allowed)}")

@@ -143,15 +143,13 @@ class GPT(nn.Module):
         self.embedding = Embedding(config)
         offload = Offload() if checkpointing == "offload" else None
         run = compiled(Block.forward_recomputed) if compile_blocks else None
-        # The numbers of tokens of experts are known only when they run, so these are not compiled.
-        attend = compiled(Block.attend) if compile_blocks and config.moe is not None else None
         self.blocks = nn.ModuleList(
             Block(
                 config,
                 i,
                 checkpointing=checkpointing,
                 offload=offload,
-                **({"attend": attend} if has_experts(config, i) else {"run": run}),
+                run=None if has_experts(config, i) else run,
             )
             for i in range(config.layers)
         )

@@ -48,26 +48,30 @@ def choose_wires(
     return wires
 
 
-def activation_wires(
-    chosen: Mapping[str, str], levels: Levels, precision: str
-) -> tuple[Wire | None, ...]:
-    """The wire of activations on each level; None: they keep their type.
+NOT_CROSSED = {
+    "activations": "neither parallel.tensor nor parallel.context crosses",
+    "tokens": "parallel.expert does not cross",
+}
+"""Why activations or tokens do not go over a level."""
 
-    chosen: `partition.wires.activations`. levels: the machine's, with the sizes of the splits that
-        exchange activations. Raises UserError for a level or a format that does not fit.
+
+def work_wires(
+    moved: str, chosen: Mapping[str, str], levels: Levels, precision: str
+) -> tuple[Wire | None, ...]:
+    """The wire of activations or of tokens (`moved`) on each level; None: they keep their type.
+
+    chosen: `partition.wires.activations` or `tokens`. levels: the machine's, with the sizes of the
+        splits that exchange them. Raises UserError for a level or a format that does not fit.
     """
     crossed = [name for name, size in zip(levels.names, levels.sizes, strict=True) if size > 1]
     for name, wire in chosen.items():
-        key = f"partition.wires.activations.{name}"
+        key = f"partition.wires.{moved}.{name}"
         if name not in crossed:
             fits = f"need one of {', '.join(crossed)}" if crossed else "leave it out"
-            raise UserError(
-                f"{key}: {wire}, but neither parallel.tensor nor parallel.context crosses such a "
-                f"level; {fits}"
-            )
+            raise UserError(f"{key}: {wire}, but {NOT_CROSSED[moved]} such a level; {fits}")
         if wire == "fp32" != precision:
             raise UserError(
-                f"{key}: fp32, but train.precision is {precision}, and activations hold no more; "
+                f"{key}: fp32, but train.precision is {precision}, and {moved} hold no more; "
                 f"need {precision} or int8"
             )
         if wire == "fp16" != precision:

@@ -19,13 +19,16 @@ _SPLITS = (("tensor", split_tensors), ("context", split_sequences), ("expert", s
 
 
 def apply_splits(
-    model: GPT, mesh: Mesh, wires: Sequence[Wire | None] = ()
+    model: GPT,
+    mesh: Mesh,
+    activations: Sequence[Wire | None] = (),
+    tokens: Sequence[Wire | None] = (),
 ) -> Callable[[Engine], None]:
     """Divide a GPT, which may be on the meta device, as the splits of the mesh say.
 
     Call it before `shard`. The result connects the splits to the engine that `shard` returns; call
-    it before the first forward. `wires`: of activations on each level of the mesh; None, and by
-    default, they keep their type. Raises UserError for a model that cannot be divided.
+    it before the first forward. `activations`, `tokens`: their wires on each level of the mesh;
+    None, and by default, they keep their type. Raises UserError for a model that cannot be divided.
     """
     groups: list[tuple[TokenGroup | ExpertGroup, Hierarchy]] = []
     for axis, split in _SPLITS:
@@ -38,10 +41,8 @@ def apply_splits(
 
     def connect(engine: Engine) -> None:
         for group, hierarchy in groups:
-            if isinstance(group, TokenGroup):
-                group.connect(engine, hierarchy, wires)
-            else:
-                group.connect(engine, hierarchy)
+            wires = tokens if isinstance(group, ExpertGroup) else activations
+            group.connect(engine, hierarchy, wires)
 
     return connect
 

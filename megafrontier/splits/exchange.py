@@ -1,11 +1,14 @@
 """The movement of tokens between the ranks of an expert split, level by level.
 
-It is linear: `start_spread` copies each row to all ranks that need it, and `start_collect`, which
-is its transpose, sums what comes back. Each is the other's backward.
+It is linear: `start_dispatch` copies each row to all ranks that need it, and `start_collect`, which
+is its transpose, sums what comes back. The backward of each moves as the other does.
+
+A message has the rows, in the level's wire format, and beside them what is small and exact: the
+experts and weights of each row, or the gradients of the weights.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -16,42 +19,55 @@ from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.partition.comm.streams import AsyncChain
 from megafrontier.partition.engine import Engine
 from megafrontier.partition.wires.registry import CastCodec, Codec
-from megafrontier.partition.wires.wire import Wires
-from megafrontier.splits.routes import ABSENT, Counts, Hop, inside, make_hop
+from megafrontier.partition.wires.wire import Wire, Wires
+from megafrontier.splits.routes import ABSENT, Counts, Hop, is_inside, make_hop
 
-PEAK = 3.0
+PEAK = 4.0
 """A chunk of tokens puts at most this many times as many pairs (token, expert) on a rank as a
 micro-batch puts on each rank on average. More are processed in several chunks."""
 
 
 @dataclass
 class Routes:
-    """Where some tokens of this rank go, and what this rank gets of all ranks' tokens."""
+    """Where some tokens of this rank go, and what this rank gets of all ranks' tokens. Complete
+    when the dispatch is over."""
 
-    hops: list[Hop]
+    hops: list[Hop] = field(default_factory=list)
     """Outermost level first."""
-    experts: Tensor
+    experts: Tensor = field(default_factory=lambda: torch.empty(0))
     """int64 [rows, k]: this rank's experts of each row that it gets, from 0; or `ABSENT`."""
-    weights: Tensor
+    weights: Tensor = field(default_factory=lambda: torch.empty(0))
     """fp32 [rows, k]: of these experts."""
+
+
+@dataclass
+class Move:
+    """Rows on their way, and what goes with each: 4-byte numbers [rows, m] that stay exact."""
+
+    chain: AsyncChain
+    beside: Tensor | None = None
 
 
 class TokenExchange:
     """The ranks between which tokens move."""
 
-    def __init__(self, engine: Engine, hierarchy: Hierarchy) -> None:
-        """Tokens move over the levels of `hierarchy`, on the streams of `engine`."""
+    def __init__(
+        self, engine: Engine, hierarchy: Hierarchy, wires: Sequence[Wire | None] = ()
+    ) -> None:
+        """Tokens move over the levels of `hierarchy`, on the streams of `engine`. `wires`: of each
+        level; None, and by default, the tokens keep their type."""
         self._engine, self._hierarchy = engine, hierarchy
         depth = len(hierarchy.levels.sizes)
+        self._wires = tuple(wires) or (None,) * depth
         self._active = [level for level in range(depth) if hierarchy.groups[level] is not None]
-        wires = Wires.plain(depth, torch.float32)
-        self._collectives = engine.collectives(hierarchy, wires, "tokens")
+        plain = Wires.plain(depth, torch.float32)
+        self._collectives = engine.collectives(hierarchy, plain, "tokens")
 
-    def chunks(self, chosen: Tensor, weights: Tensor, per_rank: int) -> list[tuple[Tensor, Routes]]:
-        """The tokens of each chunk, int64 [n], and their routes. The number of chunks is the same
-        on all ranks."""
-        everything = torch.arange(len(chosen), device=chosen.device)
-        counts = self._count(chosen // per_rank)
+    def chunks(self, owners: Tensor) -> list[tuple[Tensor, Counts]]:
+        """The tokens of each chunk, int64 [n], and their counts. owners int64 [tokens, k]: the
+        ranks of their experts. The number of chunks is the same on all ranks."""
+        everything = torch.arange(len(owners), device=owners.device)
+        counts = self._count(owners)
         limit = PEAK * counts.all_pairs / self._hierarchy.size
         waiting, found = [(everything, counts)], []
         while waiting:
@@ -59,18 +75,18 @@ class TokenExchange:
             if counts.most > limit and counts.tokens > 1:
                 # Every second token, because the routing may change along a sequence.
                 halves = rows[::2], rows[1::2]
-                waiting += [(half, self._count(chosen[half] // per_rank)) for half in halves[::-1]]
+                waiting += [(half, self._count(owners[half])) for half in halves[::-1]]
             else:
-                found.append((rows, self._route(chosen[rows], weights[rows], per_rank, counts)))
+                found.append((rows, counts))
         return found
 
     def _count(self, owners: Tensor) -> Counts:
         """The counts of all ranks."""
         own = Counts.of(self._hierarchy.levels, owners)
-        chain = self._chain(own[None], "count tokens")
+        chain = AsyncChain(own[None], "count tokens", kind="tokens")
         for level in self._active:
             self._collectives.then(chain, level, partial(self._gather_counts, level, chain))
-        return Counts(self._hierarchy.levels, self.wait(chain).cpu())
+        return Counts(self._hierarchy.levels, self.wait(Move(chain))[0].cpu())
 
     def _gather_counts(self, level: int, chain: AsyncChain, table: Tensor) -> Tensor:
         group = self._hierarchy.groups[level]
@@ -79,101 +95,156 @@ class TokenExchange:
             sent.append((self._hierarchy.levels.sizes[level] - 1) * table.nbytes)
             return all_gather_stacked(table, group).flatten(0, 1)
 
-    def _route(self, chosen: Tensor, weights: Tensor, per_rank: int, counts: Counts) -> Routes:
-        levels, rank = self._hierarchy.levels, self._hierarchy.rank
-        active, hops = chosen.shape[1], []
-        # One message has both. Experts are below 2^31.
-        about = torch.cat([chosen.int(), weights.float().view(torch.int32)], 1)
+    def start_dispatch(
+        self, rows: Tensor, chosen: Tensor, weights: Tensor, counts: Counts, per_rank: int
+    ) -> tuple[Move, Routes]:
+        """Begin to bring rows [n, h] to the ranks of their experts: chosen int64 [n, k] with
+        weights fp32 [n, k]. Each rank has `per_rank` experts, and `counts` are of these rows."""
+        numbers = torch.cat([chosen.int(), weights.detach().float().view(torch.int32)], 1)
+        move, routes = Move(_chain(rows, "dispatch tokens"), numbers), Routes()
         for level in reversed(self._active):
-            owners = chosen.where(chosen == ABSENT, chosen // per_rank)
-            hops.append(make_hop(levels, rank, level, counts, owners))
-            about = self.wait(self._start_spread(about, hops[-1:], [CastCodec(torch.int32)]))
-            chosen = about[:, :active].long()
-            owners = inside(levels, rank, level, chosen // per_rank)
-            chosen = chosen.where(owners != ABSENT, ABSENT)
-        own = chosen.where(chosen == ABSENT, chosen - rank * per_rank)
-        return Routes(hops, own, about[:, active:].contiguous().view(torch.float32))
+            task = partial(self._dispatch, level, counts, per_rank, move, routes)
+            self._collectives.then(move.chain, level, task)
+        return move, routes
 
-    def start_spread(self, rows: Tensor, routes: Routes) -> AsyncChain:
-        """Begin to bring rows [n, h] to the ranks of their experts."""
-        return self._start_spread(rows, routes.hops, [CastCodec(rows.dtype)] * len(routes.hops))
+    def _dispatch(
+        self, level: int, counts: Counts, per_rank: int, move: Move, routes: Routes, rows: Tensor
+    ) -> Tensor:
+        levels, rank = self._hierarchy.levels, self._hierarchy.rank
+        assert move.beside is not None
+        active = move.beside.shape[1] // 2
+        hop = make_hop(levels, rank, level, counts, move.beside[:, :active].long() // per_rank)
+        rows = self._spread(hop, self._codec(level, rows.dtype), move, rows)
+        chosen = move.beside[:, :active]
+        chosen[~is_inside(levels, rank, level, chosen // per_rank)] = ABSENT
+        routes.hops.append(hop)
+        return rows
 
-    def _start_spread(
-        self, rows: Tensor, hops: Sequence[Hop], codecs: Sequence[Codec]
-    ) -> AsyncChain:
-        chain = self._chain(rows, "dispatch tokens")
-        for hop, codec in zip(hops, codecs, strict=True):
-            self._collectives.then(chain, hop.level, partial(self._spread, hop, codec, chain))
-        return chain
+    def finish_dispatch(self, move: Move, routes: Routes, per_rank: int) -> Tensor:
+        """Wait for the rows [m, h] that arrive here, and complete their routes."""
+        rows, numbers = self.wait(move)
+        assert numbers is not None
+        chosen, weights = numbers.chunk(2, 1)
+        first = self._hierarchy.rank * per_rank
+        routes.experts = torch.where(chosen == ABSENT, ABSENT, chosen - first).long()
+        routes.weights = weights.contiguous().view(torch.float32)
+        return rows
 
-    def start_collect(self, rows: Tensor, routes: Routes) -> AsyncChain:
-        """Begin to bring rows [m, h] back to the ranks of their tokens, summed by token: [n, h]."""
-        chain = self._chain(rows, "combine tokens")
+    def start_spread(self, rows: Tensor, routes: Routes) -> Move:
+        """Begin to bring rows [n, h] the same ways again."""
+        move = Move(_chain(rows, "dispatch tokens"))
+        for hop in routes.hops:
+            codec = self._codec(hop.level, rows.dtype)
+            self._collectives.then(move.chain, hop.level, partial(self._spread, hop, codec, move))
+        return move
+
+    def start_collect(self, rows: Tensor, routes: Routes, beside: Tensor | None = None) -> Move:
+        """Begin to bring rows [m, h] back to the ranks of their tokens, summed by token: [n, h].
+        `beside` fp32 [m, k] is summed too, without rounding on the way."""
+        move = Move(_chain(rows, "combine tokens"), beside)
         for hop in reversed(routes.hops):
-            codec = CastCodec(rows.dtype)
-            self._collectives.then(chain, hop.level, partial(self._collect, hop, codec, chain))
-        return chain
+            codec = self._codec(hop.level, rows.dtype)
+            self._collectives.then(move.chain, hop.level, partial(self._collect, hop, codec, move))
+        return move
 
-    def wait(self, chain: AsyncChain) -> Tensor:
-        """Wait for the end of a chain, and note in the ledger how long it took."""
+    def wait(self, move: Move) -> tuple[Tensor, Tensor | None]:
+        """Wait for the rows of a move and what goes with them, and note in the ledger how long it
+        took."""
         with self._engine.ledger.waiting("tokens"):
-            found = chain.wait()
-        if found.is_cuda:
-            # Made on the stream of collectives, used on this one.
-            found.record_stream(torch.cuda.current_stream())
+            found = move.chain.wait(), move.beside
+        for tensor in found:
+            if tensor is not None and tensor.is_cuda:
+                # Made on the stream of collectives, used on this one.
+                tensor.record_stream(torch.cuda.current_stream())
         return found
 
-    def _spread(self, hop: Hop, codec: Codec, chain: AsyncChain, rows: Tensor) -> Tensor:
+    def _codec(self, level: int, dtype: torch.dtype) -> Codec:
+        wire = self._wires[level]
+        return CastCodec(dtype) if wire is None else wire.codec
+
+    def _spread(self, hop: Hop, codec: Codec, move: Move, rows: Tensor) -> Tensor:
         """The rows of a hop: those that stay, then those of each peer."""
         kept = len(hop.keep)
         out = rows.new_empty(hop.rows_after, rows.shape[1])
         torch.index_select(rows, 0, hop.keep, out=out[:kept])
-        messages = _encode(codec, rows[hop.send])
-        received = self._exchange(hop.level, chain, messages, hop.sent, hop.received)
-        if received.dtype == out.dtype:
-            out[kept:] = received
-        else:
-            codec.decode(received, out[kept:])
+        beside = None if move.beside is None else move.beside[hop.send]
+        found, others = self._exchange(
+            hop.level, move.chain, codec, rows[hop.send], beside, hop.sent, hop.received
+        )
+        out[kept:] = found
+        if move.beside is not None and others is not None:
+            move.beside = torch.cat([move.beside[hop.keep], others])
         return out
 
-    def _collect(self, hop: Hop, codec: Codec, chain: AsyncChain, rows: Tensor) -> Tensor:
+    def _collect(self, hop: Hop, codec: Codec, move: Move, rows: Tensor) -> Tensor:
         """The inverse of `_spread`, with sums in fp32 that are rounded once."""
         kept = len(hop.keep)
-        total = torch.zeros(hop.rows, rows.shape[1], device=rows.device)
-        total[hop.keep] = rows[:kept].float()
-        messages = _encode(codec, rows[kept:].contiguous())
-        received = self._exchange(hop.level, chain, messages, hop.received, hop.sent)
-        values = received
-        if codec.is_quantized:
-            values = rows.new_empty(len(hop.send), rows.shape[1])
-            codec.decode(received, values)
-        # One peer after another: no row is there twice, and sums have the same order in every run.
-        parts = zip(hop.send.split(hop.sent), values.split(hop.sent), strict=True)
-        for places, part in parts:
-            total.index_add_(0, places, part.float())
-        return total.to(rows.dtype)
+        beside = None if move.beside is None else move.beside[kept:]
+        found, others = self._exchange(
+            hop.level, move.chain, codec, rows[kept:], beside, hop.received, hop.sent
+        )
+        if move.beside is not None and others is not None:
+            move.beside = _sum_rows(hop, move.beside[:kept], others)
+        return _sum_rows(hop, rows[:kept], found).to(rows.dtype)
 
     def _exchange(
-        self, level: int, chain: AsyncChain, messages: Tensor, sent: list[int], received: list[int]
-    ) -> Tensor:
-        """Send messages [n, m], so many to each peer, and receive those of the peers."""
+        self,
+        level: int,
+        chain: AsyncChain,
+        codec: Codec,
+        rows: Tensor,
+        beside: Tensor | None,
+        sent: list[int],
+        received: list[int],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Send rows [n, h], so many to each peer, and what goes with them, [n, m]; receive those of
+        the peers."""
         group = self._hierarchy.groups[level]
         assert group is not None
-        out = messages.new_empty(sum(received), messages.shape[1])
+        messages, start = _encode(codec, rows), 0
+        if beside is not None:
+            parts = [beside.contiguous().view(torch.uint8), messages]
+            messages, start = torch.cat(parts, 1), parts[0].shape[1]
+        arrived = messages.new_empty(sum(received), messages.shape[1])
         with self._collectives.record(level, chain) as count:
             count.append(messages.nbytes)
-            all_to_all(out, messages, group, received, sent)
-        return out
+            all_to_all(arrived, messages, group, received, sent)
+        found = _decode(codec, arrived[:, start:], rows)
+        if beside is None:
+            return found, None
+        return found, arrived[:, :start].contiguous().view(beside.dtype)
 
-    def _chain(self, value: Tensor, label: str) -> AsyncChain:
-        return AsyncChain(value.detach(), label, kind="tokens")
+
+def _chain(rows: Tensor, label: str) -> AsyncChain:
+    return AsyncChain(rows.detach(), label, kind="tokens")
 
 
 def _encode(codec: Codec, rows: Tensor) -> Tensor:
-    """One message for each row; the rows themselves if they have the codec's type."""
+    """A message for each row [n, h], as bytes [n, m]."""
     if rows.dtype == codec.dtype:
-        return rows
+        return rows.contiguous().view(torch.uint8)
     length = codec.message_bytes(rows.shape[1]) // codec.dtype.itemsize
     messages = torch.empty(len(rows), length, dtype=codec.dtype, device=rows.device)
-    codec.encode(rows, messages)
-    return messages
+    if len(rows):
+        codec.encode(rows.contiguous(), messages)
+    return messages.view(torch.uint8)
+
+
+def _decode(codec: Codec, messages: Tensor, like: Tensor) -> Tensor:
+    """The rows of messages [n, m], in a type that holds their values, or in that of `like`."""
+    if not codec.is_quantized:
+        return messages.view(codec.dtype)
+    found = torch.empty(len(messages), like.shape[1], dtype=like.dtype, device=like.device)
+    if len(messages):
+        codec.decode(messages.contiguous(), found)
+    return found
+
+
+def _sum_rows(hop: Hop, kept: Tensor, arrived: Tensor) -> Tensor:
+    """The sums fp32 [n, h], by row before the hop, of those that stayed and those that arrive."""
+    total = torch.zeros(hop.rows, kept.shape[1], device=kept.device)
+    total[hop.keep] = kept.float()
+    # One peer after another: no row is there twice, and sums have the same order in every run.
+    for places, part in zip(hop.send.split(hop.sent), arrived.split(hop.sent), strict=True):
+        total.index_add_(0, places, part.float())
+    return total

@@ -20,10 +20,10 @@ from megafrontier.model.moe.experts import Experts
 from megafrontier.model.moe.layer import MoE
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.parallel.param_spec import set_spec, spec_of
-from megafrontier.partition.comm.streams import AsyncChain
 from megafrontier.partition.engine import Engine
-from megafrontier.splits.exchange import Routes, TokenExchange
-from megafrontier.splits.routes import ABSENT
+from megafrontier.partition.wires.wire import Wire
+from megafrontier.splits.exchange import Move, Routes, TokenExchange
+from megafrontier.splits.routes import ABSENT, Counts
 
 
 def check_expert_split(experts: int, size: int, key: str = "parallel.expert") -> None:
@@ -67,38 +67,48 @@ def _cut(experts: Experts, index: int, size: int, names: dict[int, str]) -> None
 class ExpertGroup:
     """The ranks that share the experts of blocks."""
 
-    def connect(self, engine: Engine, hierarchy: Hierarchy) -> None:
+    def connect(
+        self, engine: Engine, hierarchy: Hierarchy, wires: Sequence[Wire | None] = ()
+    ) -> None:
         """Let tokens move over the levels of `hierarchy`, on the streams of `engine`. Call it
-        before the first forward."""
-        self._exchange = TokenExchange(engine, hierarchy)
+        before the first forward. `wires`: of each level; None, and by default, the tokens keep
+        their type."""
+        self._exchange = TokenExchange(engine, hierarchy, wires)
 
     def dispatch(
         self, hidden: Tensor, chosen: Tensor, weights: Tensor, experts: Experts
     ) -> Callable[[], Tensor]:
         """`model.moe.dispatch.Dispatch` over the ranks."""
-        per_rank = experts.count
-        chunks = self._exchange.chunks(chosen, weights.detach(), per_rank)
+        chunks = self._exchange.chunks(chosen // experts.count)
         if len(chunks) == 1:
-            return _Passage(self._exchange, chunks[0][1], experts).start(hidden, weights)
-        return partial(self._in_chunks, chunks, hidden, weights, experts)
+            return _Passage(self._exchange, experts, chunks[0][1]).start(hidden, chosen, weights)
+        return partial(self._in_chunks, chunks, hidden, chosen, weights, experts)
 
     def _in_chunks(
         self,
-        chunks: "Sequence[tuple[Tensor, Routes]]",
+        chunks: Sequence[tuple[Tensor, Counts]],
         hidden: Tensor,
+        chosen: Tensor,
         weights: Tensor,
         experts: Experts,
     ) -> Tensor:
         """Process one chunk after another. Backward moves the tokens of each again, so that only
         one chunk's are held at a time."""
-        found = []
-        for rows, routes in chunks:
 
-            def run(some: Tensor, weight: Tensor, routes: Routes = routes) -> Tensor:
-                return _Passage(self._exchange, routes, experts).start(some, weight)()
+        def run(rows: Tensor, counts: Counts, *inputs: Tensor) -> Tensor:
+            return _Passage(self._exchange, experts, counts).start(*inputs)()
 
-            inputs = hidden[rows], weights[rows]
-            found.append(checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False))
+        found = [
+            checkpoint(
+                run,
+                rows,
+                counts,
+                *(values[rows] for values in (hidden, chosen, weights)),
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            for rows, counts in chunks
+        ]
         order = torch.cat([rows for rows, _ in chunks]).argsort()
         return torch.cat(found)[order]
 
@@ -116,18 +126,19 @@ class _Passage:
     """
 
     exchange: TokenExchange
-    routes: Routes
     experts: Experts
-    chains: list[AsyncChain] = field(default_factory=list)
+    counts: Counts
+    routes: Routes = field(default_factory=Routes)
+    move: Move | None = None
     """In flight."""
 
-    def start(self, hidden: Tensor, weights: Tensor) -> Callable[[], Tensor]:
+    def start(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Callable[[], Tensor]:
         """Start hidden [n, h] on their way. The result waits and returns the sums [n, h]."""
-        started: Tensor = _StartSpread.apply(hidden, weights, self)
+        started: Tensor = _StartDispatch.apply(hidden, chosen, weights, self)
         return partial(self._finish, started)
 
     def _finish(self, started: Tensor) -> Tensor:
-        rows, weights = _FinishSpread.apply(started, self)
+        rows, weights = _FinishDispatch.apply(started, self)
         outputs = run_experts(rows, self.routes.experts, weights, self.experts)
         # With `rows`, because without a row here the outputs may not depend on them. Backward has
         # to pass all ranks' operators.
@@ -135,39 +146,43 @@ class _Passage:
         return found
 
 
-class _StartSpread(torch.autograd.Function):
-    """hidden [n, h] and weights [n, k] → an empty tensor that `_FinishSpread` takes."""
+class _StartDispatch(torch.autograd.Function):
+    """hidden [n, h], chosen and weights [n, k] → an empty tensor that `_FinishDispatch` takes."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weights: Tensor, passage: _Passage) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, passage: _Passage
+    ) -> Tensor:
         ctx.passage = passage
-        passage.chains = [passage.exchange.start_spread(hidden, passage.routes)]
+        passage.move, passage.routes = passage.exchange.start_dispatch(
+            hidden, chosen, weights, passage.counts, passage.experts.count
+        )
         return hidden.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor, None]:
-        hidden, weights = map(ctx.passage.exchange.wait, ctx.passage.chains)
-        ctx.passage.chains = []
-        return hidden, weights, None
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
+        passage = ctx.passage
+        by_hidden, by_weights = passage.exchange.wait(passage.move)
+        passage.move = None
+        return by_hidden, None, by_weights, None
 
 
-class _FinishSpread(torch.autograd.Function):
+class _FinishDispatch(torch.autograd.Function):
     """The rows [m, h] that arrive, and their weights [m, k]."""
 
     @staticmethod
     def forward(ctx: Any, started: Tensor, passage: _Passage) -> tuple[Tensor, Tensor]:
         ctx.passage = passage
-        (chain,) = passage.chains
-        passage.chains = []
-        return passage.exchange.wait(chain), passage.routes.weights.clone()
+        assert passage.move is not None
+        rows = passage.exchange.finish_dispatch(passage.move, passage.routes, passage.experts.count)
+        passage.move = None
+        return rows, passage.routes.weights
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        passage = ctx.passage
-        passage.chains = [
-            passage.exchange.start_collect(gradient, passage.routes) for gradient in grad_outputs
-        ]
-        return grad_outputs[0].new_empty(0), None
+        passage, (by_rows, by_weights) = ctx.passage, grad_outputs
+        passage.move = passage.exchange.start_collect(by_rows, passage.routes, by_weights)
+        return by_rows.new_empty(0), None
 
 
 class _Collect(torch.autograd.Function):
@@ -176,12 +191,12 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, rows: Tensor, passage: _Passage) -> Tensor:
         ctx.passage = passage
-        return passage.exchange.wait(passage.exchange.start_collect(outputs, passage.routes))
+        return passage.exchange.wait(passage.exchange.start_collect(outputs, passage.routes))[0]
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         exchange, routes = ctx.passage.exchange, ctx.passage.routes
-        return exchange.wait(exchange.start_spread(grad_outputs[0], routes)), None, None
+        return exchange.wait(exchange.start_spread(grad_outputs[0], routes))[0], None, None
 
 
 # The experts of one rank

@@ -139,7 +139,7 @@ def _positions(mask: Tensor, count: int) -> Tensor:
     return torch.nonzero_static(mask, size=count)[:, 1]
 
 
-def inside(levels: Levels, rank: int, level: int, owners: Tensor) -> Tensor:
-    """`owners` [rows, k] with those outside of this rank's group at `level` and beyond `ABSENT`."""
+def is_inside(levels: Levels, rank: int, level: int, owners: Tensor) -> Tensor:
+    """Which of the ranks `owners` [rows, k] are in this rank's group at `level` and beyond."""
     stride = strides(levels)[level]
-    return owners.where(owners // stride == rank // stride, ABSENT)
+    return owners // stride == rank // stride

@@ -28,9 +28,9 @@ from megafrontier.partition.memory import MessageBuffers, unit_buffer_bytes
 from megafrontier.partition.modules.wrap import divide
 from megafrontier.partition.placement import state_bytes
 from megafrontier.partition.presets import (
-    activation_wires,
     choose_wires,
     has_error_feedback,
+    work_wires,
 )
 from megafrontier.partition.unit import ROOT
 from megafrontier.partition.wires.registry import DTYPES
@@ -68,7 +68,9 @@ class RunPlan:
     experts: StatePlan
     """The same of experts, on the levels over which these are replicated."""
     activations: tuple[Wire | None, ...] = ()
-    """The wires of activations (`presets.activation_wires`)."""
+    """The wires of activations (`presets.work_wires`)."""
+    tokens: tuple[Wire | None, ...] = ()
+    """The wires of tokens of an expert split."""
 
     @property
     def levels(self) -> Levels:
@@ -102,15 +104,17 @@ def resolve_plan(config: Config, ranks: int) -> RunPlan:
     shape = MeshShape(levels, Splits.resolve(levels, asdict(config.parallel)))
     _check_splits(config, shape.splits)
     precision = config.train.precision
+    moved = config.partition.wires
     crossed = shape.over(("tensor", "context"))
-    activations = activation_wires(config.partition.wires.activations, crossed, precision)
+    activations = work_wires("activations", moved.activations, crossed, precision)
+    tokens = work_wires("tokens", moved.tokens, shape.over(("expert",)), precision)
     levels = shape.over(DATA_PARALLEL)
     placement = Placement.from_config(config.partition, levels)
     wires = choose_wires(config.partition.wires, placement, levels, precision)
     error_feedback = has_error_feedback(config.partition, wires, placement, levels)
     rest = StatePlan(placement, wires, error_feedback)
     experts = rest if config.model.moe is None else _plan_experts(config, shape, placement)
-    return RunPlan(machine, shape, *rest, experts, activations)
+    return RunPlan(machine, shape, *rest, experts, activations, tokens)
 
 
 def _plan_experts(config: Config, shape: MeshShape, default: Placement) -> StatePlan:
@@ -120,8 +124,9 @@ def _plan_experts(config: Config, shape: MeshShape, default: Placement) -> State
     placement = Placement.from_config(given, levels, key, default)
     chosen, prefix = (common.wires, "partition") if given.wires is None else (given.wires, key)
     if given.wires is not None:
-        fits = "leave it out: partition.wires.activations holds for all blocks"
-        need(not chosen.activations, f"{key}.wires.activations", chosen.activations, fits)
+        for move, value in (("activations", chosen.activations), ("tokens", chosen.tokens)):
+            fits = f"leave it out: partition.wires.{move} holds for all blocks"
+            need(not value, f"{key}.wires.{move}", value, fits)
     wires = choose_wires(chosen, placement, levels, config.train.precision, prefix)
     feedback = replace(common, wires=chosen)
     return StatePlan(placement, wires, has_error_feedback(feedback, wires, placement, levels))

@@ -159,9 +159,13 @@ def _describe_wires(config: Config, plan: RunPlan) -> str:
     if plan.experts.wires != plan.wires:
         levels = plan.shape.over(EXPERT_AXES)
         line += f"; of experts: {_describe_formats(plan.experts, levels)}"
-    sizes = plan.shape.over(("tensor", "context")).sizes
-    if max(sizes) > 1:
-        line += f"; activations {_activation_formats(config, plan, sizes)}"
+    for name, wires, axes in (
+        ("activations", plan.activations, ("tensor", "context")),
+        ("tokens", plan.tokens, ("expert",)),
+    ):
+        levels = plan.shape.over(axes)
+        if levels.ranks > 1:
+            line += f"; {name} {_formats_of_work(config, wires, levels)}"
     return f"{line}; overlap {config.partition.overlap}"
 
 
@@ -183,11 +187,10 @@ def _describe_formats(state: StatePlan, levels: Levels) -> str:
     return line
 
 
-def _activation_formats(config: Config, plan: RunPlan, sizes: Sequence[int]) -> str:
-    """The formats on the levels that splits of these sizes cross."""
-    wires = zip(plan.levels.names, plan.activations, sizes, strict=True)
+def _formats_of_work(config: Config, wires: Sequence[Wire | None], levels: Levels) -> str:
+    """The formats on the `levels` of splits, which have size 1 where no split crosses."""
     return ", ".join(
         f"{name} {wire.name if wire else config.train.precision}"
-        for name, wire, size in wires
+        for name, wire, size in zip(levels.names, wires, levels.sizes, strict=True)
         if size > 1
     )

@@ -153,7 +153,7 @@ def build_model(
             checkpointing=config.train.activation_checkpointing,
             compile_blocks=compiles,
         )
-    connect = apply_splits(model, mesh, plan.activations)
+    connect = apply_splits(model, mesh, plan.activations, plan.tokens)
     engine = shard(
         model,
         model.units(),

@@ -93,6 +93,10 @@ REFUSED = [
         "partition.wires.activations.pair: int4, need one of fp32, bf16, fp16, int8",
     ),
     (
+        ["partition.wires.tokens.pair=int4"],
+        "partition.wires.tokens.pair: int4, need one of fp32, bf16, fp16, int8",
+    ),
+    (
         ["partition.wires.reduce.pair=int3"],
         "partition.wires.reduce.pair: int3, need one of fp32, bf16, fp16, int8, int4",
     ),

@@ -99,10 +99,10 @@ def split_model(
     case: Case, strategy: str, mesh: Any, wires: Sequence[Wire | None] = ()
 ) -> tuple[GPT, Engine, dict[str, ParamSpec]]:
     """This rank's part of the model, its engine, and the specs of its parameters. `wires`: of
-    activations."""
+    activations and tokens."""
     with torch.device("meta"):
         model = GPT(small_config(**case.changes), loss_chunk_tokens=16, **case.built)
-    connect = apply_splits(model, mesh, wires)
+    connect = apply_splits(model, mesh, wires, wires)
     specs = {name: spec_of(name, parameter) for name, parameter in model.named_parameters()}
     engine = shard(
         model,

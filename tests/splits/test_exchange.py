@@ -8,6 +8,7 @@ from megafrontier.model.moe.dispatch import local_dispatch
 from megafrontier.model.moe.experts import Experts
 from megafrontier.parallel.mesh import Splits
 from megafrontier.partition import Engine, Placement, Wires
+from megafrontier.partition.wires.wire import make_wire
 from megafrontier.splits.exchange import PEAK, TokenExchange
 from megafrontier.splits.experts import ExpertGroup
 from tests.model.small_models import small_config
@@ -77,47 +78,62 @@ def test_experts_on_other_ranks_give_the_outputs_and_gradients_of_experts_on_one
 
 def test_no_rank_gets_more_rows_at_a_time_than_a_few_times_the_average():
     def body(mesh):
-        exchange = TokenExchange(make_engine(mesh), mesh.hierarchy(("expert",)))
+        wires = (None, make_wire("int8"))  # some ranks get nothing
+        exchange = TokenExchange(make_engine(mesh), mesh.hierarchy(("expert",)), wires)
         found = []
         for kind in ("even", "one rank", "changing"):
-            _, chosen, weights = (part[mesh.rank] for part in routing(kind, 8))
-            chunks = exchange.chunks(chosen, weights, 2)
-            rows = max(hop.rows_after for _, routes in chunks for hop in routes.hops)
-            tokens = torch.cat([tokens for tokens, _ in chunks]).sort().values
-            found.append((len(chunks), rows, tokens.tolist()))
+            hidden, chosen, weights = (part[mesh.rank] for part in routing(kind, 8))
+            tokens, rows = [], []
+            chunks = exchange.chunks(chosen // 2)
+            for some, counts in chunks:
+                parts = hidden[some], chosen[some], weights[some]
+                move, routes = exchange.start_dispatch(*parts, counts, 2)
+                exchange.finish_dispatch(move, routes, 2)
+                tokens += some.tolist()
+                rows += [hop.rows_after for hop in routes.hops]
+            found.append((len(chunks), sorted(tokens), max(rows)))
         return found
 
     for found in run_mesh((2, 4), body, splits=Splits(expert=8)):
         assert found[0][0] == 1
         assert found[1][0] > 1
-        for _, rows, tokens in found:
-            assert rows <= PEAK * TOKENS * ACTIVE
+        for _, tokens, rows in found:
             assert tokens == [*range(TOKENS)]
+            assert rows <= PEAK * TOKENS * ACTIVE
 
 
 def test_each_level_carries_a_token_once_for_each_distinct_group_beyond_it():
-    sizes = (2, 2, 2)
+    """In the width of its wire. Beside it go its experts and weights, or their gradients."""
+    int8 = make_wire("int8")
 
     def body(mesh):
         hidden, chosen, weights = (part[mesh.rank] for part in routing("even", 8))
         engine = make_engine(mesh)
-        exchange = TokenExchange(engine, mesh.hierarchy(("expert",)))
-        ((_, routes),) = exchange.chunks(chosen, weights, 2)
+        exchange = TokenExchange(engine, mesh.hierarchy(("expert",)), (None, None, int8))
+        ((_, counts),) = exchange.chunks(chosen // 2)
         engine.ledger.take()
-        rows = exchange.wait(exchange.start_spread(hidden, routes))
-        there = [level["tokens"].bytes for level in engine.ledger.take_kinds()]
-        exchange.wait(exchange.start_collect(rows, routes))
-        back = [level["tokens"].bytes for level in engine.ledger.take_kinds()]
-        return there, back
+        move, routes = exchange.start_dispatch(hidden, chosen, weights, counts, 2)
+        rows = exchange.finish_dispatch(move, routes, 2)
+        beside = routes.weights
+        found = [engine.ledger.take_kinds()]
+        for start, *moved in (
+            (exchange.start_collect, rows, routes),
+            (exchange.start_spread, hidden, routes),
+            (exchange.start_collect, rows, routes, beside),
+        ):
+            exchange.wait(start(*moved))
+            found.append(engine.ledger.take_kinds())
+        return [[level["tokens"].bytes for level in levels] for levels in found]
 
-    found = run_mesh(sizes, body, splits=Splits(expert=8))
+    found = run_mesh((2, 2, 2), body, splits=Splits(expert=8))
     _, chosen, _ = routing("even", 8)
+    width = [WIDTH * 4, WIDTH * 4, int8.codec.message_bytes(WIDTH)]
     for level, stride in enumerate((1, 2, 4)):
-        crossing = sum(
+        sent = sum(
             len({owner // stride for owner in owners if owner // stride % 2 != rank // stride % 2})
             for rank, rows in enumerate((chosen // 2).tolist())
             for owners in rows
         )
-        for direction in range(2):
-            total = sum(ways[direction][level] for ways in found)
-            assert total == crossing * WIDTH * 4, (level, direction)
+        for way, beside in enumerate((8 * ACTIVE, 0, 0, 4 * ACTIVE)):
+            total = sum(ways[way][level] for ways in found)
+            assert total == sent * (width[level] + beside), (level, way)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from megafrontier.common.errors import UserError
+from megafrontier.config.moe import MoEConfig
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import Splits
-from megafrontier.partition.presets import activation_wires
+from megafrontier.partition.presets import work_wires
 from megafrontier.splits.tokens import TokenGroup
 from megafrontier.splits.traffic import tensor_bytes
 from tests.model.small_models import SHAPES, small_config
@@ -17,6 +18,7 @@ from tests.splits.matrix import LENGTH, Case, split_model, train_alone, train_sp
 
 ROWS = 2
 LLAMA, GPT2 = SHAPES["llama"], SHAPES["gpt2"]
+MIXTURE = LLAMA | {"moe": MoEConfig(experts=8, active=3, ffn_hidden=16, balance="none")}
 GROUPED = SHAPES["llama grouped, tied, longer texts"]
 CASES = [
     ((2, 2), 2, Case(LLAMA), {}),
@@ -31,7 +33,7 @@ CASES = [
 def test_bytes_of_each_level_and_kind_are_those_of_the_formulas(sizes, tensor, case, formats):
     def body(mesh):
         levels = mesh.hierarchy(("tensor",)).levels
-        wires = activation_wires(formats, levels, "fp32")
+        wires = work_wires("activations", formats, levels, "fp32")
         model, engine, _ = split_model(case, "zero3", mesh, wires)
         tokens = torch.zeros(ROWS, LENGTH, dtype=torch.long)
         engine.ledger.take(wait=True)
@@ -63,19 +65,20 @@ INT8, ROUNDED = {"world": "int8"}, {"pair": "bf16", "world": "int8"}
 LOSSY = [
     ((2,), Splits(tensor=2), Case(LLAMA), INT8),
     ((2, 2), Splits(tensor=4), Case(GROUPED, accumulation=2), ROUNDED),
+    ((2, 2), Splits(expert=4), Case(MIXTURE, steps=2), ROUNDED),
 ]
 
 
 @pytest.mark.parametrize(("sizes", "splits", "case", "formats"), LOSSY)
-def test_rounded_activations_train_alike_with_the_same_bits_in_every_run(
+def test_rounded_activations_and_tokens_train_alike_with_the_same_bits_in_every_run(
     sizes, splits, case, formats
 ):
     """The same with overlap, in pieces, as without. Losses differ from exact ones by as much as
     int8 rounds, a part in 254 of a block's largest; all tensor ranks have the same."""
 
     def body(mesh):
-        levels = mesh.hierarchy(("tensor",)).levels
-        wires = activation_wires(formats, levels, "fp32")
+        axis, moved = ("expert", "tokens") if splits.expert > 1 else ("tensor", "activations")
+        wires = work_wires(moved, formats, mesh.hierarchy((axis,)).levels, "fp32")
         policies = ("safe", "none", "safe")
         found = [
             train_split(replace(case, options={"overlap": policy}), "zero1", mesh, wires)
@@ -106,7 +109,9 @@ def test_all_ranks_gather_the_same_bits_and_no_value_is_off_by_more_than_int8_ro
         index, _ = hierarchy.shard_index(2)
         group = TokenGroup(index, ranks)
         _, engine, _ = split_model(Case(GROUPED), "ddp", mesh)
-        group.connect(engine, hierarchy, activation_wires(ROUNDED, hierarchy.levels, "fp32"))
+        group.connect(
+            engine, hierarchy, work_wires("activations", ROUNDED, hierarchy.levels, "fp32")
+        )
         values = torch.randn(ranks, rows * ranks, width, generator=torch.Generator().manual_seed(1))
         parts = group.part(values[0])
         gathered = [group.gather(parts), *(t for _, t in group.gathered_pieces(parts))]
@@ -139,6 +144,6 @@ def test_all_ranks_gather_the_same_bits_and_no_value_is_off_by_more_than_int8_ro
 def test_formats_that_do_not_fit_are_refused_with_what_fits(formats, precision, message):
     levels = Levels(("pair", "node", "world"), (2, 1, 2))
     with pytest.raises(UserError, match=message):
-        activation_wires(formats, levels, precision)
-    with pytest.raises(UserError, match="crosses such a level; leave it out"):
-        activation_wires(formats, Levels(("pair", "node"), (1, 1)), precision)
+        work_wires("activations", formats, levels, precision)
+    with pytest.raises(UserError, match="does not cross such a level; leave it out"):
+        work_wires("tokens", formats, Levels(("pair", "node"), (1, 1)), precision)

@@ -30,6 +30,11 @@ from tests import runs
             "weights pair fp32, node fp32; gradients pair fp32, node fp32; activations pair int8; "
             "overlap safe",
         ),
+        (
+            ["parallel.expert=4", "model.moe={experts: 8}", "partition.wires.tokens.node=int8"], 4,
+            "weights pair fp32, node fp32; gradients pair fp32, node fp32; tokens pair fp32, node "
+            "int8; overlap safe",
+        ),
         (["partition.strategy=ddp"], 4, "weights not sent; gradients pair fp32, node fp32; "
          "overlap safe"),
     ],

@@ -11,7 +11,7 @@ CHOSEN = (
 )  # fmt: skip
 MIXTURE = (
     "model.moe={experts: 8, active: 3, ffn_hidden: 16, shared_experts: 1, z_loss: 0.001, "
-    "balance: none}"
+    "bias_rate: 0.05}"
 )
 
 
