@@ -1,7 +1,7 @@
 """megafrontier: train models with every state sharded to its own level of the machine.
 
-For any nn.Module: `init_mesh`, `shard` (whose docstring has all that one needs to know), `AdamW` or
-`Optimizer`, `no_sync`, `clip_grad_norm_`, `save` and `load`.
+For any nn.Module: `init_mesh`, `shard` (whose docstring has all that one needs to know), `AdamW`,
+`Muon` or `Optimizer`, `no_sync`, `clip_grad_norm_`, `save` and `load`.
 """
 
 from importlib import import_module
@@ -16,6 +16,7 @@ _HOMES = {
     "clip_grad_norm_": "model",
     "Optimizer": "optimizer",
     "AdamW": "optimizer",
+    "Muon": "muon",
     "save": "checkpoint",
     "load": "checkpoint",
 }

@@ -45,6 +45,8 @@ def save(
     states = {} if optimizer is None else optimizer.inner.flat_states()
     buffers = persistent_buffers(model)
     path = save_engine(root, engine, states, buffers=buffers, step=step, tokens=0, extra=extra)
+    if optimizer is not None:
+        optimizer.inner.compact()
     if engine.hierarchy.world.rank == 0:
         delete_old(root, keep, keep_every=0, warn=print_error)
     return path
@@ -79,6 +81,8 @@ def load(model: nn.Module, optimizer: Optimizer | None, folder: str | Path) -> i
         return 0
     share_shards(engine, states, buffers)
     engine.restore("published" in states)
+    if optimizer is not None:
+        optimizer.inner.compact()
     return found.manifest.step
 
 

@@ -33,6 +33,8 @@ class ShardedModel:
     engine: Engine
     divisor: int
     """What the sums of gradients over the ranks are divided by."""
+    blocks: Sequence[str] = ()
+    """The names of the blocks."""
     optimizer: object = None
     """The newest optimizer of the model."""
     gradients: list[torch.Tensor] | None = None
@@ -89,7 +91,7 @@ def shard(
     """Shard the state of any module over the levels of a mesh. Returns the module, whose class
     stays. Train it as in plain PyTorch, with these in place of torch's:
 
-        optimizer = megafrontier.AdamW(model, lr=3e-4)  # or Optimizer(model, torch.optim.SGD, …)
+        optimizer = megafrontier.AdamW(model, lr=3e-4)  # or Muon, or Optimizer(model, torch…)
         loss = model(batch)  # this rank's part of the batch: mesh.data_rank of mesh.data_size
         loss.backward()
         megafrontier.clip_grad_norm_(model, 1.0)
@@ -124,10 +126,10 @@ def shard(
     * Every rank runs the same blocks in the same order, as every collective needs all ranks.
 
     Refused by name: fp16 (a loss scale is needed, use bfloat16), complex parameters, deepcopy,
-    state dicts of parts of the model, optimizers that look at more than one element (LBFGS, Muon,
-    Adafactor), values that differ between ranks before `shard`, a second backward of a step after
-    one outside `no_sync`, in-place changes of a block's outputs that are views, blocks that return
-    nothing new.
+    state dicts of parts of the model, torch's optimizers that look at more than one element (LBFGS,
+    Adafactor, Muon: take `megafrontier.Muon`), values that differ between ranks before `shard`, a
+    second backward of a step after one outside `no_sync`, in-place changes of a block's outputs
+    that are views, blocks that return nothing new.
 
     Raises UserError for patterns that match nothing, blocks that are not in the model, are never
     called, or use parameters of a block inside them; for an unknown placement or wires; and for a
@@ -142,9 +144,10 @@ def shard(
     hierarchy = mesh.hierarchy()
     config = _partition_config(placement, wires, overlap=overlap, prefetch=prefetch)
     where, formats, has_feedback = _resolve(config, hierarchy.levels, names[dtype])
+    found_blocks = find_blocks(inner, blocks)
     engine = shard_over(
         inner,
-        find_blocks(inner, blocks),
+        found_blocks,
         where,
         hierarchy,
         dtype=dtype,
@@ -154,7 +157,8 @@ def shard(
         prefetch=config.prefetch,
         initial=initial,
     )
-    found = ShardedModel(engine, hierarchy.size if reduce == "mean" else 1)
+    divisor = hierarchy.size if reduce == "mean" else 1
+    found = ShardedModel(engine, divisor, [name for name, _ in found_blocks])
     inner.__dict__[_ATTRIBUTE] = found
     return model
 

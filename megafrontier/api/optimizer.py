@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafrontier.api.model import sharded
+from megafrontier.api.model import ShardedModel, sharded
 from megafrontier.common.errors import UserError
 from megafrontier.optim.sharded import ShardedOptimizer, Slice, merge_slices, scalar_states
 from megafrontier.partition import Engine
@@ -36,12 +36,19 @@ class Optimizer(torch.optim.Optimizer):
         Raises UserError if the optimizer's update of an element depends on other elements, and for
         a parameter that is not in the model or is given twice.
         """
-        self._sharded = found = sharded(model)
+        found = sharded(model)
         build, name = partial(optimizer_class, **options), optimizer_class.__name__
-        self.scalar_states = scalar_states(name, build, found.engine.hierarchy.device)
+        scalars = scalar_states(name, build, found.engine.hierarchy.device)
         masters = [unit.master for unit in found.engine.trained_units]
-        self.inner = ShardedOptimizer(masters, _slice_groups(found.engine, model, params), build)
-        super().__init__(self.inner.torch.param_groups, self.inner.torch.defaults)
+        inner = ShardedOptimizer(masters, slice_groups(found.engine, model, params), build)
+        self._attach(found, inner, scalars)
+
+    def _attach(
+        self, found: ShardedModel, inner: ShardedOptimizer, scalar_states: Sequence[str]
+    ) -> None:
+        """Make this the optimizer of a model. `scalar_states`: those that are one number."""
+        self._sharded, self.inner, self.scalar_states = found, inner, scalar_states
+        super().__init__(inner.torch.param_groups, inner.torch.defaults)
         self._share_state()
         found.optimizer = self
 
@@ -82,7 +89,7 @@ class AdamW(Optimizer):
         super().__init__(model, torch.optim.AdamW, params, **options)
 
 
-def _slice_groups(
+def slice_groups(
     engine: Engine, model: nn.Module, params: Parameters | None
 ) -> Sequence[Mapping[str, Any]]:
     """torch's param groups, with slices of this rank's masters as their parameters."""

@@ -42,15 +42,18 @@ class Block(nn.Module):
         checkpointing: Mode = "none",
         offload: Offload | None = None,
         run: Callable[..., Tensor] | None = None,
+        attend: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         """`number`: of the block, from 0. `offload` keeps the input on the host until backward.
-        `run` is called in place of `Block.forward_recomputed`, for example a compiled version."""
+        `run` is called in place of `Block.forward_recomputed`, and `attend` in place of
+        `Block.attend`, for example compiled versions."""
         super().__init__()
         self.parallel = config.parallel_residual
         self.dropout = config.dropout
         self.checkpointing = checkpointing
         self.offload = offload
         self._run = run or Block.forward_recomputed
+        self._attend = attend or Block.attend
         self.norm1 = make_norm(config)
         self.attention = Attention(config)
         self.norm2 = make_norm(config)
@@ -76,11 +79,19 @@ class Block(nn.Module):
     def _compute(
         self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None
     ) -> Tensor:
+        attend = self._attend if cache is None else Block.attend
+        hidden, normed = attend(self, hidden, context, cache)
+        return hidden + self._drop(self.mlp(normed))
+
+    def attend(
+        self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """hidden [b, s, hidden] → the sum after attention, and the MLP's input."""
         attended = self._drop(self.attention(self.norm1(hidden), context, cache))
         if self.parallel:
-            return hidden + attended + self._drop(self.mlp(self.norm2(hidden)))
+            return hidden + attended, self.norm2(hidden)
         hidden = hidden + attended
-        return hidden + self._drop(self.mlp(self.norm2(hidden)))
+        return hidden, self.norm2(hidden)
 
     def _drop(self, branch: Tensor) -> Tensor:
         return F.dropout(branch, self.dropout, self.training)

@@ -143,13 +143,15 @@ class GPT(nn.Module):
         self.embedding = Embedding(config)
         offload = Offload() if checkpointing == "offload" else None
         run = compiled(Block.forward_recomputed) if compile_blocks else None
+        # The numbers of tokens of experts are known only when they run, so these are not compiled.
+        attend = compiled(Block.attend) if compile_blocks and config.moe is not None else None
         self.blocks = nn.ModuleList(
             Block(
                 config,
                 i,
                 checkpointing=checkpointing,
                 offload=offload,
-                run=None if has_experts(config, i) else run,
+                **({"attend": attend} if has_experts(config, i) else {"run": run}),
             )
             for i in range(config.layers)
         )

@@ -64,6 +64,10 @@ class ShardedOptimizer:
         self.flatten(*sorted(found - self.states.keys()))
         return self.states
 
+    def compact(self) -> None:
+        """Called after a checkpoint was saved or loaded: `states` may be dropped if the optimizer
+        needs less memory without them. Here they stay."""
+
     def update(self, gradients: Sequence[torch.Tensor]) -> None:
         """Update the masters in place. `gradients`: one 1-D fp32 shard for each master."""
         for part, index, where in self._parts:

@@ -12,6 +12,7 @@ import numpy as np
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config
+from megafrontier.report.experts import expert_rows
 from megafrontier.report.read import Run, all_levels, levels_of, read_runs, strategy_of
 
 KINDS = ("weights", "gradients", "activations", "tokens")
@@ -271,6 +272,7 @@ def _picture(folder: Path, name: str) -> str:
 def _table(runs: Sequence[Run]) -> str:
     """One column for each run, so that numbers to compare stand side by side."""
     rows = {title: [cell(run) for run in runs] for title, cell in ROWS.items()}
+    rows |= expert_rows(runs)
     for level in all_levels(runs):
         sent = [_shown(run.traffic(level, "bytes"), "B") for run in runs]
         rows[f"{level}: sent per step"] = sent
