@@ -352,6 +352,8 @@ class Engine:
         """
         for unit in self.trained_units:
             unit.mark_stale()
+            if unit.hierarchy.size == 1:  # nothing to send, and its block may have no hooks
+                unit.finish_publishing()
         if self._policy == "none":
             self.finish_publishing()
         self._hooks.start_publishing(-1)

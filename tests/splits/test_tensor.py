@@ -44,6 +44,18 @@ def test_tensor_parallelism_gives_one_processs_losses_and_gradients(sizes, tenso
     assert_equal(found, train_alone(case))
 
 
+@pytest.mark.parametrize("overlap", ["none", "safe"])
+def test_weights_in_16_bits_that_no_other_rank_has_follow_their_masters(overlap):
+    """Without other samples, what a tensor rank has of a block is sent to nobody."""
+    case = Case(LLAMA, options={"overlap": overlap, "dtype": torch.bfloat16})
+    exact = train_alone(case)
+    for found in run_mesh(
+        (2,), lambda mesh: train_split(case, "zero3", mesh), splits=Splits(tensor=2)
+    ):
+        for (loss, norm, _), (other, other_norm, _) in zip(found, exact, strict=True):
+            assert (loss, norm) == pytest.approx((other, other_norm), rel=0.02)
+
+
 def test_activations_that_a_rank_keeps_for_backward_fall_with_the_number_of_tensor_ranks():
     def body(mesh):
         model, *_ = split_model(Case(LONG), "ddp", mesh)
