@@ -64,6 +64,7 @@ def split_sequences(model: GPT, index: int, size: int) -> TokenGroup:
         block.attention.over_chunks = partial(
             chunk_attention,
             exchange=split.number,
+            size=size,
             keeps_keys=block.checkpointing in RECOMPUTES_BLOCK,
         )
     return split.group
@@ -75,10 +76,6 @@ class ContextSplit:
     def __init__(self, group: TokenGroup) -> None:
         self.group = group
         self.number = register(self)
-
-    @property
-    def size(self) -> int:
-        return self.group.size
 
     def part(self, values: Tensor, documents: Tensor) -> Tensor:
         """This rank's part [1, b · s / size, …] of values of all tokens [b, s, …]."""

@@ -16,7 +16,7 @@ from megafrontier.splits.context import check_context_split
 from megafrontier.splits.documents import assign
 from tests.model.small_models import SHAPES, small_config
 from tests.ranks import run_mesh
-from tests.splits.matrix import Case, assert_equal, train_alone, train_split
+from tests.splits.matrix import Case, assert_equal, saved_bytes, train_alone, train_split
 from tests.splits.test_documents import needed_tokens
 
 LLAMA, GPT2, NEOX = SHAPES["llama"], SHAPES["gpt2"], SHAPES["neox"]
@@ -69,11 +69,11 @@ def test_every_combination_on_8_ranks_gives_one_processs_losses_and_gradients(
     assert_equal(found, train_alone(case))
 
 
-def built(mesh, length, checkpointing="none", **changes):
+def built(mesh, length, checkpointing="none", chunk=16, **changes):
     """A model of sequences of `length` tokens on the ranks of a mesh, and its engine."""
-    config = small_config(**GROUPED, **changes, sequence_length=length)
+    config = small_config(**{**GROUPED, **changes, "sequence_length": length})
     with torch.device("meta"):
-        model = GPT(config, loss_chunk_tokens=16, checkpointing=checkpointing)
+        model = GPT(config, loss_chunk_tokens=chunk, checkpointing=checkpointing)
     connect = apply_splits(model, mesh)
     placement = Placement.named("ddp", mesh.hierarchy().levels)
     initial = partial(initial_slice, 0)
@@ -86,30 +86,27 @@ def ids(length):
     return torch.randint(50, (1, length), generator=torch.Generator().manual_seed(0))
 
 
-def saved_bytes(mesh, length):
-    """Bytes that forward keeps for backward, of tensors that are as long as the sequence or more,
-    each once."""
-    model, _ = built(mesh, length)
-    tokens, kept = ids(length), {}
-
-    def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(tokens, tokens).backward()
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    return sum(s.nbytes() for at, s in kept.items() if at not in parameters)
+TINY = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "chunk": 4096}
 
 
-def test_what_a_rank_keeps_for_backward_falls_as_the_number_of_context_ranks():
-    length = 1024
-    kept = {
-        size: max(run_mesh((size,), partial(saved_bytes, length=length), splits=Splits(1, size)))
-        for size in (1, 2, 4)
-    }
-    for size in (2, 4):
-        assert kept[size] == pytest.approx(kept[1] / size, rel=0.03), kept
+@pytest.mark.parametrize(
+    ("length", "longest", "sizes", "changes"),
+    [(1024, 1024, (1, 2, 4), {}), (262_144, 16_384, (1, 8), TINY)],
+)
+def test_what_a_rank_keeps_for_backward_falls_as_the_number_of_context_ranks(
+    length, longest, sizes, changes
+):
+    """Of a sequence that is one document, and of one with a long and many short documents."""
+    documents = torch.tensor([0, *range(longest, length, 1024), length], dtype=torch.int32)
+
+    def kept(mesh):
+        model, _ = built(mesh, length, **changes)
+        tokens = ids(length)
+        return saved_bytes(model, tokens, tokens, documents)
+
+    found = {size: max(run_mesh((size,), kept, splits=Splits(1, size))) for size in sizes}
+    for size in sizes[1:]:
+        assert found[size] == pytest.approx(found[1] / size, rel=0.03), found
 
 
 LONG_AND_SHORT = torch.tensor([0, 48, 50, 58, 64], dtype=torch.int32)

@@ -47,11 +47,6 @@ class Exchange(Protocol):
     number of all its tokens. A process has n tokens, and needs p earlier ones.
     """
 
-    @property
-    def size(self) -> int:
-        """How many processes share each micro-batch, with equally many tokens each."""
-        ...
-
     def parts(self, documents: Tensor) -> Sequence[Part]:
         """This process's parts, in the order of its tokens."""
         ...
@@ -97,6 +92,7 @@ def chunk_attention(
     dropout: float,
     *,
     exchange: int,
+    size: int = 1,
     keeps_keys: bool = False,
 ) -> Tensor:
     """Attention of this process's parts of documents: [1, n, heads, d] → [1, n, heads, d].
@@ -104,6 +100,7 @@ def chunk_attention(
     query [1, n, heads, d] and key, value [1, n, kv_heads, d] are those of the process's tokens.
     documents: as for `Exchange`.
     exchange: the number that `register` returned.
+    size: how many processes share the micro-batch, with equally many tokens each.
     keeps_keys: let backward have the keys and values that forward got, for blocks that are
         recomputed directly before it.
     """
@@ -115,7 +112,7 @@ def chunk_attention(
     )
     if dropout == 0 and has_kernel:
         # The compiler needs to know how many tokens are kept: at most those of the whole batch.
-        kept = 0 if not keeps_keys else 1 if not is_compiling else _exchanges[exchange].size
+        kept = 0 if not keeps_keys else 1 if not is_compiling else size
         attended: Tensor = _attend(query, key, value, documents, exchange, kept)[0]
         return attended[None]
     found: Tensor = checkpoint(

@@ -18,8 +18,6 @@ DOCUMENTS = torch.tensor([0, 1, 5, 30, 48, 60, 72, 96], dtype=torch.int32)
 class LocalExchange:
     """The only process: it has all tokens, in parts of 12 or less."""
 
-    size = 1
-
     def __init__(self, pieces=1):
         self.sent, self._pieces = 0, pieces
         self.number = register(self)

@@ -13,11 +13,13 @@ from megafrontier.commands.generate import generate
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
 from megafrontier.model.recompute import compile
+from megafrontier.parallel.mesh import Splits
 from tests.model.moe.shapes import LOSS
 from tests.model.recompute.test_checkpointing import Counting
 from tests.model.small_models import SHAPES, small_config
 from tests.model.test_gpt_sharded import losses_alone, losses_sharded
-from tests.ranks import run_ranks
+from tests.ranks import run_mesh, run_ranks
+from tests.splits.matrix import Case, assert_equal, train_alone, train_split
 
 LLAMA = SHAPES["llama grouped, tied, longer texts"]
 LOSSES = 1
@@ -105,6 +107,19 @@ def test_compiled_ranks_train_as_one_process_does(compiler):
     for losses, graphs in run_ranks((2,), body):
         assert losses == pytest.approx(alone, rel=1e-5)
         assert graphs == 1 + 2 * LOSSES  # the last chunk of the loss is shorter than the others
+
+
+def test_compiled_parts_of_sequences_train_as_one_process_does(compiler):
+    """One graph serves any documents, of which a rank keeps any number of keys for backward."""
+    built = {"checkpointing": "block", "compile_blocks": True}
+    case = Case(LLAMA, accumulation=2, documents=True, steps=2, built=built)
+
+    def body(mesh):
+        return train_split(case, "zero3", mesh), compiler.frame_count
+
+    found = run_mesh((2,), body, splits=Splits(context=2))
+    assert_equal([steps for steps, _ in found], train_alone(case))
+    assert {graphs for _, graphs in found} == {1 + LOSSES}
 
 
 def test_activation_checkpointing_changes_no_bit_of_the_losses():
