@@ -16,11 +16,13 @@ from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initial_slice, initialise
 from megafrontier.model.loss import IGNORE_INDEX
 from megafrontier.optim.gradients import global_norm
+from megafrontier.parallel.mesh import Splits
 from megafrontier.parallel.param_spec import ParamSpec, global_ranges, spec_of
 from megafrontier.partition import Engine, Placement, shard
 from megafrontier.partition.wires.wire import Wire
 from megafrontier.splits.apply import apply_splits
 from tests.model.small_models import small_config
+from tests.ranks import run_mesh
 
 ROWS, LENGTH, CLIP, SEED = 8, 24, 0.3, 3
 RATE = 0.1
@@ -184,6 +186,25 @@ def assert_equal(found: list[list[Any]], expected: list[Step]) -> None:
                 )
                 seen[name][start : start + len(values)] += 1
         assert all((count > 0).all() for count in seen.values())
+
+
+SWEPT = ("ddp", "zero1", "zero3", "topo")
+
+
+def sweep(sizes: Sequence[int], splits: Splits, cases: Sequence[Case]) -> None:
+    """Compare each case under each strategy of `SWEPT` with one process. The ranks start once."""
+
+    def body(mesh: Any) -> list[list[Any]]:
+        return [train_split(case, strategy, mesh) for case in cases for strategy in SWEPT]
+
+    found = iter(zip(*run_mesh(sizes, body, splits=splits), strict=True))
+    for case in cases:
+        expected = train_alone(case)
+        for strategy in SWEPT:
+            try:
+                assert_equal(next(found), expected)
+            except AssertionError as error:
+                raise AssertionError(f"{strategy}, {case}: {error}") from None
 
 
 def saved_bytes(model: nn.Module, *inputs: torch.Tensor) -> int:

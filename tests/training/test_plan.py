@@ -1,6 +1,7 @@
 """A run that cannot fit is refused before it waits in a queue, with what would make it fit."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,27 @@ def test_a_rank_needs_at_least_state_buffers_and_block_inputs():
     kept = (LAYERS, "train.activation_checkpointing=offload")
     config = load_config("configs/gpt-20b.yaml", kept)
     check_memory(config, resolve_plan(config, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "splits", "state", "buffers"),
+    [
+        ("llama-70b", 128, Splits(tensor=8), 17.5, 1.33),
+        ("llama-8b-128k", 32, Splits(context=8), 2.34, 6.60),
+    ],
+)
+def test_the_large_llamas_fit_on_frontier_with_the_figures_of_its_docs(
+    name, nodes, splits, state, buffers
+):
+    config = load_config(f"configs/{name}.yaml")
+    plan = resolve_plan(config, 8 * nodes)
+    check_memory(config, plan)
+    assert plan.shape.splits == splits
+    found = state_gib(config, plan), buffer_gib(config, plan)
+    assert found == pytest.approx((state, buffers), rel=5e-3)
+    rows = Path("docs/frontier.md").read_text().splitlines()
+    cells = next(row.split(" | ") for row in rows if row.startswith(f"| `{name}`"))
+    assert [cells[1], *cells[3:5]] == [str(nodes), f"{state:.1f} GiB", f"{buffers:.1f} GiB"]
 
 
 @pytest.mark.parametrize("tied", [True, False])
