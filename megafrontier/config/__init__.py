@@ -16,6 +16,7 @@ from megafrontier.config.moe import MoEConfig as MoEConfig
 from megafrontier.config.optimizer import OptimizerConfig as OptimizerConfig
 from megafrontier.config.optimizer import OptimizerGroupConfig as OptimizerGroupConfig
 from megafrontier.config.optimizer import ScheduleConfig as ScheduleConfig
+from megafrontier.config.scaling import ScalingConfig as ScalingConfig
 from megafrontier.config.schema import CheckpointConfig as CheckpointConfig
 from megafrontier.config.schema import Config as Config
 from megafrontier.config.schema import CorpusConfig as CorpusConfig

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from megafrontier.config.fields import bounded, count
 from megafrontier.config.moe import MoEConfig
 from megafrontier.config.optimizer import OptimizerConfig, ScheduleConfig
+from megafrontier.config.scaling import ScalingConfig
 
 WireFormat = Literal["fp32", "bf16", "fp16", "int8", "int4", "delta8", "delta4"]
 
@@ -94,6 +95,10 @@ class ModelConfig:
     """Standard deviation of `init: gpt2`, and of learned positions with either."""
     moe: MoEConfig | None = None
     """A mixture of experts in place of the MLP."""
+    scaling: ScalingConfig | None = None
+    """Scale initial values, the forward pass and values of the optimizer with the model's size, so
+    that a learning rate tuned on a small base model is good for a large one. `init_std` and the
+    keys of `optimizer` are then those of the base model. null: no scaling."""
 
     @property
     def head_dim(self) -> int:

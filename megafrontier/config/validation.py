@@ -12,6 +12,7 @@ from megafrontier.common.errors import UserError, need
 from megafrontier.config.machine import MachineConfig
 from megafrontier.config.moe import check_moe
 from megafrontier.config.optimizer import OptimizerConfig
+from megafrontier.config.scaling import check_scaling
 from megafrontier.config.schema import (
     Config,
     ModelConfig,
@@ -194,6 +195,8 @@ def _check_model(model: ModelConfig) -> None:
         _check_rotary_scaling(model, model.rotary_scaling)
     if model.moe is not None:
         check_moe(model.moe, model.layers)
+    if model.scaling is not None:
+        check_scaling(model.scaling)
 
 
 def _check_rotary_scaling(model: ModelConfig, scaling: RotaryScalingConfig) -> None:

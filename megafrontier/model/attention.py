@@ -11,6 +11,7 @@ from megafrontier.model.init import matrix_std, with_specs
 from megafrontier.model.kernels.backends import supports_gqa
 from megafrontier.model.kernels.varlen import document_attention
 from megafrontier.model.positions import AttentionContext, rotate
+from megafrontier.model.scaling import multipliers, scaled
 
 
 class LayerCache:
@@ -63,6 +64,7 @@ class Attention(nn.Module):
         self.heads, self.kv_heads = config.heads, config.num_kv_heads
         self.head_size = config.head_dim
         self.dropout = config.dropout
+        self.multiplier = multipliers(config).query
         self.over_chunks: OverChunks | None = None
         """Attends in place of this module, if it gets parts of documents."""
         inner, kv_inner = self.heads * self.head_size, self.kv_heads * self.head_size
@@ -92,6 +94,7 @@ class Attention(nn.Module):
             query, key = _normalised(self.query_norm, query), _normalised(self.key_norm, key)
         if rotary is not None:
             query, key = rotate(query, rotary), rotate(key, rotary)
+        query = scaled(query, self.multiplier)
         dropout = self.dropout if self.training else 0.0
         if self.over_chunks is not None:
             return self.out(self.over_chunks(query, key, value, documents, dropout).flatten(2))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from megafrontier.model.moe.layer import MoE, has_experts
 from megafrontier.model.positions import AttentionContext
 from megafrontier.model.recompute.checkpointing import Mode, run_checkpointed
 from megafrontier.model.recompute.offload import Offload
+from megafrontier.model.scaling import multipliers
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
@@ -50,6 +52,7 @@ class Block(nn.Module):
         super().__init__()
         self.parallel = config.parallel_residual
         self.dropout = config.dropout
+        self.multiplier = multipliers(config).residual
         self.checkpointing = checkpointing
         self.offload = offload
         self._run = run or Block.forward_recomputed
@@ -81,17 +84,15 @@ class Block(nn.Module):
     ) -> Tensor:
         attend = self._attend if cache is None else Block.attend
         hidden, normed = attend(self, hidden, context, cache)
-        return hidden + self._drop(self.mlp(normed))
+        return self._add(hidden, self.mlp(normed))
 
     def attend(
         self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None
     ) -> tuple[Tensor, Tensor]:
         """hidden [b, s, hidden] → the sum after attention, and the MLP's input."""
-        attended = self._drop(self.attention(self.norm1(hidden), context, cache))
-        if self.parallel:
-            return hidden + attended, self.norm2(hidden)
-        hidden = hidden + attended
-        return hidden, self.norm2(hidden)
+        attended = self._add(hidden, self.attention(self.norm1(hidden), context, cache))
+        return attended, self.norm2(hidden if self.parallel else attended)
 
-    def _drop(self, branch: Tensor) -> Tensor:
-        return F.dropout(branch, self.dropout, self.training)
+    def _add(self, hidden: Tensor, branch: Tensor) -> Tensor:
+        dropped = F.dropout(branch, self.dropout, self.training)
+        return torch.add(hidden, dropped, alpha=self.multiplier)

@@ -31,6 +31,7 @@ from megafrontier.model.positions import (
 from megafrontier.model.recompute.checkpointing import Mode
 from megafrontier.model.recompute.compile import compiled, let_length_vary
 from megafrontier.model.recompute.offload import Offload
+from megafrontier.model.scaling import multipliers, scale_specs, scaled
 
 
 class _FP32GradLookup(torch.autograd.Function):
@@ -73,6 +74,7 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.dropout = config.dropout
+        self.multiplier = multipliers(config).embedding
         tokens = FP32GradEmbedding(config.padded_vocab_size, config.hidden)
         self.tokens = with_specs(tokens, "embedding", matrix_std(config), config.vocab_size)
         if config.position == "learned":
@@ -84,7 +86,7 @@ class Embedding(nn.Module):
         hidden = self.tokens(tokens)
         if hasattr(self, "positions"):
             hidden = hidden + self.positions(positions)
-        return F.dropout(hidden, self.dropout, self.training)
+        return F.dropout(scaled(hidden, self.multiplier), self.dropout, self.training)
 
 
 class Head(nn.Module):
@@ -99,6 +101,7 @@ class Head(nn.Module):
         self.vocab_size = config.vocab_size
         self.loss_chunk_tokens = loss_chunk_tokens
         self.norm = make_norm(config)
+        self.multiplier = multipliers(config).output
         if not config.tie_embeddings:
             output = nn.Linear(config.hidden, config.padded_vocab_size, bias=False)
             self.output = with_specs(output, "matrix", matrix_std(config), config.vocab_size)
@@ -109,7 +112,7 @@ class Head(nn.Module):
         """hidden [b, s, hidden] → logits [b, s, vocab_size], or with targets [b, s] the fp32 sum of
         their cross-entropies. `tied` [rows, hidden] is the output matrix of tied embeddings."""
         weight = self.output.weight if tied is None else tied
-        hidden = self.norm(hidden)
+        hidden = scaled(self.norm(hidden), self.multiplier)
         if targets is None:
             return F.linear(hidden, weight)[..., : self.vocab_size]
         return linear_cross_entropy(
@@ -157,6 +160,7 @@ class GPT(nn.Module):
         )
         losses = compiled(chunk_losses) if compile_blocks else chunk_losses
         self.head = Head(config, loss_chunk_tokens, losses)
+        scale_specs(config, self.blocks, self.embedding, self.head)
         self.part: Callable[[Tensor, Tensor], Tensor] | None = None
         """Maps values of all tokens [b, s] and their documents, on the host, to the values [1, n]
         of this process's tokens, if it has parts of documents (`Attention.over_chunks`)."""

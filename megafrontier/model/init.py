@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
+from megafrontier.model.scaling import base_size
 from megafrontier.parallel.param_spec import Kind, ParamSpec, global_ranges, set_spec, spec_of
 
 CHUNK = 2**18
@@ -48,16 +49,15 @@ def with_specs(
 
 def matrix_std(config: ModelConfig, to_residual: bool = False) -> float:
     """Standard deviation of a matrix's initial values, as `config.init` says; smaller if its output
-    is added to the residual stream.
+    is added to the residual stream. With `config.scaling`: that of the base model.
 
     gpt2: Radford et al. 2019, section 2.3; neox: Black et al. 2022, arXiv:2204.06745, section
     2.1.2, after Nguyen and Salazar 2019 and Wang and Komatsuzaki 2021.
     """
+    hidden, layers = base_size(config)
     if config.init == "neox":
-        if to_residual:
-            return 2 / (config.layers * sqrt(config.hidden))
-        return sqrt(2 / (5 * config.hidden))
-    return config.init_std / sqrt(2 * config.layers) if to_residual else config.init_std
+        return 2 / (layers * sqrt(hidden)) if to_residual else sqrt(2 / (5 * hidden))
+    return config.init_std / sqrt(2 * layers) if to_residual else config.init_std
 
 
 def initial_slice(seed: int, spec: ParamSpec, start: int, stop: int) -> Tensor:

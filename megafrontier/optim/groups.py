@@ -1,15 +1,15 @@
 """Which parameters have which optimizer, and with which values, by the configuration."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from math import prod
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from megafrontier.common.errors import UserError, need
 from megafrontier.config import OptimizerConfig
-from megafrontier.parallel.param_spec import Kind, ParamSpec
+from megafrontier.parallel.param_spec import Kind, ParamSpec, SizeRatio
 
 STATES = {
     "adamw": ("exp_avg", "exp_avg_sq"),
@@ -38,11 +38,36 @@ class OptimizerGroup:
     split_heads: bool
 
 
-class OptimizerGroups:
-    """The optimizer group of every parameter, by `optimizer.groups`.
+class SizeFactors(NamedTuple):
+    """Multiples of a base model's values in a model of another size."""
 
-    groups: two for each of the configuration, those of the keys of `optimizer` first: of parameters
-        with weight decay, and of those of `optimizer.no_decay`.
+    lr: float = 1.0
+    eps: float = 1.0
+    weight_decay: float = 1.0
+
+
+def size_factors(optimizer: str, ratio: SizeRatio | None) -> SizeFactors:
+    """The factors of a parameter's optimizer.
+
+    adamw: Dey et al. 2025, arXiv:2505.01618, table 1 with alpha = 1. muon: none, because its update
+    of a hidden matrix has the same spectral norm in every width, which is what features need to
+    change as much (Yang et al. 2023, arXiv:2310.17813).
+    """
+    if ratio is None or optimizer != "adamw":
+        return SizeFactors()
+    width = 1.0 if ratio.role == "vector" else ratio.width
+    # Gradients of routers do not become smaller with the width.
+    gradient = (1.0 if ratio.role == "output" else 1 / ratio.width) / ratio.depth
+    return SizeFactors(1 / width, gradient, width)
+
+
+class OptimizerGroups:
+    """The optimizer group of every parameter, by `optimizer.groups` and the parameters' size
+    ratios.
+
+    groups: for each of the configuration, those of the keys of `optimizer` first, and for each size
+        ratio of its parameters two: of parameters with weight decay, and of those of
+        `optimizer.no_decay`.
     numbers: for each parameter's name, the index of its group.
     """
 
@@ -51,22 +76,21 @@ class OptimizerGroups:
         one that its optimizer cannot update."""
         self._specs = list(specs)
         chosen = _choose(config, self._specs)
-        self.groups: list[OptimizerGroup] = []
-        for index in range(len(config.groups) + 1):
-            self.groups += _pair(config, index - 1)
+        self._pairs = _pairs(config, self._specs, chosen)
+        self.groups = [group for pair in self._pairs for group in _pair(config, *pair)]
+        pairs = {pair: number for number, pair in enumerate(self._pairs)}
         self.numbers = {
-            spec.name: 2 * (chosen[spec.name] + 1) + (spec.kind in config.no_decay)
+            spec.name: 2 * pairs[chosen[spec.name], spec.ratio] + (spec.kind in config.no_decay)
             for spec in self._specs
         }
         for spec in self._specs:
             self.of(spec)
-        for number in range(0, len(self.groups), 2):
-            self._check_heads(number)
+        for number, (index, _) in enumerate(self._pairs):
+            members = [spec for spec in self._specs if chosen[spec.name] == index]
+            self._check_heads(self.groups[2 * number], _key(index), members)
 
-    def _check_heads(self, number: int) -> None:
+    def _check_heads(self, group: OptimizerGroup, key: str, members: Sequence[ParamSpec]) -> None:
         """Refuse `split_heads` of a group for which it does nothing."""
-        members = [spec for spec in self._specs if self.numbers[spec.name] // 2 == number // 2]
-        group, key = self.groups[number], _key(number)
         has_heads = group.optimizer == "muon" and any(spec.head_rows for spec in members)
         fits = "need name: muon, and a matrix of attention heads (attention.qkv) in the group"
         need(has_heads or not group.split_heads, f"{key}split_heads", "true", fits)
@@ -75,10 +99,13 @@ class OptimizerGroups:
         """The optimizer of a parameter, and its group's index. Raises UserError if the optimizer
         cannot update it, or not the box that a rank has."""
         number = self.numbers[spec.name]
-        optimizer = self.groups[number].optimizer
-        if optimizer == "muon":
-            _refuse_misfit(_key(number).removesuffix(".") if number > 1 else "optimizer.name", spec)
-        return optimizer, number
+        group, (index, _) = self.groups[number], self._pairs[number // 2]
+        key = "optimizer.name" if index < 0 else _key(index).removesuffix(".")
+        if group.optimizer == "muon":
+            _refuse_misfit(key, spec)
+        if spec.ratio is not None:
+            _refuse_unscaled(key, group, spec, spec.ratio)
+        return group.optimizer, number
 
     def by_optimizer(self) -> dict[str, list[ParamSpec]]:
         """The parameters of each optimizer."""
@@ -100,9 +127,9 @@ class OptimizerGroups:
             yield f"optimizer {optimizer}{rate}: {numel:,} parameters, {_names(specs)}"
 
 
-def _key(number: int) -> str:
-    """The prefix of a group's keys in the configuration."""
-    return f"optimizer.groups[{number // 2 - 1}]." if number > 1 else "optimizer."
+def _key(index: int) -> str:
+    """The prefix of the keys of a group of the configuration; -1: of `optimizer`."""
+    return "optimizer." if index < 0 else f"optimizer.groups[{index}]."
 
 
 def _names(specs: Sequence[ParamSpec]) -> str:
@@ -135,20 +162,35 @@ def _is_match(match: str, spec: ParamSpec) -> bool:
     return kind in ("", spec.kind) and fnmatchcase(spec.name, pattern)
 
 
-def _pair(config: OptimizerConfig, index: int) -> Iterator[OptimizerGroup]:
+_Pair = tuple[int, SizeRatio | None]
+"""The index of a group in the configuration, -1 for none, and a size ratio."""
+
+
+def _pairs(
+    config: OptimizerConfig, specs: Sequence[ParamSpec], chosen: Mapping[str, int]
+) -> list[_Pair]:
+    found: list[_Pair] = []
+    for index in range(-1, len(config.groups)):
+        ratios = dict.fromkeys(spec.ratio for spec in specs if chosen[spec.name] == index)
+        found += [(index, ratio) for ratio in ratios or [None]]
+    return found
+
+
+def _pair(config: OptimizerConfig, index: int, ratio: SizeRatio | None) -> Iterator[OptimizerGroup]:
     """The groups with and without weight decay of one of the configuration; -1: of `optimizer`."""
     given = {} if index < 0 else asdict(config.groups[index])
     values = {key: value for key, value in given.items() if value is not None}
     whole = asdict(config) | values
-    scale = whole["lr"] / config.lr if "lr" in values else 1.0
+    factors = size_factors(whole["name"], ratio)
+    scale = factors.lr * (whole["lr"] / config.lr if "lr" in values else 1.0)
     for decay in (whole["weight_decay"], values.get("weight_decay", 0.0)):
         yield OptimizerGroup(
             whole["name"],
             scale,
             tuple(whole["betas"]),
-            whole["eps"],
+            whole["eps"] * factors.eps,
             whole["momentum"],
-            decay,
+            decay * factors.weight_decay,
             whole["split_heads"],
         )
 
@@ -159,3 +201,16 @@ def _refuse_misfit(key: str, spec: ParamSpec) -> None:
         raise UserError(
             f"{key}: muon, but {spec.name} has shape {shape}, need a matrix, or adamw or sgd for it"
         )
+
+
+def _refuse_unscaled(key: str, group: OptimizerGroup, spec: ParamSpec, ratio: SizeRatio) -> None:
+    """Refuse an optimizer without a rule for this parameter in other sizes of the model."""
+    with_scaling = f"for {spec.name} with model.scaling"
+    if group.optimizer == "sgd":
+        raise UserError(f"{key}: sgd, need adamw or muon {with_scaling}")
+    if group.optimizer == "muon" and ratio.role != "hidden":
+        raise UserError(
+            f"{key}: muon, but not both dimensions are widths, need adamw {with_scaling}"
+        )
+    if group.split_heads and spec.head_rows:
+        raise UserError(f"{key}: split_heads, but heads need not widen, need false {with_scaling}")

@@ -15,7 +15,21 @@ from megafrontier.common.errors import UserError
 from megafrontier.parallel.mesh import DATA_PARALLEL
 
 Kind = Literal["matrix", "norm", "bias", "embedding", "expert", "router"]
+Role = Literal["hidden", "output", "vector"]
 _ATTRIBUTE = "_megafrontier_spec"
+
+
+@dataclass(frozen=True)
+class SizeRatio:
+    """The size of a parameter's model relative to a base model. The parameter's optimizer scales
+    its values by it (`optim.groups.size_factors`)."""
+
+    width: float
+    depth: float
+    """1 outside the blocks."""
+    role: Role
+    """hidden: a matrix of which both dimensions grow with the width. output: a matrix from the
+    width to a fixed number. vector: all others, and the head, whose logits are scaled instead."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +54,8 @@ class ParamSpec:
     init_mean: float = 0.0
     init_std: float = 0.0
     """Initial values are normally distributed. With a deviation of 0 all are the mean."""
+    ratio: SizeRatio | None = None
+    """Default: values of the optimizer do not depend on the size."""
     valid_rows: int | None = None
     """The global tensor's rows from this one on are padding, initially 0. Default: no padding."""
     head_rows: int = 0

@@ -21,6 +21,7 @@ from megafrontier.model.gpt import GPT, Embedding, FP32GradEmbedding, Head
 from megafrontier.model.loss import IGNORE_INDEX, linear_cross_entropy
 from megafrontier.model.mlp import MLP
 from megafrontier.model.moe.layer import MoE
+from megafrontier.model.scaling import scaled
 from megafrontier.parallel.mesh import DATA_PARALLEL
 from megafrontier.parallel.param_spec import set_spec, spec_of
 from megafrontier.splits.tokens import (
@@ -208,7 +209,7 @@ class SplitEmbedding(nn.Module):
 
     def __init__(self, whole: Embedding, cutter: _Cutter) -> None:
         super().__init__()
-        self.group, self.dropout = cutter.group, whole.dropout
+        self.group, self.dropout, self.multiplier = cutter.group, whole.dropout, whole.multiplier
         self.tokens = _cut_rows(whole.tokens, cutter)
         self.start = cutter.group.index * self.tokens.num_embeddings
         if hasattr(whole, "positions"):
@@ -221,7 +222,7 @@ class SplitEmbedding(nn.Module):
         hidden = reduce_tokens(found, self.group.number)
         if hasattr(self, "positions"):
             hidden = hidden + self.positions(self.group.part(positions.expand_as(tokens).flatten()))
-        return F.dropout(hidden, self.dropout, self.training)[None]
+        return F.dropout(scaled(hidden, self.multiplier), self.dropout, self.training)[None]
 
 
 def _cut_rows(whole: nn.Embedding, cutter: _Cutter) -> FP32GradEmbedding:
@@ -238,7 +239,7 @@ class SplitHead(nn.Module):
         super().__init__()
         self.group = cutter.group
         self.vocab_size, self.loss_chunk_tokens = whole.vocab_size, whole.loss_chunk_tokens
-        self.norm = whole.norm
+        self.norm, self.multiplier = whole.norm, whole.multiplier
         if hasattr(whole, "output"):
             rows, width = whole.output.weight.shape
             self.output = nn.Linear(width, rows // self.group.size, bias=False, device="meta")
@@ -252,7 +253,8 @@ class SplitHead(nn.Module):
         if targets is None:
             raise RuntimeError("logits of a split head, need a model on one rank")
         weight = self.output.weight if tied is None else tied
-        tokens = gather_tokens(self.norm(hidden).flatten(0, -2), self.group.number)
+        hidden = scaled(self.norm(hidden), self.multiplier)
+        tokens = gather_tokens(hidden.flatten(0, -2), self.group.number)
         return linear_cross_entropy(
             tokens,
             weight,

@@ -12,6 +12,7 @@ from megafrontier.data.sampling.loader import micro_batches
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
 from megafrontier.model.families import family_for
 from megafrontier.model.moe.experts import EXPERT_AXES
+from megafrontier.model.scaling import describe_scaling
 from megafrontier.optim.adamw import find_apex
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import DATA_PARALLEL
@@ -101,7 +102,9 @@ def describe_run(
     yield f"{_summarize(config, plan)}; on {name}"
     if plan.data_levels.ranks > 1:
         yield _describe_wires(config, plan)
-    if config.optimizer.groups or config.optimizer.name != "adamw":
+    if config.model.scaling is not None:
+        yield describe_scaling(config.model)
+    if config.optimizer.groups or config.optimizer.name != "adamw" or config.model.scaling:
         yield from optimizer_groups(config).describe()
 
 

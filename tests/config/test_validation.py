@@ -68,6 +68,18 @@ REFUSED = [
             ("high_frequency", 1, "1.0, need more than model.rotary_scaling.low_frequency (1.0)"),
         )
     ],
+    (
+        ["model.scaling={base_layers: 2}"],
+        "model.scaling.base_hidden: null, need model.hidden of the",
+    ),
+    (
+        ["model.scaling={base_hidden: 8}"],
+        "model.scaling.base_layers: null, need model.layers of the",
+    ),
+    (
+        ["model.scaling={name: mup, base_hidden: 8, base_layers: 2}"],
+        "model.scaling.base_layers: 2, need null, or model.scaling.name=completep",
+    ),
     (["data.train=[{weight: 1}]"], "data.train[0].path: empty, need a corpus prefix"),
     (
         ["data.valid=[{path: a}, {path: b, weight: 0}]"],

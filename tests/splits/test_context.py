@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megafrontier.common.errors import UserError
+from megafrontier.config import ScalingConfig
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initial_slice
 from megafrontier.parallel.mesh import Splits
@@ -21,6 +22,15 @@ from tests.splits.test_documents import needed_tokens
 
 LLAMA, GPT2, NEOX = SHAPES["llama"], SHAPES["gpt2"], SHAPES["neox"]
 GROUPED = SHAPES["llama grouped, tied, longer texts"]
+SCALED = {
+    "scaling": ScalingConfig(
+        base_hidden=8,
+        base_layers=1,
+        base_head_size=2,
+        embedding_multiplier=3.0,
+        output_multiplier=5.0,
+    )
+}
 LAYOUTS = [
     ((2, 4), Splits(context=2)),
     ((2, 4), Splits(context=4)),
@@ -44,6 +54,7 @@ CASES = [
         "zero3",
         Case(NEOX, "one token", built={"checkpointing": "block"}, options={"check_order": True}),
     ),
+    ((2, 2), Splits(2, 2), "topo", Case(GROUPED | SCALED)),
     ((2, 2, 2), Splits(2, 2), "hpz", Case(GROUPED, "one token", accumulation=2, documents=True)),
 ]
 

@@ -146,6 +146,49 @@ def test_heads_of_attention_may_be_orthogonalized_one_by_one(folder, plain):
             assert losses == pytest.approx(expected, rel=1e-5)
 
 
+def test_scaled_values_are_those_of_plain_pytorch_on_ranks(folder):
+    """CompleteP for twice the base model's width and depth, with a state that is cut anywhere."""
+    scaling = "model.scaling={base_hidden: 12, base_layers: 1, output_multiplier: 2}"
+    chosen = (
+        "train.steps=6",
+        "train.micro_batch=4",
+        "train.clip_grad_norm=0",
+        "optimizer.eps=1e-3",
+    )
+    config = runs.load(folder / "config.yaml", scaling, *chosen, "optimizer.weight_decay=0.3")
+    model = GPT(config.model)
+    initialise(model, config.run.seed)
+    blocks = {name: p for name, p in model.named_parameters() if name.startswith("blocks.")}
+    ends = {name: p for name, p in model.named_parameters() if name not in blocks}
+    hidden = [p for p in blocks.values() if p.dim() == 2]
+    norms = [p for p in blocks.values() if p.dim() == 1]
+    groups = [
+        {"params": hidden, "scale": 0.5, "eps": 1e-3 / 4, "weight_decay": 0.6},
+        {"params": norms, "scale": 1.0, "eps": 1e-3 / 4, "weight_decay": 0.0},
+        {"params": [ends["head.output.weight"]], "scale": 1.0, "weight_decay": 0.3},
+        {"params": [ends[name] for name in ("embedding.tokens.weight", "head.norm.weight")],
+         "scale": 1.0, "weight_decay": 0.0},
+    ]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-3 / 2)
+    samples, expected = open_loader(config, "train", 0, 1).samples, []
+    for step in range(6):
+        batch = samples.batch(16 * step, 16)
+        loss = model(batch.tokens, batch.targets, batch.documents) / (batch.targets >= 0).sum()
+        loss.backward()
+        for group in optimizer.param_groups:
+            group["lr"] = group["scale"] * learning_rate(step, 6, config.optimizer, config.schedule)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+
+    def body(mesh):
+        with runs.open_trainer(config, mesh) as trainer:
+            return [train_step(trainer).loss for _ in range(6)]
+
+    for losses in run_mesh((2, 2, 1), body):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
 def test_low_bit_wires_change_muons_loss_by_less_than_a_third_of_a_percent(folder):
     chosen = (f"optimizer.groups=[{MUON}]", "train.steps=40", "train.micro_batch=4")
 

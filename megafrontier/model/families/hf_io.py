@@ -22,6 +22,7 @@ from megafrontier.data.tokenizers.base import Tokenizer
 from megafrontier.model.families import family_for, family_of
 from megafrontier.model.families.base import HEAD, Family, HFConfigReader, ParamMapping
 from megafrontier.model.flops import parameter_shapes
+from megafrontier.model.scaling import folded
 
 SHARD_BYTES = 4 * 1024**3
 """Larger models are written as several files of about this size."""
@@ -42,12 +43,14 @@ def export_model(
 
     `weights` holds GPT's parameters by name. They are read one at a time, so it may load them
     lazily. The folder appears complete or not at all. Padded token ids are dropped. A model without
-    biases gets zero biases if its family always has them.
+    biases gets zero biases if its family always has them. The constants of `model.scaling` are
+    multiplied into the weights.
 
     Raises UserError if no family can express the model, or if `out` is not empty or cannot be
     written.
     """
     family = family_for(config)
+    config, weights = folded(config, weights)
     with _new_folder(out) as folder:
         _write_weights(_exported(config, family, weights, dtype), folder)
         written = _config_json(config, family, tokenizer, dtype)

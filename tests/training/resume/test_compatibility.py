@@ -11,7 +11,7 @@ from megafrontier.checkpoint.format import Manifest, ShardSet, StoredUnit
 from megafrontier.checkpoint.load import Checkpoint
 from megafrontier.common.errors import UserError
 from megafrontier.config import config_to_dict
-from megafrontier.config.schema import MoEConfig, RotaryScalingConfig
+from megafrontier.config.schema import MoEConfig, RotaryScalingConfig, ScalingConfig
 from megafrontier.data.corpus.indexed import IndexedDataset
 from megafrontier.data.sampling.loader import Loader
 from megafrontier.partition.layout import Layout
@@ -48,6 +48,7 @@ OTHER_MODEL = {
     "qkv_bias": True,
     "qk_norm": "head",
     "moe": MoEConfig(),
+    "scaling": ScalingConfig(base_hidden=24, base_layers=1),
 }
 ALLOWED = {
     "vocab_multiple": 8,
