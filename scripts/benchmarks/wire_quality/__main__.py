@@ -12,6 +12,7 @@ what these differ by is chance. `tensor-int8` sends the activations of `tensor` 
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from megafrontier.common.errors import UserError, exit_on_fatal_error
@@ -53,10 +54,13 @@ def is_complete(directory: Path, steps: int) -> bool:
     return any(step >= steps for step, _ in run.evaluations)
 
 
-def run_variant(name: str, config_path: str, overrides: list[str], out: Path, nproc: int) -> Path:
-    """Train one variant to its end, unless it has been. Returns its run directory."""
+def run_variant(
+    name: str, config_path: str, overrides: Sequence[str], out: Path, nproc: int
+) -> Path:
+    """Train a variant with these overrides to its end, unless it has been. Returns its run
+    directory."""
     directory = out / name
-    chosen = [*overrides, *VARIANTS[name], f"run.name={name}", f"run.directory={directory}"]
+    chosen = [*overrides, f"run.name={name}", f"run.directory={directory}"]
     config = load_config(config_path, chosen)
     if config.evaluate.batches == 0:
         raise UserError("evaluate.batches: 0, need at least 1 to compare validation losses")
@@ -75,7 +79,9 @@ def compare(names: list[str], config: str, overrides: list[str], out: Path, npro
     if unknown or BASE not in names:
         said = ",".join(names)
         raise UserError(f"--variants: {said}, need {BASE}, and others of {', '.join(VARIANTS)}")
-    directories = [run_variant(name, config, overrides, out, nproc) for name in names]
+    directories = [
+        run_variant(name, config, [*overrides, *VARIANTS[name]], out, nproc) for name in names
+    ]
     runs = dict(zip(names, read_runs(directories), strict=True))
     found = figures(runs)
     text = table(found)
