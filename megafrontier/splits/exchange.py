@@ -46,6 +46,8 @@ class Move:
 
     chain: AsyncChain
     beside: Tensor | None = None
+    held: tuple[Tensor | None, ...] = ()
+    """What the streams of a device may still read before the wait."""
 
 
 class TokenExchange:
@@ -101,7 +103,7 @@ class TokenExchange:
         """Begin to bring rows [n, h] to the ranks of their experts: chosen int64 [n, k] with
         weights fp32 [n, k]. Each rank has `per_rank` experts, and `counts` are of these rows."""
         numbers = torch.cat([chosen.int(), weights.detach().float().view(torch.int32)], 1)
-        move, routes = Move(_chain(rows, "dispatch tokens"), numbers), Routes()
+        move, routes = _move(rows, "dispatch tokens", numbers), Routes()
         for level in reversed(self._active):
             task = partial(self._dispatch, level, counts, per_rank, move, routes)
             self._collectives.then(move.chain, level, task)
@@ -132,7 +134,7 @@ class TokenExchange:
 
     def start_spread(self, rows: Tensor, routes: Routes) -> Move:
         """Begin to bring rows [n, h] the same ways again."""
-        move = Move(_chain(rows, "dispatch tokens"))
+        move = _move(rows, "dispatch tokens")
         for hop in routes.hops:
             codec = self._codec(hop.level, rows.dtype)
             self._collectives.then(move.chain, hop.level, partial(self._spread, hop, codec, move))
@@ -141,7 +143,7 @@ class TokenExchange:
     def start_collect(self, rows: Tensor, routes: Routes, beside: Tensor | None = None) -> Move:
         """Begin to bring rows [m, h] back to the ranks of their tokens, summed by token: [n, h].
         `beside` fp32 [m, k] is summed too, without rounding on the way."""
-        move = Move(_chain(rows, "combine tokens"), beside)
+        move = _move(rows, "combine tokens", beside)
         for hop in reversed(routes.hops):
             codec = self._codec(hop.level, rows.dtype)
             self._collectives.then(move.chain, hop.level, partial(self._collect, hop, codec, move))
@@ -215,8 +217,8 @@ class TokenExchange:
         return found, arrived[:, :start].contiguous().view(beside.dtype)
 
 
-def _chain(rows: Tensor, label: str) -> AsyncChain:
-    return AsyncChain(rows.detach(), label, kind="tokens")
+def _move(rows: Tensor, label: str, beside: Tensor | None = None) -> Move:
+    return Move(AsyncChain(rows.detach(), label, kind="tokens"), beside, (rows, beside))
 
 
 def _encode(codec: Codec, rows: Tensor) -> Tensor:

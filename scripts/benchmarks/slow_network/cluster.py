@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from megafrontier.common.signals import handle_signals
 from scripts.benchmarks.shared.measuring import ROOT
@@ -64,6 +64,10 @@ class Cluster:
 
     def run(self, job: Job, nodes: int, timeout_seconds: float) -> list[Answer]:
         """Run a job on the first `nodes` nodes; every rank's answer. Raises JobFailed."""
+        return [Answer(**answer) for answer in self.answers(job, nodes, timeout_seconds)]
+
+    def answers(self, job: Job, nodes: int, timeout_seconds: float) -> list[dict[str, Any]]:
+        """`run` of a job whose module has answers of its own: their JSON."""
         self._jobs += 1
         with tempfile.TemporaryDirectory(prefix="slow-network-") as folder:
             job = replace(
@@ -81,7 +85,7 @@ class Cluster:
             if not self._all_well(self._nodes[:nodes], timeout_seconds):
                 raise JobFailed(self._last_words())
             files = [Path(folder, f"{rank}.json") for rank in range(job.ranks)]
-            return [Answer(**json.loads(file.read_text())) for file in files]
+            return [json.loads(file.read_text()) for file in files]
 
     def _all_well(self, nodes: Sequence[subprocess.Popen[str]], timeout_seconds: float) -> bool:
         """Wait until every node has answered; when one fails or is late, end the others' ranks."""

@@ -20,6 +20,9 @@ class Job:
     block_seconds: float = 0.0
     """What a block's forward takes beside its computing; see `slow_network_device.py`."""
     options: dict[str, str] = field(default_factory=dict)
+    module: str = "scripts.benchmarks.slow_network.ranks"
+    """Its `prepare` runs once on each node, and its `run` on each rank; `run` returns a dataclass
+    that travels as JSON."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def fork_rank(job: Job, node: int, local_rank: int, per_node: int) -> int:
             "MASTER_PORT": str(job.port),
             "GLOO_SOCKET_IFNAME": "hsn0",
         }
-        answer = importlib.import_module("scripts.benchmarks.slow_network.ranks").run(job)
+        answer = importlib.import_module(job.module).run(job)
         Path(job.folder, f"{rank}.json").write_text(json.dumps(asdict(answer)))
         code = 0
     except BaseException:
@@ -93,7 +93,7 @@ def main() -> None:
     for line in sys.stdin:
         values: dict[str, Any] = json.loads(line)
         job = Job(**values)
-        importlib.import_module("scripts.benchmarks.slow_network.ranks").prepare(job)
+        importlib.import_module(job.module).prepare(job)
         gc.freeze()  # so that the ranks' collectors leave our pages shared
         ranks = {fork_rank(job, node, local, per_node) for local in range(per_node)}
         print(json.dumps({"code": wait_for(ranks)}), flush=True)
