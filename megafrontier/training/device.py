@@ -8,6 +8,7 @@ import torch
 from megafrontier.common.errors import RunFailed
 from megafrontier.config import Config
 from megafrontier.model.kernels.backends import attention_backend, uncompilable_attention
+from megafrontier.model.moe.experts import expert_sizes
 from megafrontier.model.moe.products import describe_product
 from megafrontier.model.recompute.compile import missing_compiler
 from megafrontier.parallel.world import World
@@ -48,7 +49,8 @@ def describe_kernels(config: Config, world: World, plan: RunPlan) -> Iterator[st
     is_compiled = config.train.compile and reason is None
     yield f"attention: {attention}; blocks: {'compiled' if is_compiled else 'not compiled'}"
     if config.model.moe is not None:
-        yield f"experts: {describe_product(world.device, dtype)}"
+        sizes = expert_sizes(config.model, config.model.moe)
+        yield f"experts: {describe_product(world.device, dtype, sizes)}"
 
 
 class OutOfMemory(RunFailed):

@@ -5,12 +5,17 @@ import torch
 
 from megafrontier.checkpoint.folder import list_checkpoints
 from megafrontier.checkpoint.load import open_checkpoint
+from megafrontier.commands.checkpoints import load_model
 from megafrontier.common.errors import UserError
 from megafrontier.training.resume.resume import check_own
 from tests import runs
 
 MOE = "model.moe={experts: 8, active: 2, ffn_hidden: 20, bias_rate: 0.003}"
 ONE = "machine=laptop"
+
+
+def newest(directory):
+    return list_checkpoints(directory / "checkpoints")[-1]
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +29,7 @@ def test_a_run_resumes_with_its_routers_on_another_layout_and_evaluates_with_the
     def run(name, ranks, *overrides):
         where = f"run.directory={tmp_path / name}"
         lines = runs.run(config_file, ranks, MOE, where, "train.micro_batch=2", *overrides)
-        (newest,) = list_checkpoints(tmp_path / name / "checkpoints")[-1:]
-        checkpoint = open_checkpoint(newest)
+        checkpoint = open_checkpoint(newest(tmp_path / name))
         buffers = checkpoint.tensors("buffer", checkpoint.manifest.buffers)
         return lines, buffers
 
@@ -38,6 +42,8 @@ def test_a_run_resumes_with_its_routers_on_another_layout_and_evaluates_with_the
     torch.testing.assert_close(found, biases, rtol=0, atol=0)
     assert runs.losses(moved) == pytest.approx(runs.losses(whole), rel=1e-5)
     assert runs.valid_losses(moved)[-1:] == pytest.approx(runs.valid_losses(whole), rel=1e-5)
+    model = load_model(newest(tmp_path / "moved"), runs.load(config_file, MOE), torch.device("cpu"))
+    assert torch.equal(model.blocks[1].mlp.router.bias, biases["blocks.1.mlp.router.bias"])
     step = whole[0]
     assert sum(step["expert_tokens"]) == 16 * 16 * 2 * 2  # sequences, tokens, active, blocks
     assert step["dropped_tokens"] == 0

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from megafrontier.config import ModelConfig, MoEConfig
 from megafrontier.model.init import matrix_std
 from megafrontier.model.mlp import up_rows
-from megafrontier.model.moe.products import choose_product
+from megafrontier.model.moe.products import choose_product, loop_product
 from megafrontier.parallel.param_spec import ParamSpec, set_spec
 
 EXPERT_AXES = ("tensor", "expert_data")
@@ -39,7 +39,10 @@ class Experts(nn.Module):
 
         An expert without tokens gets a gradient of zeros.
         """
-        product = choose_product(tokens.device, tokens.dtype)
+        sizes = self.up.shape[1], *self.down.shape[1:]
+        product = choose_product(tokens.device, tokens.dtype, sizes)
+        if not len(tokens):  # a batched or grouped product may refuse it
+            product = loop_product
         return product(tokens, counts, self.up, self.down, self.activation)
 
 
@@ -47,3 +50,9 @@ def _make(shape: tuple[int, ...], std: float) -> nn.Parameter:
     parameter = nn.Parameter(torch.empty(shape))
     set_spec(parameter, ParamSpec("", shape, "expert", axes=EXPERT_AXES, init_std=std))
     return parameter
+
+
+def expert_sizes(config: ModelConfig, moe: MoEConfig) -> tuple[int, ...]:
+    """The sizes of an expert's matrices, as `choose_product` takes them."""
+    width = moe.ffn_hidden or config.mlp_hidden
+    return up_rows(config, width), config.hidden, width

@@ -20,6 +20,8 @@ Product = Callable[[Tensor, Tensor, Tensor, Tensor, str], Tensor]
 """tokens [n, hidden], counts int64 [experts], up [experts, rows, hidden], down [experts, hidden,
 width] and the activation → [n, hidden]."""
 
+ALIGNMENT = 16
+"""Bytes of which torch's grouped product needs a multiple in each row."""
 PADDED_LIMIT = 2.0
 """The padded product may have this many times as many rows as there are tokens."""
 
@@ -55,15 +57,18 @@ def padded_product(tokens: Tensor, counts: Tensor, up: Tensor, down: Tensor, kin
 
 
 @cache
-def choose_product(device: torch.device, dtype: torch.dtype) -> Product:
-    """The product for tokens of this type on this device, found by a small trial."""
+def choose_product(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> Product:
+    """The product for tokens of this type on this device, found by a small trial. `sizes`: of
+    rows, columns and activations of the experts."""
     if device.type == "cpu":
         return loop_product
-    return grouped_product if _has_grouped(device, dtype) else padded_product
+    return grouped_product if _has_grouped(device, dtype, sizes) else padded_product
 
 
-def _has_grouped(device: torch.device, dtype: torch.dtype) -> bool:
+def _has_grouped(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> bool:
     """Whether torch's grouped matrix product and its backward work."""
+    if any(size * dtype.itemsize % ALIGNMENT for size in sizes):
+        return False
     try:
         with torch.enable_grad():
             values = torch.ones(32, 64, dtype=dtype, device=device, requires_grad=True)
@@ -76,14 +81,14 @@ def _has_grouped(device: torch.device, dtype: torch.dtype) -> bool:
         return False
 
 
-def describe_product(device: torch.device, dtype: torch.dtype) -> str:
-    """The product of this device and type, in words."""
-    product = choose_product(device, dtype)
+def describe_product(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> str:
+    """The product of this device, type and sizes, in words."""
+    product = choose_product(device, dtype, sizes)
     if product is grouped_product:
         return "torch's grouped matrix product"
     if product is loop_product:
         return "one product after another"
     return (
         "a padded batched product, or one after another if their tokens are very unequal, because "
-        f"torch has no grouped matrix product for {dtype} on this device"
+        f"torch has no grouped matrix product for {dtype} and these sizes on this device"
     )

@@ -60,6 +60,11 @@ def check_model(model: ModelConfig, checkpoint: Checkpoint) -> None:
         return
     if saved.moe is None and isinstance(checkpoint, Upcycled):
         saved = replace(saved, moe=model.moe)
+    if saved.moe and model.moe and saved.moe.balance == "bias" != model.moe.balance:
+        raise UserError(
+            f"model.moe.balance: {model.moe.balance}, but {checkpoint.path} was trained with bias, "
+            "and its experts are chosen by these biases; need bias"
+        )
     before, now = _resolved(saved), _resolved(model)
     for key in now:
         if key not in MODEL_KEYS_NOT_REFUSED and now[key] != before.get(key):

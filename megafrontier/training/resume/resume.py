@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from megafrontier.checkpoint.folder import (
     candidates,
     is_set_aside,
@@ -225,7 +227,17 @@ def _load_shards(trainer: Trainer, checkpoint: Checkpoint, is_start: bool = Fals
     check_model(trainer.config.model, checkpoint)
     if not weights_only:
         check_optimizer(trainer.config, checkpoint)
-    fill_shards(checkpoint, trainer.engine, states, persistent_buffers(trainer.model))
+    fill_shards(checkpoint, trainer.engine, states, _buffers_to_load(trainer, checkpoint))
+
+
+def _buffers_to_load(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """The model's buffers, and room for those that another `model.moe.balance` does not have."""
+    buffers = persistent_buffers(trainer.model)
+    for name in checkpoint.manifest.buffers:
+        if name.endswith(".router.load") and name not in buffers:
+            shape = checkpoint.manifest.tensors[name][0].entry.global_shape
+            buffers[name] = torch.empty(shape)
+    return buffers
 
 
 def states_to_load(trainer: Trainer, manifest: Manifest) -> States:

@@ -77,9 +77,12 @@ def test_every_key_of_the_model_is_compared_unless_it_is_listed(config_file):
 
 
 def test_experts_may_be_balanced_differently_but_not_be_others(config_file):
-    config = runs.load(config_file, "model.moe={experts: 4}")
+    config = runs.load(config_file, "model.moe={experts: 4, balance: loss}")
     saved = saved_with(config)
-    check_model(replace(config.model, moe=MoEConfig(4, balance="loss", z_loss=0.1)), saved)
+    biased = replace(config.model, moe=MoEConfig(4, balance="bias", z_loss=0.1))
+    check_model(biased, saved)
+    with pytest.raises(UserError, match=r"model\.moe\.balance: loss, but .* with bias, and"):
+        check_model(config.model, saved_with(replace(config, model=biased)))
     with pytest.raises(UserError, match=r"model\.moe\.active: 1, but .* was trained with 2"):
         check_model(replace(config.model, moe=MoEConfig(4, 1)), saved)
 
