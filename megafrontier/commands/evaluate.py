@@ -29,7 +29,7 @@ from megafrontier.parallel.env import identify
 from megafrontier.training.callbacks.evaluate import Evaluation, evaluate
 from megafrontier.training.preview import check_training
 from megafrontier.training.resume.compatibility import check_model, rotary_changes
-from megafrontier.training.trainer import build_model, open_loader
+from megafrontier.training.trainer import build_model, make_runner, open_loader
 
 
 def _find_target(
@@ -103,7 +103,9 @@ def _evaluate(
 ) -> tuple[Path, Evaluation]:
     """The path of the newest checkpoint, and its evaluation."""
     config, mesh, world = context.config, context.mesh, context.world
-    model, engine = build_model(config, context.plan, mesh, has_values=False)
+    plan = context.plan
+    model, engine = build_model(config, plan, mesh, has_values=False)
+    runner = make_runner(config, plan, mesh, model, engine)
     weights = {"weight": [unit.master for unit in engine.units]}
     buffers = persistent_buffers(model)
 
@@ -128,7 +130,7 @@ def _evaluate(
     count_bytes = partial(text_bytes, tokenizer) if tokenizer.min_vocab_size else None
     try:
         beat = context.watchdog.beat
-        found = evaluate(model, loader, mesh, config.evaluate.batches, count_bytes, beat)
+        found = evaluate(runner, loader, mesh, config.evaluate.batches, count_bytes, beat)
         assert found is not None  # nothing interrupts it here
         return checkpoint.path, found
     finally:

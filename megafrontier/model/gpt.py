@@ -175,12 +175,15 @@ class GPT(nn.Module):
     def units(self) -> list[tuple[str, nn.Module]]:
         """The modules that the engine unshards one at a time, in forward order.
 
-        With tied embeddings only the blocks: the embedding and the head belong to the root.
+        A matrix that this model uses at both ends belongs to the root. Then the embedding and the
+        head do, too.
         """
-        blocks = [(f"blocks.{i}", block) for i, block in enumerate(self.blocks)]
-        if self.config.tie_embeddings:
+        blocks = [(f"blocks.{name}", block) for name, block in self.blocks.named_children()]
+        ends = {n: getattr(self, n) for n in ("embedding", "head") if hasattr(self, n)}
+        if self.config.tie_embeddings and len(ends) == 2:
             return blocks
-        return [("embedding", self.embedding), *blocks, ("head", self.head)]
+        first, last = ([(n, ends[n])] if n in ends else [] for n in ("embedding", "head"))
+        return [*first, *blocks, *last]
 
     def forward(
         self,
@@ -189,16 +192,23 @@ class GPT(nn.Module):
         documents: Tensor | None = None,
         cache: KVCache | None = None,
         last_only: bool = False,
+        *,
+        hidden: Tensor | None = None,
+        blocks: range | None = None,
     ) -> Tensor:
         """Logits [b, s, vocab_size], or with `targets` the fp32 sum of their cross-entropies.
 
         tokens, targets int64 [b, s]. Targets of -100 have no loss; the caller divides the sum by
         the global number of the others. With `part` the sum is that of `own_part`, and there are no
-        logits. With `last_only` there are logits of the last token of each
-        row only, [b, 1, vocab_size]. `documents` int32 [n + 1]: the start of each document in the
+        logits. With `last_only` there are logits of the last token of each row only,
+        [b, 1, vocab_size]. `documents` int32 [n + 1]: the start of each document in the
         b · s tokens (each row starts one), then b · s; tokens attend only within their document,
         and positions restart there. `cache`: positions continue after its tokens, and it takes the
         new ones; it holds one document per row, so there are no `documents` with it.
+
+        A stage of a pipeline runs the numbers `blocks` of all blocks. `hidden` is the result of the
+        stage before it; without it, the embedding comes first. Before the last block of the model,
+        the result is the hidden state. The tokens give its shape and positions.
 
         Raises ValueError for more tokens than the sequence length or the cache has room for.
         """
@@ -206,25 +216,30 @@ class GPT(nn.Module):
         room = self.config.sequence_length if cache is None else cache.capacity
         if past + tokens.shape[1] > room:
             raise ValueError(f"{past + tokens.shape[1]} tokens, the model has room for {room}")
+        blocks = range(self.config.layers) if blocks is None else blocks
+        has_head = blocks.stop == self.config.layers
         positions = self._positions(tokens, past, documents)
         if self.part is not None:
-            if targets is None:
+            if targets is None and has_head:
                 raise RuntimeError("logits of divided sequences, need a model on one rank")
             documents = _on_host(documents, tokens)
-            tokens, targets, positions = (
-                self.own_part(values, documents) for values in (tokens, targets, positions)
-            )
+            tokens, positions = (self.own_part(v, documents) for v in (tokens, positions))
+            targets = None if targets is None else self.own_part(targets, documents)
         rotary = self._rotary(positions)
-        hidden = self.embedding(tokens, positions)
+        hidden = self.embedding(tokens, positions) if hidden is None else hidden
         batch, length = tokens.shape
         context = AttentionContext(
             rotary, *self._mask_or_documents(hidden, tokens, past, documents), (batch, length)
         )
-        for i, block in enumerate(self.blocks):
+        for i in blocks:
+            block = self.blocks.get_submodule(str(i))
             hidden = block(hidden, context, None if cache is None else cache.layers[i])
         if cache is not None:
             cache.length += tokens.shape[1]
-        tied = self.embedding.tokens.weight if self.config.tie_embeddings else None
+        if not has_head:
+            return hidden
+        is_tied = self.config.tie_embeddings and hasattr(self, "embedding")
+        tied = self.embedding.tokens.weight if is_tied else None
         return self.head(hidden[:, -1:] if last_only else hidden, targets, tied)
 
     def _rotary(self, positions: Tensor) -> Rotary | None:

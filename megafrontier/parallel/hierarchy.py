@@ -122,6 +122,8 @@ class Hierarchy:
     arbiter: CommArbiter = field(default_factory=CommArbiter)
     outside: tuple[tuple[str, int], ...] = ()
     """This rank's coordinates on the mesh's other axes, of those with more than one rank."""
+    crossed: int | None = None
+    """In a hierarchy that is `extended`: the machine's level that the additional one crosses."""
     coordinates: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -141,6 +143,32 @@ class Hierarchy:
     @property
     def device(self) -> torch.device:
         return self.world.device
+
+    def extended(
+        self, name: str, peers: tuple[int, ...], group: dist.ProcessGroup | None, crossed: int
+    ) -> "Hierarchy":
+        """This hierarchy with one more level beyond all others. Its `peers` are replicas of each
+        other, because no state is sharded over that level. `crossed`: the machine's level whose
+        links lead to them."""
+        levels = Levels((*self.levels.names, name), (*self.levels.sizes, len(peers)))
+        return Hierarchy(
+            levels,
+            (*self.peers, peers),
+            (*self.groups, group),
+            self.world,
+            self.arbiter,
+            ((name, 0), *(at for at in self.outside if at[0] != "pipeline")),
+            crossed,
+        )
+
+    @property
+    def machine_levels(self) -> int:
+        """How many of the levels are the machine's."""
+        return len(self.levels.sizes) - (self.crossed is not None)
+
+    def machine_level(self, level: int) -> int:
+        """The machine's level that `level` crosses."""
+        return level if level < self.machine_levels or self.crossed is None else self.crossed
 
     def shard_index(self, depth: int) -> tuple[int, int]:
         """(index, number of shards) of this rank's shard of a buffer sharded over `depth`

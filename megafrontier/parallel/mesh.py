@@ -25,6 +25,10 @@ EXPERT_AXES = ("tensor", "expert", "expert_data", "pipeline")
 """The same ranks, with context × data divided another way."""
 DATA_PARALLEL = ("tensor", "context", "data")
 """The axes over which a parameter is replicated that no split cuts."""
+ENDS = "ends"
+"""Stands in the axes of a parameter that the first and the last rank of a pipeline both hold, as
+the matrix of tied embeddings. Each of them shards its state over the other axes, and their
+gradients are summed once a step."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ class MeshShape:
         return _divide(self.levels, asdict(self.splits))
 
     def over(self, axes: Sequence[str]) -> Levels:
-        """The levels with the sizes of `axes` alone; 1 where nothing is left."""
+        """The levels with the sizes of `axes` alone, without `ENDS`; 1 where nothing is left."""
         sizes = zip(*(self.sizes[axis] for axis in _basis(axes) if axis in axes), strict=True)
         return Levels(self.levels.names, tuple(map(prod, sizes)))
 
@@ -167,11 +171,27 @@ class MeshShape:
         own = [peers.index(rank) for peers in self.peers(rank, axes)]
         return self.over(axes).rank_at(own)
 
+    def pipeline_ranks(self, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from `rank` in the pipeline's coordinate alone, in the order of the
+        pipeline."""
+        peers = self.peers(rank, ("pipeline",))
+        steps = [[other - rank for other in at] for at in peers]
+        over = self.over(("pipeline",))
+        return tuple(
+            rank + sum(step[at] for step, at in zip(steps, over.coordinates(number), strict=True))
+            for number in range(over.ranks)
+        )
+
+    def level_between(self, rank: int, other: int) -> int:
+        """The outermost level whose links lead from a rank to another one."""
+        pairs = zip(self.levels.coordinates(rank), self.levels.coordinates(other), strict=True)
+        return max((level for level, (a, b) in enumerate(pairs) if a != b), default=0)
+
 
 def _basis(axes: Sequence[str]) -> tuple[str, ...]:
     """All axes among which `axes` are. Raises ValueError if they are not of one such set."""
     basis = EXPERT_AXES if {"expert", "expert_data"} & set(axes) else AXES
-    if not set(axes) <= set(basis):
+    if not set(axes) - {ENDS} <= set(basis):
         raise ValueError(f"axes {tuple(axes)}, need some of {AXES}, or some of {EXPERT_AXES}")
     return basis
 
@@ -240,19 +260,24 @@ class Mesh:
         return self.shape.index(self.rank, ("tensor", "context"))
 
     @cached_property
+    def pipeline_rank(self) -> int:
+        """This rank's number in its pipeline."""
+        return self.shape.index(self.rank, ("pipeline",))
+
+    @property
     def counts_loss(self) -> bool:
         """Whether this rank's loss and tokens count in their sum over all ranks: the ranks of a
-        tensor split have the same, and only the last stage has a loss."""
-        stage = self.shape.index(self.rank, ("pipeline",))
-        is_last = stage == self.splits.pipeline - 1
-        return is_last and self.tensor_rank == 0
+        tensor split have the same. Ranks without the last stage of a pipeline have 0 of both."""
+        return self.tensor_rank == 0
 
     def hierarchy(self, axes: Sequence[str] = DATA_PARALLEL) -> Hierarchy:
         """The levels over `axes`: any of `AXES` or any of `EXPERT_AXES`.
 
         The first call for some axes makes the groups, so all ranks must call it in the same order.
         """
-        axes = tuple(axis for axis in _basis(axes) if axis in axes)
+        axes = tuple(axis for axis in (*_basis(axes), ENDS) if axis in axes)
+        if ENDS in axes:
+            return self._with_ends(axes)
         if axes not in self._hierarchies:
             peers = self.shape.peers(self.rank, axes)
             self._make_groups("+".join(axes), peers)
@@ -262,6 +287,23 @@ class Mesh:
                 levels, peers, groups, self.world, self.arbiter, outside
             )
         return self._hierarchies[axes]
+
+    def _with_ends(self, axes: tuple[str, ...]) -> Hierarchy:
+        """The hierarchy of the other axes with one more level: both ends of this pipeline."""
+        if axes not in self._hierarchies:
+            inner = self.hierarchy(axes[:-1])
+            ends = self.shape.pipeline_ranks(self.rank)
+            ends = (ends[0], ends[-1])
+            crossed = self.shape.level_between(*ends)
+            self._hierarchies[axes] = inner.extended(ENDS, ends, self.group(ends), crossed)
+        return self._hierarchies[axes]
+
+    def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The group of these ranks, of which this is one; None for a single one. All of them call
+        it, in the same order as their other groups."""
+        if ranks not in self._groups:
+            self._make_groups("pipeline", [ranks])
+        return self._groups[ranks]
 
     def _outside(self, axes: Sequence[str]) -> tuple[tuple[str, int], ...]:
         others = [axis for axis in _basis(axes) if axis not in axes]
@@ -276,7 +318,8 @@ class Mesh:
         new = [ranks for ranks in peers if ranks not in self._groups]
         groups = make_groups(new, self.device, self._timeout)
         self._groups |= zip(new, groups, strict=True)
-        self._made[name] = sum(group is not None for group in groups)
+        made = sum(group is not None for group in groups)
+        self._made[name] = self._made.get(name, 0) + made
 
     def describe_groups(self) -> str:
         """One line: the communicators of a rank, by the axes for which they were made first."""

@@ -14,7 +14,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 
@@ -26,8 +25,9 @@ from megafrontier.parallel.mesh import Mesh
 from megafrontier.parallel.param_spec import ParamSpec, spec_of
 from megafrontier.partition.comm.collectives import LevelCollectives
 from megafrontier.partition.comm.ledger import Kind, Ledger
-from megafrontier.partition.comm.streams import CommStreams, Policy
+from megafrontier.partition.comm.streams import DONE, CommStreams, Policy, Task, WorkHandle
 from megafrontier.partition.memory import UnitBuffer, UnitBufferPool
+from megafrontier.partition.modules.gathers import Pass, plain_passes, sum_traffic
 from megafrontier.partition.modules.hook_points import HookPoint
 from megafrontier.partition.modules.hooks import ModuleHooks
 from megafrontier.partition.modules.state_dict import FullStateDict
@@ -41,30 +41,10 @@ from megafrontier.partition.modules.wrap import (
     refuse_sharded,
     replace_parameters,
 )
-from megafrontier.partition.placement import Placement, error_levels, traffic_bytes
+from megafrontier.partition.placement import Placement
+from megafrontier.partition.rules import GroupOf, UnitRules
 from megafrontier.partition.unit import ROOT, InitialSlice, Named, Unit
 from megafrontier.partition.wires.wire import Wires
-
-GroupOf = Callable[[ParamSpec], tuple[str, int]]
-"""The name of a parameter's optimizer, and the index of its group."""
-
-
-@dataclass(frozen=True)
-class UnitRules:
-    """How the state of some parameters is sharded, computed with and sent."""
-
-    hierarchy: Hierarchy
-    placement: Placement
-    wires: Wires
-    dtype: torch.dtype
-    error_feedback: bool = False
-
-    @property
-    def feedback_levels(self) -> list[int]:
-        """The levels whose gradient messages have error feedback."""
-        if not self.error_feedback:
-            return []
-        return error_levels(self.placement, self.hierarchy.levels, self.wires)
 
 
 def shard(
@@ -82,6 +62,7 @@ def shard(
     check_order: bool = False,
     initial: InitialSlice | None = None,
     groups: GroupOf = lambda spec: ("", 0),
+    stages: Sequence[Sequence[str]] = (),
 ) -> "Engine":
     """Shard a model's state over a mesh. The model keeps its class and is called as before.
 
@@ -113,6 +94,8 @@ def shard(
         on every rank.
     groups: (optimizer, group) of a parameter, by its spec. Parameters of a unit have the same
         optimizer, and those of a group lie side by side, in the order of the groups.
+    stages: the names of the blocks of each part of the model that is called by itself, inside of
+        `Engine.stage`. Default: one of all blocks.
 
     Raises UserError for complex parameters; for blocks that are not part of the model, share a
     name, are called root, or use parameters of a block inside them; for a model that is sharded
@@ -126,11 +109,12 @@ def shard(
 
     def common(spec: ParamSpec) -> UnitRules:
         over = mesh.hierarchy(spec.axes) if isinstance(mesh, Mesh) else mesh
-        return UnitRules(over, placement, wires, dtype, error_feedback)
+        sent = wires if over.crossed is None else wires.extended(over.crossed)
+        return UnitRules(over, placement, sent, dtype, error_feedback)
 
     hierarchy = mesh.hierarchy() if isinstance(mesh, Mesh) else mesh
     engine = Engine(placement, hierarchy, wires, overlap, prefetch, check_order)
-    engine.init_units(model, divide(model, blocks), initial, groups, rules or common)
+    engine.init_units(model, divide(model, blocks), initial, groups, rules or common, stages)
     return engine
 
 
@@ -156,7 +140,8 @@ class Engine:
         self.ledger = Ledger(hierarchy.levels.names, hierarchy.device)
         self.units: list[Unit] = []
         # A single rank has no collectives, and a thread would only cost time.
-        self._policy: Policy = overlap if hierarchy.size > 1 else "none"
+        is_alone = max(hierarchy.size, hierarchy.world.size) == 1
+        self._policy: Policy = "none" if is_alone else overlap
         self._prefetch = 0 if self._policy == "none" else prefetch
         stream_policy = "safe" if check_order and self._policy == "full" else self._policy
         self._streams = CommStreams(
@@ -172,6 +157,7 @@ class Engine:
         initial: InitialSlice,
         group_of: GroupOf,
         rules: Callable[[ParamSpec], UnitRules],
+        stages: Sequence[Sequence[str]],
     ) -> None:
         """Make units of a model's parameters and attach hooks to its modules."""
         move_buffers(model, self.hierarchy.device)
@@ -193,7 +179,7 @@ class Engine:
         if not holds_masters:  # otherwise those of nn.Module are right
             FullStateDict(model, self.units, self.finish_publishing, partial(self.restore, False))
         self._hooks = ModuleHooks(
-            list(points.values()), self._streams, self.ledger, self._policy, prefetch
+            list(points.values()), stages, self._streams, self.ledger, self._policy, prefetch
         )
         # The hooks hold the units, and the model holds the hooks.
         self._streams.drain_before_freeing(self._hooks)
@@ -277,21 +263,17 @@ class Engine:
         gradients and messages. They are the same buffers in every step."""
         return self.pool.held_bytes + self._streams.held_bytes
 
-    def step_bytes(self, micro_batches: int, wires: Wires | None = None) -> list[int]:
-        """Bytes that this rank sends over each level in an optimizer step, by formula, with its
-        wires or with `wires`."""
-        units = (
-            traffic_bytes(
-                unit.layout.numel,
-                unit.placement,
-                unit.hierarchy.levels,
-                wires or unit.wires,
-                micro_batches,
-                self._hooks.gathers(unit, micro_batches),
-            )
-            for unit in self.units
-        )
-        return [sum(level) for level in zip(*units, strict=True)]
+    def step_bytes(
+        self, micro_batches: int, wires: Wires | None = None, passes: Sequence[Pass] | None = None
+    ) -> list[int]:
+        """Bytes of weights and gradients that this rank sends over each level in an optimizer step,
+        by formula, with its wires or with `wires`.
+
+        passes: the forwards and backwards of the parts of the model, in their order; default: a
+            forward and a backward of all for each micro-batch.
+        """
+        passes = passes or plain_passes(micro_batches)
+        return sum_traffic(self.units, self._hooks.parts, passes, micro_batches, wires)
 
     @contextmanager
     def no_sync(self, enabled: bool = True) -> Iterator[None]:
@@ -301,11 +283,31 @@ class Engine:
 
         enabled: False makes this do nothing.
         """
-        before, self._hooks.is_last = self._hooks.is_last, not enabled
-        try:
+        with self._hooks.running(None, not enabled, not enabled):
             yield
-        finally:
-            self._hooks.is_last = before
+
+    @contextmanager
+    def stage(self, number: int, is_last: bool, is_last_of_root: bool) -> Iterator[None]:
+        """The forwards and backwards in the body are of the part of the model with this number in
+        the `stages` of `shard`.
+
+        is_last: a backward in the body is the last one of the optimizer step for these blocks.
+        is_last_of_root: it is for the parameters outside of blocks.
+        """
+        with self._hooks.running(number, is_last, is_last_of_root):
+            yield
+
+    def issue(self, level: int, task: Task) -> WorkHandle:
+        """Run a message to another rank on the comm stream of a level, after the collectives that
+        were issued before."""
+        return self._streams.run(self._streams.index(level), task, DONE)
+
+    @property
+    def delays_early_messages(self) -> bool:
+        """Whether a message that is issued before its peer is ready holds up other work: the
+        computation, or the gathers of weights that share the stream with it."""
+        is_free = self._policy == "full" or all(unit.is_persistent for unit in self.units)
+        return self._policy == "none" or not is_free
 
     def finish_gradients(self) -> list[torch.Tensor]:
         """Reduce the gradients to the optimizer level, once per step.

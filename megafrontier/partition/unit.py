@@ -69,8 +69,8 @@ class Unit:
         self._collectives = collectives
         self._gradient_buffers = gradient_buffers
         self.is_persistent = placement.backward_weights == 0
-        self._buffer = buffer
-        self._buffer.reserve(self.layout.numel)
+        self.buffer = buffer
+        self.buffer.reserve(self.layout.numel)
         self.phase = Phase.RESHARDED
         self.is_stale = False
         self._full_gradient: torch.Tensor | None = None
@@ -88,11 +88,11 @@ class Unit:
         self._parameters.reshard()
 
     def _allocate(self, feedback_levels: Sequence[int]) -> None:
-        place, dtype = self.placement, self._buffer.dtype
+        place, dtype = self.placement, self.buffer.dtype
         self.weights = (
             self.full if self.is_persistent else self._empty(place.backward_weights, dtype)
         )
-        self.gradient = torch.zeros(0, device=self._buffer.device)
+        self.gradient = torch.zeros(0, device=self.buffer.device)
         if not self.is_frozen:
             self.gradient = self._empty(place.gradients, torch.float32).zero_()
         # If every rank updates all weights and computes in fp32, the weights are the masters.
@@ -106,12 +106,12 @@ class Unit:
 
     def _empty(self, depth: int, dtype: torch.dtype) -> torch.Tensor:
         _, shards = self.hierarchy.shard_index(depth)
-        return torch.empty(self.layout.numel // shards, dtype=dtype, device=self._buffer.device)
+        return torch.empty(self.layout.numel // shards, dtype=dtype, device=self.buffer.device)
 
     @cached_property
     def full(self) -> torch.Tensor:
         """The unsharded weights [numel]; while resharded, the memory may hold another unit's."""
-        return self._buffer.memory[: self.layout.numel]
+        return self.buffer.memory[: self.layout.numel]
 
     @property
     def hierarchy(self) -> Hierarchy:
@@ -214,7 +214,7 @@ class Unit:
         if self.is_stale:
             self.start_publishing()
         if not self.is_persistent:
-            self._buffer.acquire(self)
+            self.buffer.acquire(self)
             self._gathering = self._collectives.gather(
                 self.weights,
                 self.full,
@@ -277,7 +277,7 @@ class Unit:
 
     def _start_gradient(self) -> None:
         self.finish_reducing()  # a unit has at most one full gradient
-        buffer = self._gradient_buffers.acquire(self.layout.numel, self._buffer.dtype)
+        buffer = self._gradient_buffers.acquire(self.layout.numel, self.buffer.dtype)
         self._flat.start(buffer)
 
     def start_reducing(self) -> None:

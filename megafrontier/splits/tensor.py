@@ -32,9 +32,6 @@ from megafrontier.splits.tokens import (
     reduce_tokens,
 )
 
-CUT_AXES = ("context", "data")
-"""The axes over which a parameter that is cut by this split is replicated."""
-
 
 def check_tensor_split(config: ModelConfig, size: int, key: str = "parallel.tensor") -> None:
     """Raises UserError for a model that `size` ranks cannot divide."""
@@ -80,11 +77,13 @@ def split_tensors(model: GPT, index: int, size: int) -> TokenGroup:
     group = TokenGroup(index, size)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     cutter = _Cutter(group, names)
-    model.add_module("embedding", SplitEmbedding(model.embedding, cutter))
+    if hasattr(model, "embedding"):
+        model.add_module("embedding", SplitEmbedding(model.embedding, cutter))
     for block in model.blocks:
         assert isinstance(block, Block)
         _split_block(block, cutter)
-    model.add_module("head", SplitHead(model.head, cutter))
+    if hasattr(model, "head"):
+        model.add_module("head", SplitHead(model.head, cutter))
     _move_to_root(model.parameters())
     return group
 
@@ -116,7 +115,8 @@ class _Cutter:
         box = [(0, length) for length in spec.shape]
         box[dim] = (first, first + size)
         part = nn.Parameter(parameter.detach().narrow(dim, first, size).clone())
-        set_spec(part, replace(spec, name=name, box=tuple(box), axes=CUT_AXES))
+        axes = tuple(axis for axis in spec.axes if axis != "tensor")
+        set_spec(part, replace(spec, box=tuple(box), axes=axes))
         return part
 
 

@@ -11,6 +11,7 @@ from megafrontier.common.signals import stop_requested
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.optim.schedule import learning_rate
 from megafrontier.parallel.world import World
+from megafrontier.pipeline.work import Work
 from megafrontier.splits.context import work_imbalance
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.step import AsyncStepResult, StepResult, finish_step
@@ -150,20 +151,20 @@ def forward_backward(trainer: Trainer, heartbeat: Heartbeat) -> torch.Tensor:
     Returns this rank's sum of losses and number of tokens, float64 [2] on the device. The sum is
     divided only at the end of the step, once, by the number of tokens in the global batch.
     """
-    batches = read_step(trainer.loader, trainer.step, trainer.mesh.rank)
-    totals = torch.zeros(2, dtype=torch.float64, device=trainer.mesh.device)
+    seed, work_rank = trainer.config.run.seed, trainer.mesh.work_rank
     if trainer.balance is not None:
         trainer.balance.scale_losses(trainer.loss_scale.scale)
-    for number, batch in enumerate(batches, start=1):
-        seed_dropout(trainer.config.run.seed, batch, trainer.mesh.work_rank)
+    batches = read_step(trainer.loader, trainer.step, trainer.mesh.rank)
+    for batch in batches:
         _record_imbalance(trainer, batch)
-        targets = trainer.model.own_part(batch.targets, batch.documents)
-        loss = trainer.model(batch.tokens, batch.targets, batch.documents)
-        with trainer.engine.no_sync(number < len(batches)):
-            trainer.loss_scale.scaled(loss).backward()
-        heartbeat(None)
-        totals += torch.stack([loss.detach().double(), (targets >= 0).sum().double()])
-    return totals
+    return trainer.runner.train(
+        Work(
+            batches,
+            before=lambda batch, block: seed_dropout(seed, batch, work_rank, block),
+            scaled=trainer.loss_scale.scaled,
+            after=lambda: heartbeat(None),
+        )
+    )
 
 
 def _record_imbalance(trainer: Trainer, batch: Batch) -> None:
@@ -173,13 +174,15 @@ def _record_imbalance(trainer: Trainer, batch: Batch) -> None:
         trainer.metrics.add("context_imbalance", work_imbalance(batch.documents, size), "mean")
 
 
-def seed_dropout(seed: int, batch: Batch, work_rank: int) -> None:
-    """Make dropout a pure function of the run's seed, the samples, and the rank among those that
-    have the same samples (`Mesh.work_rank`), which drop from other heads and tokens of them.
+def seed_dropout(seed: int, batch: Batch, work_rank: int, block: int = 0) -> None:
+    """Make dropout a pure function of the run's seed, the samples, the rank among those that have
+    the same samples (`Mesh.work_rank`), which drop from other heads and tokens of them, and the
+    first block of a pipeline's stage.
 
     There is no random state to save, and a resumed run draws the same masks.
     """
     value = seed * 0x9E3779B97F4A7C15 + batch.first_sample + work_rank * 0x632BE59BD9B4E019
+    value += block * 0x2545F4914F6CDD1D
     value &= 0x7FFF_FFFF_FFFF_FFFF
     # torch.manual_seed would keep every call with its stack for devices that are not there.
     if batch.tokens.is_cuda:

@@ -9,13 +9,8 @@ from typing import NamedTuple
 import torch
 
 from megafrontier.common.errors import UserError, need
-from megafrontier.config import (
-    Config,
-    ExpertsPartitionConfig,
-    MachineConfig,
-    ParallelConfig,
-    load_machine,
-)
+from megafrontier.config import Config, ExpertsPartitionConfig, MachineConfig, load_machine
+from megafrontier.data.sampling.loader import micro_batches
 from megafrontier.model.flops import parameter_specs
 from megafrontier.model.gpt import GPT
 from megafrontier.model.moe.experts import EXPERT_AXES
@@ -35,6 +30,7 @@ from megafrontier.partition.presets import (
 from megafrontier.partition.unit import ROOT
 from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.partition.wires.wire import Wire
+from megafrontier.pipeline.division import Division, keep_stages
 from megafrontier.splits.context import check_context_split
 from megafrontier.splits.experts import check_expert_split, split_experts
 from megafrontier.splits.tensor import check_tensor_split, split_tensors
@@ -58,7 +54,8 @@ class StatePlan(NamedTuple):
 @dataclass(frozen=True)
 class RunPlan:
     """The mesh of a number of ranks on the machine, the placement on its levels, the wire formats
-    of each level, and whether gradient messages carry error feedback."""
+    of each level, whether gradient messages carry error feedback, and the division of the model
+    over a pipeline."""
 
     machine: MachineConfig
     shape: MeshShape
@@ -67,6 +64,7 @@ class RunPlan:
     error_feedback: bool
     experts: StatePlan
     """The same of experts, on the levels over which these are replicated."""
+    division: Division
     activations: tuple[Wire | None, ...] = ()
     """The wires of activations (`presets.work_wires`)."""
     tokens: tuple[Wire | None, ...] = ()
@@ -102,6 +100,7 @@ def resolve_plan(config: Config, ranks: int) -> RunPlan:
     machine = load_machine(config.machine)
     levels = Levels.resolve(machine.levels, ranks)
     shape = MeshShape(levels, Splits.resolve(levels, asdict(config.parallel)))
+    division = Division.of(config.parallel, shape.splits.pipeline, config.model)
     _check_splits(config, shape.splits)
     precision = config.train.precision
     moved = config.partition.wires
@@ -114,7 +113,7 @@ def resolve_plan(config: Config, ranks: int) -> RunPlan:
     error_feedback = has_error_feedback(config.partition, wires, placement, levels)
     rest = StatePlan(placement, wires, error_feedback)
     experts = rest if config.model.moe is None else _plan_experts(config, shape, placement)
-    return RunPlan(machine, shape, *rest, experts, activations, tokens)
+    return RunPlan(machine, shape, *rest, experts, division, activations, tokens)
 
 
 def _plan_experts(config: Config, shape: MeshShape, default: Placement) -> StatePlan:
@@ -133,10 +132,8 @@ def _plan_experts(config: Config, shape: MeshShape, default: Placement) -> State
 
 
 def _check_splits(config: Config, splits: Splits) -> None:
-    """Raises UserError for splits that are not built, or that the model cannot be divided by."""
+    """Raises UserError for splits that the model cannot be divided by."""
     parallel, tensor, context = config.parallel, splits.tensor, splits.context
-    fits = "need 1: pipeline parallelism is not built yet"
-    need(splits.pipeline == 1, "parallel.pipeline", parallel.pipeline, fits)
     if config.model.moe is not None:
         check_expert_split(config.model.moe.experts, splits.expert)
     fits = "need 1, or a model with experts (model.moe)"
@@ -148,11 +145,6 @@ def _check_splits(config: Config, splits: Splits) -> None:
     where = "a micro-batch" if context == 1 else "a context rank's part of a micro-batch"
     fits = f"need a number that divides the {tokens} tokens of {where}"
     need(tokens % tensor == 0, "parallel.tensor", parallel.tensor, fits)
-    default = ParallelConfig()
-    for name in ("stages_per_rank", "schedule", "layers"):
-        value, only = getattr(parallel, name), getattr(default, name)
-        fits = f"need {only}: pipeline parallelism is not built yet"
-        need(value == only, f"parallel.{name}", value, fits)
 
 
 class UnitSize(NamedTuple):
@@ -173,20 +165,27 @@ def optimizer_groups(config: Config) -> OptimizerGroups:
 _sizes: dict[str, list[UnitSize]] = {}
 
 
-def unit_sizes(config: Config, splits: Splits) -> list[UnitSize]:
-    """The units of a rank's part of a model, those of the root first."""
+def unit_sizes(
+    config: Config, splits: Splits, division: Division | None = None, rank: int = 0
+) -> list[UnitSize]:
+    """The units of a rank's part of a model, those of the root first. `division`, `rank`: of a
+    pipeline, and the rank's number in it."""
     # A start asks several times, and building a deep model takes tens of milliseconds. The key is a
     # string because a config may hold lists.
-    key = repr((config.model, config.optimizer, splits))
+    key = repr((config.model, config.optimizer, splits, division, rank))
     if key not in _sizes:
-        _sizes[key] = _measure_units(config, splits)
+        _sizes[key] = _measure_units(config, splits, division, rank)
     return _sizes[key]
 
 
-def _measure_units(config: Config, splits: Splits) -> list[UnitSize]:
+def _measure_units(
+    config: Config, splits: Splits, division: Division | None, rank: int
+) -> list[UnitSize]:
     groups = optimizer_groups(config)
     with torch.device("meta"):
         model = GPT(config.model)
+    if division is not None and division.ranks > 1:
+        keep_stages(model, division, rank)
     if splits.tensor > 1:
         split_tensors(model, 0, splits.tensor)
     if splits.expert > 1:
@@ -202,13 +201,23 @@ def _measure_units(config: Config, splits: Splits) -> list[UnitSize]:
 
 def state_gib(config: Config, plan: RunPlan) -> float:
     """GiB that each rank holds from step to step, by formula: weights, gradients, optimizer state
-    and quantization errors.
+    and quantization errors. Of a pipeline: the rank that holds most.
 
     Buffers (`buffer_gib`), activations and the allocator's overhead come on top.
     """
+    return max(_state_gib(config, plan, units) for units in _distinct(config, plan))
+
+
+def _distinct(config: Config, plan: RunPlan) -> list[list[UnitSize]]:
+    """The units of each rank of a pipeline that may hold most."""
+    splits, division = plan.shape.splits, plan.division
+    return [unit_sizes(config, splits, division, rank) for rank in division.distinct_ranks()]
+
+
+def _state_gib(config: Config, plan: RunPlan, units: Sequence[UnitSize]) -> float:
     itemsize = DTYPES[config.train.precision].itemsize
     numels: Counter[tuple[tuple[str, ...], str]] = Counter()
-    for unit in unit_sizes(config, plan.shape.splits):
+    for unit in units:
         numels[unit.axes, unit.optimizer] += unit.numel
     found = (
         state_bytes(
@@ -227,8 +236,12 @@ def state_gib(config: Config, plan: RunPlan) -> float:
 def buffer_gib(config: Config, plan: RunPlan) -> float:
     """GiB of the buffers that a rank's units share, by formula: unsharded weights, unreduced
     gradients, messages, and Muon's: the matrix at hand, the next one, and what the iterations need
-    (two matrices, and two products of rows that are at most as large)."""
-    units = unit_sizes(config, plan.shape.splits)
+    (two matrices, and two products of rows that are at most as large). Of a pipeline: the rank that
+    has most."""
+    return max(_buffer_gib(config, plan, units) for units in _distinct(config, plan))
+
+
+def _buffer_gib(config: Config, plan: RunPlan, units: Sequence[UnitSize]) -> float:
     dtype = DTYPES[config.train.precision]
     prefetch = None if config.partition.overlap == "none" else config.partition.prefetch
     # Units of the root alone are few and small.
@@ -275,7 +288,8 @@ def check_memory(config: Config, plan: RunPlan) -> None:
     memory = plan.machine.device.memory_gib
     train, model = config.train, config.model
     # Backward needs the inputs of all blocks whatever else is recomputed.
-    elements = model.layers * train.micro_batch * model.sequence_length * model.hidden
+    blocks = plan.division.blocks_in_flight(_micro_batches(config, plan))
+    elements = blocks * train.micro_batch * model.sequence_length * model.hidden
     elements //= plan.shape.splits.tensor * plan.shape.splits.context
     is_offloaded = train.activation_checkpointing == "offload"
     inputs = 0.0 if is_offloaded else elements * DTYPES[train.precision].itemsize / GIB
@@ -287,6 +301,11 @@ def check_memory(config: Config, plan: RunPlan) -> None:
             f"{plan.levels.ranks} ranks: state {state:.3g}, buffers {buffers:.3g}, inputs of the "
             f"blocks {inputs:.3g}; take {memory_advice(config)}"
         )
+
+
+def _micro_batches(config: Config, plan: RunPlan) -> int:
+    train, size = config.train, plan.shape.over(("data",)).ranks
+    return micro_batches(train.global_batch, train.micro_batch, size)
 
 
 def memory_advice(config: Config) -> str:

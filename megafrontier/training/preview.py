@@ -18,6 +18,7 @@ from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import DATA_PARALLEL
 from megafrontier.partition.placement import Placement, error_levels
 from megafrontier.partition.wires.wire import Wire
+from megafrontier.pipeline.balance import describe_pipeline, stage_costs
 from megafrontier.training.callbacks.base import load_class
 from megafrontier.training.plan import (
     RunPlan,
@@ -100,6 +101,8 @@ def describe_run(
             "(ROCm/rccl#2191); safe keeps one collective in flight"
         )
     yield f"{_summarize(config, plan)}; on {name}"
+    if plan.division.ranks > 1:
+        yield _describe_pipeline(config, plan)
     if plan.data_levels.ranks > 1:
         yield _describe_wires(config, plan)
     if config.model.scaling is not None:
@@ -121,6 +124,15 @@ def _warn_of_sizes(config: Config, plan: RunPlan) -> Iterator[str]:
         family_for(config.model)
     except UserError as error:
         yield f"warning: {error}"
+
+
+def _describe_pipeline(config: Config, plan: RunPlan) -> str:
+    """One line: the stages of a pipeline and its bubble, or a warning of too few micro-batches."""
+    division, train = plan.division, config.train
+    number = micro_batches(train.global_batch, train.micro_batch, plan.shape.over(("data",)).ranks)
+    costs = stage_costs(config.model, division.layers)
+    numbers = division.schedule, division.ranks, division.stages_per_rank, number
+    return f"{describe_pipeline(*numbers, costs)}; blocks {', '.join(map(str, division.layers))}"
 
 
 def _summarize(config: Config, plan: RunPlan) -> str:

@@ -25,9 +25,12 @@ from megafrontier.parallel.mesh import Mesh
 from megafrontier.parallel.param_spec import ParamSpec
 from megafrontier.parallel.world import World
 from megafrontier.partition import Engine, shard
-from megafrontier.partition.engine import UnitRules
+from megafrontier.partition.rules import UnitRules
 from megafrontier.partition.unit import InitialSlice
 from megafrontier.partition.wires.registry import DTYPES
+from megafrontier.pipeline.division import block_names, keep_stages
+from megafrontier.pipeline.runner import Pipeline
+from megafrontier.pipeline.work import Runner, WholeModel
 from megafrontier.splits.apply import apply_splits, tensor_collectives
 from megafrontier.training.device import reason_not_compiled
 from megafrontier.training.logging.run_log import RunLogger
@@ -52,6 +55,7 @@ class Trainer:
     mesh: Mesh
     model: GPT
     engine: Engine
+    runner: Runner
     optimizer: UnitOptimizers
     loader: Loader
     valid_loader: Loader | None
@@ -125,6 +129,7 @@ def build_trainer(
         mesh,
         model,
         engine,
+        make_runner(config, plan, mesh, model, engine),
         optimizer,
         train,
         valid,
@@ -153,6 +158,9 @@ def build_model(
             checkpointing=config.train.activation_checkpointing,
             compile_blocks=compiles,
         )
+    division = plan.division
+    if division.ranks > 1:
+        keep_stages(model, division, mesh.pipeline_rank)
     connect = apply_splits(model, mesh, plan.activations, plan.tokens)
     engine = shard(
         model,
@@ -168,6 +176,7 @@ def build_model(
         check_order=config.partition.check_order,
         initial=initial_values(config) if has_values else _zeros,
         groups=optimizer_groups(config).of,
+        stages=block_names(model, division, mesh.pipeline_rank),
     )
     connect(engine)
     return model, engine
@@ -175,9 +184,16 @@ def build_model(
 
 def _unit_rules(plan: RunPlan, mesh: Mesh, dtype: torch.dtype, spec: ParamSpec) -> UnitRules:
     state = plan.of(spec.axes)
-    return UnitRules(
-        mesh.hierarchy(spec.axes), state.placement, state.wires, dtype, state.error_feedback
-    )
+    over, wires = mesh.hierarchy(spec.axes), state.wires
+    wires = wires if over.crossed is None else wires.extended(over.crossed)
+    return UnitRules(over, state.placement, wires, dtype, state.error_feedback)
+
+
+def make_runner(config: Config, plan: RunPlan, mesh: Mesh, model: GPT, engine: Engine) -> Runner:
+    """What runs a model that `build_model` has built. All ranks call it."""
+    if plan.division.ranks == 1:
+        return WholeModel(model, engine)
+    return Pipeline(model, engine, mesh, plan.division, DTYPES[config.train.precision])
 
 
 def initial_values(config: Config) -> InitialSlice:

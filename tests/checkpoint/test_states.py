@@ -22,7 +22,7 @@ from megafrontier.model.init import initial_slice, with_specs
 from megafrontier.parallel.mesh import Splits
 from megafrontier.parallel.param_spec import ParamSpec, set_spec
 from megafrontier.partition import Placement, Wires, shard
-from megafrontier.partition.engine import UnitRules
+from megafrontier.partition.rules import UnitRules
 from tests.ranks import run_mesh
 
 WIDTH, HIDDEN = 6, 10

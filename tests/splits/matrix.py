@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megafrontier.config import ParallelConfig
+from megafrontier.data.sampling.samples import Batch
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initial_slice, initialise
 from megafrontier.model.loss import IGNORE_INDEX
@@ -20,6 +22,8 @@ from megafrontier.parallel.mesh import Splits
 from megafrontier.parallel.param_spec import ParamSpec, global_ranges, spec_of
 from megafrontier.partition import Engine, Placement, shard
 from megafrontier.partition.wires.wire import Wire
+from megafrontier.pipeline.division import Division, block_names, keep_stages
+from megafrontier.pipeline.runner import Pipeline, Work
 from megafrontier.splits.apply import apply_splits
 from tests.model.small_models import small_config
 from tests.ranks import run_mesh
@@ -42,6 +46,8 @@ class Case:
     built: dict[str, Any] = field(default_factory=dict)
     """Options of the split model."""
     documents: bool = False
+    parallel: dict[str, Any] = field(default_factory=dict)
+    """Keys of `parallel`, for a pipeline."""
 
 
 def documents(case: Case, step: int, first: int, rows: int) -> torch.Tensor | None:
@@ -104,6 +110,9 @@ def split_model(
     activations and tokens."""
     with torch.device("meta"):
         model = GPT(small_config(**case.changes), loss_chunk_tokens=16, **case.built)
+    division = Division.of(ParallelConfig(**case.parallel), mesh.splits.pipeline, model.config)
+    if division.ranks > 1:
+        keep_stages(model, division, mesh.pipeline_rank)
     connect = apply_splits(model, mesh, wires, wires)
     specs = {name: spec_of(name, parameter) for name, parameter in model.named_parameters()}
     engine = shard(
@@ -112,6 +121,7 @@ def split_model(
         Placement.named(strategy, mesh.hierarchy().levels),
         mesh,
         initial=partial(initial_slice, SEED),
+        stages=block_names(model, division, mesh.pipeline_rank),
         **case.options,
     )
     connect(engine)
@@ -125,21 +135,36 @@ def train_split(
     model, engine, specs = split_model(case, strategy, mesh, wires)
     masters = [unit.master for unit in engine.units]
     optimizer = torch.optim.SGD(masters, lr=RATE, momentum=0.9)
+    pipeline = connected(case, mesh, model, engine)
     return [
-        train_step(case, step, mesh, model, engine, optimizer, specs) for step in range(case.steps)
+        train_step(case, step, mesh, model, engine, optimizer, specs, pipeline)
+        for step in range(case.steps)
     ]
 
 
-def train_step(case, step, mesh, model, engine, optimizer, specs):
+def connected(case: Case, mesh: Any, model: GPT, engine: Engine) -> Pipeline | None:
+    """The pipeline of a model whose stages this rank has some of."""
+    if mesh.splits.pipeline == 1:
+        return None
+    division = Division.of(ParallelConfig(**case.parallel), mesh.splits.pipeline, model.config)
+    return Pipeline(model, engine, mesh, division, case.options.get("dtype", torch.float32))
+
+
+def train_step(case, step, mesh, model, engine, optimizer, specs, pipeline=None):
     tokens, targets = (part.chunk(mesh.data_size)[mesh.data_rank] for part in batch(case, step))
     count = (batch(case, step)[1] != IGNORE_INDEX).sum()
     total = torch.zeros(1, dtype=torch.float64)
     parts = list(
         zip(tokens.chunk(case.accumulation), targets.chunk(case.accumulation), strict=True)
     )
-    for number, (some, goals) in enumerate(parts, start=1):
-        first = mesh.data_rank * len(tokens) + (number - 1) * len(some)
-        loss = model(some, goals, documents(case, step, first, len(some)))
+    batches = []
+    for number, (some, goals) in enumerate(parts):
+        first = mesh.data_rank * len(tokens) + number * len(some)
+        batches.append(Batch(some, goals, documents(case, step, first, len(some)), first))
+    if mesh.splits.pipeline > 1:
+        total += pipeline.train(Work(batches))[:1] * mesh.counts_loss
+    for number, part in enumerate(batches, start=1) if mesh.splits.pipeline == 1 else ():
+        loss = model(part.tokens, part.targets, part.documents)
         with engine.no_sync(number < len(parts)):
             loss.backward()
         total += loss.detach() * mesh.counts_loss

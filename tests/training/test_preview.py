@@ -54,3 +54,18 @@ def test_several_communicators_at_once_are_warned_of_on_devices_on_which_they_ha
         warned = [line for line in lines if line.startswith("warning: ")]
         assert len(warned) == ((machine, overlap) == ("frontier", "full"))
         assert all("overlap: full, but RCCL " in line for line in warned)
+
+
+@pytest.mark.parametrize(
+    ("batch", "line"),
+    [
+        (32, "pipeline: 4 stages, 1f1b, 8 micro-batches: bubble "),
+        (8, "warning: pipeline: 4 stages, 1f1b, 2 micro-batches: bubble "),
+    ],
+)
+def test_a_pipelines_bubble_is_logged_and_warned_of_if_micro_batches_are_few(tmp_path, batch, line):
+    chosen = ("parallel.pipeline=4", "model.layers=7", f"train.global_batch={batch}")
+    config = runs.load(runs.make_config_file(tmp_path), *chosen)
+    lines = list(describe_run(config, resolve_plan(config, 16)))
+    (found,) = (text for text in lines if line in text)
+    assert "blocks 2, 2, 2, 1" in found

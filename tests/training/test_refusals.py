@@ -75,8 +75,12 @@ BAD = [
     (("parallel.expert=8", "model.moe={experts: 8}"), "parallel.expert: 8, does not fill the "
      "levels (pair 2 × node 2 × world 1 ranks without other splits) one after the other, need one "
      "of 1, 2, 4"),
-    (("parallel.schedule=zero_bubble",), "parallel.schedule: zero_bubble, need 1f1b: pipeline par"),
-    (("parallel.layers=[1,1]",), "parallel.layers: [1, 1], need []: pipeline parallelism is not"),
+    (("parallel.schedule=zero_bubble",), "parallel.schedule: zero_bubble, need parallel.pipeline"),
+    (("parallel.layers=[1,1]",), "parallel.layers: [1, 1], need parallel.pipeline"),
+    (("parallel.pipeline=2", "parallel.layers=[1,2]"), "parallel.layers: [1, 2], need a sum of "
+     "model.layers (2)"),
+    (("parallel.pipeline=2", "parallel.layers=[2]"), "parallel.layers: [2], need 2 numbers"),
+    (("parallel.pipeline=4",), "model.layers: 2, need at least 4, one block for each stage"),
     (("parallel.layers=[0]",), "parallel.layers[0]: 0, need at least 1"),
     (("machine.levels.node.size=3",), "machine.levels: pair 2 × node 3 × world ? cannot hold 4"),
     (("partition.weights=world", "partition.gradients=node", "partition.optimizer=world"),

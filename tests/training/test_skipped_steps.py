@@ -40,7 +40,7 @@ def test_a_skipped_step_changes_nothing_and_the_next_one_goes_on(config_file):
         masters = [unit.master for unit in trainer.engine.units]
         tensors = [*masters, *(t for shards in moments for t in shards)]
         # The loss shows the computing weights, which the engine refreshes when it likes.
-        loss = evaluate(trainer.model, trainer.valid_loader, trainer.mesh, 1).loss
+        loss = evaluate(trainer.runner, trainer.valid_loader, trainer.mesh, 1).loss
         return [tensor.clone() for tensor in tensors], (trainer.optimizer.steps, loss)
 
     def body(mesh):

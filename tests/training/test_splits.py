@@ -41,6 +41,15 @@ def test_a_run_with_context_parallelism_has_the_losses_of_one_rank(config_file, 
     assert "attention: chunks, flash" in log
 
 
+def test_a_run_with_a_pipeline_has_the_losses_of_one_rank(config_file, tmp_path):
+    chosen = (*CHOSEN, "model.layers=4", "train.micro_batch=2")
+    alone = runs.run(config_file, 1, *chosen, "machine=laptop", f"run.directory={tmp_path}/alone")
+    split = runs.run(config_file, 4, *chosen, "parallel.pipeline=2")
+    keys = ("loss", "valid_loss", "grad_norm", "total_tokens")
+    assert numbers(split, *keys) == pytest.approx(numbers(alone, *keys), rel=1e-5)
+    assert "pipeline 2" in runs.log(tmp_path / "run")
+
+
 def test_checkpoints_move_between_splits(config_file, tmp_path):
     """On 4 ranks with tensor 2, then on 1 rank, on 2 that share each sequence, and on 4 that share
     each matrix."""
@@ -49,6 +58,7 @@ def test_checkpoints_move_between_splits(config_file, tmp_path):
         (4, "parallel.tensor=2", "train.stop_at=3"),
         (1, "parallel.tensor=1", "train.stop_at=5", "machine=laptop"),
         (2, "parallel.context=2", "train.stop_at=6"),
+        (4, "parallel.pipeline=2", "train.stop_at=7"),
         (4, "parallel.tensor=4", "partition.strategy=zero1"),
     )
     for ranks, *chosen in relay:

@@ -304,9 +304,10 @@ class LevelCollectives:
 
     def record(self, level: int, chain: AsyncChain) -> AbstractContextManager[list[int]]:
         """Count a collective in the ledger, after the check of the order if there is one."""
-        if self._check_order:
+        if self._check_order and level < self.hierarchy.machine_levels:
             self._compare_order(f"{chain.label!r} over {self.hierarchy.levels.names[level]!r}")
-        return self.ledger.collective(level, chain.label, chain.kind)
+        machine_level = self.hierarchy.machine_level(level)
+        return self.ledger.collective(machine_level, chain.label, chain.kind)
 
     def _compare_order(self, own: str) -> None:
         """Raise RuntimeError if a peer is about to issue another collective than this rank's `own`.
@@ -318,7 +319,8 @@ class LevelCollectives:
         rank, differing = self.hierarchy.world.rank, []
         raw = own.encode()[:LABEL_BYTES].ljust(LABEL_BYTES)
         sent = torch.tensor(list(raw), dtype=torch.uint8, device=self.hierarchy.device)
-        for level, group in enumerate(self.hierarchy.groups):
+        for level in range(self.hierarchy.machine_levels):
+            group = self.hierarchy.groups[level]
             if group is None:
                 continue
             peers = self.hierarchy.peers[level]

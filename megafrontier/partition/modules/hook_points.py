@@ -1,7 +1,7 @@
 """Hook points, and what is known of their forwards and of the backward in progress."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from weakref import WeakSet
 
@@ -41,6 +41,12 @@ class HookPoint:
     def is_stale(self) -> bool:
         return any(unit.is_stale for unit in self.units)
 
+    def is_in(self, names: Sequence[str]) -> bool:
+        """Whether this is the root, one of the points of these names, or inside of one."""
+        if self.is_root or self.name in names:
+            return True
+        return self.parent is not None and not self.parent.is_root and self.parent.is_in(names)
+
     def lies_in(self, other: "HookPoint") -> bool:
         """Whether this is `other` or lies inside it."""
         return self is other or (self.parent is not None and self.parent.lies_in(other))
@@ -75,7 +81,61 @@ class HookPoint:
 
     def start_finishing(self) -> None:
         for unit in self.trained:
-            unit.start_finishing()
+            # The other end of a pipeline sums at the end of the step: until then it may wait for
+            # what comes after this on the stream.
+            if unit.hierarchy.crossed is None:
+                unit.start_finishing()
+
+
+class Part:
+    """The hook points of one forward, in the order in which they run: those of a whole model, or of
+    a stage of a pipeline. The root is among them.
+
+    `kept_after_forward`, `kept_after_backward`: where forward turns to backward, and backward to
+    the next forward, the units that ran last are the first to run, and no other unit needs their
+    buffers: they stay unsharded. So do the root's units, which have buffers of their own.
+    """
+
+    def __init__(self, points: Sequence[HookPoint], prefetch: int) -> None:
+        self.forward = list(points)
+        # A block's backward begins before those of the blocks inside it.
+        self.backward = list(_backward_order(points))
+        self._places = (
+            {point: place for place, point in enumerate(self.forward)},
+            {point: place for place, point in enumerate(self.backward)},
+        )
+        self._prefetch = prefetch
+        blocks = [point for point in points if not point.is_root]
+        roots = {point for point in points if point.is_root}
+        turning = [point for point in self.backward if not point.is_root][: prefetch + 1]
+        self.kept_after_backward = {*roots, *blocks[: prefetch + 1]}
+        self.kept_after_forward = {*roots, *turning}
+
+    def after(self, point: HookPoint, in_backward: bool) -> Sequence[HookPoint]:
+        """The points to prefetch while this one runs."""
+        order, place = (self.forward, self.backward)[in_backward], self._places[in_backward][point]
+        return order[place + 1 : place + 1 + self._prefetch]
+
+    def beyond(self, point: HookPoint) -> Sequence[HookPoint]:
+        """The point that follows those prefetched in backward, if there is one."""
+        place = self._places[True][point] + 1 + self._prefetch
+        return self.backward[place : place + 1] if self._prefetch else []
+
+
+def _backward_order(points: Sequence[HookPoint]) -> Iterator[HookPoint]:
+    """Points in the order in which their backwards begin: the last first, and each before those
+    inside it. The root comes last, although its backward is around all others."""
+    roots = [point for point in points if point.is_root]
+    outermost = [p for p in points if not p.is_root and (p.parent is None or p.parent.is_root)]
+    inside: dict[HookPoint, list[HookPoint]] = defaultdict(list)
+    for point in points:
+        if point.parent is not None:
+            inside[point.parent].append(point)
+    rest = [*roots, *outermost]
+    while rest:
+        point = rest.pop()
+        yield point
+        rest += inside[point] if not point.is_root else []
 
 
 class ForwardRecord:

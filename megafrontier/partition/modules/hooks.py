@@ -15,8 +15,9 @@ points that depend on this order alone, not on timing and not on which parameter
 gradient. So every rank issues the same collectives in the same order.
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
@@ -30,6 +31,7 @@ from megafrontier.partition.modules.hook_points import (
     BackwardPass,
     ForwardRecord,
     HookPoint,
+    Part,
     PendingForwards,
 )
 from megafrontier.partition.modules.wrap import (
@@ -47,17 +49,21 @@ class ModuleHooks:
     def __init__(
         self,
         points: Sequence[HookPoint],
+        stages: Sequence[Sequence[str]],
         streams: CommStreams,
         ledger: Ledger,
         policy: Policy,
         prefetch: int,
     ) -> None:
         """Attach hooks to the modules of `points`, given in the order in which their forwards
-        begin."""
+        begin. `stages`: names of the outermost points of each part of the model that runs by
+        itself."""
         self.points = points
         self.is_last = True
-        """Whether the next backward is the last of the optimizer step, so that each gradient is
-        reduced to the optimizer level as soon as it is complete."""
+        """Whether the next backward is the last of the optimizer step for these blocks, so that
+        each gradient is reduced to the optimizer level as soon as it is complete."""
+        self.is_last_of_root = True
+        """The same for the root."""
         self.reducing: deque[HookPoint] = deque()
         """Points whose gradients are being reduced to their shards, oldest first."""
         self._streams = streams
@@ -68,26 +74,25 @@ class ModuleHooks:
         self._running: list[HookPoint] = []
         self._pass: BackwardPass | None = None
         self._forward_place = {point: place for place, point in enumerate(points)}
-        # A block's backward begins before those of the blocks inside it.
-        self._backward = list(_backward_order(points))
-        self._backward_place = {point: place for place, point in enumerate(self._backward)}
-        # Where forward turns to backward, and backward to the next forward, the units that ran last
-        # are the first to run, and no other unit needs their buffers: they stay unsharded. So do
-        # the root's units, which have buffers of their own.
-        blocks = [point for point in points if not point.is_root]
-        roots = {point for point in points if point.is_root}
-        turning = [point for point in self._backward if not point.is_root][: prefetch + 1]
-        self._kept_after_backward = {*roots, *blocks[: prefetch + 1]}
-        self._kept_after_forward = {*roots, *turning}
+        self.parts = [Part([p for p in points if p.is_in(names)], prefetch) for names in stages]
+        if not stages:
+            self.parts = [Part(points, prefetch)]
+        self.part = self.parts[0]
+        """The part of the model that runs now."""
         for point in points:
             self._attach(point)
 
-    def gathers(self, unit: Unit, micro_batches: int) -> int:
-        """How often a step of `micro_batches` gathers a unit: for each forward and each backward in
-        which it is not unsharded still."""
-        point = next(point for point in self.points if unit in point.units)
-        forward = 1 if point in self._kept_after_backward else micro_batches
-        return forward + (0 if point in self._kept_after_forward else micro_batches)
+    @contextmanager
+    def running(self, part: int | None, is_last: bool, is_last_of_root: bool) -> Iterator[None]:
+        """Set `is_last` and `is_last_of_root` for the body, in which this part of the model runs,
+        None: the same as before."""
+        self.part = self.part if part is None else self.parts[part]
+        before = self.is_last, self.is_last_of_root
+        self.is_last, self.is_last_of_root = is_last, is_last_of_root
+        try:
+            yield
+        finally:
+            self.is_last, self.is_last_of_root = before
 
     def refuse_failed_backward(self) -> None:
         """Raises RuntimeError if the last backward did not come to its end."""
@@ -140,7 +145,7 @@ class ModuleHooks:
             return
         self.refuse_failed_backward()
         self._note_running(point)
-        ahead = self._following(self.points, self._forward_place[point])
+        ahead = self.part.after(point, False)
         self._unshard(point, Phase.FORWARD, ahead, publishes=True)
 
     def _note_running(self, point: HookPoint) -> None:
@@ -166,7 +171,7 @@ class ModuleHooks:
         self._refuse_intruder(point)
         if made:
             self._pending.add(record)
-        if not (made and point in self._kept_after_forward):
+        if not (made and point in self.part.kept_after_forward):
             point.reshard()
 
     def _made_by(self, point: HookPoint, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -197,10 +202,6 @@ class ModuleHooks:
                 f"block {point.intruder.name!r}: runs inside of block {point.name!r} and is no "
                 "submodule of it, need one of them left out of the blocks"
             )
-
-    def _following(self, order: Sequence[HookPoint], place: int) -> Sequence[HookPoint]:
-        """The points to prefetch while the one at `place` of an order runs."""
-        return order[place + 1 : place + 1 + self._prefetch]
 
     def _unshard(
         self,
@@ -250,7 +251,7 @@ class ModuleHooks:
         if current.reduces:
             self._finish_earlier(current, point, record.number)
             current.begin(point)
-        ahead = self._following(self._backward, self._backward_place[point])
+        ahead = self.part.after(point, True)
         self._unshard(point, Phase.BACKWARD, [p for p in ahead if p not in current.done])
 
     def _finish_earlier(self, current: BackwardPass, point: HookPoint, number: int) -> None:
@@ -320,19 +321,18 @@ class ModuleHooks:
             point.finish_reducing()  # its buffer serves the next unit
         else:
             self.reducing.append(point)
-        if self.is_last:
+        if self.is_last_of_root if point.is_root else self.is_last:
             point.start_finishing()
 
     def _next_gathered(self, current: BackwardPass, point: HookPoint) -> list[HookPoint]:
         """The point to gather in the buffers that `point` leaves in backward, if there is one."""
-        place = self._backward_place[point] + 1 + self._prefetch
-        following = self._backward[place : place + 1] if self._prefetch else []
         skipped = current.done | current.missing.keys()
+        following = self.part.beyond(point)
         return [other for other in following if not (other.is_stale or other in skipped)]
 
     def _reshard(self, point: HookPoint) -> None:
         """Reshard a point after backward, unless it is among the first in the next forward."""
-        if point in self._kept_after_backward:
+        if point in self.part.kept_after_backward:
             point.keep_unsharded()
         else:
             point.reshard()
@@ -341,28 +341,12 @@ class ModuleHooks:
         """Called by autograd at the end of a backward."""
         current = self._pass
         assert current is not None
-        for point in self._backward:
+        for point in self.part.backward:
             if point in current.missing:  # the root, or a parameter was not used
                 self._finish_backward(current, point)
             else:
                 self._reshard(point)  # it may have been prefetched for a block that did not run
         self._pass = None
-
-
-def _backward_order(points: Sequence[HookPoint]) -> Iterator[HookPoint]:
-    """Points in the order in which their backwards begin: the last first, and each before those
-    inside it. The root comes last, although its backward is around all others."""
-    roots = [point for point in points if point.is_root]
-    outermost = [p for p in points if not p.is_root and (p.parent is None or p.parent.is_root)]
-    inside: dict[HookPoint, list[HookPoint]] = defaultdict(list)
-    for point in points:
-        if point.parent is not None:
-            inside[point.parent].append(point)
-    rest = [*roots, *outermost]
-    while rest:
-        point = rest.pop()
-        yield point
-        rest += inside[point] if not point.is_root else []
 
 
 def _untimely(unit: Unit) -> str:

@@ -155,6 +155,10 @@ class Wires:
         wire = Wire(CastCodec(dtype))
         return cls((wire,) * levels, (wire,) * levels)
 
+    def extended(self, level: int) -> "Wires":
+        """These wires for one more level, which has the formats of `level`."""
+        return Wires((*self.gather, self.gather[level]), (*self.reduce, self.reduce[level]))
+
     @property
     def have_deltas(self) -> bool:
         """Whether published weights depend on those published before."""

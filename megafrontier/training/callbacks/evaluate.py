@@ -9,8 +9,8 @@ import torch
 
 from megafrontier.data.sampling.loader import Loader
 from megafrontier.data.sampling.samples import Batch
-from megafrontier.model.gpt import GPT
 from megafrontier.parallel.mesh import Mesh
+from megafrontier.pipeline.work import Runner, Work
 from megafrontier.training.callbacks.base import Callback, is_due
 from megafrontier.training.loop import stop_agreed
 from megafrontier.training.step import StepResult
@@ -32,9 +32,8 @@ class Evaluation:
         return self.loss_sum / self.tokens if self.tokens else math.nan
 
 
-@torch.no_grad()
 def evaluate(
-    model: GPT,
+    runner: Runner,
     loader: Loader,
     mesh: Mesh,
     batches: int,
@@ -51,23 +50,21 @@ def evaluate(
     """
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     text_bytes = 0
-    model.eval()
+    # Ranks that do other parts of the work have the same texts.
+    is_counted = mesh.work_rank == 0 and mesh.pipeline_rank == 0
+    runner.model.eval()
     for step in range(batches):
         if stops():
-            model.train()
+            runner.model.train()
             return None
-        for batch in read_step(loader, step, mesh.rank):
-            heartbeat()
-            tokens = (model.own_part(batch.targets, batch.documents) >= 0).sum()
-            loss = model(batch.tokens, batch.targets, batch.documents)
-            totals += torch.stack([loss.double(), tokens.double()])
-            # The ranks of a context split have the same texts.
-            if count_bytes is not None and mesh.work_rank == 0:
-                text_bytes += count_bytes(batch)
-    model.train()
-    totals = torch.cat([totals, totals.new_tensor([text_bytes])])
+        work = Work(read_step(loader, step, mesh.rank), after=heartbeat)
+        totals += runner.evaluate(work)
+        if count_bytes is not None and is_counted:
+            text_bytes += sum(count_bytes(batch) for batch in work.batches)
+    runner.model.train()
     if not mesh.counts_loss:
         totals = torch.zeros_like(totals)
+    totals = torch.cat([totals, totals.new_tensor([text_bytes])])
     loss_sum, tokens_sum, bytes_sum = mesh.world.sum(totals).tolist()
     return Evaluation(loss_sum, int(tokens_sum), int(bytes_sum))
 
@@ -102,7 +99,7 @@ class Evaluate(Callback):
         trainer.engine.finish_publishing()  # counts as the step's traffic; evaluation does not
         with trainer.engine.ledger.paused():
             found = evaluate(
-                trainer.model,
+                trainer.runner,
                 trainer.valid_loader,
                 trainer.mesh,
                 batches,

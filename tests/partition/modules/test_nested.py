@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from megafrontier.parallel.mesh import Splits
 from megafrontier.parallel.param_spec import ParamSpec, set_spec
 from megafrontier.partition import Placement, Wires, shard
-from megafrontier.partition.engine import UnitRules
+from megafrontier.partition.rules import UnitRules
 from tests.partition.tiny import SIDE, named_gradients, stack_input
 from tests.ranks import run_mesh, run_ranks
 

@@ -1,0 +1,159 @@
+"""Runs one rank's row of a pipeline's table: forwards, backwards and messages, in its order.
+
+Every rank reads the whole micro-batches itself, because they are a pure function of the step. So
+only hidden states and their gradients cross a stage's border.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megafrontier.model.gpt import GPT
+from megafrontier.parallel.mesh import Mesh
+from megafrontier.partition.engine import Engine
+from megafrontier.partition.modules.gathers import Pass
+from megafrontier.pipeline.division import Division, last_backwards
+from megafrontier.pipeline.messages import Message, Messenger
+from megafrontier.pipeline.table import (
+    Action,
+    Exchange,
+    Kind,
+    Transfer,
+    message_for,
+    message_in,
+    message_of,
+)
+from megafrontier.pipeline.table import Message as Key
+from megafrontier.pipeline.work import Work, count_targets
+
+
+class Pipeline:
+    """One rank's stages of a GPT, connected to those of the other ranks."""
+
+    def __init__(
+        self, model: GPT, engine: Engine, mesh: Mesh, division: Division, dtype: torch.dtype
+    ) -> None:
+        """`dtype`: of hidden states. All ranks of the pipeline make it, after `shard`."""
+        self.division = division
+        self.model, self._engine, self._mesh, self._dtype = model, engine, mesh, dtype
+        self._messenger = Messenger(engine, mesh)
+        self._places = {s: i for i, s in enumerate(division.stages_of(mesh.pipeline_rank))}
+        is_early = not engine.delays_early_messages
+        self.row = cache(partial(division.row, mesh.pipeline_rank, early=is_early))
+        """(micro-batches, trains=True) → what this rank does in a step."""
+
+    def train(self, work: Work) -> Tensor:
+        """Forward and backward of a step's micro-batches; gradients go to their shards.
+
+        Returns the sum of losses and the number of tokens, float64 [2] on the device: 0 on ranks
+        without the last stage.
+        """
+        return self._run(work, trains=True)
+
+    @torch.no_grad()
+    def evaluate(self, work: Work) -> Tensor:
+        """Forward of micro-batches. Returns as `train` does."""
+        return self._run(work, trains=False)
+
+    def passes(self, micro_batches: int) -> list[Pass]:
+        """The forwards and backwards of a step, for `Engine.step_bytes`."""
+        return [
+            Pass(self._places[item.stage], item.kind is Kind.FORWARD)
+            for item in self.row(micro_batches)
+            if isinstance(item, Action)
+        ]
+
+    def _run(self, work: Work, trains: bool) -> Tensor:
+        row = self.row(len(work.batches), trains=trains)
+        step = _Step(work, torch.zeros(2, dtype=torch.float64, device=self._mesh.device))
+        last = last_backwards(row)
+        for item in row:
+            if isinstance(item, Exchange):
+                self._exchange(step, item)
+                continue
+            ends = item in last, last.get(item, False)
+            with self._engine.stage(self._places[item.stage], *ends):
+                self._act(step, item)
+            work.after()
+        return step.totals
+
+    def _act(self, step: "_Step", action: Action) -> None:
+        if action.kind is Kind.FORWARD:
+            self._forward(step, action)
+        else:
+            self._backward(step, action)
+
+    def _forward(self, step: "_Step", action: Action) -> None:
+        blocks, batch = self.division.blocks(action.stage), step.work.batches[action.micro_batch]
+        hidden = self._needed(step, action)
+        if hidden is not None and torch.is_grad_enabled():
+            hidden.requires_grad_()
+        step.work.before(batch, blocks.start)
+        out = self.model(batch.tokens, batch.targets, batch.documents, hidden=hidden, blocks=blocks)
+        if action.stage == self.division.stages - 1:
+            step.totals += count_targets(self.model, batch, out)
+            out = step.work.scaled(out)
+        else:
+            self._made(step, action, out.detach())
+        if torch.is_grad_enabled():
+            # Backward needs the graph of a hidden state, not its values.
+            result = out if out.dim() == 0 else get_gradient_edge(out)
+            step.graphs[action.stage, action.micro_batch] = hidden, result
+
+    def _backward(self, step: "_Step", action: Action) -> None:
+        hidden, result = step.graphs.pop((action.stage, action.micro_batch))
+        gradient = self._needed(step, action)
+        torch.autograd.backward(result, gradient)
+        if hidden is not None:
+            assert hidden.grad is not None
+            self._made(step, action, hidden.grad)
+
+    def _needed(self, step: "_Step", action: Action) -> Tensor | None:
+        """The tensor that an action starts from, if it comes from another stage."""
+        key = message_for(action, self.division.stages)
+        return None if key is None else self._messenger.wait(step.here.pop(key))
+
+    def _made(self, step: "_Step", action: Action, tensor: Tensor) -> None:
+        """Keep what an action made, for another rank or for another stage of this one."""
+        key = message_of(action)
+        assert key is not None
+        there = action.stage + (1 if key.is_activation else -1)
+        if there in self._places:
+            step.here[key] = Message(tensor)
+        else:
+            step.made[key] = tensor.contiguous()
+
+    def _exchange(self, step: "_Step", exchange: Exchange) -> None:
+        transfers = [(transfer, self._tensor(step, transfer)) for transfer in exchange]
+        messages = self._messenger.start(transfers)
+        for (transfer, _), message in zip(transfers, messages, strict=True):
+            if not transfer.kind.is_send:
+                step.here[message_in(transfer)] = message
+
+    def _tensor(self, step: "_Step", transfer: Transfer) -> Tensor:
+        """What is sent, or new memory for what is received."""
+        if transfer.kind.is_send:
+            return step.made.pop(message_in(transfer))
+        batch = step.work.batches[transfer.micro_batch]
+        splits, config = self._mesh.splits, self.model.config
+        rows, length = batch.tokens.shape
+        if (parts := splits.context * splits.tensor) > 1:  # a part of the tokens of all rows
+            rows, length = 1, rows * length // parts
+        shape = rows, length, config.hidden
+        return torch.empty(shape, dtype=self._dtype, device=self._mesh.device)
+
+
+@dataclass
+class _Step:
+    """The state of a step: what has come, what is to be sent, and graphs without a backward."""
+
+    work: Work
+    totals: Tensor
+    here: dict[Key, Message] = field(default_factory=dict)
+    made: dict[Key, Tensor] = field(default_factory=dict)
+    graphs: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = field(
+        default_factory=dict
+    )

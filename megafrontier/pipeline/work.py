@@ -1,0 +1,85 @@
+"""What a step does with its micro-batches, and the runner of a model that each rank has whole."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megafrontier.data.sampling.samples import Batch
+from megafrontier.model.gpt import GPT
+from megafrontier.partition.engine import Engine
+
+
+@dataclass(frozen=True)
+class Work:
+    """Micro-batches, and what is called while they run.
+
+    before: is called with a batch before a forward of it, and with the number of the first block.
+    scaled: gives the loss that backward starts from.
+    after: is called after each forward and backward of a stage, or of the whole model.
+    """
+
+    batches: Sequence[Batch]
+    before: Callable[[Batch, int], None] = lambda batch, block: None
+    scaled: Callable[[Tensor], Tensor] = lambda loss: loss
+    after: Callable[[], None] = lambda: None
+
+
+class Runner(Protocol):
+    """Runs the forwards and backwards of a step."""
+
+    model: GPT
+
+    def train(self, work: Work) -> Tensor:
+        """Forward and backward of a step's micro-batches; gradients go to their shards.
+
+        Returns this rank's sum of losses and its number of tokens, float64 [2] on the device.
+        """
+        ...
+
+    def evaluate(self, work: Work) -> Tensor:
+        """Forward of micro-batches. Returns as `train` does."""
+        ...
+
+
+class WholeModel:
+    """Runs a model of which this rank has all blocks, one micro-batch after another."""
+
+    def __init__(self, model: GPT, engine: Engine) -> None:
+        self.model, self._engine = model, engine
+
+    def train(self, work: Work) -> Tensor:
+        """Forward and backward, as `Runner.train`."""
+        totals = self._zeros()
+        for number, batch in enumerate(work.batches, start=1):
+            loss = self._forward(work, batch)
+            with self._engine.no_sync(number < len(work.batches)):
+                work.scaled(loss).backward()
+            work.after()
+            totals += count_targets(self.model, batch, loss)
+        return totals
+
+    @torch.no_grad()
+    def evaluate(self, work: Work) -> Tensor:
+        """Forward, as `Runner.evaluate`."""
+        totals = self._zeros()
+        for batch in work.batches:
+            totals += count_targets(self.model, batch, self._forward(work, batch))
+            work.after()
+        return totals
+
+    def _forward(self, work: Work, batch: Batch) -> Tensor:
+        work.before(batch, 0)
+        loss: Tensor = self.model(batch.tokens, batch.targets, batch.documents)
+        return loss
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(2, dtype=torch.float64, device=self._engine.hierarchy.device)
+
+
+def count_targets(model: GPT, batch: Batch, loss: Tensor) -> Tensor:
+    """The loss and the number of tokens that it is a sum over, float64 [2]."""
+    tokens = (model.own_part(batch.targets, batch.documents) >= 0).sum()
+    return torch.stack([loss.detach().double(), tokens.double()])

@@ -1,0 +1,70 @@
+"""Pipelines give one process's losses, norms and gradients."""
+
+import pytest
+import torch
+
+from megafrontier.data.sampling.samples import Batch
+from megafrontier.parallel.mesh import Splits
+from megafrontier.partition import Placement
+from megafrontier.pipeline.work import Work
+from tests.model.small_models import SHAPES
+from tests.ranks import run_mesh
+from tests.splits.matrix import (
+    Case,
+    assert_equal,
+    batch,
+    connected,
+    split_model,
+    train_alone,
+    train_split,
+)
+
+LLAMA, GPT2, NEOX = SHAPES["llama"], SHAPES["gpt2"], SHAPES["neox"]
+GROUPED = SHAPES["llama grouped, tied, longer texts"]
+FOUR = {"layers": 4}
+
+CASES = [
+    ((2,), Splits(pipeline=2), "ddp", Case(LLAMA | FOUR, accumulation=4)),
+    ((2, 2), Splits(pipeline=2), "zero3", Case(LLAMA | FOUR, accumulation=4)),
+    ((2, 2), Splits(pipeline=4), "topo", Case(NEOX | FOUR, "empty rows", accumulation=8)),
+    (
+        (2, 2, 2),
+        Splits(pipeline=2),
+        "topo",
+        Case(LLAMA | FOUR, accumulation=2, documents=True, options={"overlap": "full"}),
+    ),
+]
+
+
+@pytest.mark.parametrize(("sizes", "splits", "strategy", "case"), CASES)
+def test_a_pipeline_gives_one_processs_losses_and_gradients(sizes, splits, strategy, case):
+    found = run_mesh(sizes, lambda mesh: train_split(case, strategy, mesh), splits=splits)
+    assert_equal(found, train_alone(case))
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "topo", "zero3"])
+def test_weights_cross_the_levels_beyond_theirs_once_a_step(strategy):
+    """However many micro-batches there are, and by the formula. Without sharded weights no level is
+    crossed inside a step."""
+
+    case = Case(LLAMA | FOUR)
+    tokens, targets = batch(case, 0)
+
+    def body(mesh):
+        model, engine, _ = split_model(case, strategy, mesh)
+        pipeline, found = connected(case, mesh, model, engine), []
+        for count in (2, 7):
+            engine.ledger.take_kinds(wait=True)
+            pipeline.train(Work([Batch(tokens[:1], targets[:1], None, 0)] * count))
+            engine.finish_gradients()
+            engine.finish_step(torch.zeros(()))
+            engine.finish_publishing()
+            kinds = engine.ledger.take_kinds(wait=True)
+            sent = [level["weights"].bytes + level["gradients"].bytes for level in kinds]
+            assert sent == engine.step_bytes(count, passes=pipeline.passes(count))
+            found.append([level["weights"].bytes for level in kinds])
+        depth = Placement.named(strategy, mesh.hierarchy().levels).weights
+        return [numbers[depth:] for numbers in found]
+
+    for few, many in run_mesh((2, 2, 2), body, splits=Splits(pipeline=2)):
+        assert few == many
