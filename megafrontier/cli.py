@@ -55,7 +55,7 @@ class _Parser(argparse.ArgumentParser):
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     # Overrides may stand anywhere. argparse refuses them before the config and after an option.
     words = list(sys.argv[1:] if argv is None else argv)
-    takes_overrides = bool(words) and words[0] in ("train", "evaluate")
+    takes_overrides = bool(words) and words[0] in ("train", "evaluate", "plan")
     overrides, others = split_overrides(words) if takes_overrides else ([], words)
     arguments = _parser().parse_args(others)
     if overrides:  # after other words that argparse took for overrides, which the config refuses
@@ -202,11 +202,21 @@ def _merge(a: argparse.Namespace) -> None:
     _arg("config", "YAML file, see docs/configuration.md"),
     *_RANKS,
     _arg("--trace", "write a timeline, trace.json (log.trace=true)", action="store_true"),
+    _arg(
+        "--dry-run",
+        "build rank 0 without memory and without peers, and say what it needs",
+        action="store_true",
+    ),
 )
 def _train(a: argparse.Namespace) -> int:
     from megafrontier.common.signals import record_stop_requests
 
     _quiet_torch()
+    if a.dry_run:
+        from megafrontier.planner.command import dry_run_command
+
+        print(dry_run_command(a.config, a.overrides, a.nproc))
+        return 0
     with record_stop_requests():  # from here on, because the imports alone take seconds
         from megafrontier.config import load_config
         from megafrontier.launch.main import load_or_refuse, train
@@ -214,6 +224,22 @@ def _train(a: argparse.Namespace) -> int:
         overrides = [*a.overrides, *(["log.trace=true"] if a.trace else [])]
         load = partial(load_config, a.config, overrides)
         return train(load_or_refuse(load, a.nproc), a.nproc)
+
+
+@_command(
+    "predict memory and time of the layouts of a config on a number of nodes, and rank them",
+    _arg("config", "YAML file, see docs/configuration.md"),
+    _arg("--nodes", "number of nodes", type=int, required=True, metavar="N"),
+    _arg("--tokens", "of a whole run, for its node-hours", type=float, metavar="T"),
+    _arg("--json", "print JSON", action="store_true"),
+    _arg("--write", "write the config of the best layout", type=Path, metavar="FILE"),
+    _RANKS[1],
+)
+def _plan(a: argparse.Namespace) -> None:
+    _quiet_torch()
+    from megafrontier.planner.command import plan_command
+
+    print(plan_command(a.config, a.overrides, a.nodes, a.tokens, a.json, a.write))
 
 
 def _quiet_torch() -> None:

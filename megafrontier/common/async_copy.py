@@ -9,7 +9,9 @@ import torch
 def to_device(values: Sequence[float] | torch.Tensor, device: torch.device) -> torch.Tensor:
     """`values` [n] of the host as float64 [n] on `device`. The host does not wait for the copy."""
     found = torch.as_tensor(values, dtype=torch.float64)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+    if device.type == "cuda":
+        found = found.pin_memory()
+    return found.to(device, non_blocking=True)
 
 
 class DeviceTimer:

@@ -11,7 +11,10 @@ class LevelConfig:
     """Groups of the next faster level (ranks, on the first one) in a group of this level. Only the
     outermost level may leave it open."""
     gigabytes_per_second: float | None = bounded(None, above=0)
-    """Bandwidth of one rank over this level, in one direction. The preflight compares with it."""
+    """Bandwidth of one rank over this level, in one direction. The preflight compares with it, and
+    `plan` computes with it."""
+    latency_microseconds: float = bounded(10.0, at_least=0)
+    """What a message over this level takes before its first byte arrives. For `plan`."""
 
 
 @dataclass
@@ -25,6 +28,13 @@ class DeviceConfig:
     peak_tflops: float | None = bounded(None, above=0)
     """Dense peak of one device in 16 bits, for MFU. There is no MFU without it, for fp32 training
     on an accelerator, and if a CPU stands in for an accelerator."""
+    matrix_tflops: float | None = bounded(None, above=0)
+    """Dense rate that large matrix products reach in 16 bits (on a CPU: in fp32). For `plan`;
+    default: 65 % of `peak_tflops`."""
+    memory_gigabytes_per_second: float | None = bounded(None, above=0)
+    """Bytes that elementwise operations read and write. For `plan`."""
+    launch_microseconds: float = bounded(5.0, at_least=0)
+    """What the host needs to start one operation. For `plan`."""
     ranks_per_host: int | None = bounded(None, above=0)
     """Ranks that Slurm or torchrun must start on each host. Default: not checked."""
 

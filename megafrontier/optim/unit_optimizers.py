@@ -1,6 +1,6 @@
 """The optimizers of an engine's units, by the configuration's groups."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +37,11 @@ class UnitOptimizer(Protocol):
         ...
 
 
+Make = Callable[
+    [str, Sequence[Unit], OptimizerGroups, OptimizerConfig, LevelCollectives | None], UnitOptimizer
+]
+
+
 class UnitOptimizers:
     """The optimizers of an engine's trained units.
 
@@ -50,13 +55,16 @@ class UnitOptimizers:
         groups: OptimizerGroups,
         config: OptimizerConfig,
         tensor: LevelCollectives | None = None,
+        make: Make | None = None,
     ) -> None:
-        """`tensor`: collectives over the ranks of a tensor split. Muon needs them."""
+        """`tensor`: collectives over the ranks of a tensor split. Muon needs them. `make`: called
+        in place of `make_optimizer`."""
         self._parts: list[tuple[UnitOptimizer, list[int]]] = []
         self.states: States = {}
         for name in dict.fromkeys(unit.optimizer for unit in units):
             indices = [i for i, unit in enumerate(units) if unit.optimizer == name]
-            optimizer = _make(name, [units[i] for i in indices], groups, config, tensor)
+            own = [units[i] for i in indices]
+            optimizer = (make or make_optimizer)(name, own, groups, config, tensor)
             self._parts.append((optimizer, indices))
             for state in STATES[name]:
                 shards = self.states.setdefault(state, [None] * len(units))
@@ -117,13 +125,14 @@ def _param_groups(
     ]
 
 
-def _make(
+def make_optimizer(
     name: str,
     units: Sequence[Unit],
     groups: OptimizerGroups,
     config: OptimizerConfig,
     tensor: LevelCollectives | None,
 ) -> UnitOptimizer:
+    """The optimizer of a name for some units. Arguments as of `UnitOptimizers`."""
     if name == "muon":
         of = {parameter: groups.groups[number] for parameter, number in groups.numbers.items()}
         return ShardedMuon(units, of, tensor)

@@ -73,7 +73,7 @@ def make_groups(
         dist.new_group(
             list(ranks),
             timeout=timeout,
-            backend=None if device.type == "cuda" else _gloo(),
+            backend=_BACKENDS.get(device.type, _gloo)(),
             # New options for each group, because torch keeps the object.
             pg_options=_one_channel(timeout) if has_one_channel else None,
             use_local_synchronization=True,
@@ -82,6 +82,10 @@ def make_groups(
         else None
         for ranks in peers
     )
+
+
+_BACKENDS: dict[str, Callable[[], str | None]] = {"cuda": lambda: None, "meta": lambda: "fake"}
+"""The backend of a type of device, if not gloo; None: torch's default."""
 
 
 @cache

@@ -210,7 +210,7 @@ class Mesh:
         """`timeout` applies to every collective of the groups."""
         self.shape, self.world = shape, world
         self.arbiter = CommArbiter()
-        self._timeout = timeout
+        self.timeout = timeout
         self._hierarchies: dict[tuple[str, ...], Hierarchy] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._made: dict[str, int] = {}
@@ -305,20 +305,32 @@ class Mesh:
             self._make_groups("pipeline", [ranks])
         return self._groups[ranks]
 
+    def levels_of_groups(self) -> dict[str, tuple[str, bool]]:
+        """By torch's name of each group that this rank has made: the level that it crosses, and
+        whether it is one of the control plane."""
+        names = self.levels.names
+        found: dict[str, tuple[str, bool]] = {
+            group.group_name: (names[self.shape.level_between(ranks[0], ranks[-1])], False)
+            for ranks, group in self._groups.items()
+            if group is not None
+        }
+        for name, group in zip(names, self.world.groups, strict=True):
+            if group is not None:
+                found[group.group_name] = name, True
+        return found
+
     def _outside(self, axes: Sequence[str]) -> tuple[tuple[str, int], ...]:
         others = [axis for axis in _basis(axes) if axis not in axes]
         split = [axis for axis in others if self.shape.over((axis,)).ranks > 1]
         return tuple((axis, self.shape.index(self.rank, (axis,))) for axis in split)
 
     def linked(self) -> list[Hierarchy]:
-        """Hierarchies that together reach all peers of this rank, for tests of links. Splits whose
-        activations move in every layer have one each, because a rank waits for these peers most."""
-        split = [(axis,) for axis in ("tensor", "context") if getattr(self.splits, axis) > 1]
-        return [self.hierarchy(axes) for axes in (DATA_PARALLEL, ("pipeline",), *split)]
+        """Two hierarchies that together reach all peers of this rank, for tests of links."""
+        return [self.hierarchy(), self.hierarchy(("pipeline",))]
 
     def _make_groups(self, name: str, peers: Sequence[tuple[int, ...]]) -> None:
         new = [ranks for ranks in peers if ranks not in self._groups]
-        groups = make_groups(new, self.device, self._timeout)
+        groups = make_groups(new, self.device, self.timeout)
         self._groups |= zip(new, groups, strict=True)
         made = sum(group is not None for group in groups)
         self._made[name] = self._made.get(name, 0) + made

@@ -122,7 +122,21 @@ def build_trainer(
         lambda: [open_loader(config, part, rank, size, device) for part in PARTS]
     )
     assert train is not None
-    moe = config.model.moe
+    return make_trainer(config, plan, mesh, (model, engine), optimizer, train, valid, run_logger)
+
+
+def make_trainer(
+    config: Config,
+    plan: RunPlan,
+    mesh: Mesh,
+    built: tuple[GPT, Engine],
+    optimizer: UnitOptimizers,
+    train: Loader,
+    valid: Loader | None = None,
+    run_logger: RunLogger | None = None,
+) -> Trainer:
+    """A trainer at step 0 of what `build_model` has built."""
+    (model, engine), device, moe = built, mesh.device, config.model.moe
     return Trainer(
         config,
         plan,
@@ -174,7 +188,7 @@ def build_model(
         overlap=config.partition.overlap,
         prefetch=config.partition.prefetch,
         check_order=config.partition.check_order,
-        initial=initial_values(config) if has_values else _zeros,
+        initial=initial_values(config) if has_values else partial(_zeros, mesh.device),
         groups=optimizer_groups(config).of,
         stages=block_names(model, division, mesh.pipeline_rank),
     )
@@ -201,8 +215,8 @@ def initial_values(config: Config) -> InitialSlice:
     return partial(initial_slice, config.run.seed)
 
 
-def _zeros(_spec: ParamSpec, start: int, stop: int) -> torch.Tensor:
-    return torch.zeros(stop - start)
+def _zeros(device: torch.device, _spec: ParamSpec, start: int, stop: int) -> torch.Tensor:
+    return torch.zeros(stop - start, device=device)
 
 
 def open_loader(

@@ -239,8 +239,15 @@ class CommStreams:
             work.wait()
 
 
+STREAMS: dict[str, Callable[[str, torch.device], _Stream]] = {
+    "cpu": lambda name, device: ThreadStream(name),
+    "cuda": lambda name, device: DeviceStream(device),
+}
+"""What makes a stream of a name, by the type of device. A simulation adds its own."""
+
+
 def _make_stream(name: str, device: torch.device) -> _Stream:
-    return DeviceStream(device) if device.type == "cuda" else ThreadStream(name)
+    return STREAMS[device.type](name, device)
 
 
 @dataclass

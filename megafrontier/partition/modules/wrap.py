@@ -295,9 +295,9 @@ def refuse_weights(outputs: Iterable[torch.Tensor], block: str, unit: Unit) -> N
     before it is used."""
     if unit.is_persistent:
         return
-    weights = unit.full.untyped_storage().data_ptr()
+    weights = unit.full.untyped_storage()._cdata  # an address, though there are no data on meta
     for tensor in outputs:
-        if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() == weights:
+        if tensor.layout == torch.strided and tensor.untyped_storage()._cdata == weights:
             raise UserError(
                 f"block {block!r}: returns a view of its own parameter, need a copy (.clone())"
             )

@@ -1,0 +1,124 @@
+"""A clock instead of a device: one lane for computation, and one for each comm stream.
+
+A simulation runs in one thread, in program order. Each task of a lane begins when the lane is free,
+when what it waits for is over, and not before it is issued. So the times are those of the engine's
+own order of operations.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from megafrontier.partition.comm.streams import STREAMS, Task, WorkHandle
+
+COMPUTE = "compute"
+_current: ContextVar["Clock"] = ContextVar("clock")
+
+
+@dataclass
+class Bar:
+    """Some work on a lane, in seconds since the simulation began."""
+
+    lane: str
+    label: str
+    start: float
+    seconds: float
+
+
+@dataclass
+class Clock:
+    """The time at which each lane has done its work so far, in seconds."""
+
+    lanes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds of work by lane."""
+    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds that the computation waited for a collective, by level."""
+    lane: str = COMPUTE
+    """Where work is done now."""
+    level: str = ""
+    """The level of the last collective."""
+    bars: list[Bar] | None = None
+    """All work, if a list is given."""
+
+    @property
+    def now(self) -> float:
+        return self.lanes[self.lane]
+
+    def advance(self, seconds: float, label: str = "") -> None:
+        """Work on the present lane."""
+        if self.bars is not None and seconds > 0:
+            self.bars.append(Bar(self.lane, label, self.now, seconds))
+        self.lanes[self.lane] += seconds
+        self.busy[self.lane] += seconds
+
+    def communicate(self, seconds: float, level: str) -> None:
+        """A collective over `level` on the present lane."""
+        self.level = level
+        if self.lane == COMPUTE:
+            self.exposed[level] += seconds
+        self.advance(seconds, level)
+
+    def wait_until(self, time: float, level: str) -> None:
+        """The present lane waits for a collective over `level` that is over at `time`."""
+        if self.lane == COMPUTE and time > self.now:
+            self.exposed[level] += time - self.now
+        self.lanes[self.lane] = max(self.now, time)
+
+    def wait_for_all(self) -> None:
+        """All lanes wait for the last one."""
+        last = max(self.lanes.values(), default=0.0)
+        for lane in self.lanes:
+            self.lanes[lane] = last
+
+    @contextmanager
+    def on(self, lane: str) -> Iterator[None]:
+        """Work in the body is done on `lane`, and begins when it is issued at the earliest."""
+        issued, outer = self.now, self.lane
+        self.lane = lane
+        self.lanes[lane] = max(self.now, issued)
+        try:
+            yield
+        finally:
+            self.lane = outer
+
+    @contextmanager
+    def running(self) -> Iterator["Clock"]:
+        """Engines on the meta device that are built in the body use this clock."""
+        token = _current.set(self)
+        try:
+            yield self
+        finally:
+            _current.reset(token)
+
+
+class ClockStream:
+    """A comm stream on the clock. Tasks run in the caller, and only their time is another's."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._clock = name, _current.get()
+
+    def run(self, task: Task, after: WorkHandle) -> WorkHandle:
+        """Run `task` at once. It takes its time on the stream's lane, after `after`."""
+        with self._clock.on(self._name):
+            after.wait()
+            task()
+            return ClockWork(self._clock, self._clock.now, self._clock.level)
+
+
+@dataclass(frozen=True)
+class ClockWork:
+    """A task that is over at a time of the clock."""
+
+    clock: Clock
+    time: float
+    level: str
+
+    def wait(self) -> None:
+        """Let the present lane wait for the task."""
+        self.clock.wait_until(self.time, self.level)
+
+
+STREAMS["meta"] = lambda name, device: ClockStream(name)

@@ -1,0 +1,138 @@
+"""`megafrontier plan`: layouts of a configuration on a number of nodes, ranked."""
+
+import json
+import os
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from megafrontier.common.errors import UserError, need
+from megafrontier.config import Config, MachineConfig, load_config, load_machine, save_config
+from megafrontier.parallel.env import identify
+from megafrontier.planner.rates import UNKNOWN
+from megafrontier.planner.search import Layout, search
+from megafrontier.planner.simulate import Simulated, simulate
+from megafrontier.training.plan import memory_advice, resolve_plan
+from megafrontier.training.preview import describe_run
+
+CATEGORIES = (
+    "weights", "gradients", "optimizer", "error_feedback", "buffers", "messages", "activations",
+    "other",
+)  # fmt: skip
+
+
+def plan_command(
+    path: str,
+    overrides: Sequence[str],
+    nodes: int,
+    tokens: float | None = None,
+    as_json: bool = False,
+    write: Path | None = None,
+) -> str:
+    """The table, or JSON. `tokens`: of a whole run, for its node-hours. `write`: gets the config of
+    the best layout.
+
+    Raises UserError for a config or machine that cannot be planned, and if no layout fits.
+    """
+    need(nodes >= 1, "--nodes", nodes, "need 1 or more")
+    config = load_config(path, overrides)
+    machine = load_machine(config.machine)
+    layouts = search(config, nodes * ranks_per_node(machine))
+    if write is not None:
+        if not layouts[0].fits:
+            raise UserError(f"plan: {too_large(layouts[0])}")
+        save_config(layouts[0].config, write)
+    if as_json:
+        found = {"machine": config.machine, "nodes": nodes}
+        return json.dumps({**found, "plans": [as_dict(layout) for layout in layouts]}, indent=1)
+    return table(config, layouts, nodes, tokens)
+
+
+def dry_run_command(path: str, overrides: Sequence[str], ranks: int | None) -> str:
+    """What a run will say about its ranks, and the memory of rank 0, which is built.
+
+    `ranks`: default: those of the launcher, or 1. Raises UserError for a config that cannot run,
+    and if the tensors do not fit into the device's memory.
+    """
+    config = load_config(path, overrides)
+    plan = resolve_plan(config, identify(os.environ).world_size if ranks is None else ranks)
+    lines = list(describe_run(config, plan))
+    step = simulate(config, plan, rates=UNKNOWN)
+    layout = Layout((), config, plan, step)
+    if not layout.fits:
+        memory = plan.machine.device.memory_gib
+        raise UserError(
+            f"machine.device.memory_gib: {memory:g}, need {step.gib:.3g} on {plan.levels.ranks} "
+            f"ranks: {_parts(step)}; take {memory_advice(config)}"
+        )
+    return "\n".join([*lines, f"rank 0: {step.gib:.3g} GiB of tensors at the peak: {_parts(step)}"])
+
+
+def _parts(step: Simulated) -> str:
+    """GiB by category."""
+    parts = (f"{name.replace('_', ' ')} {gib:.3g}" for name, gib in step.memory.items() if gib)
+    return ", ".join(parts)
+
+
+def ranks_per_node(machine: MachineConfig) -> int:
+    """By the machine file, or all levels but the last."""
+    sizes = [level.size for level in machine.levels.values()][:-1]
+    return machine.device.ranks_per_host or prod(size or 1 for size in sizes)
+
+
+def too_large(layout: Layout) -> str:
+    """Why a layout does not fit, in one line."""
+    memory = layout.plan.machine.device.memory_gib
+    return (
+        f"needs {layout.step.gib:.3g} GiB of {memory:g} on {layout.plan.levels.ranks} ranks, "
+        "and no other layout fits; need more nodes"
+    )
+
+
+def mfu(layout: Layout) -> float | None:
+    """Share of the device's peak; None if the machine file does not state it."""
+    peak = layout.plan.machine.device.peak_tflops
+    return None if peak is None else layout.step.tflops_per_device / peak
+
+
+def as_dict(layout: Layout) -> dict[str, Any]:
+    """A plan in JSON."""
+    step = layout.step
+    return {
+        "overrides": list(layout.overrides),
+        "fits": layout.fits,
+        "gib": step.gib,
+        "memory": {name: step.memory.get(name, 0.0) for name in CATEGORIES},
+        "step_seconds": step.seconds,
+        "tokens_per_second": step.tokens_per_second,
+        "tflops_per_device": step.tflops_per_device,
+        "mfu": mfu(layout),
+        "bytes": {name: round(sent) for name, sent in step.sent.items()},
+        "exposed_seconds": step.exposed,
+        "limit": step.limit,
+    }
+
+
+def table(config: Config, layouts: Sequence[Layout], nodes: int, tokens: float | None) -> str:
+    """One line for each layout, fastest first."""
+    names = layouts[0].plan.levels.names
+    head = ["fits", "GiB", "step s", "tokens/s", "TF/s", "MFU %"]
+    head += [f"{name} GB" for name in names] + ["waits s", "limit"]
+    if tokens is not None:
+        head.append("node-hours")
+    rows = [[*head, "overrides"]]
+    for layout in layouts:
+        step, share = layout.step, mfu(layout)
+        row = ["yes" if layout.fits else "no", f"{step.gib:.1f}", f"{step.seconds:.3f}"]
+        row += [f"{step.tokens_per_second:,.0f}", f"{step.tflops_per_device:.1f}"]
+        row.append("-" if share is None else f"{100 * share:.1f}")
+        row += [f"{step.sent[name] / 1e9:.2f}" for name in names]
+        row += [f"{sum(step.exposed.values()):.3f}", step.limit]
+        if tokens is not None:
+            row.append(f"{tokens / step.tokens_per_second / 3600 * nodes:,.0f}")
+        rows.append([*row, " ".join(layout.overrides) or "(as configured)"])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = ["  ".join([*map(str.rjust, row, widths), row[-1]]) for row in rows]
+    ranks = layouts[0].plan.levels.ranks
+    return "\n".join([f"{config.run.name} on {nodes} nodes, {ranks} ranks; a step each:", *lines])

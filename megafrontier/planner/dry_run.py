@@ -1,0 +1,132 @@
+"""One rank of a run, built by the code that trains, on the meta device and torch's `fake` backend.
+
+No weights are allocated and nothing is sent, so that a laptop builds a rank of any machine.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megafrontier.config import Config, OptimizerConfig
+from megafrontier.data.sampling.loader import Loader, micro_batches
+from megafrontier.data.sampling.samples import Batch
+from megafrontier.optim.groups import STATES, OptimizerGroups
+from megafrontier.optim.unit_optimizers import UnitOptimizer, UnitOptimizers, make_optimizer
+from megafrontier.parallel.groups import make_groups
+from megafrontier.parallel.mesh import AXES, Mesh
+from megafrontier.parallel.world import World
+from megafrontier.partition.comm.collectives import LevelCollectives
+from megafrontier.partition.unit import Unit
+from megafrontier.planner.meter import Meter
+from megafrontier.splits.apply import tensor_collectives
+from megafrontier.training.plan import RunPlan, optimizer_groups
+from megafrontier.training.trainer import Trainer, build_model, make_trainer
+
+META = torch.device("meta")
+
+
+class DryWorld(World):
+    """All ranks, of which one exists. The others agree with it."""
+
+    def all_true(self, ok: bool) -> bool:
+        """`ok`."""
+        return ok
+
+    def first_error(self, message: str | None) -> str | None:
+        """`message`."""
+        return message
+
+    def _broadcast_text(self, text: str | None) -> str:
+        return text or ""
+
+
+@contextmanager
+def dry_mesh(plan: RunPlan, rank: int = 0) -> Iterator[Mesh]:
+    """The mesh of one rank of a plan. No process group may exist outside of the body."""
+    size = plan.levels.ranks
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        world = DryWorld(rank, size, META)
+        mesh = Mesh(plan.shape, world)
+        peers = plan.shape.peers(rank, AXES)
+        world.groups = make_groups(peers, META, mesh.timeout)
+        yield mesh
+    finally:
+        dist.destroy_process_group()
+
+
+def dry_trainer(config: Config, plan: RunPlan, mesh: Mesh, meter: Meter, most: int) -> Trainer:
+    """A trainer that reads at most `most` micro-batches a step. They have no values."""
+    train = replace(config.train, compile=False)
+    config = replace(config, train=train)
+    built = build_model(config, plan, mesh, has_values=False)
+    engine = built[1]
+    optimizer = UnitOptimizers(
+        engine.trained_units,
+        optimizer_groups(config),
+        config.optimizer,
+        tensor_collectives(engine, mesh),
+        partial(_make_optimizer, meter),
+    )
+    loader = cast(Loader, DryLoader(config, mesh, most))
+    return make_trainer(config, plan, mesh, built, optimizer, loader)
+
+
+class DryLoader:
+    """Micro-batches of the right shapes, without documents."""
+
+    def __init__(self, config: Config, mesh: Mesh, most: int) -> None:
+        train = config.train
+        self.all = micro_batches(train.global_batch, train.micro_batch, mesh.data_size)
+        """Micro-batches of a real step."""
+        self.micro_batches = min(most, self.all)
+        self._shape = train.micro_batch, config.model.sequence_length
+
+    def position(self, step: int) -> tuple[int, int]:
+        """As `Loader.position`."""
+        return step, 0
+
+    def step(self, step: int) -> list[Batch]:
+        """As `Loader.step`."""
+        tokens = torch.empty(self._shape, dtype=torch.int64, device=META)
+        return [Batch(tokens, tokens, None, 0) for _ in range(self.micro_batches)]
+
+
+def _make_optimizer(
+    meter: Meter,
+    name: str,
+    units: Sequence[Unit],
+    groups: OptimizerGroups,
+    config: OptimizerConfig,
+    tensor: LevelCollectives | None,
+) -> UnitOptimizer:
+    if name == "muon":
+        return make_optimizer(name, units, groups, config, tensor)
+    return _Elementwise(meter, name, [unit.master for unit in units])
+
+
+class _Elementwise:
+    """What an optimizer of single elements holds and computes. Its kernel passes over them once."""
+
+    def __init__(self, meter: Meter, name: str, masters: Sequence[torch.Tensor]) -> None:
+        self._meter = meter
+        self.states = {state: [torch.zeros_like(m) for m in masters] for state in STATES[name]}
+        held = sum(master.nbytes for master in masters)
+        # It reads the gradient, and reads and writes the master and the states.
+        self._moved = held * (3 + 2 * len(self.states))
+
+    def step(
+        self,
+        gradients: Sequence[torch.Tensor],
+        lr: float,
+        divisor: torch.Tensor,
+        skip: torch.Tensor,
+    ) -> None:
+        """As `UnitOptimizer.step`."""
+        self._meter.move(self._moved, "optimizer")

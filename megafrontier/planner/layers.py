@@ -1,0 +1,41 @@
+"""A step of a deep model from steps of two shallow ones: every further block costs the same."""
+
+from dataclasses import replace
+from typing import Any
+
+from megafrontier.config import Config
+from megafrontier.planner.simulate import Simulated, simulate
+from megafrontier.training.plan import resolve_plan
+
+SHALLOW = 4, 6
+"""Blocks of the two models: more than are prefetched and published ahead."""
+
+
+def simulate_blocks(config: Config, ranks: int) -> Simulated:
+    """`simulate` of a rank, in a time that does not depend on the number of blocks.
+
+    Raises UserError as `simulate` and `resolve_plan`.
+    """
+    layers = config.model.layers
+    if layers <= SHALLOW[1]:
+        return simulate(config, resolve_plan(config, ranks))
+    fewer, more = (_with_layers(config, count, ranks) for count in SHALLOW)
+    times = (layers - SHALLOW[0]) / (SHALLOW[1] - SHALLOW[0])
+    found: Simulated = _between(fewer, more, times)
+    return found
+
+
+def _with_layers(config: Config, layers: int, ranks: int) -> Simulated:
+    shallow = replace(config, model=replace(config.model, layers=layers))
+    return simulate(shallow, resolve_plan(shallow, ranks))
+
+
+def _between(fewer: Any, more: Any, times: float) -> Any:
+    """The value on the line through two, which may lie in a dataclass or a mapping."""
+    if isinstance(fewer, Simulated):
+        names = ("seconds", "flops", "sent", "exposed", "computing", "memory")
+        pairs = {name: (getattr(fewer, name), getattr(more, name)) for name in names}
+        return replace(more, **{name: _between(*pair, times) for name, pair in pairs.items()})
+    if isinstance(fewer, dict):
+        return {name: _between(fewer[name], more[name], times) for name in fewer}
+    return fewer + times * (more - fewer)

@@ -1,0 +1,219 @@
+"""The layouts of a configuration on a machine, simulated and ranked.
+
+A quick estimate by formulas sorts all layouts. Only the most promising ones are simulated.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement, product, repeat
+from multiprocessing import get_context
+from typing import Any, Literal, cast
+
+from megafrontier.common.errors import UserError
+from megafrontier.config import Config, WiresConfig, load_machine
+from megafrontier.model.flops import flops_per_token
+from megafrontier.model.recompute.checkpointing import Mode
+from megafrontier.parallel.hierarchy import Levels
+from megafrontier.partition.placement import node_depth, traffic_bytes
+from megafrontier.planner.layers import simulate_blocks
+from megafrontier.planner.rates import DeviceRates, link_rates
+from megafrontier.planner.simulate import Simulated
+from megafrontier.training.plan import (
+    GIB,
+    RunPlan,
+    buffer_gib,
+    resolve_plan,
+    state_gib,
+    unit_sizes,
+)
+
+Preset = Literal["exact", "zero++", "low"]
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+CHECKPOINTING: tuple[Mode, ...] = ("none", "selective", "block")
+WIRES: tuple[Preset, ...] = ("exact", "low")
+OPERATIONS = {"none": 1.0, "selective": 1.1, "block": 4 / 3, "offload": 4 / 3}
+"""Of a step by checkpointing mode, as a multiple of those without, for the estimate."""
+SAVED_BYTES = {"none": 34.0, "selective": 20.0, "block": 2.0, "offload": 0.0}
+"""For backward by checkpointing mode, for each token, block and hidden element, in 16 bits without
+the attention matrix (Korthikanti et al. 2022, arXiv:2205.05198), for the estimate."""
+_NOWHERE = dict.fromkeys(("strategy", "weights", "backward_weights", "gradients", "optimizer"))
+SIMULATED = 8
+"""Layouts that fit, besides the configuration's own."""
+MOST_WORKERS = 16
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A configuration with some overrides, and what a step of it takes."""
+
+    overrides: tuple[str, ...]
+    config: Config
+    plan: RunPlan
+    step: Simulated
+
+    @classmethod
+    def of(cls, overrides: tuple[str, ...], config: Config, ranks: int) -> "Layout":
+        """Simulate a layout. Raises UserError for one that cannot be."""
+        step = simulate_blocks(config, ranks)
+        return cls(overrides, config, resolve_plan(config, ranks), step)
+
+    @property
+    def fits(self) -> bool:
+        """Whether all tensors fit into the device's memory, if the machine file says that."""
+        memory = self.plan.machine.device.memory_gib
+        return memory is None or self.step.gib <= memory
+
+
+def search(config: Config, ranks: int, most: int = SIMULATED) -> list[Layout]:
+    """The configuration's own layout and the `most` best others that fit into memory, fastest
+    first; one that does not fit comes last.
+
+    Raises UserError if no layout can be, with the reason of the configuration's own.
+    """
+    candidates = [found for family in _families(config, ranks) for found in family.members()]
+    candidates.sort(key=lambda each: each.seconds)
+    tried = [_Candidate((), config, 0.0), *candidates[: 2 * most]]
+    try:
+        resolve_plan(config, ranks)
+    except UserError:
+        if not candidates:
+            raise
+        tried = tried[1:]
+    found = _simulate(tried, ranks)
+    own = [layout for layout in found if not layout.overrides]
+    others = [layout for layout in found if layout.overrides and layout.fits][:most]
+    return sorted([*own, *others], key=lambda layout: (not layout.fits, layout.step.seconds))
+
+
+def _simulate(candidates: "Sequence[_Candidate]", ranks: int) -> list[Layout]:
+    """Each of some layouts, in processes side by side."""
+    simulate_blocks(candidates[0].config, ranks)  # the processes need not import its modules again
+    overrides, configs = zip(*((c.overrides, c.config) for c in candidates), strict=True)
+    workers = min(os.cpu_count() or 1, len(candidates), MOST_WORKERS)
+    with ProcessPoolExecutor(workers, get_context("fork")) as pool:
+        return list(pool.map(Layout.of, overrides, configs, repeat(ranks)))
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A layout with the estimate of its step."""
+
+    overrides: tuple[str, ...]
+    config: Config
+    seconds: float
+
+
+class _Family:
+    """The layouts that differ in the micro-batch and in what is recomputed: they hold the same
+    state and send the same messages."""
+
+    def __init__(self, config: Config, overrides: Sequence[str], ranks: int) -> None:
+        """Raises UserError for a layout that cannot be or whose state does not fit."""
+        self._config, self._overrides = config, overrides
+        least = replace(config.train, micro_batch=1, activation_checkpointing="offload")
+        plan = self._plan = resolve_plan(replace(config, train=least), ranks)
+        self._device, self._links = DeviceRates.of(plan.machine), link_rates(plan.machine)
+        memory = plan.machine.device.memory_gib
+        self._free = float("inf")
+        if memory is not None:
+            self._free = (memory - state_gib(config, plan) - buffer_gib(config, plan)) * GIB
+        self._units = _by_levels(config, plan)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """The same for placements that differ only at levels of a single rank."""
+        plan = self._plan
+        return *(plan.placement.on(over) for _, over in self._units), plan.shape.splits, plan.wires
+
+    def members(self) -> Iterator[_Candidate]:
+        """Those that may fit into memory."""
+        train, model, splits = self._config.train, self._config.model, self._plan.shape.splits
+        data_size = self._plan.shape.over(("data",)).ranks
+        parts = splits.tensor * splits.context
+        for micro_batch, mode in product(MICRO_BATCHES, CHECKPOINTING):
+            tokens = micro_batch * model.sequence_length / parts
+            saved = SAVED_BYTES[mode] * tokens * model.hidden * model.layers
+            number, rest = divmod(train.global_batch, micro_batch * data_size)
+            if rest or saved > self._free:
+                continue
+            chosen = replace(train, micro_batch=micro_batch, activation_checkpointing=mode)
+            overrides = f"train.micro_batch={micro_batch}", f"train.activation_checkpointing={mode}"
+            config = replace(self._config, train=chosen)
+            seconds = self._estimate(number, tokens, OPERATIONS[mode])
+            yield _Candidate((*self._overrides, *overrides), config, seconds)
+
+    def _estimate(self, number: int, tokens: float, operations: float) -> float:
+        """Seconds of a step of `number` micro-batches: computation, or the busiest level if that
+        takes longer, and a part of the rest, which is seldom hidden wholly."""
+        model, plan = self._config.model, self._plan
+        names = plan.levels.names
+        flops = flops_per_token(model) * number * tokens * operations
+        computing = flops / self._device.matrix_flops
+        sent = [0.0] * len(names)
+        for numel, over in self._units:
+            here = plan.placement.on(over)
+            traffic = traffic_bytes(numel, here, over, plan.wires, number, 2 * number)
+            sent = [a + b for a, b in zip(sent, traffic, strict=True)]
+        for level, size in enumerate(plan.shape.over(("tensor",)).sizes):
+            # A gather and a reduction around attention and MLP, forward and backward.
+            sent[level] += 8 * number * model.layers * tokens * model.hidden * 2 * (size - 1)
+        seconds = [
+            self._links[name].seconds(count, 0) for name, count in zip(names, sent, strict=True)
+        ]
+        return max(computing, *seconds) + 0.1 * sum(seconds)
+
+
+def _by_levels(config: Config, plan: RunPlan) -> list[tuple[int, Levels]]:
+    """Elements of all units with the same levels, and these."""
+    numels: Counter[tuple[str, ...]] = Counter()
+    for unit in unit_sizes(config, plan.shape.splits):
+        numels[unit.axes] += unit.numel
+    return [(numel, plan.shape.over(axes)) for axes, numel in numels.items()]
+
+
+def _families(config: Config, ranks: int) -> Iterator[_Family]:
+    levels = Levels.resolve(load_machine(config.machine).levels, ranks)
+    seen: set[tuple[object, ...]] = set()
+    own = config.partition.wires.preset
+    wires: list[Preset | None] = [None, *(name for name in WIRES if name != own)]
+    for place, preset, tensor in product(_placements(levels), wires, _tensor_sizes(levels)):
+        partition = replace(config.partition, **cast(Any, {**_NOWHERE, **place}))
+        overrides = ["partition.strategy=null", *(f"partition.{k}={v}" for k, v in place.items())]
+        if preset is not None:
+            partition = replace(partition, wires=WiresConfig(preset), error_feedback=None)
+            overrides.append(f"partition.wires={preset}")
+        if tensor != config.parallel.tensor:
+            overrides.append(f"parallel.tensor={tensor}")
+        parallel = replace(config.parallel, tensor=tensor)
+        with suppress(UserError):
+            changed = replace(config, partition=partition, parallel=parallel)
+            family = _Family(changed, overrides, ranks)
+            if family.kind not in seen:
+                seen.add(family.kind)
+                yield family
+
+
+def _placements(levels: Levels) -> list[dict[str, str]]:
+    """Every nesting of weights, gradients and optimizer state; and where weights reach further than
+    the first level, also backward weights of one level less."""
+    names, found = ("none", *levels.names), []
+    for depths in combinations_with_replacement(range(len(names)), 3):
+        weights, gradients, optimizer = (names[depth] for depth in depths)
+        place = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+        found.append(place)
+        if depths[0] > 1:
+            found.append({**place, "backward_weights": names[depths[0] - 1]})
+    return found
+
+
+def _tensor_sizes(levels: Levels) -> list[int]:
+    """Sizes that fill the levels within a node one after the other."""
+    sizes, total = [1], 1
+    for size in levels.sizes[: node_depth(levels)]:
+        sizes += [total * part for part in range(2, size + 1) if size % part == 0]
+        total *= size
+    return sizes

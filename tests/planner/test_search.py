@@ -1,0 +1,125 @@
+"""Layouts ranked by `plan`, and the memory that a dry run states."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megafrontier.cli import main
+from megafrontier.config import config_to_dict, load_config
+from megafrontier.planner.command import CATEGORIES
+from megafrontier.planner.layers import simulate_blocks
+from megafrontier.planner.simulate import simulate
+from megafrontier.training.plan import resolve_plan
+from tests.planner.test_memory import MACHINE, config_of
+
+NODES = 2
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "small.yaml"
+    values = config_to_dict(config_of({"train.global_batch": 8}))
+    path.write_text(yaml.safe_dump({k: values[k] for k in ("machine", "model", "train")}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def plans(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `plan --json --write` gives on two nodes of two ranks."""
+    written = tmp_path_factory.mktemp("best") / "best.yaml"
+    from megafrontier.planner.command import plan_command
+
+    text = plan_command(str(config_file), [], NODES, as_json=True, write=written)
+    return {**json.loads(text), "written": written}
+
+
+def test_plans_have_the_documented_fields_and_the_fastest_comes_first(
+    plans: dict[str, Any],
+) -> None:
+    found = plans["plans"]
+    assert plans["nodes"] == NODES
+    assert len(found) > 3
+    for plan in found:
+        assert set(plan["memory"]) == set(CATEGORIES)
+        assert plan["gib"] == pytest.approx(sum(plan["memory"].values()))
+        assert set(plan["bytes"]) == set(plan["exposed_seconds"]) == set(MACHINE["levels"])
+    seconds = [plan["step_seconds"] for plan in found if plan["fits"]]
+    assert seconds == sorted(seconds)
+    assert [] in [plan["overrides"] for plan in found]  # the configuration's own
+
+
+def test_the_written_config_is_the_best_plan(plans: dict[str, Any]) -> None:
+    best = plans["plans"][0]
+    config = load_config(plans["written"])
+    step = simulate(config, resolve_plan(config, 2 * NODES))
+    assert step.seconds == pytest.approx(best["step_seconds"])
+
+
+def test_overrides_of_a_plan_give_its_step(config_file: Path, plans: dict[str, Any]) -> None:
+    plan = plans["plans"][-1]
+    config = load_config(config_file, plan["overrides"])
+    step = simulate(config, resolve_plan(config, 2 * NODES))
+    assert step.seconds == pytest.approx(plan["step_seconds"])
+    assert step.gib == pytest.approx(plan["gib"])
+
+
+def test_a_deep_model_is_predicted_from_two_shallow_ones() -> None:
+    deep = config_of({"partition.strategy": "topo", "partition.overlap": "safe"})
+    deep = replace(deep, model=replace(deep.model, layers=9))
+    whole = simulate(deep, resolve_plan(deep, 4))
+    found = simulate_blocks(deep, 4)
+    assert found.seconds == pytest.approx(whole.seconds, rel=1e-3)
+    assert found.gib == pytest.approx(whole.gib, rel=1e-3)
+    assert found.sent == pytest.approx(whole.sent)
+
+
+def test_overlap_hides_communication_and_none_of_it_is_lost() -> None:
+    steps = {}
+    for overlap in ("none", "safe", "full"):
+        config = config_of({"partition.strategy": "zero3", "partition.overlap": overlap})
+        steps[overlap] = simulate(config, resolve_plan(config, 4))
+    assert steps["safe"].sent == steps["full"].sent
+    assert steps["full"].seconds <= steps["safe"].seconds < steps["none"].seconds
+    assert steps["none"].seconds == pytest.approx(steps["none"].computing)  # one lane does all
+    assert sum(steps["none"].exposed.values()) > sum(steps["safe"].exposed.values()) > 0
+
+
+def test_a_dry_run_says_what_a_rank_holds(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(config_file), "--nproc", "4", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "= 4 ranks" in said
+    assert "GiB of tensors at the peak" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["train", "{}", "--nproc", "4", "--dry-run", "machine.device.memory_gib=0.001"],
+            "megafrontier: machine.device.memory_gib: 0.001, need 0.0",
+        ),
+        (
+            ["plan", "{}", "--nodes", "2", "machine.levels.world.gigabytes_per_second=null"],
+            "megafrontier: machine.levels.world.gigabytes_per_second: missing, need it to plan",
+        ),
+        (
+            ["plan", "{}", "--nodes", "2", "machine.device.memory_gib=0.0001"],
+            "megafrontier: plan: ",
+        ),
+        (["plan", "{}", "--nodes", "0"], "megafrontier: --nodes: 0, need 1 or more"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_one_line(
+    config_file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
+) -> None:
+    filled = [argument.format(config_file) for argument in arguments]
+    assert main(filled) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(line)
+    assert captured.err.count("\n") == 1
