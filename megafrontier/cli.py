@@ -242,6 +242,20 @@ def _plan(a: argparse.Namespace) -> None:
     print(plan_command(a.config, a.overrides, a.nodes, a.tokens, a.json, a.write))
 
 
+@_command(
+    "measure the links between ranks, the levels that they form, and the device",
+    _RANKS[0],
+    _arg("--machine", "machine file to compare with, by name or path", metavar="NAME"),
+    _arg("--write", "write a machine file", type=Path, metavar="FILE"),
+    _arg("--json", "print JSON", action="store_true"),
+)
+def _probe(a: argparse.Namespace) -> int:
+    _quiet_torch()
+    from megafrontier.probe.command import probe_command
+
+    return probe_command(a.nproc, a.machine, a.write, a.json)
+
+
 def _quiet_torch() -> None:
     """Leave it to our own watchdog to name a lost rank, in one line.
 

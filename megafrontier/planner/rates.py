@@ -70,7 +70,7 @@ def link_rates(machine: MachineConfig) -> dict[str, LinkRates]:
 
 
 def _missing(key: str) -> str:
-    return f"machine.{key}: missing, need it to plan"
+    return f"machine.{key}: missing, need it to plan; `megafrontier probe --write FILE` measures it"
 
 
 @dataclass(frozen=True)

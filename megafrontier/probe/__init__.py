@@ -1,0 +1,1 @@
+"""Measure what `plan` assumes: the links between ranks, the levels they form, and the device."""
