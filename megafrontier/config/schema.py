@@ -306,11 +306,13 @@ class ParallelConfig:
     """Ranks that share the blocks: the outermost. A number fills the levels from outside; a level's
     name stands for all ranks from the outermost level down to it."""
     stages_per_rank: int = count(1)
-    """Stages of a pipeline on each of its ranks, for `schedule: interleaved`."""
+    """Stages of a pipeline on each rank: at least 2 for `interleaved`, 1 or 2 for `zero_bubble`."""
     schedule: Literal["1f1b", "interleaved", "zero_bubble"] = "1f1b"
-    """Order of the forward and backward passes of a pipeline."""
+    """Order of the forwards and backwards of a pipeline. `zero_bubble` computes the gradients of
+    weights when a rank would wait: ZB-H1, or ZB-V with two stages per rank."""
     layers: list[int] = field(default_factory=list, metadata={"at_least": 1})
-    """Blocks of each stage, first stage first. Empty: the same number for all."""
+    """Blocks of each stage, first stage first. Empty: divided so that the most expensive stage,
+    with the embedding or the head, costs least."""
 
 
 @dataclass

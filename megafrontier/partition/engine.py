@@ -29,7 +29,7 @@ from megafrontier.partition.comm.streams import DONE, CommStreams, Policy, Task,
 from megafrontier.partition.memory import UnitBuffer, UnitBufferPool
 from megafrontier.partition.modules.gathers import Pass, plain_passes, sum_traffic
 from megafrontier.partition.modules.hook_points import HookPoint
-from megafrontier.partition.modules.hooks import ModuleHooks
+from megafrontier.partition.modules.hooks import Backward, ModuleHooks
 from megafrontier.partition.modules.state_dict import FullStateDict
 from megafrontier.partition.modules.wrap import (
     Block,
@@ -287,14 +287,13 @@ class Engine:
             yield
 
     @contextmanager
-    def stage(self, number: int, is_last: bool, is_last_of_root: bool) -> Iterator[None]:
+    def stage(
+        self, number: int, is_last: bool, is_last_of_root: bool, backward: Backward = "whole"
+    ) -> Iterator[None]:
         """The forwards and backwards in the body are of the part of the model with this number in
-        the `stages` of `shard`.
-
-        is_last: a backward in the body is the last one of the optimizer step for these blocks.
-        is_last_of_root: it is for the parameters outside of blocks.
-        """
-        with self._hooks.running(number, is_last, is_last_of_root):
+        the `stages` of `shard`. A backward in it gives the gradients of `backward`. It is the last
+        one of the step for these blocks (`is_last`), and for the root (`is_last_of_root`)."""
+        with self._hooks.running(number, is_last, is_last_of_root, backward):
             yield
 
     def issue(self, level: int, task: Task) -> WorkHandle:

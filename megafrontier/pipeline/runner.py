@@ -4,6 +4,7 @@ Every rank reads the whole micro-batches itself, because they are a pure functio
 only hidden states and their gradients cross a stage's border.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 
@@ -15,8 +16,10 @@ from megafrontier.model.gpt import GPT
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.partition.engine import Engine
 from megafrontier.partition.modules.gathers import Pass
+from megafrontier.partition.modules.hooks import Backward
 from megafrontier.pipeline.division import Division, last_backwards
 from megafrontier.pipeline.messages import Message, Messenger
+from megafrontier.pipeline.split_backward import LateGradients, SplitBackward
 from megafrontier.pipeline.table import (
     Action,
     Exchange,
@@ -28,6 +31,11 @@ from megafrontier.pipeline.table import (
 )
 from megafrontier.pipeline.table import Message as Key
 from megafrontier.pipeline.work import Work, count_targets
+
+_GIVEN: dict[Kind, Backward] = {
+    Kind.BACKWARD_INPUT: "inputs",
+    Kind.BACKWARD_WEIGHT: "weights",
+}
 
 
 class Pipeline:
@@ -41,6 +49,8 @@ class Pipeline:
         self.model, self._engine, self._mesh, self._dtype = model, engine, mesh, dtype
         self._messenger = Messenger(engine, mesh)
         self._places = {s: i for i, s in enumerate(division.stages_of(mesh.pipeline_rank))}
+        if division.schedule == "zero_bubble":
+            self._split = SplitBackward(model, model.blocks, copies=model.is_compiled)
         is_early = not engine.delays_early_messages
         self.row = cache(partial(division.row, mesh.pipeline_rank, early=is_early))
         """(micro-batches, trains=True) → what this rank does in a step."""
@@ -63,7 +73,8 @@ class Pipeline:
         return [
             Pass(self._places[item.stage], item.kind is Kind.FORWARD)
             for item in self.row(micro_batches)
-            if isinstance(item, Action)
+            # The backward of weights reads none of them.
+            if isinstance(item, Action) and item.kind is not Kind.BACKWARD_WEIGHT
         ]
 
     def _run(self, work: Work, trains: bool) -> Tensor:
@@ -75,16 +86,22 @@ class Pipeline:
                 self._exchange(step, item)
                 continue
             ends = item in last, last.get(item, False)
-            with self._engine.stage(self._places[item.stage], *ends):
+            given = _GIVEN.get(item.kind, "whole")
+            with self._engine.stage(self._places[item.stage], *ends, given):
                 self._act(step, item)
             work.after()
         return step.totals
 
     def _act(self, step: "_Step", action: Action) -> None:
-        if action.kind is Kind.FORWARD:
-            self._forward(step, action)
-        else:
-            self._backward(step, action)
+        match action.kind:
+            case Kind.FORWARD:
+                self._forward(step, action)
+            case Kind.BACKWARD:
+                self._backward(step, action)
+            case Kind.BACKWARD_INPUT:
+                self._backward_of_inputs(step, action)
+            case Kind.BACKWARD_WEIGHT:
+                self._split.weights(step.late.pop((action.stage, action.micro_batch)))
 
     def _forward(self, step: "_Step", action: Action) -> None:
         blocks, batch = self.division.blocks(action.stage), step.work.batches[action.micro_batch]
@@ -110,6 +127,25 @@ class Pipeline:
         if hidden is not None:
             assert hidden.grad is not None
             self._made(step, action, hidden.grad)
+
+    def _backward_of_inputs(self, step: "_Step", action: Action) -> None:
+        at = action.stage, action.micro_batch
+        hidden, result = step.graphs.pop(at)
+        gradient, step.late[at] = self._split.inputs(
+            result, self._needed(step, action), hidden, self._parameters(action.stage)
+        )
+        if gradient is not None:
+            self._made(step, action, gradient)
+
+    def _parameters(self, stage: int) -> Iterator[Tensor]:
+        """The parameters that a stage uses."""
+        names = [f"blocks.{number}" for number in self.division.blocks(stage)]
+        has_head = stage == self.division.stages - 1
+        is_tied = self.model.config.tie_embeddings and hasattr(self.model, "embedding")
+        names += ["embedding"] * (stage == 0 or (has_head and is_tied))
+        names += ["head"] * has_head
+        for name in names:
+            yield from self.model.get_submodule(name).parameters()
 
     def _needed(self, step: "_Step", action: Action) -> Tensor | None:
         """The tensor that an action starts from, if it comes from another stage."""
@@ -148,7 +184,8 @@ class Pipeline:
 
 @dataclass
 class _Step:
-    """The state of a step: what has come, what is to be sent, and graphs without a backward."""
+    """The state of a step: what has come, what is to be sent, and graphs without a backward,
+    and what backwards of inputs have left to do."""
 
     work: Work
     totals: Tensor
@@ -157,3 +194,4 @@ class _Step:
     graphs: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = field(
         default_factory=dict
     )
+    late: dict[tuple[int, int], LateGradients] = field(default_factory=dict)

@@ -23,7 +23,13 @@ LLAMA, GPT2, NEOX = SHAPES["llama"], SHAPES["gpt2"], SHAPES["neox"]
 GROUPED = SHAPES["llama grouped, tied, longer texts"]
 FOUR = {"layers": 4}
 
+ZB = {"schedule": "zero_bubble"}
+ZBV = ZB | {"stages_per_rank": 2}
 CASES = [
+    ((2,), Splits(pipeline=2), "ddp", Case(LLAMA | FOUR, accumulation=4, parallel=ZB)),
+    ((2, 2), Splits(pipeline=2), "topo", Case(GPT2 | FOUR, accumulation=4, parallel=ZB)),
+    ((2, 2), Splits(pipeline=2), "zero3", Case(NEOX | FOUR, accumulation=4, parallel=ZBV)),
+    ((2, 2, 2), Splits(pipeline=2), "topo", Case(GROUPED | FOUR, accumulation=4, parallel=ZBV)),
     ((2,), Splits(pipeline=2), "ddp", Case(LLAMA | FOUR, accumulation=4)),
     ((2, 2), Splits(pipeline=2), "zero3", Case(LLAMA | FOUR, accumulation=4)),
     ((2, 2), Splits(pipeline=4), "topo", Case(NEOX | FOUR, "empty rows", accumulation=8)),
@@ -42,12 +48,13 @@ def test_a_pipeline_gives_one_processs_losses_and_gradients(sizes, splits, strat
     assert_equal(found, train_alone(case))
 
 
+@pytest.mark.parametrize("parallel", [{}, ZB, ZBV], ids=str)
 @pytest.mark.parametrize("strategy", ["zero1", "topo", "zero3"])
-def test_weights_cross_the_levels_beyond_theirs_once_a_step(strategy):
+def test_weights_cross_the_levels_beyond_theirs_once_a_step(strategy, parallel):
     """However many micro-batches there are, and by the formula. Without sharded weights no level is
     crossed inside a step."""
 
-    case = Case(LLAMA | FOUR)
+    case = Case(LLAMA | FOUR, parallel=parallel)
     tokens, targets = batch(case, 0)
 
     def body(mesh):

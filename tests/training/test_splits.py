@@ -41,10 +41,17 @@ def test_a_run_with_context_parallelism_has_the_losses_of_one_rank(config_file, 
     assert "attention: chunks, flash" in log
 
 
-def test_a_run_with_a_pipeline_has_the_losses_of_one_rank(config_file, tmp_path):
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        (),
+        ("parallel.schedule=zero_bubble", "parallel.stages_per_rank=2", "partition.overlap=full"),
+    ],
+)
+def test_a_run_with_a_pipeline_has_the_losses_of_one_rank(schedule, config_file, tmp_path):
     chosen = (*CHOSEN, "model.layers=4", "train.micro_batch=2")
     alone = runs.run(config_file, 1, *chosen, "machine=laptop", f"run.directory={tmp_path}/alone")
-    split = runs.run(config_file, 4, *chosen, "parallel.pipeline=2")
+    split = runs.run(config_file, 4, *chosen, "parallel.pipeline=2", *schedule)
     keys = ("loss", "valid_loss", "grad_norm", "total_tokens")
     assert numbers(split, *keys) == pytest.approx(numbers(alone, *keys), rel=1e-5)
     assert "pipeline 2" in runs.log(tmp_path / "run")

@@ -18,7 +18,7 @@ gradient. So every rank issues the same collectives in the same order.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -42,6 +42,9 @@ from megafrontier.partition.modules.wrap import (
 )
 from megafrontier.partition.unit import Phase, Unit
 
+Backward = Literal["whole", "inputs", "weights"]
+"""The gradients that a backward gives: all, or those of inputs or of weights alone."""
+
 
 class ModuleHooks:
     """Decides when the units of a model are unsharded and when their gradients are reduced."""
@@ -64,6 +67,8 @@ class ModuleHooks:
         each gradient is reduced to the optimizer level as soon as it is complete."""
         self.is_last_of_root = True
         """The same for the root."""
+        self.backward: Backward = "whole"
+        """Which gradients the next backward gives."""
         self.reducing: deque[HookPoint] = deque()
         """Points whose gradients are being reduced to their shards, oldest first."""
         self._streams = streams
@@ -83,16 +88,22 @@ class ModuleHooks:
             self._attach(point)
 
     @contextmanager
-    def running(self, part: int | None, is_last: bool, is_last_of_root: bool) -> Iterator[None]:
-        """Set `is_last` and `is_last_of_root` for the body, in which this part of the model runs,
-        None: the same as before."""
+    def running(
+        self,
+        part: int | None,
+        is_last: bool,
+        is_last_of_root: bool,
+        backward: Backward = "whole",
+    ) -> Iterator[None]:
+        """Set `is_last`, `is_last_of_root` and `backward` for the body, in which this part of the
+        model runs, None: the same as before."""
         self.part = self.part if part is None else self.parts[part]
-        before = self.is_last, self.is_last_of_root
-        self.is_last, self.is_last_of_root = is_last, is_last_of_root
+        before = self.is_last, self.is_last_of_root, self.backward
+        self.is_last, self.is_last_of_root, self.backward = is_last, is_last_of_root, backward
         try:
             yield
         finally:
-            self.is_last, self.is_last_of_root = before
+            self.is_last, self.is_last_of_root, self.backward = before
 
     def refuse_failed_backward(self) -> None:
         """Raises RuntimeError if the last backward did not come to its end."""
@@ -223,10 +234,15 @@ class ModuleHooks:
 
     # Backward
 
+    @property
+    def _needs_no_weights(self) -> bool:
+        """Whether this backward reads no weights: they stay as the forwards around it need them."""
+        return self.backward == "weights"
+
     def _open_pass(self) -> BackwardPass:
         """The backward in progress; the first event of a backward begins it."""
         if self._pass is None:
-            self._pass = BackwardPass(self._gives_gradients())
+            self._pass = BackwardPass(self.backward != "inputs" and self._gives_gradients())
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_pass)
         return self._pass
@@ -285,8 +301,8 @@ class ModuleHooks:
         self, point: HookPoint, slot: int, number: int, parameter: nn.Parameter
     ) -> None:
         current, unit = self._open_pass(), point.units[slot]
-        is_unsharded = unit.is_persistent or unit.phase is Phase.BACKWARD
-        if unit.is_frozen or not is_unsharded or unit.is_finishing:
+        is_timely = unit.is_persistent or unit.phase is Phase.BACKWARD or self._needs_no_weights
+        if unit.is_frozen or not is_timely or unit.is_finishing:
             name = unit.layout.entries[number].name
             raise RuntimeError(f"parameter {name}: {_untimely(unit)}")
         current.reduces = True
@@ -296,7 +312,8 @@ class ModuleHooks:
         # The root comes last. And after its last gradient, a block may still read a weight in
         # backward (`w.detach()` was used): if it is not persistent, it is over when the next block
         # begins.
-        if missing or point.is_root or not point.is_persistent:
+        reads_weights = not (point.is_persistent or self._needs_no_weights)
+        if missing or point.is_root or reads_weights:
             return
         if not self._pending.has(point, current.newest):
             self._finish_backward(current, point)
@@ -306,7 +323,8 @@ class ModuleHooks:
         follows those already prefetched."""
         current.missing.pop(point)
         current.done.add(point)
-        self._reshard(point)
+        if not self._needs_no_weights:
+            self._reshard(point)
         # As many full gradients wait for their reduction as units are prefetched.
         while len(self.reducing) > self._prefetch:
             with self._ledger.waiting(f"reduce {self.reducing[0].name}"):
@@ -326,6 +344,8 @@ class ModuleHooks:
 
     def _next_gathered(self, current: BackwardPass, point: HookPoint) -> list[HookPoint]:
         """The point to gather in the buffers that `point` leaves in backward, if there is one."""
+        if self._needs_no_weights:
+            return []
         skipped = current.done | current.missing.keys()
         following = self.part.beyond(point)
         return [other for other in following if not (other.is_stale or other in skipped)]
@@ -344,7 +364,7 @@ class ModuleHooks:
         for point in self.part.backward:
             if point in current.missing:  # the root, or a parameter was not used
                 self._finish_backward(current, point)
-            else:
+            elif not self._needs_no_weights:
                 self._reshard(point)  # it may have been prefetched for a block that did not run
         self._pass = None
 
