@@ -20,7 +20,7 @@ NO = torch.zeros((), dtype=torch.float64)
 CASES = [
     ((2, 2), Splits(), "topo", Case(BIAS, accumulation=2)),
     ((2, 2), Splits(), "zero3", Case(LOSS, masks="empty rows")),
-    ((4,), Splits(), "zero2", Case(EMPTY)),
+    ((4,), Splits(), "zero2", Case(EMPTY, steps=2)),
     ((2, 2), Splits(tensor=2), "mics", Case(LOSS, accumulation=2)),
     ((2, 2), Splits(tensor=2, context=2), "zero3", Case(SHARED, options={"overlap": "full"})),
     ((2, 2, 2), Splits(tensor=2, context=2), "hpz", Case(BIAS, masks="one token")),
@@ -74,3 +74,16 @@ def test_a_mixture_gives_one_processs_losses_gradients_and_counts(sizes, splits,
     for _, own_counts, own_buffers in found:
         torch.testing.assert_close(own_counts, counts, rtol=1e-5, atol=0)
         torch.testing.assert_close(own_buffers, buffers, rtol=0, atol=0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("changes", [BIAS, LOSS, SHARED, EMPTY])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "mics", "hpz", "topo"])
+@pytest.mark.parametrize("splits", [Splits(), Splits(tensor=2), Splits(tensor=2, context=2)])
+def test_every_placement_and_split_gives_one_processs_losses_gradients_and_counts(
+    splits, strategy, changes, accumulation
+):
+    """168 combinations, a few seconds each."""
+    case = Case(changes, "empty rows", accumulation)
+    test_a_mixture_gives_one_processs_losses_gradients_and_counts((2, 2), splits, strategy, case)
