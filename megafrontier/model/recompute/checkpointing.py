@@ -23,7 +23,13 @@ RECOMPUTES_BLOCK: tuple[Mode, ...] = ("block", "offload")
 
 _aten = torch.ops.aten
 # No bmm: it belongs to attention without a fused kernel, whose scores are too large to save.
-_PRODUCTS: list[Any] = [_aten.mm.default, _aten.addmm.default, varlen.operator, chunks.operator]
+_PRODUCTS: list[Any] = [
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten._grouped_mm.default,
+    varlen.operator,
+    chunks.operator,
+]
 _ATTENTION = [
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,

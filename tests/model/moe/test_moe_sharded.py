@@ -18,12 +18,17 @@ from tests.splits.matrix import CLIP, RATE, ROWS, SEED, Case, assert_equal, batc
 NO = torch.zeros((), dtype=torch.float64)
 
 CASES = [
-    ((2, 2), Splits(), "topo", Case(BIAS, accumulation=2)),
-    ((2, 2), Splits(), "zero3", Case(LOSS, masks="empty rows")),
-    ((4,), Splits(), "zero2", Case(EMPTY, steps=2)),
-    ((2, 2), Splits(tensor=2), "mics", Case(LOSS, accumulation=2)),
-    ((2, 2), Splits(tensor=2, context=2), "zero3", Case(SHARED, options={"overlap": "full"})),
-    ((2, 2, 2), Splits(tensor=2, context=2), "hpz", Case(BIAS, masks="one token")),
+    ((2, 2), Splits(), "topo", Case(BIAS, accumulation=2, steps=3)),
+    ((2, 2), Splits(), "zero3", Case(LOSS, masks="empty rows", steps=3)),
+    ((4,), Splits(), "zero2", Case(EMPTY, steps=3)),
+    ((2, 2), Splits(tensor=2), "mics", Case(LOSS, accumulation=2, steps=3)),
+    (
+        (2, 2),
+        Splits(tensor=2, context=2),
+        "zero3",
+        Case(SHARED, steps=3, options={"overlap": "full"}),
+    ),
+    ((2, 2, 2), Splits(tensor=2, context=2), "hpz", Case(BIAS, masks="one token", steps=3)),
 ]
 
 
