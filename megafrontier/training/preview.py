@@ -17,8 +17,10 @@ from megafrontier.optim.adamw import find_apex
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import DATA_PARALLEL
 from megafrontier.partition.placement import Placement, error_levels
+from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.partition.wires.wire import Wire
 from megafrontier.pipeline.balance import describe_pipeline, stage_costs
+from megafrontier.splits.traffic import tensor_bytes
 from megafrontier.training.callbacks.base import load_class
 from megafrontier.training.plan import (
     RunPlan,
@@ -105,6 +107,9 @@ def describe_run(
         yield _describe_pipeline(config, plan)
     if plan.data_levels.ranks > 1:
         yield _describe_wires(config, plan)
+    splits = plan.shape.splits
+    if splits.tensor > 1 and splits.pipeline == 1 and config.model.moe is None:
+        yield _describe_tensor_traffic(config, plan)
     if config.model.scaling is not None:
         yield describe_scaling(config.model)
     if config.optimizer.groups or config.optimizer.name != "adamw" or config.model.scaling:
@@ -166,6 +171,24 @@ def _describe_placement(placement: Placement, levels: Levels) -> str:
     return (
         f"{shards}, gradients {names[placement.gradients]}, optimizer {names[placement.optimizer]}"
     )
+
+
+def _describe_tensor_traffic(config: Config, plan: RunPlan) -> str:
+    """One line: what a rank sends to those that share its matrices."""
+    train, levels = config.train, plan.shape.over(("tensor",))
+    sent = tensor_bytes(
+        config.model,
+        levels,
+        train.micro_batch * config.model.sequence_length // plan.shape.splits.context,
+        DTYPES[train.precision],
+        plan.activations,
+        overlaps=config.partition.overlap != "none",
+        chunk_tokens=train.loss_chunk_tokens,
+        checkpointing=train.activation_checkpointing,
+    )
+    by_level = zip(levels.names, levels.sizes, sent, strict=True)
+    parts = (f"{name} {count / 1e9:.3g} GB" for name, size, count in by_level if size > 1)
+    return f"tensor parallelism: each rank sends {', '.join(parts)} in a micro-batch"
 
 
 def _describe_wires(config: Config, plan: RunPlan) -> str:

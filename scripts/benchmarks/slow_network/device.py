@@ -44,3 +44,57 @@ class _Wait(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
         time.sleep(2 * ctx.seconds)
         return gradients[0], None
+
+
+_LIBRARY: list[torch.library.Library] = []
+
+
+def occupy_products(flops_per_second: float) -> None:
+    """Let every matrix product of this process take as long as a device of that speed would.
+
+    For splits whose collectives run beside the products of one layer. Each product is computed, and
+    the rest of its time is waited for.
+    """
+    library = torch.library.Library("aten", "IMPL")
+
+    def mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        began = time.perf_counter()
+        out = left.new_empty(left.shape[0], right.shape[1])
+        torch.mm(left, right, out=out)
+        wait(began, left, right)
+        return out
+
+    def addmm(
+        added: torch.Tensor,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        *,
+        beta: float = 1,
+        alpha: float = 1,
+    ) -> torch.Tensor:
+        began = time.perf_counter()
+        out = left.new_empty(left.shape[0], right.shape[1])
+        torch.addmm(added, left, right, beta=beta, alpha=alpha, out=out)
+        wait(began, left, right)
+        return out
+
+    def addmm_(
+        added: torch.Tensor,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        *,
+        beta: float = 1,
+        alpha: float = 1,
+    ) -> torch.Tensor:
+        began = time.perf_counter()
+        torch.addmm(added, left, right, beta=beta, alpha=alpha, out=added)
+        wait(began, left, right)
+        return added
+
+    def wait(began: float, left: torch.Tensor, right: torch.Tensor) -> None:
+        seconds = 2 * left.numel() * right.shape[1] / flops_per_second
+        time.sleep(max(0.0, began + seconds - time.perf_counter()))
+
+    for function in (mm, addmm, addmm_):
+        library.impl(function.__name__, function, "CPU")
+    _LIBRARY.append(library)  # with the library its functions would go

@@ -17,7 +17,7 @@ from megafrontier.launch.context import join_machine
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
 from megafrontier.parallel.mesh import Mesh
-from megafrontier.partition.comm.ledger import Trace
+from megafrontier.partition.comm.ledger import KINDS, Trace
 from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.partition.wires.wire import Wires
 from megafrontier.training.loop import train_step
@@ -26,10 +26,11 @@ from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer, build_trainer, open_loader
 from scripts.benchmarks.shared.measuring import resident_bytes
 from scripts.benchmarks.slow_network import deepspeed_zero
-from scripts.benchmarks.slow_network.device import occupy
+from scripts.benchmarks.slow_network.device import occupy, occupy_products
 from scripts.benchmarks.slow_network.fsdp2 import Fsdp2
 from scripts.benchmarks.slow_network.job import Answer, Job
 from scripts.benchmarks.slow_network.links import machine_cpu_seconds, sent
+from scripts.benchmarks.slow_network.torch_tensor import TorchTensor
 
 
 @dataclass
@@ -59,6 +60,8 @@ def prepare(job: Job) -> None:
 def run(job: Job) -> Answer:
     """The body of one rank."""
     torch.set_num_threads(1)
+    if "flops" in job.options:
+        occupy_products(float(job.options["flops"]))
     resident = _reset_peak_memory()
     config = load_config(job.config, job.overrides)
     with join_machine(config) as (plan, mesh):
@@ -108,6 +111,7 @@ def _measure(job: Job, config: Config, mesh: Mesh, stepper: Stepper, resident: i
         seconds,
         resident_bytes("VmHWM") - resident,
         loss,
+        _kinds(stepper.results[-job.steps :]),
     )
 
 
@@ -127,6 +131,18 @@ def _comm(results: Sequence[StepResult]) -> tuple[int | None, dict[str, float]]:
     names = list(results[0].comm)
     seconds = {n: statistics.mean(r.comm[n]["seconds"] for r in results) for n in names}
     return round(statistics.mean(r.comm[names[-1]]["bytes"] for r in results)), seconds
+
+
+def _kinds(results: Sequence[StepResult]) -> dict[str, dict[str, float]]:
+    """`Answer.kinds`, by the engine's own count."""
+    found: dict[str, dict[str, float]] = {}
+    for result in results:
+        for level in result.comm.values():
+            for kind in KINDS:
+                for quantity, value in level.get(kind, {}).items():
+                    total = found.setdefault(kind, {})
+                    total[quantity] = total.get(quantity, 0.0) + value / len(results)
+    return found
 
 
 # Bodies
@@ -226,11 +242,21 @@ def deepspeed(job: Job, config: Config, _: RunPlan, mesh: Mesh) -> Stepper:
     return Stepper(lambda: trained.step(next(batches)), parameters, lambda: 0)
 
 
+def torch_tensor(job: Job, config: Config, _: RunPlan, mesh: Mesh) -> Stepper:
+    """torch's own tensor parallelism; see torch_tensor.py."""
+    _, batches = feed(job, config, mesh)
+    model = whole_model(job, config)
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = TorchTensor(model, config, mesh.splits.tensor, mesh.levels.ranks)
+    return Stepper(lambda: trained.step(next(batches)), parameters, lambda: 0)
+
+
 STEPPERS: dict[str, Callable[[Job, Config, RunPlan, Mesh], Stepper]] = {
     "ours": ours,
     "alone": alone,
     "fsdp2": fsdp2,
     "deepspeed": deepspeed,
+    "torch tensor": torch_tensor,
 }
 
 
