@@ -12,6 +12,7 @@ from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initial_slice
 from megafrontier.parallel.mesh import Splits
 from megafrontier.partition import Placement, shard
+from megafrontier.partition.wires.wire import make_wire
 from megafrontier.splits.apply import apply_splits
 from megafrontier.splits.context import check_context_split
 from megafrontier.splits.documents import assign
@@ -77,12 +78,12 @@ def test_every_combination_on_8_ranks_gives_one_processs_losses_and_gradients(si
     sweep(sizes, splits, cases)
 
 
-def built(mesh, length, checkpointing="none", chunk=16, **changes):
+def built(mesh, length, checkpointing="none", chunk=16, wires=(), **changes):
     """A model of sequences of `length` tokens on the ranks of a mesh, and its engine."""
     config = small_config(**{**GROUPED, **changes, "sequence_length": length})
     with torch.device("meta"):
         model = GPT(config, loss_chunk_tokens=chunk, checkpointing=checkpointing)
-    connect = apply_splits(model, mesh)
+    connect = apply_splits(model, mesh, wires)
     placement = Placement.named("ddp", mesh.hierarchy().levels)
     initial = partial(initial_slice, 0)
     engine = shard(model, model.units(), placement, mesh, initial=initial)
@@ -121,18 +122,22 @@ LONG_AND_SHORT = torch.tensor([0, 48, 50, 58, 64], dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "documents"),
-    [("none", None), ("selective", LONG_AND_SHORT), ("block", LONG_AND_SHORT)],
+    ("checkpointing", "documents", "wire"),
+    [
+        ("none", None, "fp32"),
+        ("selective", LONG_AND_SHORT, "int8"),
+        ("block", LONG_AND_SHORT, "bf16"),
+    ],
 )
 def test_only_keys_and_values_that_a_rank_needs_cross_ranks_three_times_a_block(
-    checkpointing, documents
+    checkpointing, documents, wire
 ):
     """Twice in forward's direction and once back, and for no other layer anything. Heads that
     queries share travel once."""
     length, ranks, layers, kv_heads, head_size = 64, 4, 2, 2, 8
 
     def sent(mesh):
-        model, engine = built(mesh, length, checkpointing)
+        model, engine = built(mesh, length, checkpointing, wires=(make_wire(wire),))
         tokens = ids(length)
         engine.ledger.take(wait=True)
         with engine.no_sync(True):
@@ -142,7 +147,9 @@ def test_only_keys_and_values_that_a_rank_needs_cross_ranks_three_times_a_block(
     bounds = (0, length) if documents is None else tuple(documents.tolist())
     needed = sum(needed_tokens(assign(bounds, ranks), rank) for rank in range(ranks))
     found = run_mesh((ranks,), sent, splits=Splits(context=ranks))
-    assert sum(found) == 3 * layers * needed * 2 * kv_heads * head_size * 4
+    # The heads travel in two pieces.
+    sizes = 2 * make_wire(wire).codec.message_bytes(kv_heads * head_size)
+    assert sum(found) == 3 * layers * needed * sizes
     # All keys and values to all ranks would be more.
     assert needed <= (0.75 if documents is None else 0.7) * length * (ranks - 1)
 
