@@ -293,8 +293,7 @@ class ParallelConfig:
     tensor: int | str = bounded(1, at_least=1)
     """Ranks that share each matrix, and between matrices the tokens: the innermost. A number, which
     must fill each level before it enters the next, or a level's name: all ranks up to that level
-    that no inner split takes. Ranks that no split takes are data-parallel. `pipeline` is not built
-    yet: more than 1 is refused."""
+    that no inner split takes. Ranks that no split takes are data-parallel."""
     context: int | str = bounded(1, at_least=1)
     """Ranks that share each sequence: the next after `tensor`. Twice the number must divide
     `model.sequence_length`."""

@@ -30,6 +30,18 @@ CASES = [
     ((2, 2), Splits(pipeline=2), "topo", Case(GPT2 | FOUR, accumulation=4, parallel=ZB)),
     ((2, 2), Splits(pipeline=2), "zero3", Case(NEOX | FOUR, accumulation=4, parallel=ZBV)),
     ((2, 2, 2), Splits(pipeline=2), "topo", Case(GROUPED | FOUR, accumulation=4, parallel=ZBV)),
+    (
+        (2, 2),
+        Splits(tensor=2, pipeline=2),
+        "topo",
+        Case(LLAMA | FOUR, accumulation=4, steps=2, parallel=ZB, built={"checkpointing": "block"}),
+    ),
+    (
+        (2, 2),
+        Splits(context=2, pipeline=2),
+        "topo",
+        Case(LLAMA | FOUR, accumulation=4, steps=2, parallel=ZBV, documents=True),
+    ),
     ((2,), Splits(pipeline=2), "ddp", Case(LLAMA | FOUR, accumulation=4)),
     ((2, 2), Splits(pipeline=2), "zero3", Case(LLAMA | FOUR, accumulation=4)),
     ((2, 2), Splits(pipeline=4), "topo", Case(NEOX | FOUR, "empty rows", accumulation=8)),
@@ -48,8 +60,10 @@ def test_a_pipeline_gives_one_processs_losses_and_gradients(sizes, splits, strat
     assert_equal(found, train_alone(case))
 
 
-@pytest.mark.parametrize("parallel", [{}, ZB, ZBV], ids=str)
-@pytest.mark.parametrize("strategy", ["zero1", "topo", "zero3"])
+@pytest.mark.parametrize(
+    ("strategy", "parallel"),
+    [("zero1", {}), ("topo", {}), ("zero3", {}), ("topo", ZB), ("zero3", ZBV)],
+)
 def test_weights_cross_the_levels_beyond_theirs_once_a_step(strategy, parallel):
     """However many micro-batches there are, and by the formula. Without sharded weights no level is
     crossed inside a step."""
