@@ -41,7 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-class Judge:
+class Checker:
     """The operators of both splits as spmd_types sees them, over one axis of a mesh."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -102,40 +102,40 @@ class Judge:
             model(tokens, tokens, documents if axis == "context" else None).backward()
 
 
-def built(judge: Judge, axis: str, changes: dict[str, Any]) -> GPT:
+def built(checker: Checker, axis: str, changes: dict[str, Any]) -> GPT:
     """A model that is divided over the ranks of `axis`."""
     model = GPT(ModelConfig(**{**SIZE, "vocab_multiple": 16, **changes}))
     initialise(model, 0)
     if axis == "tensor":
         split_tensors(model, 0, RANKS)
     else:
-        model.part = judge.part
+        model.part = checker.part
         for block in model.blocks:
             assert isinstance(block, Block)
-            block.attention.over_chunks = judge.attend
+            block.attention.over_chunks = checker.attend
     return model
 
 
 def main() -> None:
     """Print a line for each model and split, or raise the first error."""
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    judge = Judge(init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ranks",)))
+    checker = Checker(init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ranks",)))
     operators = {
-        "gather_tokens": judge.gather,
-        "reduce_tokens": judge.reduce,
-        "gather_linear": judge.gather_linear,
-        "linear_reduce": judge.linear_reduce,
-        "linear_cross_entropy": judge.tensor_loss,
+        "gather_tokens": checker.gather,
+        "reduce_tokens": checker.reduce,
+        "gather_linear": checker.gather_linear,
+        "linear_reduce": checker.linear_reduce,
+        "linear_cross_entropy": checker.tensor_loss,
     }
     with (
         patch.multiple("megafrontier.splits.tensor", **operators),
-        patch("megafrontier.model.gpt.linear_cross_entropy", judge.context_loss),
+        patch("megafrontier.model.gpt.linear_cross_entropy", checker.context_loss),
     ):
         for axis in ("tensor", "context"):
             for name, changes in MODELS.items():
-                judge.check(built(judge, axis, changes), axis, spmd.R)
+                checker.check(built(checker, axis, changes), axis, spmd.R)
                 try:
-                    judge.check(built(judge, axis, changes), axis, spmd.I)
+                    checker.check(built(checker, axis, changes), axis, spmd.I)
                 except spmd.SpmdTypeError:
                     print(f"{axis}, {name}: clean, and refused without the sums of gradients")
                 else:
