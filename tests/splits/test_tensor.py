@@ -1,5 +1,6 @@
 """Tensor parallelism gives one process's losses, norms and gradients."""
 
+from collections import Counter
 from itertools import product
 
 import pytest
@@ -18,6 +19,7 @@ from tests.splits.matrix import (
     sweep,
     train_alone,
     train_split,
+    train_step,
 )
 
 LLAMA, GPT2, NEOX = SHAPES["llama"], SHAPES["gpt2"], SHAPES["neox"]
@@ -69,6 +71,29 @@ def test_activations_that_a_rank_keeps_for_backward_fall_with_the_number_of_tens
     for size in (2, 4):
         for kept in run_mesh((size,), body, splits=Splits(tensor=size)):
             assert kept <= 1.05 * whole / size
+
+
+def test_what_several_ranks_hold_stays_the_same_to_the_bit_on_all_of_them():
+    """With norms and biases that are not cut, each tensor and context rank has its own gradient."""
+
+    def body(mesh):
+        case = Case(NEOX, "one token", steps=6, documents=True)
+        model, engine, specs = split_model(case, "ddp", mesh)
+        optimizer = torch.optim.AdamW([unit.master for unit in engine.units], lr=0.01)
+        for step in range(case.steps):
+            train_step(case, step, mesh, model, engine, optimizer, specs)
+        engine.finish_publishing()
+        return {
+            (specs[name].name, specs[name].box): parameter.detach().clone()
+            for name, parameter in model.named_parameters()
+        }
+
+    found = run_mesh((2, 2, 2), body, splits=Splits(2, 2))
+    copies = Counter(key for rank in found for key in rank)
+    assert set(copies.values()) == {4, 8}
+    for rank in found:
+        for key, values in rank.items():
+            assert all(torch.equal(values, other[key]) for other in found if key in other)
 
 
 @pytest.mark.exhaustive

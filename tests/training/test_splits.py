@@ -19,12 +19,15 @@ def numbers(lines, *keys):
     return [line[key] for key in keys for line in lines if key in line]
 
 
-def test_a_run_with_tensor_parallelism_has_the_losses_of_one_rank(config_file, tmp_path):
+def test_a_run_with_tensor_and_context_parallelism_has_the_losses_of_one_rank(
+    config_file, tmp_path
+):
     alone = runs.run(config_file, 1, *CHOSEN, "machine=laptop", f"run.directory={tmp_path}/alone")
-    split = runs.run(config_file, 4, *CHOSEN, "parallel.tensor=pair", "partition.overlap=full")
+    chosen = "parallel.tensor=pair", "parallel.context=2", "partition.overlap=full"
+    split = runs.run(config_file, 4, *CHOSEN, *chosen)
     keys = ("loss", "valid_loss", "grad_norm", "total_tokens")
     assert numbers(split, *keys) == pytest.approx(numbers(alone, *keys), rel=1e-5)
-    assert "tensor 2" in runs.log(tmp_path / "run")
+    assert "tensor 2, context 2" in runs.log(tmp_path / "run")
 
 
 def test_a_run_with_context_parallelism_has_the_losses_of_one_rank(config_file, tmp_path):
