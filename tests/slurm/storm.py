@@ -46,7 +46,9 @@ def strike(training: SubmittedRuns, job: Job, moment: str, rng: random.Random) -
     """Kill one rank of the job's present start, at such a moment."""
     job.wait_until(lambda: len(job.ranks()) == 4, "ranks")
     if moment != "start":
-        training.wait_for_a_step_more(job)
+        # Some steps, so that a checkpoint that is written behind them is published or not.
+        for _ in range(rng.randint(1, 2 * STEPS_A_KILL)):
+            training.wait_for_a_step_more(job)
     if moment == "save":
         training.kill_during_a_save(job, rng.randrange(4))
         return
