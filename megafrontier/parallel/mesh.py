@@ -300,7 +300,7 @@ class Mesh:
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group of these ranks, of which this is one; None for a single one. All of them call
-        it, in the same order as their other groups."""
+        it, after the same number of other groups."""
         if ranks not in self._groups:
             self._make_groups("pipeline", [ranks])
         return self._groups[ranks]

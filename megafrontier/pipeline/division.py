@@ -8,7 +8,7 @@ from torch import nn
 from megafrontier.common.errors import need
 from megafrontier.config import ModelConfig, ParallelConfig
 from megafrontier.model.gpt import GPT
-from megafrontier.parallel.mesh import ENDS
+from megafrontier.parallel.mesh import ENDS, Mesh
 from megafrontier.parallel.param_spec import set_spec, spec_of
 from megafrontier.pipeline.balance import balanced_layers
 from megafrontier.pipeline.exchanges import with_transfers
@@ -112,6 +112,18 @@ def last_backwards(row: ExchangeRow) -> dict[Action, bool]:
     ]
     last = {action.stage: action for action in ends}
     return {action: action is ends[-1] for action in last.values()}
+
+
+def divide_model(model: GPT, division: Division, mesh: Mesh) -> None:
+    """`keep_stages` for this rank, and the groups of its pipeline. All ranks call it."""
+    if division.ranks == 1:
+        return
+    # Now, because torch numbers groups: ranks of several stages must have made equally many before.
+    ranks = mesh.shape.pipeline_ranks(mesh.rank)
+    mesh.group(ranks)
+    keep_stages(model, division, mesh.pipeline_rank)
+    if any(ENDS in spec_of(name, p).axes for name, p in model.named_parameters()):
+        mesh.group((ranks[0], ranks[-1]))
 
 
 def keep_stages(model: GPT, division: Division, rank: int) -> None:

@@ -29,7 +29,7 @@ class Messenger:
     """
 
     def __init__(self, engine: Engine, mesh: Mesh) -> None:
-        """All ranks of the pipeline make one, after `shard`."""
+        """All ranks of the pipeline make one, after `divide_model` and `shard`."""
         self._engine, self._mesh = engine, mesh
         self._ranks = mesh.shape.pipeline_ranks(mesh.rank)
         self._group = mesh.group(self._ranks)

@@ -28,7 +28,7 @@ from megafrontier.partition import Engine, shard
 from megafrontier.partition.rules import UnitRules
 from megafrontier.partition.unit import InitialSlice
 from megafrontier.partition.wires.registry import DTYPES
-from megafrontier.pipeline.division import block_names, keep_stages
+from megafrontier.pipeline.division import block_names, divide_model
 from megafrontier.pipeline.runner import Pipeline
 from megafrontier.pipeline.work import Runner, WholeModel
 from megafrontier.splits.apply import apply_splits, tensor_collectives
@@ -172,9 +172,7 @@ def build_model(
             checkpointing=config.train.activation_checkpointing,
             compile_blocks=compiles,
         )
-    division = plan.division
-    if division.ranks > 1:
-        keep_stages(model, division, mesh.pipeline_rank)
+    divide_model(model, plan.division, mesh)
     connect = apply_splits(model, mesh, plan.activations, plan.tokens)
     engine = shard(
         model,
@@ -190,7 +188,7 @@ def build_model(
         check_order=config.partition.check_order,
         initial=initial_values(config) if has_values else partial(_zeros, mesh.device),
         groups=optimizer_groups(config).of,
-        stages=block_names(model, division, mesh.pipeline_rank),
+        stages=block_names(model, plan.division, mesh.pipeline_rank),
     )
     connect(engine)
     return model, engine

@@ -22,9 +22,10 @@ from tests.splits.matrix import (
 LLAMA, GPT2, NEOX = SHAPES["llama"], SHAPES["gpt2"], SHAPES["neox"]
 GROUPED = SHAPES["llama grouped, tied, longer texts"]
 FOUR = {"layers": 4}
-
 ZB = {"schedule": "zero_bubble"}
 ZBV = ZB | {"stages_per_rank": 2}
+INTERLEAVED = {"schedule": "interleaved", "stages_per_rank": 2}
+UNEVEN = INTERLEAVED | {"layers": [1, 2, 1, 1]}
 CASES = [
     ((2,), Splits(pipeline=2), "ddp", Case(LLAMA | FOUR, accumulation=4, parallel=ZB)),
     ((2, 2), Splits(pipeline=2), "topo", Case(GPT2 | FOUR, accumulation=4, parallel=ZB)),
@@ -51,6 +52,19 @@ CASES = [
         "topo",
         Case(LLAMA | FOUR, accumulation=2, documents=True, options={"overlap": "full"}),
     ),
+    (
+        (2, 2),
+        Splits(pipeline=2),
+        "zero3",
+        Case(GPT2 | {"layers": 5}, accumulation=4, steps=2, parallel=UNEVEN),
+    ),
+    ((2, 2), Splits(pipeline=4), "topo", Case(GPT2 | FOUR, accumulation=4, steps=2)),
+    (
+        (2, 2, 2),
+        Splits(tensor=2, context=2, pipeline=2),
+        "zero1",
+        Case(GROUPED | {"layers": 3}, "one token", accumulation=3, steps=2, documents=True),
+    ),
 ]
 
 
@@ -62,7 +76,7 @@ def test_a_pipeline_gives_one_processs_losses_and_gradients(sizes, splits, strat
 
 @pytest.mark.parametrize(
     ("strategy", "parallel"),
-    [("zero1", {}), ("topo", {}), ("zero3", {}), ("topo", ZB), ("zero3", ZBV)],
+    [("zero1", {}), ("topo", INTERLEAVED), ("zero3", {}), ("topo", ZB), ("zero3", ZBV)],
 )
 def test_weights_cross_the_levels_beyond_theirs_once_a_step(strategy, parallel):
     """However many micro-batches there are, and by the formula. Without sharded weights no level is
@@ -89,3 +103,27 @@ def test_weights_cross_the_levels_beyond_theirs_once_a_step(strategy, parallel):
 
     for few, many in run_mesh((2, 2, 2), body, splits=Splits(pipeline=2)):
         assert few == many
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("masks", ["none", "one token"])
+@pytest.mark.parametrize("parallel", [{}, INTERLEAVED, ZB, ZBV])
+@pytest.mark.parametrize("shape", [LLAMA, GPT2, NEOX, GROUPED])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "topo"])
+@pytest.mark.parametrize(
+    ("sizes", "splits"),
+    [
+        ((2, 4), Splits(pipeline=2)),
+        ((2, 2, 2), Splits(pipeline=4)),
+        ((2, 4), Splits(tensor=2, pipeline=2)),
+        ((2, 2, 2), Splits(2, 2, pipeline=2)),
+    ],
+)
+def test_every_combination_on_8_ranks_gives_one_processs_losses_and_gradients(
+    sizes, splits, strategy, shape, parallel, masks
+):
+    """512 combinations, a few seconds each."""
+    size = 8 // (splits.tensor * splits.context * splits.pipeline)
+    case = Case(shape | {"layers": 9}, masks, 8 // size, parallel=parallel)
+    found = run_mesh(sizes, lambda mesh: train_split(case, strategy, mesh), splits=splits)
+    assert_equal(found, train_alone(case))

@@ -22,7 +22,7 @@ from megafrontier.parallel.mesh import Splits
 from megafrontier.parallel.param_spec import ParamSpec, global_ranges, spec_of
 from megafrontier.partition import Engine, Placement, shard
 from megafrontier.partition.wires.wire import Wire
-from megafrontier.pipeline.division import Division, block_names, keep_stages
+from megafrontier.pipeline.division import Division, block_names, divide_model
 from megafrontier.pipeline.runner import Pipeline, Work
 from megafrontier.splits.apply import apply_splits
 from tests.model.small_models import small_config
@@ -111,8 +111,7 @@ def split_model(
     with torch.device("meta"):
         model = GPT(small_config(**case.changes), loss_chunk_tokens=16, **case.built)
     division = Division.of(ParallelConfig(**case.parallel), mesh.splits.pipeline, model.config)
-    if division.ranks > 1:
-        keep_stages(model, division, mesh.pipeline_rank)
+    divide_model(model, division, mesh)
     connect = apply_splits(model, mesh, wires, wires)
     specs = {name: spec_of(name, parameter) for name, parameter in model.named_parameters()}
     engine = shard(

@@ -60,6 +60,24 @@ def test_a_run_with_a_pipeline_has_the_losses_of_one_rank(schedule, config_file,
     assert "pipeline 2" in runs.log(tmp_path / "run")
 
 
+def test_checkpoints_move_between_pipelines(config_file, tmp_path):
+    """Blocks are stored by their numbers in the whole model: a stage that took another one's would
+    not go on with the losses of one rank."""
+    chosen = (*CHOSEN, "model.layers=5", "model.tie_embeddings=true", "train.steps=6")
+    alone = runs.run(config_file, 1, *chosen, "machine=laptop", f"run.directory={tmp_path}/alone")
+    relay = (
+        (4, "parallel.pipeline=4", "parallel.layers=[2,1,1,1]", "train.stop_at=2"),
+        (1, "machine=laptop", "train.stop_at=3"),
+        (4, "parallel.pipeline=2", "parallel.schedule=zero_bubble", "parallel.stages_per_rank=2",
+         "train.stop_at=5"),
+        (2, "parallel.pipeline=2", "partition.strategy=zero1"),
+    )  # fmt: skip
+    for ranks, *own in relay:
+        lines = runs.run(config_file, ranks, *chosen, *own)
+    keys = ("loss", "grad_norm", "valid_loss")
+    assert numbers(lines, *keys) == pytest.approx(numbers(alone, *keys), rel=1e-5)
+
+
 def test_checkpoints_move_between_splits(config_file, tmp_path):
     """On 4 ranks with tensor 2, then on 1 rank, on 2 that share each sequence, and on 4 that share
     each matrix."""
