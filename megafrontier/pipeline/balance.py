@@ -29,16 +29,19 @@ def balanced_layers(config: ModelConfig, stages: int) -> tuple[int, ...]:
     return _divide(tuple(block_flops(config)), embedding_flops(config), head_flops(config), stages)
 
 
-def stage_costs(config: ModelConfig, layers: Sequence[int]) -> list[Costs]:
+def stage_costs(config: ModelConfig, layers: Sequence[int], tensor: int = 1) -> list[Costs]:
     """The costs of each stage's actions in FLOPs per token, if stages have `layers` blocks.
 
-    The forward, the backward of inputs and the backward of weights cost the same, as they do for
-    matrix products.
+    A backward costs two forwards. Its part for weights has the matrices that `split_backward`
+    leaves to it: those of blocks, unless `tensor` ranks share them.
     """
     sums = _sums(block_flops(config), embedding_flops(config), head_flops(config))
-    ends = [0, *accumulate(layers)]
-    thirds = [(sums[end] - sums[start]) / 3 for start, end in pairwise(ends)]
-    return [Costs(third, third, third) for third in thirds]
+    late = [0.0, *accumulate(_late_flops(config) if tensor == 1 else [0.0] * config.layers)]
+    costs = []
+    for start, end in pairwise([0, *accumulate(layers)]):
+        forward, weights = (sums[end] - sums[start]) / 3, late[end] - late[start]
+        costs.append(Costs(forward, 2 * forward - weights, weights))
+    return costs
 
 
 def bubble(
@@ -77,6 +80,15 @@ def block_flops(config: ModelConfig) -> list[float]:
         if spec.kind == "expert" and config.moe is not None:
             share = config.moe.active / config.moe.experts
         costs[int(name.split(".")[1])] += 6 * share * spec.valid_numel
+    return costs
+
+
+def _late_flops(config: ModelConfig) -> list[float]:
+    """FLOPs per token of the gradients of each block's matrices."""
+    costs = [0.0] * config.layers
+    for name, spec in parameter_specs(config).items():
+        if name.startswith("blocks.") and spec.kind == "matrix":
+            costs[int(name.split(".")[1])] += 2 * spec.valid_numel
     return costs
 
 

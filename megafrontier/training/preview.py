@@ -135,7 +135,7 @@ def _describe_pipeline(config: Config, plan: RunPlan) -> str:
     """One line: the stages of a pipeline and its bubble, or a warning of too few micro-batches."""
     division, train = plan.division, config.train
     number = micro_batches(train.global_batch, train.micro_batch, plan.shape.over(("data",)).ranks)
-    costs = stage_costs(config.model, division.layers)
+    costs = stage_costs(config.model, division.layers, plan.shape.splits.tensor)
     numbers = division.schedule, division.ranks, division.stages_per_rank, number
     return f"{describe_pipeline(*numbers, costs)}; blocks {', '.join(map(str, division.layers))}"
 

@@ -35,6 +35,16 @@ def test_the_costs_of_blocks_and_head_are_the_flops_of_the_model():
         assert total == pytest.approx(flops_per_token(config))
 
 
+def test_the_backward_of_weights_costs_what_the_matrices_of_blocks_do():
+    config = model(layers=4, vocab_size=512)
+    first, last = stage_costs(config, (2, 2))
+    assert first.backward == pytest.approx(2 * first.forward)
+    matrices = 12 * 64**2  # of a block
+    assert first.backward_weight == last.backward_weight == 2 * 2 * matrices
+    assert last.backward_input - first.backward_input > head_flops(config) / 2
+    assert {cost.backward_weight for cost in stage_costs(config, (2, 2), tensor=2)} == {0.0}
+
+
 def test_no_other_division_has_a_faster_slowest_stage():
     for vocab_size in (512, 5000):
         for layers in (5, 8):

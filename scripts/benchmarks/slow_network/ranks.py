@@ -251,12 +251,22 @@ def torch_tensor(job: Job, config: Config, _: RunPlan, mesh: Mesh) -> Stepper:
     return Stepper(lambda: trained.step(next(batches)), parameters, lambda: 0)
 
 
+def pipeline(job: Job, config: Config, plan: RunPlan, mesh: Mesh) -> Stepper:
+    """Our pipeline, or torch's; see scripts/benchmarks/pipeline."""
+    from scripts.benchmarks.pipeline import bodies  # which needs this module
+
+    body = bodies.ours if job.kind == "pipeline" else bodies.torch_pipelining
+    return body(job, config, plan, mesh)
+
+
 STEPPERS: dict[str, Callable[[Job, Config, RunPlan, Mesh], Stepper]] = {
     "ours": ours,
     "alone": alone,
     "fsdp2": fsdp2,
     "deepspeed": deepspeed,
     "torch tensor": torch_tensor,
+    "pipeline": pipeline,
+    "torch pipelining": pipeline,
 }
 
 
