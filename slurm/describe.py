@@ -30,11 +30,14 @@ def describe(arguments: argparse.Namespace) -> list[str]:
         return lines
     if per_host is not None:
         # torch takes seconds to import
+        from megafrontier.planner.auto import choose_layout
         from megafrontier.training.plan import check_memory, resolve_plan
         from megafrontier.training.preview import describe_run
 
         check_tasks("--ntasks-per-node", arguments.ntasks_per_node, per_host)
         check_tasks("--ntasks", arguments.ntasks, nodes * per_host)
+        config, chosen = choose_layout(config, nodes * per_host)
+        lines += chosen
         plan = resolve_plan(config, nodes * per_host)
         check_memory(config, plan)
         return [*lines, *describe_run(config, plan), *missing(config, nodes * per_host)]

@@ -24,6 +24,11 @@ _MACHINES = (
 )
 
 
+_SHORT = {"wires": "preset", "parallel": "tensor"}
+"""Sections that a word may stand for: `wires: low`, `parallel: auto`. It is the value of this
+key."""
+
+
 class _Loader(yaml.SafeLoader):
     """Reads every value as text, and refuses a key that is given twice.
 
@@ -135,7 +140,8 @@ def _resolved(values: dict[str, Any]) -> Any:
 def _merged(below: Any, above: Any, name: str = "") -> Any:
     """`above` over `below`, the value of `name`: mappings are merged, all else is replaced."""
     if not isinstance(above, dict):
-        return {"preset": above} if name == "wires" and isinstance(above, str) else above
+        is_short = name in _SHORT and isinstance(above, str)
+        return {_SHORT[name]: above} if is_short else above
     section = _section(below, name)
     merged = {key: _merged(section.get(key), value, key) for key, value in above.items()}
     # A mapping that names all levels of a machine also says their order.
@@ -144,8 +150,8 @@ def _merged(below: Any, above: Any, name: str = "") -> Any:
 
 def _section(value: Any, name: str) -> dict[str, Any]:
     """The mapping `value`, or the one that it is short for, so that single values can be set."""
-    if isinstance(value, str) and name == "wires":
-        return {"preset": value}
+    if isinstance(value, str) and name in _SHORT:
+        return {_SHORT[name]: value}
     if isinstance(value, str) and name == "machine":
         return _read_yaml(_machine_file(value))
     return value if isinstance(value, dict) else {}

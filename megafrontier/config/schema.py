@@ -258,8 +258,9 @@ class ExpertsPartitionConfig:
 
 @dataclass
 class PartitionConfig:
-    strategy: Literal["ddp", "zero1", "zero2", "zero3", "mics", "hpz", "topo"] | None = None
-    """A named placement. topo if neither this nor a placement is given."""
+    strategy: Literal["auto", "ddp", "zero1", "zero2", "zero3", "mics", "hpz", "topo"] | None = None
+    """A named placement. topo if neither this nor a placement is given. auto: the placement that
+    `plan` predicts to be the fastest is chosen at start."""
     weights: str | None = None
     """Level through which weights are sharded, or `none`."""
     backward_weights: str | None = None
@@ -291,7 +292,8 @@ class PartitionConfig:
 @dataclass
 class ParallelConfig:
     tensor: int | str = bounded(1, at_least=1)
-    """Ranks that share each matrix, and between matrices the tokens: the innermost. A number, which
+    """Ranks that share each matrix, and between matrices the tokens: the innermost. `auto`
+    (`parallel: auto` for short): the number that `plan` predicts to be the fastest. A number, which
     must fill each level before it enters the next, or a level's name: all ranks up to that level
     that no inner split takes. Ranks that no split takes are data-parallel."""
     context: int | str = bounded(1, at_least=1)
@@ -396,3 +398,8 @@ class Config:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def has_auto_layout(self) -> bool:
+        """Whether the planner is to choose the placement or the splits."""
+        return "auto" in (self.partition.strategy, self.parallel.tensor)

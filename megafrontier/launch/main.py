@@ -1,7 +1,7 @@
 """From a command to its running ranks: check, then fork local ranks or join those of a launcher."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -41,6 +41,7 @@ from megafrontier.training.resume.restarts import StartRecord, record_interrupt,
 from megafrontier.training.resume.resume import check_resume, goes_back, resume
 from megafrontier.training.trainer import Trainer, build_trainer, initial_values
 
+MOST_WORKERS = 16
 T = TypeVar("T")
 Check = Callable[[int], object]
 """Given the number of ranks, raises if they cannot start."""
@@ -53,13 +54,27 @@ def train(config: Config, nproc: int | None) -> int:
     """
     directory = Path(config.run.directory)
     identity = identify(os.environ) if nproc is None else None
+    config, chosen = _choose_layout(config, nproc, identity)
     check = partial(_check, config, identity)
     try:
-        return launch(config, lambda: _train_rank(config), nproc, check, directory)
+        return launch(config, lambda: _train_rank(config, chosen), nproc, check, directory)
     except KeyboardInterrupt:
         if identity is None or identity.rank == 0:
             record_interrupt(directory)
         raise
+
+
+def _choose_layout(
+    config: Config, nproc: int | None, identity: Identity | None
+) -> tuple[Config, list[str]]:
+    if not config.has_auto_layout:
+        return config, []
+    from megafrontier.planner.auto import choose_layout  # imports parts of torch for seconds
+
+    if identity is None:
+        return choose_layout(config, nproc or 1, MOST_WORKERS)
+    # The ranks of a host choose at the same time, each on its core.
+    return choose_layout(config, identity.world_size)
 
 
 def _check(config: Config, identity: Identity | None, ranks: int) -> None:
@@ -141,17 +156,18 @@ def _exit_from_launcher(identity: Identity, code: int) -> None:
         os._exit(code)
 
 
-def _train_rank(config: Config) -> int:
+def _train_rank(config: Config, chosen: Sequence[str]) -> int:
+    """`chosen`: what the planner chose, for the log."""
     directory = Path(config.run.directory)
     try:
         with open_context(config, directory, partial(open_run_logger, config)) as context:
-            return _train_watched(context, directory)
+            return _train_watched(context, directory, chosen)
     except RanksAbsent as error:
         identity = identify(os.environ)
         raise excluded_nodes.exclude_absent(error, directory, identity, os.environ) from error
 
 
-def _train_watched(context: RunContext, directory: Path) -> int:
+def _train_watched(context: RunContext, directory: Path, chosen: Sequence[str]) -> int:
     config, identity, info = context.config, context.identity, context.run_logger.info
     excluded = partial(excluded_nodes.read, directory)
     with (
@@ -165,18 +181,19 @@ def _train_watched(context: RunContext, directory: Path) -> int:
                 fault_point("preflight")
                 preflight(config, context.plan, identity, context.mesh, info)
         with context.explain_out_of_memory(memory_advice(config)):
-            code = _run(context, start)
+            code = _run(context, start, chosen)
         start.end(code)
         return code
 
 
-def _run(context: RunContext, start: StartRecord) -> int:
+def _run(context: RunContext, start: StartRecord, chosen: Sequence[str]) -> int:
     config, plan, run_logger = context.config, context.plan, context.run_logger
     watchdog = context.watchdog
     trainer = build_trainer(config, plan, context.mesh, run_logger, has_values=False)
     guard, users = Guard(), {name: load_class(name)() for name in config.log.callbacks}
     trainer.stateful = {"guard": guard, **users}
     for line in (
+        *chosen,
         *describe_run(config, plan, context.world.device),
         *describe_kernels(config, context.world, plan),
         *([context.mesh.describe_groups()] if context.world.size > 1 else []),

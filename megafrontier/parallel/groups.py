@@ -84,7 +84,7 @@ def make_groups(
     )
 
 
-_BACKENDS: dict[str, Callable[[], str | None]] = {"cuda": lambda: None, "meta": lambda: "fake"}
+_BACKENDS: dict[str, Callable[[], str | None]] = {"cuda": lambda: None, "meta": lambda: "meta:fake"}
 """The backend of a type of device, if not gloo; None: torch's default."""
 
 

@@ -18,16 +18,6 @@ _current: ContextVar["Clock"] = ContextVar("clock")
 
 
 @dataclass
-class Bar:
-    """Some work on a lane, in seconds since the simulation began."""
-
-    lane: str
-    label: str
-    start: float
-    seconds: float
-
-
-@dataclass
 class Clock:
     """The time at which each lane has done its work so far, in seconds."""
 
@@ -40,17 +30,13 @@ class Clock:
     """Where work is done now."""
     level: str = ""
     """The level of the last collective."""
-    bars: list[Bar] | None = None
-    """All work, if a list is given."""
 
     @property
     def now(self) -> float:
         return self.lanes[self.lane]
 
-    def advance(self, seconds: float, label: str = "") -> None:
+    def advance(self, seconds: float) -> None:
         """Work on the present lane."""
-        if self.bars is not None and seconds > 0:
-            self.bars.append(Bar(self.lane, label, self.now, seconds))
         self.lanes[self.lane] += seconds
         self.busy[self.lane] += seconds
 
@@ -59,7 +45,7 @@ class Clock:
         self.level = level
         if self.lane == COMPUTE:
             self.exposed[level] += seconds
-        self.advance(seconds, level)
+        self.advance(seconds)
 
     def wait_until(self, time: float, level: str) -> None:
         """The present lane waits for a collective over `level` that is over at `time`."""

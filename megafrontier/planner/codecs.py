@@ -17,14 +17,14 @@ def encode(
 ) -> None:
     """As `Codec.encode`."""
     kept = 0 if errors is None else 2 * errors.nbytes
-    running_meter().move(values.nbytes + messages.nbytes + kept, "encode")
+    running_meter().move(values.nbytes + messages.nbytes + kept)
 
 
 def decode(
     codec: Codec, messages: torch.Tensor, out: torch.Tensor, accumulate: bool = False
 ) -> None:
     """As `Codec.decode`."""
-    running_meter().move(messages.nbytes + out.nbytes * (1 + accumulate), "decode")
+    running_meter().move(messages.nbytes + out.nbytes * (1 + accumulate))
 
 
 def decode_sum(

@@ -10,6 +10,7 @@ from typing import Any
 from megafrontier.common.errors import UserError, need
 from megafrontier.config import Config, MachineConfig, load_config, load_machine, save_config
 from megafrontier.parallel.env import identify
+from megafrontier.planner.auto import choose_layout
 from megafrontier.planner.rates import UNKNOWN
 from megafrontier.planner.search import Layout, search
 from megafrontier.planner.simulate import Simulated, simulate
@@ -39,9 +40,9 @@ def plan_command(
     config = load_config(path, overrides)
     machine = load_machine(config.machine)
     layouts = search(config, nodes * ranks_per_node(machine))
-    if write is not None:
-        if not layouts[0].fits:
-            raise UserError(f"plan: {too_large(layouts[0])}")
+    if not layouts[0].fits and not as_json:
+        raise UserError(f"plan: {too_large(layouts[0])}")
+    if write is not None and layouts[0].fits:
         save_config(layouts[0].config, write)
     if as_json:
         found = {"machine": config.machine, "nodes": nodes}
@@ -56,9 +57,11 @@ def dry_run_command(path: str, overrides: Sequence[str], ranks: int | None) -> s
     and if the tensors do not fit into the device's memory.
     """
     config = load_config(path, overrides)
-    plan = resolve_plan(config, identify(os.environ).world_size if ranks is None else ranks)
-    lines = list(describe_run(config, plan))
-    step = simulate(config, plan, rates=UNKNOWN)
+    ranks = identify(os.environ).world_size if ranks is None else ranks
+    config, lines = choose_layout(config, ranks, os.cpu_count() or 1)
+    plan = resolve_plan(config, ranks)
+    lines += describe_run(config, plan)
+    step = simulate(config, plan, UNKNOWN)
     layout = Layout((), config, plan, step)
     if not layout.fits:
         memory = plan.machine.device.memory_gib
@@ -110,6 +113,7 @@ def as_dict(layout: Layout) -> dict[str, Any]:
         "mfu": mfu(layout),
         "bytes": {name: round(sent) for name, sent in step.sent.items()},
         "exposed_seconds": step.exposed,
+        "bubble": step.bubble,
         "limit": step.limit,
     }
 
@@ -118,7 +122,7 @@ def table(config: Config, layouts: Sequence[Layout], nodes: int, tokens: float |
     """One line for each layout, fastest first."""
     names = layouts[0].plan.levels.names
     head = ["fits", "GiB", "step s", "tokens/s", "TF/s", "MFU %"]
-    head += [f"{name} GB" for name in names] + ["waits s", "limit"]
+    head += [f"{name} GB" for name in names] + ["waits s", "bubble %", "limit"]
     if tokens is not None:
         head.append("node-hours")
     rows = [[*head, "overrides"]]
@@ -128,7 +132,7 @@ def table(config: Config, layouts: Sequence[Layout], nodes: int, tokens: float |
         row += [f"{step.tokens_per_second:,.0f}", f"{step.tflops_per_device:.1f}"]
         row.append("-" if share is None else f"{100 * share:.1f}")
         row += [f"{step.sent[name] / 1e9:.2f}" for name in names]
-        row += [f"{sum(step.exposed.values()):.3f}", step.limit]
+        row += [f"{sum(step.exposed.values()):.3f}", f"{100 * step.bubble:.0f}", step.limit]
         if tokens is not None:
             row.append(f"{tokens / step.tokens_per_second / 3600 * nodes:,.0f}")
         rows.append([*row, " ".join(layout.overrides) or "(as configured)"])

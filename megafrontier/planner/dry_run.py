@@ -3,7 +3,7 @@
 No weights are allocated and nothing is sent, so that a laptop builds a rank of any machine.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -42,8 +42,9 @@ class DryWorld(World):
         """`message`."""
         return message
 
-    def _broadcast_text(self, text: str | None) -> str:
-        return text or ""
+    def broadcast_from_rank_0(self, look: Callable[[], str]) -> str:
+        """What this rank finds."""
+        return look()
 
 
 @contextmanager
@@ -129,4 +130,4 @@ class _Elementwise:
         skip: torch.Tensor,
     ) -> None:
         """As `UnitOptimizer.step`."""
-        self._meter.move(self._moved, "optimizer")
+        self._meter.move(self._moved)

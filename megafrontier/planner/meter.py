@@ -117,7 +117,7 @@ class Meter(TorchDispatchMode):
             seconds = self.device.product_seconds(flops, moved, inputs[0].itemsize)
         else:
             seconds = moved / self.device.memory_bytes
-        self.compute(seconds, func.overloadpacket.__name__)
+        self.compute(seconds)
 
     def __enter__(self) -> Self:
         self._tokens.append(_running.set(self))
@@ -128,16 +128,16 @@ class Meter(TorchDispatchMode):
         super().__exit__(*error)
         _running.reset(self._tokens.pop())
 
-    def move(self, moved: int, label: str) -> None:
+    def move(self, moved: int) -> None:
         """An operation that reads and writes `moved` bytes in all."""
-        self.compute(moved / self.device.memory_bytes, label)
+        self.compute(moved / self.device.memory_bytes)
 
-    def compute(self, seconds: float, label: str) -> None:
+    def compute(self, seconds: float) -> None:
         """An operation of the device, which begins when the host has started it."""
         self._host = max(self._host, 0.0) + self.device.launch_seconds
         if self.clock.now < self._host:
             self.clock.wait_until(self._host, "")
-        self.clock.advance(seconds, label)
+        self.clock.advance(seconds)
 
     def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
@@ -146,10 +146,12 @@ class Meter(TorchDispatchMode):
             self._levels = self._levels_of_groups()
         level, is_control = self._levels[group.group_name]
         self.memory.add(_tensors(args))
-        sent = _SENT[func.overloadpacket.__name__](args, group.size())
+        name = func.overloadpacket.__name__
+        sent = _SENT[name](args, group.size())
         if not is_control:
             self.sent[level] += sent
-        self.clock.communicate(self.links[level].seconds(sent, group.size() - 1), level)
+        if name not in _BETWEEN_TWO:  # their time depends on the other one
+            self.clock.communicate(self.links[level].seconds(sent, group.size() - 1), level)
         return out
 
 
@@ -167,7 +169,7 @@ class ShapeCache:
         key = func, _key(args), _key(tuple(kwargs.items()))
         if key not in self._found:
             out = func(*args, **kwargs)
-            if not isinstance(out, torch.Tensor):
+            if not isinstance(out, torch.Tensor) or not out.is_meta:
                 return out
             self._found[key] = out.shape, out.stride(), out.dtype
             return out
@@ -258,6 +260,7 @@ def _reduced(args: Any, size: int) -> float:
     return 2 * _tensors(args)[0].nbytes * (size - 1) / size
 
 
+_BETWEEN_TWO = {"send", "recv_"}
 _SENT: dict[str, Callable[[Any, int], float]] = {
     "_allgather_base_": _gathered,
     "alltoall_base_": _exchanged,

@@ -43,7 +43,6 @@ the attention matrix (Korthikanti et al. 2022, arXiv:2205.05198), for the estima
 _NOWHERE = dict.fromkeys(("strategy", "weights", "backward_weights", "gradients", "optimizer"))
 SIMULATED = 8
 """Layouts that fit, besides the configuration's own."""
-MOST_WORKERS = 16
 
 
 @dataclass(frozen=True)
@@ -68,34 +67,56 @@ class Layout:
         return memory is None or self.step.gib <= memory
 
 
-def search(config: Config, ranks: int, most: int = SIMULATED) -> list[Layout]:
+@dataclass(frozen=True)
+class Free:
+    """What a search may change."""
+
+    placement: bool = True
+    tensor: bool = True
+    wires: bool = True
+    memory: bool = True
+    """The micro-batch and what is recomputed."""
+
+
+def search(
+    config: Config, ranks: int, most: int = SIMULATED, free: Free | None = None, workers: int = 16
+) -> list[Layout]:
     """The configuration's own layout and the `most` best others that fit into memory, fastest
     first; one that does not fit comes last.
 
+    A configuration with `auto` in it has no layout of its own. `workers`: processes at most.
+
     Raises UserError if no layout can be, with the reason of the configuration's own.
     """
-    candidates = [found for family in _families(config, ranks) for found in family.members()]
+    families = _families(config, ranks, free or Free())
+    candidates = [found for family in families for found in family.members()]
     candidates.sort(key=lambda each: each.seconds)
-    tried = [_Candidate((), config, 0.0), *candidates[: 2 * most]]
-    try:
-        resolve_plan(config, ranks)
-    except UserError:
-        if not candidates:
-            raise
-        tried = tried[1:]
-    found = _simulate(tried, ranks)
+    tried = candidates[: 2 * most]
+    if not config.has_auto_layout:
+        try:
+            resolve_plan(config, ranks)
+            tried.insert(0, _Candidate((), config, 0.0))
+        except UserError:
+            if not candidates:
+                raise
+    if not tried:
+        raise UserError(f"partition.strategy: auto, but no layout fits on {ranks} ranks, need more")
+    found = _simulate(tried, ranks, workers)
     own = [layout for layout in found if not layout.overrides]
     others = [layout for layout in found if layout.overrides and layout.fits][:most]
     return sorted([*own, *others], key=lambda layout: (not layout.fits, layout.step.seconds))
 
 
-def _simulate(candidates: "Sequence[_Candidate]", ranks: int) -> list[Layout]:
+def _simulate(candidates: "Sequence[_Candidate]", ranks: int, workers: int) -> list[Layout]:
     """Each of some layouts, in processes side by side."""
-    simulate_blocks(candidates[0].config, ranks)  # the processes need not import its modules again
-    overrides, configs = zip(*((c.overrides, c.config) for c in candidates), strict=True)
-    workers = min(os.cpu_count() or 1, len(candidates), MOST_WORKERS)
+    first, *rest = candidates  # the processes need not import its modules again
+    found = [Layout.of(first.overrides, first.config, ranks)]
+    workers = min(os.cpu_count() or 1, len(rest), workers)
+    if workers < 2:
+        return found + [Layout.of(each.overrides, each.config, ranks) for each in rest]
+    overrides, configs = zip(*((c.overrides, c.config) for c in rest), strict=True)
     with ProcessPoolExecutor(workers, get_context("fork")) as pool:
-        return list(pool.map(Layout.of, overrides, configs, repeat(ranks)))
+        return found + list(pool.map(Layout.of, overrides, configs, repeat(ranks)))
 
 
 @dataclass(frozen=True)
@@ -111,9 +132,12 @@ class _Family:
     """The layouts that differ in the micro-batch and in what is recomputed: they hold the same
     state and send the same messages."""
 
-    def __init__(self, config: Config, overrides: Sequence[str], ranks: int) -> None:
-        """Raises UserError for a layout that cannot be or whose state does not fit."""
-        self._config, self._overrides = config, overrides
+    def __init__(
+        self, config: Config, overrides: Sequence[str], ranks: int, has_members: bool
+    ) -> None:
+        """`has_members`: whether there are others than that of the configuration itself. Raises
+        UserError for a layout that cannot be or whose state does not fit."""
+        self._config, self._overrides, self._has_members = config, overrides, has_members
         least = replace(config.train, micro_batch=1, activation_checkpointing="offload")
         plan = self._plan = resolve_plan(replace(config, train=least), ranks)
         self._device, self._links = DeviceRates.of(plan.machine), link_rates(plan.machine)
@@ -134,14 +158,18 @@ class _Family:
         train, model, splits = self._config.train, self._config.model, self._plan.shape.splits
         data_size = self._plan.shape.over(("data",)).ranks
         parts = splits.tensor * splits.context
-        for micro_batch, mode in product(MICRO_BATCHES, CHECKPOINTING):
+        choices = list(product(MICRO_BATCHES, CHECKPOINTING))
+        if not self._has_members:
+            choices = [(train.micro_batch, train.activation_checkpointing)]
+        for micro_batch, mode in choices:
             tokens = micro_batch * model.sequence_length / parts
             saved = SAVED_BYTES[mode] * tokens * model.hidden * model.layers
             number, rest = divmod(train.global_batch, micro_batch * data_size)
             if rest or saved > self._free:
                 continue
             chosen = replace(train, micro_batch=micro_batch, activation_checkpointing=mode)
-            overrides = f"train.micro_batch={micro_batch}", f"train.activation_checkpointing={mode}"
+            overrides = [f"train.micro_batch={micro_batch}"] * self._has_members
+            overrides += [f"train.activation_checkpointing={mode}"] * self._has_members
             config = replace(self._config, train=chosen)
             seconds = self._estimate(number, tokens, OPERATIONS[mode])
             yield _Candidate((*self._overrides, *overrides), config, seconds)
@@ -175,26 +203,38 @@ def _by_levels(config: Config, plan: RunPlan) -> list[tuple[int, Levels]]:
     return [(numel, plan.shape.over(axes)) for axes, numel in numels.items()]
 
 
-def _families(config: Config, ranks: int) -> Iterator[_Family]:
+def _families(config: Config, ranks: int, free: Free) -> Iterator[_Family]:
     levels = Levels.resolve(load_machine(config.machine).levels, ranks)
     seen: set[tuple[object, ...]] = set()
     own = config.partition.wires.preset
-    wires: list[Preset | None] = [None, *(name for name in WIRES if name != own)]
-    for place, preset, tensor in product(_placements(levels), wires, _tensor_sizes(levels)):
-        partition = replace(config.partition, **cast(Any, {**_NOWHERE, **place}))
-        overrides = ["partition.strategy=null", *(f"partition.{k}={v}" for k, v in place.items())]
-        if preset is not None:
-            partition = replace(partition, wires=WiresConfig(preset), error_feedback=None)
-            overrides.append(f"partition.wires={preset}")
-        if tensor != config.parallel.tensor:
-            overrides.append(f"parallel.tensor={tensor}")
-        parallel = replace(config.parallel, tensor=tensor)
+    wires: list[Preset | None] = [None, *(name for name in WIRES if free.wires and name != own)]
+    places = _placements(levels) if free.placement else [{}]
+    sizes = _tensor_sizes(levels) if free.tensor else [config.parallel.tensor]
+    for place, preset, tensor in product(places, wires, sizes):
+        changed, overrides = _changed(config, place, preset, tensor)
         with suppress(UserError):
-            changed = replace(config, partition=partition, parallel=parallel)
-            family = _Family(changed, overrides, ranks)
+            family = _Family(changed, overrides, ranks, free.memory)
             if family.kind not in seen:
                 seen.add(family.kind)
                 yield family
+
+
+def _changed(
+    config: Config, place: dict[str, str], preset: Preset | None, tensor: int | str
+) -> tuple[Config, list[str]]:
+    """A configuration with another placement (empty: its own), wires and tensor split, and the
+    overrides that say so."""
+    partition, overrides = config.partition, []
+    if place:
+        partition = replace(partition, **cast(Any, {**_NOWHERE, **place}))
+        overrides = ["partition.strategy=null", *(f"partition.{k}={v}" for k, v in place.items())]
+    if preset is not None:
+        partition = replace(partition, wires=WiresConfig(preset), error_feedback=None)
+        overrides.append(f"partition.wires={preset}")
+    if tensor != config.parallel.tensor:
+        overrides.append(f"parallel.tensor={tensor}")
+    parallel = replace(config.parallel, tensor=tensor)
+    return replace(config, partition=partition, parallel=parallel), overrides
 
 
 def _placements(levels: Levels) -> list[dict[str, str]]:

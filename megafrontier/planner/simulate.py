@@ -1,9 +1,11 @@
 """A training step on the clock: its seconds, bytes and memory on one rank."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
 
 import torch
 
@@ -11,7 +13,7 @@ from megafrontier.common.errors import need
 from megafrontier.config import Config
 from megafrontier.model.flops import flops_per_token
 from megafrontier.planner.attention import attention_kernel
-from megafrontier.planner.clock import COMPUTE, Bar, Clock
+from megafrontier.planner.clock import COMPUTE, Clock
 from megafrontier.planner.dry_run import DryLoader, dry_mesh, dry_trainer
 from megafrontier.planner.meter import ROUNDING, Memory, Meter
 from megafrontier.planner.rates import Rates
@@ -44,7 +46,8 @@ class Simulated:
     """Seconds of operations on the compute lane."""
     memory: dict[str, float]
     """GiB by category, at the peak."""
-    bars: list[Bar] = field(default_factory=list)
+    bubble: float = 0.0
+    """Share of the step in which ranks of a pipeline wait for others, 0 to 1."""
 
     @property
     def gib(self) -> float:
@@ -67,21 +70,33 @@ class Simulated:
         return max(parts, key=lambda name: parts[name])
 
 
-def simulate(
-    config: Config, plan: RunPlan, rank: int = 0, bars: bool = False, rates: Rates | None = None
-) -> Simulated:
-    """One optimizer step of `rank`, after one that was not counted.
+def simulate(config: Config, plan: RunPlan, rates: Rates | None = None) -> Simulated:
+    """One optimizer step, after one that was not counted, on the rank that holds the most.
 
-    bars: keep the work of all lanes, for a picture.
     rates: default: those of the plan's machine file.
 
     Raises UserError for a machine file that lacks a rate, and for what one rank alone on the meta
     device does not show.
     """
     need(config.model.moe is None, "model.moe", "set", "need none: experts are not planned yet")
-    pipeline = plan.shape.splits.pipeline
-    need(pipeline == 1, "parallel.pipeline", pipeline, "need 1: pipelines are not planned yet")
     rates = rates or Rates.of(plan.machine)
+    division = plan.division
+    if division.ranks == 1:
+        counted = run_rank(config, plan, rates, 0, MICRO_BATCHES)
+        more = counted.loader.all - counted.loader.micro_batches
+        return counted.result(config, partial(_with_micro_batches, counted.marks, more))
+    from megafrontier.planner.pipelines import ROUNDS, combine
+
+    ranks = plan.shape.pipeline_ranks(0)
+    steps = {
+        place: run_rank(config, plan, rates, ranks[place], ROUNDS * division.stages)
+        for place in division.distinct_ranks()
+    }
+    return combine(config, plan, rates, steps, next(iter(steps.values())).loader.all)
+
+
+def run_rank(config: Config, plan: RunPlan, rates: Rates, rank: int, most: int) -> "Counted":
+    """A step of `rank` with at most `most` micro-batches."""
     clock = Clock()
     memory = Memory(ROUNDING[plan.machine.device.is_accelerator])
     with ExitStack() as stack:
@@ -90,59 +105,68 @@ def simulate(
         stack.enter_context(clock.running())
         stack.enter_context(meter)
         stack.enter_context(attention_kernel())
-        trainer = dry_trainer(config, plan, mesh, meter, MICRO_BATCHES)
+        trainer = dry_trainer(config, plan, mesh, meter, most)
         for _ in range(STEPS):
-            counted = _Counted(trainer, meter, bars)
-    return counted.result(config, trainer, memory)
+            counted = Counted(trainer, meter)
+    return counted
 
 
-class _Counted:
-    """A step, and what it took at the end of each micro-batch."""
+Marks = Sequence[Mapping[str, float]]
 
-    def __init__(self, trainer: Trainer, meter: Meter, bars: bool) -> None:
-        clock, self._meter = meter.clock, meter
-        clock.wait_for_all()
-        clock.bars = [] if bars else None
-        meter.memory.peak = self._held = meter.memory.now
-        self._marks = [self._mark()]
-        start_step(trainer, heartbeat=lambda step: self._marks.append(self._mark()))
-        self._marks.append(self._mark())
-        self._bars = clock.bars or []
+
+class Counted:
+    """A step of one rank.
+
+    marks: all counts before the step, each time that training reports a heartbeat, and at the end.
+    """
+
+    def __init__(self, trainer: Trainer, meter: Meter) -> None:
+        meter.clock.wait_for_all()
+        self.trainer, self._meter = trainer, meter
+        meter.memory.peak = held = meter.memory.now
+        self.marks = [self._mark()]
+        start_step(trainer, heartbeat=lambda step: self.marks.append(self._mark()))
+        self.marks.append(self._mark())
+        self._memory = _memory(trainer, meter.memory, held)
+
+    @property
+    def loader(self) -> DryLoader:
+        """What the step has read."""
+        return cast(DryLoader, self.trainer.loader)
 
     def _mark(self) -> Counter[str]:
         clock, meter = self._meter.clock, self._meter
         found = {"seconds": clock.now, "computing": clock.busy[COMPUTE]}
         found |= {f"sent {level}": sent for level, sent in meter.sent.items()}
         found |= {f"exposed {level}": seconds for level, seconds in clock.exposed.items()}
-        return Counter(found)
+        return Counter(found)  # in which what was not counted yet is 0
 
-    def _total(self, more: int) -> dict[str, float]:
-        """Differences over the step, with `more` usual micro-batches."""
-        first, *_, last = self._marks
-        found: dict[str, float] = {name: last[name] - first[name] for name in last}
-        if more:
-            before, after = self._marks[1:3]
-            for name in found:
-                found[name] += more * (after[name] - before[name])
-        return found
-
-    def result(self, config: Config, trainer: Trainer, memory: Memory) -> Simulated:
-        loader = trainer.loader
-        assert isinstance(loader, DryLoader)
-        total = self._total(loader.all - loader.micro_batches)
-        names = trainer.mesh.levels.names
+    def result(
+        self, config: Config, extend: Callable[[dict[str, float]], dict[str, float]]
+    ) -> Simulated:
+        """The step with all micro-batches: `extend` adds those that were left out to the totals."""
+        first, *_, last = self.marks
+        total = extend({name: last[name] - first[name] for name in last})
+        names = self.trainer.mesh.levels.names
         tokens = config.train.global_batch * config.model.sequence_length
         return Simulated(
             total["seconds"],
             tokens,
             flops_per_token(config.model) * tokens,
-            trainer.mesh.world.size,
+            self.trainer.mesh.world.size,
             {name: total.get(f"sent {name}", 0.0) for name in names},
             {name: total.get(f"exposed {name}", 0.0) for name in names},
             total["computing"],
-            _memory(trainer, memory, self._held),
-            self._bars,
+            self._memory,
         )
+
+
+def _with_micro_batches(marks: Marks, more: int, total: dict[str, float]) -> dict[str, float]:
+    """The totals with `more` micro-batches like the second one."""
+    if not more:
+        return total
+    before, after = marks[1:3]
+    return {name: value + more * (after[name] - before[name]) for name, value in total.items()}
 
 
 def _memory(trainer: Trainer, memory: Memory, before: int) -> dict[str, float]:

@@ -10,7 +10,8 @@ import yaml
 
 from megafrontier.cli import main
 from megafrontier.config import config_to_dict, load_config
-from megafrontier.planner.command import CATEGORIES
+from megafrontier.planner.auto import choose_layout
+from megafrontier.planner.command import CATEGORIES, plan_command
 from megafrontier.planner.layers import simulate_blocks
 from megafrontier.planner.simulate import simulate
 from megafrontier.training.plan import resolve_plan
@@ -31,7 +32,6 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plans(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `plan --json --write` gives on two nodes of two ranks."""
     written = tmp_path_factory.mktemp("best") / "best.yaml"
-    from megafrontier.planner.command import plan_command
 
     text = plan_command(str(config_file), [], NODES, as_json=True, write=written)
     return {**json.loads(text), "written": written}
@@ -123,3 +123,16 @@ def test_a_plan_that_cannot_be_is_one_line(
     captured = capsys.readouterr()
     assert captured.err.startswith(line)
     assert captured.err.count("\n") == 1
+
+
+def test_auto_takes_the_fastest_layout_and_says_so(config_file: Path) -> None:
+    config = load_config(config_file, ["partition.strategy=auto", "parallel=auto"])
+    assert config.has_auto_layout
+    chosen, (line,) = choose_layout(config, 2 * NODES)
+    assert not chosen.has_auto_layout
+    assert line.startswith("auto: partition.strategy=null partition.weights=")
+    step = simulate(chosen, resolve_plan(chosen, 2 * NODES))
+    for strategy in ("zero3", "topo", "ddp"):
+        other = load_config(config_file, [f"partition.strategy={strategy}"])
+        assert step.seconds <= simulate(other, resolve_plan(other, 2 * NODES)).seconds
+    assert choose_layout(other, 2 * NODES) == (other, [])

@@ -1,0 +1,31 @@
+"""`auto` in a configuration: the planner chooses the layout before the ranks start."""
+
+from megafrontier.common.errors import UserError
+from megafrontier.config import Config
+from megafrontier.planner.search import Free, search
+
+SIMULATED = 3
+
+
+def choose_layout(config: Config, ranks: int, workers: int = 1) -> tuple[Config, list[str]]:
+    """The configuration with a layout in place of `auto`, and lines that say what was taken.
+
+    Only what is `auto` changes. The choice follows from configuration, machine and number of ranks,
+    so all ranks choose alike. `workers`: processes at most.
+
+    Raises UserError if no layout fits, and for a machine file that lacks a rate.
+    """
+    if not config.has_auto_layout:
+        return config, []
+    free = Free(
+        placement=config.partition.strategy == "auto",
+        tensor=config.parallel.tensor == "auto",
+        wires=False,
+        memory=False,
+    )
+    best = search(config, ranks, SIMULATED, free, workers)
+    if not best:
+        raise UserError(f"partition.strategy: auto, but no layout fits on {ranks} ranks, need more")
+    chosen = best[0]
+    line = f"auto: {' '.join(chosen.overrides)}; predicted: {chosen.step.seconds:.3g} s a step"
+    return chosen.config, [f"{line}, {chosen.step.gib:.3g} GiB"]
