@@ -19,6 +19,7 @@ PARAMETERS = {
     "llama-7b": 6.74e9,
     "llama-8b-128k": 8.03e9,
     "llama-70b": 70.55e9,
+    "llama-175b": 175.2e9,
 }
 
 
