@@ -196,6 +196,9 @@ def main() -> int:
     except (Unable, UserError, JobFailed) as error:
         print(f"tensor: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("tensor: interrupted, all is cleaned up", file=sys.stderr)
+        return 130
     head = ", ".join(f"{name} {value}" for name, value in machine().items())
     text = "\n\n".join([head, *texts]) + "\n"
     (settings.out / "tensor.md").write_text(text)
