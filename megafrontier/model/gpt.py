@@ -201,10 +201,10 @@ class GPT(nn.Module):
         tokens, targets int64 [b, s]. Targets of -100 have no loss; the caller divides the sum by
         the global number of the others. With `part` the sum is that of `own_part`, and there are no
         logits. With `last_only` there are logits of the last token of each row only,
-        [b, 1, vocab_size]. `documents` int32 [n + 1]: the start of each document in the
-        b · s tokens (each row starts one), then b · s; tokens attend only within their document,
-        and positions restart there. `cache`: positions continue after its tokens, and it takes the
-        new ones; it holds one document per row, so there are no `documents` with it.
+        [b, 1, vocab_size]. `documents` int32 [n + 1], on any device: the start of each document in
+        the b · s tokens (each row starts one), then b · s; tokens attend only within their
+        document, and positions restart there. `cache`: positions continue after its tokens, and
+        it takes the new ones; it holds one document per row, so there are no `documents` with it.
 
         A stage of a pipeline runs the numbers `blocks` of all blocks. `hidden` is the result of the
         stage before it; without it, the embedding comes first. Before the last block of the model,
@@ -218,11 +218,14 @@ class GPT(nn.Module):
             raise ValueError(f"{past + tokens.shape[1]} tokens, the model has room for {room}")
         blocks = range(self.config.layers) if blocks is None else blocks
         has_head = blocks.stop == self.config.layers
+        given = documents
+        if documents is not None:
+            documents = documents.to(tokens.device, non_blocking=True)
         positions = self._positions(tokens, past, documents)
         if self.part is not None:
             if targets is None and has_head:
                 raise RuntimeError("logits of divided sequences, need a model on one rank")
-            documents = _on_host(documents, tokens)
+            documents = _on_host(given, tokens)
             tokens, positions = (self.own_part(v, documents) for v in (tokens, positions))
             targets = None if targets is None else self.own_part(targets, documents)
         rotary = self._rotary(positions)

@@ -4,8 +4,8 @@
 consecutive tokens. Its last token is only a target, so consecutive windows share one token.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Literal
@@ -35,25 +35,21 @@ class Batch:
     """The next id of each token [b, s], int64; IGNORE_INDEX if that is in another document."""
     documents: torch.Tensor | None
     """With a document mask: the start of each of n documents in the b · s tokens, then b · s, int32
-    [n + 1]. Every window starts a document."""
+    [n + 1], on the host. Every window starts a document."""
     first_sample: int
     """Global number of the first sample."""
 
     def pin_memory(self) -> "Batch":
         """Return a copy in page-locked memory, for asynchronous copies to a device."""
-        return self._map(torch.Tensor.pin_memory)
+        documents = None if self.documents is None else self.documents.pin_memory()
+        pinned = self.tokens.pin_memory(), self.targets.pin_memory(), documents
+        return Batch(*pinned, self.first_sample)
 
     def to(self, device: torch.device) -> "Batch":
-        """Return a copy on `device`. From pinned memory, the host does not wait for the copy."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        return Batch(
-            move(self.tokens),
-            move(self.targets),
-            None if self.documents is None else move(self.documents),
-            self.first_sample,
-        )
+        """Return a copy with tokens and targets on `device`. From pinned memory, the host does not
+        wait for the copy."""
+        tokens, targets = (t.to(device, non_blocking=True) for t in (self.tokens, self.targets))
+        return replace(self, tokens=tokens, targets=targets)
 
 
 @dataclass
