@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("slurm")
         elif path.name == "test_gpu.py":
             item.add_marker("gpu")
-        elif seconds.get(str(path), 0.0) <= FAST_SECONDS:
+        elif not item.get_closest_marker("gpu") and seconds.get(str(path), 0.0) <= FAST_SECONDS:
             item.add_marker("fast")
         if STARTS_PROCESSES & set(vars(item.module)):  # type: ignore[attr-defined]
             item.add_marker("ranks")

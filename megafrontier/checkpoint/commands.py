@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from megafrontier.checkpoint.folder import of_each, of_newest, step_of
-from megafrontier.checkpoint.format import DTYPE_NAMES, CheckpointUnreadable, Manifest, ShardSet
+from megafrontier.checkpoint.format import CheckpointUnreadable, Manifest
 from megafrontier.checkpoint.load import attached_problems, open_checkpoint, read_manifest
+from megafrontier.checkpoint.sets import DTYPE_NAMES, ShardSet
 from megafrontier.checkpoint.shard_file import ShardFile, slices_of
 from megafrontier.common.errors import UserError, print_error
 

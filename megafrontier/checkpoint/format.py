@@ -2,12 +2,13 @@
 
 The manifest lists the tensors and how flat buffers were cut into shards. The content and the length
 of every shard file follow from that, so nothing about thousands of files has to be gathered.
-docs/checkpoint-format.md describes every byte. The shard files are in `shard_file`.
+docs/checkpoint-format.md describes every byte. Sets of tensors are in `sets`, shard files in
+`shard_file`.
 """
 
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +16,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megafrontier.checkpoint.boxes import BoxEntry, intersection, numel, with_boxes
+from megafrontier.checkpoint.boxes import BoxEntry, intersection, numel
+from megafrontier.checkpoint.sets import (
+    DTYPE_NAMES,
+    PATH_PATTERN,
+    ShardSet,
+    StoredUnit,
+    decode_set,
+    distinct_states,
+    encode_set,
+)
 from megafrontier.common.errors import FatalError, StorageFailed, UserError
-from megafrontier.partition.layout import Layout
 
 FILE_NAME = "checkpoint.json"
 FORMAT = "megafrontier checkpoint"
@@ -28,29 +37,11 @@ MANIFEST_PREFIX = b'{\n"crc32": "'
 BLANK = "0" * 8
 """Stands in for a checksum while it is computed, so that the length stays the same."""
 
-FILES_PER_FOLDER = 256
 SLICE_ELEMENTS = 2**22
 """The largest slice, 16 MiB in fp32: what is read to check any part of it."""
 
 BUFFER = "buffer"
 """The state of a module's buffers, which have no other."""
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""Types by their safetensors names."""
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class CheckpointCorrupt(UserError):
@@ -108,42 +99,6 @@ class AttachedFile:
     path: str
     size: int
     crc32: str
-
-
-@dataclass(frozen=True)
-class StoredUnit:
-    """A flat buffer that was cut into shards, and the types of its states by name: weight, exp_avg,
-    exp_avg_sq, and in some runs published and error; of buffers, buffer."""
-
-    layout: Layout
-    """Its entries are `BoxEntry`s."""
-    states: Mapping[str, torch.dtype]
-
-    @classmethod
-    def of(cls, layout: Layout, states: Mapping[str, torch.dtype]) -> "StoredUnit":
-        """The unit with this layout, whose entries may be whole tensors without a box."""
-        return cls(with_boxes(layout), states)
-
-    @property
-    def entries(self) -> Sequence[BoxEntry]:
-        return self.layout.entries  # type: ignore[return-value]
-
-
-@dataclass(frozen=True)
-class ShardSet:
-    """Units that are cut into the same number of shards. There is a file for each shard index.
-
-    name: tells it from the checkpoint's other sets, for instance `tensor1-pipeline3`: where in the
-    model-parallel axes the ranks are that hold it. The only set of a checkpoint may have none.
-    """
-
-    name: str
-    num_shards: int
-    units: Sequence[StoredUnit]
-
-    def file(self, index: int) -> str:
-        """The path of a shard's file in the checkpoint."""
-        return shard_path(index, self.name)
 
 
 class StoredBox(NamedTuple):
@@ -259,7 +214,7 @@ class Manifest:
             "config": dict(self.config),
             "rng": dict(self.rng),
             "extra": dict(self.extra),
-            "piece_files": _shard_path("SET", "PIECE // 256", "PIECE"),
+            "piece_files": PATH_PATTERN,
             "slice_elements": self.slice_elements,
             "states": [{s: DTYPE_NAMES[dtype] for s, dtype in states} for states in types],
             "files": [[file.path, file.size, file.crc32] for file in self.files],
@@ -341,59 +296,3 @@ def _tensor_problems(name: str, entries: Sequence[BoxEntry]) -> Iterator[str]:
         for other in entries[:number]:
             if entry.numel and intersection(entry.extent, other.extent) is not None:
                 yield f"{name}: boxes {other.box} and {entry.box} overlap"
-
-
-def shard_path(index: int, set_name: str = "") -> str:
-    """The path of a shard's file in the checkpoint. A folder holds at most 256 of them, because
-    parallel file systems create the files of one folder one after the other."""
-    return _shard_path(set_name, f"{index // FILES_PER_FOLDER:05d}", f"{index:08d}")
-
-
-def _shard_path(set_name: str, folder: str, name: str) -> str:
-    return "/".join(["pieces", *([set_name] if set_name else []), folder, f"{name}.safetensors"])
-
-
-StateTypes = tuple[tuple[str, torch.dtype], ...]
-
-
-def distinct_states(sets: Iterable[ShardSet]) -> list[StateTypes]:
-    """The different states of units, which refer to them by number."""
-    units = (unit for shard_set in sets for unit in shard_set.units)
-    return list(dict.fromkeys(tuple(unit.states.items()) for unit in units))
-
-
-def encode_set(shard_set: ShardSet, types: Sequence[StateTypes]) -> dict[str, Any]:
-    """A set as JSON. `types`: the `distinct_states` of all sets."""
-    units = [
-        {
-            "name": unit.layout.name,
-            "numel": unit.layout.numel,
-            "states": types.index(tuple(unit.states.items())),
-            "tensors": [_encode_entry(entry) for entry in unit.entries],
-        }
-        for unit in shard_set.units
-    ]
-    return {"name": shard_set.name, "pieces": shard_set.num_shards, "units": units}
-
-
-def _encode_entry(entry: BoxEntry) -> list[Any]:
-    box = [] if entry.is_whole else [[list(part) for part in entry.box]]
-    return [entry.name, list(entry.global_shape), entry.offset, *box]
-
-
-def decode_set(values: dict[str, Any], states: Sequence[Mapping[str, str]]) -> ShardSet:
-    """The inverse of `encode_set`. `states`: the type names of each unit's states, by number."""
-    types = [{state: DTYPES[name] for state, name in found.items()} for found in states]
-    units = [StoredUnit(_decode_layout(unit), types[unit["states"]]) for unit in values["units"]]
-    return ShardSet(values["name"], values["pieces"], units)
-
-
-def _decode_layout(values: dict[str, Any]) -> Layout:
-    entries = []
-    for name, global_shape, offset, *rest in values["tensors"]:
-        box = rest[0] if rest else [(0, size) for size in global_shape]
-        shape = tuple(stop - start for start, stop in box)
-        entries.append(
-            BoxEntry(name, shape, offset, tuple(global_shape), tuple((a, b) for a, b in box))
-        )
-    return Layout(values["name"], tuple(entries), values["numel"])

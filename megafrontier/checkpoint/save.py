@@ -22,20 +22,22 @@ import torch
 
 from megafrontier.checkpoint import folder
 from megafrontier.checkpoint.format import (
-    DTYPE_NAMES,
     FILE_NAME,
-    FILES_PER_FOLDER,
     AttachedFile,
     CheckpointWriteError,
     Manifest,
+    crc32_hex,
+)
+from megafrontier.checkpoint.host_copy import HostCopy
+from megafrontier.checkpoint.sets import (
+    DTYPE_NAMES,
+    FILES_PER_FOLDER,
     ShardSet,
     StoredUnit,
-    crc32_hex,
     decode_set,
     distinct_states,
     encode_set,
 )
-from megafrontier.checkpoint.host_copy import HostCopy
 from megafrontier.checkpoint.shard_file import (
     ReadSlice,
     Shards,

@@ -18,16 +18,14 @@ import torch
 from megafrontier.checkpoint.boxes import BoxEntry
 from megafrontier.checkpoint.format import (
     BLANK,
-    DTYPE_NAMES,
-    DTYPES,
     CheckpointCorrupt,
     Manifest,
-    ShardSet,
     add_checksum,
     as_read_error,
     crc32_hex,
     has_checksum,
 )
+from megafrontier.checkpoint.sets import DTYPE_NAMES, DTYPES, ShardSet
 from megafrontier.common.files import sync_file
 
 LENGTH_BYTES = 8

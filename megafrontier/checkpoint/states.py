@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from megafrontier.checkpoint.boxes import BoxEntry, with_boxes
-from megafrontier.checkpoint.format import BUFFER, Manifest, ShardSet, StoredUnit
+from megafrontier.checkpoint.format import BUFFER, Manifest
 from megafrontier.checkpoint.load import Checkpoint, global_shapes
 from megafrontier.checkpoint.requests import Request, requests_of
 from megafrontier.checkpoint.save import Attach, OwnShard, PendingSave
+from megafrontier.checkpoint.sets import ShardSet, StoredUnit
 from megafrontier.common.errors import UserError
 from megafrontier.partition import Engine
 from megafrontier.partition.layout import Entry, Layout

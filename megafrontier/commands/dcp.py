@@ -35,10 +35,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from megafrontier.checkpoint.boxes import BoxEntry
 from megafrontier.checkpoint.folder import candidates, of_newest
-from megafrontier.checkpoint.format import BUFFER, Manifest, ShardSet, StoredUnit
+from megafrontier.checkpoint.format import BUFFER, Manifest
 from megafrontier.checkpoint.load import Checkpoint, open_checkpoint
 from megafrontier.checkpoint.requests import Request
 from megafrontier.checkpoint.save import OwnShard, save
+from megafrontier.checkpoint.sets import ShardSet, StoredUnit
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout

@@ -66,8 +66,8 @@ class ShardedMuon:
             gradient[own].lerp_(buffer[own], group.momentum)
 
     def _direction(self, matrix: Matrix, update: torch.Tensor) -> torch.Tensor:
-        parts = update.split(self._part_rows(matrix.spec))
-        return torch.cat([orthogonalize(part) for part in parts])
+        rows, columns = self._part_rows(matrix.spec), matrix.spec.shape[1]
+        return orthogonalize(update.view(-1, rows, columns)).view_as(update)
 
     def _part_rows(self, spec: ParamSpec) -> int:
         """Rows of the matrices that are updated as one each."""
@@ -92,13 +92,14 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 
 
 def orthogonalize(update: torch.Tensor) -> torch.Tensor:
-    """Bring the singular values of a matrix [rows, columns] near 1, by Newton–Schulz iterations of
-    the fifth degree. Returns a matrix of the same shape and type."""
+    """Bring the singular values of matrices [..., rows, columns] near 1, by Newton–Schulz
+    iterations of the fifth degree. Returns a contiguous tensor of the same shape and type."""
     a, b, c = COEFFICIENTS
-    is_tall = update.shape[0] > update.shape[1]
-    x = update.T if is_tall else update
-    x = x / x.norm().clamp(min=EPS)
+    is_tall = update.shape[-2] > update.shape[-1]
+    x = update.reshape(-1, *update.shape[-2:])
+    x = x.mT if is_tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
     for _ in range(ITERATIONS):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if is_tall else x
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if is_tall else x).reshape(update.shape).contiguous()

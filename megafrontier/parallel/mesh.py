@@ -325,8 +325,10 @@ class Mesh:
         return tuple((axis, self.shape.index(self.rank, (axis,))) for axis in split)
 
     def linked(self) -> list[Hierarchy]:
-        """Two hierarchies that together reach all peers of this rank, for tests of links."""
-        return [self.hierarchy(), self.hierarchy(("pipeline",))]
+        """Hierarchies that together reach all peers of this rank, for tests of links. Splits whose
+        activations move in every layer have one each, because a rank waits for these peers most."""
+        split = [(axis,) for axis in ("tensor", "context") if getattr(self.splits, axis) > 1]
+        return [self.hierarchy(axes) for axes in (DATA_PARALLEL, ("pipeline",), *split)]
 
     def _make_groups(self, name: str, peers: Sequence[tuple[int, ...]]) -> None:
         new = [ranks for ranks in peers if ranks not in self._groups]

@@ -10,6 +10,7 @@ Parameters are replicated over these ranks as over those with other samples.
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -160,12 +161,21 @@ class _Way(NamedTuple):
         received: list[int],
     ) -> None:
         """Send the next `sizes[i]` of `rows` to peer i, and receive the next `received[i]` rows of
-        `out` from it."""
-        group = collectives.hierarchy.groups[self.level]
+        `out` from it. Each row is a message of its own."""
+        group, codec = collectives.hierarchy.groups[self.level], collectives.codec(self.level)
         assert group is not None
         with collectives.record(self.level, chain) as sent:
-            all_to_all(out, rows, group, received, sizes)
-            sent.append(rows.nbytes)
+            if codec.dtype == rows.dtype:
+                all_to_all(out, rows, group, received, sizes)
+                sent.append(rows.nbytes)
+                return
+            length = codec.message_bytes(prod(rows.shape[1:])) // codec.dtype.itemsize
+            messages = rows.new_empty(len(rows), length, dtype=codec.dtype)
+            found = rows.new_empty(len(out), length, dtype=codec.dtype)
+            codec.encode(rows.flatten(1), messages)
+            all_to_all(found, messages, group, received, sizes)
+            codec.decode(found, out.flatten(1))
+            sent.append(messages.nbytes)
 
 
 class _Ways(NamedTuple):

@@ -142,6 +142,7 @@ def test_the_host_holds_at_most_a_tenth_more_than_the_shard(tmp_path):
     assert in_child(child) == 0
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_copies_from_a_gpu_come_in_pieces_of_pinned_memory():
     own = _big(2**22 + 1024)

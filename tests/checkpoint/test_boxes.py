@@ -16,10 +16,11 @@ from megafrontier.checkpoint.boxes import (
     span,
 )
 from megafrontier.checkpoint.commands import verify
-from megafrontier.checkpoint.format import Manifest, ShardSet, StoredUnit
+from megafrontier.checkpoint.format import Manifest
 from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.checkpoint.requests import Request
 from megafrontier.checkpoint.save import OwnShard, save
+from megafrontier.checkpoint.sets import ShardSet, StoredUnit
 from megafrontier.common.errors import UserError
 from megafrontier.partition.layout import Layout
 from tests.checkpoint.helpers import run_threads

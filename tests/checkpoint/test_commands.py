@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 
 import pytest
 
-from megafrontier.checkpoint.format import shard_path
+from megafrontier.checkpoint.sets import shard_path
 from megafrontier.cli import main
 from megafrontier.common.errors import LOST
 from tests.checkpoint.helpers import SHAPES, flip, save_all

@@ -16,10 +16,10 @@ from megafrontier.checkpoint.format import (
     CheckpointCorrupt,
     Manifest,
     add_checksum,
-    shard_path,
 )
 from megafrontier.checkpoint.load import Checkpoint, open_checkpoint, read_manifest
 from megafrontier.checkpoint.save import OwnShard, save
+from megafrontier.checkpoint.sets import shard_path
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megafrontier.checkpoint.commands import verify
-from megafrontier.checkpoint.format import FILE_NAME, CheckpointCorrupt, Manifest, shard_path
+from megafrontier.checkpoint.format import FILE_NAME, CheckpointCorrupt, Manifest
 from megafrontier.checkpoint.load import load_checkpoint, open_newest
+from megafrontier.checkpoint.sets import shard_path
 from megafrontier.common.errors import StorageFailed, UserError
 from megafrontier.parallel.world import World
 from tests.checkpoint import helpers

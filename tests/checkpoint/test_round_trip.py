@@ -10,16 +10,10 @@ from safetensors import safe_open
 
 from megafrontier.checkpoint.boxes import with_boxes
 from megafrontier.checkpoint.commands import verify
-from megafrontier.checkpoint.format import (
-    FILE_NAME,
-    Manifest,
-    ShardSet,
-    StoredUnit,
-    crc32_hex,
-    shard_path,
-)
+from megafrontier.checkpoint.format import FILE_NAME, Manifest, crc32_hex
 from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.checkpoint.save import OwnShard, save
+from megafrontier.checkpoint.sets import ShardSet, StoredUnit, shard_path
 from megafrontier.checkpoint.shard_file import ShardFile, file_size
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.world import World

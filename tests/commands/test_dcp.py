@@ -5,9 +5,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megafrontier.checkpoint.commands import verify
-from megafrontier.checkpoint.format import BUFFER, ShardSet, StoredUnit
+from megafrontier.checkpoint.format import BUFFER
 from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.checkpoint.save import OwnShard, save
+from megafrontier.checkpoint.sets import ShardSet, StoredUnit
 from megafrontier.cli import main
 from megafrontier.commands import dcp as converter
 from megafrontier.parallel.world import World

@@ -57,8 +57,9 @@ def connect(hierarchies: Sequence[Hierarchy], level: int) -> None:
     name, world, device = first.levels.names[level], first.world, first.device
     if device.type != "cuda":
         return
-    for group in (*(found.groups[level] for found in hierarchies), world.groups[level]):
-        if group is not None:
+    groups = [found.groups[level] for found in hierarchies]  # some hierarchies share a group
+    for number, group in enumerate([*groups, world.groups[level]]):
+        if group is not None and all(group is not other for other in groups[:number]):
             with explain_unconnected(f"rank {world.rank}: communicator of {name}"):
                 backend = group._get_backend(device)  # torch has no public name for it
                 backend.eager_connect_single_device(device)

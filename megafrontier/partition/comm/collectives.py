@@ -28,6 +28,7 @@ from megafrontier.partition.comm.streams import (
     WorkHandle,
 )
 from megafrontier.partition.layout import shard_range
+from megafrontier.partition.wires.registry import Codec
 from megafrontier.partition.wires.wire import Wire, Wires
 
 LABEL_BYTES = 128
@@ -213,6 +214,10 @@ class LevelCollectives:
             return out
 
         self.then(chain, level, swap)
+
+    def codec(self, level: int) -> Codec:
+        """The format of gathers over `level`."""
+        return self._wires.gather[level].codec
 
     def then(
         self, chain: AsyncChain, level: int, function: Callable[[torch.Tensor], torch.Tensor]

@@ -118,6 +118,21 @@ def test_healthy_ranks_pass_without_a_word(config_file, hosts, change, capfd):
     assert bad_nodes(config_file) == []
 
 
+def test_the_links_of_a_tensor_split_are_timed_by_themselves(
+    config_file, hosts, monkeypatch, capfd
+):
+    """Those to ranks with other samples are fast."""
+    hosts("abcd")
+
+    def measured(hierarchy, level, _):
+        is_bad = hierarchy.size == 2 and hierarchy.rank == 1 and hierarchy.world.rank == 3
+        return float("inf") if hierarchy.groups[level] is None else 0.5 if is_bad else 5.0
+
+    monkeypatch.setattr(preflight, "measure", measured)
+    assert train(config_file, 4, "parallel.tensor=2", "preflight.if_slow=fail") != 0
+    assert "d: link pair 0.5 GB/s, need" in capfd.readouterr().err
+
+
 def one_slow_host(rank, level, rate):
     """Host c (ranks 4 and 5) has a bad cable: everything beyond the pair is slow."""
     return 10.0 if level == 0 else 0.5 if rank in (4, 5) else 5.0

@@ -32,6 +32,7 @@ def test_a_stream_runs_tasks_in_order_and_after_the_tasks_they_wait_for():
     assert seen.index("after the gate") < seen.index("last")
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("policy", ["safe", "full"])
 def test_a_device_task_runs_after_earlier_and_before_later_computation(policy):

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from megafrontier.checkpoint.format import Manifest, ShardSet, StoredUnit
+from megafrontier.checkpoint.format import Manifest
 from megafrontier.checkpoint.load import Checkpoint
+from megafrontier.checkpoint.sets import ShardSet, StoredUnit
 from megafrontier.common.errors import UserError
 from megafrontier.config import config_to_dict
 from megafrontier.config.schema import MoEConfig, RotaryScalingConfig, ScalingConfig
