@@ -1,8 +1,10 @@
 """Expert parallelism gives one process's losses, norms and gradients."""
 
 import pytest
+import torch
 
 from megafrontier.config.moe import ExpertGroupsConfig, MoEConfig
+from megafrontier.model.moe.router import Router
 from megafrontier.parallel.mesh import Splits
 from tests.model.small_models import SHAPES
 from tests.ranks import run_mesh
@@ -77,4 +79,16 @@ def test_every_combination_on_8_ranks_gives_one_processs_losses_and_gradients(
     """112 combinations, a few seconds each."""
     case = Case(shape, masks, accumulation, steps=20 if accumulation == 1 else 4)
     found = run_mesh(sizes, lambda mesh: train_split(case, strategy, mesh), splits=splits)
+    assert_equal(found, train_alone(case))
+
+
+def test_all_tokens_on_one_rank_in_chunks_give_one_processs_losses_and_gradients(monkeypatch):
+    """Of 8 ranks one has all the tokens, which is more than the others' average 4 times over."""
+    moe = MoEConfig(experts=16, active=2, ffn_hidden=16, normalise=False, balance="none")
+    case = Case(LLAMA | {"moe": moe}, steps=2)
+    monkeypatch.setattr(
+        Router, "_choose", lambda _router, scores: torch.arange(2).expand(len(scores), 2)
+    )
+    splits = Splits(expert=8)
+    found = run_mesh((2, 2, 2), lambda mesh: train_split(case, "zero3", mesh), splits=splits)
     assert_equal(found, train_alone(case))
