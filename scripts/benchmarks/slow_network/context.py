@@ -1,0 +1,288 @@
+"""Attention to long and short documents, shared by 4 nodes of a slow network.
+
+    python -m scripts.benchmarks.slow_network.context [--rate MB/s] [--rounds N]
+
+Each contender trains the same block on the same rows of Python's own library: forward and backward,
+without the gradients of weights. "needed" is parallel.context. "all-gather" cuts the row zig-zag,
+whatever the documents, and gathers all keys and values. "ring" passes them round, forward only.
+Rounds of the contenders take turns, and the shortest counts. Needs root, as `links.py` does.
+
+torch's own `context_parallel` is not among them, because it does not run on CPUs: torch 2.13 has no
+sharding strategy for `aten._scaled_dot_product_flash_attention_for_cpu`.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate, pairwise, takewhile
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megafrontier.config import ModelConfig
+from megafrontier.launch.health.timeouts import Timeouts
+from megafrontier.launch.rendezvous import join
+from megafrontier.model.block import Block
+from megafrontier.model.gpt import GPT
+from megafrontier.model.init import initial_slice
+from megafrontier.model.kernels.chunks import Part, chunk_attention
+from megafrontier.model.kernels.varlen import attend_pair
+from megafrontier.parallel.env import identify
+from megafrontier.parallel.hierarchy import Levels
+from megafrontier.parallel.mesh import Mesh, MeshShape, Splits
+from megafrontier.partition import Engine, Placement, shard
+from megafrontier.splits import documents as shares
+from megafrontier.splits.context import ContextSplit
+from megafrontier.splits.tokens import TokenGroup
+from scripts.benchmarks.slow_network.links import links
+
+MODULE = "scripts.benchmarks.slow_network.context"
+NODES, LENGTH, PORT = 4, 8192, 29_531
+MODEL: dict[str, Any] = {"layers": 1, "hidden": 64, "heads": 2, "kv_heads": 2, "vocab_size": 256}
+Parts = Sequence[shares.Part]
+
+
+class AllGather(ContextSplit):
+    """Chunks of whole rows, and keys and values of all ranks."""
+
+    def _bounds(self) -> list[int]:
+        size = self.group.size
+        return [LENGTH * i // (2 * size) for i in range(2 * size + 1)]
+
+    def _chunks(self, rank: int) -> list[tuple[int, int]]:
+        chunks = [*pairwise(self._bounds())]
+        return [chunks[rank], chunks[-1 - rank]]
+
+    def part(self, values: Tensor, documents: Tensor) -> Tensor:
+        chunks = self._chunks(self.group.index)
+        return torch.cat([values[:, start:stop] for start, stop in chunks], 1)
+
+    def parts(self, documents: Tensor) -> list[Part]:
+        found, offset = [], 0
+        for first, last in self._chunks(self.group.index):
+            for begin, end in pairwise(documents.tolist()):
+                start, stop = max(first, begin), min(last, end)
+                if start < stop:
+                    tokens = slice(offset + start - first, offset + stop - first)
+                    found.append(Part(tokens, slice(begin, start)))
+            offset += last - first
+        return found
+
+    def bounds(self, documents: Tensor) -> Tensor:
+        sizes = [part.tokens.stop - part.tokens.start for part in self.parts(documents)]
+        return torch.tensor([*accumulate(sizes, initial=0)], dtype=torch.int32)
+
+    def pieces(self, kv_heads: int) -> int:
+        return 1
+
+    def begin_gather(self, heads: Tensor, documents: Tensor) -> Callable[[], Tensor]:
+        chain, out = self.group.start_gather(heads)
+
+        def wait() -> Tensor:
+            self.group.wait(chain)
+            first, last = out.view(self.group.size, 2, -1, *heads.shape[1:]).unbind(1)
+            return torch.cat([first, last.flip(0)]).flatten(0, 1)
+
+        return wait
+
+    def begin_reduce(
+        self, heads: Tensor, documents: Tensor, dtype: torch.dtype
+    ) -> Callable[[], Tensor]:
+        first, last = heads.unflatten(0, (2 * self.group.size, -1)).chunk(2)
+        chain = self.group.start_reduce(torch.stack([first, last.flip(0)], 1).to(dtype))
+        return lambda: self.group.wait(chain).float().view(-1, *heads.shape[1:])
+
+
+class Ring:
+    """Forward attention to keys and values that are passed round, the next ones while there is
+    attention to the last."""
+
+    def __init__(self, mesh: Mesh, documents: tuple[int, ...]) -> None:
+        self._hierarchy = mesh.hierarchy(("context",))
+        parts = shares.assign(documents, NODES).parts
+        self._parts = [[part for part in parts if part.rank == rank] for rank in range(NODES)]
+
+    def attend(self, query: Tensor, heads: Tensor) -> Tensor:
+        """Of queries [n, heads, d] to this rank's keys and values [n, 2 · kv_heads, d] and those of
+        others."""
+        rank, group = self._hierarchy.rank, self._hierarchy.groups[0]
+        attended = torch.zeros_like(query)
+        sums = torch.full((query.shape[1], len(query)), -torch.inf)
+        for turn in range(NODES):
+            following, works = torch.empty_like(heads), []
+            if turn < NODES - 1:
+                works = [
+                    dist.isend(heads, group=group, group_dst=(rank + 1) % NODES),
+                    dist.irecv(following, group=group, group_src=(rank - 1) % NODES),
+                ]
+            self._add(attended, sums, query, heads, self._parts[(rank - turn) % NODES])
+            for work in works:
+                assert work is not None
+                work.wait()
+            heads = following
+        return attended
+
+    def _add(
+        self, attended: Tensor, sums: Tensor, query: Tensor, heads: Tensor, others: Parts
+    ) -> None:
+        keys, values = heads[None].chunk(2, 2)
+        for at, own in _places(self._parts[self._hierarchy.rank]):
+            for there, other in _places(others):
+                if other.document == own.document and other.start <= own.start:
+                    pair = keys[:, there], values[:, there]
+                    found, scores = attend_pair(query[None, at], *pair, other == own)
+                    total = torch.logaddexp(sums[:, at], scores[0])
+                    old, new = ((s - total).exp().t()[..., None] for s in (sums[:, at], scores[0]))
+                    attended[at] = attended[at] * old + found[0] * new
+                    sums[:, at] = total
+
+
+def _places(parts: Parts) -> Iterator[tuple[slice, shares.Part]]:
+    """Where the parts are among the tokens of their rank."""
+    at = 0
+    for part in parts:
+        yield slice(at, at + part.stop - part.start), part
+        at += part.stop - part.start
+
+
+def library_row() -> tuple[int, ...]:
+    """Where documents start in a row of files of Python's own library, at 4 bytes a token."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-z]*/*.py"))
+    sizes = [path.stat().st_size // 4 for path in files if path.stat().st_size > 8]
+    random.Random(0).shuffle(sizes)
+    return (*takewhile(lambda start: start < LENGTH, accumulate(sizes, initial=0)), LENGTH)
+
+
+CONTENDERS: tuple[tuple[str, Literal["safe", "none"], type[ContextSplit]], ...] = (
+    ("needed", "safe", ContextSplit),
+    ("needed, no overlap", "none", ContextSplit),
+    ("all-gather", "safe", AllGather),
+)
+
+
+def build(
+    mesh: Mesh, overlap: Literal["safe", "none"], exchange: type[ContextSplit]
+) -> tuple[GPT, Engine]:
+    """The model and its engine, whose attention exchanges keys and values with `exchange`."""
+    config = ModelConfig(sequence_length=LENGTH, position="rotary", **MODEL)
+    with torch.device("meta"):
+        model = GPT(config)
+    hierarchy = mesh.hierarchy(("context",))
+    split = exchange(TokenGroup(hierarchy.rank, NODES))
+    model.part = split.part
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.attention.over_chunks = partial(chunk_attention, exchange=split.number, size=NODES)
+    placement = Placement.named("ddp", mesh.hierarchy().levels)
+    initial = partial(initial_slice, 0)
+    engine = shard(model, model.units(), placement, mesh, initial=initial, overlap=overlap)
+    split.group.connect(engine, hierarchy)
+    return model, engine
+
+
+def heads_of(mesh: Mesh) -> list[Tensor]:
+    """Queries, keys and values of a rank's tokens, [n, heads, d] each."""
+    generator = torch.Generator().manual_seed(mesh.rank)
+    width = MODEL["hidden"] // MODEL["heads"]
+    counts = MODEL["heads"], MODEL["kv_heads"], MODEL["kv_heads"]
+    return [torch.randn(LENGTH // NODES, n, width, generator=generator) for n in counts]
+
+
+def run_rank(rounds: int) -> None:
+    """One rank of all contenders. The first one prints the seconds and bytes of each, as JSON."""
+    torch.set_num_threads(1)
+    shape = MeshShape(Levels(("world",), (NODES,)), Splits(context=NODES))
+    with join(identify(os.environ), shape, torch.device("cpu"), Timeouts.of(NODES)) as mesh:
+        documents = torch.tensor(library_row(), dtype=torch.int32)
+        tokens = torch.randint(256, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+        heads = heads_of(mesh)
+        tasks: dict[str, Callable[[], object]] = {}
+        engines: dict[str, Engine] = {}
+        for name, overlap, exchange in CONTENDERS:
+            model, engines[name] = build(mesh, overlap, exchange)
+            attend = model.blocks[0].attention.over_chunks
+            tasks[name] = partial(_train, model, engines[name], tokens, documents)
+            whole = (part[None] for part in heads)
+            tasks[f"{name}, forward"] = partial(attend, *whole, documents, 0.0)
+        passed = Ring(mesh, library_row())
+        tasks["ring, forward"] = partial(passed.attend, heads[0], torch.cat(heads[1:], 1))
+        sent = {name: _bytes(mesh, engine, tasks[name]) for name, engine in engines.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in tasks}
+        for number in range(rounds + 1):
+            for name, task in tasks.items():
+                taken = _seconds(mesh, task)
+                if number:  # the first round warms up
+                    seconds[name].append(taken)
+        if mesh.rank == 0:
+            print(json.dumps({"seconds": seconds, "bytes": sent}), flush=True)
+
+
+def _train(model: GPT, engine: Engine, tokens: Tensor, documents: Tensor) -> None:
+    with engine.no_sync(True):
+        model(tokens, tokens, documents).backward()
+
+
+def _bytes(mesh: Mesh, engine: Engine, task: Callable[[], object]) -> float:
+    """What all ranks send in a task."""
+    engine.ledger.take(wait=True)
+    task()
+    own = torch.tensor(engine.ledger.take(wait=True)[0], dtype=torch.float64)
+    return float(mesh.world.sum(own).sum())
+
+
+def _seconds(mesh: Mesh, task: Callable[[], object]) -> float:
+    """Until the slowest rank is done."""
+    mesh.world.all_true(True)
+    begin = time.perf_counter()
+    task()
+    mesh.world.all_true(True)
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rate", type=float, default=10.0, help="MB/s of each node's link")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.rank:
+        return run_rank(chosen.rounds)
+    with links(NODES) as network:
+        network.shape(chosen.rate * 1e6)
+        command = [sys.executable, "-m", MODULE, "--rank", f"--rounds={chosen.rounds}"]
+        ranks = [
+            subprocess.Popen(
+                [*network.inside(node), *command],
+                env=os.environ
+                | {"RANK": str(node), "WORLD_SIZE": str(NODES), "LOCAL_RANK": "0"}
+                | {"MASTER_ADDR": network.address(0), "MASTER_PORT": str(PORT)}
+                | {"GLOO_SOCKET_IFNAME": "hsn0", "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for node in range(NODES)
+        ]
+        outputs = [rank.communicate()[0] for rank in ranks]
+        if any(rank.returncode for rank in ranks):
+            raise SystemExit("a rank failed; what it says is above")
+    found = json.loads(outputs[0].splitlines()[-1])
+    print(f"{'':28}{'shortest':>10}{'median':>10}   MB sent by all ranks")
+    for name, seconds in found["seconds"].items():
+        sent = f"{found['bytes'][name] / 1e6:10.1f}" if name in found["bytes"] else ""
+        print(f"{name:28}{min(seconds):9.2f}s{statistics.median(seconds):9.2f}s   {sent}")
+
+
+if __name__ == "__main__":
+    main()
