@@ -64,7 +64,7 @@ def test_bytes_of_each_level_and_kind_are_those_of_the_formulas(sizes, tensor, c
 INT8, ROUNDED = {"world": "int8"}, {"pair": "bf16", "world": "int8"}
 LOSSY = [
     ((2,), Splits(tensor=2), Case(LLAMA), INT8),
-    ((2, 2), Splits(tensor=4), Case(GROUPED, accumulation=2), ROUNDED),
+    ((2, 2), Splits(tensor=4), Case(GROUPED, accumulation=2, steps=2), ROUNDED),
     ((2, 2), Splits(expert=4), Case(MIXTURE, steps=2), ROUNDED),
     ((2, 2), Splits(context=4), Case(GROUPED, documents=True, steps=2), ROUNDED),
 ]
