@@ -14,11 +14,12 @@ from pathlib import Path
 from statistics import fmean, median
 
 from megafrontier.common.errors import exit_on_fatal_error
-from megafrontier.report.draw import pyplot, run_look, smooth
+from megafrontier.report.draw import pyplot, run_look
 from megafrontier.report.read import Run, read_runs
 from scripts.benchmarks.wire_quality.__main__ import run_variant
 
-MUON_LR = 0.02
+MUON_LR = 0.005
+MEAN = 10
 VARIANTS = {
     "adamw": [],
     "muon": [f"optimizer.groups=[{{match: 'matrix:blocks.*', name: muon, lr: {MUON_LR}}}]"],
@@ -31,12 +32,12 @@ def draw(runs: list[Run], path: Path) -> None:
     plt = pyplot()
     figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     for index, run in enumerate(runs):
-        steps, losses = run.series("loss")
-        seconds = median(run.series("seconds")[1])
+        steps, losses = means(run)
+        seconds = median(run.series("step_seconds")[1])
         for panel, scale in zip(panels, (1.0, seconds), strict=True):
             times = [step * scale for step in steps]
-            panel.plot(times, smooth(losses), **run_look(index), label=run.label)
-    panels[0].set_ylabel("training loss, nats per token")
+            panel.plot(times, losses, **run_look(index), label=run.label)
+    panels[0].set_ylabel(f"training loss, mean of {MEAN} steps")
     for panel, what in zip(panels, ("optimizer step", "seconds of training"), strict=True):
         panel.set_xlabel(what)
     panels[0].legend()
@@ -44,18 +45,26 @@ def draw(runs: list[Run], path: Path) -> None:
     plt.close(figure)
 
 
+def means(run: Run) -> tuple[list[float], list[float]]:
+    """Middles of stretches of `MEAN` steps, and the mean training loss of each."""
+    steps, losses = run.series("loss")
+    starts = range(0, len(losses) - MEAN + 1, MEAN)
+    middles, values = ([fmean(found[at : at + MEAN]) for at in starts] for found in (steps, losses))
+    return middles, values
+
+
 def table(runs: list[Run]) -> str:
-    """Markdown: the training loss at quarters of the steps that all runs have, each the mean of ten
-    steps, the last validation losses, and the median duration of a step."""
+    """Markdown: the training loss at quarters of the steps that all runs have, each the mean of
+    `MEAN` steps, the last validation losses, and the median duration of a step."""
     count = min(len(run.series("loss")[1]) for run in runs)
     ends = [count * quarter // 4 for quarter in (1, 2, 3, 4)]
     titles = ["optimizer", *(f"step {end:,}" for end in ends), "validation", "seconds a step"]
     lines = [f"| {' | '.join(titles)} |", "|---" + "|---:" * (len(titles) - 1) + "|"]
     for run in runs:
         losses = run.series("loss")[1]
-        cells = [f"{fmean(losses[max(0, end - 10) : end]):.3f}" for end in ends]
+        cells = [f"{fmean(losses[max(0, end - MEAN) : end]):.3f}" for end in ends]
         cells += [f"{loss:.3f} at {step:,}" for step, loss in run.evaluations[-1:]] or ["–"]
-        cells.append(f"{median(run.series('seconds')[1]):.2f}")
+        cells.append(f"{median(run.series('step_seconds')[1]):.2f}")
         lines.append(f"| {run.label} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
