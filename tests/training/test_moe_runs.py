@@ -38,6 +38,7 @@ def test_a_run_resumes_with_its_routers_on_another_layout_and_evaluates_with_the
     assert all(bias.abs().max() > 0.001 for bias in biases.values())
     parts = ("partition.strategy=topo", "partition.experts={strategy: zero1}")
     run("moved", 4, "train.stop_at=4", *parts)
+    run("moved", 4, ONE, "train.stop_at=6", "parallel.pipeline=2", "parallel.expert=2")
     moved, found = run("moved", 4, ONE, "parallel.tensor=2", "parallel.expert=2")
     torch.testing.assert_close(found, biases, rtol=0, atol=0)
     assert runs.losses(moved) == pytest.approx(runs.losses(whole), rel=1e-5)
