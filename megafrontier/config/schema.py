@@ -228,8 +228,8 @@ class WiresConfig:
     fp16 with train.precision fp16. Sums are fp32."""
     activations: dict[str, str] = field(default_factory=dict)
     """Format of activations and of their gradients on the wire of each level that tensor or context
-    parallelism crosses, `{LEVEL: FORMAT}`: bf16 or int8 (one scale for 256 elements). Sums are
-    fp32, and what the loss exchanges keeps its type. Default: `train.precision`."""
+    parallelism or a pipeline crosses, `{LEVEL: FORMAT}`: bf16 or int8 (one scale for 256 elements).
+    Sums are fp32, and what the loss exchanges keeps its type. Default: `train.precision`."""
     tokens: dict[str, str] = field(default_factory=dict)
     """Format of tokens on their way to experts and back, and of their gradients, on the wire of
     each level that expert parallelism crosses, `{LEVEL: FORMAT}`: bf16 or int8 (one scale for 256

@@ -49,7 +49,7 @@ def choose_wires(
 
 
 NOT_CROSSED = {
-    "activations": "neither parallel.tensor nor parallel.context crosses",
+    "activations": "neither parallel.tensor, context nor pipeline crosses",
     "tokens": "parallel.expert does not cross",
 }
 """Why activations or tokens do not go over a level."""

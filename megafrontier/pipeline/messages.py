@@ -10,6 +10,8 @@ from torch import Tensor
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.partition.comm.streams import DONE, WorkHandle
 from megafrontier.partition.engine import Engine
+from megafrontier.partition.wires.registry import Codec
+from megafrontier.partition.wires.wire import Wire
 from megafrontier.pipeline.table import Transfer
 
 
@@ -28,9 +30,11 @@ class Messenger:
     the order of the table, on the stream of the engine's collectives of that level.
     """
 
-    def __init__(self, engine: Engine, mesh: Mesh) -> None:
-        """All ranks of the pipeline make one, after `divide_model` and `shard`."""
+    def __init__(self, engine: Engine, mesh: Mesh, wires: Sequence[Wire | None] = ()) -> None:
+        """All ranks of the pipeline make one, after `divide_model` and `shard`. `wires`: of each
+        level; None, and by default, tensors keep their type."""
         self._engine, self._mesh = engine, mesh
+        self._wires = tuple(wires) or (None,) * len(mesh.levels.sizes)
         self._ranks = mesh.shape.pipeline_ranks(mesh.rank)
         self._group = mesh.group(self._ranks)
         # A communicator's first operation must not be one that only some of its ranks take part in.
@@ -40,22 +44,26 @@ class Messenger:
     def start(self, transfers: Sequence[tuple[Transfer, Tensor]]) -> list[Message]:
         """Begin transfers that belong together: send each tensor, or receive into it. The results
         are in the same order."""
-        peers = [self._ranks[transfer.peer] for transfer, _ in transfers]
-        shape, rank = self._mesh.shape, self._mesh.rank
-        levels = [shape.level_between(rank, peer) for peer in peers]
+        parcels = [self._parcel(transfer, tensor) for transfer, tensor in transfers]
         label = ", ".join(self._describe(transfer) for transfer, _ in transfers)
+        outermost = max(parcel.level for parcel in parcels)
 
         def task() -> None:
-            ledger = self._engine.ledger
-            for level in {*levels} - {max(levels)}:
-                with ledger.collective(level, label, "activations") as sent:
-                    sent += self._sent(transfers, levels, level)
-            with ledger.collective(max(levels), label, "activations") as sent:
-                self._exchange(transfers, peers)
-                sent += self._sent(transfers, levels, max(levels))
+            for level in sorted({parcel.level for parcel in parcels}):
+                with self._engine.ledger.collective(level, label, "activations") as sent:
+                    sent += [p.sent_bytes for p in parcels if p.level == level]
+                    if level == outermost:
+                        self._exchange(parcels)
 
-        work = self._engine.issue(max(levels), task)
+        work = self._engine.issue(outermost, task)
         return [Message(tensor, work, self._describe(t)) for t, tensor in transfers]
+
+    def _parcel(self, transfer: Transfer, tensor: Tensor) -> "_Parcel":
+        peer = self._ranks[transfer.peer]
+        level = self._mesh.shape.level_between(self._mesh.rank, peer)
+        wire = self._wires[level]
+        codec = None if wire is None else wire.codec
+        return _Parcel(transfer.kind.is_send, tensor, peer, level, codec)
 
     def wait(self, message: Message) -> Tensor:
         """The tensor of a message, when it is here."""
@@ -71,23 +79,47 @@ class Messenger:
             f"{way} rank {self._ranks[transfer.peer]}"
         )
 
-    def _exchange(self, transfers: Sequence[tuple[Transfer, Tensor]], peers: list[int]) -> None:
-        ops = []
-        for (transfer, tensor), peer in zip(transfers, peers, strict=True):
-            if tensor.is_cuda:  # its memory must not be reused while this stream reads it
-                tensor.record_stream(torch.cuda.current_stream())
-            function = dist.isend if transfer.kind.is_send else dist.irecv
-            ops.append(dist.P2POp(function, tensor, peer, self._group))
+    def _exchange(self, parcels: Sequence["_Parcel"]) -> None:
+        messages = [parcel.message() for parcel in parcels]
+        ops = [
+            dist.P2POp(dist.isend if p.is_send else dist.irecv, message, p.peer, self._group)
+            for p, message in zip(parcels, messages, strict=True)
+        ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
+        for parcel, message in zip(parcels, messages, strict=True):
+            parcel.open(message)
 
-    @staticmethod
-    def _sent(
-        transfers: Sequence[tuple[Transfer, Tensor]], levels: list[int], level: int
-    ) -> list[int]:
-        """The bytes that are sent over a level."""
-        return [
-            tensor.nbytes
-            for (transfer, tensor), own in zip(transfers, levels, strict=True)
-            if own == level and transfer.kind.is_send
-        ]
+
+class _Parcel(NamedTuple):
+    """A tensor on its way over a level, and its format there; None: its type."""
+
+    is_send: bool
+    tensor: Tensor
+    peer: int
+    level: int
+    codec: Codec | None
+
+    @property
+    def sent_bytes(self) -> int:
+        if not self.is_send:
+            return 0
+        return self.codec.message_bytes(self.tensor.numel()) if self.codec else self.tensor.nbytes
+
+    def message(self) -> Tensor:
+        """What is sent, or memory for what is received."""
+        if self.tensor.is_cuda:  # its memory must not be reused while this stream uses it
+            self.tensor.record_stream(torch.cuda.current_stream())
+        if self.codec is None:
+            return self.tensor
+        row = self.tensor.view(1, -1)
+        length = self.codec.message_bytes(row.numel()) // self.codec.dtype.itemsize
+        message = row.new_empty(1, length, dtype=self.codec.dtype)
+        if self.is_send:
+            self.codec.encode(row, message)
+        return message
+
+    def open(self, message: Tensor) -> None:
+        """Fill the tensor from a received message."""
+        if self.codec is not None and not self.is_send:
+            self.codec.decode(message, self.tensor.view(1, -1))

@@ -4,7 +4,7 @@ Every rank reads the whole micro-batches itself, because they are a pure functio
 only hidden states and their gradients cross a stage's border.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 
@@ -17,6 +17,7 @@ from megafrontier.parallel.mesh import Mesh
 from megafrontier.partition.engine import Engine
 from megafrontier.partition.modules.gathers import Pass
 from megafrontier.partition.modules.hooks import Backward
+from megafrontier.partition.wires.wire import Wire
 from megafrontier.pipeline.division import Division, last_backwards
 from megafrontier.pipeline.messages import Message, Messenger
 from megafrontier.pipeline.split_backward import LateGradients, SplitBackward
@@ -42,12 +43,19 @@ class Pipeline:
     """One rank's stages of a GPT, connected to those of the other ranks."""
 
     def __init__(
-        self, model: GPT, engine: Engine, mesh: Mesh, division: Division, dtype: torch.dtype
+        self,
+        model: GPT,
+        engine: Engine,
+        mesh: Mesh,
+        division: Division,
+        dtype: torch.dtype,
+        wires: Sequence[Wire | None] = (),
     ) -> None:
-        """`dtype`: of hidden states. All ranks of the pipeline make it, after `shard`."""
+        """`dtype`: of hidden states. `wires`: of these and their gradients on each level; None, and
+        by default, they keep their type. All ranks of the pipeline make it, after `shard`."""
         self.division = division
         self.model, self._engine, self._mesh, self._dtype = model, engine, mesh, dtype
-        self._messenger = Messenger(engine, mesh)
+        self._messenger = Messenger(engine, mesh, wires)
         self._places = {s: i for i, s in enumerate(division.stages_of(mesh.pipeline_rank))}
         if division.schedule == "zero_bubble":
             self._split = SplitBackward(model, model.blocks, copies=model.is_compiled)

@@ -104,7 +104,7 @@ def resolve_plan(config: Config, ranks: int) -> RunPlan:
     _check_splits(config, shape.splits)
     precision = config.train.precision
     moved = config.partition.wires
-    crossed = shape.over(("tensor", "context"))
+    crossed = shape.over(("tensor", "context", "pipeline"))
     activations = work_wires("activations", moved.activations, crossed, precision)
     tokens = work_wires("tokens", moved.tokens, shape.over(("expert",)), precision)
     levels = shape.over(DATA_PARALLEL)

@@ -198,7 +198,7 @@ def _describe_wires(config: Config, plan: RunPlan) -> str:
         levels = plan.shape.over(EXPERT_AXES)
         line += f"; of experts: {_describe_formats(plan.experts, levels)}"
     for name, wires, axes in (
-        ("activations", plan.activations, ("tensor", "context")),
+        ("activations", plan.activations, ("tensor", "context", "pipeline")),
         ("tokens", plan.tokens, ("expert",)),
     ):
         levels = plan.shape.over(axes)

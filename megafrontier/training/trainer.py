@@ -205,7 +205,8 @@ def make_runner(config: Config, plan: RunPlan, mesh: Mesh, model: GPT, engine: E
     """What runs a model that `build_model` has built. All ranks call it."""
     if plan.division.ranks == 1:
         return WholeModel(model, engine)
-    return Pipeline(model, engine, mesh, plan.division, DTYPES[config.train.precision])
+    dtype = DTYPES[config.train.precision]
+    return Pipeline(model, engine, mesh, plan.division, dtype, plan.activations)
 
 
 def initial_values(config: Config) -> InitialSlice:

@@ -134,19 +134,22 @@ def train_split(
     model, engine, specs = split_model(case, strategy, mesh, wires)
     masters = [unit.master for unit in engine.units]
     optimizer = torch.optim.SGD(masters, lr=RATE, momentum=0.9)
-    pipeline = connected(case, mesh, model, engine)
+    pipeline = connected(case, mesh, model, engine, wires)
     return [
         train_step(case, step, mesh, model, engine, optimizer, specs, pipeline)
         for step in range(case.steps)
     ]
 
 
-def connected(case: Case, mesh: Any, model: GPT, engine: Engine) -> Pipeline | None:
-    """The pipeline of a model whose stages this rank has some of."""
+def connected(
+    case: Case, mesh: Any, model: GPT, engine: Engine, wires: Sequence[Wire | None] = ()
+) -> Pipeline | None:
+    """The pipeline of a model whose stages this rank has some of. `wires`: of hidden states."""
     if mesh.splits.pipeline == 1:
         return None
     division = Division.of(ParallelConfig(**case.parallel), mesh.splits.pipeline, model.config)
-    return Pipeline(model, engine, mesh, division, case.options.get("dtype", torch.float32))
+    dtype = case.options.get("dtype", torch.float32)
+    return Pipeline(model, engine, mesh, division, dtype, wires)
 
 
 def train_step(case, step, mesh, model, engine, optimizer, specs, pipeline=None):
