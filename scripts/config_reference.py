@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ("machine.py", "moe.py", "optimizer.py", "scaling.py", "schema.py")
+FILES = ("layout.py", "machine.py", "moe.py", "optimizer.py", "scaling.py", "schema.py")
 SCHEMAS = [ROOT / "megafrontier" / "config" / name for name in FILES]
 REFERENCE = ROOT / "docs" / "configuration.md"
 

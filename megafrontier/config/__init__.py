@@ -4,6 +4,11 @@ Values that depend on another part of the program (placements on a machine's lev
 vocabulary of a tokenizer) are checked there, still before any process group starts.
 """
 
+from megafrontier.config.layout import ExpertsPartitionConfig as ExpertsPartitionConfig
+from megafrontier.config.layout import ParallelConfig as ParallelConfig
+from megafrontier.config.layout import PartitionConfig as PartitionConfig
+from megafrontier.config.layout import WireFormat as WireFormat
+from megafrontier.config.layout import WiresConfig as WiresConfig
 from megafrontier.config.loading import config_from_dict as config_from_dict
 from megafrontier.config.loading import config_to_dict as config_to_dict
 from megafrontier.config.loading import load_config as load_config
@@ -22,14 +27,9 @@ from megafrontier.config.schema import Config as Config
 from megafrontier.config.schema import CorpusConfig as CorpusConfig
 from megafrontier.config.schema import DataConfig as DataConfig
 from megafrontier.config.schema import EvaluateConfig as EvaluateConfig
-from megafrontier.config.schema import ExpertsPartitionConfig as ExpertsPartitionConfig
 from megafrontier.config.schema import LogConfig as LogConfig
 from megafrontier.config.schema import ModelConfig as ModelConfig
-from megafrontier.config.schema import ParallelConfig as ParallelConfig
-from megafrontier.config.schema import PartitionConfig as PartitionConfig
 from megafrontier.config.schema import RotaryScalingConfig as RotaryScalingConfig
 from megafrontier.config.schema import RunConfig as RunConfig
 from megafrontier.config.schema import TrainConfig as TrainConfig
-from megafrontier.config.schema import WireFormat as WireFormat
-from megafrontier.config.schema import WiresConfig as WiresConfig
 from megafrontier.config.validation import check as check

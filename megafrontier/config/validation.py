@@ -9,6 +9,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from megafrontier.common.errors import UserError, need
+from megafrontier.config.layout import WireFormat, WiresConfig
 from megafrontier.config.machine import MachineConfig
 from megafrontier.config.moe import check_moe
 from megafrontier.config.optimizer import OptimizerConfig
@@ -17,8 +18,6 @@ from megafrontier.config.schema import (
     Config,
     ModelConfig,
     RotaryScalingConfig,
-    WireFormat,
-    WiresConfig,
 )
 
 

@@ -11,9 +11,10 @@ from megafrontier.common.errors import UserError, need
 from megafrontier.config import Config, MachineConfig, load_config, load_machine, save_config
 from megafrontier.parallel.env import identify
 from megafrontier.planner.auto import choose_layout
-from megafrontier.planner.rates import UNKNOWN
 from megafrontier.planner.search import Layout, search
-from megafrontier.planner.simulate import Simulated, simulate
+from megafrontier.planner.simulation.rank import Simulated
+from megafrontier.planner.simulation.rates import UNKNOWN
+from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.training.plan import memory_advice, resolve_plan
 from megafrontier.training.preview import describe_run
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from megafrontier.config import Config
-from megafrontier.planner.simulate import Simulated, simulate
+from megafrontier.planner.simulation.rank import Simulated
+from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.training.plan import resolve_plan
 
 SHALLOW = 4, 6

@@ -20,8 +20,8 @@ from megafrontier.model.recompute.checkpointing import Mode
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition.placement import node_depth, traffic_bytes
 from megafrontier.planner.layers import simulate_blocks
-from megafrontier.planner.rates import DeviceRates, link_rates
-from megafrontier.planner.simulate import Simulated
+from megafrontier.planner.simulation.rank import Simulated
+from megafrontier.planner.simulation.rates import DeviceRates, link_rates
 from megafrontier.training.plan import (
     GIB,
     RunPlan,

@@ -13,9 +13,10 @@ from megafrontier.data.sampling.loader import Loader
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.optim.unit_optimizers import UnitOptimizers
 from megafrontier.parallel.mesh import Mesh, Splits
-from megafrontier.planner.dry_run import DryLoader
-from megafrontier.planner.meter import ROUNDING, Memory
-from megafrontier.planner.simulate import STEPS, simulate
+from megafrontier.planner.simulation.dry_run import DryLoader
+from megafrontier.planner.simulation.meter import ROUNDING, Memory
+from megafrontier.planner.simulation.rank import STEPS
+from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.splits.apply import tensor_collectives
 from megafrontier.training.loop import start_step
 from megafrontier.training.plan import GIB, optimizer_groups, resolve_plan

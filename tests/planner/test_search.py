@@ -13,7 +13,7 @@ from megafrontier.config import config_to_dict, load_config
 from megafrontier.planner.auto import choose_layout
 from megafrontier.planner.command import CATEGORIES, plan_command
 from megafrontier.planner.layers import simulate_blocks
-from megafrontier.planner.simulate import simulate
+from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.training.plan import resolve_plan
 from tests.planner.test_memory import MACHINE, config_of
 
@@ -84,7 +84,7 @@ def test_overlap_hides_communication_and_none_of_it_is_lost() -> None:
         steps[overlap] = simulate(config, resolve_plan(config, 4))
     assert steps["safe"].sent == steps["full"].sent
     assert steps["full"].seconds <= steps["safe"].seconds < steps["none"].seconds
-    assert steps["none"].seconds == pytest.approx(steps["none"].computing)  # one lane does all
+    assert steps["none"].seconds == pytest.approx(steps["none"].computing)  # one timeline has all
     assert sum(steps["none"].exposed.values()) > sum(steps["safe"].exposed.values()) > 0
 
 

@@ -270,7 +270,7 @@ def _sylvester(scale: float, device: torch.device) -> torch.Tensor:
 
 _KERNELS = {
     "cuda": "megafrontier.partition.wires.block_triton",
-    "meta": "megafrontier.planner.codecs",  # which take time and have no results
+    "meta": "megafrontier.planner.simulation.codecs",  # which take time and have no results
 }
 INT8 = register(BlockCodec(bits=8, block=256), _KERNELS)
 INT4 = register(BlockCodec(bits=4, block=SHARD_ALIGNMENT), _KERNELS)

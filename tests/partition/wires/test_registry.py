@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
-from megafrontier.config.schema import WireFormat
+from megafrontier.config.layout import WireFormat
 from megafrontier.partition.wires import block, registry
 from megafrontier.partition.wires.block import INT4, INT8, BlockCodec
 from megafrontier.partition.wires.registry import CastCodec, find_kernels, missing_kernels

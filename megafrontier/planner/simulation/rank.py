@@ -4,26 +4,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import cast
 
 import torch
 
-from megafrontier.common.errors import need
 from megafrontier.config import Config
 from megafrontier.model.flops import flops_per_token
-from megafrontier.planner.attention import attention_kernel
-from megafrontier.planner.clock import COMPUTE, Clock
-from megafrontier.planner.dry_run import DryLoader, dry_mesh, dry_trainer
-from megafrontier.planner.meter import ROUNDING, Memory, Meter
-from megafrontier.planner.rates import Rates
+from megafrontier.planner.simulation.attention import attention_kernel
+from megafrontier.planner.simulation.clock import COMPUTE, Clock
+from megafrontier.planner.simulation.dry_run import DryLoader, dry_mesh, dry_trainer
+from megafrontier.planner.simulation.meter import ROUNDING, Memory, Meter
+from megafrontier.planner.simulation.rates import Rates
 from megafrontier.training.loop import start_step
 from megafrontier.training.plan import GIB, RunPlan
 from megafrontier.training.trainer import Trainer
 
-MICRO_BATCHES = 3
-"""Simulated in a step at most: a first one, a usual one and a last one. Each further one is as the
-usual one."""
 STEPS = 2
 """The first one begins without a publication, and allocates."""
 
@@ -43,7 +38,7 @@ class Simulated:
     exposed: dict[str, float]
     """Seconds by level during which the computation waited."""
     computing: float
-    """Seconds of operations on the compute lane."""
+    """Seconds of operations on the compute timeline."""
     memory: dict[str, float]
     """GiB by category, at the peak."""
     bubble: float = 0.0
@@ -68,31 +63,6 @@ class Simulated:
         """What takes the largest part of the step: `compute`, or the level it waits for."""
         parts = {"compute": self.computing, **self.exposed}
         return max(parts, key=lambda name: parts[name])
-
-
-def simulate(config: Config, plan: RunPlan, rates: Rates | None = None) -> Simulated:
-    """One optimizer step, after one that was not counted, on the rank that holds the most.
-
-    rates: default: those of the plan's machine file.
-
-    Raises UserError for a machine file that lacks a rate, and for what one rank alone on the meta
-    device does not show.
-    """
-    need(config.model.moe is None, "model.moe", "set", "need none: experts are not planned yet")
-    rates = rates or Rates.of(plan.machine)
-    division = plan.division
-    if division.ranks == 1:
-        counted = run_rank(config, plan, rates, 0, MICRO_BATCHES)
-        more = counted.loader.all - counted.loader.micro_batches
-        return counted.result(config, partial(_with_micro_batches, counted.marks, more))
-    from megafrontier.planner.pipelines import ROUNDS, combine
-
-    ranks = plan.shape.pipeline_ranks(0)
-    steps = {
-        place: run_rank(config, plan, rates, ranks[place], ROUNDS * division.stages)
-        for place in division.distinct_ranks()
-    }
-    return combine(config, plan, rates, steps, next(iter(steps.values())).loader.all)
 
 
 def run_rank(config: Config, plan: RunPlan, rates: Rates, rank: int, most: int) -> "Counted":
@@ -159,14 +129,6 @@ class Counted:
             total["computing"],
             self._memory,
         )
-
-
-def _with_micro_batches(marks: Marks, more: int, total: dict[str, float]) -> dict[str, float]:
-    """The totals with `more` micro-batches like the second one."""
-    if not more:
-        return total
-    before, after = marks[1:3]
-    return {name: value + more * (after[name] - before[name]) for name, value in total.items()}
 
 
 def _memory(trainer: Trainer, memory: Memory, before: int) -> dict[str, float]:

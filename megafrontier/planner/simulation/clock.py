@@ -1,8 +1,8 @@
-"""A clock instead of a device: one lane for computation, and one for each comm stream.
+"""A clock instead of a device: one timeline for computation, and one for each comm stream.
 
-A simulation runs in one thread, in program order. Each task of a lane begins when the lane is free,
-when what it waits for is over, and not before it is issued. So the times are those of the engine's
-own order of operations.
+A simulation runs in one thread, in program order. A task begins when its timeline is free and what
+it waits for is over, and not before it is issued. So the times are those of the engine's own order
+of operations.
 """
 
 from collections import defaultdict
@@ -19,56 +19,56 @@ _current: ContextVar["Clock"] = ContextVar("clock")
 
 @dataclass
 class Clock:
-    """The time at which each lane has done its work so far, in seconds."""
+    """The time at which each timeline has done its work so far, in seconds."""
 
-    lanes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    timelines: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds of work by lane."""
+    """Seconds of work by timeline."""
     exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds that the computation waited for a collective, by level."""
-    lane: str = COMPUTE
+    timeline: str = COMPUTE
     """Where work is done now."""
     level: str = ""
     """The level of the last collective."""
 
     @property
     def now(self) -> float:
-        return self.lanes[self.lane]
+        return self.timelines[self.timeline]
 
     def advance(self, seconds: float) -> None:
-        """Work on the present lane."""
-        self.lanes[self.lane] += seconds
-        self.busy[self.lane] += seconds
+        """Work on the present timeline."""
+        self.timelines[self.timeline] += seconds
+        self.busy[self.timeline] += seconds
 
     def communicate(self, seconds: float, level: str) -> None:
-        """A collective over `level` on the present lane."""
+        """A collective over `level` on the present timeline."""
         self.level = level
-        if self.lane == COMPUTE:
+        if self.timeline == COMPUTE:
             self.exposed[level] += seconds
         self.advance(seconds)
 
     def wait_until(self, time: float, level: str) -> None:
-        """The present lane waits for a collective over `level` that is over at `time`."""
-        if self.lane == COMPUTE and time > self.now:
+        """The present timeline waits for a collective over `level` that is over at `time`."""
+        if self.timeline == COMPUTE and time > self.now:
             self.exposed[level] += time - self.now
-        self.lanes[self.lane] = max(self.now, time)
+        self.timelines[self.timeline] = max(self.now, time)
 
     def wait_for_all(self) -> None:
-        """All lanes wait for the last one."""
-        last = max(self.lanes.values(), default=0.0)
-        for lane in self.lanes:
-            self.lanes[lane] = last
+        """All timelines wait for the last one."""
+        last = max(self.timelines.values(), default=0.0)
+        for timeline in self.timelines:
+            self.timelines[timeline] = last
 
     @contextmanager
-    def on(self, lane: str) -> Iterator[None]:
-        """Work in the body is done on `lane`, and begins when it is issued at the earliest."""
-        issued, outer = self.now, self.lane
-        self.lane = lane
-        self.lanes[lane] = max(self.now, issued)
+    def on(self, timeline: str) -> Iterator[None]:
+        """Work in the body is done on `timeline`, and begins when it is issued at the earliest."""
+        issued, outer = self.now, self.timeline
+        self.timeline = timeline
+        self.timelines[timeline] = max(self.now, issued)
         try:
             yield
         finally:
-            self.lane = outer
+            self.timeline = outer
 
     @contextmanager
     def running(self) -> Iterator["Clock"]:
@@ -87,7 +87,7 @@ class ClockStream:
         self._name, self._clock = name, _current.get()
 
     def run(self, task: Task, after: WorkHandle) -> WorkHandle:
-        """Run `task` at once. It takes its time on the stream's lane, after `after`."""
+        """Run `task` at once. It takes its time on the stream's timeline, after `after`."""
         with self._clock.on(self._name):
             after.wait()
             task()
@@ -103,7 +103,7 @@ class ClockWork:
     level: str
 
     def wait(self) -> None:
-        """Let the present lane wait for the task."""
+        """Let the present timeline wait for the task."""
         self.clock.wait_until(self.time, self.level)
 
 

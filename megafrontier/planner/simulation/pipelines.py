@@ -16,8 +16,8 @@ from megafrontier.pipeline.exchanges import with_transfers
 from megafrontier.pipeline.simulate import Costs
 from megafrontier.pipeline.simulate import simulate as run_table
 from megafrontier.pipeline.table import Action, Kind
-from megafrontier.planner.rates import Rates
-from megafrontier.planner.simulate import Counted, Simulated
+from megafrontier.planner.simulation.rank import Counted, Simulated
+from megafrontier.planner.simulation.rates import Rates
 from megafrontier.training.plan import RunPlan
 
 ROUNDS = 2

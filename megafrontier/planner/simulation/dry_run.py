@@ -23,7 +23,7 @@ from megafrontier.parallel.mesh import AXES, Mesh
 from megafrontier.parallel.world import World
 from megafrontier.partition.comm.collectives import LevelCollectives
 from megafrontier.partition.unit import Unit
-from megafrontier.planner.meter import Meter
+from megafrontier.planner.simulation.meter import Meter
 from megafrontier.splits.apply import tensor_collectives
 from megafrontier.training.plan import RunPlan, optimizer_groups
 from megafrontier.training.trainer import Trainer, build_model, make_trainer

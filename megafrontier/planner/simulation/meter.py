@@ -18,9 +18,9 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from megafrontier.planner.attention import attention_flops
-from megafrontier.planner.clock import Clock
-from megafrontier.planner.rates import DeviceRates, LinkRates
+from megafrontier.planner.simulation.attention import attention_flops
+from megafrontier.planner.simulation.clock import Clock
+from megafrontier.planner.simulation.rates import DeviceRates, LinkRates
 
 ROUNDING = {True: 512, False: 64}
 """Bytes to which torch rounds the size of a block up, on an accelerator and on a CPU."""

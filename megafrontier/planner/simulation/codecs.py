@@ -6,7 +6,7 @@
 import torch
 
 from megafrontier.partition.wires.registry import Codec
-from megafrontier.planner.meter import running_meter
+from megafrontier.planner.simulation.meter import running_meter
 
 
 def encode(

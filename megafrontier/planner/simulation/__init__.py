@@ -1,0 +1,1 @@
+"""A step of the engine on a clock instead of a device."""

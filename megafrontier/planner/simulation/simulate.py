@@ -1,0 +1,45 @@
+"""A training step on the clock: of the whole run, from one rank or from some of a pipeline's."""
+
+from functools import partial
+
+from megafrontier.common.errors import need
+from megafrontier.config import Config
+from megafrontier.planner.simulation.pipelines import ROUNDS, combine
+from megafrontier.planner.simulation.rank import Marks, Simulated, run_rank
+from megafrontier.planner.simulation.rates import Rates
+from megafrontier.training.plan import RunPlan
+
+MICRO_BATCHES = 3
+"""Simulated in a step at most: a first one, a usual one and a last one. Each further one is as the
+usual one."""
+
+
+def simulate(config: Config, plan: RunPlan, rates: Rates | None = None) -> Simulated:
+    """One optimizer step, after one that was not counted, on the rank that holds the most.
+
+    rates: default: those of the plan's machine file.
+
+    Raises UserError for a machine file that lacks a rate, and for what one rank alone on the meta
+    device does not show.
+    """
+    need(config.model.moe is None, "model.moe", "set", "need none: experts are not planned yet")
+    rates = rates or Rates.of(plan.machine)
+    division = plan.division
+    if division.ranks == 1:
+        counted = run_rank(config, plan, rates, 0, MICRO_BATCHES)
+        more = counted.loader.all - counted.loader.micro_batches
+        return counted.result(config, partial(_with_micro_batches, counted.marks, more))
+    ranks = plan.shape.pipeline_ranks(0)
+    steps = {
+        place: run_rank(config, plan, rates, ranks[place], ROUNDS * division.stages)
+        for place in division.distinct_ranks()
+    }
+    return combine(config, plan, rates, steps, next(iter(steps.values())).loader.all)
+
+
+def _with_micro_batches(marks: Marks, more: int, total: dict[str, float]) -> dict[str, float]:
+    """The totals with `more` micro-batches like the second one."""
+    if not more:
+        return total
+    before, after = marks[1:3]
+    return {name: value + more * (after[name] - before[name]) for name, value in total.items()}
