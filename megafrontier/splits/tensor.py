@@ -130,6 +130,8 @@ class ColumnLinear(nn.Module):
         """`rows`: of each matrix."""
         super().__init__()
         self.group = cutter.group.number
+        # Operators know the group by its number. A stage without embedding and head keeps it here.
+        self.ranks = cutter.group
         starts = [sum(rows[:i]) for i in range(len(rows))]
         self.weights = nn.ParameterList(
             cutter.cut(whole.weight, 0, start, count)

@@ -36,7 +36,7 @@ CASES = [
         (2, 2),
         Splits(tensor=2, pipeline=2),
         "topo",
-        Case(LLAMA | FOUR, accumulation=4, steps=2, parallel=ZB, built={"checkpointing": "block"}),
+        Case(LLAMA | FOUR, accumulation=4, steps=2, parallel=ZBV, built={"checkpointing": "block"}),
     ),
     (
         (2, 2),
