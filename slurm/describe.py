@@ -30,17 +30,25 @@ def describe(arguments: argparse.Namespace) -> list[str]:
         return lines
     if per_host is not None:
         # torch takes seconds to import
-        from megafrontier.planner.auto import choose_layout
         from megafrontier.training.plan import check_memory, resolve_plan
         from megafrontier.training.preview import describe_run
 
         check_tasks("--ntasks-per-node", arguments.ntasks_per_node, per_host)
         check_tasks("--ntasks", arguments.ntasks, nodes * per_host)
-        config, chosen = choose_layout(config, nodes * per_host)
-        lines += chosen
-        plan = resolve_plan(config, nodes * per_host)
+        ranks = nodes * per_host
+        if config.has_auto_layout:
+            from megafrontier.planner.auto import choose_layout
+
+            config, chosen = choose_layout(config, ranks)
+            lines += chosen
+        plan = resolve_plan(config, ranks)
         check_memory(config, plan)
-        return [*lines, *describe_run(config, plan), *missing(config, nodes * per_host)]
+        lines += [*describe_run(config, plan), *missing(config, ranks)]
+        if arguments.submitting:
+            from megafrontier.planner.command import predict
+
+            lines += predict(config, ranks)
+        return lines
     if nodes > 1:
         lines.append(
             "warning: machine: states no device.ranks_per_host, so nothing is checked for "

@@ -11,6 +11,7 @@ from megafrontier.common.errors import UserError, need
 from megafrontier.config import Config, MachineConfig, load_config, load_machine, save_config
 from megafrontier.parallel.env import identify
 from megafrontier.planner.auto import choose_layout
+from megafrontier.planner.layers import simulate_blocks
 from megafrontier.planner.search import Layout, search
 from megafrontier.planner.simulation.rank import Simulated
 from megafrontier.planner.simulation.rates import UNKNOWN
@@ -71,6 +72,20 @@ def dry_run_command(path: str, overrides: Sequence[str], ranks: int | None) -> s
             f"ranks: {_parts(step)}; take {memory_advice(config)}"
         )
     return "\n".join([*lines, f"rank 0: {step.gib:.3g} GiB of tensors at the peak: {_parts(step)}"])
+
+
+def predict(config: Config, ranks: int) -> list[str]:
+    """One line with the step's time and memory; none for what cannot be planned."""
+    try:
+        step = simulate_blocks(config, ranks)
+    except UserError:
+        return []
+    found = (
+        f"plan: {step.seconds:.3g} s a step, {step.tokens_per_second:,.0f} tokens/s, "
+        f"{step.tflops_per_device:.3g} TF/s a device, {step.gib:.3g} GiB of tensors; most time "
+        f"goes to {step.limit}"
+    )
+    return [found]
 
 
 def _parts(step: Simulated) -> str:

@@ -13,13 +13,14 @@ SHALLOW = 4, 6
 
 
 def simulate_blocks(config: Config, ranks: int) -> Simulated:
-    """`simulate` of a rank, in a time that does not depend on the number of blocks.
+    """`simulate` of a rank, in a time that does not depend on the number of blocks, unless a
+    pipeline divides them.
 
     Raises UserError as `simulate` and `resolve_plan`.
     """
-    layers = config.model.layers
-    if layers <= SHALLOW[1]:
-        return simulate(config, resolve_plan(config, ranks))
+    layers, plan = config.model.layers, resolve_plan(config, ranks)
+    if layers <= SHALLOW[1] or plan.division.ranks > 1:
+        return simulate(config, plan)
     fewer, more = (_with_layers(config, count, ranks) for count in SHALLOW)
     times = (layers - SHALLOW[0]) / (SHALLOW[1] - SHALLOW[0])
     found: Simulated = _between(fewer, more, times)
