@@ -67,7 +67,7 @@ def test_a_slow_link_and_a_level_that_the_machine_file_states_otherwise_are_name
     ]
 
 
-NODES, RANKS, RATE = 2, 2, 20e6
+NODES, RANKS, RATE = 2, 2, 8e6
 
 
 def test_ranks_on_a_shaped_network_find_its_levels_and_rates(tmp_path: Path) -> None:
