@@ -130,7 +130,7 @@ class Found:
             size = "" if level.size is None else f" of {level.size}"
             alone = f"; one pair alone {self.alone[name] / 1e9:.3g}" if name in self.alone else ""
             lines.append(
-                f"level {name}{size}: {level.gigabytes_per_second:g} GB/s between two ranks{alone}"
+                f"level {name}{size}: {level.gigabytes_per_second:g} GB/s{alone}"
                 f"{'; ' + rates if rates else ''}; latency {level.latency_microseconds:g} us"
             )
         sides = ", ".join(f"{side}: {rate:.3g}" for side, rate in self.products.items())
@@ -160,11 +160,18 @@ def _measure(mesh: Mesh, per_host: int, stated: MachineConfig | None) -> Found:
         {name: _agree(mesh, link) for name, link in found.items()}
         for found in measure_collectives(over)
     ]
+    links = [_fastest(link, found) for link, found in zip(links, collectives, strict=True)]
     machine = machine_of(levels, links, MachineConfig({}, measured))
     rates = [link.bytes_per_second for link in links]
     lines = list(surprises(strides, everyone.tolist(), levels, rates, stated))
     by_level = dict(zip(levels.names, collectives, strict=True))
     return Found(machine, products, by_level, alone, lines)
+
+
+def _fastest(pair: Link, collectives: dict[str, Link]) -> Link:
+    """What a level reaches: in exchanges of two ranks, or in a collective."""
+    rates = [link.bytes_per_second for link in (pair, *collectives.values())]
+    return Link(max(rates), pair.latency_seconds)
 
 
 def _agree(mesh: Mesh, link: Link) -> Link:

@@ -72,6 +72,18 @@ def fastest(run: Callable[[], object], device: torch.device) -> float:
     return min(found)
 
 
+def average(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call, the mean of several in a row. Ranks that share a link and call it side by
+    side have their share of it on average, and more in the fastest call."""
+    run()
+    _settle(device)
+    begin = time.perf_counter()
+    for _ in range(REPEATS):
+        run()
+    _settle(device)
+    return (time.perf_counter() - begin) / REPEATS
+
+
 def _settle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

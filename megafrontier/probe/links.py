@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from megafrontier.common.buffers import empty
-from megafrontier.launch.health.links import measure
+from megafrontier.launch.health.links import ring_peers
 from megafrontier.parallel.groups import all_gather, all_to_all
 from megafrontier.parallel.hierarchy import Hierarchy, Levels
-from megafrontier.probe.device import fastest
+from megafrontier.probe.device import average, fastest
 
 SMALL, LARGE = 2**10, 2**22
 """Bytes of the messages that give latency and bandwidth."""
@@ -56,12 +56,22 @@ def measure_pairs(hierarchy: Hierarchy, large: int = LARGE) -> list[Link]:
     """This rank's link over each level, with all ranks side by side. All ranks call it."""
     found = []
     for level in range(len(hierarchy.levels.sizes)):
-        hierarchy.world.barrier()
-        small = SMALL / (measure(hierarchy, level, SMALL) * 1e9)
-        hierarchy.world.barrier()
-        rate = max(measure(hierarchy, level, large) * 1e9 for _ in range(2))
-        found.append(Link(large / max(large / rate - small, 1e-9), small))
+        small, whole = (_pair_seconds(hierarchy, level, size) for size in (SMALL, large))
+        found.append(Link(large / max(whole - small, 1e-9), small))
     return found
+
+
+def _pair_seconds(hierarchy: Hierarchy, level: int, size_bytes: int) -> float:
+    """Of an exchange with a neighbour, the mean of both."""
+    peers, group = hierarchy.peers[level], hierarchy.groups[level]
+    hierarchy.world.barrier()
+    met = ring_peers(hierarchy.coordinates[level], len(peers))
+    seconds = [
+        average(partial(_swap, peers[i], size_bytes, group, hierarchy.device), hierarchy.device)
+        for i in met
+        if i is not None
+    ]
+    return sum(seconds) / len(seconds)
 
 
 def measure_alone(hierarchy: Hierarchy, level: int, size_bytes: int = LARGE) -> float | None:
@@ -107,7 +117,7 @@ def _collective_seconds(
     """Of a collective in which each rank has `length` bytes for each of `size` ranks."""
     out = empty(size * length, torch.uint8, device)
     own = empty(length if name == "all_gather" else size * length, torch.uint8, device)
-    return fastest(partial(_COLLECTIVES[name], out, own, group), device)
+    return average(partial(_COLLECTIVES[name], out, own, group), device)
 
 
 _COLLECTIVES: dict[str, Callable[..., None]] = {"all_gather": all_gather, "all_to_all": all_to_all}

