@@ -37,9 +37,8 @@ class UnitOptimizer(Protocol):
         ...
 
 
-Make = Callable[
-    [str, Sequence[Unit], OptimizerGroups, OptimizerConfig, LevelCollectives | None], UnitOptimizer
-]
+Elementwise = Callable[[str, Sequence[torch.Tensor]], UnitOptimizer]
+"""Makes what updates single elements of masters, by the name of an optimizer."""
 
 
 class UnitOptimizers:
@@ -55,16 +54,19 @@ class UnitOptimizers:
         groups: OptimizerGroups,
         config: OptimizerConfig,
         tensor: LevelCollectives | None = None,
-        make: Make | None = None,
+        elementwise: Elementwise | None = None,
     ) -> None:
-        """`tensor`: collectives over the ranks of a tensor split. Muon needs them. `make`: called
-        in place of `make_optimizer`."""
+        """`tensor`: collectives over the ranks of a tensor split. Muon needs them. `elementwise`
+        takes the place of AdamW and SGD."""
         self._parts: list[tuple[UnitOptimizer, list[int]]] = []
         self.states: States = {}
         for name in dict.fromkeys(unit.optimizer for unit in units):
             indices = [i for i, unit in enumerate(units) if unit.optimizer == name]
             own = [units[i] for i in indices]
-            optimizer = (make or make_optimizer)(name, own, groups, config, tensor)
+            if elementwise is not None and name != "muon":
+                optimizer = elementwise(name, [unit.master for unit in own])
+            else:
+                optimizer = _make(name, own, groups, config, tensor)
             self._parts.append((optimizer, indices))
             for state in STATES[name]:
                 shards = self.states.setdefault(state, [None] * len(units))
@@ -125,14 +127,13 @@ def _param_groups(
     ]
 
 
-def make_optimizer(
+def _make(
     name: str,
     units: Sequence[Unit],
     groups: OptimizerGroups,
     config: OptimizerConfig,
     tensor: LevelCollectives | None,
 ) -> UnitOptimizer:
-    """The optimizer of a name for some units. Arguments as of `UnitOptimizers`."""
     if name == "muon":
         of = {parameter: groups.groups[number] for parameter, number in groups.numbers.items()}
         return ShardedMuon(units, of, tensor)

@@ -48,12 +48,12 @@ def tensor_bytes(
         wire.codec if wire else CastCodec(dtype) for wire in wires or [None] * len(levels.sizes)
     ]
     totals = [0] * len(levels.sizes)
-    for move in _moves(config, size, tokens, chunk_tokens, checkpointing):
+    for move, times in _moves(config, size, tokens, chunk_tokens, checkpointing):
         for rows in _rows(move, overlaps, any(wires)):
             for level, count in enumerate(levels.sizes):
                 codec = CastCodec(torch.float32) if move.is_exact else codecs[level]
                 shard = size * rows * move.width // prod(levels.sizes[: level + 1])
-                totals[level] += (count - 1) * codec.message_bytes(shard)
+                totals[level] += times * (count - 1) * codec.message_bytes(shard)
     return totals
 
 
@@ -66,7 +66,8 @@ def _rows(move: _Move, overlaps: bool, has_wires: bool) -> list[int]:
 
 def _moves(
     config: ModelConfig, size: int, tokens: int, chunk_tokens: int, checkpointing: Mode
-) -> Iterator[_Move]:
+) -> Iterator[tuple[_Move, int]]:
+    """Each move, and how often it takes place."""
     rows, width = tokens // size, config.hidden
     whole, pieces = _Move(rows, width), _Move(rows, width, in_pieces=True)
     copies = max(1, size // config.num_kv_heads)
@@ -76,8 +77,8 @@ def _moves(
     # Of each sum a gather, and of each gather a sum; what it gave is gathered again for weights.
     backward = [pieces, pieces, whole, pieces, pieces, *heads, whole]
     repeated = {"none": [], "selective": heads}.get(checkpointing, forward)
-    for _ in range(config.layers):
-        yield from (*forward, *repeated, *backward)
-    yield from [whole] * 4  # embedding and head
+    for move in (*forward, *repeated, *backward):
+        yield move, config.layers
+    yield whole, 4  # embedding and head
     for start in range(0, tokens, chunk_tokens):  # three numbers of each token, for its loss
-        yield _Move(3, min(chunk_tokens, tokens - start), is_exact=True)
+        yield _Move(3, min(chunk_tokens, tokens - start), is_exact=True), 1

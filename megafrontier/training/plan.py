@@ -34,6 +34,7 @@ from megafrontier.pipeline.division import Division, keep_stages
 from megafrontier.splits.context import check_context_split
 from megafrontier.splits.experts import check_expert_split, split_experts
 from megafrontier.splits.tensor import check_tensor_split, split_tensors
+from megafrontier.splits.traffic import tensor_bytes
 
 GIB = 2**30
 
@@ -288,7 +289,7 @@ def check_memory(config: Config, plan: RunPlan) -> None:
     memory = plan.machine.device.memory_gib
     train, model = config.train, config.model
     # Backward needs the inputs of all blocks whatever else is recomputed.
-    blocks = plan.division.blocks_in_flight(_micro_batches(config, plan))
+    blocks = plan.division.blocks_in_flight(micro_batches_of(config, plan))
     elements = blocks * train.micro_batch * model.sequence_length * model.hidden
     elements //= plan.shape.splits.tensor * plan.shape.splits.context
     is_offloaded = train.activation_checkpointing == "offload"
@@ -303,9 +304,25 @@ def check_memory(config: Config, plan: RunPlan) -> None:
         )
 
 
-def _micro_batches(config: Config, plan: RunPlan) -> int:
+def micro_batches_of(config: Config, plan: RunPlan) -> int:
+    """Micro-batches of each rank in a step. Raises UserError if the batch does not divide."""
     train, size = config.train, plan.shape.over(("data",)).ranks
     return micro_batches(train.global_batch, train.micro_batch, size)
+
+
+def tensor_traffic(config: Config, plan: RunPlan) -> list[int]:
+    """Bytes that a rank sends over each level in a micro-batch to those that share its matrices."""
+    train = config.train
+    return tensor_bytes(
+        config.model,
+        plan.shape.over(("tensor",)),
+        train.micro_batch * config.model.sequence_length // plan.shape.splits.context,
+        DTYPES[train.precision],
+        plan.activations,
+        overlaps=config.partition.overlap != "none",
+        chunk_tokens=train.loss_chunk_tokens,
+        checkpointing=train.activation_checkpointing,
+    )
 
 
 def memory_advice(config: Config) -> str:

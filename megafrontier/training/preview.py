@@ -8,7 +8,6 @@ import torch
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config
-from megafrontier.data.sampling.loader import micro_batches
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
 from megafrontier.model.families import family_for
 from megafrontier.model.moe.experts import EXPERT_AXES
@@ -17,18 +16,18 @@ from megafrontier.optim.adamw import find_apex
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import DATA_PARALLEL
 from megafrontier.partition.placement import Placement, error_levels
-from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.partition.wires.wire import Wire
 from megafrontier.pipeline.balance import describe_pipeline, stage_costs
-from megafrontier.splits.traffic import tensor_bytes
 from megafrontier.training.callbacks.base import load_class
 from megafrontier.training.plan import (
     RunPlan,
     StatePlan,
     buffer_gib,
+    micro_batches_of,
     optimizer_groups,
     resolve_plan,
     state_gib,
+    tensor_traffic,
 )
 from megafrontier.training.trainer import PARTS, Part, open_loader
 
@@ -133,8 +132,7 @@ def _warn_of_sizes(config: Config, plan: RunPlan) -> Iterator[str]:
 
 def _describe_pipeline(config: Config, plan: RunPlan) -> str:
     """One line: the stages of a pipeline and its bubble, or a warning of too few micro-batches."""
-    division, train = plan.division, config.train
-    number = micro_batches(train.global_batch, train.micro_batch, plan.shape.over(("data",)).ranks)
+    division, number = plan.division, micro_batches_of(config, plan)
     costs = stage_costs(config.model, division.layers, plan.shape.splits.tensor)
     numbers = division.schedule, division.ranks, division.stages_per_rank, number
     return f"{describe_pipeline(*numbers, costs)}; blocks {', '.join(map(str, division.layers))}"
@@ -150,16 +148,14 @@ def _summarize(config: Config, plan: RunPlan) -> str:
     shards = _describe_placement(plan.placement, levels)
     if plan.experts.placement != plan.placement:
         shards += f"; of experts: {_describe_placement(plan.experts.placement, levels)}"
-    train = config.train
     splits = (f"{name} {size}" for name, size in asdict(plan.shape.splits).items() if size > 1)
     shards = ", ".join([*splits, shards])
-    data_size = plan.shape.over(("data",)).ranks
-    number = micro_batches(train.global_batch, train.micro_batch, data_size)
+    number = micro_batches_of(config, plan)
     return (
         f"{sizes} = {levels.ranks} ranks; {shards}; per rank: "
         f"{state_gib(config, plan):.3g} GiB of state, "
         f"{buffer_gib(config, plan):.3g} of buffers, {number} micro-batches of "
-        f"{train.micro_batch} sequences"
+        f"{config.train.micro_batch} sequences"
     )
 
 
@@ -175,18 +171,8 @@ def _describe_placement(placement: Placement, levels: Levels) -> str:
 
 def _describe_tensor_traffic(config: Config, plan: RunPlan) -> str:
     """One line: what a rank sends to those that share its matrices."""
-    train, levels = config.train, plan.shape.over(("tensor",))
-    sent = tensor_bytes(
-        config.model,
-        levels,
-        train.micro_batch * config.model.sequence_length // plan.shape.splits.context,
-        DTYPES[train.precision],
-        plan.activations,
-        overlaps=config.partition.overlap != "none",
-        chunk_tokens=train.loss_chunk_tokens,
-        checkpointing=train.activation_checkpointing,
-    )
-    by_level = zip(levels.names, levels.sizes, sent, strict=True)
+    levels = plan.shape.over(("tensor",))
+    by_level = zip(levels.names, levels.sizes, tensor_traffic(config, plan), strict=True)
     parts = (f"{name} {count / 1e9:.3g} GB" for name, size, count in by_level if size > 1)
     return f"tensor parallelism: each rank sends {', '.join(parts)} in a micro-batch"
 

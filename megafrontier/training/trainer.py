@@ -20,7 +20,7 @@ from megafrontier.model.moe.balance import Balance
 from megafrontier.model.recompute.compile import start_workers
 from megafrontier.optim.gradients import LossScale
 from megafrontier.optim.spikes import SpikeRule
-from megafrontier.optim.unit_optimizers import UnitOptimizers
+from megafrontier.optim.unit_optimizers import Elementwise, UnitOptimizers
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.parallel.param_spec import ParamSpec
 from megafrontier.parallel.world import World
@@ -109,20 +109,14 @@ def build_trainer(
         # Otherwise torch fills all new memory, pinned memory on the CPU. None of it is read before
         # it is written.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    model, engine = build_model(config, plan, mesh, has_values)
-    optimizer = UnitOptimizers(
-        engine.trained_units,
-        optimizer_groups(config),
-        config.optimizer,
-        tensor_collectives(engine, mesh),
-    )
+    built = build_model(config, plan, mesh, has_values)
     # All ranks agree, because the others would wait for a rank whose storage fails.
     rank, size, device = mesh.data_rank, mesh.data_size, mesh.device
     train, valid = mesh.world.run_on_all(
         lambda: [open_loader(config, part, rank, size, device) for part in PARTS]
     )
     assert train is not None
-    return make_trainer(config, plan, mesh, (model, engine), optimizer, train, valid, run_logger)
+    return make_trainer(config, plan, mesh, built, train, valid, run_logger)
 
 
 def make_trainer(
@@ -130,13 +124,21 @@ def make_trainer(
     plan: RunPlan,
     mesh: Mesh,
     built: tuple[GPT, Engine],
-    optimizer: UnitOptimizers,
     train: Loader,
     valid: Loader | None = None,
     run_logger: RunLogger | None = None,
+    elementwise: Elementwise | None = None,
 ) -> Trainer:
-    """A trainer at step 0 of what `build_model` has built."""
+    """A trainer at step 0 of what `build_model` has built. `elementwise`: as in
+    `UnitOptimizers`."""
     (model, engine), device, moe = built, mesh.device, config.model.moe
+    optimizer = UnitOptimizers(
+        engine.trained_units,
+        optimizer_groups(config),
+        config.optimizer,
+        tensor_collectives(engine, mesh),
+        elementwise,
+    )
     return Trainer(
         config,
         plan,

@@ -11,15 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megafrontier.config import Config, TrainConfig
 from megafrontier.data.sampling.loader import Loader
 from megafrontier.data.sampling.samples import Batch
-from megafrontier.optim.unit_optimizers import UnitOptimizers
 from megafrontier.parallel.mesh import Mesh, Splits
 from megafrontier.planner.simulation.dry_run import DryLoader
 from megafrontier.planner.simulation.meter import ROUNDING, Memory
 from megafrontier.planner.simulation.rank import STEPS
 from megafrontier.planner.simulation.simulate import simulate
-from megafrontier.splits.apply import tensor_collectives
 from megafrontier.training.loop import start_step
-from megafrontier.training.plan import GIB, optimizer_groups, resolve_plan
+from megafrontier.training.plan import GIB, resolve_plan
 from megafrontier.training.trainer import Trainer, build_model, make_trainer
 from tests.model.small_models import small_config
 from tests.ranks import run_mesh
@@ -93,13 +91,7 @@ def train(config: Config, mesh: Mesh) -> Measured:
 def build_trainer(config: Config, mesh: Mesh) -> Trainer:
     plan = resolve_plan(config, mesh.world.size)
     built = build_model(config, plan, mesh)
-    engine = built[1]
-    tensor = tensor_collectives(engine, mesh)
-    groups = optimizer_groups(config)
-    optimizer = UnitOptimizers(engine.trained_units, groups, config.optimizer, tensor)
-    return make_trainer(
-        config, plan, mesh, built, optimizer, cast(Loader, RealLoader(config, mesh, 100))
-    )
+    return make_trainer(config, plan, mesh, built, cast(Loader, RealLoader(config, plan, 100)))
 
 
 TOPO, BLOCK = {"partition.strategy": "topo"}, {"train.activation_checkpointing": "block"}

@@ -13,19 +13,15 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megafrontier.config import Config, OptimizerConfig
-from megafrontier.data.sampling.loader import Loader, micro_batches
+from megafrontier.config import Config
+from megafrontier.data.sampling.loader import Loader
 from megafrontier.data.sampling.samples import Batch
-from megafrontier.optim.groups import STATES, OptimizerGroups
-from megafrontier.optim.unit_optimizers import UnitOptimizer, UnitOptimizers, make_optimizer
+from megafrontier.optim.groups import STATES
 from megafrontier.parallel.groups import make_groups
 from megafrontier.parallel.mesh import AXES, Mesh
 from megafrontier.parallel.world import World
-from megafrontier.partition.comm.collectives import LevelCollectives
-from megafrontier.partition.unit import Unit
 from megafrontier.planner.simulation.meter import Meter
-from megafrontier.splits.apply import tensor_collectives
-from megafrontier.training.plan import RunPlan, optimizer_groups
+from megafrontier.training.plan import RunPlan, micro_batches_of
 from megafrontier.training.trainer import Trainer, build_model, make_trainer
 
 META = torch.device("meta")
@@ -64,30 +60,21 @@ def dry_mesh(plan: RunPlan, rank: int = 0) -> Iterator[Mesh]:
 
 def dry_trainer(config: Config, plan: RunPlan, mesh: Mesh, meter: Meter, most: int) -> Trainer:
     """A trainer that reads at most `most` micro-batches a step. They have no values."""
-    train = replace(config.train, compile=False)
-    config = replace(config, train=train)
+    config = replace(config, train=replace(config.train, compile=False))
     built = build_model(config, plan, mesh, has_values=False)
-    engine = built[1]
-    optimizer = UnitOptimizers(
-        engine.trained_units,
-        optimizer_groups(config),
-        config.optimizer,
-        tensor_collectives(engine, mesh),
-        partial(_make_optimizer, meter),
-    )
-    loader = cast(Loader, DryLoader(config, mesh, most))
-    return make_trainer(config, plan, mesh, built, optimizer, loader)
+    loader = cast(Loader, DryLoader(config, plan, most))
+    fused = partial(_Elementwise, meter)
+    return make_trainer(config, plan, mesh, built, loader, elementwise=fused)
 
 
 class DryLoader:
     """Micro-batches of the right shapes, without documents."""
 
-    def __init__(self, config: Config, mesh: Mesh, most: int) -> None:
-        train = config.train
-        self.all = micro_batches(train.global_batch, train.micro_batch, mesh.data_size)
+    def __init__(self, config: Config, plan: RunPlan, most: int) -> None:
+        self.all = micro_batches_of(config, plan)
         """Micro-batches of a real step."""
         self.micro_batches = min(most, self.all)
-        self._shape = train.micro_batch, config.model.sequence_length
+        self._shape = config.train.micro_batch, config.model.sequence_length
 
     def position(self, step: int) -> tuple[int, int]:
         """As `Loader.position`."""
@@ -97,19 +84,6 @@ class DryLoader:
         """As `Loader.step`."""
         tokens = torch.empty(self._shape, dtype=torch.int64, device=META)
         return [Batch(tokens, tokens, None, 0) for _ in range(self.micro_batches)]
-
-
-def _make_optimizer(
-    meter: Meter,
-    name: str,
-    units: Sequence[Unit],
-    groups: OptimizerGroups,
-    config: OptimizerConfig,
-    tensor: LevelCollectives | None,
-) -> UnitOptimizer:
-    if name == "muon":
-        return make_optimizer(name, units, groups, config, tensor)
-    return _Elementwise(meter, name, [unit.master for unit in units])
 
 
 class _Elementwise:
