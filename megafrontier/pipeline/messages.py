@@ -113,7 +113,7 @@ class _Parcel(NamedTuple):
         if self.codec is None:
             return self.tensor
         row = self.tensor.view(1, -1)
-        length = self.codec.message_bytes(row.numel()) // self.codec.dtype.itemsize
+        length = self.codec.message_length(row.numel())
         message = row.new_empty(1, length, dtype=self.codec.dtype)
         if self.is_send:
             self.codec.encode(row, message)

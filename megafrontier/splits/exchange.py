@@ -225,7 +225,7 @@ def _encode(codec: Codec, rows: Tensor) -> Tensor:
     """A message for each row [n, h], as bytes [n, m]."""
     if rows.dtype == codec.dtype:
         return rows.contiguous().view(torch.uint8)
-    length = codec.message_bytes(rows.shape[1]) // codec.dtype.itemsize
+    length = codec.message_length(rows.shape[1])
     messages = torch.empty(len(rows), length, dtype=codec.dtype, device=rows.device)
     if len(rows):
         codec.encode(rows.contiguous(), messages)

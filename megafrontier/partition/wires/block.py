@@ -86,7 +86,7 @@ class BlockCodec(Codec):
         return replace(self, rotates=True)
 
     def check_kernels(self, kernels: ModuleType, device_type: str) -> str | None:
-        return None if device_type == "meta" else _difference(kernels, self, device_type)
+        return _difference(kernels, self, device_type)
 
     def message_bytes(self, count: int) -> int:
         return -(-self.scale_stop(count) // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
@@ -268,10 +268,7 @@ def _sylvester(scale: float, device: torch.device) -> torch.Tensor:
     return (matrix * scale).to(device)
 
 
-_KERNELS = {
-    "cuda": "megafrontier.partition.wires.block_triton",
-    "meta": "megafrontier.planner.simulation.codecs",  # which take time and have no results
-}
+_KERNELS = {"cuda": "megafrontier.partition.wires.block_triton"}
 INT8 = register(BlockCodec(bits=8, block=256), _KERNELS)
 INT4 = register(BlockCodec(bits=4, block=SHARD_ALIGNMENT), _KERNELS)
 

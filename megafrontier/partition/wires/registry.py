@@ -44,6 +44,10 @@ class Codec(ABC):
     def message_bytes(self, count: int) -> int:
         """Bytes of a message of `count` elements."""
 
+    def message_length(self, count: int) -> int:
+        """Elements of a message of `count` elements, in the codec's type."""
+        return self.message_bytes(count) // self.dtype.itemsize
+
     @abstractmethod
     def encode(
         self, values: torch.Tensor, messages: torch.Tensor, errors: torch.Tensor | None = None
@@ -79,7 +83,7 @@ class Codec(ABC):
 C = TypeVar("C", bound=Codec)
 FORMATS: dict[str, tuple[Codec, bool]] = {}
 """By format name: the codec, and whether its messages are weight deltas."""
-_KERNELS: dict[tuple[str, str], str] = {}
+_KERNELS: dict[tuple[str, str], str | ModuleType] = {}
 
 
 def register(codec: C, kernels: Mapping[str, str] | None = None) -> C:
@@ -94,6 +98,13 @@ def register(codec: C, kernels: Mapping[str, str] | None = None) -> C:
     for device_type, module in (kernels or {}).items():
         _KERNELS[codec.name, device_type] = module
     return codec
+
+
+def use_kernels(device_type: str, kernels: ModuleType) -> None:
+    """Let all quantized codecs use these kernels on a type of device, without a comparison."""
+    for codec, _ in FORMATS.values():
+        if codec.is_quantized:
+            _KERNELS[codec.name, device_type] = kernels
 
 
 def find_kernels(codec: Codec, device_type: str) -> ModuleType | None:
@@ -113,8 +124,8 @@ def missing_kernels(device_type: str, codecs: Iterable[Codec]) -> str | None:
 def _load_kernels(codec: Codec, device_type: str) -> ModuleType | str | None:
     """The kernels, or why they cannot be used."""
     module = _KERNELS.get((codec.name, device_type))
-    if module is None:
-        return None
+    if module is None or isinstance(module, ModuleType):
+        return module
     try:
         kernels = import_module(module)
         return codec.check_kernels(kernels, device_type) or kernels

@@ -103,8 +103,8 @@ class Wire:
         """One message per row of `values` [rows, n]; `values` itself if it has the wire's type."""
         if values.dtype == self.codec.dtype:
             return values
-        length = self.codec.message_bytes(values.shape[1]) // self.codec.dtype.itemsize
-        messages = workspace.get("sent", (values.shape[0], length), self.codec.dtype)
+        shape = values.shape[0], self.codec.message_length(values.shape[1])
+        messages = workspace.get("sent", shape, self.codec.dtype)
         self.codec.encode(values, messages)
         return messages
 

@@ -1,6 +1,6 @@
 """Codecs on the meta device: one pass over what they read and write, as their kernels for devices.
 
-`registry.find_kernels` imports this module for tensors on meta.
+They take time and have no results.
 """
 
 import torch

@@ -24,8 +24,6 @@ from megafrontier.planner.simulation.rates import DeviceRates, LinkRates
 
 ROUNDING = {True: 512, False: 64}
 """Bytes to which torch rounds the size of a block up, on an accelerator and on a CPU."""
-
-
 Groups = Mapping[str, tuple[str, bool]]
 _running: ContextVar["Meter"] = ContextVar("meter")
 
@@ -81,7 +79,6 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.clock, self.device, self.links, self.memory = clock, device, links, memory
         self.sent: defaultdict[str, float] = defaultdict(float)
-        self.flops = 0.0
         self._levels_of_groups = levels_of_groups
         self._levels: Groups = {}
         self._host = 0.0
@@ -113,7 +110,6 @@ class Meter(TorchDispatchMode):
         moved = sum(_bytes(tensor) for tensor in (*inputs, *outputs))
         flops = _flops(func, args, kwargs, out)
         if flops:
-            self.flops += flops
             seconds = self.device.product_seconds(flops, moved, inputs[0].itemsize)
         else:
             seconds = moved / self.device.memory_bytes

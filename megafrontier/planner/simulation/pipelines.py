@@ -11,6 +11,7 @@ from itertools import pairwise
 from statistics import median
 
 from megafrontier.config import Config
+from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.pipeline.division import Division
 from megafrontier.pipeline.exchanges import with_transfers
 from megafrontier.pipeline.simulate import Costs
@@ -113,6 +114,6 @@ def _transfer_seconds(config: Config, plan: RunPlan, rates: Rates) -> float:
     levels = {plan.levels.names[plan.shape.level_between(*pair)] for pair in pairwise(ranks)}
     splits = plan.shape.splits
     elements = config.train.micro_batch * config.model.sequence_length * config.model.hidden
-    itemsize = 4 if config.train.precision == "fp32" else 2
+    itemsize = DTYPES[config.train.precision].itemsize
     size = elements // (splits.tensor * splits.context) * itemsize
     return max(rates.links[level].seconds(size, 1) for level in levels)

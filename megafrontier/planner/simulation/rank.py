@@ -10,6 +10,8 @@ import torch
 
 from megafrontier.config import Config
 from megafrontier.model.flops import flops_per_token
+from megafrontier.partition.wires.registry import use_kernels
+from megafrontier.planner.simulation import codecs
 from megafrontier.planner.simulation.attention import attention_kernel
 from megafrontier.planner.simulation.clock import COMPUTE, Clock
 from megafrontier.planner.simulation.dry_run import DryLoader, dry_mesh, dry_trainer
@@ -19,6 +21,7 @@ from megafrontier.training.loop import start_step
 from megafrontier.training.plan import GIB, RunPlan
 from megafrontier.training.trainer import Trainer
 
+use_kernels("meta", codecs)
 STEPS = 2
 """The first one begins without a publication, and allocates."""
 
@@ -143,8 +146,9 @@ def _memory(trainer: Trainer, memory: Memory, before: int) -> dict[str, float]:
         "buffers": engine.pool.held_bytes,
         "messages": engine.buffer_bytes - engine.pool.held_bytes,
     }
-    held["activations"] = memory.peak - max(before, sum(held.values()))
-    held["other"] = max(before - sum(held.values()) + held["activations"], 0)
+    known = sum(held.values())
+    held["activations"] = memory.peak - max(before, known)
+    held["other"] = max(before - known, 0)
     return {name: size / GIB for name, size in held.items()}
 
 
