@@ -47,7 +47,7 @@ def describe(arguments: argparse.Namespace) -> list[str]:
         if arguments.submitting:
             from megafrontier.planner.command import predict
 
-            lines += predict(config, ranks)
+            lines += predict(config, plan)
         return lines
     if nodes > 1:
         lines.append(

@@ -41,7 +41,6 @@ from megafrontier.training.resume.restarts import StartRecord, record_interrupt,
 from megafrontier.training.resume.resume import check_resume, goes_back, resume
 from megafrontier.training.trainer import Trainer, build_trainer, initial_values
 
-MOST_WORKERS = 16
 T = TypeVar("T")
 Check = Callable[[int], object]
 """Given the number of ranks, raises if they cannot start."""
@@ -72,9 +71,9 @@ def _choose_layout(
     from megafrontier.planner.auto import choose_layout  # imports parts of torch for seconds
 
     if identity is None:
-        return choose_layout(config, nproc or 1, MOST_WORKERS)
+        return choose_layout(config, nproc or 1)
     # The ranks of a host choose at the same time, each on its core.
-    return choose_layout(config, identity.world_size)
+    return choose_layout(config, identity.world_size, workers=1)
 
 
 def _check(config: Config, identity: Identity | None, ranks: int) -> None:

@@ -1,13 +1,12 @@
 """`auto` in a configuration: the planner chooses the layout before the ranks start."""
 
-from megafrontier.common.errors import UserError
 from megafrontier.config import Config
-from megafrontier.planner.search import Free, search
+from megafrontier.planner.search import WORKERS, Free, search
 
 SIMULATED = 3
 
 
-def choose_layout(config: Config, ranks: int, workers: int = 1) -> tuple[Config, list[str]]:
+def choose_layout(config: Config, ranks: int, workers: int = WORKERS) -> tuple[Config, list[str]]:
     """The configuration with a layout in place of `auto`, and lines that say what was taken.
 
     Only what is `auto` changes. The choice follows from configuration, machine and number of ranks,
@@ -23,9 +22,6 @@ def choose_layout(config: Config, ranks: int, workers: int = 1) -> tuple[Config,
         wires=False,
         memory=False,
     )
-    best = search(config, ranks, SIMULATED, free, workers)
-    if not best:
-        raise UserError(f"partition.strategy: auto, but no layout fits on {ranks} ranks, need more")
-    chosen = best[0]
+    chosen, *_ = search(config, ranks, SIMULATED, free, workers)
     line = f"auto: {' '.join(chosen.overrides)}; predicted: {chosen.step.seconds:.3g} s a step"
     return chosen.config, [f"{line}, {chosen.step.gib:.3g} GiB"]

@@ -16,13 +16,8 @@ from megafrontier.planner.search import Layout, search
 from megafrontier.planner.simulation.rank import Simulated
 from megafrontier.planner.simulation.rates import UNKNOWN
 from megafrontier.planner.simulation.simulate import simulate
-from megafrontier.training.plan import memory_advice, resolve_plan
+from megafrontier.training.plan import RunPlan, memory_advice, resolve_plan
 from megafrontier.training.preview import describe_run
-
-CATEGORIES = (
-    "weights", "gradients", "optimizer", "error_feedback", "buffers", "messages", "activations",
-    "other",
-)  # fmt: skip
 
 
 def plan_command(
@@ -60,7 +55,7 @@ def dry_run_command(path: str, overrides: Sequence[str], ranks: int | None) -> s
     """
     config = load_config(path, overrides)
     ranks = identify(os.environ).world_size if ranks is None else ranks
-    config, lines = choose_layout(config, ranks, os.cpu_count() or 1)
+    config, lines = choose_layout(config, ranks)
     plan = resolve_plan(config, ranks)
     lines += describe_run(config, plan)
     step = simulate(config, plan, UNKNOWN)
@@ -74,10 +69,10 @@ def dry_run_command(path: str, overrides: Sequence[str], ranks: int | None) -> s
     return "\n".join([*lines, f"rank 0: {step.gib:.3g} GiB of tensors at the peak: {_parts(step)}"])
 
 
-def predict(config: Config, ranks: int) -> list[str]:
+def predict(config: Config, plan: RunPlan) -> list[str]:
     """One line with the step's time and memory; none for what cannot be planned."""
     try:
-        step = simulate_blocks(config, ranks)
+        step = simulate_blocks(config, plan)
     except UserError:
         return []
     found = (
@@ -122,7 +117,7 @@ def as_dict(layout: Layout) -> dict[str, Any]:
         "overrides": list(layout.overrides),
         "fits": layout.fits,
         "gib": step.gib,
-        "memory": {name: step.memory.get(name, 0.0) for name in CATEGORIES},
+        "memory": step.memory,
         "step_seconds": step.seconds,
         "tokens_per_second": step.tokens_per_second,
         "tflops_per_device": step.tflops_per_device,

@@ -6,22 +6,22 @@ from typing import Any
 from megafrontier.config import Config
 from megafrontier.planner.simulation.rank import Simulated
 from megafrontier.planner.simulation.simulate import simulate
-from megafrontier.training.plan import resolve_plan
+from megafrontier.training.plan import RunPlan, resolve_plan
 
 SHALLOW = 4, 6
 """Blocks of the two models: more than are prefetched and published ahead."""
 
 
-def simulate_blocks(config: Config, ranks: int) -> Simulated:
+def simulate_blocks(config: Config, plan: RunPlan) -> Simulated:
     """`simulate` of a rank, in a time that does not depend on the number of blocks, unless a
     pipeline divides them.
 
-    Raises UserError as `simulate` and `resolve_plan`.
+    Raises UserError as `simulate`.
     """
-    layers, plan = config.model.layers, resolve_plan(config, ranks)
+    layers = config.model.layers
     if layers <= SHALLOW[1] or plan.division.ranks > 1:
         return simulate(config, plan)
-    fewer, more = (_with_layers(config, count, ranks) for count in SHALLOW)
+    fewer, more = (_with_layers(config, count, plan.levels.ranks) for count in SHALLOW)
     times = (layers - SHALLOW[0]) / (SHALLOW[1] - SHALLOW[0])
     found: Simulated = _between(fewer, more, times)
     return found

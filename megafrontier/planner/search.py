@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement, product, repeat
 from multiprocessing import get_context
+from operator import itemgetter
 from typing import Any, Literal, cast
 
 from megafrontier.common.errors import UserError
@@ -21,13 +22,14 @@ from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition.placement import node_depth, traffic_bytes
 from megafrontier.planner.layers import simulate_blocks
 from megafrontier.planner.simulation.rank import Simulated
-from megafrontier.planner.simulation.rates import DeviceRates, link_rates
+from megafrontier.planner.simulation.rates import Rates
 from megafrontier.training.plan import (
     GIB,
     RunPlan,
     buffer_gib,
     resolve_plan,
     state_gib,
+    tensor_traffic,
     unit_sizes,
 )
 
@@ -43,6 +45,8 @@ the attention matrix (Korthikanti et al. 2022, arXiv:2205.05198), for the estima
 _NOWHERE = dict.fromkeys(("strategy", "weights", "backward_weights", "gradients", "optimizer"))
 SIMULATED = 8
 """Layouts that fit, besides the configuration's own."""
+WORKERS = 16
+"""Processes at most."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,8 @@ class Layout:
     @classmethod
     def of(cls, overrides: tuple[str, ...], config: Config, ranks: int) -> "Layout":
         """Simulate a layout. Raises UserError for one that cannot be."""
-        step = simulate_blocks(config, ranks)
-        return cls(overrides, config, resolve_plan(config, ranks), step)
+        plan = resolve_plan(config, ranks)
+        return cls(overrides, config, plan, simulate_blocks(config, plan))
 
     @property
     def fits(self) -> bool:
@@ -79,7 +83,11 @@ class Free:
 
 
 def search(
-    config: Config, ranks: int, most: int = SIMULATED, free: Free | None = None, workers: int = 16
+    config: Config,
+    ranks: int,
+    most: int = SIMULATED,
+    free: Free | None = None,
+    workers: int = WORKERS,
 ) -> list[Layout]:
     """The configuration's own layout and the `most` best others that fit into memory, fastest
     first; one that does not fit comes last.
@@ -88,22 +96,23 @@ def search(
 
     Raises UserError if no layout can be, with the reason of the configuration's own.
     """
-    families = _families(config, ranks, free or Free())
-    candidates = [found for family in families for found in family.members()]
+    free = free or Free()
+    families = _families(config, ranks, free)
+    candidates = [found for family in families for found in family.members(free.memory)]
     candidates.sort(key=lambda each: each.seconds)
     tried = candidates[: 2 * most]
+    problem = UserError(f"partition.strategy: auto, but no layout fits on {ranks} ranks, need more")
     if not config.has_auto_layout:
         try:
             resolve_plan(config, ranks)
             tried.insert(0, _Candidate((), config, 0.0))
-        except UserError:
-            if not candidates:
-                raise
-    if not tried:
-        raise UserError(f"partition.strategy: auto, but no layout fits on {ranks} ranks, need more")
-    found = _simulate(tried, ranks, workers)
+        except UserError as error:
+            problem = error
+    found = _simulate(tried, ranks, workers) if tried else []
     own = [layout for layout in found if not layout.overrides]
     others = [layout for layout in found if layout.overrides and layout.fits][:most]
+    if not own and not others:
+        raise problem
     return sorted([*own, *others], key=lambda layout: (not layout.fits, layout.step.seconds))
 
 
@@ -132,15 +141,12 @@ class _Family:
     """The layouts that differ in the micro-batch and in what is recomputed: they hold the same
     state and send the same messages."""
 
-    def __init__(
-        self, config: Config, overrides: Sequence[str], ranks: int, has_members: bool
-    ) -> None:
-        """`has_members`: whether there are others than that of the configuration itself. Raises
-        UserError for a layout that cannot be or whose state does not fit."""
-        self._config, self._overrides, self._has_members = config, overrides, has_members
+    def __init__(self, config: Config, overrides: Sequence[str], ranks: int) -> None:
+        """Raises UserError for a layout that cannot be or whose state does not fit."""
+        self._config, self._overrides = config, overrides
         least = replace(config.train, micro_batch=1, activation_checkpointing="offload")
         plan = self._plan = resolve_plan(replace(config, train=least), ranks)
-        self._device, self._links = DeviceRates.of(plan.machine), link_rates(plan.machine)
+        self._rates = Rates.of(plan.machine)
         memory = plan.machine.device.memory_gib
         self._free = float("inf")
         if memory is not None:
@@ -149,18 +155,21 @@ class _Family:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """The same for placements that differ only at levels of a single rank."""
+        """The same for placements that, for most parameters, differ only at levels of a single
+        rank."""
         plan = self._plan
-        return *(plan.placement.on(over) for _, over in self._units), plan.shape.splits, plan.wires
+        _, over = max(self._units, key=itemgetter(0))
+        return plan.placement.on(over), plan.shape.splits, plan.wires
 
-    def members(self) -> Iterator[_Candidate]:
-        """Those that may fit into memory."""
+    def members(self, changes_memory: bool) -> Iterator[_Candidate]:
+        """Those that may fit into memory. Without `changes_memory`, only that of the configuration
+        itself."""
         train, model, splits = self._config.train, self._config.model, self._plan.shape.splits
         data_size = self._plan.shape.over(("data",)).ranks
         parts = splits.tensor * splits.context
-        choices = list(product(MICRO_BATCHES, CHECKPOINTING))
-        if not self._has_members:
-            choices = [(train.micro_batch, train.activation_checkpointing)]
+        choices = [(train.micro_batch, train.activation_checkpointing)]
+        if changes_memory:
+            choices = list(product(MICRO_BATCHES, CHECKPOINTING))
         for micro_batch, mode in choices:
             tokens = micro_batch * model.sequence_length / parts
             saved = SAVED_BYTES[mode] * tokens * model.hidden * model.layers
@@ -168,30 +177,27 @@ class _Family:
             if rest or saved > self._free:
                 continue
             chosen = replace(train, micro_batch=micro_batch, activation_checkpointing=mode)
-            overrides = [f"train.micro_batch={micro_batch}"] * self._has_members
-            overrides += [f"train.activation_checkpointing={mode}"] * self._has_members
-            config = replace(self._config, train=chosen)
-            seconds = self._estimate(number, tokens, OPERATIONS[mode])
-            yield _Candidate((*self._overrides, *overrides), config, seconds)
+            config, overrides = replace(self._config, train=chosen), list(self._overrides)
+            if changes_memory:
+                overrides += [f"train.micro_batch={micro_batch}"]
+                overrides += [f"train.activation_checkpointing={mode}"]
+            yield _Candidate(tuple(overrides), config, self._estimate(config, number, tokens))
 
-    def _estimate(self, number: int, tokens: float, operations: float) -> float:
-        """Seconds of a step of `number` micro-batches: computation, or the busiest level if that
-        takes longer, and a part of the rest, which is seldom hidden wholly."""
-        model, plan = self._config.model, self._plan
-        names = plan.levels.names
-        flops = flops_per_token(model) * number * tokens * operations
-        computing = flops / self._device.matrix_flops
-        sent = [0.0] * len(names)
+    def _estimate(self, config: Config, number: int, tokens: float) -> float:
+        """Seconds of a step of `number` micro-batches of `tokens` tokens: computation, or the
+        busiest level if that takes longer, and a part of the rest, which is seldom hidden
+        wholly."""
+        plan, names = self._plan, self._plan.levels.names
+        operations = OPERATIONS[config.train.activation_checkpointing]
+        flops = flops_per_token(config.model) * number * tokens * operations
+        computing = flops / self._rates.device.matrix_flops
+        sent = [number * count for count in tensor_traffic(config, plan)]
         for numel, over in self._units:
             here = plan.placement.on(over)
             traffic = traffic_bytes(numel, here, over, plan.wires, number, 2 * number)
             sent = [a + b for a, b in zip(sent, traffic, strict=True)]
-        for level, size in enumerate(plan.shape.over(("tensor",)).sizes):
-            # A gather and a reduction around attention and MLP, forward and backward.
-            sent[level] += 8 * number * model.layers * tokens * model.hidden * 2 * (size - 1)
-        seconds = [
-            self._links[name].seconds(count, 0) for name, count in zip(names, sent, strict=True)
-        ]
+        links = self._rates.links
+        seconds = [links[name].seconds(count, 0) for name, count in zip(names, sent, strict=True)]
         return max(computing, *seconds) + 0.1 * sum(seconds)
 
 
@@ -213,7 +219,7 @@ def _families(config: Config, ranks: int, free: Free) -> Iterator[_Family]:
     for place, preset, tensor in product(places, wires, sizes):
         changed, overrides = _changed(config, place, preset, tensor)
         with suppress(UserError):
-            family = _Family(changed, overrides, ranks, free.memory)
+            family = _Family(changed, overrides, ranks)
             if family.kind not in seen:
                 seen.add(family.kind)
                 yield family
@@ -238,16 +244,13 @@ def _changed(
 
 
 def _placements(levels: Levels) -> list[dict[str, str]]:
-    """Every nesting of weights, gradients and optimizer state; and where weights reach further than
-    the first level, also backward weights of one level less."""
-    names, found = ("none", *levels.names), []
-    for depths in combinations_with_replacement(range(len(names)), 3):
-        weights, gradients, optimizer = (names[depth] for depth in depths)
-        place = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
-        found.append(place)
-        if depths[0] > 1:
-            found.append({**place, "backward_weights": names[depths[0] - 1]})
-    return found
+    """Every nesting of weights, gradients and optimizer state. Backward weights of an inner level
+    are left out: the engine holds and gathers what it does with weights of that level."""
+    names = "none", *levels.names
+    return [
+        dict(zip(("weights", "gradients", "optimizer"), nesting, strict=True))
+        for nesting in combinations_with_replacement(names, 3)
+    ]
 
 
 def _tensor_sizes(levels: Levels) -> list[int]:
