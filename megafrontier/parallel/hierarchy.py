@@ -48,6 +48,11 @@ class Levels:
     def ranks(self) -> int:
         return prod(self.sizes)
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """At each level, the ranks of a group inside it: the distance between two neighbours."""
+        return tuple(prod(self.sizes[:level]) for level in range(len(self.sizes)))
+
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """The rank's index within each level, fastest level first."""
         found = []

@@ -19,6 +19,7 @@ from megafrontier.launch.device import choose_device
 from megafrontier.launch.main import launch
 from megafrontier.launch.rendezvous import join
 from megafrontier.parallel.env import Identity, identify
+from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import Mesh, MeshShape
 from megafrontier.probe.device import measure_device
 from megafrontier.probe.levels import cluster, machine_of, surprises
@@ -182,15 +183,11 @@ def _agree(mesh: Mesh, link: Link) -> Link:
     return median_link([Link(*row) for row in mesh.world.gather(own).tolist()])
 
 
-def _alone(mesh: Mesh, levels: Any) -> dict[str, float]:
+def _alone(mesh: Mesh, levels: Levels) -> dict[str, float]:
     """Bytes a second of one pair at the shortest distance of each level."""
-    found, strides, total = {}, iter(range(len(mesh.levels.sizes))), 1
-    for name, size in zip(levels.names, levels.sizes, strict=True):
-        first, inside = next(strides), mesh.levels.sizes
-        total = inside[first]
-        rate = measure_alone(mesh.hierarchy(), first) or 0.0
+    found = {}
+    for name, stride in zip(levels.names, levels.strides, strict=True):
+        rate = measure_alone(mesh.hierarchy(), mesh.levels.strides.index(stride)) or 0.0
         own = torch.tensor([rate], dtype=torch.float64, device=mesh.device)
         found[name] = float(mesh.world.maximum(own).item())
-        while total < size:
-            total *= inside[next(strides)]
     return found

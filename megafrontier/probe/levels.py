@@ -1,7 +1,6 @@
 """Find the levels of a machine in what was measured, and compare them with its machine file."""
 
 from collections.abc import Iterator, Sequence
-from math import prod
 
 from megafrontier.config import LevelConfig, MachineConfig
 from megafrontier.parallel.hierarchy import Levels
@@ -12,7 +11,6 @@ ALIKE = 0.7
 at the shorter one."""
 FAR_OFF = 0.7, 1.5
 """A rate below or above these shares of the expected one is a surprise."""
-NAMES = ("pair", "node", "rack", "row")
 
 
 def cluster(levels: Levels, rates: Sequence[float], per_host: int) -> Levels:
@@ -75,7 +73,7 @@ def surprises(
 
     pairs: bytes a second of each rank at each stride; rates: of each level that was found.
     """
-    for level, stride in enumerate(_strides(strides)):
+    for level, stride in enumerate(strides.strides):
         usual = sorted(row[level] for row in pairs)[len(pairs) // 2]
         for rank, row in enumerate(pairs):
             if row[level] < FAR_OFF[0] * usual:
@@ -100,10 +98,6 @@ def surprises(
                     f"level {name}: {rate / 1e9:.3g} GB/s measured, the machine file says "
                     f"{expected.gigabytes_per_second:g}"
                 )
-
-
-def _strides(levels: Levels) -> list[int]:
-    return [prod(levels.sizes[:level]) for level in range(len(levels.sizes))]
 
 
 def _listed(sizes: dict[str, int | None]) -> str:

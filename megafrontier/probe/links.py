@@ -8,16 +8,16 @@ number of ranks, and no rank opens more links than that.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
 
 from megafrontier.common.buffers import empty
-from megafrontier.launch.health.links import ring_peers
+from megafrontier.launch.health.links import exchange, ring_peers
 from megafrontier.parallel.groups import all_gather, all_to_all
 from megafrontier.parallel.hierarchy import Hierarchy, Levels
-from megafrontier.probe.device import average, fastest
+from megafrontier.probe.device import REPEATS, average
 
 SMALL, LARGE = 2**10, 2**22
 """Bytes of the messages that give latency and bandwidth."""
@@ -26,12 +26,9 @@ SMALL, LARGE = 2**10, 2**22
 def prime_levels(ranks: int, per_host: int) -> Levels:
     """Levels of prime sizes that hold `ranks` ranks, those of a host first, by the stride between
     two neighbours."""
-    sizes = [*_primes(per_host), *_primes(ranks // per_host)]
-    names, stride = [], 1
-    for size in sizes:
-        names.append(f"stride-{stride}")
-        stride *= size
-    return Levels(tuple(names), tuple(sizes))
+    sizes = *_primes(per_host), *_primes(ranks // per_host)
+    strides = Levels(("",) * len(sizes), sizes).strides
+    return Levels(tuple(f"stride-{stride}" for stride in strides), sizes)
 
 
 def _primes(number: int) -> list[int]:
@@ -63,32 +60,36 @@ def measure_pairs(hierarchy: Hierarchy, large: int = LARGE) -> list[Link]:
 
 def _pair_seconds(hierarchy: Hierarchy, level: int, size_bytes: int) -> float:
     """Of an exchange with a neighbour, the mean of both."""
-    peers, group = hierarchy.peers[level], hierarchy.groups[level]
+    peers, met = hierarchy.peers[level], []
     hierarchy.world.barrier()
-    met = ring_peers(hierarchy.coordinates[level], len(peers))
-    seconds = [
-        average(partial(_swap, peers[i], size_bytes, group, hierarchy.device), hierarchy.device)
-        for i in met
-        if i is not None
-    ]
-    return sum(seconds) / len(seconds)
+    for index in ring_peers(hierarchy.coordinates[level], len(peers)):
+        if index is not None:
+            seconds = _exchanges(hierarchy, level, peers[index], size_bytes)
+            met.append(fmean(seconds[1:]))  # the first one opens the connection
+    return fmean(met)
 
 
 def measure_alone(hierarchy: Hierarchy, level: int, size_bytes: int = LARGE) -> float | None:
     """Bytes a second over a level between the first rank and its neighbour, while all others are
     idle; None on those. All ranks call it."""
-    world, group = hierarchy.world, hierarchy.groups[level]
+    rank, world = hierarchy.world.rank, hierarchy.world
     world.barrier()
-    first, second = hierarchy.peers[level][:2]
+    pair = hierarchy.peers[level][:2]
     is_first_pair = all(c == 0 for i, c in enumerate(hierarchy.coordinates) if i != level)
     found = None
-    if is_first_pair and world.rank in (first, second):
-        other = second if world.rank == first else first
-        found = size_bytes / fastest(
-            partial(_swap, other, size_bytes, group, hierarchy.device), hierarchy.device
-        )
+    if is_first_pair and rank in pair:
+        other = pair[1] if rank == pair[0] else pair[0]
+        found = size_bytes / min(_exchanges(hierarchy, level, other, size_bytes))
     world.barrier()
     return found
+
+
+def _exchanges(hierarchy: Hierarchy, level: int, peer: int, size_bytes: int) -> list[float]:
+    """Seconds of each of several exchanges with a peer over a level."""
+    group = hierarchy.groups[level]
+    assert group is not None
+    send, receive = (empty(size_bytes, torch.uint8, hierarchy.device) for _ in range(2))
+    return [exchange(peer, send, receive, group) for _ in range(REPEATS + 1)]
 
 
 def measure_collectives(hierarchy: Hierarchy, large: int = LARGE) -> list[dict[str, Link]]:
@@ -121,15 +122,6 @@ def _collective_seconds(
 
 
 _COLLECTIVES: dict[str, Callable[..., None]] = {"all_gather": all_gather, "all_to_all": all_to_all}
-
-
-def _swap(
-    peer: int, size_bytes: int, group: dist.ProcessGroup | None, device: torch.device
-) -> None:
-    send, receive = (empty(size_bytes, torch.uint8, device) for _ in range(2))
-    ops = [dist.P2POp(dist.isend, send, peer, group), dist.P2POp(dist.irecv, receive, peer, group)]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
 
 
 def median_link(links: Sequence[Link]) -> Link:

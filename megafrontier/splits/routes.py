@@ -66,7 +66,7 @@ class Counts:
         k]: pairs for each rank, tokens for each group of ranks at each level, and all tokens."""
         pairs = torch.bincount(owners.flatten(), minlength=levels.ranks)
         rows = [
-            _distinct(owners // stride, levels.ranks // stride).sum(0) for stride in strides(levels)
+            _distinct(owners // stride, levels.ranks // stride).sum(0) for stride in levels.strides
         ]
         return torch.cat([pairs, *rows, pairs.new_tensor([len(owners)])]).int()
 
@@ -79,35 +79,27 @@ class Counts:
     def most(self) -> int:
         """Pairs, or rows after a hop, of the rank that has most."""
         found = [self._pairs.sum(0)]
-        for stride, rows in zip(strides(self._levels), self._rows, strict=True):
+        for stride, rows in zip(self._levels.strides, self._rows, strict=True):
             # Those that a rank has come from all ranks with its inner coordinates.
             found.append(rows.view(-1, stride, rows.shape[1]).sum(0))
         return max(int(counts.max()) for counts in found)
 
     def received(self, rank: int, level: int) -> list[int]:
         """Rows that `rank` gets over a level from the peer with each coordinate, itself too."""
-        stride, size = strides(self._levels)[level], self._levels.sizes[level]
+        stride, size = self._levels.strides[level], self._levels.sizes[level]
         rows = self._rows[level][:, rank // stride].view(-1, size, stride)
         return [int(count) for count in rows[:, :, rank % stride].sum(0)]
 
     def sent(self, rank: int, level: int) -> list[int]:
         """Rows that `rank` sends over a level to the peer with each coordinate, itself too."""
-        stride, size = strides(self._levels)[level], self._levels.sizes[level]
+        stride, size = self._levels.strides[level], self._levels.sizes[level]
         beyond = stride * size
         rows = self._rows[level][rank % beyond :: beyond].sum(0)
         return [int(count) for count in rows.view(-1, size)[rank // beyond]]
 
 
-def strides(levels: Levels) -> list[int]:
-    """At each level, the ranks of a group inside it."""
-    found = [1]
-    for size in levels.sizes[:-1]:
-        found.append(found[-1] * size)
-    return found
-
-
 def _widths(levels: Levels) -> list[int]:
-    return [levels.ranks // stride for stride in strides(levels)]
+    return [levels.ranks // stride for stride in levels.strides]
 
 
 def _distinct(numbers: Tensor, count: int) -> Tensor:
@@ -121,7 +113,7 @@ def _distinct(numbers: Tensor, count: int) -> Tensor:
 def make_hop(levels: Levels, rank: int, level: int, counts: Counts, owners: Tensor) -> Hop:
     """The hop over `level` of this rank's rows, whose experts lie on `owners` [rows, k]: ranks of
     its group beyond the level, or `ABSENT`."""
-    stride, size = strides(levels)[level], levels.sizes[level]
+    stride, size = levels.strides[level], levels.sizes[level]
     own = rank // stride % size
     targets = torch.where(owners == ABSENT, ABSENT, owners // stride % size)
     goes = _distinct(targets, size).t()
@@ -141,5 +133,5 @@ def _positions(mask: Tensor, count: int) -> Tensor:
 
 def is_inside(levels: Levels, rank: int, level: int, owners: Tensor) -> Tensor:
     """Which of the ranks `owners` [rows, k] are in this rank's group at `level` and beyond."""
-    stride = strides(levels)[level]
+    stride = levels.strides[level]
     return owners // stride == rank // stride

@@ -83,11 +83,11 @@ def measure(hierarchy: Hierarchy, level: int, size_bytes: int) -> float:
     for peer in (peers[index] for index in met if index is not None):
         what = f"rank {hierarchy.world.rank}: {name} to rank {peer}"
         with explain_unconnected(what), hierarchy.world.status.doing(name, peer):
-            seconds += [_exchange(peer, send, receive, group) for _ in range(REPEATS)]
+            seconds += [exchange(peer, send, receive, group) for _ in range(REPEATS)]
     return size_bytes / min(seconds) / 1e9
 
 
-def _exchange(
+def exchange(
     peer: int, send: torch.Tensor, receive: torch.Tensor, group: dist.ProcessGroup
 ) -> float:
     """The seconds it takes to send a tensor to a peer and to receive one of the same size."""
