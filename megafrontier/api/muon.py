@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megafrontier.api.model import ShardedModel, sharded
-from megafrontier.api.optimizer import Optimizer, Parameters, slice_groups
+from megafrontier.api.optimizer import Optimizer, Parameters, as_groups, group_members, slice_groups
 from megafrontier.common.errors import UserError, need
 from megafrontier.optim.groups import STATES
 from megafrontier.optim.matrices import Matrix, MatrixOwners, find_matrices
@@ -141,8 +141,7 @@ def _direction(matrix: Matrix, update: torch.Tensor) -> torch.Tensor:
 
 def _given_groups(model: nn.Module, found: ShardedModel, params: Parameters | None) -> list[Group]:
     if params is not None:
-        given: list[Any] = list(params)
-        return given if given and isinstance(given[0], dict) else [{"params": given}]
+        return as_groups(params)
     of_blocks: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -158,12 +157,8 @@ def _given_groups(model: nn.Module, found: ShardedModel, params: Parameters | No
 def _matrices(engine: Engine, groups: Iterable[Group], names: Mapping[int, str]) -> list[Matrix]:
     """The matrices of Muon's groups. Raises UserError for a parameter that is none."""
     chosen: set[int] = set()
-    for group in groups:
-        members = group["params"]
-        for member in [members] if isinstance(members, torch.Tensor) else members:
-            parameter = member[1] if isinstance(member, tuple) else member
-            if not _is_muon(group):
-                continue
+    for group in filter(_is_muon, groups):
+        for parameter in group_members(group):
             if parameter.dim() != 2:
                 raise UserError(
                     f"params: {names.get(id(parameter), 'a parameter')} has shape "

@@ -1,6 +1,6 @@
 """Optimizers of sharded models."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -89,14 +89,26 @@ class AdamW(Optimizer):
         super().__init__(model, torch.optim.AdamW, params, **options)
 
 
+def as_groups(params: Parameters) -> list[dict[str, Any]]:
+    """Param groups, if `params` are none yet."""
+    given: list[Any] = list(params)
+    return given if given and isinstance(given[0], dict) else [{"params": given}]
+
+
+def group_members(group: Mapping[str, Any]) -> Iterator[nn.Parameter]:
+    """The parameters of a group, which may be a single one or those of `named_parameters`."""
+    given = group["params"]
+    found: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
+    for member in found:
+        yield member[1] if isinstance(member, tuple) else member
+
+
 def slice_groups(
     engine: Engine, model: nn.Module, params: Parameters | None
 ) -> Sequence[Mapping[str, Any]]:
     """torch's param groups, with slices of this rank's masters as their parameters."""
     trained = [parameter for unit in engine.trained_units for parameter in unit.parameters]
-    given: list[Any] = trained if params is None else list(params)
-    if not (given and isinstance(given[0], dict)):
-        given = [{"params": given}]
+    given = as_groups(trained if params is None else params)
     group_of = _group_of(model, {id(parameter) for parameter in trained}, given)
     groups: list[dict[str, Any]] = [{**group, "params": []} for group in given]
     for index, unit in enumerate(engine.trained_units):
@@ -119,9 +131,7 @@ def _group_of(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[int, int] = {}
     for number, group in enumerate(groups):
-        members = group["params"]
-        for member in [members] if isinstance(members, torch.Tensor) else members:
-            parameter = member[1] if isinstance(member, tuple) else member  # of named_parameters()
+        for parameter in group_members(group):
             name = names.get(id(parameter))
             if name is None:
                 raise UserError(

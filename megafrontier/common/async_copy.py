@@ -6,12 +6,16 @@ from collections.abc import Mapping, Sequence
 import torch
 
 
+def copy_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on `device`. The host does not wait for the copy."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def to_device(values: Sequence[float] | torch.Tensor, device: torch.device) -> torch.Tensor:
     """`values` [n] of the host as float64 [n] on `device`. The host does not wait for the copy."""
-    found = torch.as_tensor(values, dtype=torch.float64)
-    if device.type == "cuda":
-        found = found.pin_memory()
-    return found.to(device, non_blocking=True)
+    return copy_async(torch.as_tensor(values, dtype=torch.float64), device)
 
 
 class DeviceTimer:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megafrontier.common.async_copy import copy_async
 from megafrontier.common.errors import UserError
 from megafrontier.model.block import Block
 from megafrontier.model.gpt import GPT
@@ -169,7 +170,7 @@ class _Way(NamedTuple):
                 all_to_all(out, rows, group, received, sizes)
                 sent.append(rows.nbytes)
                 return
-            length = codec.message_bytes(prod(rows.shape[1:])) // codec.dtype.itemsize
+            length = codec.message_length(prod(rows.shape[1:]))
             messages = rows.new_empty(len(rows), length, dtype=codec.dtype)
             found = rows.new_empty(len(out), length, dtype=codec.dtype)
             codec.encode(rows.flatten(1), messages)
@@ -201,14 +202,8 @@ def _find_ways(
     tokens = torch.cat([torch.arange(part.start, part.stop) for part in own])
     ways, first = [], bounds[-1]
     for hop in hops:
-        ways.append(_Way(hop, _move(torch.from_numpy(hop.sent), device), first))
+        ways.append(_Way(hop, copy_async(torch.from_numpy(hop.sent), device), first))
         first += sum(hop.receives)
     starts = torch.tensor(bounds, dtype=torch.int32)
-    at, before = _move(tokens, device), _move(torch.from_numpy(past), device)
-    return _Ways(parts, _move(starts, device), at, before, ways, count)
-
-
-def _move(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    at, before = copy_async(tokens, device), copy_async(torch.from_numpy(past), device)
+    return _Ways(parts, copy_async(starts, device), at, before, ways, count)
