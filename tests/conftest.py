@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from megafrontier.launch import main as launch
+from megafrontier.model.recompute import compile
 from tests import runs
 
 torch.set_num_threads(1)
@@ -58,3 +59,17 @@ def imported(config_file, tmp_path):
 def no_training(monkeypatch):
     """Let a run end after its pre-flight."""
     monkeypatch.setattr(launch, "_run", lambda *_: 0)
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Compiles all but the machine code; `frame_count` is the number of graphs."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # seconds for those that compile
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(compile, "BACKEND", counter)
+    yield counter
+    torch._dynamo.reset()

@@ -3,11 +3,9 @@
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 
-from megafrontier.model.recompute import compile
 from megafrontier.pipeline.split_backward import SplitBackward
 from tests.model.small_models import SHAPES, small_config
 
@@ -29,17 +27,6 @@ def run(model, tokens, split):
     for left in late:
         split.weights(left)
     return gradients(model)
-
-
-@pytest.fixture
-def compiler(monkeypatch):
-    """Compiles all but the machine code; `frame_count` is the number of graphs."""
-    torch._dynamo.reset()
-    counters.clear()
-    counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(compile, "BACKEND", counter)
-    yield counter
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 All ranks of the slow network share the machine's cores, so what sends and encodes takes them from
 what computes; a GPU computes beside its host. With a block's time set, each block still computes
 its (small) part, and waits as long as a device would take: once in forward, twice in backward.
-Hooks, lanes, codecs and messages are real and have the cores meanwhile.
+Hooks, comm streams, codecs and messages are real and have the cores meanwhile.
 """
 
 import time
@@ -58,42 +58,27 @@ def occupy_products(flops_per_second: float) -> None:
     library = torch.library.Library("aten", "IMPL")
 
     def mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        began = time.perf_counter()
-        out = left.new_empty(left.shape[0], right.shape[1])
-        torch.mm(left, right, out=out)
-        wait(began, left, right)
-        return out
+        return compute(torch.mm, (left, right), None)
 
-    def addmm(
-        added: torch.Tensor,
-        left: torch.Tensor,
-        right: torch.Tensor,
-        *,
-        beta: float = 1,
-        alpha: float = 1,
+    def addmm(*tensors: torch.Tensor, **factors: float) -> torch.Tensor:
+        return compute(torch.addmm, tensors, None, **factors)
+
+    def addmm_(*tensors: torch.Tensor, **factors: float) -> torch.Tensor:
+        return compute(torch.addmm, tensors, tensors[0], **factors)
+
+    def compute(
+        product: Callable[..., torch.Tensor],
+        tensors: tuple[torch.Tensor, ...],
+        out: torch.Tensor | None,
+        **factors: float,
     ) -> torch.Tensor:
-        began = time.perf_counter()
-        out = left.new_empty(left.shape[0], right.shape[1])
-        torch.addmm(added, left, right, beta=beta, alpha=alpha, out=out)
-        wait(began, left, right)
-        return out
-
-    def addmm_(
-        added: torch.Tensor,
-        left: torch.Tensor,
-        right: torch.Tensor,
-        *,
-        beta: float = 1,
-        alpha: float = 1,
-    ) -> torch.Tensor:
-        began = time.perf_counter()
-        torch.addmm(added, left, right, beta=beta, alpha=alpha, out=added)
-        wait(began, left, right)
-        return added
-
-    def wait(began: float, left: torch.Tensor, right: torch.Tensor) -> None:
+        began, (left, right) = time.perf_counter(), tensors[-2:]
+        if out is None:
+            out = left.new_empty(left.shape[0], right.shape[1])
+        product(*tensors, **factors, out=out)
         seconds = 2 * left.numel() * right.shape[1] / flops_per_second
         time.sleep(max(0.0, began + seconds - time.perf_counter()))
+        return out
 
     for function in (mm, addmm, addmm_):
         library.impl(function.__name__, function, "CPU")

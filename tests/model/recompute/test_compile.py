@@ -4,7 +4,6 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config as inductor
@@ -26,17 +25,6 @@ LOSSES = 1
 """Graphs of the head."""
 MODES = ("none", "block", "selective")
 DOCUMENTS = [[0, 5, 24, 48], [0, 24, 48], [0, 24, 25, 26, 27, 30, 48]]
-
-
-@pytest.fixture
-def compiler(monkeypatch):
-    """Compiles all but the machine code; `frame_count` is the number of graphs."""
-    torch._dynamo.reset()
-    counters.clear()
-    counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(compile, "BACKEND", counter)
-    yield counter
-    torch._dynamo.reset()
 
 
 def documents(starts):
