@@ -101,7 +101,8 @@ def search(
     candidates = [found for family in families for found in family.members(free.memory)]
     candidates.sort(key=lambda each: each.seconds)
     tried = candidates[: 2 * most]
-    problem = UserError(f"partition.strategy: auto, but no layout fits on {ranks} ranks, need more")
+    key = "partition.strategy" if config.partition.strategy == "auto" else "parallel"
+    problem = UserError(f"{key}: auto, but no layout fits on {ranks} ranks, need more")
     if not config.has_auto_layout:
         try:
             resolve_plan(config, ranks)

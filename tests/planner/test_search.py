@@ -124,7 +124,7 @@ def test_a_dry_run_says_what_a_rank_holds(
         ),
         (
             ["plan", "{}", "--nodes", "2", "parallel=auto", "machine.device.memory_gib=0.0001"],
-            "megafrontier: partition.strategy: auto, but no layout fits on 4 ranks, need more",
+            "megafrontier: parallel: auto, but no layout fits on 4 ranks, need more",
         ),
         (["plan", "{}", "--nodes", "0"], "megafrontier: --nodes: 0, need 1 or more"),
     ],
