@@ -8,13 +8,13 @@ The source is parsed, not imported, because Python drops the docstrings under th
 
 import argparse
 import ast
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ("layout.py", "machine.py", "moe.py", "optimizer.py", "scaling.py", "schema.py")
-SCHEMAS = [ROOT / "megafrontier" / "config" / name for name in FILES]
+SCHEMAS = sorted((ROOT / "megafrontier" / "config").rglob("*.py"))
 REFERENCE = ROOT / "docs" / "configuration.md"
 
 HEAD = """\
@@ -152,7 +152,7 @@ def _section(path: str, kind: str, sections: Sections) -> str:
 
 def _inner(kind: str, sections: Sections) -> str:
     """The class in a field's type, for example CorpusConfig in list[CorpusConfig]."""
-    return next((name for name in sections if name in kind), "")
+    return next((name for name in re.findall(r"\w+", kind) if name in sections), "")
 
 
 def _index(kind: str) -> str:

@@ -4,6 +4,8 @@ Values that depend on another part of the program (placements on a machine's lev
 vocabulary of a tokenizer) are checked there, still before any process group starts.
 """
 
+from megafrontier.config.data import CorpusConfig as CorpusConfig
+from megafrontier.config.data import DataConfig as DataConfig
 from megafrontier.config.layout import ExpertsPartitionConfig as ExpertsPartitionConfig
 from megafrontier.config.layout import ParallelConfig as ParallelConfig
 from megafrontier.config.layout import PartitionConfig as PartitionConfig
@@ -17,19 +19,17 @@ from megafrontier.config.loading import save_config as save_config
 from megafrontier.config.machine import DeviceConfig as DeviceConfig
 from megafrontier.config.machine import LevelConfig as LevelConfig
 from megafrontier.config.machine import MachineConfig as MachineConfig
-from megafrontier.config.moe import MoEConfig as MoEConfig
+from megafrontier.config.model.gpt import ModelConfig as ModelConfig
+from megafrontier.config.model.gpt import RotaryScalingConfig as RotaryScalingConfig
+from megafrontier.config.model.moe import MoEConfig as MoEConfig
+from megafrontier.config.model.scaling import ScalingConfig as ScalingConfig
 from megafrontier.config.optimizer import OptimizerConfig as OptimizerConfig
 from megafrontier.config.optimizer import OptimizerGroupConfig as OptimizerGroupConfig
 from megafrontier.config.optimizer import ScheduleConfig as ScheduleConfig
-from megafrontier.config.scaling import ScalingConfig as ScalingConfig
 from megafrontier.config.schema import CheckpointConfig as CheckpointConfig
 from megafrontier.config.schema import Config as Config
-from megafrontier.config.schema import CorpusConfig as CorpusConfig
-from megafrontier.config.schema import DataConfig as DataConfig
 from megafrontier.config.schema import EvaluateConfig as EvaluateConfig
 from megafrontier.config.schema import LogConfig as LogConfig
-from megafrontier.config.schema import ModelConfig as ModelConfig
-from megafrontier.config.schema import RotaryScalingConfig as RotaryScalingConfig
 from megafrontier.config.schema import RunConfig as RunConfig
 from megafrontier.config.schema import TrainConfig as TrainConfig
 from megafrontier.config.validation import check as check

@@ -11,14 +11,11 @@ from typing import Any, Literal, Union, get_args, get_origin
 from megafrontier.common.errors import UserError, need
 from megafrontier.config.layout import WireFormat, WiresConfig
 from megafrontier.config.machine import MachineConfig
-from megafrontier.config.moe import check_moe
+from megafrontier.config.model.gpt import ModelConfig, RotaryScalingConfig
+from megafrontier.config.model.moe import check_moe
+from megafrontier.config.model.scaling import check_scaling
 from megafrontier.config.optimizer import OptimizerConfig
-from megafrontier.config.scaling import check_scaling
-from megafrontier.config.schema import (
-    Config,
-    ModelConfig,
-    RotaryScalingConfig,
-)
+from megafrontier.config.schema import Config
 
 
 def build(kind: Any, value: Any, key: str = "") -> Any:

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from megafrontier.config.moe import MoEConfig
+from megafrontier.config.model.moe import MoEConfig
 from megafrontier.model.moe.dispatch import local_dispatch
 from megafrontier.model.moe.experts import Experts
 from megafrontier.parallel.mesh import Splits

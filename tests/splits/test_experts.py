@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megafrontier.config.moe import ExpertGroupsConfig, MoEConfig
+from megafrontier.config.model.moe import ExpertGroupsConfig, MoEConfig
 from megafrontier.model.moe.router import Router
 from megafrontier.parallel.mesh import Splits
 from tests.model.small_models import SHAPES

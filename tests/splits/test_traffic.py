@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megafrontier.common.errors import UserError
-from megafrontier.config.moe import MoEConfig
+from megafrontier.config.model.moe import MoEConfig
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import Splits
 from megafrontier.partition.presets import work_wires

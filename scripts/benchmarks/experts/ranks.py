@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megafrontier.config import ModelConfig, load_config
-from megafrontier.config.moe import MoEConfig
+from megafrontier.config.model.moe import MoEConfig
 from megafrontier.launch.context import join_machine
 from megafrontier.model.moe.dispatch import sort_by_expert
 from megafrontier.model.moe.experts import Experts

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megafrontier.config import ModelConfig
-from megafrontier.config.moe import MoEConfig
+from megafrontier.config.model.moe import MoEConfig
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
 from megafrontier.model.moe.layer import MoE

@@ -3,7 +3,7 @@
 from typing import Any
 
 from megafrontier.config import MoEConfig
-from megafrontier.config.moe import ExpertGroupsConfig
+from megafrontier.config.model.moe import ExpertGroupsConfig
 from tests.model.small_models import SHAPES
 
 LLAMA = SHAPES["llama"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megafrontier.config import MoEConfig
-from megafrontier.config.moe import ExpertGroupsConfig
+from megafrontier.config.model.moe import ExpertGroupsConfig
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
 from megafrontier.model.moe.experts import Experts

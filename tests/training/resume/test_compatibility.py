@@ -11,8 +11,7 @@ from megafrontier.checkpoint.format import Manifest
 from megafrontier.checkpoint.load import Checkpoint
 from megafrontier.checkpoint.sets import ShardSet, StoredUnit
 from megafrontier.common.errors import UserError
-from megafrontier.config import config_to_dict
-from megafrontier.config.schema import MoEConfig, RotaryScalingConfig, ScalingConfig
+from megafrontier.config import MoEConfig, RotaryScalingConfig, ScalingConfig, config_to_dict
 from megafrontier.data.corpus.indexed import IndexedDataset
 from megafrontier.data.sampling.loader import Loader
 from megafrontier.partition.layout import Layout

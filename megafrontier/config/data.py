@@ -1,0 +1,29 @@
+"""The options of corpora and samples."""
+
+from dataclasses import dataclass, field
+
+from megafrontier.config.fields import bounded
+
+
+@dataclass
+class CorpusConfig:
+    path: str = ""
+    """Prefix of PREFIX.bin and PREFIX.idx."""
+    weight: float = bounded(1.0, above=0)
+    """Share of the samples drawn from this corpus, relative to the other corpora."""
+
+
+@dataclass
+class DataConfig:
+    train: list[CorpusConfig] = field(default_factory=list)
+    """Corpora to train on, blended by weight."""
+    valid: list[CorpusConfig] = field(default_factory=list)
+    """Corpora to evaluate on. Empty: the last part of each training corpus, see `split`."""
+    split: list[float] = field(default_factory=lambda: [0.99, 0.01])
+    """Fractions of each training corpus for training and validation, used if `valid` is empty."""
+    document_mask: bool = False
+    """Attention and loss do not cross the end of a document, and positions restart there. This
+    needs no dense mask, unless `model.dropout` is above 0 or the GPU has no such kernel for the
+    head size: the line `attention:` in the log names the kernel."""
+    skip: list[list[int]] = field(default_factory=list)
+    """Ranges [from, to) of data steps, counted from 0, whose batches are left out."""
