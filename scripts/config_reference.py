@@ -180,13 +180,15 @@ def _kind(kind: str, inner: str, bounds: str) -> str:
         words = "section below"
     elif inner:
         words = f"{'list' if kind.startswith('list') else 'keys'} of sections below"
+    elif kind in _WORDS:
+        words = _WORDS[kind] + bounds
     elif "Literal" in kind:
         choices = ast.literal_eval(f"({kind[kind.index('Literal[') + 8 :].rstrip(']')},)")
         words = ("list of " if kind.startswith("list") else "") + ", ".join(
             f"`{choice}`" for choice in choices
         )
     else:
-        words = _WORDS.get(kind, kind) + bounds
+        words = kind + bounds
     return f"{words} or `null`" if optional else words
 
 
@@ -202,6 +204,7 @@ _WORDS = {
     "list[list[int]]": "list of [from, to]",
     "tuple[float, float]": "two numbers",
     "dict[str, str]": "`{LEVEL: FORMAT}`",
+    "dict[str, str] | Literal['auto']": "`{LEVEL: FORMAT}`, `auto`",
 }
 
 

@@ -37,12 +37,15 @@ def build(kind: Any, value: Any, key: str = "") -> Any:
 
 
 def _build_union(kinds: tuple[Any, ...], value: Any, key: str) -> Any:
-    """`value` as the first of single types that it fits, or null."""
+    """`value` as the first type that it fits, or null."""
     if value is None and type(None) in kinds:
         return None
     kinds = tuple(kind for kind in kinds if kind is not type(None))
     if len(kinds) == 1:
         return build(kinds[0], value, key)
+    for kind in kinds:
+        if isinstance(value, dict) and get_origin(kind) is dict:
+            return _build_container(kind, value, key)
     found = [part for kind in kinds if (part := _converted(kind, value)) is not None]
     need(found != [], key, _shown(value), f"need {' or '.join(map(_described, kinds))}")
     return found[0]
@@ -257,7 +260,8 @@ def _check_wires(wires: WiresConfig, prefix: str) -> None:
         for level, wire in formats.items():
             key = f"{prefix}.{move}.{level}"
             need(wire in allowed, key, wire, f"need one of {', '.join(allowed)}")
-    for move, formats in (("activations", wires.activations), ("tokens", wires.tokens)):
+    activations = {} if isinstance(wires.activations, str) else wires.activations
+    for move, formats in (("activations", activations), ("tokens", wires.tokens)):
         allowed = ["fp32", "bf16", "fp16", "int8"]
         for level, wire in formats.items():
             key = f"partition.wires.{move}.{level}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from megafrontier.common.errors import UserError
+from megafrontier.common.errors import UserError, need
 from megafrontier.config import PartitionConfig, WiresConfig
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition.placement import Placement, node_depth
@@ -83,6 +83,23 @@ def work_wires(
         make_wire(chosen[name]) if chosen.get(name, precision) != precision else None
         for name in levels.names
     )
+
+
+def auto_activations(borders: Mapping[str, float | None]) -> dict[str, str]:
+    """The formats that `partition.wires.activations: auto` stands for.
+
+    The slowest border between stages sends the fewest bits, as in FusionLLM (arXiv:2410.12707).
+
+    borders: GB/s of one rank over each level that a pipeline crosses; None: not known. Raises
+        UserError if a pipeline crosses no level, or a rate is not known.
+    """
+    key = "partition.wires.activations"
+    need(len(borders) > 0, key, "auto", "need parallel.pipeline")
+    unknown = [name for name, rate in borders.items() if rate is None]
+    fits = f"need machine.levels.{', '.join(unknown)}.gigabytes_per_second"
+    need(not unknown, key, "auto", f"{fits}; `megafrontier probe --write FILE` measures it")
+    slowest = min(rate for rate in borders.values() if rate is not None)
+    return {name: "int8" for name, rate in borders.items() if rate == slowest}
 
 
 def has_error_feedback(

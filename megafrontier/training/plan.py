@@ -23,6 +23,7 @@ from megafrontier.partition.memory import MessageBuffers, unit_buffer_bytes
 from megafrontier.partition.modules.wrap import divide
 from megafrontier.partition.placement import state_bytes
 from megafrontier.partition.presets import (
+    auto_activations,
     choose_wires,
     has_error_feedback,
     work_wires,
@@ -106,7 +107,10 @@ def resolve_plan(config: Config, ranks: int) -> RunPlan:
     precision = config.train.precision
     moved = config.partition.wires
     crossed = shape.over(("tensor", "context", "pipeline"))
-    activations = work_wires("activations", moved.activations, crossed, precision)
+    chosen = moved.activations
+    if isinstance(chosen, str):
+        chosen = auto_activations(_border_rates(machine, shape))
+    activations = work_wires("activations", chosen, crossed, precision)
     tokens = work_wires("tokens", moved.tokens, shape.over(("expert",)), precision)
     levels = shape.over(DATA_PARALLEL)
     placement = Placement.from_config(config.partition, levels)
@@ -115,6 +119,13 @@ def resolve_plan(config: Config, ranks: int) -> RunPlan:
     rest = StatePlan(placement, wires, error_feedback)
     experts = rest if config.model.moe is None else _plan_experts(config, shape, placement)
     return RunPlan(machine, shape, *rest, experts, division, activations, tokens)
+
+
+def _border_rates(machine: MachineConfig, shape: MeshShape) -> dict[str, float | None]:
+    """GB/s of one rank over each level that a pipeline crosses; None: not known."""
+    levels = shape.over(("pipeline",))
+    crossed = (n for n, size in zip(levels.names, levels.sizes, strict=True) if size > 1)
+    return {name: machine.levels[name].gigabytes_per_second for name in crossed}
 
 
 def _plan_experts(config: Config, shape: MeshShape, default: Placement) -> StatePlan:

@@ -104,7 +104,7 @@ def describe_run(
     yield f"{_summarize(config, plan)}; on {name}"
     if plan.division.ranks > 1:
         yield _describe_pipeline(config, plan)
-    if plan.data_levels.ranks > 1:
+    if plan.levels.ranks > 1:
         yield _describe_wires(config, plan)
     splits = plan.shape.splits
     if splits.tensor > 1 and splits.pipeline == 1 and config.model.moe is None:
@@ -178,19 +178,23 @@ def _describe_tensor_traffic(config: Config, plan: RunPlan) -> str:
 
 
 def _describe_wires(config: Config, plan: RunPlan) -> str:
-    """One line: the formats of weights and gradients on each level that they cross, and overlap."""
-    line = f"wires: {_describe_formats(plan.of(DATA_PARALLEL), plan.data_levels)}"
+    """One line: the formats of all that crosses levels, and overlap."""
+    parts = []
+    if plan.data_levels.ranks > 1:
+        parts.append(_describe_formats(plan.of(DATA_PARALLEL), plan.data_levels))
     if plan.experts.wires != plan.wires:
         levels = plan.shape.over(EXPERT_AXES)
-        line += f"; of experts: {_describe_formats(plan.experts, levels)}"
+        parts.append(f"of experts: {_describe_formats(plan.experts, levels)}")
     for name, wires, axes in (
         ("activations", plan.activations, ("tensor", "context", "pipeline")),
         ("tokens", plan.tokens, ("expert",)),
     ):
         levels = plan.shape.over(axes)
         if levels.ranks > 1:
-            line += f"; {name} {_formats_of_work(config, wires, levels)}"
-    return f"{line}; overlap {config.partition.overlap}"
+            parts.append(f"{name} {_formats_of_work(config, wires, levels)}")
+            if name == "activations" and config.partition.wires.activations == "auto":
+                parts[-1] += " (auto)"
+    return f"wires: {'; '.join(parts)}; overlap {config.partition.overlap}"
 
 
 def _describe_formats(state: StatePlan, levels: Levels) -> str:

@@ -6,7 +6,7 @@ from megafrontier.common.errors import UserError
 from megafrontier.config import PartitionConfig, WiresConfig
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition import Placement
-from megafrontier.partition.presets import has_error_feedback
+from megafrontier.partition.presets import auto_activations, has_error_feedback
 from tests.partition.tiny import LEVELS, preset
 from tests.ranks import make_levels
 
@@ -53,6 +53,19 @@ def test_rotation_and_error_feedback_are_as_chosen_or_those_of_low(
     config = PartitionConfig(error_feedback=chosen, wires=WiresConfig(preset=name))
     placement = Placement.named(strategy, LEVELS)
     assert has_error_feedback(config, wires, placement, LEVELS) is feeds_back
+
+
+@pytest.mark.parametrize(
+    ("borders", "formats"),
+    [
+        ({"node": 50.0, "world": 12.5}, {"world": "int8"}),
+        ({"node": 12.5, "world": 50.0, "site": 25.0}, {"node": "int8"}),
+        ({"world": 12.5}, {"world": "int8"}),
+        ({"node": 12.5, "world": 12.5}, {"node": "int8", "world": "int8"}),
+    ],
+)
+def test_auto_gives_the_slowest_border_the_fewest_bits(borders, formats):
+    assert auto_activations(borders) == formats
 
 
 def test_on_one_node_low_keeps_errors_only_on_request():

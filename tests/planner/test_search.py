@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megafrontier.cli import main
-from megafrontier.config import config_to_dict, load_config
+from megafrontier.config import WiresConfig, config_to_dict, load_config
 from megafrontier.planner.auto import choose_layout
 from megafrontier.planner.command import plan_command
 from megafrontier.planner.layers import simulate_blocks
@@ -96,6 +96,19 @@ def test_overlap_hides_communication_and_none_of_it_is_lost() -> None:
     assert steps["full"].seconds <= steps["safe"].seconds < steps["none"].seconds
     assert steps["none"].seconds == pytest.approx(steps["none"].computing)  # one timeline has all
     assert sum(steps["none"].exposed.values()) > sum(steps["safe"].exposed.values()) > 0
+
+
+def test_a_border_costs_what_its_wire_sends() -> None:
+    """A step over a link this slow is all border: 32 bits or 8 bits and the scales."""
+    link = {"size": 2, "gigabytes_per_second": 0.001}
+    machine = {**MACHINE, "levels": {**MACHINE["levels"], "world": link}}
+    seconds = []
+    for wires in (WiresConfig(), WiresConfig(activations="auto")):
+        chosen = {"parallel.pipeline": 2, "partition.strategy": "ddp", "partition.wires": wires}
+        config = replace(config_of({**chosen, "train.global_batch": 8}), machine=machine)
+        config = replace(config, model=replace(config.model, layers=2))
+        seconds.append(simulate(config, resolve_plan(config, 4)).seconds)
+    assert seconds[1] / seconds[0] == pytest.approx(0.25, abs=0.02)
 
 
 def test_a_dry_run_says_what_a_rank_holds(

@@ -35,6 +35,17 @@ from tests import runs
             "weights pair fp32, node fp32; gradients pair fp32, node fp32; tokens pair fp32, node "
             "int8; overlap safe",
         ),
+        (
+            ["parallel.pipeline=4", "model.layers=4", "partition.wires.activations=auto",
+             "machine.levels.node.gigabytes_per_second=12.5",
+             "machine.levels.world.gigabytes_per_second=50"], 8,
+            "weights pair fp32; gradients pair fp32; activations node int8, world fp32 (auto); "
+            "overlap safe",
+        ),
+        (
+            ["parallel.pipeline=2", "machine=laptop", "partition.wires.activations.world=int8"], 2,
+            "activations world int8; overlap safe",
+        ),
         (["partition.strategy=ddp"], 4, "weights not sent; gradients pair fp32, node fp32; "
          "overlap safe"),
     ],

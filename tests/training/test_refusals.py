@@ -85,6 +85,12 @@ BAD = [
     (("machine.levels.node.size=3",), "machine.levels: pair 2 × node 3 × world ? cannot hold 4"),
     (("partition.weights=world", "partition.gradients=node", "partition.optimizer=world"),
      "partition.weights: world reaches further than partition.gradients (node)"),
+    (("partition.wires.activations=auto",),
+     "partition.wires.activations: auto, need parallel.pipeline"),
+    (("parallel.pipeline=2", "partition.wires.activations=auto"), "partition.wires.activations: "
+     "auto, need machine.levels.node.gigabytes_per_second; `megafrontier probe --write FILE`"),
+    (("partition.wires.activations=int8",), "partition.wires.activations: int8, need keys and "
+     "values, as in {KEY: VALUE} or one of auto"),
     (("partition.wires.reduce={node: fp9}",), "partition.wires.reduce.node: fp9, need one of"),
     (("partition.strategy=mics", "partition.error_feedback=true"),
      "partition.error_feedback: true, but no level within partition.optimizer"),

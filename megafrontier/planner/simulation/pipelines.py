@@ -111,9 +111,15 @@ def _scaled(costs: Costs, share: float) -> Costs:
 def _transfer_seconds(config: Config, plan: RunPlan, rates: Rates) -> float:
     """Of a hidden state over the slowest border between two stages."""
     ranks = plan.shape.pipeline_ranks(0)
-    levels = {plan.levels.names[plan.shape.level_between(*pair)] for pair in pairwise(ranks)}
+    levels = {plan.shape.level_between(*pair) for pair in pairwise(ranks)}
     splits = plan.shape.splits
     elements = config.train.micro_batch * config.model.sequence_length * config.model.hidden
-    itemsize = DTYPES[config.train.precision].itemsize
-    size = elements // (splits.tensor * splits.context) * itemsize
-    return max(rates.links[level].seconds(size, 1) for level in levels)
+    elements //= splits.tensor * splits.context
+
+    def seconds(level: int) -> float:
+        wire = plan.activations[level]
+        size = elements * DTYPES[config.train.precision].itemsize
+        size = size if wire is None else wire.codec.message_bytes(elements)
+        return rates.links[plan.levels.names[level]].seconds(size, 1)
+
+    return max(map(seconds, levels))

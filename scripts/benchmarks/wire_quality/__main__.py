@@ -42,6 +42,12 @@ VARIANTS = {
         "partition.strategy=topo",
         "partition.wires.activations.pair=int8",
     ],
+    "pipeline": ["parallel.pipeline=node", "partition.strategy=topo"],
+    "pipeline-int8": [
+        "parallel.pipeline=node",
+        "partition.strategy=topo",
+        "partition.wires.activations={node: int8, world: int8}",
+    ],
 }
 
 
