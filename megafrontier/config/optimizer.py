@@ -34,7 +34,7 @@ class OptimizerGroupConfig:
 class OptimizerConfig:
     name: Literal["adamw", "sgd", "muon"] = "adamw"
     """adamw: AdamW with decoupled weight decay. sgd: SGD with momentum, weight decay as a part of
-    the gradient. muon: Muon, of matrices only."""
+    the gradient. muon: Muon, of matrices only, each expert's too."""
     lr: float = bounded(3e-4, at_least=0)
     """Learning rate at the end of the warm-up."""
     betas: tuple[float, float] = bounded((0.9, 0.95), at_least=0, below=1)

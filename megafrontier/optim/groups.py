@@ -197,7 +197,7 @@ def _pair(config: OptimizerConfig, index: int, ratio: SizeRatio | None) -> Itera
 
 def _refuse_misfit(key: str, spec: ParamSpec) -> None:
     shape = "x".join(map(str, spec.shape))
-    if len(spec.shape) != 2:
+    if len(spec.shape) != (3 if spec.kind == "expert" else 2):
         raise UserError(
             f"{key}: muon, but {spec.name} has shape {shape}, need a matrix, or adamw or sgd for it"
         )

@@ -14,10 +14,15 @@ publication sends s - 1 shards (`placement.owner_bytes`).
 
 Matrices of the same size are dealt out together, one to each rank in a round. While a round is
 computed, the parts of the next are on their way.
+
+The matrices of the experts of a block lie in one parameter. It is divided into as many runs of
+experts as there are ranks, and each run is dealt out as one matrix is: its owner computes its
+matrices in one batch.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -34,7 +39,8 @@ Region = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix of the whole model, and its boxes in a unit of this rank.
+    """A matrix of the whole model, or matrices [n, rows, columns] of some experts, and its boxes in
+    a unit of this rank.
 
     Ranks of a tensor split have several boxes of one matrix if it is several ones below each other.
     """
@@ -90,12 +96,27 @@ class Matrix:
 def find_matrices(units: Sequence[Unit], is_meant: Callable[[ParamSpec], bool]) -> list[Matrix]:
     """The matrices with parameters in these units whose specs are meant."""
     found: dict[tuple[int, str], list[tuple[Entry, ParamSpec]]] = {}
+    experts: list[Matrix] = []
     for index, unit in enumerate(units):
         for entry in unit.layout.entries:
             spec = unit.specs[entry.name]
-            if is_meant(spec):
+            if is_meant(spec) and spec.kind == "expert":
+                experts += [Matrix(index, unit, (run,)) for run in _runs(unit, entry, spec)]
+            elif is_meant(spec):
                 found.setdefault((index, spec.name), []).append((entry, spec))
-    return [Matrix(index, units[index], tuple(boxes)) for (index, _), boxes in found.items()]
+    matrices = [Matrix(index, units[index], tuple(boxes)) for (index, _), boxes in found.items()]
+    return matrices + experts
+
+
+def _runs(unit: Unit, entry: Entry, spec: ParamSpec) -> Iterable[tuple[Entry, ParamSpec]]:
+    """The matrices of a rank's experts in runs, one for each owner."""
+    count, *shape = entry.shape
+    runs = min(count, prod(unit.hierarchy.levels.sizes[: unit.placement.optimizer]))
+    bounds = [count * number // runs for number in range(runs + 1)]
+    for first, last in pairwise(bounds):
+        size = last - first, *shape
+        part = Entry(entry.name, size, entry.offset + first * prod(shape))
+        yield part, replace(spec, shape=size, box=())
 
 
 class MatrixOwners:
@@ -143,8 +164,9 @@ class MatrixOwners:
 def _cost(matrix: Matrix) -> int:
     """What the iterations cost: each multiplies the smaller dimension m twice with all elements and
     once with m × m."""
-    small, large = sorted(matrix.spec.shape)
-    return small * small * (2 * large + small)
+    *count, rows, columns = matrix.spec.shape
+    small, large = sorted((rows, columns))
+    return prod(count) * small * small * (2 * large + small)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ EPS = 1e-7
 
 class ShardedMuon:
     """torch's Muon (Jordan et al. 2024) with its defaults over the masters of units whose
-    parameters are all matrices.
+    parameters are all matrices. That of experts is as many matrices as there are experts.
 
     states: `momentum_buffer`, one 1-D fp32 shard for each unit.
     """
@@ -66,13 +66,13 @@ class ShardedMuon:
             gradient[own].lerp_(buffer[own], group.momentum)
 
     def _direction(self, matrix: Matrix, update: torch.Tensor) -> torch.Tensor:
-        rows, columns = self._part_rows(matrix.spec), matrix.spec.shape[1]
+        rows, columns = self._part_rows(matrix.spec), matrix.spec.shape[-1]
         return orthogonalize(update.view(-1, rows, columns)).view_as(update)
 
     def _part_rows(self, spec: ParamSpec) -> int:
         """Rows of the matrices that are updated as one each."""
         split = self._groups[spec.name].split_heads
-        return spec.head_rows if split and spec.head_rows else spec.shape[0]
+        return spec.head_rows if split and spec.head_rows else spec.shape[-2]
 
     def _update_master(
         self, unit: Unit, direction: torch.Tensor, lr: float, keep: torch.Tensor
@@ -82,7 +82,7 @@ class ShardedMuon:
             group = self._groups[spec.name]
             rate = keep * (lr * group.lr_scale)
             unit.master[own].mul_(1 - rate * group.weight_decay)
-            factor = sqrt(max(1, self._part_rows(spec) / spec.shape[1]))
+            factor = sqrt(max(1, self._part_rows(spec) / spec.shape[-1]))
             unit.master[own].sub_(direction[own] * (rate * factor))
 
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from math import prod
+from math import ceil, prod
 from typing import NamedTuple
 
 import torch
@@ -268,7 +268,7 @@ def _buffer_gib(config: Config, plan: RunPlan, units: Sequence[UnitSize]) -> flo
             total += unit_buffer_bytes(numels, root, placement, dtype.itemsize, prefetch)
             root = 0
         if optimizer == "muon":
-            total += 6 * _largest_matrix(config) * torch.bfloat16.itemsize
+            total += 6 * _largest_matrix(config, plan) * torch.bfloat16.itemsize
     return total / GIB
 
 
@@ -289,9 +289,18 @@ def _message_bytes(
     return messages.held_bytes([u.numel for u in units if u.block == ROOT or u.axes == axes])
 
 
-def _largest_matrix(config: Config) -> int:
-    """Elements of the largest matrix that Muon updates."""
-    return max(prod(spec.shape) for spec in optimizer_groups(config).by_optimizer()["muon"])
+def _largest_matrix(config: Config, plan: RunPlan) -> int:
+    """Elements of the largest matrix, or matrices of experts at a time, that Muon updates."""
+    found = []
+    for spec in optimizer_groups(config).by_optimizer()["muon"]:
+        numel = prod(spec.shape)
+        if spec.kind == "expert":
+            depth = plan.of(spec.axes).placement.optimizer
+            owners = prod(plan.shape.over(spec.axes).sizes[:depth])
+            here = spec.shape[0] // plan.shape.splits.expert
+            numel = numel // spec.shape[0] * ceil(here / min(here, owners))
+        found.append(numel)
+    return max(found)
 
 
 def check_memory(config: Config, plan: RunPlan) -> None:

@@ -43,25 +43,26 @@ def plain(folder):
     return train_plain(folder)
 
 
-def train_plain(folder, head_rows=0):
+def train_plain(folder, *chosen, head_rows=0):
     """Losses of plain PyTorch, with Newton–Schulz iterations in fp32 as on our CPU ranks. With
-    `head_rows`, Muon's parameters are the heads of `attention.qkv`."""
-    config = runs.load(folder / "config.yaml", *CHOSEN)
+    `head_rows`, Muon's parameters are the heads of `attention.qkv`. Those of experts are one matrix
+    each."""
+    config = runs.load(folder / "config.yaml", *CHOSEN, *chosen)
     model = GPT(config.model)
     initialise(model, config.run.seed)
-    kinds = {"muon": [], "sgd": [], "norm": [], "matrix": [], "bias": []}
-    heads = {}
+    kinds = {"muon": [], "sgd": [], "norm": [], "matrix": [], "bias": [], "router": []}
+    parts = {}
     for name, parameter in model.named_parameters():
         kind = spec_of(name, parameter).kind
-        if head_rows and name.endswith("qkv.weight"):
-            heads[parameter] = [nn.Parameter(head) for head in parameter.data.split(head_rows)]
-            kinds["muon"] += heads[parameter]
+        if kind == "expert" or (head_rows and name.endswith("qkv.weight")):
+            parts[parameter] = [nn.Parameter(part) for part in divide(parameter.data, head_rows)]
+            kinds["muon"] += parts[parameter]
             continue
         if kind == "matrix" and name.startswith("blocks."):
             kind = "muon"
         kinds["sgd" if kind == "embedding" else kind].append(parameter)
     adamw = [
-        {"params": kinds["matrix"], "weight_decay": 0.3},
+        {"params": kinds["matrix"] + kinds["router"], "weight_decay": 0.3},
         {"params": kinds["bias"], "weight_decay": 0.0},
         {"params": kinds["norm"], "weight_decay": 0.0, "scale": 2},
     ]
@@ -77,8 +78,8 @@ def train_plain(folder, head_rows=0):
         model.zero_grad()
         loss.backward()
         assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2) > 0.2
-        for parameter, parts in heads.items():
-            for part, gradient in zip(parts, parameter.grad.split(head_rows), strict=True):
+        for parameter, own in parts.items():
+            for part, gradient in zip(own, divide(parameter.grad, head_rows), strict=True):
                 part.grad = gradient
         lr = learning_rate(step, STEPS, config.optimizer, config.schedule)
         for optimizer, scale in optimizers:
@@ -91,10 +92,15 @@ def train_plain(folder, head_rows=0):
     return losses
 
 
+def divide(parameter, head_rows):
+    """The heads of a matrix, or the matrices of experts."""
+    return parameter.split(head_rows) if parameter.dim() == 2 else parameter.unbind()
+
+
 def train_ranks(folder, sizes, *chosen, steps=STEPS, **splits):
     """The losses of each rank of levels of these sizes."""
     levels = dict(zip(make_levels(sizes).names, ({"size": size} for size in sizes), strict=True))
-    ranks = prod(sizes) // prod(splits.values())
+    ranks = prod(sizes) // prod(size for name, size in splits.items() if name != "expert")
     config = runs.load(
         folder / "config.yaml",
         *CHOSEN,
@@ -143,6 +149,16 @@ def test_heads_of_attention_may_be_orthogonalized_one_by_one(folder, plain):
     assert expected != pytest.approx(plain, rel=1e-5)
     for sizes, splits in (((1,), {}), ((2, 1), {"tensor": 2})):
         for losses in train_ranks(folder, sizes, groups, **splits):
+            assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_each_matrix_of_experts_is_orthogonalized_by_itself(folder):
+    """As Muon of PyTorch with a parameter for each expert, whether an owner has several or one."""
+    experts = GROUPS.replace("[{", "[{match: expert, name: muon, lr: 0.02, momentum: 0.9}, {", 1)
+    chosen = ("model.moe={experts: 6, active: 2, ffn_hidden: 16, balance: none}", experts)
+    expected = train_plain(folder, *chosen)[:6]
+    for sizes, splits in (((2, 2), {"expert": 2}), ((2, 2, 1), {}), ((1,), {})):
+        for losses in train_ranks(folder, sizes, *chosen, steps=6, **splits):
             assert losses == pytest.approx(expected, rel=1e-5)
 
 
