@@ -49,6 +49,10 @@ class TrainConfig:
     in pinned host memory (on a CPU the same as block)."""
     loss_chunk_tokens: int = count(1024)
     """Number of tokens whose logits exist at the same time in the loss."""
+    z_loss: float = bounded(0.0, at_least=0)
+    """Coefficient of the z-loss, the square of the log of the sum of the exponentials of a token's
+    logits, which keeps logits from drifting (PaLM: 1.0e-4). metrics.jsonl has it as `z_loss`, and
+    `loss` stays the cross-entropy. 0: none."""
     nonfinite_limit: int = count(10)
     """Stop after this many consecutive steps with a non-finite loss or gradient. Each such step is
     skipped. fp16 steps that only lower the loss scale do not count."""

@@ -17,7 +17,7 @@ from megafrontier.model.attention import KVCache
 from megafrontier.model.block import Block, make_norm
 from megafrontier.model.init import matrix_std, with_specs
 from megafrontier.model.kernels.backends import supports_varlen
-from megafrontier.model.loss import Losses, chunk_losses, linear_cross_entropy
+from megafrontier.model.loss import Losses, ZLoss, chunk_losses, linear_cross_entropy
 from megafrontier.model.moe.layer import has_experts
 from megafrontier.model.positions import (
     AttentionContext,
@@ -93,11 +93,17 @@ class Head(nn.Module):
     """Final norm, output projection and loss."""
 
     def __init__(
-        self, config: ModelConfig, loss_chunk_tokens: int, losses: Losses = chunk_losses
+        self,
+        config: ModelConfig,
+        loss_chunk_tokens: int,
+        losses: Losses = chunk_losses,
+        z_loss: float = 0.0,
     ) -> None:
-        """`losses` is called in place of `chunk_losses`, for example a compiled version of it."""
+        """`losses` is called in place of `chunk_losses`, for example a compiled version of it.
+        `z_loss`: the coefficient of the z-loss."""
         super().__init__()
         self._losses = losses
+        self.z_loss = ZLoss(z_loss) if z_loss else None
         self.vocab_size = config.vocab_size
         self.loss_chunk_tokens = loss_chunk_tokens
         self.norm = make_norm(config)
@@ -122,6 +128,7 @@ class Head(nn.Module):
             vocab_size=self.vocab_size,
             chunk_tokens=self.loss_chunk_tokens,
             losses=self._losses,
+            z_loss=self.z_loss,
         )
 
 
@@ -139,6 +146,7 @@ class GPT(nn.Module):
         loss_chunk_tokens: int = 1024,
         checkpointing: Mode = "none",
         compile_blocks: bool = False,
+        z_loss: float = 0.0,
     ) -> None:
         super().__init__()
         self.config = config
@@ -159,7 +167,7 @@ class GPT(nn.Module):
             for i in range(config.layers)
         )
         losses = compiled(chunk_losses) if compile_blocks else chunk_losses
-        self.head = Head(config, loss_chunk_tokens, losses)
+        self.head = Head(config, loss_chunk_tokens, losses, z_loss)
         scale_specs(config, self.blocks, self.embedding, self.head)
         self.part: Callable[[Tensor, Tensor], Tensor] | None = None
         """Maps values of all tokens [b, s] and their documents, on the host, to the values [1, n]

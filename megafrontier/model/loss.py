@@ -6,7 +6,7 @@ also computes the gradients, so that backward needs no logits.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,17 +18,59 @@ _FP16_SCALE = 1024.0
 """For gradients of logits in fp16, which underflows at 6e-8. Most are about 1 / vocabulary."""
 
 
-Losses = Callable[[Tensor, Tensor, int, float, bool], tuple[Tensor, Tensor | None]]
+class ChunkLosses(NamedTuple):
+    """What `chunk_losses` computes of a chunk of tokens."""
+
+    loss: Tensor
+    """The sum of the cross-entropies, []."""
+    gradient: Tensor | None
+    """Of `loss` and of the z-loss, by the logits, in their type. Rows for ignored tokens are not
+    zero: the caller masks a smaller factor instead."""
+    squares: Tensor | None
+    """With a z-loss, and with a gradient: the sum of log² Z, []."""
+
+
+Losses = Callable[[Tensor, Tensor, int, float, bool, float], ChunkLosses]
 """The type of `chunk_losses`, which may be compiled."""
 
 
-def chunk_losses(
-    logits: Tensor, targets: Tensor, vocab_size: int, scale: float, with_gradient: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The sum of a chunk's losses, and scale · (softmax - one-hot) in the logits' type.
+class ZLoss:
+    """The z-loss of the logits, coefficient · log² Z of each token, where Z is the sum of the
+    exponentials of its logits (Chowdhery et al. 2022, arXiv:2204.02311, section 5). It keeps log Z
+    near 0.
 
-    logits [c, rows], of which the columns from `vocab_size` on are padding; targets [c]. Rows of
-    the gradient for ignored tokens are not zero: the caller masks a smaller factor instead.
+    It enters through its gradient alone, as the losses of routers do, so that the loss that is
+    reported stays the cross-entropy.
+    """
+
+    def __init__(self, coefficient: float) -> None:
+        self.coefficient = coefficient
+        self._total: Tensor | None = None
+
+    def add(self, squares: Tensor) -> None:
+        """Count the sum of log² Z of some tokens, []."""
+        self._total = squares if self._total is None else self._total + squares
+
+    def take(self, device: torch.device) -> Tensor:
+        """The sum of the z-losses since the last call, float64 [] on `device`."""
+        total, self._total = self._total, None
+        if total is None:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return total.double() * self.coefficient
+
+
+def chunk_losses(
+    logits: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    scale: float,
+    with_gradient: bool,
+    z_loss: float = 0.0,
+) -> ChunkLosses:
+    """The losses of a chunk, and their gradient: scale · (softmax · (1 + 2 · z_loss · log Z) -
+    one-hot).
+
+    logits [c, rows], of which the columns from `vocab_size` on are padding; targets [c].
     """
     has_loss = (targets != IGNORE_INDEX)[:, None]
     target_ids = targets.clamp(min=0)[:, None]
@@ -38,15 +80,22 @@ def chunk_losses(
     log_probabilities = fp32_logits.log_softmax(dim=-1)
     loss = -torch.where(has_loss, log_probabilities.gather(1, target_ids), 0.0).sum()
     if not with_gradient:
-        return loss, None
+        return ChunkLosses(loss, None, None)
+    log_z = None
+    if z_loss:
+        log_z = fp32_logits.gather(1, target_ids) - log_probabilities.gather(1, target_ids)
     gradient = log_probabilities.exp_()
+    if log_z is not None:
+        gradient.mul_(1 + 2 * z_loss * log_z)
     if torch.compiler.is_compiling():
         # This fuses with the operations around it. A scatter would be one more pass, in fp32.
         columns = torch.arange(logits.shape[1], device=logits.device)
         gradient = gradient - (columns == target_ids).float()
     else:
         gradient.scatter_add_(1, target_ids, gradient.new_full(target_ids.shape, -1.0))
-    return loss, (gradient if scale == 1 else gradient.mul_(scale)).to(logits.dtype)
+    gradient = (gradient if scale == 1 else gradient.mul_(scale)).to(logits.dtype)
+    squares = None if log_z is None else torch.where(has_loss, log_z, 0.0).square().sum()
+    return ChunkLosses(loss, gradient, squares)
 
 
 def linear_cross_entropy(
@@ -57,17 +106,19 @@ def linear_cross_entropy(
     vocab_size: int,
     chunk_tokens: int,
     losses: Losses = chunk_losses,
+    z_loss: ZLoss | None = None,
 ) -> Tensor:
     """Sum over tokens of -log softmax(hidden · weightᵀ)[target]: an fp32 scalar.
 
     hidden [n, h]; weight [rows, h] with rows ≥ vocab_size, of which those from vocab_size on are
     padding; targets [n] int64, `IGNORE_INDEX` for tokens without loss. Logits exist for
     `chunk_tokens` tokens at a time. The weight's gradient is summed over chunks in fp32. `losses`
-    is called in place of `chunk_losses`.
+    is called in place of `chunk_losses`. The gradient has that of `z_loss`, which counts the tokens
+    if there is one.
     """
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     loss = _LinearCrossEntropy.apply(
-        hidden, weight, targets, vocab_size, chunk_tokens, losses, with_gradient
+        hidden, weight, targets, vocab_size, chunk_tokens, losses, z_loss, with_gradient
     )
     assert isinstance(loss, Tensor)
     return loss
@@ -88,18 +139,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocab_size: int,
         chunk_tokens: int,
         losses: Losses,
+        z_loss: ZLoss | None,
         with_gradient: bool,
     ) -> Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         ctx.scale = _FP16_SCALE if hidden.dtype == torch.float16 else 1.0
+        coefficient = 0.0 if z_loss is None else z_loss.coefficient
         hidden_grad = torch.empty_like(hidden) if with_gradient else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if with_gradient else None
         for start in range(0, hidden.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             chunk = hidden[rows]
             logits = chunk @ weight.t()
-            found, error = losses(logits, targets[rows], vocab_size, ctx.scale, with_gradient)
+            found, error, squares = losses(
+                logits, targets[rows], vocab_size, ctx.scale, with_gradient, coefficient
+            )
             loss += found
+            if z_loss is not None and squares is not None:
+                z_loss.add(squares)
             if error is not None and hidden_grad is not None and weight_grad is not None:
                 counted = (targets[rows] != IGNORE_INDEX)[:, None].to(weight.dtype)
                 torch.mm(error, weight, out=hidden_grad[rows]).mul_(counted)
@@ -119,7 +176,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             torch.mul(weight_grad, factor, out=by_weight)
         # On a GPU a factor in fp16 would be 0 below 2^-24 and infinite from 2^16.
         by_hidden = (hidden_grad.float() if factor.is_cuda else hidden_grad) * factor
-        return by_hidden.to(hidden_grad.dtype), by_weight, *[None] * 5
+        return by_hidden.to(hidden_grad.dtype), by_weight, *[None] * 6
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:

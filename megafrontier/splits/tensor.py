@@ -18,7 +18,7 @@ from megafrontier.common.errors import UserError, need
 from megafrontier.config import ModelConfig
 from megafrontier.model.block import Block
 from megafrontier.model.gpt import GPT, Embedding, FP32GradEmbedding, Head
-from megafrontier.model.loss import IGNORE_INDEX, linear_cross_entropy
+from megafrontier.model.loss import IGNORE_INDEX, ChunkLosses, linear_cross_entropy
 from megafrontier.model.mlp import MLP
 from megafrontier.model.moe.layer import MoE
 from megafrontier.model.scaling import scaled
@@ -242,6 +242,7 @@ class SplitHead(nn.Module):
         self.group = cutter.group
         self.vocab_size, self.loss_chunk_tokens = whole.vocab_size, whole.loss_chunk_tokens
         self.norm, self.multiplier = whole.norm, whole.multiplier
+        self.z_loss = whole.z_loss
         if hasattr(whole, "output"):
             rows, width = whole.output.weight.shape
             self.output = nn.Linear(width, rows // self.group.size, bias=False, device="meta")
@@ -264,11 +265,18 @@ class SplitHead(nn.Module):
             vocab_size=self.vocab_size,
             chunk_tokens=self.loss_chunk_tokens,
             losses=self._chunk_losses,
+            z_loss=self.z_loss,
         )
 
     def _chunk_losses(
-        self, logits: Tensor, targets: Tensor, vocab_size: int, scale: float, with_gradient: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        scale: float,
+        with_gradient: bool,
+        z_loss: float,
+    ) -> ChunkLosses:
         """`loss.chunk_losses` of logits [c, rows] of which this rank has some columns: the loss
         over all columns, and the gradient of these."""
         start = self.group.index * logits.shape[1]
@@ -284,10 +292,15 @@ class SplitHead(nn.Module):
         maxima, totals, found = self.group.gather(numbers[None], is_exact=True).unbind(1)
         most = maxima.amax(0)
         total = (totals * (maxima - most).exp()).sum(0)
-        losses = total.log() + most - found.sum(0)
-        loss = losses.where(targets != IGNORE_INDEX, 0.0).sum()
+        log_z, has_loss = total.log() + most, targets != IGNORE_INDEX
+        loss = (log_z - found.sum(0)).where(has_loss, 0.0).sum()
         if not with_gradient:
-            return loss, None
+            return ChunkLosses(loss, None, None)
         gradient = (values - most[:, None]).exp_() / total[:, None]
+        squares = None
+        if z_loss:
+            gradient *= (1 + 2 * z_loss * log_z)[:, None]
+            squares = log_z.where(has_loss, 0.0).square().sum()
         gradient.scatter_add_(1, ids, -is_here[:, None].float())
-        return loss, (gradient if scale == 1 else gradient.mul_(scale)).to(logits.dtype)
+        gradient = (gradient if scale == 1 else gradient.mul_(scale)).to(logits.dtype)
+        return ChunkLosses(loss, gradient, squares)

@@ -9,6 +9,7 @@ import torch
 
 from megafrontier.common.async_copy import AsyncHostCopy, DeviceTimer
 from megafrontier.common.signals import stop_requested
+from megafrontier.model.loss import ZLoss
 from megafrontier.optim.gradients import clip_factor, square_sum
 from megafrontier.partition.comm.ledger import KINDS
 from megafrontier.training.plan import GIB
@@ -61,6 +62,8 @@ def finish_step(
     metrics.add("comm_seconds", [of.seconds for of in traffic], "mean")
     metrics.add("comm_hidden", [of.hidden for of in traffic], "mean")
     metrics.add("memory_gib", peak_memory_gib(mesh.device), "max")
+    if trainer.config.train.z_loss:
+        metrics.add("z_loss", _z_loss(trainer), "sum")
     if trainer.balance is not None:
         metrics.add("expert_tokens", trainer.balance.take(mesh.device), "sum")
     with engine.ledger.waiting("loss and norm"):
@@ -80,10 +83,20 @@ def finish_step(
         "skipped": skip,
         "spike": is_spike,
     }
+    if "z_loss" in reduced:
+        results["z_loss"] = reduced["z_loss"] / count
     if trainer.balance is not None:
         results |= trainer.balance.update(reduced["expert_tokens"], skip)
     divisor = divisor / clip_factor(norm, trainer.config.train.clip_grad_norm)
     return StepStats(divisor, is_bad, skip, results, waited)
+
+
+def _z_loss(trainer: Trainer) -> torch.Tensor:
+    """This rank's sum of z-losses since the last step, which counts on the same ranks as the loss;
+    0 without the last stage of a pipeline."""
+    device, head = trainer.mesh.device, getattr(trainer.model, "head", None)
+    found: torch.Tensor = (head.z_loss if head else ZLoss(0.0)).take(device)
+    return found * trainer.mesh.counts_loss
 
 
 def peak_memory_gib(device: torch.device) -> float:

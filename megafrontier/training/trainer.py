@@ -173,6 +173,7 @@ def build_model(
             loss_chunk_tokens=config.train.loss_chunk_tokens,
             checkpointing=config.train.activation_checkpointing,
             compile_blocks=compiles,
+            z_loss=config.train.z_loss,
         )
     divide_model(model, plan.division, mesh)
     connect = apply_splits(model, mesh, plan.activations, plan.tokens)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megafrontier.model.loss import linear_cross_entropy
+from megafrontier.model.loss import ZLoss, linear_cross_entropy
 
 VOCAB, ROWS, HIDDEN = 37, 48, 16
 
@@ -43,6 +43,26 @@ def test_equals_cross_entropy_at_any_length(n):
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     for a, b in zip(
         gradients(ours, hidden, weight), gradients(theirs, hidden, weight), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_z_loss_is_palms_in_the_gradient_and_not_in_the_reported_loss():
+    hidden, weight, targets = inputs(61)
+    z_loss = ZLoss(0.01)
+    ours = linear_cross_entropy(
+        hidden, weight, targets, vocab_size=VOCAB, chunk_tokens=8, z_loss=z_loss
+    )
+    cross_entropy = plain(hidden, weight, targets)
+    log_z = torch.logsumexp((hidden @ weight.t())[targets >= 0, :VOCAB], dim=1)
+    expected = 0.01 * log_z.square().sum()
+    torch.testing.assert_close(ours, cross_entropy)
+    torch.testing.assert_close(z_loss.take(hidden.device).float(), expected)
+    assert z_loss.take(hidden.device) == 0
+    for a, b in zip(
+        gradients(ours, hidden, weight),
+        gradients(cross_entropy + expected, hidden, weight),
+        strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 

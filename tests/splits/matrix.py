@@ -46,6 +46,7 @@ class Case:
     built: dict[str, Any] = field(default_factory=dict)
     """Options of the split model."""
     documents: bool = False
+    z_loss: float = 0.0
     parallel: dict[str, Any] = field(default_factory=dict)
     """Keys of `parallel`, for a pipeline."""
 
@@ -83,7 +84,7 @@ Step = tuple[float, float, dict[str, torch.Tensor]]
 
 def train_alone(case: Case) -> list[Step]:
     """The reference: plain PyTorch on one process."""
-    model = GPT(small_config(**case.changes), loss_chunk_tokens=16)
+    model = GPT(small_config(**case.changes), loss_chunk_tokens=16, z_loss=case.z_loss)
     initialise(model, SEED)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     steps = []
@@ -109,7 +110,8 @@ def split_model(
     """This rank's part of the model, its engine, and the specs of its parameters. `wires`: of
     activations and tokens."""
     with torch.device("meta"):
-        model = GPT(small_config(**case.changes), loss_chunk_tokens=16, **case.built)
+        built = {"loss_chunk_tokens": 16, "z_loss": case.z_loss, **case.built}
+        model = GPT(small_config(**case.changes), **built)
     division = Division.of(ParallelConfig(**case.parallel), mesh.splits.pipeline, model.config)
     divide_model(model, division, mesh)
     connect = apply_splits(model, mesh, wires, wires)

@@ -33,7 +33,7 @@ CASES = [
     ((2, 2), 2, "topo", Case(GPT2, accumulation=2)),
     ((2, 2), 2, "ddp", Case(NEOX, masks="empty rows")),
     ((2, 2), 2, "zero3", Case(GROUPED, masks="one token", options={"overlap": "full"})),
-    ((2, 2), 4, "zero1", Case(LLAMA)),
+    ((2, 2), 4, "zero1", Case(LLAMA, masks="empty rows", z_loss=0.1)),
     ((2, 2), 4, "zero3", Case(GROUPED, accumulation=2)),
     ((2, 2), 2, "mics", Case(SHAPES["llama one kv head, biases, wide heads, other base"] | EVEN)),
     ((2, 2, 2), 4, "hpz", Case(GPT2, options={"overlap": "none"})),

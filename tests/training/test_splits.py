@@ -1,6 +1,8 @@
 """A run whose work is divided over ranks has the losses of one rank, and its checkpoints load on
 any other division."""
 
+import math
+
 import pytest
 
 from tests import runs
@@ -8,6 +10,7 @@ from tests import runs
 CHOSEN = (
     "machine={levels: {pair: {size: 2}, world: {}}}", "model.heads=4", "model.kv_heads=2",
     "train.clip_grad_norm=0.5", "data.document_mask=true", "partition.strategy=topo",
+    "train.z_loss=0.01",
 )  # fmt: skip
 MIXTURE = (
     "model.moe={experts: 8, active: 3, ffn_hidden: 16, shared_experts: 1, z_loss: 0.001, "
@@ -23,9 +26,11 @@ def test_a_run_with_tensor_and_context_parallelism_has_the_losses_of_one_rank(
     config_file, tmp_path
 ):
     alone = runs.run(config_file, 1, *CHOSEN, "machine=laptop", f"run.directory={tmp_path}/alone")
+    # At first all tokens are about as likely.
+    assert alone[0]["z_loss"] == pytest.approx(0.01 * math.log(257) ** 2, rel=0.01)
     chosen = "parallel.tensor=pair", "parallel.context=2", "partition.overlap=full"
     split = runs.run(config_file, 4, *CHOSEN, *chosen)
-    keys = ("loss", "valid_loss", "grad_norm", "total_tokens")
+    keys = ("loss", "valid_loss", "grad_norm", "total_tokens", "z_loss")
     assert numbers(split, *keys) == pytest.approx(numbers(alone, *keys), rel=1e-5)
     assert "tensor 2, context 2" in runs.log(tmp_path / "run")
 
@@ -33,7 +38,7 @@ def test_a_run_with_tensor_and_context_parallelism_has_the_losses_of_one_rank(
 def test_a_run_with_context_parallelism_has_the_losses_of_one_rank(config_file, tmp_path):
     alone = runs.run(config_file, 1, *CHOSEN, "machine=laptop", f"run.directory={tmp_path}/alone")
     split = runs.run(config_file, 4, *CHOSEN, "parallel.context=pair", "partition.overlap=full")
-    keys = ("loss", "valid_loss", "grad_norm", "total_tokens")
+    keys = ("loss", "valid_loss", "grad_norm", "total_tokens", "z_loss")
     assert numbers(split, *keys) == pytest.approx(numbers(alone, *keys), rel=1e-5)
     found = numbers(split, "context_imbalance")
     assert len(found) == 8
@@ -55,7 +60,7 @@ def test_a_run_with_a_pipeline_has_the_losses_of_one_rank(schedule, config_file,
     chosen = (*CHOSEN, "model.layers=4", "train.micro_batch=2")
     alone = runs.run(config_file, 1, *chosen, "machine=laptop", f"run.directory={tmp_path}/alone")
     split = runs.run(config_file, 4, *chosen, "parallel.pipeline=2", *schedule)
-    keys = ("loss", "valid_loss", "grad_norm", "total_tokens")
+    keys = ("loss", "valid_loss", "grad_norm", "total_tokens", "z_loss")
     assert numbers(split, *keys) == pytest.approx(numbers(alone, *keys), rel=1e-5)
     assert "pipeline 2" in runs.log(tmp_path / "run")
 
