@@ -111,7 +111,7 @@ _INPUTS = (
         nargs="+",
         metavar="INPUT",
     ),
-    _arg("--json-key", "field or column; default: text", default="text", metavar="KEY"),
+    _arg("--json-key", "field or column; default: text, for chats messages", metavar="KEY"),
     _arg("--skip-bad", "skip and count bad texts; default: refuse them", action="store_true"),
 )
 _RANKS = (
@@ -137,7 +137,7 @@ def _tokenizer(a: argparse.Namespace) -> None:
 
     with exit_on_sigterm():
         text_bytes, bad = train_tokenizer(
-            a.inputs, a.vocab_size, a.out, a.kind, a.max_megabytes, a.json_key, a.skip_bad
+            a.inputs, a.vocab_size, a.out, a.kind, a.max_megabytes, a.json_key or "text", a.skip_bad
         )
     skipped = f"; {bad} bad texts skipped" if bad else ""
     print(f"{a.out}: {a.vocab_size} ids, from {text_bytes / 1e6:.1f} MB of text{skipped}")
@@ -156,6 +156,12 @@ def _tokenizer(a: argparse.Namespace) -> None:
     _arg("--workers", "number of processes; default: one per core", type=int),
     _arg("--append-eod", "add the end token to each document", action="store_true"),
     _arg(
+        "--chat",
+        "the inputs are chats, [{role, content}, …] in each line or row; train on the assistant's "
+        "turns. By the tokenizer's own chat template, or a simple one",
+        choices=("tokenizer", "simple"),
+    ),
+    _arg(
         "--part", "only part I of N of the files, to PREFIX.part-I-of-N for `merge`", metavar="I/N"
     ),
 )
@@ -164,7 +170,8 @@ def _prepare(a: argparse.Namespace) -> None:
 
     part = _part(a.part or "1/1")
     out = a.out if a.part is None else "{}.part-{:05d}-of-{:05d}".format(a.out, *part)
-    chosen = (a.append_eod, a.skip_bad, a.json_key, a.split, part)
+    key = a.json_key or ("text" if a.chat is None else "messages")
+    chosen = (a.append_eod, a.skip_bad, key, a.split, part, a.chat)
     with exit_on_sigterm():
         made = prepare(a.inputs, a.tokenizer, out, a.workers, *chosen)
     skipped = f"; {made.bad} bad texts skipped" if made.bad else ""

@@ -25,7 +25,10 @@ def numbers(lines, *keys):
 def test_a_run_with_tensor_and_context_parallelism_has_the_losses_of_one_rank(
     config_file, tmp_path
 ):
+    tokens = (tmp_path / "corpus.bin").stat().st_size // 2
+    (tmp_path / "corpus.mask").write_bytes(bytes(i % 5 > 1 for i in range(tokens)))
     alone = runs.run(config_file, 1, *CHOSEN, "machine=laptop", f"run.directory={tmp_path}/alone")
+    assert alone[-1]["tokens"] < 0.65 * 8 * 16 * 16
     # At first all tokens are about as likely.
     assert alone[0]["z_loss"] == pytest.approx(0.01 * math.log(257) ** 2, rel=0.01)
     chosen = "parallel.tensor=pair", "parallel.context=2", "partition.overlap=full"

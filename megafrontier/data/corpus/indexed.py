@@ -4,6 +4,8 @@ The .idx holds: b"MMIDIDX\\0\\0", uint64 version, uint8 dtype code, uint64 seque
 of the document index, int32 tokens of each sequence, int64 byte offset of each sequence in the
 .bin, int64 document index (the first sequence of each document, then the number of sequences).
 Little endian, no padding. See `docs/data-format.md`.
+
+A corpus may have a PREFIX.mask, which is ours: a byte for each token, 0 if it is no target.
 """
 
 import errno
@@ -43,6 +45,11 @@ def idx_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.idx")
 
 
+def mask_path(prefix: str | Path) -> Path:
+    """Return PREFIX.mask."""
+    return Path(f"{prefix}.mask")
+
+
 def token_dtype(vocab_size: int) -> np.dtype:
     """Return the type in which Megatron stores ids: uint16 for less than 65500 ids, else int32."""
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
@@ -58,7 +65,8 @@ class IndexedDataset:
 
     `tokens` are all tokens of the .bin, `sizes` the number of tokens of each sequence [n],
     `pointers` their byte offsets [n], `document_index` the first sequence of each document [d+1].
-    Raises UserError if a file is missing, of another format, truncated, or without tokens.
+    `mask` is whether each token is a target, as the bytes 0 and 1, or None: then all are. Raises
+    UserError if a file is missing, of another format, truncated, or without tokens.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -79,6 +87,7 @@ class IndexedDataset:
         data = _map(bin_path(prefix))
         self._check_bin(len(data))
         self.tokens: NDArray = np.frombuffer(data, self.dtype)
+        self.mask = self._open_mask()
 
     def __len__(self) -> int:
         """The number of documents."""
@@ -123,6 +132,18 @@ class IndexedDataset:
                 f"{idx_path(self.prefix)}: byte {HEADER.size + 12 * len(self.sizes)}: the document "
                 f"index runs from {ends[0]} to {ends[1]}, need 0 to {len(self.sizes)} sequences"
             )
+
+    def _open_mask(self) -> NDArray[np.uint8] | None:
+        path = mask_path(self.prefix)
+        if not path.exists():
+            return None
+        mask = np.frombuffer(_map(path), np.uint8)
+        if len(mask) != len(self.tokens):
+            raise UserError(
+                f"{path}: {len(mask)} bytes, need one for each of {len(self.tokens)} tokens; of "
+                "another corpus; copy or prepare again"
+            )
+        return mask
 
     def _check_bin(self, length: int) -> None:
         need = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from shutil import copyfileobj
+from typing import BinaryIO
 
 import numpy as np
 
@@ -20,7 +21,8 @@ _COPY_BYTES = 4 << 20  # in memory at a time, per thread
 def merge(prefixes: Sequence[str], out: str | Path, workers: int | None = None) -> int:
     """Join corpora in the given order into OUT.bin and OUT.idx. Returns the number of documents.
 
-    The result is what `prepare` makes of all their inputs at once. `workers` is the number of
+    The result is what `prepare` makes of all their inputs at once, with a mask if one of them has
+    one. `workers` is the number of
     threads that copy (default: two per core). Raises UserError for a corpus that cannot be read,
     for token types that differ, and for an `out` that is one of the inputs. The inputs may be
     deleted afterwards, so the whole index of each is checked, and damage refused.
@@ -32,13 +34,16 @@ def merge(prefixes: Sequence[str], out: str | Path, workers: int | None = None) 
     if not corpora:
         raise UserError(f"{', '.join(prefixes)}: no text in them, need a corpus with some")
     _check(corpora, out)
-    with CorpusWriter(out, corpora[0].dtype) as merged:
+    has_mask = any(corpus.mask is not None for corpus in corpora)
+    with CorpusWriter(out, corpora[0].dtype, has_mask) as merged:
         *offsets, size = accumulate((corpus.tokens.nbytes for corpus in corpora), initial=0)
         merged.data.truncate(size)
         with ThreadPoolExecutor(workers) as pool:
             list(pool.map(partial(_copy, merged.partial_bin), corpora, offsets))
         for corpus in corpora:
             _copy_index(corpus, merged.index)
+            if merged.mask is not None:
+                _copy_mask(corpus, merged.mask)
         merged.publish()
         return merged.index.documents
 
@@ -61,6 +66,14 @@ def _copy(merged: Path, corpus: IndexedDataset, offset: int) -> None:
     with bin_path(corpus.prefix).open("rb") as source, merged.open("r+b") as file:
         file.seek(offset)
         copyfileobj(source, file, _COPY_BYTES)
+
+
+def _copy_mask(corpus: IndexedDataset, file: BinaryIO) -> None:
+    """Append the mask of a corpus. Without one, all its tokens are targets."""
+    for start in range(0, len(corpus.tokens), _COPY_BYTES):
+        stop = min(start + _COPY_BYTES, len(corpus.tokens))
+        ones = np.ones(stop - start, np.uint8)
+        file.write((ones if corpus.mask is None else corpus.mask[start:stop]).data)
 
 
 def _copy_index(corpus: IndexedDataset, index: IndexBuilder) -> None:

@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 
 from megafrontier.common.errors import UserError
 from megafrontier.common.files import sync_file, sync_folder
-from megafrontier.data.corpus.indexed import HEADER, MAGIC, VERSION, bin_path, dtype_code, idx_path
+from megafrontier.data.corpus.indexed import (
+    HEADER,
+    MAGIC,
+    VERSION,
+    bin_path,
+    dtype_code,
+    idx_path,
+    mask_path,
+)
 
 FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LONGEST_SEQUENCE = 2**31 - 1
@@ -60,19 +68,23 @@ class IndexBuilder:
 class CorpusWriter:
     """Writes PREFIX.bin and PREFIX.idx under partial names, until `publish` renames them.
 
+    With `has_mask` there is a PREFIX.mask, too; otherwise one that is there is removed.
+
     A context manager: without `publish`, nothing is left behind. Raises UserError if another
     process is writing the same prefix, or the prefix is empty.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
+    def __init__(self, prefix: str | Path, dtype: np.dtype, has_mask: bool = False) -> None:
         if os.path.basename(prefix) in ("", ".", ".."):
             need = os.path.join(prefix, "corpus")
             raise UserError(f"--out {str(prefix)!r}: need a corpus prefix, as {need}")
         self.bin, self.idx, self.dtype = bin_path(prefix), idx_path(prefix), dtype
+        self._mask_path = mask_path(prefix)
         self.partial_bin = partial_path(self.bin)
         self.bin.parent.mkdir(parents=True, exist_ok=True)
         self.data = _lock(self.partial_bin, prefix)
         self.data.truncate(0)
+        self.mask = partial_path(self._mask_path).open("wb") if has_mask else None
         self.index = IndexBuilder()
         self._is_published = False
 
@@ -80,23 +92,30 @@ class CorpusWriter:
         return self
 
     def publish(self) -> None:
-        """Sync and rename both files. The .idx comes last: without it there is no corpus."""
+        """Sync and rename the files. The .idx comes last: without it there is no corpus."""
         with partial_path(self.idx).open("wb") as file:
             self.index.write(file, self.dtype)
             sync_file(file)
         sync_file(self.data)
+        if self.mask is not None:
+            sync_file(self.mask)
         self.idx.unlink(missing_ok=True)
+        self._mask_path.unlink(missing_ok=True)
         self.partial_bin.rename(self.bin)
+        if self.mask is not None:
+            partial_path(self._mask_path).rename(self._mask_path)
         partial_path(self.idx).rename(self.idx)
         self._is_published = True  # partial files from now on belong to another writer
         sync_folder(self.bin.parent)
 
     def __exit__(self, _kind: object, error: BaseException | None, *_: object) -> None:
-        for path in () if self._is_published else (self.bin, self.idx):
+        for path in () if self._is_published else (self.bin, self.idx, self._mask_path):
             partial_path(path).unlink(missing_ok=True)
         # If the disk is full, flushing the last buffers fails again; `error` has reported it.
         with suppress(OSError):
             self.data.close()
+            if self.mask is not None:
+                self.mask.close()
         if isinstance(error, OSError) and error.errno in FULL_ERRORS:
             raise UserError(f"{self.bin}: {error.strerror}; nothing written") from error
 
@@ -132,42 +151,53 @@ class DocumentWriter:
         sizes: NDArray[np.int32],
         ends: NDArray[np.bool_],
         bad: NDArray[np.bool_],
+        mask: NDArray[np.uint8] | None = None,
     ) -> None:
-        """Append chunks: their `tokens` [sum of sizes], and the `sizes` of each [chunks].
+        """Append chunks: their `tokens` [sum of sizes], and the `sizes` of each [chunks]. A corpus
+        with a mask needs that of the tokens [sum of sizes].
 
         `ends` [chunks] is whether the document ends with the chunk. Documents with a chunk marked
         in `bad` [chunks], and empty documents, are left out.
         """
         if ends.all() and not bad.any() and not self._is_bad and self._open_sizes == [0]:
-            self._write_documents(tokens, sizes[sizes > 0])
+            self._write(tokens, mask)
+            self._end_documents(sizes[sizes > 0])
             return
         for start, size, is_end, is_bad in zip(
             np.cumsum(sizes) - sizes, sizes, ends, bad, strict=True
         ):
-            self._write_chunk(tokens[start : start + size])
+            part = slice(start, start + size)
+            self._write(tokens[part], None if mask is None else mask[part])
+            self._continue_document(size)
             self._is_bad |= bool(is_bad)
             if is_end:
                 self._end_document()
 
-    def _write_documents(self, tokens: NDArray, sizes: NDArray[np.int32]) -> None:
+    def _write(self, tokens: NDArray, mask: NDArray[np.uint8] | None) -> None:
         self._corpus.data.write(tokens.tobytes())
+        if self._corpus.mask is not None:
+            assert mask is not None
+            self._corpus.mask.write(mask.tobytes())
+        self.tokens += len(tokens)
+
+    def _end_documents(self, sizes: NDArray[np.int32]) -> None:
         first = self._corpus.index.sequences + 1
         self._corpus.index.add(sizes, np.arange(first, first + len(sizes)))
-        self.tokens += len(tokens)
         self._document_start = self.tokens
 
-    def _write_chunk(self, chunk: NDArray) -> None:
-        self._corpus.data.write(chunk.tobytes())
-        self.tokens += len(chunk)
+    def _continue_document(self, size: int) -> None:
         room = LONGEST_SEQUENCE - self._open_sizes[-1]
-        self._open_sizes[-1] += min(room, len(chunk))
-        if len(chunk) > room:
-            self._open_sizes.append(len(chunk) - room)
+        self._open_sizes[-1] += min(room, size)
+        if size > room:
+            self._open_sizes.append(size - room)
 
     def _end_document(self) -> None:
         if self._is_bad:
             self._corpus.data.flush()
             self._corpus.data.truncate(self._document_start * self._corpus.dtype.itemsize)
+            if self._corpus.mask is not None:
+                self._corpus.mask.seek(self._document_start)
+                self._corpus.mask.truncate()
             self.tokens = self._document_start
             self.left_out += 1
         elif self._open_sizes != [0]:

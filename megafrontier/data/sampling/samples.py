@@ -32,7 +32,8 @@ class Batch:
     tokens: torch.Tensor
     """Input ids [b, s], int64."""
     targets: torch.Tensor
-    """The next id of each token [b, s], int64; IGNORE_INDEX if that is in another document."""
+    """The next id of each token [b, s], int64; IGNORE_INDEX if that is in another document, with a
+    document mask, or if the corpus has a mask in which it is no target."""
     documents: torch.Tensor | None
     """With a document mask: the start of each of n documents in the b · s tokens, then b · s, int32
     [n + 1], on the host. Every window starts a document."""
@@ -80,7 +81,8 @@ class Samples:
 
     @cached_property
     def fingerprints(self) -> list[str]:
-        """CRC-32 of the ids in FINGERPRINT_WINDOWS windows of each corpus, evenly spaced.
+        """CRC-32 of the ids, and of the mask, in FINGERPRINT_WINDOWS windows of each corpus, evenly
+        spaced.
 
         Copies of a corpus have equal fingerprints. A corpus made of other text, or with another
         tokenizer, has a different one.
@@ -92,6 +94,8 @@ class Samples:
         for i in range(FINGERPRINT_WINDOWS):
             window = used.first_window + i * (used.windows - 1) // (FINGERPRINT_WINDOWS - 1)
             checksum = crc32(self._ids(used.corpus, window).astype("<i8").tobytes(), checksum)
+            mask = self._mask(used.corpus, window)
+            checksum = checksum if mask is None else crc32(mask.tobytes(), checksum)
         return f"{checksum:08x}"
 
     def locate(self, first: int, count: int) -> list[tuple[int, int]]:
@@ -110,6 +114,10 @@ class Samples:
         located = self.locate(first, count)
         read = np.stack([self._read(corpus, window) for corpus, window in located])
         targets = read[:, 1:].copy()
+        for row, (corpus, window) in enumerate(located):
+            mask = self._mask(self.ranges[corpus].corpus, window)
+            if mask is not None:
+                targets[row][mask[1:] == 0] = IGNORE_INDEX
         documents = None
         if self.document_mask:
             numbers = np.stack([self._documents(corpus, window) for corpus, window in located])
@@ -142,6 +150,13 @@ class Samples:
         """The ids of a window as stored [s + 1]."""
         start = window * self.sequence_length
         return dataset.tokens[start : start + self.sequence_length + 1]
+
+    def _mask(self, dataset: IndexedDataset, window: int) -> NDArray[np.uint8] | None:
+        """Which tokens of a window are targets [s + 1], if the corpus has a mask."""
+        start = window * self.sequence_length
+        return (
+            None if dataset.mask is None else dataset.mask[start : start + self.sequence_length + 1]
+        )
 
     def _documents(self, corpus: int, window: int) -> NDArray[np.int32]:
         """The document of each token, counted from the start of the window [s + 1]."""

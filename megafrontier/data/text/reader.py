@@ -5,10 +5,10 @@ Decoding and parsing take most of the time, so they are left to the workers.
 
 import codecs
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 from megafrontier.common.errors import UserError
 from megafrontier.data.text import files
@@ -86,6 +86,9 @@ class Reader:
         self.done_bytes = end
 
 
+Value = TypeVar("Value")
+
+
 def read_texts(text_range: TextRange, key: str) -> Iterator[str | BadText]:
     """Yield the texts of a range in order; BadText for each that cannot be read.
 
@@ -93,17 +96,29 @@ def read_texts(text_range: TextRange, key: str) -> Iterator[str | BadText]:
     Blank lines are skipped.
     """
     name, start, payload = text_range.name, text_range.start, text_range.payload
-    if isinstance(payload, list):
-        for number, row in enumerate(payload, start):
-            yield _check_text(row, f"{name}: row {number}: column {key!r}")
-    elif text_range.kind == "text":
+    if text_range.kind == "text" and isinstance(payload, bytes):
         text = _decode(payload, f"{name}: byte", start)
         yield text.removeprefix("\ufeff") if isinstance(text, str) and start == 0 else text
+    else:
+        yield from read_values(text_range, key, check_text)
+
+
+def read_values(
+    text_range: TextRange, key: str, check: Callable[[Any, str], Value | BadText]
+) -> Iterator[Value | BadText]:
+    """Yield `check(value, place)` of the value in each line or row of a range; BadText for each
+    that cannot be read. Blank lines are skipped."""
+    name, start, payload = text_range.name, text_range.start, text_range.payload
+    if isinstance(payload, list):
+        for number, row in enumerate(payload, start):
+            yield check(row, f"{name}: row {number}: column {key!r}")
     else:
         lines = payload.removeprefix(codecs.BOM_UTF8) if start == 1 else payload
         for number, line in enumerate(lines.split(b"\n"), start):
             if line.strip():
-                yield _parse_line(line, key, f"{name}:{number}")
+                place = f"{name}:{number}"
+                value = _parse_line(line, key, place)
+                yield value if isinstance(value, BadText) else check(value, f"{place}: {key!r}")
 
 
 def _decode(data: bytes, place: str, start: int) -> str | BadText:
@@ -114,7 +129,8 @@ def _decode(data: bytes, place: str, start: int) -> str | BadText:
         return BadText(f"{place} {at}: invalid UTF-8 (0x{data[error.start]:02x}: {error.reason})")
 
 
-def _parse_line(line: bytes, key: str, place: str) -> str | BadText:
+def _parse_line(line: bytes, key: str, place: str) -> Any:
+    """The field `key` of a line of JSON, or BadText."""
     text = _decode(line, f"{place}: byte", 0)
     if isinstance(text, BadText):
         return text
@@ -125,10 +141,11 @@ def _parse_line(line: bytes, key: str, place: str) -> str | BadText:
     if not isinstance(record, dict) or key not in record:
         known = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
         return BadText(f"{place}: no {key!r} in it, only: {known[:200]}; see --json-key")
-    return _check_text(record[key], f"{place}: {key!r}")
+    return record[key]
 
 
-def _check_text(value: Any, place: str) -> str | BadText:
+def check_text(value: Any, place: str) -> str | BadText:
+    """A value as text, or BadText if it is none."""
     if isinstance(value, bytes):  # of a table
         return _decode(value, f"{place}: byte", 0)
     if not isinstance(value, str):

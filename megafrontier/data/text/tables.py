@@ -75,8 +75,8 @@ def read_rows(name: str, table: Any, key: str) -> Iterator[tuple[int, Rows]]:
 
 
 def size_of(rows: Rows) -> int:
-    """Return the characters, or bytes, of all strings."""
-    return sum(len(row) for row in rows if isinstance(row, str | bytes))
+    """Return the characters, or bytes, of all strings, and about those of chats."""
+    return sum(len(row if isinstance(row, str | bytes) else str(row)) for row in rows)
 
 
 def _columns(name: str, table: Any, key: str) -> Iterator[Any]:

@@ -1,7 +1,7 @@
 """The interface of all tokenizers, and the names that they share."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 MODEL_FILE = "tokenizer.model"
@@ -38,6 +38,19 @@ class Tokenizer(ABC):
 
         Raises UserError for the tokenizer `none`.
         """
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `render_chat` can be called."""
+        return False
+
+    def render_chat(self, chat: Sequence[Mapping[str, str]], asks: bool = False) -> str:
+        """Return the text of a chat, as the tokenizer's own template writes it; with `asks`, up to
+        where the assistant's next turn begins. Each turn has a `role` and a `content`.
+
+        Raises UserError if the template refuses the chat.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def save(self, folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Hugging Face tokenizers, from a folder, a file, or a name in the hub."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,19 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         plain = [int(i) for i in ids]
         return self._tokenizer.decode(plain, clean_up_tokenization_spaces=False)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._tokenizer.chat_template is not None
+
+    def render_chat(self, chat: Sequence[Mapping[str, str]], asks: bool = False) -> str:
+        try:
+            found: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in chat], tokenize=False, add_generation_prompt=asks
+            )
+        except Exception as error:  # jinja2 raises what the template's code does
+            raise UserError(f"the chat template refuses it: {error}") from error
+        return found
 
     def save(self, folder: Path) -> None:
         self._tokenizer.save_pretrained(folder)

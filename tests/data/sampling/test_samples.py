@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,6 +40,21 @@ def test_a_sample_is_a_window_and_its_targets_are_the_next_tokens(corpus: Corpus
     assert batch.documents is None
     assert torch.equal(batch.tokens + 1, batch.targets)
     assert (batch.tokens[:, 0] % S == 0).all()
+
+
+def test_tokens_that_the_corpus_masks_are_no_targets(corpus: CorpusConfig) -> None:
+    mask = np.arange(100 * S + 1) % 3 == 0
+    Path(f"{corpus.path}.mask").write_bytes(mask.tobytes())
+    samples = opened(train=[corpus])
+    batch = samples.batch(0, 100)
+    expected = torch.where((batch.tokens + 1) % 3 == 0, batch.tokens + 1, -100)
+    assert torch.equal(batch.targets, expected)
+    before = samples.fingerprints
+    Path(f"{corpus.path}.mask").write_bytes((~mask).tobytes())
+    assert opened(train=[corpus]).fingerprints != before
+    Path(f"{corpus.path}.mask").write_bytes(b"1")
+    with pytest.raises(UserError, match=r"counting.mask: 1 bytes, need one for each of 801 tokens"):
+        opened(train=[corpus])
 
 
 def test_a_sample_does_not_depend_on_the_batch(corpus: CorpusConfig) -> None:

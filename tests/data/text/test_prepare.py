@@ -6,7 +6,9 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from megafrontier.cli import main
 from megafrontier.common.errors import UserError
 from megafrontier.data.corpus.indexed import IndexedDataset
+from megafrontier.data.corpus.merge import merge
 from megafrontier.data.text.prepare import prepare
 from megafrontier.data.tokenizers.tokenizer import MARKER, ByteTokenizer, load_tokenizer
 from tests.data.corpora import document, read_corpus, write_corpus
@@ -37,6 +40,84 @@ def write_lines(path: Path, texts: list[str]) -> str:
 def some_texts(count: int) -> list[str]:
     """Texts of very different lengths."""
     return [f"Text {i}:\n" + f"  word{i} and more" * (i * i % 97) for i in range(count)]
+
+
+CHATS = [
+    [("system", "Be kind."), ("user", "Hi?"), ("assistant", "Hello!"), ("user", "unused")],
+    [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "four")],
+]
+
+
+def write_chats(path: Path, chats: Sequence[Sequence[tuple[str, str]]] = CHATS) -> str:
+    rows = [[{"role": role, "content": text} for role, text in chat] for chat in chats]
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return str(path)
+
+
+def trained(corpus: IndexedDataset, number: int) -> list[int]:
+    """The tokens of a document that the mask has."""
+    part = slice(corpus.document_start(number), corpus.document_start(number + 1))
+    assert corpus.mask is not None
+    return corpus.tokens[part][corpus.mask[part] == 1].tolist()
+
+
+def test_of_a_chat_only_the_assistants_turns_are_trained_on(tmp_path: Path) -> None:
+    path = write_chats(tmp_path / "chats.jsonl")
+    prepare([path], "bytes", tmp_path / "made", 1, key="messages", chat="simple")
+    corpus = IndexedDataset(tmp_path / "made")
+    expected = b"<|system|>\nBe kind.\n<|user|>\nHi?\n<|assistant|>\nHello!"
+    assert document(corpus, 0).tolist() == [*expected, 256]
+    assert trained(corpus, 0) == [*b"Hello!", 256]
+    assert trained(corpus, 1) == [*b"2", 256, *b"four", 256]
+    prepare([write_lines(tmp_path / "x.jsonl", ["ab"])], "bytes", tmp_path / "plain", 1)
+    merge([str(tmp_path / name) for name in ("plain", "made")], tmp_path / "both")
+    assert IndexedDataset(tmp_path / "both").mask.tolist() == [1, 1, *corpus.mask]
+    prepare([write_lines(tmp_path / "x.jsonl", ["ab"])], "bytes", tmp_path / "made", 1)
+    assert IndexedDataset(tmp_path / "made").mask is None
+
+
+def test_a_tokenizers_chat_template_gives_the_ids_of_transformers(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    save_fast_bpe(tmp_path / "fast", "<|im_end|>")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "fast")
+    theirs.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    theirs.save_pretrained(tmp_path / "fast")
+    path = write_chats(tmp_path / "chats.jsonl")
+    prepare([path], str(tmp_path / "fast"), tmp_path / "made", 1, key="messages", chat="tokenizer")
+    corpus = IndexedDataset(tmp_path / "made")
+    for number, chat in enumerate(CHATS):
+        messages = [{"role": role, "content": text} for role, text in chat if text != "unused"]
+        made = theirs.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert document(corpus, number).tolist() == made["input_ids"]
+        both = made["input_ids"], made["assistant_masks"]
+        # Ours has the line break behind a turn's end token, too.
+        theirs_trained = [i for i, m in zip(*both, strict=True) if m]
+        newline = theirs.encode("\n")
+        assert [i for i in trained(corpus, number) if [i] != newline] == theirs_trained
+
+
+@pytest.mark.parametrize(
+    ("chat", "template", "line"),
+    [
+        ([("user", "Hi?")], "simple", "no turn of the assistant, need one to train on"),
+        ([("user", 3), ("assistant", "b")], "simple", "turn 0: 'content' is int, need a string"),
+        (CHATS[0], "tokenizer", "--chat: tokenizer, but it has no chat template, need simple"),
+    ],
+)
+def test_chats_that_cannot_be_used_are_refused_in_one_line(
+    tmp_path: Path, chat: Any, template: Any, line: str
+) -> None:
+    path = write_chats(tmp_path / "chats.jsonl", [chat])
+    with pytest.raises(UserError, match=re.escape(line)):
+        prepare([path], "bytes", tmp_path / "made", 1, key="messages", chat=template)
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_499, "uint16"), (65_500, "int32")])
