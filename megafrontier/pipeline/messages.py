@@ -80,6 +80,9 @@ class Messenger:
         )
 
     def _exchange(self, parcels: Sequence["_Parcel"]) -> None:
+        # gloo tells a sender that its receiver is ready. After a send, that message would wait
+        # behind the data.
+        parcels = sorted(parcels, key=lambda parcel: parcel.is_send)
         messages = [parcel.message() for parcel in parcels]
         ops = [
             dist.P2POp(dist.isend if p.is_send else dist.irecv, message, p.peer, self._group)

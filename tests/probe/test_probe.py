@@ -1,9 +1,5 @@
 """Links measured by `probe`, and the levels found in them."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +8,8 @@ from megafrontier.config import LevelConfig, MachineConfig, load_machine
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.probe.levels import cluster, surprises
 from megafrontier.probe.links import prime_levels
-from scripts.benchmarks.slow_network.links import NIC, Links, Unable, links
+from scripts.benchmarks.probing import probe_shaped
+from scripts.benchmarks.slow_network.links import Unable
 
 GIGA = 1e9
 
@@ -67,51 +64,24 @@ def test_a_slow_link_and_a_level_that_the_machine_file_states_otherwise_are_name
     ]
 
 
-NODES, RANKS, RATE = 2, 2, 8e6
+SIZES, RATES, RANKS_PER_HOST = (2, 2, 2), (64e6, 24e6, 8e6), 4
 
 
-def test_ranks_on_a_shaped_network_find_its_levels_and_rates(tmp_path: Path) -> None:
-    """Two nodes of two ranks that share a NIC: each rank has half of its rate."""
+def test_ranks_on_three_shaped_levels_find_them_and_their_rates(tmp_path: Path) -> None:
     written = tmp_path / "machine.yaml"
     try:
-        with links(NODES) as made:
-            made.shape(RANKS * RATE)
-            outputs = [done.communicate(timeout=120) for done in start_ranks(made, written)]
+        found = probe_shaped(SIZES, RATES, RANKS_PER_HOST, written)
     except Unable as reason:
         pytest.skip(f"no slow network here: {reason}")
-    found = json.loads(outputs[0][0])
-    assert list(found["levels"]) == ["node", "world"], outputs
-    assert found["levels"]["node"]["size"] == RANKS
+    levels = found["levels"]
+    assert [(name, level["size"]) for name, level in levels.items()] == [
+        ("pair", 2),
+        ("node", 2),
+        ("world", None),
+    ]
     # How close depends on what else the machine does. docs/planning.md has figures.
-    rate = found["levels"]["world"]["gigabytes_per_second"] * 1e9
-    assert RATE / 2 < rate < 2 * RATE
+    for level, rate in zip(levels.values(), RATES, strict=True):
+        assert rate / 2 < level["gigabytes_per_second"] * GIGA < 1.5 * rate
     machine = load_machine(str(written))
-    assert machine.device.ranks_per_host == RANKS
+    assert machine.device.ranks_per_host == RANKS_PER_HOST
     assert machine.device.matrix_tflops == found["device"]["matrix_tflops"]
-
-
-def start_ranks(made: Links, written: Path) -> list[subprocess.Popen[str]]:
-    """`probe` on each rank, as torchrun would start it."""
-    found = []
-    for rank in range(NODES * RANKS):
-        node, local = divmod(rank, RANKS)
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(NODES * RANKS),
-            "LOCAL_RANK": str(local),
-            "LOCAL_WORLD_SIZE": str(RANKS),
-            "MASTER_ADDR": made.address(0),
-            "MASTER_PORT": "3442",
-            "GLOO_SOCKET_IFNAME": NIC,
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [*made.inside(node), sys.executable, "-m", "megafrontier"]
-        arguments = ["probe", "--json", "--write", str(written)]
-        pipe = subprocess.PIPE
-        found.append(
-            subprocess.Popen(
-                [*command, *arguments], env=environment, stdout=pipe, stderr=pipe, text=True
-            )
-        )
-    return found

@@ -94,7 +94,7 @@ class Cluster:
             cwd=self.folder,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=180,
         )
         if check and done.returncode:
             raise AssertionError(f"{' '.join(command)}: {done.stdout}{done.stderr}")

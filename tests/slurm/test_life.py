@@ -1,6 +1,7 @@
 """A run on a cluster goes on to its end, whatever happens to its jobs, with an unbroken run's
 losses."""
 
+import json
 import sys
 
 from tests.slurm.cluster import ROOT
@@ -92,3 +93,19 @@ def test_ranks_that_srun_starts_from_a_login_node_meet_on_the_first_of_their_own
     where = ("--nodes=2", "--ntasks=2", f"--nodelist={','.join(nodes)}")
     said = cluster.run("srun", *where, sys.executable, "-c", script, PYTHONPATH=str(ROOT))
     assert said.split() == [f"tcp://{nodes[0]}:3442"] * 2
+
+
+def test_probe_under_srun_finds_the_nodes_and_the_rate_between_them(cluster):
+    rate = 24e6
+    cluster.network.shape(rate)
+    where = ("--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--cpus-per-task=1")
+    probe = (sys.executable, "-m", "megafrontier", "probe", "--json")
+    said = cluster.run("srun", *where, *probe, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    found = json.loads(said[said.index("{\n") : said.rindex("}") + 1])
+    assert {name: level["size"] for name, level in found["levels"].items()} == {
+        "node": 2,
+        "world": None,
+    }
+    # Two ranks share the link of a node.
+    world = found["levels"]["world"]["gigabytes_per_second"] * 1e9
+    assert rate / 4 < world < rate

@@ -92,7 +92,9 @@ def exchange(
 ) -> float:
     """The seconds it takes to send a tensor to a peer and to receive one of the same size."""
     begin = time.perf_counter()
-    ops = [dist.P2POp(dist.isend, send, peer, group), dist.P2POp(dist.irecv, receive, peer, group)]
+    # The receive comes first. gloo tells the sender that this rank is ready, and after a send that
+    # message would wait behind the data, so that one direction would follow the other.
+    ops = [dist.P2POp(dist.irecv, receive, peer, group), dist.P2POp(dist.isend, send, peer, group)]
     for work in dist.batch_isend_irecv(ops):
         work.wait()
     if send.device.type == "cuda":

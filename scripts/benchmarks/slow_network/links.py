@@ -61,6 +61,23 @@ class Links:
             _shape(["-n", name], NIC, bytes_per_second)
             _shape([], _outer(name), bytes_per_second)
 
+    def shape_levels(self, sizes: Sequence[int], rates: Sequence[float]) -> None:
+        """Shape what each node sends to each other one by the level between them.
+
+        sizes: of the levels, the innermost first; their product is the number of nodes. rates: of
+        the levels, in bytes a second.
+        """
+        for node, name in enumerate(self.namespaces):
+            _run("tc", "-n", name, *f"qdisc replace dev {NIC} root handle 1: htb".split())
+            for level, rate in enumerate(rates, 1):
+                _shape_class(name, level, rate)
+            for peer in range(len(self.namespaces)):
+                if peer != node:
+                    level = 1 + _level_between(node, peer, sizes)
+                    match = f"u32 match ip dst {self.address(peer)}/32 flowid 1:{level}"
+                    where = f"filter add dev {NIC} parent 1: protocol ip {match}"
+                    _run("tc", "-n", name, *where.split())
+
     def _up(self) -> None:
         _run("ip", "link", "add", self.bridge, "mtu", str(MTU), "type", "bridge")
         _run("ip", "link", "set", self.bridge, "up")
@@ -116,8 +133,34 @@ def _run(*command: str) -> str:
     return done.stdout
 
 
+def _level_between(node: int, peer: int, sizes: Sequence[int]) -> int:
+    """The innermost level whose groups hold both nodes."""
+    level = 0
+    for size in sizes:
+        node, peer = node // size, peer // size
+        if node == peer:
+            break
+        level += 1
+    return level
+
+
+def _shape_class(namespace: str, level: int, bytes_per_second: float) -> None:
+    """Make class `level` of the NIC's scheduler, with a rate and a queue of its own."""
+    burst = _burst_bytes(bytes_per_second)
+    rate = f"htb rate {round(bytes_per_second * 8)}bit burst {burst} cburst {burst}"
+    for command in (
+        f"class add dev {NIC} parent 1: classid 1:{level} {rate}",
+        f"qdisc add dev {NIC} parent 1:{level} bfifo limit {QUEUE_BYTES}",
+    ):
+        _run("tc", "-n", namespace, *command.split())
+
+
+def _burst_bytes(bytes_per_second: float) -> int:
+    return max(LEAST_BURST_BYTES, round(bytes_per_second * BURST_SECONDS))
+
+
 def _shape(where: Sequence[str], device: str, bytes_per_second: float) -> None:
-    burst = max(LEAST_BURST_BYTES, round(bytes_per_second * BURST_SECONDS))
+    burst = _burst_bytes(bytes_per_second)
     bucket = f"tbf rate {round(bytes_per_second * 8)}bit burst {burst} limit {QUEUE_BYTES}"
     _run("tc", *where, "qdisc", "replace", "dev", device, "root", *bucket.split())
 
