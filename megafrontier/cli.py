@@ -275,15 +275,25 @@ def _quiet_torch() -> None:
 
 
 @_command(
-    "loss, perplexity and bits per byte",
+    "loss, perplexity and bits per byte; or tasks of lm-evaluation-harness",
     _arg("target", "a config (its run's newest checkpoint), a run, or a checkpoint", type=Path),
+    _arg("--tasks", "evaluate these tasks instead (evaluate.tasks=[A,B])", metavar="A,B"),
+    _arg("--limit", "documents of each task (evaluate.tasks_limit=N)", metavar="N"),
+    _arg("--include-path", "folder of task files (evaluate.tasks_path=DIR)", metavar="DIR"),
     *_RANKS,
 )
 def _evaluate(a: argparse.Namespace) -> int:
     _quiet_torch()
     from megafrontier.commands.evaluate import evaluate_command
 
-    return evaluate_command(a.target, a.overrides, a.nproc, print)
+    given = {
+        "tasks": a.tasks and f"[{a.tasks}]",
+        "tasks_limit": a.limit,
+        "tasks_path": a.include_path,
+    }
+    chosen = [f"evaluate.{key}={value}" for key, value in given.items() if value]
+    overrides = [*a.overrides, *chosen]
+    return evaluate_command(a.target, overrides, a.nproc, print, with_tasks=a.tasks is not None)
 
 
 @_command(

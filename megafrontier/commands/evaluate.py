@@ -1,5 +1,6 @@
-"""The command `evaluate`: the loss of a finished checkpoint on its validation data."""
+"""The command `evaluate`: the loss of a finished checkpoint on its validation data, or tasks."""
 
+import json
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -22,18 +23,25 @@ from megafrontier.config import (
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.data.tokenizers.base import Tokenizer
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
+from megafrontier.evaluation.tasks import Results, check_tasks, evaluate_tasks
 from megafrontier.launch.context import RunContext, open_context
 from megafrontier.launch.health.preflight import check_rank
 from megafrontier.launch.main import launch, load_or_refuse
 from megafrontier.parallel.env import identify
+from megafrontier.pipeline.work import Runner
 from megafrontier.training.callbacks.evaluate import Evaluation, evaluate
 from megafrontier.training.preview import check_training
 from megafrontier.training.resume.compatibility import check_model, rotary_changes
-from megafrontier.training.trainer import build_model, make_runner, open_loader
+from megafrontier.training.trainer import (
+    build_model,
+    make_runner,
+    open_loader,
+    open_named_loaders,
+)
 
 
 def _find_target(
-    path: Path, overrides: Sequence[str], unused: Sequence[str]
+    path: Path, overrides: Sequence[str], unused: Sequence[str], with_tasks: bool
 ) -> tuple[Path, Config]:
     """A checkpoint, or a run whose newest one is meant, and the config to evaluate it with.
 
@@ -47,6 +55,8 @@ def _find_target(
         path = Path(config.run.directory)
     else:
         config = of_newest(path, partial(saved_config, overrides=overrides))
+    if with_tasks:
+        return path, config
     if config.evaluate.batches == 0:
         raise UserError("evaluate.batches: 0, need at least 1")
     if not (config.data.valid or config.data.train):
@@ -56,9 +66,14 @@ def _find_target(
 
 
 def evaluate_command(
-    path: Path, overrides: Sequence[str], nproc: int | None, show: Callable[[str], Any]
+    path: Path,
+    overrides: Sequence[str],
+    nproc: int | None,
+    show: Callable[[str], Any],
+    with_tasks: bool = False,
 ) -> int:
-    """Loss, perplexity and bits per byte on the validation data, over one or more ranks.
+    """Loss, perplexity and bits per byte on the validation data, over one or more ranks; or, with
+    `with_tasks`, the results of `evaluate.tasks`, which also go to the run's metrics.jsonl.
 
     Local ranks form one level, and all states are sharded over it: the result does not depend on
     the placement, and the machine file of the training may be missing here. Only its
@@ -68,7 +83,7 @@ def evaluate_command(
     unused = ["train.compile", "optimizer", "schedule", "checkpoint"]
     unused += ["machine", "parallel", "partition"] if is_local else []
     unused += [] if path.is_file() else ["run.name", "run.directory"]
-    path, config = load_or_refuse(lambda: _find_target(path, overrides, unused), nproc)
+    path, config = load_or_refuse(lambda: _find_target(path, overrides, unused, with_tasks), nproc)
     config.train.compile = False  # compiling takes longer than a few batches
     if is_local:
         config.machine = {"levels": {"world": {}}, "device": {"name": device_name(config)}}
@@ -78,15 +93,17 @@ def evaluate_command(
         need = f"a smaller train.micro_batch ({config.train.micro_batch}), or more ranks"
         with open_context(config, Path(config.run.directory)) as context:
             with context.explain_out_of_memory(need):
-                checkpoint, found = _evaluate(path, context, show)
-            if context.world.rank == 0:
-                show(describe(checkpoint, found))
+                lines = (_evaluate_tasks if with_tasks else _evaluate)(path, context, show)
+            for line in lines if context.world.rank == 0 else ():
+                show(line)
         return 0
 
     def check(ranks: int) -> None:
         if not is_local:
             check_rank(load_machine(config.machine).device, identify(os.environ), False)
-        check_training(config, ranks, parts=("valid",))
+        check_training(config, ranks, parts=() if with_tasks else ("valid",))
+        if with_tasks:
+            check_tasks(config)
 
     return launch(config, body, nproc, check)
 
@@ -98,10 +115,8 @@ def _refuse_unused(overrides: Sequence[str], unused: Sequence[str]) -> None:
             raise UserError(f"{key}: not used by evaluate here, leave it out")
 
 
-def _evaluate(
-    path: Path, context: RunContext, show: Callable[[str], Any]
-) -> tuple[Path, Evaluation]:
-    """The path of the newest checkpoint, and its evaluation."""
+def _load(path: Path, context: RunContext, show: Callable[[str], Any]) -> tuple[Checkpoint, Runner]:
+    """The newest checkpoint, and its model."""
     config, mesh, world = context.config, context.mesh, context.world
     plan = context.plan
     model, engine = build_model(config, plan, mesh, has_values=False)
@@ -117,24 +132,62 @@ def _evaluate(
     checkpoint = of_newest(path, load_it, world.broadcast_from_rank_0)
     share_shards(engine, weights, buffers)
     engine.restore(has_published=False)
-    loader = world.run_on_all(
-        lambda: open_loader(config, "valid", mesh.data_rank, mesh.data_size, mesh.device)
-    )
-    if loader is None:
-        raise UserError("data.split: keeps nothing for validation; need data.valid or a part")
     if world.rank == 0:
         # A config file may lack overrides that were given to the training.
         for line in rotary_changes(config, checkpoint.manifest):
             show(line)
+    return checkpoint, runner
+
+
+def _evaluate(path: Path, context: RunContext, show: Callable[[str], Any]) -> list[str]:
+    """The evaluation of the newest checkpoint, in lines: all corpora, then those of each name."""
+    config, mesh, world = context.config, context.mesh, context.world
+    checkpoint, runner = _load(path, context, show)
+    place = mesh.data_rank, mesh.data_size, mesh.device
+    loader, named = world.run_on_all(
+        lambda: (open_loader(config, "valid", *place), open_named_loaders(config, *place))
+    )
+    if loader is None:
+        raise UserError("data.split: keeps nothing for validation; need data.valid or a part")
     tokenizer = cached_tokenizer(config.tokenizer)
     count_bytes = partial(text_bytes, tokenizer) if tokenizer.min_vocab_size else None
     try:
-        beat = context.watchdog.beat
-        found = evaluate(runner, loader, mesh, config.evaluate.batches, count_bytes, beat)
-        assert found is not None  # nothing interrupts it here
-        return checkpoint.path, found
+        lines, beat = [], context.watchdog.beat
+        for name, of in {str(checkpoint.path): loader, **named}.items():
+            found = evaluate(runner, of, mesh, config.evaluate.batches, count_bytes, beat)
+            assert found is not None  # nothing interrupts it here
+            lines.append(describe(name, found))
+        return lines
     finally:
-        loader.close()
+        for one in (loader, *named.values()):
+            one.close()
+
+
+def _evaluate_tasks(path: Path, context: RunContext, show: Callable[[str], Any]) -> list[str]:
+    """The results of tasks in lines, which rank 0 adds to the metrics of the checkpoint's run."""
+    checkpoint, runner = _load(path, context, show)
+    found = evaluate_tasks(context.config, runner, context.mesh, context.watchdog.beat)
+    if found is None:
+        return []
+    metrics = checkpoint.path.absolute().parents[1] / "metrics.jsonl"
+    if metrics.is_file():
+        line = {"step": checkpoint.manifest.step, "tasks": found}
+        with metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    return [f"{checkpoint.path}:", *describe_tasks(found)]
+
+
+def describe_tasks(found: Results) -> list[str]:
+    """Lines of a table: task, metric, value, and its standard error if there is one."""
+    lines = []
+    for task, values in found.items():
+        for name, value in values.items():
+            metric, _, rest = name.partition(",")
+            error = values.get(f"{metric}_stderr" + (f",{rest}" if rest else ""))
+            if not metric.endswith("_stderr"):
+                spread = "" if error is None else f" ± {error:.4f}"
+                lines.append(f"{task:24} {name:24} {value:.4f}{spread}")
+    return lines
 
 
 def text_bytes(tokenizer: Tokenizer, batch: Batch) -> int:
@@ -158,7 +211,7 @@ def _bytes_of(row: str) -> int:
     return len(whole.encode()) + len(row) - len(whole)
 
 
-def describe(checkpoint: Path, found: Evaluation) -> str:
+def describe(checkpoint: str, found: Evaluation) -> str:
     """One line: nats per token, perplexity, and bits per byte of UTF-8 text, if there is any."""
     line = f"{checkpoint}: loss {found.loss:.4f}  perplexity {math.exp(min(found.loss, 700)):.2f}"
     if found.utf8_bytes == 0:

@@ -11,6 +11,9 @@ class CorpusConfig:
     """Prefix of PREFIX.bin and PREFIX.idx."""
     weight: float = bounded(1.0, above=0)
     """Share of the samples drawn from this corpus, relative to the other corpora."""
+    name: str = ""
+    """In `data.valid`: also evaluate the corpora of this name alone, over as many batches, as the
+    metric `valid_loss/NAME`."""
 
 
 @dataclass

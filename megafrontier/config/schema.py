@@ -110,6 +110,15 @@ class EvaluateConfig:
     """Steps between evaluations; 0: evaluate only at the end."""
     batches: int = bounded(10, at_least=0)
     """Global batches of one evaluation; 0: no evaluation."""
+    tasks: list[str] = field(default_factory=list)
+    """Tasks or groups of tasks of lm-evaluation-harness, evaluated with the model as it is sharded
+    (pip install megafrontier[evaluate]). metrics.jsonl has the results under `tasks`."""
+    tasks_every: int = bounded(0, at_least=0)
+    """Steps between evaluations of the tasks; 0: only at the end."""
+    tasks_limit: int | None = count(None)
+    """Documents of each task that are used, from the first one on. Default: all."""
+    tasks_path: str | None = None
+    """Folder of task files (YAML) of your own."""
 
 
 @dataclass

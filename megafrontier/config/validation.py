@@ -1,6 +1,7 @@
 """Plain values become dataclasses, and each bad value is refused in one line: key, value, fix."""
 
 import operator
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from difflib import get_close_matches
@@ -211,6 +212,9 @@ def _check_data(config: Config) -> None:
     for key, corpora in (("train", data.train), ("valid", data.valid)):
         for i, corpus in enumerate(corpora):
             need(corpus.path != "", f"data.{key}[{i}].path", "empty", "need a corpus prefix")
+            fits = "need letters, digits, `.`, `_` or `-`, in data.valid"
+            is_name = key == "valid" and re.fullmatch(r"[\w.-]+", corpus.name) is not None
+            need(is_name or not corpus.name, f"data.{key}[{i}].name", corpus.name, fits)
     is_split = len(data.split) == 2 and min(data.split) >= 0 and data.split[0] > 0
     fits = "need two parts, training above 0 and validation 0 or more"
     need(is_split, "data.split", data.split, fits)

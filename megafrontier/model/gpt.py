@@ -32,6 +32,7 @@ from megafrontier.model.recompute.checkpointing import Mode
 from megafrontier.model.recompute.compile import compiled, let_length_vary
 from megafrontier.model.recompute.offload import Offload
 from megafrontier.model.scaling import multipliers, scale_specs, scaled
+from megafrontier.model.scores import token_scores
 
 
 class _FP32GradLookup(torch.autograd.Function):
@@ -113,14 +114,27 @@ class Head(nn.Module):
             self.output = with_specs(output, "matrix", matrix_std(config), config.vocab_size)
 
     def forward(
-        self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        tied: Tensor | None = None,
+        scores: bool = False,
     ) -> Tensor:
         """hidden [b, s, hidden] → logits [b, s, vocab_size], or with targets [b, s] the fp32 sum of
-        their cross-entropies. `tied` [rows, hidden] is the output matrix of tied embeddings."""
+        their cross-entropies, or with `scores`, too, `token_scores` [b · s, 2]. `tied`
+        [rows, hidden] is the output matrix of tied embeddings."""
         weight = self.output.weight if tied is None else tied
         hidden = scaled(self.norm(hidden), self.multiplier)
         if targets is None:
             return F.linear(hidden, weight)[..., : self.vocab_size]
+        if scores:
+            return token_scores(
+                hidden.flatten(0, 1),
+                weight,
+                targets.flatten(),
+                vocab_size=self.vocab_size,
+                chunk_tokens=self.loss_chunk_tokens,
+            )
         return linear_cross_entropy(
             hidden.flatten(0, 1),
             weight,
@@ -203,12 +217,14 @@ class GPT(nn.Module):
         *,
         hidden: Tensor | None = None,
         blocks: range | None = None,
+        scores: bool = False,
     ) -> Tensor:
         """Logits [b, s, vocab_size], or with `targets` the fp32 sum of their cross-entropies.
 
         tokens, targets int64 [b, s]. Targets of -100 have no loss; the caller divides the sum by
         the global number of the others. With `part` the sum is that of `own_part`, and there are no
-        logits. With `last_only` there are logits of the last token of each row only,
+        logits. With `scores` the result is `token_scores` of these tokens, float64 [n, 2], in place
+        of the sum. With `last_only` there are logits of the last token of each row only,
         [b, 1, vocab_size]. `documents` int32 [n + 1], on any device: the start of each document in
         the b · s tokens (each row starts one), then b · s; tokens attend only within their
         document, and positions restart there. `cache`: positions continue after its tokens, and
@@ -251,7 +267,7 @@ class GPT(nn.Module):
             return hidden
         is_tied = self.config.tie_embeddings and hasattr(self, "embedding")
         tied = self.embedding.tokens.weight if is_tied else None
-        return self.head(hidden[:, -1:] if last_only else hidden, targets, tied)
+        return self.head(hidden[:, -1:] if last_only else hidden, targets, tied, scores)
 
     def _rotary(self, positions: Tensor) -> Rotary | None:
         config, rotary_dims = self.config, self.config.rotary_dims

@@ -105,6 +105,15 @@ class World:
                 found = all_gather_stacked(found, group).flatten(0, 1)
         return found
 
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor [n] of any size over all ranks. Unlike `sum` it needs no memory for a copy
+        of each rank, and bits may differ between ranks."""
+        found = values.clone()
+        for group in self.groups:
+            if group is not None:
+                dist.all_reduce(found, group=group)
+        return found
+
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
         """The elementwise maximum of a small tensor [n] over all ranks."""
         found = values.clone()

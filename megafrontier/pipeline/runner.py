@@ -31,7 +31,7 @@ from megafrontier.pipeline.table import (
     message_of,
 )
 from megafrontier.pipeline.table import Message as Key
-from megafrontier.pipeline.work import Work, count_targets
+from megafrontier.pipeline.work import Work, count
 
 _GIVEN: dict[Kind, Backward] = {
     Kind.BACKWARD_INPUT: "inputs",
@@ -117,9 +117,16 @@ class Pipeline:
         if hidden is not None and torch.is_grad_enabled():
             hidden.requires_grad_()
         step.work.before(batch, blocks.start)
-        out = self.model(batch.tokens, batch.targets, batch.documents, hidden=hidden, blocks=blocks)
+        out = self.model(
+            batch.tokens,
+            batch.targets,
+            batch.documents,
+            hidden=hidden,
+            blocks=blocks,
+            scores=step.work.scores is not None,
+        )
         if action.stage == self.division.stages - 1:
-            step.totals += count_targets(self.model, batch, out)
+            step.totals += count(self.model, step.work, batch, out)
             out = step.work.scaled(out)
         else:
             self._made(step, action, out.detach())

@@ -19,12 +19,15 @@ class Work:
     before: is called with a batch before a forward of it, and with the number of the first block.
     scaled: gives the loss that backward starts from.
     after: is called after each forward and backward of a stage, or of the whole model.
+    scores: if given, `Runner.evaluate` calls it with a batch and `token_scores` of it, and sums no
+        losses.
     """
 
     batches: Sequence[Batch]
     before: Callable[[Batch, int], None] = lambda batch, block: None
     scaled: Callable[[Tensor], Tensor] = lambda loss: loss
     after: Callable[[], None] = lambda: None
+    scores: Callable[[Batch, Tensor], None] | None = None
 
 
 class Runner(Protocol):
@@ -66,17 +69,26 @@ class WholeModel:
         """Forward, as `Runner.evaluate`."""
         totals = self._zeros()
         for batch in work.batches:
-            totals += count_targets(self.model, batch, self._forward(work, batch))
+            totals += count(self.model, work, batch, self._forward(work, batch))
             work.after()
         return totals
 
     def _forward(self, work: Work, batch: Batch) -> Tensor:
         work.before(batch, 0)
-        loss: Tensor = self.model(batch.tokens, batch.targets, batch.documents)
-        return loss
+        scores = work.scores is not None
+        out: Tensor = self.model(batch.tokens, batch.targets, batch.documents, scores=scores)
+        return out
 
     def _zeros(self) -> Tensor:
         return torch.zeros(2, dtype=torch.float64, device=self._engine.hierarchy.device)
+
+
+def count(model: GPT, work: Work, batch: Batch, out: Tensor) -> Tensor:
+    """Hand the scores of a batch to `work.scores`, or else return `count_targets`."""
+    if work.scores is None:
+        return count_targets(model, batch, out)
+    work.scores(batch, out)
+    return torch.zeros(2, dtype=torch.float64, device=out.device)
 
 
 def count_targets(model: GPT, batch: Batch, loss: Tensor) -> Tensor:

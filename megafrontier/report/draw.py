@@ -273,6 +273,9 @@ def _table(runs: Sequence[Run]) -> str:
     """One column for each run, so that numbers to compare stand side by side."""
     rows = {title: [cell(run) for run in runs] for title, cell in ROWS.items()}
     rows |= expert_rows(runs)
+    for title in dict.fromkeys(title for run in runs for title in run.results):
+        results = [run.results.get(title) for run in runs]
+        rows[title] = ["" if value is None else f"{value:.4f}" for value in results]
     for level in all_levels(runs):
         sent = [_shown(run.traffic(level, "bytes"), "B") for run in runs]
         rows[f"{level}: sent per step"] = sent

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +27,8 @@ class Run:
     """Lines of optimizer steps, skipped steps included."""
     evaluations: list[tuple[int, float]]
     """(step, validation loss in nats per token)."""
+    results: dict[str, float] = field(default_factory=dict)
+    """The newest results of tasks, as `task: metric`, and validation losses of named corpora."""
 
     @property
     def levels(self) -> list[str]:
@@ -78,7 +80,7 @@ def _read_run(directory: Path) -> Run:
         raise UserError(f"{path}: {error.strerror}, need the directory of a run") from error
     lines = _parse_lines(path, text)
     # A resumed run repeats steps. The later line replaces the earlier one.
-    steps = {line["step"]: line for line in lines if "valid_loss" not in line}
+    steps = {line["step"]: line for line in lines if not {"valid_loss", "tasks"} & line.keys()}
     evaluations = {line["step"]: line["valid_loss"] for line in lines if "valid_loss" in line}
     if not steps:
         raise UserError(f"{path}: no steps yet, need at least one")
@@ -91,7 +93,19 @@ def _read_run(directory: Path) -> Run:
         config=config,
         steps=[steps[step] for step in sorted(steps)],
         evaluations=[(s, loss) for s, loss in sorted(evaluations.items()) if loss is not None],
+        results=_results(lines),
     )
+
+
+def _results(lines: Sequence[Metrics]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for line in sorted(lines, key=lambda line: int(line["step"])):
+        for key, value in line.items():
+            if key.startswith("valid_loss/") and value is not None:
+                found[f"validation loss of {key.removeprefix('valid_loss/')}"] = value
+        for task, values in (line.get("tasks") or {}).items():
+            found |= {f"{task}: {name}": value for name, value in values.items()}
+    return found
 
 
 def _parse_lines(path: Path, text: str) -> list[Metrics]:

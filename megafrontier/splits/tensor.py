@@ -22,6 +22,7 @@ from megafrontier.model.loss import IGNORE_INDEX, ChunkLosses, linear_cross_entr
 from megafrontier.model.mlp import MLP
 from megafrontier.model.moe.layer import MoE
 from megafrontier.model.scaling import scaled
+from megafrontier.model.scores import token_scores
 from megafrontier.parallel.mesh import DATA_PARALLEL
 from megafrontier.parallel.param_spec import set_spec, spec_of
 from megafrontier.splits.tokens import (
@@ -249,15 +250,29 @@ class SplitHead(nn.Module):
             self.output.weight = cutter.cut(whole.output.weight, 0, 0, rows)
 
     def forward(
-        self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        tied: Tensor | None = None,
+        scores: bool = False,
     ) -> Tensor:
         """hidden [1, b · s / size, h] and targets [b, s] → the fp32 sum of their cross-entropies,
-        the same on each rank. Raises RuntimeError without targets."""
+        or with `scores` `token_scores`, the same on each rank. Raises RuntimeError without
+        targets."""
         if targets is None:
             raise RuntimeError("logits of a split head, need a model on one rank")
         weight = self.output.weight if tied is None else tied
         hidden = scaled(self.norm(hidden), self.multiplier)
         tokens = gather_tokens(hidden.flatten(0, -2), self.group.number)
+        if scores:
+            return token_scores(
+                tokens,
+                weight,
+                targets.flatten(),
+                vocab_size=self.vocab_size,
+                chunk_tokens=self.loss_chunk_tokens,
+                scores=self._chunk_scores,
+            )
         return linear_cross_entropy(
             tokens,
             weight,
@@ -304,3 +319,17 @@ class SplitHead(nn.Module):
         gradient.scatter_add_(1, ids, -is_here[:, None].float())
         gradient = (gradient if scale == 1 else gradient.mul_(scale)).to(logits.dtype)
         return ChunkLosses(loss, gradient, squares)
+
+    def _chunk_scores(self, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+        """`scores.chunk_scores` of logits [c, rows] of which this rank has some columns."""
+        start = self.group.index * logits.shape[1]
+        values = logits.float()
+        values[:, max(0, vocab_size - start) :] = torch.finfo(torch.float32).min
+        ids = targets - start
+        is_here = (ids >= 0) & (ids < logits.shape[1])
+        target = values.gather(1, ids.where(is_here, 0)[:, None])[:, 0].where(is_here, 0.0)
+        most, best = values.max(1)
+        numbers = torch.stack([most, values.logsumexp(1), target, (best + start).float()])
+        maxima, sums, found, ids = self.group.gather(numbers[None], is_exact=True).unbind(1)
+        likeliest = ids.gather(0, maxima.argmax(0, keepdim=True))[0]
+        return torch.stack([found.sum(0) - sums.logsumexp(0), likeliest], 1).double()

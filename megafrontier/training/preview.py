@@ -9,6 +9,7 @@ import torch
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
+from megafrontier.evaluation.tasks import check_tasks
 from megafrontier.model.families import family_for
 from megafrontier.model.moe.experts import EXPERT_AXES
 from megafrontier.model.scaling import describe_scaling
@@ -29,7 +30,7 @@ from megafrontier.training.plan import (
     state_gib,
     tensor_traffic,
 )
-from megafrontier.training.trainer import PARTS, Part, open_loader
+from megafrontier.training.trainer import PARTS, Part, open_loader, open_named_loaders
 
 MANY_PEERS = 512
 RCCL_DEVICES = ("MI250X", "AMD")
@@ -45,10 +46,13 @@ def check_training(config: Config, ranks: int, parts: Sequence[Part] = PARTS) ->
     plan = resolve_plan(config, ranks)
     check_vocabulary(config)
     optimizer_groups(config)  # refuses groups that do not fit
+    data_ranks = plan.shape.over(("data",)).ranks
     for part in parts:
-        loader = open_loader(config, part, 0, plan.shape.over(("data",)).ranks)
+        loader = open_loader(config, part, 0, data_ranks)
         if loader is not None:
             loader.samples.batch(0, 1)  # one sample shows most wrong tokenizers
+    if "valid" in parts:
+        open_named_loaders(config, 0, data_ranks)
     if "train" in parts:
         _check_packages(config)
     return plan
@@ -61,6 +65,7 @@ def _check_packages(config: Config) -> None:
         if value and find_spec(package) is None:
             need = f"needs a package: pip install megafrontier[{package}]"
             raise UserError(f"log.{package}: {value}, {need}")
+    check_tasks(config)
     if config.optimizer.fused == "apex":
         find_apex()
     for name in log.callbacks:

@@ -1,7 +1,7 @@
 """Everything that one rank trains with, built from a configuration."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -68,6 +68,8 @@ class Trainer:
     stateful: dict[str, Any] = field(default_factory=dict)
     step: int = 0
     tokens: int = 0
+    named_loaders: dict[str, Loader] = field(default_factory=dict)
+    """Of the corpora of `data.valid` with a name."""
     pending_save: PendingSave | None = None
     """A checkpoint that is being written behind the steps."""
 
@@ -88,7 +90,7 @@ class Trainer:
 
     def close(self) -> None:
         """Stop reading ahead."""
-        for loader in (self.loader, self.valid_loader):
+        for loader in (self.loader, self.valid_loader, *self.named_loaders.values()):
             if loader is not None:
                 loader.close()
 
@@ -112,11 +114,16 @@ def build_trainer(
     built = build_model(config, plan, mesh, has_values)
     # All ranks agree, because the others would wait for a rank whose storage fails.
     rank, size, device = mesh.data_rank, mesh.data_size, mesh.device
-    train, valid = mesh.world.run_on_all(
-        lambda: [open_loader(config, part, rank, size, device) for part in PARTS]
+    (train, valid), named = mesh.world.run_on_all(
+        lambda: (
+            [open_loader(config, part, rank, size, device) for part in PARTS],
+            open_named_loaders(config, rank, size, device),
+        )
     )
     assert train is not None
-    return make_trainer(config, plan, mesh, built, train, valid, run_logger)
+    trainer = make_trainer(config, plan, mesh, built, train, valid, run_logger)
+    trainer.named_loaders = named
+    return trainer
 
 
 def make_trainer(
@@ -245,6 +252,20 @@ def open_loader(
     return Loader(
         samples, train.global_batch, train.micro_batch, data_rank, data_size, skip, device
     )
+
+
+def open_named_loaders(
+    config: Config, data_rank: int, data_size: int, device: torch.device | str = "cpu"
+) -> dict[str, Loader]:
+    """A loader for each name in `data.valid`, of its corpora. Raises as `open_loader` does."""
+    found = {}
+    for name in dict.fromkeys(corpus.name for corpus in config.data.valid if corpus.name):
+        corpora = [corpus for corpus in config.data.valid if corpus.name == name]
+        only = replace(config, data=replace(config.data, valid=corpora))
+        loader = open_loader(only, "valid", data_rank, data_size, device)
+        assert loader is not None
+        found[name] = loader
+    return found
 
 
 def read_step(loader: Loader, step: int, rank: int) -> list[Batch]:

@@ -130,6 +130,15 @@ def test_a_resumed_runs_later_lines_win(make_run):
     assert run.evaluations == [(5, 2.0)]
 
 
+def test_results_of_tasks_and_named_corpora_are_rows_with_their_newest_value(make_run, tmp_path):
+    found = [{"step": s, "tasks": {"arc": {"acc": s / 10}}} for s in (1, 2)]
+    loss = {"step": 2, "valid_loss": 3.0, "valid_loss/wiki": 2.5}
+    page = write_report([make_run("a", [step_line(1), step_line(2), *found, loss])], tmp_path / "r")
+    text = page.read_text()
+    assert "<td>arc: acc</td><td>0.2000</td>" in text
+    assert "<td>validation loss of wiki</td><td>2.5000</td>" in text
+
+
 def test_a_half_written_last_line_is_left_out(make_run):
     (run,) = read_runs([make_run("a", steps(3), tail='{"step": 4, "lo')])
     assert run.steps[-1]["step"] == 3

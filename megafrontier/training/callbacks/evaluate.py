@@ -1,4 +1,4 @@
-"""Loss on held-out data, with the model as it is sharded."""
+"""Loss on held-out data, and results of tasks, with the model as it is sharded."""
 
 import math
 from collections.abc import Callable
@@ -9,6 +9,7 @@ import torch
 
 from megafrontier.data.sampling.loader import Loader
 from megafrontier.data.sampling.samples import Batch
+from megafrontier.evaluation.tasks import evaluate_tasks
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.pipeline.work import Runner, Work
 from megafrontier.training.callbacks.base import Callback, is_due
@@ -70,7 +71,8 @@ def evaluate(
 
 
 class Evaluate(Callback):
-    """Evaluates every `evaluate.every` steps and at the end of the run.
+    """Evaluates every `evaluate.every` steps and at the end of the run, tasks every
+    `evaluate.tasks_every` steps.
 
     A run that is asked to stop skips the evaluation, because the checkpoint is more important.
     """
@@ -80,16 +82,23 @@ class Evaluate(Callback):
         self._is_last = False
 
     def needs_settled_state(self, trainer: Trainer, step: int) -> bool:
-        return is_due(trainer.config.evaluate.every, step)
+        chosen = trainer.config.evaluate
+        are_tasks_due = bool(chosen.tasks) and is_due(chosen.tasks_every, step)
+        return is_due(chosen.every, step) or are_tasks_due
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         self._is_last = result.step == trainer.last_step
-        if self.needs_settled_state(trainer, result.step) and not (self._is_last or result.stop):
+        if self._is_last or result.stop:
+            return
+        if is_due(trainer.config.evaluate.every, result.step):
             self._run(trainer)
+        if is_due(trainer.config.evaluate.tasks_every, result.step):
+            self._run_tasks(trainer)
 
     def at_end(self, trainer: Trainer) -> None:
         if self._is_last:
             self._run(trainer)
+            self._run_tasks(trainer)
 
     def _run(self, trainer: Trainer) -> None:
         """Evaluate. A request to stop breaks it off, except at the last step."""
@@ -97,15 +106,35 @@ class Evaluate(Callback):
         if trainer.valid_loader is None or batches == 0:
             return
         trainer.engine.finish_publishing()  # counts as the step's traffic; evaluation does not
+        found = {}
         with trainer.engine.ledger.paused():
-            found = evaluate(
-                trainer.runner,
-                trainer.valid_loader,
-                trainer.mesh,
-                batches,
-                heartbeat=self._heartbeat,
-                stops=(lambda: False) if self._is_last else partial(stop_agreed, trainer.world),
+            for name, loader in {"": trainer.valid_loader, **trainer.named_loaders}.items():
+                one = evaluate(
+                    trainer.runner,
+                    loader,
+                    trainer.mesh,
+                    batches,
+                    heartbeat=self._heartbeat,
+                    stops=self._stops(trainer),
+                )
+                if one is None:
+                    return
+                found[f"valid_loss/{name}".removesuffix("/")] = one.loss
+        trainer.run_logger.write({"step": trainer.step, **found, "tokens": trainer.tokens})
+
+    def _run_tasks(self, trainer: Trainer) -> None:
+        """Evaluate the tasks. A request to stop breaks it off, except at the last step."""
+        config = trainer.config
+        if not config.evaluate.tasks:
+            return
+        trainer.engine.finish_publishing()
+        with trainer.engine.ledger.paused():
+            found = evaluate_tasks(
+                config, trainer.runner, trainer.mesh, self._heartbeat, self._stops(trainer)
             )
         if found is not None:
-            line = {"step": trainer.step, "valid_loss": found.loss, "tokens": trainer.tokens}
+            line = {"step": trainer.step, "tokens": trainer.tokens, "tasks": found}
             trainer.run_logger.write(line)
+
+    def _stops(self, trainer: Trainer) -> Callable[[], bool]:
+        return (lambda: False) if self._is_last else partial(stop_agreed, trainer.world)

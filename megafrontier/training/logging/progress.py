@@ -32,7 +32,7 @@ class Progress:
     def update(self, values: dict[str, Any]) -> None:
         """Print one line of metrics in the format of metrics.jsonl, if it is due. `waiting` among
         them is the fraction of the step for which computation waited for communication."""
-        step, is_evaluation = values["step"], "valid_loss" in values
+        step, is_evaluation = values["step"], "step_seconds" not in values
         if not is_evaluation:
             self._recent_seconds.append(values["step_seconds"])
         is_special = is_evaluation or values.get("skipped", False)
@@ -71,6 +71,13 @@ def format_line(values: dict[str, Any], steps: int, eta_seconds: float | None) -
     if values.get("skipped"):
         parts.append(f"skipped: {_why_skipped(values)}")
     parts += [show(values[key]) for key, show in _PARTS.items() if values.get(key) is not None]
+    parts += [
+        f"{key.removeprefix('valid_loss/')} {values[key]:.3f}"
+        for key in values
+        if key.startswith("valid_loss/") and values[key] is not None
+    ]
+    for task, results in values.get("tasks", {}).items():
+        parts.append(" ".join([task, *(f"{key} {results[key]:.4g}" for key in results)]))
     if eta_seconds is not None:
         parts.append(f"ETA {timedelta(seconds=round(eta_seconds))}")
     return "  ".join(parts)

@@ -7,6 +7,7 @@ from megafrontier.training.callbacks import evaluate as module
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.callbacks.evaluate import Evaluate
 from tests import runs
+from tests.data.corpora import write_corpus
 from tests.ranks import run_mesh
 
 
@@ -68,3 +69,27 @@ def test_a_request_to_stop_breaks_off_an_evaluation_and_no_step_follows(config_f
         return trainer.step, len(read), len(lines), trainer.model.training
 
     assert run_mesh((1,), body) == [(2, 2, 0, True)]
+
+
+def test_corpora_with_a_name_are_also_evaluated_alone(config_file, tmp_path):
+    write_corpus(tmp_path / "other", [[[5, 9, 3] * 200]])
+    corpora = {"known": tmp_path / "corpus", "strange": tmp_path / "other"}
+
+    def evaluated(*entries):
+        valid = ", ".join(f"{{path: {corpora[of]}, name: '{name}'}}" for of, name in entries)
+        config = runs.load(config_file, "machine=laptop", f"data.valid=[{valid}]")
+
+        def body(mesh):
+            lines = []
+            with runs.open_trainer(config, mesh) as trainer:
+                trainer.run_logger = SimpleNamespace(write=lines.append)
+                Evaluate()._run(trainer)
+            return lines
+
+        ((line,),) = run_mesh((1,), body)
+        return line
+
+    both = evaluated(("known", "books"), ("strange", "web"))
+    alone = [evaluated((of, ""))["valid_loss"] for of in corpora]
+    assert [both["valid_loss/books"], both["valid_loss/web"]] == alone
+    assert min(alone) < both["valid_loss"] < max(alone)
