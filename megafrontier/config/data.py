@@ -1,6 +1,7 @@
 """The options of corpora and samples."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from megafrontier.config.fields import bounded
 
@@ -28,5 +29,10 @@ class DataConfig:
     """Attention and loss do not cross the end of a document, and positions restart there. This
     needs no dense mask, unless `model.dropout` is above 0 or the GPU has no such kernel for the
     head size: the line `attention:` in the log names the kernel."""
+    packing: Literal["none", "best_fit"] = "none"
+    """none: a sequence is consecutive tokens of a corpus, and cuts documents. best_fit: a sequence
+    holds whole documents, and only a document that is longer than a sequence is cut (Ding et al.
+    2024, arXiv:2404.10830). What is left of a sequence is padding without loss. Needs
+    `document_mask`."""
     skip: list[list[int]] = field(default_factory=list)
     """Ranges [from, to) of data steps, counted from 0, whose batches are left out."""

@@ -218,6 +218,8 @@ def _check_data(config: Config) -> None:
     is_split = len(data.split) == 2 and min(data.split) >= 0 and data.split[0] > 0
     fits = "need two parts, training above 0 and validation 0 or more"
     need(is_split, "data.split", data.split, fits)
+    fits = "need none, or data.document_mask=true"
+    need(data.packing == "none" or data.document_mask, "data.packing", data.packing, fits)
     for i, part in enumerate(data.skip):
         is_range = len(part) == 2 and 0 <= part[0] < part[1] < 2**48
         need(is_range, f"data.skip[{i}]", part, "need [from, to] with 0 <= from < to < 2**48")

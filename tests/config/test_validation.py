@@ -86,6 +86,7 @@ REFUSED = [
         "data.valid[1].weight: 0.0, need more than 0",
     ),
     (["data.split=[1, 0, 0]"], "data.split: [1.0, 0.0, 0.0], need two parts"),
+    (["data.packing=best_fit"], "data.packing: best_fit, need none, or data.document_mask=true"),
     (["data.skip=[[1, 2], [5, 5]]"], "data.skip[1]: [5, 5], need [from, to] with 0 <= from < to"),
     (
         ["train.global_batch=8", "train.micro_batch=3"],

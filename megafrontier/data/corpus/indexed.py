@@ -102,6 +102,19 @@ class IndexedDataset:
             raise self.damaged(f"document {number} starts with sequence {sequence}")
         return int(self.pointers[sequence]) // self.dtype.itemsize
 
+    def document_bounds(self, first: int, stop: int) -> NDArray[np.int64]:
+        """Return the tokens at which documents first … stop - 1 start, and at which the last one
+        ends [stop - first + 1]. Raises UserError if the index is damaged there."""
+        sequences = self.document_index[first : stop + 1]
+        count = len(self.pointers)
+        if sequences.min() < 0 or sequences.max() > count:
+            raise self.damaged(f"documents {first} to {stop} have sequences that are not there")
+        pointers = self.pointers[np.minimum(sequences, count - 1)] // self.dtype.itemsize
+        bounds = np.where(sequences < count, pointers, len(self.tokens))
+        if (np.diff(bounds) < 0).any():
+            raise self.damaged(f"documents {first} to {stop} do not follow each other")
+        return bounds
+
     def document_starts(self, first: int, stop: int) -> NDArray[np.int64]:
         """Return the tokens in [first, stop) at which a document starts, ascending [starts].
 

@@ -1,9 +1,11 @@
 """Training samples as tensors: sample n is a function of the seed and the corpora.
 
 `order.py` maps sample n to a window of a corpus; this module reads the window. A window is S + 1
-consecutive tokens. Its last token is only a target, so consecutive windows share one token.
+consecutive tokens. Its last token is only a target, so consecutive windows share one token. With
+`data.packing` a window is a sequence of whole documents instead, see `packing.py`.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -19,6 +21,7 @@ from megafrontier.common.errors import UserError
 from megafrontier.config import CorpusConfig, DataConfig
 from megafrontier.data.corpus.indexed import IndexedDataset, bin_path
 from megafrontier.data.sampling.order import Blend, make_key, permute
+from megafrontier.data.sampling.packing import PackedRange, Piece
 from megafrontier.model.loss import IGNORE_INDEX
 
 FINGERPRINT_WINDOWS = 8
@@ -60,13 +63,18 @@ class WindowRange:
     corpus: IndexedDataset
     first_window: int
     windows: int
+    length: int
+
+    def pieces(self, window: int) -> list[Piece]:
+        """The whole window."""
+        return [Piece(window * self.length, self.length)]
 
 
 @dataclass
 class Samples:
     """The endless sequence of samples for training, or for validation; see `open_samples`."""
 
-    ranges: Sequence[WindowRange]
+    ranges: Sequence[WindowRange | PackedRange]
     blend: Blend
     sequence_length: int
     vocab_size: int
@@ -89,13 +97,14 @@ class Samples:
         """
         return [self._fingerprint(used) for used in self.ranges]
 
-    def _fingerprint(self, used: WindowRange) -> str:
+    def _fingerprint(self, used: WindowRange | PackedRange) -> str:
         checksum = 0
         for i in range(FINGERPRINT_WINDOWS):
             window = used.first_window + i * (used.windows - 1) // (FINGERPRINT_WINDOWS - 1)
-            checksum = crc32(self._ids(used.corpus, window).astype("<i8").tobytes(), checksum)
-            mask = self._mask(used.corpus, window)
-            checksum = checksum if mask is None else crc32(mask.tobytes(), checksum)
+            for piece in used.pieces(window):
+                checksum = crc32(_ids(used.corpus, piece).astype("<i8").tobytes(), checksum)
+                mask = _mask(used.corpus, piece)
+                checksum = checksum if mask is None else crc32(mask.tobytes(), checksum)
         return f"{checksum:08x}"
 
     def locate(self, first: int, count: int) -> list[tuple[int, int]]:
@@ -111,20 +120,11 @@ class Samples:
 
         Raises UserError for an id that is not in the vocabulary.
         """
-        located = self.locate(first, count)
-        read = np.stack([self._read(corpus, window) for corpus, window in located])
-        targets = read[:, 1:].copy()
-        for row, (corpus, window) in enumerate(located):
-            mask = self._mask(self.ranges[corpus].corpus, window)
-            if mask is not None:
-                targets[row][mask[1:] == 0] = IGNORE_INDEX
-        documents = None
-        if self.document_mask:
-            numbers = np.stack([self._documents(corpus, window) for corpus, window in located])
-            targets[numbers[:, 1:] != numbers[:, :-1]] = IGNORE_INDEX
-            documents = document_starts(torch.from_numpy(numbers[:, :-1]))
-        tokens = torch.from_numpy(read[:, :-1].copy())
-        return Batch(tokens, torch.from_numpy(targets), documents, first)
+        rows = [self._row(*located) for located in self.locate(first, count)]
+        parts = zip(*rows, strict=True)
+        tokens, targets, numbers = (torch.from_numpy(np.stack(part)) for part in parts)
+        documents = document_starts(numbers) if self.document_mask else None
+        return Batch(tokens, targets, documents, first)
 
     def _windows_of(self, corpus: int, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
         used = self.ranges[corpus]
@@ -133,40 +133,57 @@ class Samples:
             index = permute(index, used.windows, make_key(self.seed, corpus, epoch))
         return index + np.uint64(used.first_window)
 
-    def _read(self, corpus: int, window: int) -> NDArray[np.int64]:
-        dataset, start = self.ranges[corpus].corpus, window * self.sequence_length
-        tokens = self._ids(dataset, window).astype(np.int64)
+    def _row(self, corpus: int, window: int) -> tuple[NDArray, NDArray, NDArray]:
+        """Tokens, targets, and the number of each token's document [s], which increases. What is
+        left of the window is padding: tokens 0 without targets, in a document of their own."""
+        used, length = self.ranges[corpus], self.sequence_length
+        tokens, targets = np.zeros(length, np.int64), np.full(length, IGNORE_INDEX, np.int64)
+        numbers = np.full(length, length, np.int32)
+        at = 0
+        for piece in used.pieces(window):
+            part = slice(at, at + piece.pairs)
+            ids = self._read(used.corpus, piece)
+            tokens[part], targets[part] = ids[:-1], ids[1:]
+            mask = _mask(used.corpus, piece)
+            if mask is not None:
+                targets[part][mask[1:] == 0] = IGNORE_INDEX
+            if self.document_mask:
+                found = _documents(used.corpus, piece)
+                targets[part][found[1:] != found[:-1]] = IGNORE_INDEX
+                numbers[part] = at + found[:-1]
+            at += piece.pairs
+        return tokens, targets, numbers
+
+    def _read(self, dataset: IndexedDataset, piece: Piece) -> NDArray[np.int64]:
+        tokens = _ids(dataset, piece).astype(np.int64)
         wrong = (tokens < 0) | (tokens >= self.vocab_size)
         if wrong.any():
             at = int(np.argmax(wrong))
             raise UserError(
-                f"{bin_path(dataset.prefix)}: byte {(start + at) * dataset.dtype.itemsize}: token "
-                f"id {tokens[at]}, need 0 to {self.vocab_size - 1}, the ids of `tokenizer` that "
-                "the model has; was it prepared with another one?"
+                f"{bin_path(dataset.prefix)}: byte {(piece.start + at) * dataset.dtype.itemsize}: "
+                f"token id {tokens[at]}, need 0 to {self.vocab_size - 1}, the ids of `tokenizer` "
+                "that the model has; was it prepared with another one?"
             )
         return tokens
 
-    def _ids(self, dataset: IndexedDataset, window: int) -> NDArray:
-        """The ids of a window as stored [s + 1]."""
-        start = window * self.sequence_length
-        return dataset.tokens[start : start + self.sequence_length + 1]
 
-    def _mask(self, dataset: IndexedDataset, window: int) -> NDArray[np.uint8] | None:
-        """Which tokens of a window are targets [s + 1], if the corpus has a mask."""
-        start = window * self.sequence_length
-        return (
-            None if dataset.mask is None else dataset.mask[start : start + self.sequence_length + 1]
-        )
+def _ids(dataset: IndexedDataset, piece: Piece) -> NDArray:
+    """The ids of a piece as stored [pairs + 1]."""
+    return dataset.tokens[piece.start : piece.start + piece.pairs + 1]
 
-    def _documents(self, corpus: int, window: int) -> NDArray[np.int32]:
-        """The document of each token, counted from the start of the window [s + 1]."""
-        start = window * self.sequence_length
-        starts = self.ranges[corpus].corpus.document_starts(
-            start + 1, start + self.sequence_length + 1
-        )
-        begins = np.zeros(self.sequence_length + 1, np.int32)
-        begins[starts - start] = 1
-        return np.cumsum(begins, dtype=np.int32)
+
+def _mask(dataset: IndexedDataset, piece: Piece) -> NDArray[np.uint8] | None:
+    """Which tokens of a piece are targets [pairs + 1], if the corpus has a mask."""
+    mask = dataset.mask
+    return None if mask is None else mask[piece.start : piece.start + piece.pairs + 1]
+
+
+def _documents(dataset: IndexedDataset, piece: Piece) -> NDArray[np.int32]:
+    """The document of each token, counted from the start of the piece [pairs + 1]."""
+    starts = dataset.document_starts(piece.start + 1, piece.start + piece.pairs + 1)
+    begins = np.zeros(piece.pairs + 1, np.int32)
+    begins[starts - piece.start] = 1
+    return np.cumsum(begins, dtype=np.int32)
 
 
 def document_starts(numbers: torch.Tensor) -> torch.Tensor:
@@ -199,7 +216,8 @@ def open_samples(
     if not corpora:
         return None
     split = [Fraction(1), Fraction(0)] if data.valid else [Fraction(str(x)) for x in data.split]
-    opened = [_open_range(c, sequence_length, split, subset, bool(data.valid)) for c in corpora]
+    open_one = _open_windows if data.packing == "none" else _open_packed
+    opened = [open_one(c, sequence_length, split, subset, bool(data.valid)) for c in corpora]
     used = [(r, c.weight) for r, c in zip(opened, corpora, strict=True) if r.windows]
     if not used:
         return None
@@ -214,7 +232,7 @@ def refuse_no_corpus(data: DataConfig) -> None:
         raise UserError("data.train: empty, need at least one corpus, as {path: PREFIX}")
 
 
-def _open_range(
+def _open_windows(
     config: CorpusConfig, length: int, split: Sequence[Fraction], subset: str, whole: bool
 ) -> WindowRange:
     corpus = IndexedDataset(config.path)
@@ -226,10 +244,30 @@ def _open_range(
         )
     training = windows if whole else int(windows * split[0] / sum(split))
     if subset == "valid" and not whole:
-        return WindowRange(corpus, training, windows - training)
+        return WindowRange(corpus, training, windows - training, length)
     if training < 1:
         raise UserError(
             f"{bin_path(config.path)}: {windows} sequences, data.split {[float(x) for x in split]} "
             "leaves none to train on; need a longer corpus, data.valid, or data.split=[1,0]"
         )
-    return WindowRange(corpus, 0, training)
+    return WindowRange(corpus, 0, training, length)
+
+
+def _open_packed(
+    config: CorpusConfig, length: int, split: Sequence[Fraction], subset: str, whole: bool
+) -> PackedRange:
+    """The documents that start in the part of the tokens that the split gives to `subset`."""
+    corpus = IndexedDataset(config.path)
+    training = len(corpus)
+    if not whole:
+        cut = int(len(corpus.tokens) * split[0] / sum(split))
+        training = bisect_left(range(len(corpus)), cut, key=corpus.document_start)
+    if subset == "valid" and not whole:
+        return PackedRange(corpus, training, len(corpus), length)
+    found = PackedRange(corpus, 0, training, length)
+    if found.windows < 1:
+        raise UserError(
+            f"{bin_path(config.path)}: no document of two tokens to train on, need one, or another "
+            "data.split"
+        )
+    return found

@@ -35,6 +35,7 @@ ORDER_KEYS = (
     "tokenizer",
     "data.split",
     "data.document_mask",
+    "data.packing",
 )
 """Keys whose change is a warning: sample numbers then stand for other tokens."""
 REPORTED_KEYS = (
