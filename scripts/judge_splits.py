@@ -57,7 +57,7 @@ class Checker:
         return spmd.reinterpret(values, self.axis, src=spmd.V, dst=spmd.P)
 
     def gather_linear(
-        self, part: Tensor, weights: list[Tensor], biases: list[Tensor], group: int
+        self, part: Tensor, weights: list[Tensor], biases: list[Tensor], group: int, *_: Any
     ) -> Tensor:
         tokens = self.gather(part)
         found = [tokens @ weight.t() for weight in weights]
@@ -65,7 +65,7 @@ class Checker:
             found = [values + bias for values, bias in zip(found, biases, strict=True)]
         return torch.cat(found, -1)
 
-    def linear_reduce(self, inputs: Tensor, weight: Tensor, group: int) -> Tensor:
+    def linear_reduce(self, inputs: Tensor, weight: Tensor, group: int, *_: Any) -> Tensor:
         return self.reduce(inputs @ weight.t())
 
     def tensor_loss(self, tokens: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -29,14 +29,14 @@ def balanced_layers(config: ModelConfig, stages: int) -> tuple[int, ...]:
     return _divide(tuple(block_flops(config)), embedding_flops(config), head_flops(config), stages)
 
 
-def stage_costs(config: ModelConfig, layers: Sequence[int], tensor: int = 1) -> list[Costs]:
+def stage_costs(config: ModelConfig, layers: Sequence[int]) -> list[Costs]:
     """The costs of each stage's actions in FLOPs per token, if stages have `layers` blocks.
 
     A backward costs two forwards. Its part for weights has the matrices that `split_backward`
-    leaves to it: those of blocks, unless `tensor` ranks share them.
+    leaves to it: those of blocks.
     """
     sums = _sums(block_flops(config), embedding_flops(config), head_flops(config))
-    late = [0.0, *accumulate(_late_flops(config) if tensor == 1 else [0.0] * config.layers)]
+    late = [0.0, *accumulate(_late_flops(config))]
     costs = []
     for start, end in pairwise([0, *accumulate(layers)]):
         forward, weights = (sums[end] - sums[start]) / 3, late[end] - late[start]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megafrontier.model.gpt import GPT
+from megafrontier.model.late_weights import LateGradients
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.partition.engine import Engine
 from megafrontier.partition.modules.gathers import Pass
@@ -20,7 +21,7 @@ from megafrontier.partition.modules.hooks import Backward
 from megafrontier.partition.wires.wire import Wire
 from megafrontier.pipeline.division import Division, last_backwards
 from megafrontier.pipeline.messages import Message, Messenger
-from megafrontier.pipeline.split_backward import LateGradients, SplitBackward
+from megafrontier.pipeline.split_backward import SplitBackward
 from megafrontier.pipeline.table import (
     Action,
     Exchange,

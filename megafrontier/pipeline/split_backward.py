@@ -1,18 +1,13 @@
 """A backward in two parts: gradients of inputs now, gradients of weights later.
 
 The first part leaves out one matrix product of each linear layer, which is half of its backward. It
-keeps the layer's input and the gradient of its output instead. All other parameters (norms, biases,
-embeddings) get their gradients in the first part, and keep them until the second: so autograd's
-hooks on parameters see one backward per micro-batch, the second part.
-
-Note [Layers by number]
-The blocks of a compiled model share one graph. Each layer therefore has its number in a tensor,
-which is an input of the graph. As it requires a gradient, the compiler keeps the operator that
-computes this gradient, the one that keeps the tensors.
+keeps the layer's input and the gradient of its output instead (`model/late_weights.py`). All other
+parameters (norms, biases, embeddings) get their gradients in the first part, and keep them until
+the second: so autograd's hooks on parameters see one backward per micro-batch, the second part.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,34 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-
-@dataclass
-class LateGradients:
-    """What a backward of inputs leaves to the backward of weights."""
-
-    copies: bool
-    products: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
-    """Number of a layer, its input, the gradient of its output."""
-    others: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Parameters whose gradients are there."""
-
-
-_keeping: list[LateGradients] = []
-
-
-@torch.library.custom_op("megafrontier::keep_for_weight", mutates_args=())
-def _keep_for_weight(inputs: Tensor, gradient: Tensor, number: Tensor) -> Tensor:
-    """Keep what the gradient of a layer's matrix is made of. Returns the gradient of `number`."""
-    late = _keeping[-1]
-    if late.copies:  # compiled code reuses the memory
-        inputs, gradient = inputs.clone(), gradient.clone()
-    late.products.append((int(number.item()), inputs, gradient))
-    return torch.zeros_like(number)
-
-
-@_keep_for_weight.register_fake
-def _(inputs: Tensor, gradient: Tensor, number: Tensor) -> Tensor:
-    return torch.empty_like(number)
+from megafrontier.model.late_weights import (
+    LateGradients,
+    LateWeights,
+    keep_for_weights,
+    keeping,
+)
 
 
 class _WithoutWeight(torch.autograd.Function):
@@ -66,14 +39,12 @@ class _WithoutWeight(torch.autograd.Function):
         inputs, weight, number = ctx.saved_tensors
         (gradient,) = grad_outputs
         by_bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias else None
-        by_number = _keep_for_weight(inputs, gradient, number)
+        by_number = keep_for_weights([inputs, gradient], number)
         return gradient @ weight, None, by_bias, by_number
 
 
-class SplitLinear(nn.Linear):
+class SplitLinear(nn.Linear, LateWeights):
     """A linear layer whose matrix gets its gradient in `SplitBackward.weights`."""
-
-    number: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
         """input [.., in_features] → [.., out_features]."""
@@ -82,22 +53,35 @@ class SplitLinear(nn.Linear):
         output: Tensor = _WithoutWeight.apply(input, self.weight, self.bias, self.number)
         return output
 
+    @property
+    def late_matrices(self) -> list[Tensor]:
+        return [self.weight]
+
+    def start_gradients(self, *kept: Tensor) -> Callable[[], Sequence[Tensor]]:
+        inputs, gradient = kept
+        return lambda: [gradient.flatten(0, -2).t() @ inputs.flatten(0, -2)]
+
 
 class SplitBackward:
     """The backward of a model's parts, in two parts each."""
 
     def __init__(self, model: nn.Module, layers: Iterable[nn.Module], copies: bool) -> None:
-        """Make all `nn.Linear` in `layers` leave their matrices to the second part.
+        """Make all `nn.Linear` and `LateWeights` in `layers` leave their matrices to the second
+        part.
 
         copies: the layers run in compiled code, which reuses the memory of what it passes on.
         """
-        found = [m for layer in layers for m in layer.modules() if type(m) is nn.Linear]
+        modules = [module for layer in layers for module in layer.modules()]
+        for module in modules:
+            if type(module) is nn.Linear:
+                module.__class__ = SplitLinear
         self._copies = copies
-        self._matrices = [linear.weight for linear in found]
-        self._numbers = [torch.tensor(float(i), requires_grad=True) for i in range(len(found))]
-        for linear, number in zip(found, self._numbers, strict=True):
-            linear.__class__ = SplitLinear
-            linear.number = number
+        self._layers = [module for module in modules if isinstance(module, LateWeights)]
+        self._numbers = [
+            torch.tensor(float(i), requires_grad=True) for i in range(len(self._layers))
+        ]
+        for layer, number in zip(self._layers, self._numbers, strict=True):
+            layer.number = number
         self._places = {id(p): i for i, p in enumerate(model.parameters())}
 
     def inputs(
@@ -112,14 +96,11 @@ class SplitBackward:
         Returns the gradient of `hidden`, if there is one, and what is left to do for `parameters`.
         """
         late = LateGradients(self._copies)
-        matrices = set(map(id, self._matrices))
+        matrices = {id(matrix) for layer in self._layers for matrix in layer.late_matrices}
         others = [p for p in parameters if p.requires_grad and id(p) not in matrices]
         ends = [*others, *self._numbers, *([] if hidden is None else [hidden])]
-        _keeping.append(late)
-        try:
+        with keeping(late):
             found = torch.autograd.grad(result, ends, gradient, allow_unused=True)
-        finally:
-            _keeping.pop()
         late.others = [
             (parameter, found_gradient)
             for parameter, found_gradient in zip(others, found, strict=False)
@@ -129,34 +110,55 @@ class SplitBackward:
 
     def weights(self, late: LateGradients) -> None:
         """Give the parameters their gradients, in the order of a backward, as autograd does."""
-        makers: list[tuple[Tensor, Callable[[], Tensor]]] = [
-            (self._matrices[number], _product(inputs, gradient))
-            for number, inputs, gradient in late.products
+        parts: list[tuple[list[Tensor], _Start]] = [
+            (self._layers[number].late_matrices, self._starter(number, kept))
+            for number, kept in late.products
         ]
-        makers += [(parameter, _same(gradient)) for parameter, gradient in late.others]
-        late.products, late.others = [], []  # each is freed as soon as it was used
-        makers.sort(key=lambda maker: self._places[id(maker[0])])
+        parts += [([parameter], partial(_given, made)) for parameter, made in late.others]
+        late.products, late.others = [], []
+        parts.sort(key=lambda part: self._places[id(part[0][0])])
+        queue = _Queue([start for _, start in parts])
         # Autograd runs the newest first.
-        torch.autograd.backward([_Late.apply(parameter, make) for parameter, make in makers])
+        ends = [_Late.apply(queue, *parameters) for parameters, _ in parts]
+        del parts  # each is freed as soon as it was used
+        torch.autograd.backward(ends)
+
+    def _starter(self, number: int, kept: list[Tensor]) -> "_Start":
+        return partial(self._layers[number].start_gradients, *kept)
 
 
-def _product(inputs: Tensor, gradient: Tensor) -> Callable[[], Tensor]:
-    return lambda: gradient.flatten(0, -2).t() @ inputs.flatten(0, -2)
+_Start = Callable[[], Callable[[], Sequence[Tensor]]]
 
 
-def _same(gradient: Tensor) -> Callable[[], Tensor]:
-    return lambda: gradient
+def _given(gradient: Tensor) -> Callable[[], Sequence[Tensor]]:
+    return lambda: [gradient]
+
+
+class _Queue:
+    """Computes gradients, last first, while what the next ones need comes from other ranks."""
+
+    def __init__(self, starts: list[_Start]) -> None:
+        self._starts = starts
+        self._start()
+
+    def _start(self) -> None:
+        self._finish = self._starts.pop()() if self._starts else None
+
+    def next(self) -> Sequence[Tensor]:
+        finish = self._finish
+        assert finish is not None
+        self._start()
+        return finish()
 
 
 class _Late(torch.autograd.Function):
-    """A zero whose backward gives `parameter` the gradient that `make` computes."""
+    """A zero whose backward gives `parameters` the gradients that are next in `queue`."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, make: Callable[[], Tensor]) -> Tensor:
-        ctx.make = make
-        return parameter.new_zeros(())
+    def forward(ctx: Any, queue: _Queue, *parameters: Tensor) -> Tensor:
+        ctx.queue = queue
+        return parameters[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        make, ctx.make = ctx.make, None
-        return make(), None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.queue.next()

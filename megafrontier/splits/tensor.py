@@ -7,7 +7,7 @@ arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198). Norms, biases afte
 positions are whole on each rank, which sees some of their tokens.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +18,7 @@ from megafrontier.common.errors import UserError, need
 from megafrontier.config import ModelConfig
 from megafrontier.model.block import Block
 from megafrontier.model.gpt import GPT, Embedding, FP32GradEmbedding, Head
+from megafrontier.model.late_weights import LateWeights
 from megafrontier.model.loss import IGNORE_INDEX, ChunkLosses, linear_cross_entropy
 from megafrontier.model.mlp import MLP
 from megafrontier.model.moe.layer import MoE
@@ -28,8 +29,10 @@ from megafrontier.parallel.param_spec import set_spec, spec_of
 from megafrontier.splits.tokens import (
     TokenGroup,
     gather_linear,
+    gather_linear_weights,
     gather_tokens,
     linear_reduce,
+    linear_reduce_weight,
     reduce_tokens,
 )
 
@@ -121,7 +124,7 @@ class _Cutter:
         return part
 
 
-class ColumnLinear(nn.Module):
+class ColumnLinear(LateWeights):
     """A linear layer cut by its outputs: tokens [1, n / size, h] → [1, n, outputs / size].
 
     Its matrix may be several ones below each other, such as query, key and value. Each is cut.
@@ -146,7 +149,15 @@ class ColumnLinear(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         tokens, weights, biases = hidden.flatten(0, -2), list(self.weights), list(self.biases)
-        return gather_linear(tokens, weights, biases, self.group)[None]
+        return gather_linear(tokens, weights, biases, self.group, self.number)[None]
+
+    @property
+    def late_matrices(self) -> list[Tensor]:
+        return list(self.weights)
+
+    def start_gradients(self, *kept: Tensor) -> Callable[[], Sequence[Tensor]]:
+        part, gradient = kept
+        return gather_linear_weights(part, gradient, self.late_matrices, self.group)
 
 
 class QKVLinear(ColumnLinear):
@@ -171,7 +182,7 @@ class QKVLinear(ColumnLinear):
         return parts[self.first : self.first + self.copies].transpose(0, 1).flatten(1)
 
 
-class RowLinear(nn.Module):
+class RowLinear(LateWeights):
     """A linear layer cut by its inputs: tokens [.., inputs / size] → [1, n / size, h]."""
 
     def __init__(self, whole: nn.Linear, cutter: _Cutter) -> None:
@@ -181,8 +192,16 @@ class RowLinear(nn.Module):
         self.bias = whole.bias
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = linear_reduce(inputs.flatten(0, -2), self.weight, self.group)
+        hidden = linear_reduce(inputs.flatten(0, -2), self.weight, self.group, self.number)
         return (hidden if self.bias is None else hidden + self.bias)[None]
+
+    @property
+    def late_matrices(self) -> list[Tensor]:
+        return [self.weight]
+
+    def start_gradients(self, *kept: Tensor) -> Callable[[], Sequence[Tensor]]:
+        inputs, gradient = kept
+        return linear_reduce_weight(inputs, gradient, self.group)
 
 
 def _split_block(block: Block, cutter: _Cutter) -> None:

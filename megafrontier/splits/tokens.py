@@ -5,7 +5,7 @@ in its ledger. A linear layer before or after them is computed in pieces, so tha
 while another is multiplied (the idea of Chang et al. 2024, arXiv:2406.06858, without its kernels).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count, pairwise
 from math import gcd
 from typing import Any
@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from megafrontier.model.late_weights import keep_for_weights
 from megafrontier.model.recompute.checkpointing import save_results_of
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.partition.comm.collectives import LevelCollectives
@@ -159,10 +160,15 @@ def reduce_tokens(tokens: Tensor, group: int) -> Tensor:
 
 @torch.library.custom_op("megafrontier::gather_linear", mutates_args=())
 def gather_linear(
-    part: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], group: int
+    part: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    group: int,
+    number: Tensor | None,
 ) -> Tensor:
     """Linear layers side by side of all ranks' tokens: `part` [m, h], weights [w, h] each, and
-    biases [w] each or none → [size · m, sum of w]. Saves the part alone for backward."""
+    biases [w] each or none → [size · m, sum of w]. Saves the part alone for backward. With a
+    `number` backward leaves the weights out (`late_weights`), see `gather_linear_weights`."""
     ranks = _groups[group]
     out = part.new_empty(ranks.size * part.shape[0], sum(len(weight) for weight in weights))
     for piece, tokens in ranks.gathered_pieces(part):
@@ -176,11 +182,16 @@ def gather_linear(
 
 @torch.library.custom_op("megafrontier::gather_linear_backward", mutates_args=())
 def _gather_linear_backward(
-    gradient: Tensor, part: Tensor, weights: Sequence[Tensor], has_bias: bool, group: int
+    gradient: Tensor,
+    part: Tensor,
+    weights: Sequence[Tensor],
+    has_bias: bool,
+    group: int,
+    has_weights: bool,
 ) -> list[Tensor]:
-    """The gradients of part, weights and biases. The part is gathered again."""
+    """The gradients of part, weights (if `has_weights`) and biases."""
     ranks = _groups[group]
-    gathering = ranks.start_gather(part)
+    finish = gather_linear_weights(part, gradient, weights, group) if has_weights else None
     widths = [len(weight) for weight in weights]
     by_part, reducing = torch.empty_like(part), []
     for piece in ranks.pieces(*part.shape):
@@ -189,19 +200,33 @@ def _gather_linear_backward(
         for row, weight in zip(rows[1:], weights[1:], strict=True):
             partial.addmm_(row, weight)
         reducing.append((piece, ranks.start_reduce(partial)))
-    chain, tokens = gathering
-    ranks.wait(chain)
-    by_weights = [columns.t() @ tokens for columns in gradient.split(widths, -1)]
+    by_weights = finish() if finish else []
     by_biases = [columns.sum(0) for columns in gradient.split(widths, -1)] if has_bias else []
     for piece, chain in reducing:
         by_part[piece] = ranks.wait(chain).view(by_part[piece].shape)
     return [by_part, *by_weights, *by_biases]
 
 
+def gather_linear_weights(
+    part: Tensor, gradient: Tensor, weights: Sequence[Tensor], group: int
+) -> Callable[[], list[Tensor]]:
+    """Begin to gather the part again. The result gives the gradients of the weights."""
+    ranks = _groups[group]
+    chain, tokens = ranks.start_gather(part)
+
+    def finish() -> list[Tensor]:
+        ranks.wait(chain)
+        widths = [len(weight) for weight in weights]
+        return [columns.t() @ tokens for columns in gradient.split(widths, -1)]
+
+    return finish
+
+
 @torch.library.custom_op("megafrontier::linear_reduce", mutates_args=())
-def linear_reduce(inputs: Tensor, weight: Tensor, group: int) -> Tensor:
+def linear_reduce(inputs: Tensor, weight: Tensor, group: int, number: Tensor | None) -> Tensor:
     """A linear layer cut by its inputs: [n, w] and weight [h, w] → this rank's tokens [n / size, h]
-    of the sum over ranks."""
+    of the sum over ranks. With a `number` backward leaves the weight out, see
+    `linear_reduce_weight`."""
     ranks = _groups[group]
     out = inputs.new_empty(inputs.shape[0] // ranks.size, len(weight))
     reducing = []
@@ -215,17 +240,34 @@ def linear_reduce(inputs: Tensor, weight: Tensor, group: int) -> Tensor:
 
 @torch.library.custom_op("megafrontier::linear_reduce_backward", mutates_args=())
 def _linear_reduce_backward(
-    gradient: Tensor, inputs: Tensor, weight: Tensor, group: int
-) -> tuple[Tensor, Tensor]:
-    """The gradients of inputs and weight, of those of this rank's tokens [n / size, h]."""
+    gradient: Tensor, inputs: Tensor, weight: Tensor, group: int, has_weight: bool
+) -> list[Tensor]:
+    """The gradients of inputs and weight (if `has_weight`), of those of this rank's tokens
+    [n / size, h]."""
     ranks = _groups[group]
     by_inputs = torch.empty_like(inputs)
-    whole = gradient.new_empty(len(inputs), len(weight))
+    whole = gradient.new_empty(len(inputs) if has_weight else 0, len(weight))
     for piece, tokens in ranks.gathered_pieces(gradient):
-        ranks.rows_of(whole, piece).copy_(tokens.view(ranks.size, -1, len(weight)))
+        if has_weight:
+            ranks.rows_of(whole, piece).copy_(tokens.view(ranks.size, -1, len(weight)))
         target = ranks.rows_of(by_inputs, piece)
         target.copy_((tokens @ weight).view(target.shape))
-    return by_inputs, whole.t() @ inputs
+    return [by_inputs, whole.t() @ inputs] if has_weight else [by_inputs]
+
+
+def linear_reduce_weight(
+    inputs: Tensor, gradient: Tensor, group: int
+) -> Callable[[], list[Tensor]]:
+    """Begin to gather the gradient of this rank's tokens [n / size, h] again. The result gives the
+    gradient of the weight."""
+    ranks = _groups[group]
+    chain, whole = ranks.start_gather(gradient)
+
+    def finish() -> list[Tensor]:
+        ranks.wait(chain)
+        return [whole.t() @ inputs]
+
+    return finish
 
 
 @gather_tokens.register_fake
@@ -239,27 +281,41 @@ def _(tokens: Tensor, group: int) -> Tensor:
 
 
 @gather_linear.register_fake
-def _(part: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], group: int) -> Tensor:
+def _(
+    part: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    group: int,
+    number: Tensor | None,
+) -> Tensor:
     width = sum(len(weight) for weight in weights)
     return part.new_empty(_groups[group].size * part.shape[0], width)
 
 
 @_gather_linear_backward.register_fake
 def _(
-    gradient: Tensor, part: Tensor, weights: Sequence[Tensor], has_bias: bool, group: int
+    gradient: Tensor,
+    part: Tensor,
+    weights: Sequence[Tensor],
+    has_bias: bool,
+    group: int,
+    has_weights: bool,
 ) -> list[Tensor]:
     biases = [weight.new_empty(len(weight)) for weight in weights] if has_bias else []
-    return [torch.empty_like(tensor) for tensor in (part, *weights)] + biases
+    found = [part, *weights] if has_weights else [part]
+    return [torch.empty_like(tensor) for tensor in found] + biases
 
 
 @linear_reduce.register_fake
-def _(inputs: Tensor, weight: Tensor, group: int) -> Tensor:
+def _(inputs: Tensor, weight: Tensor, group: int, number: Tensor | None) -> Tensor:
     return inputs.new_empty(inputs.shape[0] // _groups[group].size, len(weight))
 
 
 @_linear_reduce_backward.register_fake
-def _(gradient: Tensor, inputs: Tensor, weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(inputs), torch.empty_like(weight)
+def _(
+    gradient: Tensor, inputs: Tensor, weight: Tensor, group: int, has_weight: bool
+) -> list[Tensor]:
+    return [torch.empty_like(t) for t in ([inputs, weight] if has_weight else [inputs])]
 
 
 def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -267,30 +323,38 @@ def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _keep_gather_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    part, weights, biases, ctx.group = inputs
+    part, weights, biases, ctx.group, number = inputs
     ctx.count, ctx.has_bias = len(weights), bool(biases)
-    ctx.save_for_backward(part, *weights)
+    ctx.save_for_backward(number, part, *weights)
 
 
 def _keep_linear_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    values, weight, ctx.group = inputs
-    ctx.save_for_backward(values, weight)
+    values, weight, ctx.group, number = inputs
+    ctx.save_for_backward(number, values, weight)
 
 
 def _back_gather_linear(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    part, *weights = ctx.saved_tensors
+    number, part, *weights = ctx.saved_tensors
+    gradient, count = gradient.contiguous(), 0 if number is not None else ctx.count
     by_part, *rest = _gather_linear_backward(
-        gradient.contiguous(), part, weights, ctx.has_bias, ctx.group
+        gradient, part, weights, ctx.has_bias, ctx.group, number is None
     )
-    return by_part, rest[: ctx.count], rest[ctx.count :], None
+    by_weights = rest[:count] or [None] * ctx.count
+    return by_part, by_weights, rest[count:], None, _keep(number, part, gradient)
 
 
 def _back_linear_reduce(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    inputs, weight = ctx.saved_tensors
-    return (
-        *_linear_reduce_backward(gradient.contiguous(), inputs, weight, ctx.group),
-        None,
+    number, inputs, weight = ctx.saved_tensors
+    gradient = gradient.contiguous()
+    by_inputs, *by_weight = _linear_reduce_backward(
+        gradient, inputs, weight, ctx.group, number is None
     )
+    return by_inputs, *(by_weight or [None]), None, _keep(number, inputs, gradient)
+
+
+def _keep(number: Tensor | None, *kept: Tensor) -> Tensor | None:
+    """The gradient of `number`, if the gradients of weights come later."""
+    return None if number is None else keep_for_weights(kept, number)
 
 
 # Each rank uses all tokens that it gathers, so their gradients are summed over the ranks.

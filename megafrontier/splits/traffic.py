@@ -34,12 +34,14 @@ def tensor_bytes(
     overlaps: bool,
     chunk_tokens: int,
     checkpointing: Mode = "none",
+    late_weights: bool = False,
 ) -> list[int]:
     """Bytes that one rank sends over each level in forward and backward of a micro-batch.
 
     levels: of the tensor split. tokens: of the micro-batch, on one context rank. dtype: computing
         type. wires: as those of `apply_splits`. overlaps: whether there is overlap. chunk_tokens:
-        `train.loss_chunk_tokens`.
+        `train.loss_chunk_tokens`. late_weights: whether gradients of matrices come later than those
+        of inputs.
     """
     size = levels.ranks
     if size == 1:
@@ -48,7 +50,7 @@ def tensor_bytes(
         wire.codec if wire else CastCodec(dtype) for wire in wires or [None] * len(levels.sizes)
     ]
     totals = [0] * len(levels.sizes)
-    for move, times in _moves(config, size, tokens, chunk_tokens, checkpointing):
+    for move, times in _moves(config, size, tokens, chunk_tokens, checkpointing, late_weights):
         for rows in _rows(move, overlaps, any(wires)):
             for level, count in enumerate(levels.sizes):
                 codec = CastCodec(torch.float32) if move.is_exact else codecs[level]
@@ -65,7 +67,12 @@ def _rows(move: _Move, overlaps: bool, has_wires: bool) -> list[int]:
 
 
 def _moves(
-    config: ModelConfig, size: int, tokens: int, chunk_tokens: int, checkpointing: Mode
+    config: ModelConfig,
+    size: int,
+    tokens: int,
+    chunk_tokens: int,
+    checkpointing: Mode,
+    late_weights: bool,
 ) -> Iterator[tuple[_Move, int]]:
     """Each move, and how often it takes place."""
     rows, width = tokens // size, config.hidden
@@ -76,6 +83,8 @@ def _moves(
     forward = [pieces, *heads, pieces, pieces, pieces]
     # Of each sum a gather, and of each gather a sum; what it gave is gathered again for weights.
     backward = [pieces, pieces, whole, pieces, pieces, *heads, whole]
+    if late_weights:  # what the sums gathered, too
+        backward += [whole, whole]
     repeated = {"none": [], "selective": heads}.get(checkpointing, forward)
     for move in (*forward, *repeated, *backward):
         yield move, config.layers

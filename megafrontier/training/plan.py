@@ -342,6 +342,7 @@ def tensor_traffic(config: Config, plan: RunPlan) -> list[int]:
         overlaps=config.partition.overlap != "none",
         chunk_tokens=train.loss_chunk_tokens,
         checkpointing=train.activation_checkpointing,
+        late_weights=plan.division.schedule == "zero_bubble",
     )
 
 

@@ -138,7 +138,7 @@ def _warn_of_sizes(config: Config, plan: RunPlan) -> Iterator[str]:
 def _describe_pipeline(config: Config, plan: RunPlan) -> str:
     """One line: the stages of a pipeline and its bubble, or a warning of too few micro-batches."""
     division, number = plan.division, micro_batches_of(config, plan)
-    costs = stage_costs(config.model, division.layers, plan.shape.splits.tensor)
+    costs = stage_costs(config.model, division.layers)
     numbers = division.schedule, division.ranks, division.stages_per_rank, number
     return f"{describe_pipeline(*numbers, costs)}; blocks {', '.join(map(str, division.layers))}"
 

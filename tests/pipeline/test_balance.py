@@ -42,7 +42,6 @@ def test_the_backward_of_weights_costs_what_the_matrices_of_blocks_do():
     matrices = 12 * 64**2  # of a block
     assert first.backward_weight == last.backward_weight == 2 * 2 * matrices
     assert last.backward_input - first.backward_input > head_flops(config) / 2
-    assert {cost.backward_weight for cost in stage_costs(config, (2, 2), tensor=2)} == {0.0}
 
 
 def test_no_other_division_has_a_faster_slowest_stage():

@@ -40,6 +40,25 @@ CASES = [
     ),
     (
         (2, 2),
+        Splits(tensor=2, pipeline=2),
+        "zero3",
+        Case(
+            GPT2 | FOUR,
+            accumulation=4,
+            steps=1,
+            parallel=ZB,
+            built={"checkpointing": "selective"},
+            options={"overlap": "full"},
+        ),
+    ),
+    (
+        (2, 2, 2),
+        Splits(tensor=4, pipeline=2),
+        "topo",
+        Case(GROUPED | {"layers": 3}, accumulation=4, steps=1, parallel=ZB | {"layers": [2, 1]}),
+    ),
+    (
+        (2, 2),
         Splits(context=2, pipeline=2),
         "topo",
         Case(LLAMA | FOUR, accumulation=4, steps=2, parallel=ZBV, documents=True),

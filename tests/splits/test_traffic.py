@@ -10,6 +10,7 @@ from megafrontier.config.model.moe import MoEConfig
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import Splits
 from megafrontier.partition.presets import work_wires
+from megafrontier.pipeline.split_backward import SplitBackward
 from megafrontier.splits.tokens import TokenGroup
 from megafrontier.splits.traffic import tensor_bytes
 from tests.model.small_models import SHAPES, small_config
@@ -21,23 +22,27 @@ LLAMA, GPT2 = SHAPES["llama"], SHAPES["gpt2"]
 MIXTURE = LLAMA | {"moe": MoEConfig(experts=8, active=3, ffn_hidden=16, balance="none")}
 GROUPED = SHAPES["llama grouped, tied, longer texts"]
 CASES = [
-    ((2, 2), 2, Case(LLAMA), {}),
-    ((2, 2), 4, Case(GROUPED, options={"overlap": "none"}), {}),
-    ((2, 2), 4, Case(GROUPED), {"pair": "bf16", "world": "int8"}),
-    ((2,), 2, Case(GPT2, built={"checkpointing": "block"}), {"world": "int8"}),
-    ((2,), 2, Case(LLAMA, built={"checkpointing": "selective"}), {"world": "int8"}),
+    ((2, 2), 2, Case(LLAMA), {}, False),
+    ((2, 2), 2, Case(GPT2), {"pair": "int8"}, True),
+    ((2, 2), 4, Case(GROUPED, options={"overlap": "none"}), {}, False),
+    ((2, 2), 4, Case(GROUPED), {"pair": "bf16", "world": "int8"}, False),
+    ((2,), 2, Case(GPT2, built={"checkpointing": "block"}), {"world": "int8"}, False),
+    ((2,), 2, Case(LLAMA, built={"checkpointing": "selective"}), {"world": "int8"}, False),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "tensor", "case", "formats"), CASES)
-def test_bytes_of_each_level_and_kind_are_those_of_the_formulas(sizes, tensor, case, formats):
+@pytest.mark.parametrize(("sizes", "tensor", "case", "formats", "late"), CASES)
+def test_bytes_of_each_level_and_kind_are_those_of_the_formulas(sizes, tensor, case, formats, late):
     def body(mesh):
         levels = mesh.hierarchy(("tensor",)).levels
         wires = work_wires("activations", formats, levels, "fp32")
         model, engine, _ = split_model(case, "zero3", mesh, wires)
         tokens = torch.zeros(ROWS, LENGTH, dtype=torch.long)
         engine.ledger.take(wait=True)
-        model(tokens, tokens).backward()
+        if late:
+            _train_in_two_parts(model, engine, tokens)
+        else:
+            model(tokens, tokens).backward()
         engine.finish_gradients()
         engine.finish_step(torch.zeros(()))
         engine.finish_publishing()
@@ -50,6 +55,7 @@ def test_bytes_of_each_level_and_kind_are_those_of_the_formulas(sizes, tensor, c
             overlaps=engine.overlaps,
             chunk_tokens=16,
             checkpointing=case.built.get("checkpointing", "none"),
+            late_weights=late,
         )
         counted = engine.ledger.take_kinds(wait=True)
         return counted, formula, engine.step_bytes(1)
@@ -59,6 +65,15 @@ def test_bytes_of_each_level_and_kind_are_those_of_the_formulas(sizes, tensor, c
         assert [kinds["weights"].bytes + kinds["gradients"].bytes for kinds in counted] == states
         assert all(kinds["tokens"].bytes == 0 for kinds in counted)
         assert activations[0] > 0
+
+
+def _train_in_two_parts(model, engine, tokens):
+    split = SplitBackward(model, model.blocks, copies=False)
+    loss = model(tokens, tokens)
+    with engine.stage(0, True, True, "inputs"):
+        _, late = split.inputs(loss, None, None, model.parameters())
+    with engine.stage(0, True, True, "weights"):
+        split.weights(late)
 
 
 INT8, ROUNDED = {"world": "int8"}, {"pair": "bf16", "world": "int8"}
