@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 
 from megafrontier.training.callbacks.evaluate import evaluate
@@ -11,6 +12,7 @@ from tests.data.corpora import write_corpus
 from tests.ranks import run_mesh
 
 STEPS = ("train.steps=10", "evaluate.batches=0")
+PIPELINE = ("parallel.pipeline=2", "parallel.schedule=zero_bubble")
 SPIKES = ("train.steps=12", "evaluate.batches=0", "machine=laptop", "train.spike_window=4")
 
 
@@ -18,11 +20,12 @@ def skipped_lines(lines):
     return [line for line in lines if line.get("skipped")]
 
 
+@pytest.mark.parametrize("chosen", ["partition.wires=low", "parallel.pipeline=2"])
 def test_one_ranks_nan_is_skipped_by_all_ranks_and_logged_with_its_samples(
-    config_file, tmp_path, multiply_loss
+    config_file, tmp_path, multiply_loss, chosen
 ):
     multiply_loss(math.nan, 32, 63, 100, 120)
-    lines = runs.run(config_file, 4, *STEPS, "train.nonfinite_limit=3", "partition.wires=low")
+    lines = runs.run(config_file, 4, *STEPS, "train.nonfinite_limit=3", chosen)
     skipped = {line["step"]: line["samples"] for line in skipped_lines(lines)}
     assert skipped == {3: [32, 48], 4: [48, 64], 7: [96, 112], 8: [112, 128]}
     for line in lines:
@@ -89,9 +92,12 @@ def test_a_skipped_step_leaves_no_errors_for_the_next(config_file):
         assert after_a_skipped_one == 0
 
 
-def test_a_spike_is_skipped_and_logged_with_its_samples(config_file, tmp_path, multiply_loss):
+@pytest.mark.parametrize("chosen", [(), PIPELINE])
+def test_a_spike_is_skipped_and_logged_with_its_samples(
+    config_file, tmp_path, multiply_loss, chosen
+):
     multiply_loss(100, 6 * 16 + 9)  # in the seventh step, on one rank
-    lines = runs.run(config_file, 2, *SPIKES, "train.spike_loss=2")
+    lines = runs.run(config_file, 2, *SPIKES, *chosen, "train.spike_loss=2")
     (skipped,) = skipped_lines(lines)
     assert (skipped["step"], skipped["samples"], skipped["spike"]) == (7, [96, 112], True)
     assert skipped["loss"] > 5 * lines[5]["loss"]

@@ -12,7 +12,6 @@ import pytest
 from megafrontier.common.errors import STOPPED
 from tests import processes, runs
 from tests.launch.test_launchers import slurm, start
-from tests.training.signalling import VARIABLE
 
 RANKS = 2
 SMALL = ("machine=laptop", "train.steps=12", "train.micro_batch=8")
@@ -28,17 +27,6 @@ def arguments(folder, name, *overrides):
         "train", str(folder / "config.yaml"), "--nproc", str(RANKS),
         f"run.directory={folder}/{name}", *SMALL, *overrides,
     ]  # fmt: skip
-
-
-@pytest.fixture
-def signalled(monkeypatch):
-    """The override that sends a signal, given as STEP PROCESS SIGNAL."""
-
-    def choose(what, callback="SignalInStep"):
-        monkeypatch.setenv(VARIABLE, what)
-        return f"log.callbacks=[tests.training.signalling.{callback}]"
-
-    return choose
 
 
 def train(folder, name, *overrides):
