@@ -1,5 +1,6 @@
 """All ranks of a run and what they agree on: the control plane."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
@@ -30,22 +31,47 @@ class Operation(NamedTuple):
 
     name: str = ""
     peer: int | None = None
+    waits_for: str = ""
+    """The collective or message of other ranks without which the work does not go on."""
 
 
 class RankStatus:
     """What one rank is doing now. The main thread writes it; the watchdog's threads read it."""
 
     def __init__(self) -> None:
-        self.current = Operation()
+        self.waits_for: Callable[[], str] = lambda: ""
+        """Gives `Operation.waits_for`."""
+        self._doing = Operation()
+        # Work that the host has given to the device: it is over when the event is.
+        self._enqueued: deque[tuple[Operation, torch.cuda.Event]] = deque()
+
+    @property
+    def current(self) -> Operation:
+        """What the rank is doing; on a GPU what the device is doing, because the host may be far
+        ahead of it."""
+        # A copy, because the main thread may go on.
+        enqueued = (one for one, event in self._enqueued.copy() if not event.query())
+        return next(enqueued, self._doing)._replace(waits_for=self.waits_for())
 
     @contextmanager
-    def doing(self, name: str, peer: int | None = None) -> Iterator[None]:
+    def doing(
+        self, name: str, peer: int | None = None, device: torch.device | None = None
+    ) -> Iterator[None]:
         """Set the status for the body. It stays set if the body raises, because the other ranks
-        then wait for this operation."""
-        self.current = Operation(name, peer)
+        then wait for this operation. `device`: the body gives the work to it."""
+        self._doing = Operation(name, peer)
         fault_point(name, peer=peer)
         yield
-        self.current = Operation()
+        if device is not None and device.type == "cuda":
+            self._enqueue(self._doing)
+        self._doing = Operation()
+
+    def _enqueue(self, operation: Operation) -> None:
+        event = torch.cuda.Event()
+        event.record()
+        self._enqueued.append((operation, event))
+        while self._enqueued and self._enqueued[0][1].query():
+            self._enqueued.popleft()
 
 
 class World:

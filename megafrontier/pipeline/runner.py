@@ -91,14 +91,15 @@ class Pipeline:
         step = _Step(work, torch.zeros(2, dtype=torch.float64, device=self._mesh.device))
         last = last_backwards(row)
         for item in row:
-            if isinstance(item, Exchange):
-                self._exchange(step, item)
-                continue
-            ends = item in last, last.get(item, False)
-            given = _GIVEN.get(item.kind, "whole")
-            with self._engine.stage(self._places[item.stage], *ends, given):
-                self._act(step, item)
-            work.after()
+            with self._mesh.world.status.doing(item.description, device=self._mesh.device):
+                if isinstance(item, Exchange):
+                    self._exchange(step, item)
+                else:
+                    ends = item in last, last.get(item, False)
+                    given = _GIVEN.get(item.kind, "whole")
+                    with self._engine.stage(self._places[item.stage], *ends, given):
+                        self._act(step, item)
+                    work.after()
         return step.totals
 
     def _act(self, step: "_Step", action: Action) -> None:

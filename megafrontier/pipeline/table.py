@@ -20,6 +20,14 @@ class Kind(StrEnum):
     BACKWARD_WEIGHT = "W"
 
 
+_COMPUTED = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward (inputs)",
+    Kind.BACKWARD_WEIGHT: "backward (weights)",
+}
+
+
 class Action(NamedTuple):
     """One computation of a stage, for one micro-batch."""
 
@@ -29,6 +37,11 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind}{self.stage}.{self.micro_batch}"
+
+    @property
+    def description(self) -> str:
+        """For reports."""
+        return f"stage {self.stage}, {_COMPUTED[self.kind]} of micro-batch {self.micro_batch}"
 
 
 class TransferKind(StrEnum):
@@ -71,6 +84,11 @@ class Exchange(tuple[Transfer, ...]):
     """Transfers of one rank that are started together, for instance in one batch_isend_irecv."""
 
     __slots__ = ()
+
+    @property
+    def description(self) -> str:
+        """For reports."""
+        return ", ".join(f"stage {t.stage}, {t.kind} of micro-batch {t.micro_batch}" for t in self)
 
 
 Row = tuple[Action, ...]

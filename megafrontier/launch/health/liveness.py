@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from itertools import groupby
 from typing import Any, TypeVar
@@ -34,13 +34,13 @@ from megafrontier.parallel.env import Identity
 from megafrontier.parallel.world import Operation, RankStatus
 
 _BLOCK = 64
-_NAMED_HOSTS = _NAMED_REFUSALS = 8
+_NAMED_HOSTS = _NAMED_REFUSALS = _NAMED_WAITS = 8
 _LONGEST = timedelta(days=20)  # the store counts milliseconds in 32 bits
 
 Missing = list[tuple[int, str]]
 """Ranks and their hosts, in rank order."""
 Stuck = list[tuple[int, str, str]]
-"""Ranks, their hosts, and the operation that each is stuck in, in rank order."""
+"""Ranks, their hosts, and the operation that each is stuck in or waits in, in rank order."""
 T = TypeVar("T")
 
 
@@ -58,11 +58,13 @@ class Alarm:
 @dataclass(frozen=True)
 class Answers:
     """The ranks that did not answer an alarm. If all answered in a hang: the ranks that block the
-    others, as far as known, and the number of hosts of all ranks."""
+    others, as far as known, the number of hosts of all ranks, and the first ranks that wait in work
+    of their own."""
 
     missing: Missing
     stuck: Stuck
     hosts: int = 0
+    waiting: Stuck = field(default_factory=list)
 
 
 class LivenessCheck:
@@ -136,7 +138,9 @@ class LivenessCheck:
             doing = [Operation(*what) for _, what in self._reports("here", range(size))]
             hosts = [host for _, (host, _) in self._reports("host", range(size))]
             stuck = [(rank, hosts[rank], what) for rank, what in blockers(doing).items()]
-            answers = Answers([], stuck, len({*hosts}))
+            waits = [(r, hosts[r], one.name) for r, one in enumerate(doing) if one.waits_for]
+            named = [wait for wait in waits if wait[-1]][:_NAMED_WAITS]
+            answers = Answers([], stuck, len({*hosts}), named)
         self._publish("verdict", asdict(answers), size - len(lost) - 1)
         return answers
 
@@ -186,16 +190,18 @@ def _decode(raw: bytes) -> Alarm:
 
 
 def blockers(operations: Sequence[Operation]) -> dict[int, str]:
-    """The ranks that block the others, in rank order, and what each is stuck in: local work, or an
-    exchange with a peer that reports the same exchange. (Otherwise it waits for its peer, which is
-    busy elsewhere.)
+    """The ranks that block the others, in rank order, and what each is stuck in: local work that
+    waits for nothing, or an exchange with a peer that reports the same exchange. (Otherwise it
+    waits for its peer, which is busy elsewhere.)
 
     `operations`: what each rank reports, in rank order.
     """
     return {
-        rank: name
-        for rank, (name, peer) in enumerate(operations)
-        if name and (peer is None or operations[peer] == Operation(name, rank))
+        rank: one.name
+        for rank, one in enumerate(operations)
+        if one.name
+        and not one.waits_for
+        and (one.peer is None or operations[one.peer] == Operation(one.name, rank))
     }
 
 

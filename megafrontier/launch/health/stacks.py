@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from megafrontier.parallel.env import Identity
+from megafrontier.parallel.world import Operation
 from megafrontier.partition.comm.ledger import Ledger
 
 _STDERR = 2
@@ -17,9 +18,15 @@ def hang_folder(directory: Path, step: int) -> Path:
 
 
 def write_stacks(
-    folder: Path, identity: Identity, step: int, idle_seconds: float, ledger: Ledger | None
+    folder: Path,
+    identity: Identity,
+    step: int,
+    idle_seconds: float,
+    ledger: Ledger | None,
+    doing: Operation,
 ) -> None:
-    """Write this rank's report: the stacks of all threads and the last collective of each level.
+    """Write this rank's report: what it is doing, the stacks of all threads and the last collective
+    of each level.
 
     Raises OSError, and RuntimeError if the device has failed.
     """
@@ -29,9 +36,11 @@ def write_stacks(
     with path.open("w", encoding="utf-8") as file:
         print(
             f"rank {identity.rank} on {identity.host}, process {os.getpid()}, {now}: "
-            f"nothing finished for {idle_seconds:.1f} s after step {step}\n",
+            f"nothing finished for {idle_seconds:.1f} s after step {step}",
             file=file,
         )
+        waits = f"waits for {doing.waits_for}" if doing.waits_for else ""
+        print(": ".join(filter(None, (doing.name, waits))), file=file)
         print("stacks of all threads, newest call first:\n", file=file, flush=True)
         faulthandler.dump_traceback(file, all_threads=True)
         # Last, because it asks the device, which may not answer any more.

@@ -39,6 +39,7 @@ from megafrontier.launch.health.liveness import (
     Answers,
     LivenessCheck,
     Missing,
+    Stuck,
     call_with_timeout,
     describe,
 )
@@ -48,6 +49,7 @@ from megafrontier.launch.health.timeouts import LOCAL_GRACE, Timeouts
 from megafrontier.launch.rendezvous import ALL_PEERS
 from megafrontier.parallel.env import Identity
 from megafrontier.parallel.fault_injection import fault_point
+from megafrontier.parallel.world import RankStatus
 from megafrontier.partition.comm.ledger import Ledger
 
 
@@ -60,6 +62,7 @@ class Watchdog:
         self._identity, self._directory, self._timeouts = identity, directory, timeouts
         self._ledger: Ledger | None = None
         self._liveness: LivenessCheck | None = None
+        self._status = RankStatus()
         self._checks_nodes = False
         self._limit_seconds = timeouts.first_step
         self._step = self._beats = 0
@@ -74,7 +77,7 @@ class Watchdog:
         self._set_checks_nodes(True)
         if liveness is not None:
             # A connection of its own: the main thread blocks the other one while ranks connect.
-            self._liveness = liveness.clone()
+            self._liveness, self._status = liveness.clone(), liveness.status
             self._start_thread(self._listen, self._liveness.clone())
             if self._peers is not None:
                 self._peers.start(self._on_peer_lost)
@@ -117,6 +120,7 @@ class Watchdog:
     def begin(self, step: int, ledger: Ledger) -> None:
         """The run starts after `step`. The first step may take longer than the others."""
         self._step, self._ledger = step, ledger
+        self._status.waits_for = ledger.waits_for
         self.beat()
 
     def beat(self, step: int | None = None) -> None:
@@ -245,6 +249,8 @@ class Watchdog:
         ranks = [(rank, host) for rank, host, _ in answers.stuck]
         operations = {operation for *_, operation in answers.stuck}
         line = f"{describe(ranks)}: stuck at {', '.join(sorted(operations))}, {but}"
+        if not self._checks_nodes:
+            return LOST, line + _describe_waits(answers.waiting)
         count = len({host for _, host in ranks})
         # If most hosts are stuck, no single node is at fault. And gloo connects to one peer after
         # another: beside the two ends of a dead link, ranks may be stuck that wait for one of them.
@@ -275,7 +281,8 @@ class Watchdog:
         fault_point("report")
         # Neither a full disk nor a device that has failed may keep the rank from leaving.
         with suppress(OSError, RuntimeError):
-            write_stacks(folder, self._identity, self._step, idle, self._ledger)
+            doing = self._status.current
+            write_stacks(folder, self._identity, self._step, idle, self._ledger, doing)
 
     def _leave(self, code: int, line: str = "", first_is_lost: bool = False) -> None:
         """End the process at once. To unwind the stack would wait for the lost ranks."""
@@ -289,3 +296,9 @@ class Watchdog:
             sys.stdout.flush()
         finally:  # also if stdout is closed
             os._exit(code)
+
+
+def _describe_waits(waiting: Stuck) -> str:
+    """The ranks that wait, and in which work."""
+    parts = (f"rank {rank} waits in {operation}" for rank, _, operation in waiting)
+    return "".join(f"; {part}" for part in parts)

@@ -74,6 +74,8 @@ class Ledger:
             self._began = time.perf_counter()
         self._thread = threading.get_ident()
         self._is_waiting = False
+        self._label = ""
+        """What the host waits for."""
         self._waited = 0.0
         self._waits = _Waits()
         self._counts = self._zeros()
@@ -98,10 +100,12 @@ class Ledger:
         """Time one collective over `level`. The caller appends the bytes that it sent to the list.
         `label` names the collective in traces and reports."""
         sent: list[int] = []
-        begin, row = time.perf_counter(), (level, kind)
+        begin, row, is_exposed = time.perf_counter(), (level, kind), self._is_exposed()
         self._newest[level] = label, begin, False
-        with self._timed(label, [None, row] if self._is_exposed() else [row]) as end:
+        self._label = label if is_exposed else self._label
+        with self._timed(label, [None, row] if is_exposed else [row]) as end:
             yield sent
+        self._label = "" if is_exposed else self._label
         self._newest[level] = label, begin, end
         with self._lock:
             self._counts[level][kind].bytes += sum(sent)
@@ -110,13 +114,26 @@ class Ledger:
     def waiting(self, label: str) -> Iterator[None]:
         """Time how long the computation waits for a collective. On a GPU the host does not wait;
         events measure how long the computation's stream stands still."""
-        self._is_waiting = True
+        self._is_waiting, self._label = True, label
         if self._device.type != "cuda":
             with self._lock:
                 self._waits.begin(time.perf_counter())
         with self._timed(label, [None]):
             yield
-        self._is_waiting = False
+        self._is_waiting, self._label = False, ""
+
+    def waits_for(self) -> str:
+        """The label of what the computation waits for, if it does; from any thread."""
+        if self._device.type != "cuda":
+            return self._label
+        return next(
+            (
+                label
+                for row, label, start, stop in list(self._events)
+                if row is None and not stop.query() and start.query()
+            ),
+            "",
+        )
 
     def last(self) -> dict[str, str]:
         """Describe the current collective of each level, for a run that hangs; from any thread.

@@ -139,6 +139,7 @@ LINK, STORAGE, NOTHING = "link world", "run.directory", Operation()
     [
         ([NOTHING, NOTHING], {}),
         ([NOTHING, Operation(STORAGE)], {1: STORAGE}),
+        ([Operation("stage 0", waits_for="a message"), Operation("stage 1")], {1: "stage 1"}),
         (
             [Operation(LINK, 1), Operation(LINK, 0), Operation(LINK, 1), NOTHING],
             {0: LINK, 1: LINK},

@@ -318,6 +318,20 @@ def test_a_frozen_rank_is_lost_and_the_others_write_their_stacks(folder):
     assert "in start_step" in text
 
 
+def test_a_hang_in_a_pipeline_is_named_with_stage_and_action(folder):
+    """Of the rank that hangs, and of the rank that waits for its message."""
+    faults = [fault("stage 0, backward of micro-batch 1", 0, "hang")]
+    chosen = ("parallel.pipeline=2", "train.hang_seconds=2", "train.micro_batch=4")
+    reported = "".join(text for _, text in launched(folder, "stage", faults, *chosen).values())
+    (line,) = reported.splitlines()
+    stuck = "rank 0 on frontier00001: stuck at stage 0, backward of micro-batch 1, though every"
+    assert line.startswith(f"megafrontier: {stuck}")
+    assert "; rank 1 waits in stage 1, forward of micro-batch 3" in line
+    page = folder / "stage" / "hang" / "step-00000000" / "frontier00001" / "rank-1.txt"
+    waits = "stage 1, forward of micro-batch 3: waits for receive activation of micro-batch 3 at"
+    assert waits in page.read_text()
+
+
 def test_a_rank_ends_though_the_storage_hangs(tmp_path, monkeypatch, codes, capsys):
     """Neither its stacks nor its end can be written."""
     monkeypatch.setenv(VARIABLE, json.dumps([fault("report", 0, "hang")]))
