@@ -202,6 +202,7 @@ _WORDS = {
     "list[int]": "list of integers",
     "list[float]": "list of numbers",
     "list[list[int]]": "list of [from, to]",
+    "float | list[list[float]]": "number or list of [step, number]",
     "tuple[float, float]": "two numbers",
     "dict[str, str]": "`{LEVEL: FORMAT}`",
     "dict[str, str] | Literal['auto']": "`{LEVEL: FORMAT}`, `auto`",

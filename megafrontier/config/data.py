@@ -3,15 +3,15 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megafrontier.config.fields import bounded
-
 
 @dataclass
 class CorpusConfig:
     path: str = ""
     """Prefix of PREFIX.bin and PREFIX.idx."""
-    weight: float = bounded(1.0, above=0)
-    """Share of the samples drawn from this corpus, relative to the other corpora."""
+    weight: float | list[list[float]] = 1.0
+    """Share of the samples drawn from this corpus, relative to the other corpora: a number above 0,
+    or for a curriculum [[step, weight], …], a weight from each of these data steps on, the first of
+    which is 0."""
     name: str = ""
     """In `data.valid`: also evaluate the corpora of this name alone, over as many batches, as the
     metric `valid_loss/NAME`."""

@@ -68,3 +68,7 @@ class ScheduleConfig:
     """Learning rate at the end of the decay."""
     decay_fraction: float = bounded(0.2, at_least=0, at_most=1)
     """wsd: fraction of the steps, at the end, in which the learning rate decays linearly."""
+    by: Literal["steps", "tokens"] = "steps"
+    """What the learning rate follows: the steps, or the tokens that they read. With tokens, a step
+    of a small batch (`train.batch_warmup`) moves the rate less: it climbs to `optimizer.lr` by the
+    tokens of the first `warmup_steps`, and decays by the tokens of all steps."""

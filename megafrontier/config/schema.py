@@ -28,6 +28,19 @@ class RunConfig:
 
 
 @dataclass
+class BatchWarmupConfig:
+    """A batch that grows, in equal increments at equal distances."""
+
+    start: int = count(8)
+    """Sequences in the first step."""
+    step_by: int = count(8)
+    """Sequences by which the batch grows, until it is `train.global_batch`. Both this and `start`
+    must be multiples of what all ranks process at a time."""
+    until: int = count(1000)
+    """The first step with the whole `train.global_batch`, counted from 0."""
+
+
+@dataclass
 class TrainConfig:
     steps: int = count(1000)
     """Optimizer steps of the whole run."""
@@ -35,6 +48,8 @@ class TrainConfig:
     """Stop with a checkpoint after this step. The learning rate schedule still spans `steps`."""
     global_batch: int = count(8)
     """Sequences in one optimizer step, over all ranks."""
+    batch_warmup: BatchWarmupConfig | None = None
+    """Begin with a smaller batch. null: no. See also `schedule.by`."""
     micro_batch: int = count(1)
     """Sequences that one rank processes at a time. The rest is gradient accumulation."""
     precision: Literal["bf16", "fp32", "fp16"] = "bf16"

@@ -2,7 +2,7 @@
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from difflib import get_close_matches
 from math import isfinite
@@ -10,13 +10,14 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from megafrontier.common.errors import UserError, need
+from megafrontier.config.data import CorpusConfig
 from megafrontier.config.layout import WireFormat, WiresConfig
 from megafrontier.config.machine import MachineConfig
 from megafrontier.config.model.gpt import ModelConfig, RotaryScalingConfig
 from megafrontier.config.model.moe import check_moe
 from megafrontier.config.model.scaling import check_scaling
 from megafrontier.config.optimizer import OptimizerConfig
-from megafrontier.config.schema import Config
+from megafrontier.config.schema import BatchWarmupConfig, Config, TrainConfig
 
 
 def build(kind: Any, value: Any, key: str = "") -> Any:
@@ -42,6 +43,8 @@ def _build_union(kinds: tuple[Any, ...], value: Any, key: str) -> Any:
     if value is None and type(None) in kinds:
         return None
     kinds = tuple(kind for kind in kinds if kind is not type(None))
+    if isinstance(value, list) and (lists := [kind for kind in kinds if get_origin(kind) is list]):
+        return build(lists[0], value, key)
     if len(kinds) == 1:
         return build(kinds[0], value, key)
     for kind in kinds:
@@ -215,6 +218,8 @@ def _check_data(config: Config) -> None:
             fits = "need letters, digits, `.`, `_` or `-`, in data.valid"
             is_name = key == "valid" and re.fullmatch(r"[\w.-]+", corpus.name) is not None
             need(is_name or not corpus.name, f"data.{key}[{i}].name", corpus.name, fits)
+            _check_weight(f"data.{key}[{i}].weight", corpus.weight, key == "train")
+        _check_curriculum(f"data.{key}", corpora)
     is_split = len(data.split) == 2 and min(data.split) >= 0 and data.split[0] > 0
     fits = "need two parts, training above 0 and validation 0 or more"
     need(is_split, "data.split", data.split, fits)
@@ -225,6 +230,28 @@ def _check_data(config: Config) -> None:
         need(is_range, f"data.skip[{i}]", part, "need [from, to] with 0 <= from < to < 2**48")
 
 
+def _check_weight(key: str, weight: float | list[list[float]], may_change: bool) -> None:
+    if not isinstance(weight, list):
+        need(weight > 0, key, weight, "need more than 0")
+        return
+    need(may_change, key, _shown(weight), "need a number; only data.train has a curriculum")
+    steps = [part[0] for part in weight if len(part) == 2]
+    is_ordered = len(steps) == len(weight) > 0 and steps[0] == 0 and steps == sorted(set(steps))
+    fits = "need [[0, weight], [step, weight], …] with steps that increase"
+    need(is_ordered and all(step % 1 == 0 for step in steps), key, _shown(weight), fits)
+    need(min(part[1] for part in weight) >= 0, key, _shown(weight), "need weights of at least 0")
+
+
+def _check_curriculum(key: str, corpora: Sequence[CorpusConfig]) -> None:
+    """Refuse a step at which no corpus has a weight."""
+    schedules = [c.weight for c in corpora if isinstance(c.weight, list)]
+    if len(schedules) < len(corpora) or not corpora:
+        return
+    for step in {part[0] for schedule in schedules for part in schedule}:
+        total = sum([w for start, w in s if start <= step][-1] for s in schedules)
+        need(total > 0, f"{key}: weights of step", int(step), "need one above 0")
+
+
 def _check_steps(config: Config) -> None:
     train, schedule, lr = config.train, config.schedule, config.optimizer.lr
     spikes = {"train.spike_loss": train.spike_loss, "train.spike_grad_norm": train.spike_grad_norm}
@@ -233,12 +260,26 @@ def _check_steps(config: Config) -> None:
     batch, micro = train.global_batch, train.micro_batch
     fits = f"must be a multiple of train.micro_batch ({micro})"
     need(batch % micro == 0, "train.global_batch", batch, fits)
+    if train.batch_warmup is not None:
+        _check_batch_warmup(train, train.batch_warmup)
     warmup, steps, stop = schedule.warmup_steps, train.steps, train.stop_at
     need(warmup <= steps, "schedule.warmup_steps", warmup, f"need at most train.steps ({steps})")
     fits = f"need at most optimizer.lr ({lr})"
     need(schedule.min_lr <= lr, "schedule.min_lr", schedule.min_lr, fits)
     is_inside = stop is None or 1 <= stop <= steps
     need(is_inside, "train.stop_at", stop, f"need 1 to train.steps ({steps})")
+
+
+def _check_batch_warmup(train: TrainConfig, warmup: BatchWarmupConfig) -> None:
+    key, batch, micro = "train.batch_warmup", train.global_batch, train.micro_batch
+    fits = f"need less than train.global_batch ({batch})"
+    need(warmup.start < batch, f"{key}.start", warmup.start, fits)
+    grows = batch - warmup.start
+    fits = f"must divide {grows} (train.global_batch - {key}.start)"
+    need(grows % warmup.step_by == 0, f"{key}.step_by", warmup.step_by, fits)
+    fits = f"must be a multiple of train.micro_batch ({micro})"
+    for name, size in (("start", warmup.start), ("step_by", warmup.step_by)):
+        need(size % micro == 0, f"{key}.{name}", size, fits)
 
 
 def _check_optimizer(optimizer: OptimizerConfig) -> None:

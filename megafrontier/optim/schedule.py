@@ -1,24 +1,33 @@
 """The learning rate as a pure function of the step."""
 
+from collections.abc import Callable
 from math import cos, pi
 
 from megafrontier.config import OptimizerConfig, ScheduleConfig
 
 
 def learning_rate(
-    step: int, steps: int, optimizer: OptimizerConfig, schedule: ScheduleConfig
+    step: int,
+    steps: int,
+    optimizer: OptimizerConfig,
+    schedule: ScheduleConfig,
+    samples_before: Callable[[int], int] | None = None,
 ) -> float:
     """Learning rate of the 0-based optimizer `step` out of `steps`.
 
     Linear warm-up to `optimizer.lr`; then cosine (Loshchilov & Hutter 2017), linear or wsd
     (warm-up, stable, linear decay over the last `decay_fraction`) down to `min_lr`, or constant.
+    With `schedule.by: tokens`, time is counted in samples: `samples_before` a step.
     """
-    if step < schedule.warmup_steps:
-        return optimizer.lr * (step + 1) / schedule.warmup_steps
-    after_warmup = max(1, steps - schedule.warmup_steps)
-    progress = min(1.0, (step - schedule.warmup_steps) / after_warmup)
-    # `decay_fraction` refers to all steps, not to those after the warm-up.
-    decay = min(1.0, schedule.decay_fraction * steps / after_warmup)
+    now, after, warmup, end = step, step + 1, schedule.warmup_steps, steps
+    if schedule.by == "tokens" and samples_before is not None:
+        now, after, warmup, end = map(samples_before, (now, after, warmup, end))
+    if now < warmup:
+        return optimizer.lr * after / warmup
+    after_warmup = max(1, end - warmup)
+    progress = min(1.0, (now - warmup) / after_warmup)
+    # `decay_fraction` refers to the whole run, not to what follows the warm-up.
+    decay = min(1.0, schedule.decay_fraction * end / after_warmup)
     factor = _decay_factor(progress, schedule.name, decay)
     return schedule.min_lr + (optimizer.lr - schedule.min_lr) * factor
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config, WiresConfig, load_machine
+from megafrontier.data.sampling.batches import BatchSizes
 from megafrontier.model.flops import flops_per_token
 from megafrontier.model.recompute.checkpointing import Mode
 from megafrontier.parallel.hierarchy import Levels
@@ -167,15 +168,15 @@ class _Family:
         itself."""
         train, model, splits = self._config.train, self._config.model, self._plan.shape.splits
         data_size = self._plan.shape.over(("data",)).ranks
-        parts = splits.tensor * splits.context
+        parts, sizes = splits.tensor * splits.context, BatchSizes.of(train)
         choices = [(train.micro_batch, train.activation_checkpointing)]
         if changes_memory:
             choices = list(product(MICRO_BATCHES, CHECKPOINTING))
         for micro_batch, mode in choices:
             tokens = micro_batch * model.sequence_length / parts
             saved = SAVED_BYTES[mode] * tokens * model.hidden * model.layers
-            number, rest = divmod(train.global_batch, micro_batch * data_size)
-            if rest or saved > self._free:
+            number = train.global_batch // (micro_batch * data_size)
+            if not sizes.divides(micro_batch * data_size) or saved > self._free:
                 continue
             chosen = replace(train, micro_batch=micro_batch, activation_checkpointing=mode)
             config, overrides = replace(self._config, train=chosen), list(self._overrides)

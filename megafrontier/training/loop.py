@@ -8,6 +8,7 @@ import torch
 from megafrontier.common.async_copy import DeviceTimer
 from megafrontier.common.errors import is_collective
 from megafrontier.common.signals import stop_requested
+from megafrontier.data.sampling.batches import BatchSizes
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.optim.schedule import learning_rate
 from megafrontier.parallel.world import World
@@ -131,8 +132,11 @@ def start_step(
     for callback in callbacks:
         callback.before_step(trainer)
     config, engine = trainer.config, trainer.engine
-    _, first_sample = trainer.loader.position(trainer.step)
-    lr = learning_rate(trainer.step, config.train.steps, config.optimizer, config.schedule)
+    samples = trainer.loader.sample_range(trainer.step)
+    sizes = BatchSizes.of(config.train)
+    lr = learning_rate(
+        trainer.step, config.train.steps, config.optimizer, config.schedule, sizes.before
+    )
     totals = forward_backward(trainer, heartbeat)
     gradients = engine.finish_gradients()
     for callback in callbacks:
@@ -142,7 +146,7 @@ def start_step(
     scale_change = trainer.loss_scale.update(stats.is_bad)
     engine.finish_step(stats.skip, scale_change)
     trainer.step += 1
-    return AsyncStepResult(trainer, begin, lr, first_sample, stats)
+    return AsyncStepResult(trainer, begin, lr, samples, stats)
 
 
 def forward_backward(trainer: Trainer, heartbeat: Heartbeat) -> torch.Tensor:

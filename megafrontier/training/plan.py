@@ -10,7 +10,7 @@ import torch
 
 from megafrontier.common.errors import UserError, need
 from megafrontier.config import Config, ExpertsPartitionConfig, MachineConfig, load_machine
-from megafrontier.data.sampling.loader import micro_batches
+from megafrontier.data.sampling.batches import BatchSizes
 from megafrontier.model.flops import parameter_specs
 from megafrontier.model.gpt import GPT
 from megafrontier.model.moe.experts import EXPERT_AXES
@@ -325,9 +325,13 @@ def check_memory(config: Config, plan: RunPlan) -> None:
 
 
 def micro_batches_of(config: Config, plan: RunPlan) -> int:
-    """Micro-batches of each rank in a step. Raises UserError if the batch does not divide."""
+    """Micro-batches of each rank in a step, after the warm-up of the batch.
+
+    Raises UserError if a batch does not divide.
+    """
     train, size = config.train, plan.shape.over(("data",)).ranks
-    return micro_batches(train.global_batch, train.micro_batch, size)
+    BatchSizes.of(train).check(train.micro_batch, size)
+    return train.global_batch // (train.micro_batch * size)
 
 
 def tensor_traffic(config: Config, plan: RunPlan) -> list[int]:

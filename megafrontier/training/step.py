@@ -151,11 +151,11 @@ class AsyncStepResult:
         trainer: Trainer,
         begin: DeviceTimer,
         lr: float,
-        first_sample: int,
+        samples: tuple[int, int],
         stats: StepStats,
     ) -> None:
         self._trainer, self._begin, self._lr = trainer, begin, lr
-        self._samples = first_sample, first_sample + trainer.config.train.global_batch
+        self._samples = samples
         self._step = trainer.step
         self._own_waiting_seconds = stats.own_waiting_seconds
         loss_scale = trainer.loss_scale.scale.double()

@@ -11,6 +11,7 @@ from megafrontier.checkpoint.save import PendingSave
 from megafrontier.common.errors import RankError, UserError
 from megafrontier.common.signals import block_stop_requests
 from megafrontier.config import Config
+from megafrontier.data.sampling.batches import BatchSizes
 from megafrontier.data.sampling.loader import Loader
 from megafrontier.data.sampling.samples import Batch, open_samples
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
@@ -244,14 +245,14 @@ def open_loader(
     # A special token that was added to the tokenizer alone has no row in the model.
     ids = min(cached_tokenizer(config.tokenizer).vocab_size, config.model.vocab_size)
     length, seed = config.model.sequence_length, config.run.seed
-    samples = open_samples(config.data, length, seed, ids, part)
+    sizes = BatchSizes.of(config.train)
+    samples = open_samples(config.data, length, seed, ids, part, sizes.before)
     if samples is None:
         return None
-    skip = config.data.skip if part == "train" else []
-    train = config.train
-    return Loader(
-        samples, train.global_batch, train.micro_batch, data_rank, data_size, skip, device
-    )
+    skip = config.data.skip
+    if part == "valid":
+        sizes, skip = BatchSizes(sizes.full), []
+    return Loader(samples, sizes, config.train.micro_batch, data_rank, data_size, skip, device)
 
 
 def open_named_loaders(

@@ -86,6 +86,19 @@ REFUSED = [
         "data.valid[1].weight: 0.0, need more than 0",
     ),
     (["data.split=[1, 0, 0]"], "data.split: [1.0, 0.0, 0.0], need two parts"),
+    (
+        ["train.batch_warmup={start: 3, step_by: 2, until: 9}"],
+        "train.batch_warmup.step_by: 2, must divide 5 (train.global_batch - train.batch_warmup.st",
+    ),
+    (
+        ["data.train=[{path: a, weight: [[1, 0.5]]}]"],
+        "data.train[0].weight: [[1.0, 0.5]], need [[0, weight], [step, weight], …] with steps that",
+    ),
+    (
+        ["data.train=[{path: a, weight: [[0, 1], [5, 0]]}, {path: b, weight: [[0, 0], [9, 1]]}]"],
+        "data.train: weights of step: 5, need one above 0",
+    ),
+    (["data.valid=[{path: a, weight: [[0, 1]]}]"], "data.valid[0].weight: [[0.0, 1.0]], need a n"),
     (["data.packing=best_fit"], "data.packing: best_fit, need none, or data.document_mask=true"),
     (["data.skip=[[1, 2], [5, 5]]"], "data.skip[1]: [5, 5], need [from, to] with 0 <= from < to"),
     (

@@ -49,3 +49,18 @@ def test_wsd_is_flat_and_decays_over_the_last_part_of_all_steps():
 
 def test_a_run_of_warm_up_only_ends_at_the_full_rate():
     assert rates("cosine", warmup=STEPS)[STEPS - 1] == PEAK
+
+
+def test_by_tokens_the_rate_follows_what_smaller_batches_read():
+    """A batch of 1 in the first 50 steps, of 4 afterwards: 250 samples."""
+    schedule = ScheduleConfig("linear", 60, by="tokens")
+    before = [step if step < 50 else 50 + 4 * (step - 50) for step in range(STEPS + 1)]
+    found = [
+        learning_rate(s, STEPS, OptimizerConfig(lr=PEAK), schedule, before.__getitem__)
+        for s in range(STEPS)
+    ]
+    warmup = before[60]
+    climbing = [before[step + 1] / warmup for step in range(60)]
+    assert found[:60] == pytest.approx(climbing)
+    falling = [1 - (before[step] - warmup) / (before[STEPS] - warmup) for step in range(60, STEPS)]
+    assert found[60:] == pytest.approx(falling)

@@ -1,11 +1,12 @@
 """The micro-batches of a rank for each optimizer step. The next step is read in the background."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from megafrontier.common.errors import UserError
+from megafrontier.data.sampling.batches import BatchSizes
 from megafrontier.data.sampling.samples import Batch, Samples
 
 
@@ -25,34 +26,20 @@ def data_step(steps: int, skip: Sequence[Sequence[int]], first: int = 0) -> int:
     return step
 
 
-def micro_batches(global_batch: int, micro_batch: int, dp_size: int) -> int:
-    """Return the number of micro-batches per rank and step.
-
-    Raises UserError if the sizes do not divide.
-    """
-    at_a_time = micro_batch * dp_size
-    if global_batch % at_a_time:
-        raise UserError(
-            f"train.global_batch: {global_batch}, need a multiple of {at_a_time} "
-            f"(train.micro_batch {micro_batch} x {dp_size} data-parallel ranks)"
-        )
-    return global_batch // at_a_time
-
-
 class Loader:
     """Reads the micro-batches of data-parallel rank `dp_rank` of `dp_size`.
 
-    Rank d reads the d-th of `dp_size` equal ranges of the `global_batch` samples of a step, and
-    splits it into micro-batches in order. The samples of a step and their order therefore do not
-    depend on the number of ranks or on the micro-batch size. The loader's only state is its
-    `position`, which is a function of the step while `global_batch` and `skip` do not change.
+    Rank d reads the d-th of `dp_size` equal ranges of the samples of a step, and splits it into
+    micro-batches in order. The samples of a step and their order therefore do not depend on the
+    number of ranks or on the micro-batch size. The loader's only state is its `position`, which is
+    a function of the step while `sizes` and `skip` do not change.
     Raises UserError if the batch sizes do not divide.
     """
 
     def __init__(
         self,
         samples: Samples,
-        global_batch: int,
+        sizes: BatchSizes,
         micro_batch: int,
         dp_rank: int = 0,
         dp_size: int = 1,
@@ -60,13 +47,14 @@ class Loader:
         device: torch.device | str = "cpu",
     ) -> None:
         self.samples = samples
-        self._global_batch, self._micro_batch = global_batch, micro_batch
-        self._first = dp_rank * (global_batch // dp_size)
+        sizes.check(micro_batch, dp_size)
+        self._sizes, self._micro_batch = sizes, micro_batch
+        self._dp_rank, self._dp_size = dp_rank, dp_size
         self._skip = [list(pair) for pair in skip]
         self._origin = 0, 0, 0
         self._device = torch.device(device)
-        self.micro_batches = micro_batches(global_batch, micro_batch, dp_size)
-        """Micro-batches per rank and step."""
+        self.micro_batches = sizes.full // (micro_batch * dp_size)
+        """Micro-batches per rank and step, after the warm-up of the batch."""
         self._thread: ThreadPoolExecutor | None = None
         self._prefetched: dict[int, Future[list[Batch]]] = {}
 
@@ -74,12 +62,17 @@ class Loader:
         """Return (data step, global number of its first sample) of optimizer step `step`."""
         origin, first_step, first_sample = self._origin
         current = data_step(step - origin, self._skip, first_step)
-        return current, first_sample + (current - first_step) * self._global_batch
+        return current, first_sample + self._sizes.before(current) - self._sizes.before(first_step)
+
+    def sample_range(self, step: int) -> tuple[int, int]:
+        """Return the range of global sample numbers [from, to) of optimizer step `step`."""
+        current, first = self.position(step)
+        return first, first + self._sizes.size(current)
 
     def resume_at(self, step: int, position: tuple[int, int]) -> None:
         """Make `position` the position of optimizer step `step`, and count on from there.
 
-        The position may come from a loader with another `global_batch` or `skip`. No sample is
+        The position may come from a loader with other `sizes` or another `skip`. No sample is
         left out or read twice.
         """
         self._origin = step, *position
@@ -87,7 +80,8 @@ class Loader:
     def data_step_of(self, sample: int) -> int:
         """Return the data step that starts with global sample `sample`."""
         _, first_step, first_sample = self._origin
-        return first_step + (sample - first_sample) // self._global_batch
+        before = sample - first_sample + self._sizes.before(first_step)
+        return bisect_right(range(2**48), before, key=self._sizes.before) - 1
 
     def step(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of optimizer step `step` (from 0), on the device.
@@ -111,7 +105,8 @@ class Loader:
         self._thread, self._prefetched = None, {}
 
     def _read(self, step: int) -> list[Batch]:
-        first = self.position(step)[1] + self._first
-        size = self._micro_batch
-        batches = [self.samples.batch(first + i * size, size) for i in range(self.micro_batches)]
+        first, stop = self.sample_range(step)
+        own, size = (stop - first) // self._dp_size, self._micro_batch
+        first += self._dp_rank * own
+        batches = [self.samples.batch(i, size) for i in range(first, first + own, size)]
         return [b.pin_memory() for b in batches] if self._device.type == "cuda" else batches

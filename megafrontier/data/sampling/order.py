@@ -5,8 +5,10 @@ corpus). The number is split into (epoch, index in the epoch). A permutation key
 and epoch maps the index to a window. Every rank can therefore compute any sample at any time.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from itertools import pairwise
 from math import lcm
 
 import numpy as np
@@ -33,6 +35,16 @@ class Blend:
         self._weights = [int(weight * unit) for weight in exact]
         self._order = sorted(range(len(exact)), key=lambda c: (-self._weights[c], c))
 
+    def counts(self, samples: int) -> list[int]:
+        """Return how many of the first `samples` samples each corpus has."""
+        left, found = sum(self._weights), [0] * len(self._weights)
+        for corpus in self._order:
+            weight = self._weights[corpus]
+            if weight:
+                found[corpus] = _share(samples, weight, left)
+            samples, left = samples - found[corpus], left - weight
+        return found
+
     def locate(self, sample: int) -> tuple[int, int]:
         """Return (corpus, number within that corpus) of global sample `sample`."""
         before, after, left = sample, sample + 1, sum(self._weights)
@@ -43,6 +55,41 @@ class Blend:
                 return corpus, mine
             before, after, left = before - mine, after - mine_after, left - weight
         raise AssertionError("the last corpus takes all remaining samples")
+
+
+class Curriculum:
+    """A blend whose weights change at some samples. Each corpus counts on where it was."""
+
+    def __init__(self, starts: Sequence[int], weights: Sequence[Sequence[float]]) -> None:
+        """`weights` [phases][corpora] from global sample `starts` [phases] on; the first is 0."""
+        self._starts, self._blends = list(starts), [Blend(of_phase) for of_phase in weights]
+        self._before = [[0] * len(weights[0])]
+        for blend, (start, stop) in zip(self._blends, pairwise(starts), strict=False):
+            counts = blend.counts(stop - start)
+            self._before.append([a + b for a, b in zip(self._before[-1], counts, strict=True)])
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """As `Blend.locate`."""
+        phase = bisect_right(self._starts, sample) - 1
+        corpus, number = self._blends[phase].locate(sample - self._starts[phase])
+        return corpus, number + self._before[phase][corpus]
+
+
+def make_blend(
+    weights: Sequence[float | Sequence[Sequence[float]]], samples_before: Callable[[int], int]
+) -> Blend | Curriculum:
+    """The blend of corpora by their `weight` in the configuration: a number, or [step, weight] from
+    each of these data steps on. `samples_before`: the samples of all data steps before one."""
+    schedules = [[(0, w)] if isinstance(w, int | float) else list(w) for w in weights]
+    steps = sorted({int(step) for schedule in schedules for step, _ in schedule})
+    phases = [[_weight_at(step, schedule) for schedule in schedules] for step in steps]
+    if len(steps) == 1:
+        return Blend(phases[0])
+    return Curriculum([samples_before(step) for step in steps], phases)
+
+
+def _weight_at(step: int, schedule: Sequence[Sequence[float]]) -> float:
+    return [weight for start, weight in schedule if start <= step][-1]
 
 
 def _share(count: int, weight: int, total: int) -> int:

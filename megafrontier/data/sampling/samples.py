@@ -6,7 +6,7 @@ consecutive tokens. Its last token is only a target, so consecutive windows shar
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from megafrontier.common.errors import UserError
 from megafrontier.config import CorpusConfig, DataConfig
 from megafrontier.data.corpus.indexed import IndexedDataset, bin_path
-from megafrontier.data.sampling.order import Blend, make_key, permute
+from megafrontier.data.sampling.order import Blend, Curriculum, make_blend, make_key, permute
 from megafrontier.data.sampling.packing import PackedRange, Piece
 from megafrontier.model.loss import IGNORE_INDEX
 
@@ -75,7 +75,7 @@ class Samples:
     """The endless sequence of samples for training, or for validation; see `open_samples`."""
 
     ranges: Sequence[WindowRange | PackedRange]
-    blend: Blend
+    blend: Blend | Curriculum
     sequence_length: int
     vocab_size: int
     seed: int | None
@@ -203,8 +203,11 @@ def open_samples(
     seed: int,
     vocab_size: int,
     subset: Literal["train", "valid"],
+    samples_before: Callable[[int], int],
 ) -> Samples | None:
     """Open the samples of `data` for training (shuffled by `seed`) or validation (in file order).
+
+    `samples_before`: the samples of all data steps before one, for weights that change.
 
     With `data.valid`, every corpus is used whole; without, `data.split` divides each training
     corpus. Returns None if there are no validation samples. Raises UserError for a corpus that
@@ -222,8 +225,12 @@ def open_samples(
     if not used:
         return None
     ranges, weights = zip(*used, strict=True)
+    if subset == "valid":
+        # The same samples whenever they are read: those of the last weights.
+        weights = tuple(w if isinstance(w, int | float) else w[-1][1] for w in weights)
     order = seed if subset == "train" else None
-    return Samples(ranges, Blend(weights), sequence_length, vocab_size, order, data.document_mask)
+    blend = make_blend(weights, samples_before)
+    return Samples(ranges, blend, sequence_length, vocab_size, order, data.document_mask)
 
 
 def refuse_no_corpus(data: DataConfig) -> None:

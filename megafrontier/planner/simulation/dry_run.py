@@ -76,9 +76,9 @@ class DryLoader:
         self.micro_batches = min(most, self.all)
         self._shape = config.train.micro_batch, config.model.sequence_length
 
-    def position(self, step: int) -> tuple[int, int]:
-        """As `Loader.position`."""
-        return step, 0
+    def sample_range(self, step: int) -> tuple[int, int]:
+        """As `Loader.sample_range`."""
+        return 0, 0
 
     def step(self, step: int) -> list[Batch]:
         """As `Loader.step`."""

@@ -38,9 +38,13 @@ ORDER_KEYS = (
     "data.packing",
 )
 """Keys whose change is a warning: sample numbers then stand for other tokens."""
+CURRICULUM_KEYS = ("train.global_batch", "train.batch_warmup")
+"""The same, if weights of corpora change at some steps."""
 REPORTED_KEYS = (
     "train.steps",  # the schedule ends there
     "train.global_batch",
+    "train.batch_warmup",
+    "train.z_loss",
     "train.precision",
     "train.clip_grad_norm",
     "train.spike_loss",
@@ -134,7 +138,10 @@ def changes(trainer: Trainer, manifest: Manifest) -> list[str]:
     if not manifest.step:
         return lines
     changed = _changed_keys(trainer.config, manifest)
-    order = [changed[key] for key in ORDER_KEYS if key in changed]
+    keys: tuple[str, ...] = ORDER_KEYS
+    if any(isinstance(corpus.weight, list) for corpus in trainer.config.data.train):
+        keys += CURRICULUM_KEYS
+    order = [changed[key] for key in keys if key in changed]
     different = order or corpus_changes(trainer, manifest)
     lines += [f"warning: {line}; samples are others from here on" for line in different]
     return lines + [

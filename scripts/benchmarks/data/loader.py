@@ -64,7 +64,7 @@ def reading(corpus: str, length: int, mask: bool, seconds: float) -> dict[str, f
     """Batches of 16 Ki tokens, one after the other, in this thread."""
     torch.set_num_threads(1)
     data = DataConfig(train=[CorpusConfig(path=corpus)], split=[1.0, 0.0], document_mask=mask)
-    samples = open_samples(data, length, 1234, VOCAB_SIZE, "train")
+    samples = open_samples(data, length, 1234, VOCAB_SIZE, "train", int)
     assert samples is not None
     rows = BATCH_TOKENS // length
     samples.batch(0, rows)

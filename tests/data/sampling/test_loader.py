@@ -1,13 +1,15 @@
 """The loader reads the same samples with any ranks and micro-batches, and after any resume."""
 
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 from megafrontier.common.errors import UserError
-from megafrontier.config import CorpusConfig, DataConfig
+from megafrontier.config import BatchWarmupConfig, CorpusConfig, DataConfig
+from megafrontier.data.sampling.batches import BatchSizes
 from megafrontier.data.sampling.loader import Loader, data_step
 from megafrontier.data.sampling.samples import Batch, Samples, open_samples
 from tests.data.corpora import write_counting
@@ -22,7 +24,7 @@ def samples(tmp_path: Path) -> Samples:
         CorpusConfig(str(write_counting(tmp_path / name, 37 * S + 1, start=start)), weight)
         for name, start, weight in (("a", 0, 0.8), ("b", 1000, 0.2))
     ]
-    opened = open_samples(DataConfig(train=corpora), S, 7, 5000, "train")
+    opened = open_samples(DataConfig(train=corpora), S, 7, 5000, "train", int)
     assert opened is not None
     return opened
 
@@ -37,7 +39,9 @@ def test_a_step_has_the_same_samples_at_any_number_of_ranks(
     samples: Samples, ranks: int, micro_batch: int
 ) -> None:
     for step in (0, 1, 9):
-        loaders = [Loader(samples, GLOBAL_BATCH, micro_batch, d, ranks) for d in range(ranks)]
+        loaders = [
+            Loader(samples, BatchSizes(GLOBAL_BATCH), micro_batch, d, ranks) for d in range(ranks)
+        ]
         joined = torch.cat([read(loader, step) for loader in loaders])
         assert torch.equal(joined, samples.batch(step * GLOBAL_BATCH, GLOBAL_BATCH).tokens)
         for loader in loaders:
@@ -45,12 +49,33 @@ def test_a_step_has_the_same_samples_at_any_number_of_ranks(
 
 
 def test_a_rank_gets_its_micro_batches_in_order(samples: Samples) -> None:
-    loader = Loader(samples, GLOBAL_BATCH, 2, dp_rank=1, dp_size=2)
+    loader = Loader(samples, BatchSizes(GLOBAL_BATCH), 2, dp_rank=1, dp_size=2)
     batches = loader.step(3)
     assert loader.micro_batches == len(batches) == 4
     assert [batch.first_sample for batch in batches] == [3 * 16 + 8 + 2 * i for i in range(4)]
     assert all(batch.tokens.shape == (2, S) for batch in batches)
     loader.close()
+
+
+def test_a_batch_that_grows_reads_every_sample_once_and_resumes_exactly(samples: Samples) -> None:
+    sizes = BatchSizes(16, BatchWarmupConfig(start=4, step_by=4, until=10))
+    loaders = [Loader(samples, sizes, 2, rank, 2, skip=[[12, 14]]) for rank in range(2)]
+    ranges = [loaders[0].sample_range(step) for step in range(14)]
+    assert [stop - start for start, stop in ranges] == [4] * 4 + [8] * 3 + [12] * 3 + [16] * 4
+    assert all(a[1] == b[0] for a, b in pairwise([*ranges[:12]]))
+    assert ranges[12][0] == ranges[11][1] + 2 * 16
+    for step in (0, 5, 9, 12):
+        joined = torch.cat([read(loader, step) for loader in loaders])
+        start, stop = ranges[step]
+        assert torch.equal(joined, samples.batch(start, stop - start).tokens)
+        assert loaders[0].data_step_of(start) == loaders[0].position(step)[0]
+    resumed = Loader(samples, sizes, 4, skip=[[12, 14]])
+    resumed.resume_at(6, loaders[0].position(6))
+    assert [resumed.sample_range(step) for step in range(6, 14)] == ranges[6:]
+    for loader in loaders:
+        loader.close()
+    with pytest.raises(UserError, match=r"train.batch_warmup.start: 4, need a multiple of 16"):
+        Loader(samples, sizes, 4, 0, 4)
 
 
 @pytest.mark.parametrize(
@@ -75,9 +100,9 @@ def test_a_resumed_loader_with_other_skips_leaves_out_and_repeats_nothing_else(
     samples: Samples, skip: list[list[int]]
 ) -> None:
     """Ranges before the checkpoint may be added and removed, because their steps have been read."""
-    before = Loader(samples, GLOBAL_BATCH, 4, skip=[[2, 5]])
+    before = Loader(samples, BatchSizes(GLOBAL_BATCH), 4, skip=[[2, 5]])
     assert before.position(7)[0] == 10
-    after = Loader(samples, GLOBAL_BATCH, 4, skip=skip)
+    after = Loader(samples, BatchSizes(GLOBAL_BATCH), 4, skip=skip)
     after.resume_at(7, before.position(7))
     expected = [own for own in range(10, 18) if not any(a <= own < b for a, b in skip)][:5]
     found = [after.position(step) for step in range(7, 12)]
@@ -87,7 +112,7 @@ def test_a_resumed_loader_with_other_skips_leaves_out_and_repeats_nothing_else(
 def test_batches_that_do_not_divide_are_refused(samples: Samples) -> None:
     says = r"train.global_batch: 16, need a multiple of 12 \(train.micro_batch 3 x 4"
     with pytest.raises(UserError, match=says):
-        Loader(samples, 16, 3, 0, 4)
+        Loader(samples, BatchSizes(16), 3, 0, 4)
 
 
 class Watched(Samples):
@@ -107,7 +132,7 @@ class Watched(Samples):
 
 def test_the_next_step_is_read_in_the_background(samples: Samples) -> None:
     recording = Watched(samples)
-    loader = Loader(recording, 2, 2)
+    loader = Loader(recording, BatchSizes(2), 2)
     loader.step(0)
     loader.step(1)
     loader.close()
@@ -118,7 +143,7 @@ def test_the_next_step_is_read_in_the_background(samples: Samples) -> None:
 def test_an_error_in_the_background_is_raised_by_its_step(samples: Samples) -> None:
     recording = Watched(samples)
     recording.fails_from = 2
-    loader = Loader(recording, 2, 2)
+    loader = Loader(recording, BatchSizes(2), 2)
     loader.step(0)
     with pytest.raises(UserError, match="sample 2 is bad"):
         loader.step(1)

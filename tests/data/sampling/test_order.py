@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megafrontier.data.sampling.order import Blend, make_key, permute
+from megafrontier.data.sampling.order import Blend, make_blend, make_key, permute
 
 
 def order(size: int, seed: int = 1, corpus: int = 0, epoch: int = 0) -> list[int]:
@@ -62,3 +62,18 @@ def test_shares_are_exact_at_any_distance() -> None:
     blend = Blend([0.7, 0.3])
     corpus, number = blend.locate(10**15)
     assert abs(number - 10**15 * (7, 3)[corpus] // 10) <= 1
+
+
+def test_a_curriculum_changes_the_blend_and_each_corpus_counts_on() -> None:
+    schedule = [1.0, [[0, 1], [10, 0], [25, 3]], [[0, 0], [10, 2]]]
+    blend = make_blend(schedule, lambda step: 4 * step)
+    located = [blend.locate(sample) for sample in range(200)]
+    shares = {(0, 40): (20, 20, 0), (40, 100): (20, 0, 40), (100, 200): (17, 50, 33)}
+    for (start, stop), expected in shares.items():
+        found = [sum(c == corpus for c, _ in located[start:stop]) for corpus in range(3)]
+        assert found == list(expected)
+    for corpus in range(3):
+        numbers = [number for c, number in located if c == corpus]
+        assert numbers == list(range(len(numbers)))
+    constant = make_blend([0.7, 0.3], int)
+    assert isinstance(constant, Blend)

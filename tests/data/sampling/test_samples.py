@@ -16,7 +16,7 @@ VOCABULARY = 5000
 
 
 def opened(part: str = "train", seed: int = 1, vocab_size: int = VOCABULARY, **data) -> Samples:
-    samples = open_samples(DataConfig(**data), S, seed, vocab_size, part)  # type: ignore[arg-type]
+    samples = open_samples(DataConfig(**data), S, seed, vocab_size, part, int)  # type: ignore[arg-type]
     assert samples is not None
     return samples
 
@@ -93,7 +93,7 @@ def test_a_corpus_of_its_own_for_validation_leaves_training_whole(
 
 def test_nothing_kept_for_validation_is_no_samples(corpus: CorpusConfig) -> None:
     data = DataConfig(train=[corpus], split=[1.0, 0.0])
-    assert open_samples(data, S, 1, VOCABULARY, "valid") is None
+    assert open_samples(data, S, 1, VOCABULARY, "valid", int) is None
 
 
 def test_a_blend_draws_from_each_corpus_by_its_weight(tmp_path: Path) -> None:
@@ -115,7 +115,12 @@ def test_a_document_mask_separates_documents(tmp_path: Path) -> None:
     corpus = CorpusConfig(str(write_corpus(tmp_path / "c", documents)))
     samples = opened(train=[corpus], valid=[corpus], document_mask=True)
     valid = open_samples(
-        DataConfig(train=[corpus], valid=[corpus], document_mask=True), S, 1, VOCABULARY, "valid"
+        DataConfig(train=[corpus], valid=[corpus], document_mask=True),
+        S,
+        1,
+        VOCABULARY,
+        "valid",
+        int,
     )
     assert valid is not None
     assert samples.windows == valid.windows == [2]

@@ -59,14 +59,22 @@ def broken_off(run, at, last):
     return f"run.directory={folder}"
 
 
-@pytest.mark.parametrize(("strategy", "wires"), [("topo", "exact"), ("hpz", "zero++")])
+@pytest.mark.parametrize(
+    ("strategy", "wires", "grows"), [("topo", "exact", False), ("hpz", "zero++", True)]
+)
 def test_resume_on_the_same_layout_is_identical_to_the_last_bit(
-    config_file, tmp_path, strategy, wires
+    config_file, tmp_path, strategy, wires, grows
 ):
-    """Also with wires that round the weights of every step and keep nothing of it."""
+    """Also with wires that round the weights of every step and keep nothing of it, and while batch
+    and blend change."""
+    corpus = f"path: {tmp_path}/corpus"
+    growing = (
+        f"data.train=[{{{corpus}, weight: [[0, 1], [3, 0]]}}, {{{corpus}, weight: [[0, 1]]}}]",
+        "train.batch_warmup={start: 4, step_by: 4, until: 3}", "schedule.by=tokens",
+    )  # fmt: skip
     chosen = (
-        *FOUR, f"partition.strategy={strategy}", f"partition.wires={wires}", "model.dropout=0.1",
-        "train.steps=4", "checkpoint.every=2",
+        *FOUR, *(growing if grows else ()), f"partition.strategy={strategy}",
+        f"partition.wires={wires}", "model.dropout=0.1", "train.steps=4", "checkpoint.every=2",
     )  # fmt: skip
     unbroken = runs.run(config_file, 4, *chosen)
     resumed = runs.run(config_file, 4, *chosen, broken_off(tmp_path / "run", at=2, last=4))
@@ -74,6 +82,9 @@ def test_resume_on_the_same_layout_is_identical_to_the_last_bit(
         assert [line.get(key) for line in resumed] == [line.get(key) for line in unbroken]
     assert [line["step"] for line in resumed if "loss" in line] == [1, 2, 3, 4]
     assert "at step 2" in runs.log(tmp_path / "broken-off")
+    if grows:
+        tokens = [line["tokens"] for line in unbroken if "loss" in line]
+        assert tokens == [16 * sequences for sequences in (4, 8, 12, 20)]
 
 
 @pytest.mark.parametrize("is_new", [True, False])
