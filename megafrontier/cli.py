@@ -8,11 +8,13 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
 
+from megafrontier.common.arguments import arg as _arg
+from megafrontier.common.arguments import command as _command
+from megafrontier.common.arguments import parse
 from megafrontier.common.errors import (
     BAD_INPUT,
     INTERRUPTED,
@@ -26,7 +28,7 @@ from megafrontier.common.signals import exit_on_sigterm
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code, one of those in errors.py."""
-    arguments = _parse(argv)
+    arguments = parse(argv)
     try:
         return arguments.run(arguments) or 0
     except FatalError as error:
@@ -43,64 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print_error(f"megafrontier: {error.filename}: {error.strerror}")
         return BAD_INPUT
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Print one line, where argparse would also print the usage."""
-        print_error(f"megafrontier: {message}; see `{self.prog} --help`")
-        self.exit(BAD_INPUT)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    # Overrides may stand anywhere. argparse refuses them before the config and after an option.
-    words = list(sys.argv[1:] if argv is None else argv)
-    takes_overrides = bool(words) and words[0] in ("train", "evaluate", "plan")
-    overrides, others = split_overrides(words) if takes_overrides else ([], words)
-    arguments = _parser().parse_args(others)
-    if overrides:  # after other words that argparse took for overrides, which the config refuses
-        arguments.overrides = [*arguments.overrides, *overrides]
-    return arguments
-
-
-def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into `key=value` words and the others (options, paths)."""
-    overrides = [word for word in words if re.match(r"[^-/=][^/=]*=", word)]
-    return overrides, [word for word in words if word not in overrides]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="megafrontier",
-        description="Train GPT models with weights, gradients and optimizer state each sharded "
-        "to its own level of the machine.",
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for run, help, arguments in _COMMANDS:
-        added = commands.add_parser(run.__name__.removeprefix("_"), help=help)
-        for name, options in arguments:
-            added.add_argument(name, **options)
-        added.set_defaults(run=run)
-    return parser
-
-
-Run = Callable[[argparse.Namespace], int | None]
-Argument = tuple[str, dict[str, Any]]
-_COMMANDS: list[tuple[Run, str, Sequence[Argument]]] = []
-
-
-def _command(help: str, *arguments: Argument) -> Callable[[Run], Run]:
-    """Decorator: make a function `_NAME` the command NAME."""
-
-    def add(run: Run) -> Run:
-        _COMMANDS.append((run, help, arguments))
-        return run
-
-    return add
-
-
-def _arg(name: str, help: str | None, **options: Any) -> Argument:
-    return name, {"help": help, **options}
 
 
 _INPUTS = (
@@ -120,6 +64,7 @@ _RANKS = (
     ),
     _arg("overrides", "for example train.steps=100", nargs="*", default=[], metavar="key=value"),
 )
+_CONFIG = _arg("config", "YAML file (docs/configuration.md), or a name that `configs` lists")
 _CHECKPOINT = _arg("checkpoint", "a run (its newest checkpoint) or a checkpoint", type=Path)
 _CORPUS = _arg("--out", "corpus to write", required=True, metavar="PREFIX")
 
@@ -206,7 +151,7 @@ def _merge(a: argparse.Namespace) -> None:
 
 @_command(
     "train; joins the ranks of Slurm or torchrun, or starts local ones",
-    _arg("config", "YAML file, see docs/configuration.md"),
+    _CONFIG,
     *_RANKS,
     _arg("--trace", "write a timeline, trace.json (log.trace=true)", action="store_true"),
     _arg(
@@ -235,7 +180,7 @@ def _train(a: argparse.Namespace) -> int:
 
 @_command(
     "predict memory and time of the layouts of a config on a number of nodes, and rank them",
-    _arg("config", "YAML file, see docs/configuration.md"),
+    _CONFIG,
     _arg("--nodes", "number of nodes", type=int, required=True, metavar="N"),
     _arg("--tokens", "of a whole run, for its node-hours", type=float, metavar="T"),
     _arg("--json", "print JSON", action="store_true"),
@@ -391,3 +336,14 @@ def _report(a: argparse.Namespace) -> None:
     from megafrontier.report.draw import write_report
 
     print(write_report(a.runs, a.out))
+
+
+@_command(
+    "list the configs, machine files and Slurm files that come with the package, or copy one",
+    _arg("--copy", "copy it into the working directory", metavar="NAME"),
+    _arg("--out", "with --copy: the file or folder to write", type=Path, metavar="PATH"),
+)
+def _configs(a: argparse.Namespace) -> None:
+    from megafrontier.config.shipped import copy_shipped, describe_shipped
+
+    print("\n".join(describe_shipped()) if a.copy is None else copy_shipped(a.copy, a.out))

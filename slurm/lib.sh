@@ -2,7 +2,8 @@
 # Wants $home, the repository.
 #
 #   MEGAFRONTIER_CLUSTER   which file of slurm/env/; default: frontier
-#   MEGAFRONTIER_PREFIX    Python environment (venv or conda); default: .venv of the repository
+#   MEGAFRONTIER_PREFIX    Python environment (venv or conda); default: .venv of the repository, or
+#                          without a repository that of the command megafrontier
 #   MEGAFRONTIER_ENV_TAR   what pack_env.sh made of it, to be unpacked onto every node's own disk
 #   MEGAFRONTIER_UNPACK_SECONDS   after which a node that has not done so hangs; default: 1800
 #   DRY_RUN=1              show what would be submitted and run, and do neither
@@ -47,6 +48,10 @@ if [ ! -e "$home/slurm/env/$cluster.sh" ]; then
 fi
 . "$home/slurm/env/$cluster.sh"
 prefix=${MEGAFRONTIER_PREFIX:-$home/.venv}
+# Files that pip installed, or copies of them, have no .venv beside them: use the command's own.
+if [ -z "${MEGAFRONTIER_PREFIX:-}" ] && [ ! -d "$home/megafrontier" ]; then
+    prefix=$(command -v megafrontier) && prefix=${prefix%/bin/megafrontier} || prefix=$home/.venv
+fi
 package=$home # the folder that ranks import megafrontier from
 dry_run=${DRY_RUN:-}
 [ "$dry_run" != 0 ] || dry_run=
@@ -181,13 +186,19 @@ enter_job() {
 # Copy environment and package onto each node's own disk. On the shared storage a thousand ranks
 # would wait for each file of them.
 unpack_environment() {
-    local target=$node_disk/environment source
+    local target=$node_disk/environment source part
     [ -n "$dry_run" ] || need_archive
     # They may be left from an earlier start.
     try_each_node sh -c 'rm -rf "$0" && mkdir -p "$0"' "$target"
     broadcast "$MEGAFRONTIER_ENV_TAR" "$target.tar.gz"
     source=$(mktemp)
-    run tar -czf "$source" -C "$home" --exclude=__pycache__ megafrontier configs
+    local parts=()
+    for part in megafrontier configs; do
+        # Not there if pip installed these files. Then the environment has the package.
+        [ ! -e "$home/$part" ] || parts+=("$part")
+    done
+    [ ${#parts[@]} -gt 0 ] || parts=(slurm)
+    run tar -czf "$source" -C "$home" --exclude=__pycache__ "${parts[@]}"
     broadcast "$source" "$target/package.tar.gz"
     rm "$source"
     try_each_node sh -c 'tar -xzf "$0.tar.gz" -C "$0" && tar -xzf "$0/package.tar.gz" -C "$0"' "$target"

@@ -1,7 +1,6 @@
 """Reading and writing: YAML with inheritance, `key=value` overrides, machine files."""
 
 import re
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,14 +14,8 @@ from megafrontier.common.errors import UserError, as_fatal_error, need
 from megafrontier.common.files import search_folder_hint, write_atomically
 from megafrontier.config.machine import MachineConfig
 from megafrontier.config.schema import Config, RunConfig
+from megafrontier.config.shipped import find_config, shipped_folder
 from megafrontier.config.validation import build, check, check_machine
-
-_MACHINES = (
-    Path("configs/machines"),
-    Path(__file__).resolve().parents[2] / "configs" / "machines",  # of the repository
-    Path(sysconfig.get_path("data"), "share", "megafrontier", "machines"),  # of a wheel
-)
-
 
 _SHORT = {"wires": "preset", "parallel": "tensor"}
 """Sections that a word may stand for: `wires: low`, `parallel: auto`. It is the value of this
@@ -53,10 +46,12 @@ class _Loader(yaml.SafeLoader):
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file, the files it inherits from, and `key=value` overrides into a Config.
 
+    path: of a file, or the name of a config that comes with the package.
+
     Raises UserError for a missing file, broken YAML, unknown keys, wrong types, and values that
     do not fit each other.
     """
-    return _with_overrides(_read_yaml(Path(path)), overrides, str(path))
+    return _with_overrides(_read_yaml(find_config(path)), overrides, str(path))
 
 
 def config_from_dict(values: dict[str, Any], origin: str, overrides: Sequence[str] = ()) -> Config:
@@ -168,10 +163,11 @@ def _without_default_directory(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _machine_file(name: str) -> Path:
-    for path in (Path(name), *(folder / f"{name}.yaml" for folder in _MACHINES)):
+    folders = [Path("configs/machines"), shipped_folder() / "configs" / "machines"]
+    for path in (Path(name), *(folder / f"{name}.yaml" for folder in folders)):
         if path.is_file():
             return path
-    known = sorted({path.stem for folder in _MACHINES for path in folder.glob("*.yaml")})
+    known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
     said = f": no such file{search_folder_hint(name)}" if name.endswith(".yaml") else ""
     raise UserError(f"machine: {name}{said}, need the path of a machine file or one of {known}")
 

@@ -38,7 +38,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megafrontier.cli import split_overrides
+from megafrontier.common.arguments import split_overrides
 from megafrontier.common.errors import UserError
 from megafrontier.common.files import write_atomically
 from megafrontier.config import PartitionConfig, load_config

@@ -1,0 +1,68 @@
+"""Configs, machine files and Slurm files that come with the package, found from any folder."""
+
+import shutil
+from functools import cache
+from pathlib import Path
+
+from megafrontier.common.errors import UserError, need
+
+
+@cache
+def shipped_folder() -> Path:
+    """The folder that holds `configs` and `slurm`: the repository, or where pip installs data.
+
+    pip puts data into `share` of the environment, of the user's folder or of `--target`, each of
+    which is a parent of the package. Raises UserError if there is none.
+    """
+    above = Path(__file__).resolve().parents[2:]
+    for folder in (above[0], *(parent / "share" / "megafrontier" for parent in above)):
+        if (folder / "configs" / "machines").is_dir():
+            return folder
+    raise UserError("configs: not found, need an installation of megafrontier with its data files")
+
+
+def shipped_files() -> dict[str, Path]:
+    """Each config by its name, each machine file as `machines/NAME`, and the folder `slurm`."""
+    folder = shipped_folder()
+    configs = sorted((folder / "configs").glob("*.yaml"))
+    machines = sorted((folder / "configs" / "machines").glob("*.yaml"))
+    found = {path.stem: path for path in configs}
+    found |= {f"machines/{path.stem}": path for path in machines}
+    return found | {"slurm": folder / "slurm"}
+
+
+def find_config(path: str | Path) -> Path:
+    """`path`, or the config that comes with the package if `path` is its name alone."""
+    name, given = str(path), Path(path)
+    if given.exists() or "/" in name or given.suffix:
+        return given
+    try:
+        return shipped_files().get(name, given)
+    except UserError:
+        return given
+
+
+def describe_shipped() -> list[str]:
+    """A line for each file: its name, and how it describes itself."""
+    lines = []
+    for name, path in shipped_files().items():
+        about = "batch files for Slurm clusters, as a folder"
+        if path.is_file():
+            about = path.read_text(encoding="utf-8").split("\n")[0].removeprefix("# ")
+        lines.append(f"{name:28} {about}")
+    return lines
+
+
+def copy_shipped(name: str, out: Path | None = None) -> Path:
+    """Copy a file, or the folder `slurm`, into the working directory, or to `out`. Returns the
+    copy. Raises UserError for an unknown name, and if something has the copy's name already."""
+    files = shipped_files()
+    need(name in files, "--copy", name, f"need one of {', '.join(files)}")
+    source = files[name]
+    copy = out or Path(source.name)
+    need(not copy.exists(), "--copy", copy, "exists, need another folder or --out")
+    if source.is_dir():
+        shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    else:
+        shutil.copyfile(source, copy)
+    return copy
