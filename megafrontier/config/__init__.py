@@ -19,9 +19,11 @@ from megafrontier.config.loading import save_config as save_config
 from megafrontier.config.machine import DeviceConfig as DeviceConfig
 from megafrontier.config.machine import LevelConfig as LevelConfig
 from megafrontier.config.machine import MachineConfig as MachineConfig
+from megafrontier.config.model.blocks import AttentionConfig as AttentionConfig
+from megafrontier.config.model.blocks import MLPConfig as MLPConfig
 from megafrontier.config.model.gpt import ModelConfig as ModelConfig
-from megafrontier.config.model.gpt import RotaryScalingConfig as RotaryScalingConfig
 from megafrontier.config.model.moe import MoEConfig as MoEConfig
+from megafrontier.config.model.rotary import RotaryScalingConfig as RotaryScalingConfig
 from megafrontier.config.model.scaling import ScalingConfig as ScalingConfig
 from megafrontier.config.optimizer import OptimizerConfig as OptimizerConfig
 from megafrontier.config.optimizer import OptimizerGroupConfig as OptimizerGroupConfig

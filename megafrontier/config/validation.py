@@ -13,8 +13,10 @@ from megafrontier.common.errors import UserError, need
 from megafrontier.config.data import CorpusConfig
 from megafrontier.config.layout import WireFormat, WiresConfig
 from megafrontier.config.machine import MachineConfig
-from megafrontier.config.model.gpt import ModelConfig, RotaryScalingConfig
+from megafrontier.config.model.blocks import check_attention
+from megafrontier.config.model.gpt import ModelConfig
 from megafrontier.config.model.moe import check_moe
+from megafrontier.config.model.rotary import check_rotary_scaling
 from megafrontier.config.model.scaling import check_scaling
 from megafrontier.config.optimizer import OptimizerConfig
 from megafrontier.config.schema import BatchWarmupConfig, Config, TrainConfig
@@ -194,20 +196,27 @@ def _check_model(model: ModelConfig) -> None:
         "must be above 0, at most 1, and give an even number of rotating dimensions (2 or more) in "
         f"a head of {model.head_dim}",
     )
-    if model.rotary_scaling is not None:
-        _check_rotary_scaling(model, model.rotary_scaling)
+    is_rotary, scaling = model.position == "rotary", model.rotary_scaling
+    if scaling is not None:
+        fits = "need null, or model.position=rotary"
+        need(is_rotary, "model.rotary_scaling", asdict(scaling), fits)
+        check_rotary_scaling(scaling)
+    check_attention(model.attention, model.layers, is_rotary, model.dropout)
+    fits = "need false, or model.norm=rmsnorm"
+    is_rms, offset = model.norm == "rmsnorm", model.norm_unit_offset
+    need(is_rms or not offset, "model.norm_unit_offset", offset, fits)
+    need(
+        not is_rms or model.norm_bias,
+        "model.norm_bias",
+        False,
+        "need true, or model.norm=layernorm",
+    )
     if model.moe is not None:
         check_moe(model.moe, model.layers)
     if model.scaling is not None:
         check_scaling(model.scaling)
-
-
-def _check_rotary_scaling(model: ModelConfig, scaling: RotaryScalingConfig) -> None:
-    key, low, high = "model.rotary_scaling", scaling.low_frequency, scaling.high_frequency
-    is_rotary = model.position == "rotary"
-    need(is_rotary, key, asdict(scaling), "need null, or model.position=rotary")
-    fits = f"need more than {key}.low_frequency ({low})"
-    need(high > low, f"{key}.high_frequency", high, fits)
+        for key in ("scale_embedding", "norm_unit_offset"):
+            need(not getattr(model, key), f"model.{key}", "true", "need false with model.scaling")
 
 
 def _check_data(config: Config) -> None:

@@ -1,6 +1,7 @@
 """Causal self-attention with grouped keys and values, rotary positions and an optional cache."""
 
 from collections.abc import Callable
+from math import sqrt
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +10,12 @@ from torch import Tensor, nn
 from megafrontier.config import ModelConfig
 from megafrontier.model.init import matrix_std, with_specs
 from megafrontier.model.kernels.backends import supports_gqa
+from megafrontier.model.kernels.blockwise import Rule, add_sinks_, attend
 from megafrontier.model.kernels.varlen import document_attention
+from megafrontier.model.norms import make_rms_norm
 from megafrontier.model.positions import AttentionContext, rotate
 from megafrontier.model.scaling import multipliers, scaled
+from megafrontier.parallel.param_spec import ParamSpec, set_spec
 
 
 class LayerCache:
@@ -51,34 +55,46 @@ class KVCache:
         ]
 
 
-OverChunks = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
-"""Attention of parts of documents: query, key and value [1, n, heads, d], all documents and
-dropout → [1, n, heads, d]. What `kernels.chunks.chunk_attention` does."""
+OverChunks = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, Tensor | None], Tensor]
+"""Attention of parts of documents: query, key and value [1, n, heads, d], all documents, dropout
+and sinks → [1, n, heads, d]. What `kernels.chunks.chunk_attention` does."""
 
 
 class Attention(nn.Module):
     """`qkv` holds the rows of the query, key and value projections, in this order."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, number: int = 0) -> None:
+        """`number`: of the block, from 0."""
         super().__init__()
         self.heads, self.kv_heads = config.heads, config.num_kv_heads
         self.head_size = config.head_dim
         self.dropout = config.dropout
-        self.multiplier = multipliers(config).query
+        # Kernels divide scores by the root of the head size.
+        own = (
+            1.0
+            if config.attention.scale is None
+            else config.attention.scale * sqrt(config.head_dim)
+        )
+        self.multiplier = own * multipliers(config).query
+        self.window = config.window_of(number) or 0
+        self.softcap = config.attention.softcap or 0.0
         self.over_chunks: OverChunks | None = None
         """Attends in place of this module, if it gets parts of documents."""
         inner, kv_inner = self.heads * self.head_size, self.kv_heads * self.head_size
         self.widths = [inner, kv_inner, kv_inner]
         qkv = nn.Linear(config.hidden, sum(self.widths), bias=config.has_qkv_bias)
-        out = nn.Linear(inner, config.hidden, bias=config.bias)
+        out = nn.Linear(inner, config.hidden, bias=config.has_out_bias)
         self.qkv = with_specs(qkv, "matrix", matrix_std(config), head_rows=self.head_size)
         self.out = with_specs(out, "matrix", matrix_std(config, to_residual=True))
         self.query_norm = self.key_norm = None
         if config.qk_norm != "none":
             is_full = config.qk_norm == "full"
             sizes = (inner, kv_inner) if is_full else (self.head_size, self.head_size)
-            norms = (nn.RMSNorm(size, eps=config.norm_eps) for size in sizes)
-            self.query_norm, self.key_norm = (with_specs(norm, "norm") for norm in norms)
+            self.query_norm, self.key_norm = (make_rms_norm(config, size) for size in sizes)
+        self.sinks: nn.Parameter | None = None
+        if config.attention.sinks:
+            self.sinks = nn.Parameter(torch.empty(self.heads))
+            set_spec(self.sinks, ParamSpec("", (self.heads,), "bias"))
 
     def forward(
         self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None
@@ -97,16 +113,31 @@ class Attention(nn.Module):
         query = scaled(query, self.multiplier)
         dropout = self.dropout if self.training else 0.0
         if self.over_chunks is not None:
-            return self.out(self.over_chunks(query, key, value, documents, dropout).flatten(2))
+            attended = self.over_chunks(query, key, value, documents, dropout, self.sinks)
+            return self.out(attended.flatten(2))
         if documents is not None:
             query, key, value = (heads.flatten(0, 1) for heads in (query, key, value))
-            attended = document_attention(query, key, value, documents, length)
+            rule = self.sinks, self.window, self.softcap
+            attended = document_attention(query, key, value, documents, length, *rule)
             return self.out(attended.reshape(batch, length, -1))
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
         if cache is not None:
             key, value = cache.extend(key, value)
-        attended = self._attend(query, key, value, mask)
+        if self.window or self.softcap or self.sinks is not None:
+            attended = self._attend_cached(query, key, value)
+        else:
+            attended = self._attend(query, key, value, mask)
         return self.out(attended.transpose(1, 2).flatten(2))
+
+    def _attend_cached(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of the last tokens to all cached ones, [b, heads, s, d] → the same shape."""
+        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
+        rule = Rule(key.shape[1] - query.shape[1], self.window, self.softcap)
+        attended, sums = attend(query, key, value, rule)
+        if self.sinks is not None:
+            for row, row_sums in zip(attended, sums, strict=True):
+                add_sinks_(row, row_sums, self.sinks)
+        return attended.transpose(1, 2)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         grouped = self.kv_heads != self.heads

@@ -9,28 +9,18 @@ from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
 from megafrontier.model.attention import Attention, LayerCache
-from megafrontier.model.init import with_specs
 from megafrontier.model.mlp import MLP
 from megafrontier.model.moe.layer import MoE, has_experts
+from megafrontier.model.norms import make_norm
 from megafrontier.model.positions import AttentionContext
 from megafrontier.model.recompute.checkpointing import Mode, run_checkpointed
 from megafrontier.model.recompute.offload import Offload
 from megafrontier.model.scaling import multipliers
 
 
-def make_norm(config: ModelConfig) -> nn.Module:
-    """The configured norm of [..., hidden], with statistics in fp32 and the result in the input's
-    type.
-
-    Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
-    """
-    if config.norm == "rmsnorm":
-        return with_specs(nn.RMSNorm(config.hidden, eps=config.norm_eps), "norm")
-    return with_specs(nn.LayerNorm(config.hidden, eps=config.norm_eps), "norm")
-
-
 class Block(nn.Module):
-    """A pre-norm block, sequential (GPT-2, Llama) or parallel (GPT-NeoX).
+    """Attention and MLP, sequential (GPT-2, Llama) or parallel (GPT-NeoX), with norms before them
+    (GPT-2, Llama), after them (OLMo-2) or both (Gemma 2).
 
     Compilation and activation checkpointing happen inside `forward`, so that hooks on the block run
     once per call, outside both.
@@ -57,11 +47,14 @@ class Block(nn.Module):
         self.offload = offload
         self._run = run or Block.forward_recomputed
         self._attend = attend or Block.attend
-        self.norm1 = make_norm(config)
-        self.attention = Attention(config)
-        self.norm2 = make_norm(config)
+        before, after = (config.norm_position in (place, "both") for place in ("before", "after"))
+        self.norm1 = make_norm(config) if before else None
+        self.attention = Attention(config, number)
+        self.post_norm1 = make_norm(config) if after else None
+        self.norm2 = make_norm(config) if before else None
         moe = config.moe if has_experts(config, number) else None
         self.mlp = MLP(config) if moe is None else MoE(config, moe, number)
+        self.post_norm2 = make_norm(config) if after else None
 
     def forward(
         self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None
@@ -84,15 +77,20 @@ class Block(nn.Module):
     ) -> Tensor:
         attend = self._attend if cache is None else Block.attend
         hidden, normed = attend(self, hidden, context, cache)
-        return self._add(hidden, self.mlp(normed))
+        return self._add(hidden, _normalised(self.post_norm2, self.mlp(normed)))
 
     def attend(
         self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None
     ) -> tuple[Tensor, Tensor]:
         """hidden [b, s, hidden] → the sum after attention, and the MLP's input."""
-        attended = self._add(hidden, self.attention(self.norm1(hidden), context, cache))
-        return attended, self.norm2(hidden if self.parallel else attended)
+        branch = self.attention(_normalised(self.norm1, hidden), context, cache)
+        attended = self._add(hidden, _normalised(self.post_norm1, branch))
+        return attended, _normalised(self.norm2, hidden if self.parallel else attended)
 
     def _add(self, hidden: Tensor, branch: Tensor) -> Tensor:
         dropped = F.dropout(branch, self.dropout, self.training)
         return torch.add(hidden, dropped, alpha=self.multiplier)
+
+
+def _normalised(norm: nn.Module | None, hidden: Tensor) -> Tensor:
+    return hidden if norm is None else norm(hidden)

@@ -33,15 +33,25 @@ def parameter_count(config: ModelConfig) -> int:
     return sum(prod(shape) for shape in parameter_shapes(config).values())
 
 
+def attention_flops(config: ModelConfig, block: int) -> float:
+    """Floating-point operations that training spends on one token in attention of a block: 12 ·
+    heads · head_size for each token that it attends to, on average over a full sequence."""
+    length = config.sequence_length
+    window = min(config.window_of(block) or length, length)
+    attended = window - window * window / (2 * length)
+    return 12.0 * config.heads * config.head_dim * attended
+
+
 def flops_per_token(config: ModelConfig) -> float:
     """Floating-point operations that training spends on one token of a full sequence.
 
     "Model FLOPs" as in Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, appendix B): 6 per parameter
     of a matrix product (2 forward, 4 backward), plus 12 · layers · heads · head_size ·
-    sequence_length for attention. There are two differences: attention is halved, because a causal
-    token attends to half of the sequence on average, and only the matrices of the blocks and of the
-    head (without padded ids) count, because an embedding lookup multiplies nothing. Recomputation,
-    norms and softmax are not counted. Of experts, those that process a token count.
+    sequence_length for attention. There are two differences: attention counts the tokens that a
+    token attends to on average, half of the sequence or fewer with a window, and only the matrices
+    of the blocks and of the head (without padded ids) count, because an embedding lookup multiplies
+    nothing. Recomputation, norms and softmax are not counted. Of experts, those that process a
+    token count.
     """
     specs = list(parameter_specs(config).values())
     products = float(sum(s.valid_numel for s in specs if s.kind in ("matrix", "router")))
@@ -50,6 +60,4 @@ def flops_per_token(config: ModelConfig) -> float:
         products += experts * config.moe.active / config.moe.experts
     if config.tie_embeddings:  # the head multiplies by the embedding
         products += config.vocab_size * config.hidden
-    width = config.heads * config.head_dim
-    attention = 6 * config.layers * width * config.sequence_length
-    return 6 * products + attention
+    return 6 * products + sum(attention_flops(config, i) for i in range(config.layers))

@@ -6,6 +6,7 @@ only exception: it belongs to the root and stays unsharded for the whole pass.
 """
 
 from collections.abc import Callable
+from math import sqrt
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
 from megafrontier.model.attention import KVCache
-from megafrontier.model.block import Block, make_norm
+from megafrontier.model.block import Block
 from megafrontier.model.init import matrix_std, with_specs
 from megafrontier.model.kernels.backends import supports_varlen
-from megafrontier.model.loss import Losses, ZLoss, chunk_losses, linear_cross_entropy
+from megafrontier.model.loss import Losses, ZLoss, capped, chunk_losses, linear_cross_entropy
 from megafrontier.model.moe.layer import has_experts
+from megafrontier.model.norms import make_norm
 from megafrontier.model.positions import (
     AttentionContext,
     Rotary,
@@ -33,6 +35,9 @@ from megafrontier.model.recompute.compile import compiled, let_length_vary
 from megafrontier.model.recompute.offload import Offload
 from megafrontier.model.scaling import multipliers, scale_specs, scaled
 from megafrontier.model.scores import token_scores
+
+RotaryKind = tuple[float, bool] | None
+"""The base of rotary frequencies, and whether `rotary_scaling` holds. None: no rotary positions."""
 
 
 class _FP32GradLookup(torch.autograd.Function):
@@ -75,7 +80,8 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.dropout = config.dropout
-        self.multiplier = multipliers(config).embedding
+        own = sqrt(config.hidden) if config.scale_embedding else 1.0
+        self.multiplier = own * multipliers(config).embedding
         tokens = FP32GradEmbedding(config.padded_vocab_size, config.hidden)
         self.tokens = with_specs(tokens, "embedding", matrix_std(config), config.vocab_size)
         if config.position == "learned":
@@ -109,6 +115,7 @@ class Head(nn.Module):
         self.loss_chunk_tokens = loss_chunk_tokens
         self.norm = make_norm(config)
         self.multiplier = multipliers(config).output
+        self.softcap = config.logit_softcap or 0.0
         if not config.tie_embeddings:
             output = nn.Linear(config.hidden, config.padded_vocab_size, bias=False)
             self.output = with_specs(output, "matrix", matrix_std(config), config.vocab_size)
@@ -126,7 +133,7 @@ class Head(nn.Module):
         weight = self.output.weight if tied is None else tied
         hidden = scaled(self.norm(hidden), self.multiplier)
         if targets is None:
-            return F.linear(hidden, weight)[..., : self.vocab_size]
+            return capped(F.linear(hidden, weight)[..., : self.vocab_size], self.softcap)
         if scores:
             return token_scores(
                 hidden.flatten(0, 1),
@@ -134,6 +141,7 @@ class Head(nn.Module):
                 targets.flatten(),
                 vocab_size=self.vocab_size,
                 chunk_tokens=self.loss_chunk_tokens,
+                softcap=self.softcap,
             )
         return linear_cross_entropy(
             hidden.flatten(0, 1),
@@ -143,6 +151,7 @@ class Head(nn.Module):
             chunk_tokens=self.loss_chunk_tokens,
             losses=self._losses,
             z_loss=self.z_loss,
+            softcap=self.softcap,
         )
 
 
@@ -252,15 +261,16 @@ class GPT(nn.Module):
             documents = _on_host(given, tokens)
             tokens, positions = (self.own_part(v, documents) for v in (tokens, positions))
             targets = None if targets is None else self.own_part(targets, documents)
-        rotary = self._rotary(positions)
+        rotaries = self._rotaries(positions, blocks)
         hidden = self.embedding(tokens, positions) if hidden is None else hidden
         batch, length = tokens.shape
         context = AttentionContext(
-            rotary, *self._mask_or_documents(hidden, tokens, past, documents), (batch, length)
+            None, *self._mask_or_documents(hidden, tokens, cache, documents), (batch, length)
         )
         for i in blocks:
             block = self.blocks.get_submodule(str(i))
-            hidden = block(hidden, context, None if cache is None else cache.layers[i])
+            of_block = context._replace(rotary=rotaries[self._rotary_kind(i)])
+            hidden = block(hidden, of_block, None if cache is None else cache.layers[i])
         if cache is not None:
             cache.length += tokens.shape[1]
         if not has_head:
@@ -269,22 +279,40 @@ class GPT(nn.Module):
         tied = self.embedding.tokens.weight if is_tied else None
         return self.head(hidden[:, -1:] if last_only else hidden, targets, tied, scores)
 
-    def _rotary(self, positions: Tensor) -> Rotary | None:
-        config, rotary_dims = self.config, self.config.rotary_dims
-        if not rotary_dims:
+    def _rotary_kind(self, block: int) -> RotaryKind:
+        """The base and scaling of a block's rotary positions, or None if it has none."""
+        config, base = self.config, self.config.attention.window_rotary_base
+        if not config.has_rotary(block):
             return None
-        return rotary_tables(positions, rotary_dims, config.rotary_base, config.rotary_scaling)
+        if base is not None and config.window_of(block) is not None:
+            return base, False
+        return config.rotary_base, True
+
+    def _rotaries(self, positions: Tensor, blocks: range) -> dict[RotaryKind, Rotary | None]:
+        """The rotary tables of some blocks."""
+        config, found = self.config, dict[RotaryKind, Rotary | None]()
+        for kind in dict.fromkeys(self._rotary_kind(i) for i in blocks):
+            if kind is None:
+                found[kind] = None
+                continue
+            base, is_scaled = kind
+            scaling = config.rotary_scaling if is_scaled else None
+            found[kind] = rotary_tables(positions, config.rotary_dims, base, scaling)
+        return found
 
     def _mask_or_documents(
-        self, hidden: Tensor, tokens: Tensor, past: int, documents: Tensor | None
+        self, hidden: Tensor, tokens: Tensor, cache: KVCache | None, documents: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """The mask and documents of the context; at least one is None."""
         batch, length = tokens.shape
+        if self.config.attention.has_rule and documents is None and cache is None:
+            documents = row_documents(batch, length, hidden.device)
         if self.part is not None:
             if self.is_compiled and documents is not None:
                 let_length_vary(documents)
             return None, documents
         if documents is None:
+            past = 0 if cache is None else cache.length
             return cached_mask(past, length, hidden.device), None
         dropout = self.config.dropout if self.training else 0.0
         if not supports_varlen(self.config, hidden.device, hidden.dtype, dropout):

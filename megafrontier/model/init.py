@@ -23,20 +23,26 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def with_specs(
-    module: M, kind: Kind, std: float = 0.0, valid_rows: int | None = None, head_rows: int = 0
+    module: M,
+    kind: Kind,
+    std: float = 0.0,
+    valid_rows: int | None = None,
+    head_rows: int = 0,
+    mean: float | None = None,
 ) -> M:
     """Give a linear layer, an embedding or a norm the specs of its parameters, and return it.
 
-    A norm's weight is initially 1, and its bias is of the kind `norm` too. Biases are initially 0.
+    `mean`: of the weight's initial values; default 1 for norms, else 0. A norm's bias is of the
+    kind `norm` too. Biases are initially 0.
     """
     weight, bias = module.weight, getattr(module, "bias", None)
     assert isinstance(weight, nn.Parameter)
-    shape, mean = tuple(weight.shape), float(kind == "norm")
+    shape = tuple(weight.shape)
     spec = ParamSpec(
         "",
         shape,
         kind,
-        init_mean=mean,
+        init_mean=float(kind == "norm") if mean is None else mean,
         init_std=std,
         valid_rows=valid_rows,
         head_rows=head_rows,

@@ -18,6 +18,11 @@ _FP16_SCALE = 1024.0
 """For gradients of logits in fp16, which underflows at 6e-8. Most are about 1 / vocabulary."""
 
 
+def capped(logits: Tensor, softcap: float) -> Tensor:
+    """softcap · tanh(logits / softcap), in fp32; `logits` if `softcap` is 0."""
+    return softcap * (logits.float() / softcap).tanh() if softcap else logits
+
+
 class ChunkLosses(NamedTuple):
     """What `chunk_losses` computes of a chunk of tokens."""
 
@@ -107,6 +112,7 @@ def linear_cross_entropy(
     chunk_tokens: int,
     losses: Losses = chunk_losses,
     z_loss: ZLoss | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Sum over tokens of -log softmax(hidden · weightᵀ)[target]: an fp32 scalar.
 
@@ -114,11 +120,11 @@ def linear_cross_entropy(
     padding; targets [n] int64, `IGNORE_INDEX` for tokens without loss. Logits exist for
     `chunk_tokens` tokens at a time. The weight's gradient is summed over chunks in fp32. `losses`
     is called in place of `chunk_losses`. The gradient has that of `z_loss`, which counts the tokens
-    if there is one.
+    if there is one. `softcap`: as for `capped`.
     """
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     loss = _LinearCrossEntropy.apply(
-        hidden, weight, targets, vocab_size, chunk_tokens, losses, z_loss, with_gradient
+        hidden, weight, targets, vocab_size, chunk_tokens, losses, z_loss, with_gradient, softcap
     )
     assert isinstance(loss, Tensor)
     return loss
@@ -141,6 +147,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses: Losses,
         z_loss: ZLoss | None,
         with_gradient: bool,
+        softcap: float,
     ) -> Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         ctx.scale = _FP16_SCALE if hidden.dtype == torch.float16 else 1.0
@@ -150,7 +157,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             chunk = hidden[rows]
-            logits = chunk @ weight.t()
+            logits = capped(chunk @ weight.t(), softcap)
+            slope = 1 - (logits / softcap).square() if softcap and with_gradient else None
             found, error, squares = losses(
                 logits, targets[rows], vocab_size, ctx.scale, with_gradient, coefficient
             )
@@ -158,6 +166,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if z_loss is not None and squares is not None:
                 z_loss.add(squares)
             if error is not None and hidden_grad is not None and weight_grad is not None:
+                if slope is not None:
+                    error = (error * slope).to(weight.dtype)
                 counted = (targets[rows] != IGNORE_INDEX)[:, None].to(weight.dtype)
                 torch.mm(error, weight, out=hidden_grad[rows]).mul_(counted)
                 _add_product_(weight_grad, error.t(), chunk * counted)
@@ -176,7 +186,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             torch.mul(weight_grad, factor, out=by_weight)
         # On a GPU a factor in fp16 would be 0 below 2^-24 and infinite from 2^16.
         by_hidden = (hidden_grad.float() if factor.is_cuda else hidden_grad) * factor
-        return by_hidden.to(hidden_grad.dtype), by_weight, *[None] * 6
+        return by_hidden.to(hidden_grad.dtype), by_weight, *[None] * 7
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -8,33 +8,37 @@ from megafrontier.model.init import matrix_std, with_specs
 
 
 def up_rows(config: ModelConfig, width: int) -> int:
-    """Rows of the first matrix of an MLP of this width: with swiglu those of the gate, then those
+    """Rows of the first matrix of an MLP of this width: with a gate those of the gate, then those
     of the up projection."""
-    return 2 * width if config.activation == "swiglu" else width
+    return 2 * width if config.is_gated else width
 
 
 def activate(raised: Tensor, activation: str) -> Tensor:
     """The activation of [n, up_rows] → [n, width].
 
     GELU: Hendrycks and Gimpel 2016, arXiv:1606.08415 (`gelu_tanh` approximates it).
-    SwiGLU: Shazeer 2020, arXiv:2002.05202.
+    SwiGLU and GEGLU: Shazeer 2020, arXiv:2002.05202.
     """
     if activation == "swiglu":
         gate, up = raised.chunk(2, dim=-1)
         return F.silu(gate) * up
-    return F.gelu(raised, approximate="tanh" if activation == "gelu_tanh" else "none")
+    approximate = "tanh" if activation.endswith("_tanh") else "none"
+    if activation.startswith("geglu"):
+        gate, up = raised.chunk(2, dim=-1)
+        return F.gelu(gate, approximate=approximate) * up
+    return F.gelu(raised, approximate=approximate)
 
 
 class MLP(nn.Module):
-    """With swiglu, `up` holds the rows of the gate, then those of the up projection."""
+    """With a gate, `up` holds the rows of the gate, then those of the up projection."""
 
     def __init__(self, config: ModelConfig, width: int | None = None) -> None:
         """`width`: default `config.mlp_hidden`."""
         super().__init__()
         self.activation = config.activation
         width = width or config.mlp_hidden
-        up = nn.Linear(config.hidden, up_rows(config, width), bias=config.bias)
-        down = nn.Linear(width, config.hidden, bias=config.bias)
+        up = nn.Linear(config.hidden, up_rows(config, width), bias=config.has_mlp_bias)
+        down = nn.Linear(width, config.hidden, bias=config.has_mlp_bias)
         self.up = with_specs(up, "matrix", matrix_std(config))
         self.down = with_specs(down, "matrix", matrix_std(config, to_residual=True))
 

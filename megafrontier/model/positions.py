@@ -4,12 +4,14 @@ They are computed once per micro-batch and shared by every block. They are not b
 so that it can be built on the meta device and moved freely.
 """
 
+from math import ceil, floor, log, pi
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megafrontier.config import RotaryScalingConfig
+from megafrontier.model.scaling import scaled
 
 Rotary = tuple[Tensor, Tensor]
 """Cosine and sine, each fp32 [b or 1, s, rotary_size / 2]."""
@@ -32,9 +34,9 @@ class AttentionContext(NamedTuple):
     """(b, s) of the tokens."""
 
 
-def row_documents(batch: int, length: int) -> Tensor:
-    """The documents, on the host, if each of `batch` rows of `length` tokens is one."""
-    return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32)
+def row_documents(batch: int, length: int, device: torch.device | str = "cpu") -> Tensor:
+    """The documents if each of `batch` rows of `length` tokens is one."""
+    return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)
 
 
 def document_positions(documents: Tensor, batch: int, length: int) -> Tensor:
@@ -82,20 +84,52 @@ def rotary_tables(
     neighbouring positions above 256 would have the same angle.
     """
     exponents = torch.arange(0, rotary_size, 2, device=positions.device).float() / rotary_size
-    frequencies = 1.0 / base**exponents
+    frequencies, factor = 1.0 / base**exponents, 1.0
     if scaling is not None:
-        frequencies = _scaled(frequencies, scaling)
+        frequencies = _SCALED[scaling.kind](frequencies, scaling, base)
+        factor = _attention_factor(scaling)
     angles = positions[..., None].float() * frequencies
-    return angles.cos(), angles.sin()
+    return scaled(angles.cos(), factor), scaled(angles.sin(), factor)
 
 
-def _scaled(frequencies: Tensor, scaling: RotaryScalingConfig) -> Tensor:
+def _llama3(frequencies: Tensor, scaling: RotaryScalingConfig, base: float) -> Tensor:
     """Radians per token [size / 2], with low ones divided by the factor, as in Llama 3.1 (rope_type
     llama3 of its config.json)."""
     turns = scaling.original_length * frequencies / (2 * torch.pi)
-    span = scaling.high_frequency - scaling.low_frequency
+    span = scaling.kept_above - scaling.low_frequency
     kept = ((turns - scaling.low_frequency) / span).clamp(0, 1)
     return frequencies * ((1 - kept) / scaling.factor + kept)
+
+
+def _yarn(frequencies: Tensor, scaling: RotaryScalingConfig, base: float) -> Tensor:
+    """As `_llama3`, but interpolated by the number of the frequency: Peng et al. 2023,
+    arXiv:2309.00071, section 3.2, with the bounds rounded outwards as in its code."""
+    half = len(frequencies)
+
+    def number(turns: float) -> float:
+        """The fractional number of the frequency with so many turns."""
+        return half * log(scaling.original_length / (turns * 2 * pi)) / log(base)
+
+    first = max(floor(number(scaling.kept_above)), 0)
+    last = min(ceil(number(scaling.low_frequency)), 2 * half - 1)
+    index = torch.arange(half, device=frequencies.device).float()
+    divided = ((index - first) / max(last - first, 0.001)).clamp(0, 1)
+    return frequencies * (divided / scaling.factor + 1 - divided)
+
+
+def _linear(frequencies: Tensor, scaling: RotaryScalingConfig, base: float) -> Tensor:
+    """Chen et al. 2023, arXiv:2306.15595."""
+    return frequencies / scaling.factor
+
+
+_SCALED = {"llama3": _llama3, "yarn": _yarn, "linear": _linear}
+
+
+def _attention_factor(scaling: RotaryScalingConfig) -> float:
+    """Of rotated queries and keys."""
+    if scaling.kind != "yarn":
+        return 1.0
+    return scaling.attention_factor or 0.1 * log(scaling.factor) + 1
 
 
 def rotate(heads: Tensor, rotary: Rotary) -> Tensor:

@@ -114,12 +114,15 @@ class _Folded(Mapping[str, Tensor]):
         self._queries = config.heads * config.head_dim
         # A tied matrix has the embedding's factor, so the norm before the logits takes it back.
         output = found.output / (found.embedding if config.tie_embeddings else 1.0)
+        # What is added to the residual stream comes from a norm, or from a matrix.
+        added = (
+            ("out", "down") if config.norm_position == "before" else ("post_norm1", "post_norm2")
+        )
         self._factors = {
             "embedding": found.embedding,
             "head.norm": output,
             "query_norm": found.query,
-            "out": found.residual,
-            "down": found.residual,
+            **dict.fromkeys(added, found.residual),
         }
 
     def __getitem__(self, name: str) -> Tensor:

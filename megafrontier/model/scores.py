@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megafrontier.model.loss import IGNORE_INDEX
+from megafrontier.model.loss import IGNORE_INDEX, capped
 
 Scores = Callable[[Tensor, Tensor, int], Tensor]
 """The type of `chunk_scores`."""
@@ -29,6 +29,7 @@ def token_scores(
     vocab_size: int,
     chunk_tokens: int,
     scores: Scores = chunk_scores,
+    softcap: float = 0.0,
 ) -> Tensor:
     """`chunk_scores` of the tokens with a target, 0 for the others, float64 [n, 2].
 
@@ -37,5 +38,5 @@ def token_scores(
     found = torch.zeros(len(targets), 2, dtype=torch.float64, device=hidden.device)
     counted = (targets != IGNORE_INDEX).nonzero()[:, 0]
     for rows in counted.split(chunk_tokens) if len(counted) else ():
-        found[rows] = scores(hidden[rows] @ weight.t(), targets[rows], vocab_size)
+        found[rows] = scores(capped(hidden[rows] @ weight.t(), softcap), targets[rows], vocab_size)
     return found

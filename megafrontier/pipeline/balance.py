@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 from megafrontier.common.errors import need
 from megafrontier.config import ModelConfig
-from megafrontier.model.flops import parameter_specs
+from megafrontier.model.flops import attention_flops, parameter_specs
 from megafrontier.pipeline.schedule import make_table
 from megafrontier.pipeline.simulate import Costs, simulate
 
@@ -71,8 +71,7 @@ def describe_pipeline(
 
 def block_flops(config: ModelConfig) -> list[float]:
     """FLOPs per token of each block, forward and backward."""
-    attention = 6.0 * config.heads * config.head_dim * config.sequence_length
-    costs = [attention] * config.layers
+    costs = [attention_flops(config, i) for i in range(config.layers)]
     for name, spec in parameter_specs(config).items():
         if not name.startswith("blocks."):
             continue

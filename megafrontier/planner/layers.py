@@ -1,15 +1,25 @@
 """A step of a deep model from steps of two shallow ones: every further block costs the same."""
 
 from dataclasses import replace
+from math import lcm
 from typing import Any
 
-from megafrontier.config import Config
+from megafrontier.config import Config, ModelConfig
 from megafrontier.planner.simulation.rank import Simulated
 from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.training.plan import RunPlan, resolve_plan
 
 SHALLOW = 4, 6
-"""Blocks of the two models: more than are prefetched and published ahead."""
+"""Blocks of the two models: more than are prefetched and published ahead. If blocks differ in a
+period, the next multiples of it."""
+
+
+def shallow_layers(model: ModelConfig) -> tuple[int, int]:
+    """Blocks of the two models, with as many more of each kind as the whole model has."""
+    attention, moe = model.attention, model.moe
+    period = lcm(attention.global_every or 1, moe.every if moe else 1)
+    fewer = -(-SHALLOW[0] // period) * period
+    return fewer, fewer + max(period, SHALLOW[1] - SHALLOW[0])
 
 
 def simulate_blocks(config: Config, plan: RunPlan) -> Simulated:
@@ -19,10 +29,11 @@ def simulate_blocks(config: Config, plan: RunPlan) -> Simulated:
     Raises UserError as `simulate`.
     """
     layers = config.model.layers
-    if layers <= SHALLOW[1] or plan.division.ranks > 1:
+    counts = shallow_layers(config.model)
+    if layers <= counts[1] or plan.division.ranks > 1:
         return simulate(config, plan)
-    fewer, more = (_with_layers(config, count, plan.levels.ranks) for count in SHALLOW)
-    times = (layers - SHALLOW[0]) / (SHALLOW[1] - SHALLOW[0])
+    fewer, more = (_with_layers(config, count, plan.levels.ranks) for count in counts)
+    times = (layers - counts[0]) / (counts[1] - counts[0])
     found: Simulated = _between(fewer, more, times)
     return found
 

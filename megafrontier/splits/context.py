@@ -20,7 +20,8 @@ from megafrontier.common.async_copy import copy_async
 from megafrontier.common.errors import UserError
 from megafrontier.model.block import Block
 from megafrontier.model.gpt import GPT
-from megafrontier.model.kernels.chunks import Part, chunk_attention, register
+from megafrontier.model.kernels.chunks import chunk_attention
+from megafrontier.model.kernels.exchanges import Part, register
 from megafrontier.model.recompute.checkpointing import RECOMPUTES_BLOCK
 from megafrontier.parallel.groups import all_to_all
 from megafrontier.partition.comm.collectives import LevelCollectives
@@ -63,11 +64,14 @@ def split_sequences(model: GPT, index: int, size: int) -> TokenGroup:
     model.part = split.part
     for block in model.blocks:
         assert isinstance(block, Block)
-        block.attention.over_chunks = partial(
+        attention = block.attention
+        attention.over_chunks = partial(
             chunk_attention,
             exchange=split.number,
             size=size,
             keeps_keys=block.checkpointing in RECOMPUTES_BLOCK,
+            window=attention.window,
+            softcap=attention.softcap,
         )
     return split.group
 

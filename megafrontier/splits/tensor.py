@@ -209,6 +209,8 @@ def _split_block(block: Block, cutter: _Cutter) -> None:
     copies = max(1, size // attention.kv_heads)
     attention.add_module("qkv", QKVLinear(attention.qkv, attention.widths, copies, cutter))
     attention.add_module("out", RowLinear(attention.out, cutter))
+    if attention.sinks is not None:
+        attention.sinks = cutter.cut(attention.sinks, 0, 0, attention.heads)
     attention.heads //= size
     attention.kv_heads = max(1, attention.kv_heads // size)
     kv_width = attention.kv_heads * attention.head_size
@@ -221,7 +223,7 @@ def _split_block(block: Block, cutter: _Cutter) -> None:
 
 def _split_mlp(mlp: MLP, cutter: _Cutter) -> None:
     width = mlp.down.in_features
-    parts = mlp.up.out_features // width  # with swiglu gate and up
+    parts = mlp.up.out_features // width  # with a gate, it and up
     mlp.add_module("up", ColumnLinear(mlp.up, [width] * parts, cutter))
     mlp.add_module("down", RowLinear(mlp.down, cutter))
 
@@ -261,7 +263,7 @@ class SplitHead(nn.Module):
         super().__init__()
         self.group = cutter.group
         self.vocab_size, self.loss_chunk_tokens = whole.vocab_size, whole.loss_chunk_tokens
-        self.norm, self.multiplier = whole.norm, whole.multiplier
+        self.norm, self.multiplier, self.softcap = whole.norm, whole.multiplier, whole.softcap
         self.z_loss = whole.z_loss
         if hasattr(whole, "output"):
             rows, width = whole.output.weight.shape
@@ -290,6 +292,7 @@ class SplitHead(nn.Module):
                 targets.flatten(),
                 vocab_size=self.vocab_size,
                 chunk_tokens=self.loss_chunk_tokens,
+                softcap=self.softcap,
                 scores=self._chunk_scores,
             )
         return linear_cross_entropy(
@@ -300,6 +303,7 @@ class SplitHead(nn.Module):
             chunk_tokens=self.loss_chunk_tokens,
             losses=self._chunk_losses,
             z_loss=self.z_loss,
+            softcap=self.softcap,
         )
 
     def _chunk_losses(

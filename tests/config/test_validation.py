@@ -69,6 +69,33 @@ REFUSED = [
         )
     ],
     (
+        ["model.position=rotary", "model.rotary_scaling={attention_factor: 2}"],
+        "attention_factor: 2.0, need null, or model.rotary_scaling.kind=yarn",
+    ),
+    (["model.attention.window=0"], "model.attention.window: 0, need at least 1"),
+    (
+        ["model.attention.global_every=2"],
+        "model.attention.global_every: 2, need null, or model.attention.window",
+    ),
+    (
+        ["model.attention={window: 8, global_every: 99}"],
+        "model.attention.global_every: 99, need at most model.layers",
+    ),
+    (
+        ["model.attention.no_rotary_every=2"],
+        "model.attention.no_rotary_every: 2, need null, or model.position=rotary",
+    ),
+    (
+        ["model.attention.sinks=true", "model.dropout=0.1"],
+        "model.dropout: 0.1, need 0 with model.attention.sinks",
+    ),
+    (["model.norm_unit_offset=true"], "need false, or model.norm=rmsnorm"),
+    (["model.norm=rmsnorm", "model.norm_bias=false"], "need true, or model.norm=layernorm"),
+    (
+        ["model.scaling={base_hidden: 8, base_layers: 2}", "model.scale_embedding=true"],
+        "model.scale_embedding: true, need false with model.scaling",
+    ),
+    (
         ["model.scaling={base_layers: 2}"],
         "model.scaling.base_hidden: null, need model.hidden of the",
     ),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megafrontier.config import ModelConfig, RotaryScalingConfig
+from megafrontier.config import AttentionConfig, MLPConfig, ModelConfig, RotaryScalingConfig
 from megafrontier.model.gpt import GPT
 
 SMALL = {
@@ -53,6 +53,37 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_multiple": 1,
     },
 }
+GEMMA: dict[str, Any] = {
+    "layers": 3,
+    "position": "rotary",
+    "norm": "rmsnorm",
+    "norm_position": "both",
+    "norm_unit_offset": True,
+    "activation": "geglu_tanh",
+    "bias": False,
+    "kv_heads": 2,
+    "qk_norm": "head",
+    "tie_embeddings": True,
+    "scale_embedding": True,
+    "logit_softcap": 5.0,
+    "attention": AttentionConfig(
+        window=7, global_every=2, window_rotary_base=100.0, softcap=3.0, scale=0.3, sinks=True
+    ),
+}
+"""What Gemma 2, Gemma 3 and gpt-oss have, in one model."""
+OLMO: dict[str, Any] = {
+    "layers": 3,
+    "position": "rotary",
+    "norm": "layernorm",
+    "norm_position": "after",
+    "norm_bias": False,
+    "activation": "geglu",
+    "bias": False,
+    "rotary_scaling": RotaryScalingConfig(4.0, original_length=8, kind="yarn"),
+    "attention": AttentionConfig(window=5, no_rotary_every=2, sinks=True, out_bias=True),
+    "mlp": MLPConfig(bias=True),
+}
+"""Norms after attention and MLP as in OLMo-2, layers without rotary positions, and YaRN."""
 
 
 def small_config(**changes: Any) -> ModelConfig:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from megafrontier.config import ModelConfig, load_config, load_machine
+from megafrontier.config import AttentionConfig, ModelConfig, load_config, load_machine
 from megafrontier.model.flops import flops_per_token, parameter_count, parameter_shapes
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -46,6 +46,17 @@ def test_flops_are_those_torch_counts(shape, make_model, tokens):
     width = shape.heads * (shape.head_size or shape.hidden // shape.heads)
     attention = 6 * shape.layers * width * shape.sequence_length
     assert products / tokens.numel() == pytest.approx(flops_per_token(shape) - attention)
+
+
+def test_a_window_costs_the_pairs_that_it_has():
+    """In 2 of 3 blocks. A pair of a token with itself counts half, as without a window."""
+    length, window = 96, 20
+    sizes = {"layers": 3, "hidden": 32, "heads": 4, "sequence_length": length}
+    whole = ModelConfig(**sizes)
+    part = ModelConfig(**sizes, attention=AttentionConfig(window, global_every=3))
+    pairs = sum(min(i, window) if i >= window else i + 0.5 for i in range(length))
+    saved = length / 2 - pairs / length
+    assert flops_per_token(whole) - flops_per_token(part) == pytest.approx(2 * 12 * 32 * saved)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

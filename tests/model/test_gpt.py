@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from megafrontier.model import attention
-from megafrontier.model.block import make_norm
 from megafrontier.model.flops import parameter_shapes
 from megafrontier.model.gpt import GPT, Embedding
+from megafrontier.model.norms import make_norm
 
 
 def gradients(model, loss):

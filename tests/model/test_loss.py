@@ -19,14 +19,16 @@ def inputs(n, dtype=torch.float32):
     return hidden, weight, targets
 
 
-def plain(hidden, weight, targets):
+def plain(hidden, weight, targets, softcap=0.0):
     logits = (hidden.float() @ weight.float().t())[:, :VOCAB]
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
     return F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
 
 
-def chunked(hidden, weight, targets, chunk_tokens=8):
+def chunked(hidden, weight, targets, softcap=0.0, chunk_tokens=8):
     return linear_cross_entropy(
-        hidden, weight, targets, vocab_size=VOCAB, chunk_tokens=chunk_tokens
+        hidden, weight, targets, vocab_size=VOCAB, chunk_tokens=chunk_tokens, softcap=softcap
     )
 
 
@@ -34,12 +36,13 @@ def gradients(loss, *tensors):
     return torch.autograd.grad(loss * 0.25, tensors)
 
 
-@pytest.mark.parametrize("n", [1, 8, 9, 61])
-def test_equals_cross_entropy_at_any_length(n):
+@pytest.mark.parametrize(("n", "softcap"), [(1, 0.0), (8, 0.0), (9, 0.0), (61, 0.0), (61, 2.0)])
+def test_equals_cross_entropy_at_any_length(n, softcap):
     hidden, weight, targets = inputs(n)
-    ours, theirs = chunked(hidden, weight, targets), plain(hidden, weight, targets)
+    ours = chunked(hidden, weight, targets, softcap)
+    theirs = plain(hidden, weight, targets, softcap)
     with torch.no_grad():
-        assert chunked(hidden, weight, targets).item() == ours.item()
+        assert chunked(hidden, weight, targets, softcap).item() == ours.item()
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     for a, b in zip(
         gradients(ours, hidden, weight), gradients(theirs, hidden, weight), strict=True

@@ -8,7 +8,7 @@ from megafrontier.parallel.mesh import Splits
 from megafrontier.partition import Placement
 from megafrontier.partition.wires.wire import make_wire
 from megafrontier.pipeline.work import Work
-from tests.model.small_models import SHAPES
+from tests.model.small_models import GEMMA, SHAPES
 from tests.ranks import run_mesh
 from tests.splits.matrix import (
     Case,
@@ -62,6 +62,12 @@ CASES = [
         Splits(context=2, pipeline=2),
         "topo",
         Case(LLAMA | FOUR, accumulation=4, steps=2, parallel=ZBV, documents=True),
+    ),
+    (
+        (2,),
+        Splits(pipeline=2),
+        "zero3",
+        Case(GEMMA, accumulation=2, steps=2, parallel=ZB, documents=True),
     ),
     ((2,), Splits(pipeline=2), "ddp", Case(LLAMA | FOUR, accumulation=4)),
     ((2, 2), Splits(pipeline=2), "zero3", Case(LLAMA | FOUR, accumulation=4)),

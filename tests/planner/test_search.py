@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megafrontier.cli import main
-from megafrontier.config import WiresConfig, config_to_dict, load_config
+from megafrontier.config import AttentionConfig, WiresConfig, config_to_dict, load_config
 from megafrontier.planner.auto import choose_layout
 from megafrontier.planner.command import plan_command
 from megafrontier.planner.layers import simulate_blocks
@@ -77,14 +77,27 @@ def test_overrides_of_a_plan_give_its_step(config_file: Path, plans: dict[str, A
     assert step.gib == pytest.approx(plan["gib"])
 
 
-def test_a_deep_model_is_predicted_from_two_shallow_ones() -> None:
+@pytest.mark.parametrize("attention", [AttentionConfig(), AttentionConfig(8, global_every=3)])
+def test_a_deep_model_is_predicted_from_two_shallow_ones(attention: AttentionConfig) -> None:
     deep = config_of({"partition.strategy": "topo", "partition.overlap": "safe"})
-    deep = replace(deep, model=replace(deep.model, layers=9))
+    layers = 12 if attention.window else 9
+    deep = replace(deep, model=replace(deep.model, layers=layers, attention=attention))
     whole = simulate(deep, resolve_plan(deep, 4))
     found = simulate_blocks(deep, resolve_plan(deep, 4))
     assert found.seconds == pytest.approx(whole.seconds, rel=1e-3)
     assert found.gib == pytest.approx(whole.gib, rel=1e-3)
     assert found.sent == pytest.approx(whole.sent)
+
+
+def test_a_window_costs_less_the_shorter_it_is() -> None:
+    """One as long as the sequence costs what attention without a window does."""
+    whole = config_of({"partition.strategy": "ddp"})
+    seconds = []
+    for window in (None, whole.model.sequence_length, 64, 8):
+        part = replace(whole, model=replace(whole.model, attention=AttentionConfig(window)))
+        seconds.append(simulate(part, resolve_plan(part, 4)).computing)
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.02)
+    assert seconds[1] > seconds[2] > seconds[3]
 
 
 def test_overlap_hides_communication_and_none_of_it_is_lost() -> None:

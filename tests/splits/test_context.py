@@ -16,7 +16,7 @@ from megafrontier.partition.wires.wire import make_wire
 from megafrontier.splits.apply import apply_splits
 from megafrontier.splits.context import check_context_split
 from megafrontier.splits.documents import assign
-from tests.model.small_models import SHAPES, small_config
+from tests.model.small_models import GEMMA, OLMO, SHAPES, small_config
 from tests.ranks import run_mesh
 from tests.splits.matrix import Case, assert_equal, saved_bytes, sweep, train_alone, train_split
 from tests.splits.test_documents import needed_tokens
@@ -55,6 +55,8 @@ CASES = [
         "zero3",
         Case(NEOX, "one token", built={"checkpointing": "block"}, options={"check_order": True}),
     ),
+    ((2, 2), Splits(context=4), "ddp", Case(GEMMA, built={"checkpointing": "block"})),
+    ((2, 2), Splits(2, 2), "zero3", Case(OLMO, "empty rows", documents=True)),
     ((2, 2), Splits(2, 2), "topo", Case(GROUPED | SCALED)),
     ((2, 2, 2), Splits(2, 2), "hpz", Case(GROUPED, "one token", accumulation=2, documents=True)),
 ]

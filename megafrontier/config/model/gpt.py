@@ -1,25 +1,13 @@
 """The options of a GPT's blocks, embedding and head."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from megafrontier.config.fields import bounded, count
+from megafrontier.config.model.blocks import AttentionConfig, MLPConfig
 from megafrontier.config.model.moe import MoEConfig
+from megafrontier.config.model.rotary import RotaryScalingConfig
 from megafrontier.config.model.scaling import ScalingConfig
-
-
-@dataclass
-class RotaryScalingConfig:
-    """Llama 3's scaling of rotary frequencies. Those between the two bounds are interpolated."""
-
-    factor: float = bounded(8.0, at_least=1)
-    """How many times longer the texts are than those of the original training."""
-    low_frequency: float = bounded(1.0, above=0)
-    """Frequencies with fewer turns than this within `original_length` are divided by `factor`."""
-    high_frequency: float = 4.0
-    """Frequencies with more turns than this within `original_length` are kept."""
-    original_length: int = bounded(8192, at_least=1)
-    """Sequence length of the original training, in tokens."""
 
 
 @dataclass
@@ -35,7 +23,7 @@ class ModelConfig:
     head_size: int | None = count(None)
     """Width of one head. Default: hidden / heads."""
     ffn_hidden: int | None = count(None)
-    """Width inside the MLP. Default: 4 · hidden; with swiglu 8/3 · hidden, rounded up to 64."""
+    """Width inside the MLP. Default: 4 · hidden; with a gate 8/3 · hidden, rounded up to 64."""
     sequence_length: int = count(1024)
     """Tokens in one sequence."""
     vocab_size: int = count(50304)
@@ -43,11 +31,19 @@ class ModelConfig:
     vocab_multiple: int = count(128)
     """The embedding's rows are padded to a multiple of this. Padded ids are never predicted."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalization before attention, MLP and head."""
+    """Normalization around attention and MLP, and before the head."""
     norm_eps: float = bounded(1e-5, above=0)
     """Epsilon of the normalization."""
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
-    """Activation of the MLP."""
+    norm_position: Literal["before", "after", "both"] = "before"
+    """Where attention and MLP are normalized: their input, their output before the residual sum
+    (OLMo-2), or both (Gemma 2 and 3)."""
+    norm_unit_offset: bool = False
+    """RMS norms, those of queries and keys too, multiply by 1 + weight (Gemma). Weights are
+    initially 0."""
+    norm_bias: bool = True
+    """Biases of layer norms."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh"] = "gelu"
+    """Activation of the MLP. swiglu, geglu and geglu_tanh have a gate."""
     position: Literal["learned", "rotary"] = "learned"
     """Learned absolute positions (GPT-2) or rotary positions (GPT-NeoX, Llama)."""
     rotary_fraction: float = 1.0
@@ -55,7 +51,7 @@ class ModelConfig:
     rotary_base: float = bounded(10000.0, above=0)
     """Base of the rotary frequencies."""
     rotary_scaling: RotaryScalingConfig | None = None
-    """Scaling of the rotary frequencies for longer texts, as in Llama 3.1 and 3.2."""
+    """Scaling of the rotary frequencies for longer texts, such as in Llama 3.1 and 3.2."""
     parallel_residual: bool = False
     """Attention and MLP run in parallel on the same residual (GPT-NeoX)."""
     tie_embeddings: bool = False
@@ -67,6 +63,14 @@ class ModelConfig:
     qk_norm: Literal["none", "head", "full"] = "none"
     """RMS norm of queries and keys before the rotation: of each head (Qwen3), or of all heads
     together (OLMoE)."""
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    """Further options of attention."""
+    mlp: MLPConfig = field(default_factory=MLPConfig)
+    """Further options of the MLP."""
+    scale_embedding: bool = False
+    """Multiply the embedding's output by sqrt(hidden) (Gemma)."""
+    logit_softcap: float | None = bounded(None, above=0)
+    """Logits become logit_softcap · tanh(logit / logit_softcap) (Gemma 2: 30)."""
     dropout: float = bounded(0.0, at_least=0, below=1)
     """Dropout after the embedding, on attention weights and before each residual sum."""
     init: Literal["gpt2", "neox"] = "gpt2"
@@ -97,19 +101,44 @@ class ModelConfig:
         return self.bias if self.qkv_bias is None else self.qkv_bias
 
     @property
+    def has_out_bias(self) -> bool:
+        """`attention.out_bias`, or its default."""
+        return self.bias if self.attention.out_bias is None else self.attention.out_bias
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        """`mlp.bias`, or its default."""
+        return self.bias if self.mlp.bias is None else self.mlp.bias
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.activation in ("swiglu", "geglu", "geglu_tanh")
+
+    def window_of(self, block: int) -> int | None:
+        """The window of a block, counted from 0, or None if it attends to all earlier tokens."""
+        every = self.attention.global_every
+        return None if every is not None and (block + 1) % every == 0 else self.attention.window
+
+    def has_rotary(self, block: int) -> bool:
+        """Whether a block, counted from 0, has rotary positions."""
+        every = self.attention.no_rotary_every
+        return self.position == "rotary" and (every is None or (block + 1) % every != 0)
+
+    @property
     def rotary_dims(self) -> int:
         """Number of rotating dimensions in a head; 0 with learned positions."""
         return 0 if self.position == "learned" else round(self.head_dim * self.rotary_fraction)
 
     @property
     def mlp_hidden(self) -> int:
-        """`ffn_hidden`, or its default. With swiglu, both the gate and the up projection have it.
+        """`ffn_hidden`, or its default. With a gate, both it and the up projection have this width.
 
-        The default for swiglu keeps the parameter count of a 4 · hidden MLP (Shazeer 2020,
+        The default with a gate keeps the parameter count of a 4 · hidden MLP (Shazeer 2020,
         arXiv:2002.05202).
         """
-        swiglu = -(-8 * self.hidden // (3 * 64)) * 64
-        return self.ffn_hidden or (swiglu if self.activation == "swiglu" else 4 * self.hidden)
+        gated = -(-8 * self.hidden // (3 * 64)) * 64
+        return self.ffn_hidden or (gated if self.is_gated else 4 * self.hidden)
 
     @property
     def padded_vocab_size(self) -> int:

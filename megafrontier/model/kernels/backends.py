@@ -19,7 +19,9 @@ def supports_varlen(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, dropout: float
 ) -> bool:
     """Whether attention within documents needs no dense mask. The kernels for that have no dropout
-    and do not support every type and head size."""
+    and do not support every type and head size. `blockwise` supports all that have a rule."""
+    if config.attention.has_rule:
+        return True
     return dropout == 0 and has_document_kernel(device, dtype, *_head_sizes(config))
 
 
@@ -43,6 +45,7 @@ def uncompilable_attention(
             return None
         return "attention over parts of sequences (parallel.context) has a mask here"
     # Dropout is 0 because evaluations have none.
+    documents = documents or config.attention.has_rule
     if not documents or not supports_varlen(config, device, dtype, 0.0):
         return None
     if returns_traced_shape(device, dtype, *_head_sizes(config)):
@@ -59,7 +62,10 @@ def attention_backend(
 ) -> str:
     """The attention kernel in training: "flash", "memory-efficient", "cudnn" or "math"; with
     `documents` "varlen flash", or "dense mask, " and one of those; with `chunks`, if a process has
-    some chunks of each sequence, "chunks, flash" or "chunks, masked"."""
+    some chunks of each sequence, "chunks, flash" or "chunks, masked". With a rule that no kernel
+    has, some blocks have "plain torch"."""
+    if config.attention.has_rule:
+        return _ruled_backend(config, device, dtype, chunks)
     if chunks:
         has_kernel = supports_varlen(config, device, dtype, config.dropout)
         return "chunks, flash" if has_kernel else "chunks, masked"
@@ -81,6 +87,24 @@ def attention_backend(
     )
     name = _NAMES.get(SDPBackend(chosen), "another")
     return f"dense mask, {name}" if documents else name
+
+
+def _ruled_backend(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, chunks: bool
+) -> str:
+    has_kernel = has_document_kernel(device, dtype, *_head_sizes(config))
+    has_window = config.attention.window is not None
+    # Flash for GPUs has a window, but not one that begins before a chunk.
+    is_plain = has_window and (chunks or device.type != "cuda")
+    if (
+        config.attention.softcap
+        or not has_kernel
+        or (is_plain and not config.attention.global_every)
+    ):
+        name = "plain torch"
+    else:
+        name = "flash and plain torch" if is_plain else "flash"
+    return f"{'chunks,' if chunks else 'varlen'} {name}"
 
 
 def _head_sizes(config: ModelConfig) -> tuple[int, int, int]:

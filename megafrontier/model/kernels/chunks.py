@@ -9,15 +9,15 @@ to another. Keys and values of others exist in one block at a time only: backwar
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import count
-from typing import Any, NamedTuple, Protocol
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megafrontier.model.kernels.blockwise import add_sinks_, sinks_backward
+from megafrontier.model.kernels.exchanges import EXCHANGES, Exchange, Part
 from megafrontier.model.kernels.varlen import (
     attend_documents,
     attend_documents_backward,
@@ -31,69 +31,19 @@ QUERIES = 256
 """Of a block in attention with a mask, so that the mask is never as large as a sequence squared."""
 
 
-class Part(NamedTuple):
-    """Some consecutive tokens of a document, and what it has before them."""
-
-    tokens: slice
-    """Among this process's tokens."""
-    past: slice
-    """The document's earlier tokens, among those that `Exchange.begin_gather` brings."""
-
-
-class Exchange(Protocol):
-    """Gives a process's parts the keys and values of the others.
-
-    documents: int32 [m + 1], on the host: the start of each document in a micro-batch, and the
-    number of all its tokens. A process has n tokens, and needs p earlier ones.
-    """
-
-    def parts(self, documents: Tensor) -> Sequence[Part]:
-        """This process's parts, in the order of its tokens."""
-        ...
-
-    def bounds(self, documents: Tensor) -> Tensor:
-        """The start of each part among this process's tokens, then n: int32, on the device."""
-        ...
-
-    def pieces(self, kv_heads: int) -> int:
-        """In how many equal pieces the heads of keys and values are sent."""
-        ...
-
-    def begin_gather(self, heads: Tensor, documents: Tensor) -> Callable[[], Tensor]:
-        """Send the keys and values [n, heads, d] of this process. The result waits for those of
-        the earlier tokens [p, heads, d]."""
-        ...
-
-    def begin_reduce(
-        self, heads: Tensor, documents: Tensor, dtype: torch.dtype
-    ) -> Callable[[], Tensor]:
-        """Send the gradients fp32 [p, heads, d] of the earlier tokens, as `dtype`. The result waits
-        for the sum of all processes' gradients of this one's tokens, fp32 [n, heads, d]."""
-        ...
-
-
-_exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
-"""By number, because operators take no Python objects."""
-_numbers = count()
-
-
-def register(exchange: Exchange) -> int:
-    """The number by which operators know an exchange. The caller keeps the exchange alive."""
-    number = next(_numbers)
-    _exchanges[number] = exchange
-    return number
-
-
 def chunk_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     documents: Tensor,
     dropout: float,
+    sinks: Tensor | None = None,
     *,
     exchange: int,
     size: int = 1,
     keeps_keys: bool = False,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attention of this process's parts of documents: [1, n, heads, d] → [1, n, heads, d].
 
@@ -103,17 +53,21 @@ def chunk_attention(
     size: how many processes share the micro-batch, with equally many tokens each.
     keeps_keys: let backward have the keys and values that forward got, for blocks that are
         recomputed directly before it.
+    sinks: [heads], which take part in the softmax.
+    window, softcap: as for `blockwise.Rule`. With one of them or sinks, dropout is 0.
     """
     query, key, value = (heads[0] for heads in (query, key, value))
     is_compiling = torch.compiler.is_compiling()
     # A block is compiled only where there is a kernel (`uncompilable_attention`).
-    has_kernel = is_compiling or has_document_kernel(
-        query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2]
+    has_kernel = (is_compiling or window > 0 or softcap > 0 or sinks is not None) or (
+        has_document_kernel(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2])
     )
     if dropout == 0 and has_kernel:
         # The compiler needs to know how many tokens are kept: at most those of the whole batch.
         kept = 0 if not keeps_keys else 1 if not is_compiling else size
-        attended: Tensor = _attend(query, key, value, documents, exchange, kept)[0]
+        attended: Tensor = _attend(
+            query, key, value, documents, exchange, kept, sinks, window, softcap
+        )[0]
         return attended[None]
     found: Tensor = checkpoint(
         _attend_masked,
@@ -126,26 +80,38 @@ def chunk_attention(
 
 @torch.library.custom_op("megafrontier::chunk_attention", mutates_args=())
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, exchange: int, kept: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor,
+    exchange: int,
+    kept: int,
+    sinks: Tensor | None,
+    window: int,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result, the fp32 log-sum-exp [heads, n] of the scores, and for backward the keys and
     values of earlier tokens [pieces, p, 2 · kv_heads / pieces, d]: with `kept` 0 none, with more
     than 1 those of kept · n tokens, of which the last ones are not set."""
-    across = _exchanges[exchange]
+    across = EXCHANGES[exchange]
     pieces = _pieces(query, key, across)
     gathers = [
         across.begin_gather(torch.cat([key[:, at], value[:, at]], 1), documents) for _, at in pieces
     ]
     parts = across.parts(documents)
     bounds = across.bounds(documents)
-    attended, sums = _attend_selves(query, key, value, parts, bounds)
+    rule = window, softcap
+    attended, sums = _attend_selves(query, key, value, parts, bounds, *rule)
     pasts = []
     for (heads, _), gather in zip(pieces, gathers, strict=True):
         pasts.append(gather())
         keys, values = pasts[-1][None].chunk(2, 2)
         for tokens, past in _with_past(parts):
-            found = attend_pair(query[None, tokens, heads], keys[:, past], values[:, past], False)
+            pair = keys[:, past], values[:, past]
+            found = attend_pair(query[None, tokens, heads], *pair, False, *rule)
             _merge_(attended[tokens, heads], sums[heads, tokens], found[0][0], found[1][0])
+    if sinks is not None:
+        add_sinks_(attended, sums, sinks)
     return attended, sums, _keep(pasts, kept, len(query))
 
 
@@ -179,15 +145,22 @@ def _longest(parts: Sequence[Part]) -> int:
 
 
 def _attend_selves(
-    query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], bounds: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parts: Sequence[Part],
+    bounds: Tensor,
+    window: int,
+    softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each part to itself, and its log-sums."""
     if _has_one_kernel(query, key):
-        return attend_documents(query, key, value, bounds, _longest(parts))
+        return attend_documents(query, key, value, bounds, _longest(parts), None, window, softcap)
     attended = torch.empty_like(query)
     sums = query.new_empty((query.shape[1], len(query)), dtype=torch.float32)
     for at, _ in parts:
-        out, scores = attend_pair(query[None, at], key[None, at], value[None, at], True)
+        pair = key[None, at], value[None, at]
+        out, scores = attend_pair(query[None, at], *pair, True, window, softcap)
         attended[at], sums[:, at] = out[0], scores[0]
     return attended, sums
 
@@ -217,9 +190,11 @@ def _attend_backward(
     kept: Tensor,
     documents: Tensor,
     exchange: int,
+    window: int,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value. `kept`: what `_attend` returned."""
-    across = _exchanges[exchange]
+    across = EXCHANGES[exchange]
     parts, bounds = across.parts(documents), across.bounds(documents)
     pieces = _pieces(query, key, across)
     gathers: list[Callable[[], Tensor]] = [
@@ -230,7 +205,8 @@ def _attend_backward(
             across.begin_gather(torch.cat([key[:, at], value[:, at]], 1), documents)
             for _, at in pieces
         ]
-    own = _Backward(grad_output.contiguous(), query, key, value, attended, sums, parts, bounds)
+    tensors = grad_output.contiguous(), query, key, value, attended
+    own = _Backward(tensors, sums, parts, bounds, (window, softcap))
     # One half under the gathers, the other one under the sums.
     half = 0 if len(kept) else len(parts) // 2
     own.add_selves(0, half)
@@ -251,16 +227,16 @@ class _Backward:
 
     def __init__(
         self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attended: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
         sums: Tensor,
         parts: Sequence[Part],
         bounds: Tensor,
+        rule: tuple[int, float],
     ) -> None:
-        self._inputs = grad_output, query, key, value, attended
+        """`inputs`: gradient, query, key, value and result of attention. `rule`: window and
+        softcap."""
+        self._inputs, self._rule = inputs, rule
+        _, query, key, value, _ = inputs
         self._sums, self._parts, self._bounds = sums, parts, bounds
         self.by_query = torch.zeros_like(query)
         self.by_key, self.by_value = torch.empty_like(key), torch.empty_like(value)
@@ -274,14 +250,15 @@ class _Backward:
             for at, _ in parts:
                 grad, q, k, v, out = (tensor[None, at] for tensor in self._inputs)
                 sums = self._sums[None, :, at]
-                found = attend_pair_backward(grad, q, k, v, out, sums, True)
+                found = attend_pair_backward(grad, q, k, v, out, sums, True, *self._rule)
                 self._add(at, *(gradient[0] for gradient in found))
             return
         at = slice(parts[0].tokens.start, parts[-1].tokens.stop)
         grad, q, k, v, out = (tensor[at] for tensor in self._inputs)
         bounds = self._bounds[first : last + 1] - self._bounds[first]
         sums = self._sums[:, at].contiguous()
-        found = attend_documents_backward(grad, q, k, v, out, sums, bounds, _longest(parts))
+        lengths = bounds, _longest(parts)
+        found = attend_documents_backward(grad, q, k, v, out, sums, *lengths, *self._rule)
         self._add(at, *found)
 
     def _add(self, at: slice, by_query: Tensor, by_key: Tensor, by_value: Tensor) -> None:
@@ -298,7 +275,7 @@ class _Backward:
         for at, before in _with_past(self._parts):
             grad, q, out = (tensor[None, at, heads] for tensor in (grad_output, query, attended))
             pair, sums = (keys[:, before], values[:, before]), self._sums[None, heads, at]
-            found = attend_pair_backward(grad, q, *pair, out, sums, False)
+            found = attend_pair_backward(grad, q, *pair, out, sums, False, *self._rule)
             self.by_query[at, heads] += found[0][0]
             by_keys[before] += found[1][0]
             by_values[before] += found[2][0]
@@ -307,10 +284,16 @@ class _Backward:
 
 @_attend.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, exchange: int, kept: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor,
+    exchange: int,
+    kept: int,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, kv_heads, width = key.shape
-    pieces = _exchanges[exchange].pieces(kv_heads)
+    pieces = EXCHANGES[exchange].pieces(kv_heads)
     shape = (pieces, tokens * kept, 2 * kv_heads // pieces, width) if kept else (0,)
     sums = query.new_empty((query.shape[1], tokens), dtype=torch.float32)
     return torch.empty_like(query), sums, key.new_empty(shape)
@@ -324,13 +307,16 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, documents, ctx.exchange, _ = inputs
-    ctx.save_for_backward(*tensors, *output, documents)
+    query, key, value, documents, ctx.exchange, _, sinks, *ctx.rule = inputs
+    ctx.save_for_backward(query, key, value, *output, documents, sinks)
 
 
 def _differentiate(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = _attend_backward(grad_output, *ctx.saved_tensors, ctx.exchange)
-    return *gradients, None, None, None
+    *tensors, attended, sums, kept, documents, sinks = ctx.saved_tensors
+    results = attended, sums, kept, documents
+    gradients = _attend_backward(grad_output, *tensors, *results, ctx.exchange, *ctx.rule)
+    by_sinks = None if sinks is None else sinks_backward(grad_output, attended, sums, sinks)
+    return *gradients, None, None, None, by_sinks, None, None
 
 
 _attend.register_autograd(_differentiate, setup_context=_save)
@@ -344,11 +330,11 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, heads: Tensor, documents: Tensor, exchange: int) -> Tensor:
         ctx.documents, ctx.exchange = documents, exchange
-        return _exchanges[exchange].begin_gather(heads, documents)()
+        return EXCHANGES[exchange].begin_gather(heads, documents)()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        across, dtype = _exchanges[ctx.exchange], grad_outputs[0].dtype
+        across, dtype = EXCHANGES[ctx.exchange], grad_outputs[0].dtype
         total = across.begin_reduce(grad_outputs[0].float(), ctx.documents, dtype)()
         return total.to(dtype), None, None
 
@@ -360,7 +346,7 @@ def _attend_masked(
     heads = torch.cat([key, value], 1)
     past: Tensor = _Gather.apply(heads, documents, exchange)
     found = []
-    for at, before in _exchanges[exchange].parts(documents):
+    for at, before in EXCHANGES[exchange].parts(documents):
         whole = torch.cat([past[before], heads[at]])
         whole = whole.repeat_interleave(query.shape[1] // key.shape[1], 1)
         found += list(_attend_blocks(query[at], whole, dropout))

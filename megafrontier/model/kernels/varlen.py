@@ -12,6 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megafrontier.model.kernels.blockwise import (
+    Rule,
+    add_sinks_,
+    attend,
+    attend_backward,
+    sinks_backward,
+)
+
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # The operators below torch.nn.attention.varlen, whose own signature differs between releases.
@@ -50,11 +58,30 @@ def returns_traced_shape(
     return attend_documents(query, key, key, documents, 12)[1].shape == (heads, 16)
 
 
+def _has_kernel(query: Tensor, key: Tensor) -> bool:
+    """Whether a fused kernel supports queries [.., heads, d] and keys [.., kv_heads, d]."""
+    heads = query.shape[-2], key.shape[-2], query.shape[-1]
+    return has_document_kernel(query.device, query.dtype, *heads)
+
+
+def _pair_rule(key: Tensor, is_causal: bool, window: int, softcap: float) -> Rule:
+    """Queries are those of the keys, or directly after them."""
+    return Rule(0 if is_causal else key.shape[1], window, softcap)
+
+
 def attend_pair(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Attention [b, q, heads, d] of queries [b, q, heads, d] to keys and values [b, k, kv_heads,
-    d], and the fp32 log-sum-exp [b, heads, q] of the scores. Not for autograd."""
+    d], and the fp32 log-sum-exp [b, heads, q] of the scores. Not for autograd. The queries are the
+    keys' own if `is_causal`, else directly after them. `window`, `softcap`: as for `Rule`."""
+    if window or softcap or not _has_kernel(query, key):
+        return attend(query, key, value, _pair_rule(key, is_causal, window, softcap))
     if query.is_cuda:
         lengths = None, None, query.shape[1], key.shape[1]
         attended, sums, *_ = _gpu_forward(query, key, value, *lengths, 0.0, is_causal, False)
@@ -72,11 +99,15 @@ def attend_pair_backward(
     attended: Tensor,
     sums: Tensor,
     is_causal: bool,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key and value of `attend_pair`. `attended` and `sums` may be those of
     more keys; the gradients are then what these keys contribute."""
     tensors = grad_output, query, key, value, attended
     sums = sums.contiguous()
+    if window or softcap or not _has_kernel(query, key):
+        return attend_backward(*tensors, sums, _pair_rule(key, is_causal, window, softcap))
     if query.is_cuda:
         lengths = None, None, query.shape[1], key.shape[1]
         found = _gpu_backward(*tensors, sums, *lengths, 0.0, is_causal, *_no_dropout(query.device))
@@ -93,31 +124,82 @@ def _no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def document_attention(
-    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor,
+    longest: int,
+    sinks: Tensor | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Causal attention within documents: [t, heads, d] → [t, heads, d].
 
     key, value [t, kv_heads, d] with kv_heads a divisor of heads. `documents` int32 [n + 1]: the
     start of each document in the t tokens, then t. `longest`: an upper bound of their lengths.
+    `sinks` [heads] take part in the softmax. `window`, `softcap`: as for `Rule`.
     """
-    attended: Tensor = attend_documents(query, key, value, documents, longest)[0]
+    attended: Tensor = attend_documents(
+        query, key, value, documents, longest, sinks, window, softcap
+    )[0]
     return attended
+
+
+def _document_rule(
+    query: Tensor, documents: Tensor, longest: int, window: int, softcap: float
+) -> Rule:
+    index = torch.arange(len(query), dtype=torch.int32, device=query.device)
+    numbers = torch.searchsorted(documents.to(query.device), index, right=True)
+    return Rule(0, min(window or longest, longest), softcap, numbers)
+
+
+def _limits(window: int) -> dict[str, int]:
+    """The window as arguments of the GPU's kernel."""
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+
+
+def _on_gpu(query: Tensor) -> bool:
+    """Whether kernels for GPUs run. On meta, where `plan` counts operations, they do."""
+    return query.is_cuda or query.is_meta
+
+
+def _is_plain(query: Tensor, key: Tensor, window: int, softcap: float) -> bool:
+    """Whether no kernel attends within documents like this. The one for CPUs has no window."""
+    if softcap or (window and not _on_gpu(query)):
+        return True
+    return not query.is_meta and not _has_kernel(query, key)
 
 
 @torch.library.custom_op("megafrontier::document_attention", mutates_args=())
 def attend_documents(
-    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor,
+    longest: int,
+    sinks: Tensor | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The result, and the fp32 log-sum-exp [heads, t] of the scores, for backward."""
-    if query.is_cuda:
+    if _is_plain(query, key, window, softcap):
+        rule = _document_rule(query, documents, longest, window, softcap)
+        pair = attend(query[None], key[None], value[None], rule)
+        attended, sums = (found[0] for found in pair)
+    elif _on_gpu(query):
         lengths = documents, documents, longest, longest
-        attended, sums, *_ = _gpu_forward(query, key, value, *lengths, 0.0, True, False)
-        return attended, sums
-    attended = torch.empty_like(query)
-    sums = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
-    for document in _slices(documents):
-        q, k, v = (tensor[None, document] for tensor in (query, key, value))
-        attended[document], sums[:, document] = (found[0] for found in attend_pair(q, k, v, True))
+        attended, sums, *_ = _gpu_forward(
+            query, key, value, *lengths, 0.0, True, False, **_limits(window)
+        )
+    else:
+        attended = torch.empty_like(query)
+        sums = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
+        for document in _slices(documents):
+            q, k, v = (tensor[None, document] for tensor in (query, key, value))
+            pair = attend_pair(q, k, v, True)
+            attended[document], sums[:, document] = (found[0] for found in pair)
+    if sinks is not None:
+        add_sinks_(attended, sums, sinks)
     return attended, sums
 
 
@@ -131,12 +213,20 @@ def attend_documents_backward(
     sums: Tensor,
     documents: Tensor,
     longest: int,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
     tensors = grad_output, query, key, value, attended
-    if query.is_cuda:
+    if _is_plain(query, key, window, softcap):
+        rule = _document_rule(query, documents, longest, window, softcap)
+        grad, q, k, v, out = (tensor[None] for tensor in tensors)
+        gradients = attend_backward(grad, q, k, v, out, sums[None], rule)
+        return gradients[0][0], gradients[1][0], gradients[2][0]
+    if _on_gpu(query):
         lengths = documents, documents, longest, longest
-        found = _gpu_backward(*tensors, sums, *lengths, 0.0, True, *_no_dropout(query.device))
+        unused = _no_dropout(query.device)
+        found = _gpu_backward(*tensors, sums, *lengths, 0.0, True, *unused, **_limits(window))
         return found[0], found[1], found[2]
     gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     for document in _slices(documents):
@@ -152,9 +242,7 @@ def _slices(documents: Tensor) -> list[slice]:
 
 
 @attend_documents.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest: int
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     sums = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
     return torch.empty_like(query), sums
 
@@ -167,13 +255,17 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, documents, ctx.longest = inputs
-    ctx.save_for_backward(*tensors, *output, documents)
+    query, key, value, documents, ctx.longest, sinks, *ctx.rule = inputs
+    ctx.save_for_backward(query, key, value, *output, documents, sinks)
 
 
 def _differentiate(ctx: Any, grad_output: Tensor, _sums: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = attend_documents_backward(grad_output, *ctx.saved_tensors, ctx.longest)
-    return *gradients, None, None
+    *tensors, attended, sums, documents, sinks = ctx.saved_tensors
+    gradients = attend_documents_backward(
+        grad_output, *tensors, attended, sums, documents, ctx.longest, *ctx.rule
+    )
+    by_sinks = None if sinks is None else sinks_backward(grad_output, attended, sums, sinks)
+    return *gradients, None, None, by_sinks, None, None
 
 
 attend_documents.register_autograd(_differentiate, setup_context=_save)

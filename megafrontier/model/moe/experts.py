@@ -17,7 +17,7 @@ that they have between the matrices."""
 class Experts(nn.Module):
     """MLPs without biases, whose matrices lie one after another in a tensor.
 
-    up: [experts, rows, hidden], with swiglu the rows of the gate, then those of the up projection.
+    up: [experts, rows, hidden], with a gate the rows of the gate, then those of the up projection.
     down: [experts, hidden, ffn_hidden].
     """
 

@@ -38,7 +38,7 @@ def attention_kernel() -> Iterator[None]:
         library._destroy()
 
 
-def attention_flops(func: Any, args: Any) -> float | None:
+def attention_flops(func: Any, args: Any, kwargs: Any) -> float | None:
     """Operations of a kernel of attention; None for other operations.
 
     Forward has two matrix products, and backward five, because it computes the matrix again (Dao et
@@ -47,13 +47,22 @@ def attention_flops(func: Any, args: Any) -> float | None:
     products = _PRODUCTS.get(func.overloadpacket)
     if products is None:
         return None
-    query, key = args[:2] if products == 2 else args[1:3]
-    is_causal = args[4] if products == 2 else args[11]
+    is_forward, within = products == 2, func.overloadpacket in _WITHIN_DOCUMENTS
+    query, key = args[:2] if is_forward else args[1:3]
+    if within:  # of causal documents, each as long as the longest
+        longest = args[6 if is_forward else 9]
+        window = min((kwargs.get("window_size_left") or longest - 1) + 1, longest)
+        attended = window - window * window / (2 * longest)
+        return 2 * products * query.numel() * attended
+    is_causal = args[4] if is_forward else args[11]
     pairs = query.shape[:-1].numel() * key.shape[-2]
     return 2 * products * pairs * query.shape[-1] * (0.5 if is_causal else 1.0)
 
 
+_WITHIN_DOCUMENTS = {aten._flash_attention_forward, aten._flash_attention_backward}
 _PRODUCTS = {
     aten._scaled_dot_product_flash_attention: 2,
     aten._scaled_dot_product_flash_attention_backward: 5,
+    aten._flash_attention_forward: 2,
+    aten._flash_attention_backward: 5,
 }

@@ -175,7 +175,7 @@ class ShapeCache:
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float | None:
     """Operations of a product or of attention; None for other operations."""
-    attention = attention_flops(func, args)
+    attention = attention_flops(func, args, kwargs)
     if attention is not None:
         return attention
     counted = flop_registry.get(func.overloadpacket)

@@ -11,7 +11,7 @@ from typing import Any
 from megafrontier.checkpoint.format import Manifest
 from megafrontier.checkpoint.load import Checkpoint
 from megafrontier.common.errors import UserError
-from megafrontier.config import Config, ModelConfig, MoEConfig, OptimizerConfig, config_to_dict
+from megafrontier.config import Config, ModelConfig, OptimizerConfig, config_to_dict
 from megafrontier.config.validation import build
 from megafrontier.model.flops import parameter_specs
 from megafrontier.optim.groups import STATES, OptimizerGroups
@@ -105,8 +105,14 @@ def _resolved(model: ModelConfig) -> dict[str, Any]:
     is_learned = model.position == "learned"
     experts = {} if model.moe is None else asdict(model.moe)
     kept = {f"moe.{key}": experts[key] for key in experts if key not in MOE_KEYS_NOT_REFUSED}
+    plain = asdict(model)
+    attention, _ = plain.pop("attention"), plain.pop("mlp")
     return {
-        **asdict(model),
+        **plain,
+        **{f"attention.{key}": value for key, value in attention.items()},
+        "attention.scale": model.attention.scale or model.head_dim**-0.5,
+        "attention.out_bias": model.has_out_bias,
+        "mlp.bias": model.has_mlp_bias,
         **kept,
         **({"moe.ffn_hidden": model.moe.ffn_hidden or model.mlp_hidden} if model.moe else {}),
         "moe": None if model.moe is None else "given",
@@ -126,9 +132,8 @@ def saved_model(manifest: Manifest) -> ModelConfig | None:
     if not isinstance(saved, Mapping):
         return None
     known = {field.name for field in fields(ModelConfig)}
-    found = ModelConfig(**{key: value for key, value in saved.items() if key in known})
-    if isinstance(found.moe, Mapping):
-        found.moe = build(MoEConfig, found.moe, "model.moe")
+    values = {key: value for key, value in saved.items() if key in known}
+    found: ModelConfig = build(ModelConfig, values, "model")
     return found
 
 

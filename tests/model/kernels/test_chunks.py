@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from megafrontier.model.kernels import chunks
-from megafrontier.model.kernels.chunks import Part, chunk_attention, register
+from megafrontier.model.kernels.chunks import chunk_attention
+from megafrontier.model.kernels.exchanges import Part, register
 from megafrontier.model.positions import document_mask
 
 LENGTH, HEADS, KV_HEADS, WIDTH = 96, 4, 2, 8

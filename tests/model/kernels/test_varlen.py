@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megafrontier.config import AttentionConfig
 from megafrontier.data.sampling.samples import document_starts
-from megafrontier.model.kernels import backends
+from megafrontier.model.kernels import backends, blockwise
 from megafrontier.model.kernels.backends import (
     attention_backend,
     supports_gqa,
@@ -14,6 +15,7 @@ from megafrontier.model.kernels.backends import (
 )
 from megafrontier.model.kernels.varlen import document_attention
 from megafrontier.model.positions import document_mask, document_positions
+from tests.model.small_models import GEMMA
 
 CPU = torch.device("cpu")
 BATCH, LENGTH = 3, 40
@@ -135,9 +137,49 @@ def test_the_kernel_of_training_is_named(make_config):
     assert backend(documents=True, dropout=0.1, kv_heads=2) == "dense mask, math"
     assert backend(documents=True, chunks=True, kv_heads=2) == "chunks, flash"
     assert backend(chunks=True, dropout=0.1) == "chunks, masked"
+    assert backend(**GEMMA) == "varlen plain torch"
+    some = AttentionConfig(window=4, global_every=2)
+    assert backend(chunks=True, attention=some) == "chunks, flash and plain torch"
 
 
 def test_chunks_with_a_mask_are_not_compiled(make_config):
     masked, plain = make_config(dropout=0.1), make_config()
     assert "has a mask" in uncompilable_attention(masked, CPU, torch.float32, False, True)
     assert uncompilable_attention(plain, CPU, torch.float32, True, True) is None
+
+
+def by_scores(query, key, value, sinks, documents, window, softcap):
+    """Attention with the whole score matrix, by autograd."""
+    key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], 1) for t in (key, value))
+    weights = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
+    if softcap:
+        weights = softcap * (weights / softcap).tanh()
+    number = torch.searchsorted(documents, torch.arange(len(query)).int(), right=True)
+    at = torch.arange(len(query))
+    far = at[None] <= at[:, None] - (window or len(query))
+    masked = far | (at[None] > at[:, None]) | (number[:, None] != number)
+    weights = weights.masked_fill(masked, -torch.inf)
+    sinks = sinks[:, None, None].expand(-1, len(query), 1)
+    weights = torch.cat([weights, sinks], -1).softmax(-1)[..., :-1]
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (5, 0.0), (0, 1.5), (9, 0.7)])
+def test_windows_capped_scores_and_sinks_have_the_gradients_of_autograd(
+    window, softcap, monkeypatch
+):
+    monkeypatch.setattr(blockwise, "QUERIES", 16)  # several blocks
+    generator = torch.Generator().manual_seed(2)
+    inputs = [*heads(2), torch.randn(4, generator=generator).requires_grad_()]
+    query, key, value, sinks = inputs
+    documents = starts()
+    ours = document_attention(query, key, value, documents, LENGTH, sinks, window, softcap)
+    theirs = by_scores(*inputs, documents, window, softcap)
+    grad_output = torch.randn(ours.shape, generator=generator)
+    torch.testing.assert_close(ours, theirs)
+    for a, b in zip(
+        torch.autograd.grad(ours, inputs, grad_output),
+        torch.autograd.grad(theirs, inputs, grad_output),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -11,7 +11,14 @@ from megafrontier.checkpoint.format import Manifest
 from megafrontier.checkpoint.load import Checkpoint
 from megafrontier.checkpoint.sets import ShardSet, StoredUnit
 from megafrontier.common.errors import UserError
-from megafrontier.config import MoEConfig, RotaryScalingConfig, ScalingConfig, config_to_dict
+from megafrontier.config import (
+    AttentionConfig,
+    MLPConfig,
+    MoEConfig,
+    RotaryScalingConfig,
+    ScalingConfig,
+    config_to_dict,
+)
 from megafrontier.data.corpus.indexed import IndexedDataset
 from megafrontier.data.sampling.loader import Loader
 from megafrontier.partition.layout import Layout
@@ -47,13 +54,20 @@ OTHER_MODEL = {
     "bias": True,
     "qkv_bias": True,
     "qk_norm": "head",
+    "norm_position": "both",
+    "norm_unit_offset": True,
+    "norm_bias": False,
+    "scale_embedding": True,
+    "logit_softcap": 30.0,
+    "attention": AttentionConfig(window=7),
+    "mlp": MLPConfig(bias=True),
     "moe": MoEConfig(),
     "scaling": ScalingConfig(base_hidden=24, base_layers=1),
 }
 ALLOWED = {
     "vocab_multiple": 8,
     "rotary_base": 5e5,
-    "rotary_scaling": RotaryScalingConfig(2.0, 16),
+    "rotary_scaling": RotaryScalingConfig(2.0, original_length=16),
     "dropout": 0.5,
     "init": "neox",
     "init_std": 0.1,
@@ -70,7 +84,9 @@ def test_every_key_of_the_model_is_compared_unless_it_is_listed(config_file):
         # With rotary positions, a model computes the same for other lengths.
         base = replace(config.model, position="learned") if key == "sequence_length" else None
         checkpoint = saved_with(replace(config, model=base)) if base else saved
-        with pytest.raises(UserError, match=r"model\.\w+: .*, but step-00000002 was trained with "):
+        with pytest.raises(
+            UserError, match=r"model\.[\w.]+: .*, but step-00000002 was trained with "
+        ):
             check_model(replace(base or config.model, **{key: value}), checkpoint)
     for key, value in ALLOWED.items():
         check_model(replace(config.model, **{key: value}), saved)
@@ -185,7 +201,7 @@ def test_other_rotary_frequencies_are_a_warning(config_file, tmp_path, imported)
     log = runs.log(tmp_path / "run")
     assert "warning: model.rotary_base: 500000.0, was 10000.0" in log
     assert "warning: model.rotary_scaling: {'factor': 2.0, " in log
-    assert "'original_length': 16}, was None" in log
+    assert "'attention_factor': None}, was None" in log
 
 
 def test_another_global_batch_neither_repeats_nor_skips_a_sample(

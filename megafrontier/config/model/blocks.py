@@ -1,0 +1,67 @@
+"""The options of attention and of the MLP beyond those in `ModelConfig`."""
+
+from dataclasses import dataclass
+
+from megafrontier.common.errors import need
+from megafrontier.config.fields import bounded, count
+
+
+@dataclass
+class AttentionConfig:
+    """Which tokens attend to which, and how their scores are computed."""
+
+    window: int | None = count(None)
+    """Tokens that a token attends to: itself and those directly before it (sliding window). null:
+    all before it. Other documents are masked as without a window."""
+    global_every: int | None = count(None)
+    """With `window`: every how many blocks one attends to all tokens before it, the last of so
+    many: 2 (Gemma 2), 6 (Gemma 3). null: none does (Mistral)."""
+    window_rotary_base: float | None = bounded(None, above=0)
+    """Base of the rotary frequencies in blocks with a window (Gemma 3). They then have no
+    `model.rotary_scaling`. Default: `model.rotary_base`."""
+    no_rotary_every: int | None = count(None)
+    """Every how many blocks one has no rotary positions, the last of so many (SmolLM3: 4)."""
+    scale: float | None = bounded(None, above=0)
+    """Factor of scores before the softmax (Gemma: query_pre_attn_scalar ** -0.5). Default:
+    1 / sqrt(head size)."""
+    softcap: float | None = bounded(None, above=0)
+    """Scores become softcap · tanh(score / softcap) (Gemma 2: 50)."""
+    sinks: bool = False
+    """A learned logit for each head that takes part in the softmax and has no value (gpt-oss)."""
+    out_bias: bool | None = None
+    """Bias in the output projection. Default: `model.bias`."""
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether attention is more than a causal softmax, in some block."""
+        return self.window is not None or self.softcap is not None or self.sinks
+
+
+@dataclass
+class MLPConfig:
+    """The MLP. Its width and activation are `model.ffn_hidden` and `model.activation`."""
+
+    bias: bool | None = None
+    """Biases in its linear layers. Default: `model.bias`."""
+
+
+def check_attention(attention: AttentionConfig, layers: int, rotary: bool, dropout: float) -> None:
+    """Check how the values fit each other. Raises UserError with key, value and fix.
+
+    rotary: whether positions are rotary.
+    """
+    key, fits = "model.attention", "need null, or model.attention.window"
+    for name in ("global_every", "window_rotary_base"):
+        value = getattr(attention, name)
+        need(value is None or attention.window is not None, f"{key}.{name}", value, fits)
+    for name in ("global_every", "no_rotary_every"):
+        value = getattr(attention, name)
+        fits = f"need at most model.layers ({layers})"
+        need(value is None or value <= layers, f"{key}.{name}", value, fits)
+    for name in ("window_rotary_base", "no_rotary_every"):
+        value = getattr(attention, name)
+        fits = "need null, or model.position=rotary"
+        need(value is None or rotary, f"{key}.{name}", value, fits)
+    for name in ("window", "softcap", "sinks"):
+        is_off = not getattr(attention, name)
+        need(is_off or dropout == 0, "model.dropout", dropout, f"need 0 with {key}.{name}")
