@@ -45,14 +45,13 @@ def _build_union(kinds: tuple[Any, ...], value: Any, key: str) -> Any:
     if value is None and type(None) in kinds:
         return None
     kinds = tuple(kind for kind in kinds if kind is not type(None))
-    if isinstance(value, list) and (lists := [kind for kind in kinds if get_origin(kind) is list]):
-        return build(lists[0], value, key)
     if len(kinds) == 1:
         return build(kinds[0], value, key)
-    for kind in kinds:
-        if isinstance(value, dict) and get_origin(kind) is dict:
-            return _build_container(kind, value, key)
-    found = [part for kind in kinds if (part := _converted(kind, value)) is not None]
+    containers = {get_origin(kind): kind for kind in kinds if get_origin(kind) in (list, dict)}
+    if type(value) in containers:
+        return _build_container(containers[type(value)], value, key)
+    single = [kind for kind in kinds if kind not in containers.values()]
+    found = [part for kind in single if (part := _converted(kind, value)) is not None]
     need(found != [], key, _shown(value), f"need {' or '.join(map(_described, kinds))}")
     return found[0]
 

@@ -126,6 +126,10 @@ REFUSED = [
         "data.train: weights of step: 5, need one above 0",
     ),
     (["data.valid=[{path: a, weight: [[0, 1]]}]"], "data.valid[0].weight: [[0.0, 1.0]], need a n"),
+    (
+        ["data.train=[{path: a, weight: b}]"],
+        "data.train[0].weight: b, need a finite number or a list",
+    ),
     (["data.packing=best_fit"], "data.packing: best_fit, need none, or data.document_mask=true"),
     (["data.skip=[[1, 2], [5, 5]]"], "data.skip[1]: [5, 5], need [from, to] with 0 <= from < to"),
     (
