@@ -1,0 +1,52 @@
+"""Links of the documentation lead somewhere, and its site can be built."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+
+
+def anchors(page):
+    """Those of a page's headings, as GitHub and mkdocs make them."""
+    for heading in re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE):
+        words = re.sub(r"[^\w\- ]", "", heading.lower().replace("`", ""))
+        yield words.strip().replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_pages_lead_to_files_and_headings(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in set(anchors(target)), link
+
+
+def test_the_site_has_all_pages_of_docs():
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    found = set(re.findall(r"'([\w/-]+\.md)'", str(site["nav"])))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    figures = {page for page in pages if page.startswith("slow-network/")}
+    assert found == pages - figures
+
+
+def test_the_site_is_built_without_a_warning(tmp_path, monkeypatch):
+    pytest.importorskip("mkdocstrings")
+    pytest.importorskip("mkdocs")
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    config = load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path))
+    build(config)
+    page = (tmp_path / "reference" / "library" / "index.html").read_text()
+    assert "Shard the state of any module over the levels of a mesh" in page
+    hosts = re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?:[^"]+)"', page)
+    assert hosts == []
