@@ -66,6 +66,8 @@ _RANKS = (
 )
 _CONFIG = _arg("config", "YAML file (docs/configuration.md), or a name that `configs` lists")
 _CHECKPOINT = _arg("checkpoint", "a run (its newest checkpoint) or a checkpoint", type=Path)
+_KINDS = {"choices": ("weight", "ema"), "default": "weight"}
+_WEIGHTS = _arg("--weights", "ema: their average (optimizer.ema); default: weight", **_KINDS)
 _CORPUS = _arg("--out", "corpus to write", required=True, metavar="PREFIX")
 
 
@@ -102,8 +104,7 @@ def _tokenizer(a: argparse.Namespace) -> None:
     _arg("--append-eod", "add the end token to each document", action="store_true"),
     _arg(
         "--chat",
-        "the inputs are chats, [{role, content}, …] in each line or row; train on the assistant's "
-        "turns. By the tokenizer's own chat template, or a simple one",
+        "the inputs are chats, and their template is this; only the assistant's turns are trained",
         choices=("tokenizer", "simple"),
     ),
     _arg(
@@ -225,6 +226,7 @@ def _quiet_torch() -> None:
     _arg("--tasks", "evaluate these tasks instead (evaluate.tasks=[A,B])", metavar="A,B"),
     _arg("--limit", "documents of each task (evaluate.tasks_limit=N)", metavar="N"),
     _arg("--include-path", "folder of task files (evaluate.tasks_path=DIR)", metavar="DIR"),
+    _WEIGHTS,
     *_RANKS,
 )
 def _evaluate(a: argparse.Namespace) -> int:
@@ -238,7 +240,8 @@ def _evaluate(a: argparse.Namespace) -> int:
     }
     chosen = [f"evaluate.{key}={value}" for key, value in given.items() if value]
     overrides = [*a.overrides, *chosen]
-    return evaluate_command(a.target, overrides, a.nproc, print, with_tasks=a.tasks is not None)
+    with_tasks = a.tasks is not None
+    return evaluate_command(a.target, overrides, a.nproc, print, with_tasks, a.weights)
 
 
 @_command(
@@ -274,11 +277,12 @@ def _generate(a: argparse.Namespace) -> None:
     _CHECKPOINT,
     _arg("--out", "folder to write", type=Path, required=True, metavar="DIR"),
     _arg("--precision", "default: fp32", choices=("fp32", "bf16", "fp16"), default="fp32"),
+    _WEIGHTS,
 )
 def _export(a: argparse.Namespace) -> None:
     from megafrontier.commands.convert import export_command
 
-    print(f"{a.out}: {export_command(a.checkpoint, a.out, a.precision)}")
+    print(f"{a.out}: {export_command(a.checkpoint, a.out, a.precision, a.weights)}")
 
 
 @_command(

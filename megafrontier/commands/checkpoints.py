@@ -6,7 +6,12 @@ from pathlib import Path
 import torch
 
 from megafrontier.checkpoint.format import BUFFER, CheckpointCorrupt
-from megafrontier.checkpoint.load import attached_problems, open_checkpoint, read_manifest
+from megafrontier.checkpoint.load import (
+    Checkpoint,
+    attached_problems,
+    open_checkpoint,
+    read_manifest,
+)
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config, config_from_dict, load_machine
 from megafrontier.model.flops import parameter_shapes
@@ -58,3 +63,12 @@ def device_name(config: Config) -> str:
         return load_machine(config.machine).device.name
     except UserError:
         return "any"
+
+
+def check_state(checkpoint: Checkpoint, state: str) -> None:
+    """Raise UserError if a checkpoint has no weights of this kind: `weight`, or `ema` for their
+    moving average."""
+    if state not in checkpoint.manifest.states:
+        raise UserError(
+            f"--weights: {state}, but {checkpoint.path} has none, need a run with optimizer.{state}"
+        )

@@ -11,7 +11,7 @@ from megafrontier.checkpoint.folder import candidates, of_newest, step_folder, s
 from megafrontier.checkpoint.format import Manifest
 from megafrontier.checkpoint.load import Checkpoint, open_checkpoint
 from megafrontier.checkpoint.save import OwnShard, save
-from megafrontier.commands.checkpoints import saved_config
+from megafrontier.commands.checkpoints import check_state, saved_config
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config, ModelConfig, config_to_dict
 from megafrontier.data.tokenizers.tokenizer import (
@@ -37,14 +37,15 @@ READ_BYTES = 4 * 2**30
 
 
 class _Weights(dict[str, torch.Tensor]):
-    """A checkpoint's weights by parameter name, fp32, read when they are asked for.
+    """A checkpoint's weights, or another state of them, by parameter name, fp32, read when they are
+    asked for.
 
     Every shard file holds a part of every unit, so each read may open all files. Therefore a read
     also fetches the parameters that an export asks for next, up to READ_BYTES.
     """
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, state: str) -> None:
+        self._checkpoint, self._state = checkpoint, state
         self._sizes = {
             mapping.name: 4 * prod(checkpoint.shapes[mapping.name])
             for mapping in family_for(config).mappings(config)
@@ -57,16 +58,19 @@ class _Weights(dict[str, torch.Tensor]):
         following = order[order.index(name) :]
         totals = accumulate(self._sizes[other] for other in following)
         count = max(1, bisect_right(list(totals), READ_BYTES))
-        self.update(self._checkpoint.tensors("weight", following[:count]))
+        self.update(self._checkpoint.tensors(self._state, following[:count]))
         return self[name]
 
 
-def export_command(path: Path, out: Path, precision: str) -> str:
-    """Write a checkpoint as a Hugging Face model folder, and return the architecture's name."""
+def export_command(path: Path, out: Path, precision: str, state: str = "weight") -> str:
+    """Write a checkpoint as a Hugging Face model folder, and return the architecture's name.
+    `state`: as for `check_state`."""
 
     def write(source: Path) -> str:
         config = saved_config(source)
-        weights = _Weights(open_checkpoint(source), config.model)
+        checkpoint = open_checkpoint(source)
+        check_state(checkpoint, state)
+        weights = _Weights(checkpoint, config.model, state)
         tokenizer = load_tokenizer(config.tokenizer)
         saved = tokenizer if tokenizer.min_vocab_size else None
         return export_model(config.model, weights, out, saved, DTYPES[precision])

@@ -11,7 +11,7 @@ from typing import Any
 from megafrontier.checkpoint.folder import of_newest
 from megafrontier.checkpoint.load import Checkpoint, load_checkpoint
 from megafrontier.checkpoint.states import fill_shards, persistent_buffers, share_shards
-from megafrontier.commands.checkpoints import device_name, saved_config
+from megafrontier.commands.checkpoints import check_state, device_name, saved_config
 from megafrontier.common.errors import UserError
 from megafrontier.config import (
     Config,
@@ -71,13 +71,14 @@ def evaluate_command(
     nproc: int | None,
     show: Callable[[str], Any],
     with_tasks: bool = False,
+    state: str = "weight",
 ) -> int:
     """Loss, perplexity and bits per byte on the validation data, over one or more ranks; or, with
     `with_tasks`, the results of `evaluate.tasks`, which also go to the run's metrics.jsonl.
 
     Local ranks form one level, and all states are sharded over it: the result does not depend on
     the placement, and the machine file of the training may be missing here. Only its
-    `device.name: cpu` is kept.
+    `device.name: cpu` is kept. `state`: as for `check_state`.
     """
     is_local = nproc is not None or identify(os.environ).world_size == 1
     unused = ["train.compile", "optimizer", "schedule", "checkpoint"]
@@ -93,7 +94,9 @@ def evaluate_command(
         need = f"a smaller train.micro_batch ({config.train.micro_batch}), or more ranks"
         with open_context(config, Path(config.run.directory)) as context:
             with context.explain_out_of_memory(need):
-                lines = (_evaluate_tasks if with_tasks else _evaluate)(path, context, show)
+                checkpoint, runner = _load(path, context, show, state)
+                evaluate_it = _evaluate_tasks if with_tasks else _evaluate
+                lines = evaluate_it(checkpoint, runner, context)
             for line in lines if context.world.rank == 0 else ():
                 show(line)
         return 0
@@ -115,16 +118,19 @@ def _refuse_unused(overrides: Sequence[str], unused: Sequence[str]) -> None:
             raise UserError(f"{key}: not used by evaluate here, leave it out")
 
 
-def _load(path: Path, context: RunContext, show: Callable[[str], Any]) -> tuple[Checkpoint, Runner]:
+def _load(
+    path: Path, context: RunContext, show: Callable[[str], Any], state: str
+) -> tuple[Checkpoint, Runner]:
     """The newest checkpoint, and its model."""
     config, mesh, world = context.config, context.mesh, context.world
     plan = context.plan
     model, engine = build_model(config, plan, mesh, has_values=False)
     runner = make_runner(config, plan, mesh, model, engine)
-    weights = {"weight": [unit.master for unit in engine.units]}
+    weights = {state: [unit.master for unit in engine.units]}
     buffers = persistent_buffers(model)
 
     def load(checkpoint: Checkpoint) -> None:
+        check_state(checkpoint, state)
         check_model(config.model, checkpoint)
         fill_shards(checkpoint, engine, weights, buffers)
 
@@ -139,10 +145,9 @@ def _load(path: Path, context: RunContext, show: Callable[[str], Any]) -> tuple[
     return checkpoint, runner
 
 
-def _evaluate(path: Path, context: RunContext, show: Callable[[str], Any]) -> list[str]:
-    """The evaluation of the newest checkpoint, in lines: all corpora, then those of each name."""
+def _evaluate(checkpoint: Checkpoint, runner: Runner, context: RunContext) -> list[str]:
+    """The evaluation of a checkpoint, in lines: all corpora, then those of each name."""
     config, mesh, world = context.config, context.mesh, context.world
-    checkpoint, runner = _load(path, context, show)
     place = mesh.data_rank, mesh.data_size, mesh.device
     loader, named = world.run_on_all(
         lambda: (open_loader(config, "valid", *place), open_named_loaders(config, *place))
@@ -163,9 +168,8 @@ def _evaluate(path: Path, context: RunContext, show: Callable[[str], Any]) -> li
             one.close()
 
 
-def _evaluate_tasks(path: Path, context: RunContext, show: Callable[[str], Any]) -> list[str]:
+def _evaluate_tasks(checkpoint: Checkpoint, runner: Runner, context: RunContext) -> list[str]:
     """The results of tasks in lines, which rank 0 adds to the metrics of the checkpoint's run."""
-    checkpoint, runner = _load(path, context, show)
     found = evaluate_tasks(context.config, runner, context.mesh, context.watchdog.beat)
     if found is None:
         return []

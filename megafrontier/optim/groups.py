@@ -19,9 +19,14 @@ STATES = {
 """The states of each optimizer, by torch's names. They are fp32, one element per element."""
 
 
-def optimizer_itemsize(optimizer: str) -> int:
-    """Bytes that an optimizer keeps for an element: the fp32 master and its states."""
-    return 4 + 4 * len(STATES[optimizer])
+EMA = "ema"
+"""The state of an exponential moving average of the weights, which any optimizer may have."""
+
+
+def optimizer_itemsize(optimizer: str, ema: float = 0.0) -> int:
+    """Bytes that an optimizer keeps for an element: the fp32 master, its states, and an average of
+    the weights if `ema` is above 0."""
+    return 4 + 4 * len(STATES[optimizer]) + (4 if ema else 0)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 
 from megafrontier.config import OptimizerConfig
 from megafrontier.optim.adamw import ShardedAdamW
-from megafrontier.optim.groups import STATES, OptimizerGroups
+from megafrontier.optim.groups import EMA, STATES, OptimizerGroups
 from megafrontier.optim.muon import ShardedMuon
 from megafrontier.optim.sgd import ShardedSGD
 from megafrontier.optim.sharded import Slice, merge_slices
@@ -45,7 +45,7 @@ class UnitOptimizers:
     """The optimizers of an engine's trained units.
 
     states: by torch's names, for each unit this rank's 1-D shard, or None if the unit's optimizer
-        has no such state.
+        has no such state. `ema` is the average of the weights.
     """
 
     def __init__(
@@ -72,6 +72,12 @@ class UnitOptimizers:
                 shards = self.states.setdefault(state, [None] * len(units))
                 for i, shard in zip(indices, optimizer.states[state], strict=True):
                     shards[i] = shard
+        self._masters, self._ema_decay = [unit.master for unit in units], config.ema
+        self._average: list[torch.Tensor] = []
+        self._is_averaging = False
+        if config.ema:
+            self._average = [torch.zeros_like(master) for master in self._masters]
+            self.states[EMA] = [*self._average]
 
     def step(
         self,
@@ -82,8 +88,17 @@ class UnitOptimizers:
     ) -> None:
         """`UnitOptimizer.step` of all units. `lr`: that of the schedule; a group's is its
         `lr_scale` times that."""
+        if not self._is_averaging:
+            # Only now do the masters have their values: initial ones, or of a checkpoint.
+            for average, master in zip(self._average, self._masters, strict=False):
+                average.copy_(master)
+            self._is_averaging = True
         for optimizer, indices in self._parts:
             optimizer.step([gradients[i] for i in indices], lr, divisor, skip)
+        if self._average:
+            share = ((1 - self._ema_decay) * (1 - skip)).float()
+            for average, master in zip(self._average, self._masters, strict=True):
+                average.lerp_(master, share)
 
     @property
     def _adamw(self) -> list[ShardedAdamW]:
@@ -95,8 +110,10 @@ class UnitOptimizers:
         the device."""
         return max((adamw.steps for adamw in self._adamw), default=0)
 
-    def restore(self, steps: int) -> None:
-        """Continue after `steps` updates. The `states` have been filled in place."""
+    def restore(self, steps: int, has_average: bool = False) -> None:
+        """Continue after `steps` updates. The `states` have been filled in place, the average only
+        if `has_average`: otherwise it begins with the weights that there are."""
+        self._is_averaging = has_average
         for adamw in self._adamw:
             adamw.restore(steps)
 

@@ -238,7 +238,7 @@ def _state_gib(config: Config, plan: RunPlan, units: Sequence[UnitSize]) -> floa
             plan.shape.over(axes),
             itemsize,
             plan.of(axes).feedback_wires,
-            optimizer_itemsize(name),
+            optimizer_itemsize(name, config.optimizer.ema),
         )
         for (axes, name), numel in numels.items()
     )

@@ -103,6 +103,13 @@ def test_evaluate_ignores_no_override(life, capfd, override, said):
     assert said in capfd.readouterr().err
 
 
+def test_an_average_that_the_run_did_not_keep_is_refused(life, capfd):
+    assert main(["evaluate", str(life / "run"), "--weights", "ema"]) == 2
+    said = capfd.readouterr().err
+    assert "--weights: ema, but" in said
+    assert "has none, need a run with optimizer.ema" in said
+
+
 def test_evaluate_tells_of_other_rotary_frequencies_than_the_trainings(life, capfd):
     """As a config has that lacks what the training was given on the command line."""
     words = ("evaluate", life / "config.yaml", "model.vocab_size=300", "evaluate.batches=1")

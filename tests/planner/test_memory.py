@@ -102,7 +102,7 @@ CASES: list[tuple[dict[str, int], list[dict[str, Any]]]] = [
             {**TOPO, "train.micro_batch": 1},
             {"partition.strategy": "zero3", **BLOCK},
             {"partition.strategy": "ddp", "train.activation_checkpointing": "selective"},
-            {"partition.strategy": "zero2", "train.micro_batch": 4},
+            {"partition.strategy": "zero2", "train.micro_batch": 4, "optimizer.ema": 0.99},
         ],
     ),
     ({"tensor": 2}, [TOPO, {"partition.strategy": "mics", **BLOCK}]),

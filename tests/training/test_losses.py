@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from megafrontier.checkpoint.load import open_checkpoint
+from megafrontier.cli import main
 from megafrontier.config import load_config
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
@@ -61,13 +64,13 @@ def test_micro_batches_ranks_and_checkpointing_do_not_change_the_losses(train, o
     assert runs.losses(one)[-1] < runs.losses(one)[0] - 0.1
 
 
-def test_steps_are_those_of_plain_pytorch(folder, train):
+def test_steps_are_those_of_plain_pytorch(folder, train, capfd):
     """With effective clipping, an epsilon that shows a gradient's scale, weight decay of some
     parameters, and tokens without a loss."""
     chosen = (
         "data.document_mask=true", "train.clip_grad_norm=0.2", "optimizer.eps=0.01",
         "optimizer.weight_decay=0.3", "optimizer.no_decay=[norm]", "train.micro_batch=2",
-        "evaluate.batches=0",
+        "evaluate.batches=0", "optimizer.ema=0.7",
     )  # fmt: skip
     lines = train("plain", 4, *chosen)
     config = runs.load(folder / "config.yaml", *chosen)
@@ -83,6 +86,7 @@ def test_steps_are_those_of_plain_pytorch(folder, train):
         betas=tuple(config.optimizer.betas), eps=0.01,
     )  # fmt: skip
     samples, tokens = open_loader(config, "train", 0, 1).samples, 0
+    average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for step, line in enumerate(lines):
         batch = samples.batch(16 * step, 16)
         count = int((batch.targets >= 0).sum())
@@ -95,11 +99,28 @@ def test_steps_are_those_of_plain_pytorch(folder, train):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
+        for name, parameter in model.named_parameters():
+            average[name] = 0.7 * average[name] + 0.3 * parameter.detach()
         tokens += count
         assert line["loss"] == pytest.approx(loss.item(), rel=1e-5)
         assert line["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
         assert (line["lr"], line["tokens"]) == (lr, tokens)
     assert tokens < len(lines) * batch.targets.numel()
+    saved = open_checkpoint(folder / "plain" / "checkpoints" / "step-00000008")
+    for name, expected in average.items():
+        torch.testing.assert_close(saved.tensor("ema", name), expected, rtol=1e-4, atol=1e-6)
+    valid = open_loader(config, "valid", 0, 1).samples.batch(0, 16)
+    model.load_state_dict(average)
+    with torch.no_grad():
+        loss = model(valid.tokens, valid.targets, valid.documents) / (valid.targets >= 0).sum()
+    words = [str(folder / "plain"), "--weights", "ema"]
+    assert main(["evaluate", *words, "evaluate.batches=1"]) == 0
+    assert float(capfd.readouterr().out.split("loss ")[-1].split()[0]) == pytest.approx(
+        loss.item(), abs=1e-4
+    )
+    assert main(["export", *words, "--out", str(folder / "exported")]) == 0
+    exported = load_file(folder / "exported" / "model.safetensors")["lm_head.weight"]
+    torch.testing.assert_close(exported, average["head.output.weight"][:257], rtol=1e-4, atol=1e-6)
 
 
 def test_evaluation_does_not_disturb_training_and_has_no_dropout(train):

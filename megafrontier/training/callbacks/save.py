@@ -33,7 +33,7 @@ def checkpoint_bytes(config: Config, plan: RunPlan) -> int:
     published = DTYPES[config.train.precision].itemsize if plan.have_deltas else 0
     others = published + (2 if plan.error_feedback else 0)
     return sum(
-        prod(spec.shape) * (optimizer_itemsize(optimizer) + others)
+        prod(spec.shape) * (optimizer_itemsize(optimizer, config.optimizer.ema) + others)
         for optimizer, specs in optimizer_groups(config).by_optimizer().items()
         for spec in specs
     )

@@ -29,6 +29,7 @@ from megafrontier.checkpoint.states import States, fill_shards, persistent_buffe
 from megafrontier.common.errors import StorageFailed, UserError
 from megafrontier.config import Config
 from megafrontier.model.flops import parameter_shapes
+from megafrontier.optim.groups import EMA
 from megafrontier.training.callbacks.save import checkpoint_root, shards
 from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.resume.compatibility import changes, check_model, check_optimizer
@@ -249,7 +250,8 @@ def states_to_load(trainer: Trainer, manifest: Manifest) -> States:
 def _restore_progress(trainer: Trainer, manifest: Manifest) -> None:
     trainer.step = manifest.step
     trainer.tokens = manifest.tokens
-    trainer.optimizer.restore(int(manifest.extra.get("optimizer_steps", 0)))
+    steps = int(manifest.extra.get("optimizer_steps", 0))
+    trainer.optimizer.restore(steps, has_average=EMA in manifest.states)
     saved_scale = manifest.extra.get("loss_scale", {})
     trainer.loss_scale.load_state_dict(saved_scale)
     # Errors are in units of the loss scale, which another precision changes.

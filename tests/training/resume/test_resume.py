@@ -71,6 +71,7 @@ def test_resume_on_the_same_layout_is_identical_to_the_last_bit(
     growing = (
         f"data.train=[{{{corpus}, weight: [[0, 1], [3, 0]]}}, {{{corpus}, weight: [[0, 1]]}}]",
         "train.batch_warmup={start: 4, step_by: 4, until: 3}", "schedule.by=tokens",
+        "optimizer.ema=0.9",
     )  # fmt: skip
     chosen = (
         *FOUR, *(growing if grows else ()), f"partition.strategy={strategy}",
@@ -84,6 +85,13 @@ def test_resume_on_the_same_layout_is_identical_to_the_last_bit(
     assert "at step 2" in runs.log(tmp_path / "broken-off")
     if grows:
         tokens = [line["tokens"] for line in unbroken if "loss" in line]
+        ends = [
+            open_checkpoint(tmp_path / run / "checkpoints" / "step-00000004").tensors(
+                "ema", ["blocks.1.mlp.down.weight"]
+            )
+            for run in ("run", "broken-off")
+        ]
+        torch.testing.assert_close(*ends, rtol=0, atol=0)
         assert tokens == [16 * sequences for sequences in (4, 8, 12, 20)]
 
 
