@@ -5,15 +5,23 @@ To add a family, write one file like `gpt2.py` and add it to FAMILIES.
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import ModelConfig
-from megafrontier.model.families.base import Family, HFConfigReader
+from megafrontier.model.families.base import Constraint, Family, HFConfigReader
 from megafrontier.model.families.experts import Mixtral, OLMoE, Qwen2MoE, Qwen3MoE
+from megafrontier.model.families.gemma import Gemma2, Gemma3
 from megafrontier.model.families.gpt2 import GPT2
-from megafrontier.model.families.llama import Llama
-from megafrontier.model.families.neox import NeoX
+from megafrontier.model.families.llama import Llama, Mistral, SmolLM3
+from megafrontier.model.families.neox import NeoX, StableLM
+from megafrontier.model.families.olmo import OLMo2
+from megafrontier.model.families.phi import Phi3
+from megafrontier.model.families.qwen import Qwen2, Qwen3
 
-_ALL = (GPT2(), Llama(), NeoX(), OLMoE(), Qwen3MoE(), Qwen2MoE(), Mixtral())
-FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
-"""By `model_type`."""
+_DENSE = (
+    *(GPT2(), Llama(), NeoX(), Qwen2(), Qwen3(), Mistral(), Gemma2(), Gemma3(), OLMo2()),
+    *(SmolLM3(), StableLM(), Phi3()),
+)
+_MIXTURES = (OLMoE(), Qwen3MoE(), Qwen2MoE(), Mixtral())
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_DENSE, *_MIXTURES)}
+"""By `model_type`. A model that several families can express is exported as the first of them."""
 
 
 def family_for(config: ModelConfig) -> Family:
@@ -21,16 +29,21 @@ def family_for(config: ModelConfig) -> Family:
 
     Raises UserError naming the key and value that the nearest family cannot express.
     """
-    family = next(family for family in FAMILIES.values() if family.matches(config))
-    for constraint in family.constraints(config):
-        if constraint.value not in constraint.allowed:
-            allowed = " or ".join(str(value) for value in constraint.allowed)
-            raise UserError(
-                f"model.{constraint.key}: {constraint.value} cannot be exported: with position "
-                f"{config.position} the nearest family is {family.architecture}, which needs "
-                f"{allowed}"
-            )
-    return family
+    families: tuple[Family, ...] = _DENSE if config.moe is None else _MIXTURES
+    found = next((family for family in families if not _violated(family, config)), None)
+    if found is not None:
+        return found
+    nearest = next(family for family in families if family.matches(config))
+    constraint = _violated(nearest, config)[0]
+    allowed = " or ".join(str(value) for value in constraint.allowed)
+    raise UserError(
+        f"model.{constraint.key}: {constraint.value} cannot be exported: with position "
+        f"{config.position} the nearest family is {nearest.architecture}, which needs {allowed}"
+    )
+
+
+def _violated(family: Family, config: ModelConfig) -> list[Constraint]:
+    return [c for c in family.constraints(config) if c.value not in c.allowed]
 
 
 def family_of(reader: HFConfigReader) -> Family:

@@ -1,6 +1,6 @@
 """What a Hugging Face family is: its config.json, its tensors' names and layouts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -14,6 +14,12 @@ from megafrontier.config import ModelConfig, RotaryScalingConfig
 HEAD = "head"
 """Our name for the output matrix in `ParamMapping.hf_names`: its name in files varies by version.
 """
+
+
+LLAMA3 = "llama3"
+"""rope_type of Llama 3.1 and 3.2."""
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""Types of layers: with a window, and without one."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,8 @@ class Family(Protocol):
     """Name of the output matrix in files."""
 
     def matches(self, config: ModelConfig) -> bool:
-        """Whether this is the family to export the model as. At most one family matches."""
+        """Whether this is the family that a model is nearest to that no family can express. At most
+        one family matches."""
 
     def constraints(self, config: ModelConfig) -> list[Constraint]:
         """What must hold for the family to express a model that it matches."""
@@ -74,6 +81,19 @@ class HFConfigReader:
             raise self.error(key, value, "need a number")
         return value
 
+    def optional(self, key: str, default: float | None) -> Any:
+        """A number or null, or `default` if the key is missing."""
+        if key in self._values and self._values[key] is None:
+            return None
+        return None if self._get(key, default) is None else self.number(key, default)
+
+    def sequence(self, key: str, default: Sequence[Any]) -> list[Any]:
+        """Like `number`, for a list."""
+        value = self._get(key, default)
+        if not isinstance(value, list | tuple):
+            raise self.error(key, value, "need a list")
+        return list(value)
+
     def flag(self, key: str, default: bool) -> bool:
         """Like `number`, for true or false."""
         return bool(self.one_of(key, default, True, False))
@@ -92,23 +112,46 @@ class HFConfigReader:
         default_fraction: float,
         *types: str,
         base: float = 10000.0,
+        layers: str = "",
     ) -> "Rope":
         """The rotary settings; `types` are the ways of scaling frequencies that the family has,
         and `base` is its default.
 
         transformers 5 keeps them in the dictionary `rope_parameters`, transformers 4 at the top
         and in `rope_scaling`. A file may have both, which are read in the order of transformers 5.
-        Raises UserError for any other way of scaling.
+        `layers`: the type of layers whose settings are read, if `rope_parameters` has some for each
+        type. Raises UserError for any other way of scaling.
         """
         key = "rope_scaling" if self._values.get("rope_scaling") else "rope_parameters"
         inner = self._get(key, {})
+        if layers:
+            of_types = self._get("rope_parameters", {})
+            # transformers 4 scales the frequencies of layers without a window alone.
+            inner = of_types.get(layers) or (inner if layers == FULL else {})
         if not isinstance(inner, dict):
             raise self.error(key, inner, "need keys and values")
         nested = HFConfigReader(self._path, inner)
         theta = nested.number("rope_theta", self.number(theta_key, base))
         outer_fraction = self.number(fraction_key, default_fraction)
         fraction = nested.number("partial_rotary_factor", outer_fraction)
-        return Rope(float(theta), float(fraction), nested._scaling(types))
+        return Rope(float(theta), float(fraction), nested._scaling(types, self))
+
+    def windows(self, layers: int, window: int | None, *default: str) -> dict[str, Any]:
+        """The keys `window` and `global_every` of `AttentionConfig`.
+
+        layers: how many there are. window: of those that have one. default: the types of the
+        layers if `layer_types` is not given. Raises UserError for types that are in no period.
+        """
+        types = self.sequence("layer_types", default)
+        full = [i + 1 for i, kind in enumerate(types) if kind == FULL]
+        if window is None or len(full) == layers:
+            return {}
+        every = full[0] if full else None
+        expected = [SLIDING if every is None or (i + 1) % every else FULL for i in range(layers)]
+        if types != expected:
+            fits = f"need {SLIDING}, with {FULL} in the last of every n layers"
+            raise self.error("layer_types", types, fits)
+        return {"window": window, "global_every": every}
 
     def error(self, key: str, value: Any, fits: str) -> UserError:
         """The error for one value."""
@@ -118,15 +161,31 @@ class HFConfigReader:
         value = self._values.get(key)
         return default if value is None else value
 
-    def _scaling(self, types: Sequence[str]) -> RotaryScalingConfig | None:
+    def _scaling(self, types: Sequence[str], whole: "HFConfigReader") -> RotaryScalingConfig | None:
+        """`whole`: of the file, which may have the original length too."""
         key = "rope_type" if "rope_type" in self._values else "type"
-        if self.one_of(key, "default", "default", *types) == "default":
+        kind = self.one_of(key, "default", "default", *types)
+        if kind == "default":
             return None
+        factor = float(self.number("factor"))
+        if kind == "linear":
+            return RotaryScalingConfig(factor, kind="linear")
+        outer = whole.number("max_position_embeddings", 0)
+        length = self.number("original_max_position_embeddings", outer or None)
+        if kind == LLAMA3:
+            low = float(self.number("low_freq_factor"))
+            return RotaryScalingConfig(factor, low, float(self.number("high_freq_factor")), length)
+        self.one_of("truncate", True, True)
+        for name in ("mscale", "mscale_all_dim"):
+            self.one_of(name, None, None)
+        attention = self._get("attention_factor", None)
         return RotaryScalingConfig(
-            float(self.number("factor")),
-            float(self.number("low_freq_factor")),
-            float(self.number("high_freq_factor")),
-            self.number("original_max_position_embeddings"),
+            factor,
+            float(self.number("beta_slow", 1)),
+            float(self.number("beta_fast", 32)),
+            length,
+            "yarn",
+            None if attention is None else float(self.number("attention_factor")),
         )
 
 
@@ -169,20 +228,89 @@ def embedding_and_head(config: ModelConfig, hf_name: str) -> list[ParamMapping]:
     return ends
 
 
-def plain_heads(config: ModelConfig) -> list[Constraint]:
-    """As many key heads as query heads, and heads that together have the hidden width."""
-    return [
-        Constraint("kv_heads", config.num_kv_heads, (config.heads,)),
-        Constraint("head_size", config.head_dim, (config.hidden / config.heads,)),
+def constraints_of(
+    config: ModelConfig, allowed: Mapping[str, Sequence[Any] | None]
+) -> list[Constraint]:
+    """One for each option that changes what a model computes.
+
+    allowed: the values of options that the family has; None: any. Other options must have their
+    defaults: so a family never ignores an option.
+    """
+    found = [
+        Constraint(key, value, tuple(allowed.get(key, (default,)) or ()))
+        for key, (value, default) in _options(config).items()
+        if allowed.get(key, ()) is not None
     ]
+    return sorted(found, key=lambda constraint: constraint.key not in allowed)
 
 
-def plain_attention(config: ModelConfig) -> list[Constraint]:
-    """No norm of queries and keys, and biases there as elsewhere."""
-    return [
-        Constraint("qk_norm", config.qk_norm, ("none",)),
-        Constraint("qkv_bias", config.has_qkv_bias, (config.bias,)),
-    ]
+def _options(config: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """The value and the default of each option."""
+    attention, scaling = config.attention, config.rotary_scaling
+    plain_scale = config.head_dim**-0.5
+    scale = attention.scale if attention.scale is None else attention.scale / plain_scale
+    return {
+        "norm": (config.norm, "layernorm"),
+        "activation": (config.activation, "gelu"),
+        "position": (config.position, "learned"),
+        "parallel_residual": (config.parallel_residual, False),
+        "rotary_fraction": (config.rotary_dims / config.head_dim, 1.0),
+        "rotary_scaling": (scaling and scaling.kind, None),
+        "kv_heads": (config.num_kv_heads, config.heads),
+        "head_size": (config.head_dim, config.hidden / config.heads),
+        "qk_norm": (config.qk_norm, "none"),
+        "qkv_bias": (config.has_qkv_bias, config.bias),
+        "attention.out_bias": (config.has_out_bias, config.bias),
+        "mlp.bias": (config.has_mlp_bias, config.bias),
+        "norm_position": (config.norm_position, "before"),
+        "norm_unit_offset": (config.norm_unit_offset, False),
+        "norm_bias": (config.norm_bias, True),
+        "attention.window": (attention.window, None),
+        "attention.global_every": (attention.global_every, None),
+        "attention.window_rotary_base": (attention.window_rotary_base, None),
+        "attention.no_rotary_every": (attention.no_rotary_every, None),
+        "attention.scale": (None if scale is None or abs(scale - 1) < 1e-6 else scale, None),
+        "attention.softcap": (attention.softcap, None),
+        "attention.sinks": (attention.sinks, False),
+        "scale_embedding": (config.scale_embedding, False),
+        "logit_softcap": (config.logit_softcap, None),
+        "moe": (None if config.moe is None else "given", None),
+    }
+
+
+def layer_types(config: ModelConfig) -> list[str]:
+    """`layer_types` of config.json: which layers have a window."""
+    return [SLIDING if config.window_of(i) else FULL for i in range(config.layers)]
+
+
+def written_fraction(config: ModelConfig) -> float:
+    """A rotating fraction from which transformers, which rounds down, gets our `rotary_dims`."""
+    wanted, size = config.rotary_dims, config.head_dim
+    if int(size * config.rotary_fraction) == wanted:
+        return config.rotary_fraction
+    return (wanted + 0.5) / size
+
+
+def read_fraction(fraction: float, size: int) -> float:
+    """Our rotating fraction of a head of `size`: transformers rounds dimensions down, ModelConfig
+    to the nearest."""
+    return fraction if fraction == 1 else int(size * fraction) / size
+
+
+def written_scaling(scaling: RotaryScalingConfig | None) -> dict[str, Any] | None:
+    """`rope_scaling` of config.json."""
+    if scaling is None:
+        return None
+    found = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "linear":
+        return found
+    found["original_max_position_embeddings"] = scaling.original_length
+    bounds = scaling.low_frequency, scaling.kept_above
+    if scaling.kind == LLAMA3:
+        return found | dict(zip(("low_freq_factor", "high_freq_factor"), bounds, strict=True))
+    found |= dict(zip(("beta_slow", "beta_fast"), bounds, strict=True))
+    factor = scaling.attention_factor
+    return found if factor is None else found | {"attention_factor": factor}
 
 
 def gelu_name(config: ModelConfig) -> str:

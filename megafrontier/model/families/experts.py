@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megafrontier.config import ModelConfig, MoEConfig
 from megafrontier.model.families.base import (
+    LLAMA3,
     Constraint,
     HFConfigReader,
     ParamMapping,
@@ -37,18 +38,22 @@ class LlamaExperts(Llama):
 
     def constraints(self, config: ModelConfig) -> list[Constraint]:
         """Routing by softmax, without biases or groups."""
-        moe = _experts(config)
-        qkv_bias = config.has_qkv_bias if self.has_shared else config.bias
+        moe, no = _experts(config), (False,)
+        more: dict[str, Sequence[Any] | None] = {
+            "qk_norm": (self.qk_norm,),
+            "qkv_bias": None if self.has_shared else no,
+            "attention.out_bias": no,
+            "mlp.bias": no,
+            "rotary_scaling": (None, LLAMA3),
+            "moe": None,
+        }
         return [
-            *self._common_constraints(config),
-            Constraint("position", config.position, ("rotary",)),
-            Constraint("qk_norm", config.qk_norm, (self.qk_norm,)),
-            Constraint("bias", config.bias, (False,)),
-            Constraint("qkv_bias", config.has_qkv_bias, (qkv_bias,)),
+            *self._constraints(config, more),
             Constraint("moe.router", moe.router, ("softmax",)),
             Constraint("moe.balance", moe.balance, ("loss", "none")),
             Constraint("moe.scale", moe.scale, (1.0,)),
             Constraint("moe.groups.active", moe.groups.active, (moe.groups.number,)),
+            Constraint("moe.shared_experts", moe.shared_experts > 0, (self.has_shared,)),
             Constraint("moe.shared_gate", moe.shared_gate, (self.has_shared,)),
             *self.own_constraints(moe),
         ]
@@ -59,12 +64,10 @@ class LlamaExperts(Llama):
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
         """The keys of Llama and of the experts."""
-        moe = _experts(config)
-        keys = super().write_config(config)
+        moe, keys = _experts(config), super().write_config(config)
         del keys["mlp_bias"]
-        width = _width(config)
         return keys | {
-            self.width_key: width,
+            self.width_key: _width(config),
             self.count_key: moe.experts,
             "num_experts_per_tok": moe.active,
             "norm_topk_prob": moe.normalise,
@@ -72,10 +75,6 @@ class LlamaExperts(Llama):
             "sliding_window": None,
             **self.own_keys(config),
         }
-
-    def own_keys(self, config: ModelConfig) -> dict[str, Any]:
-        """Keys of this family alone."""
-        return {}
 
     def read_config(self, reader: HFConfigReader) -> ModelConfig:
         """Read the keys, with the family's defaults. Mixtures are balanced by the loss."""
@@ -93,9 +92,9 @@ class LlamaExperts(Llama):
             balance="loss" if coefficient else "none",
             loss_coefficient=coefficient or 0.01,
         )
-        return self.own_model(reader, replace(model, qk_norm=self.qk_norm, moe=moe), moe)
+        return self.mixture(reader, replace(model, qk_norm=self.qk_norm, moe=moe), moe)
 
-    def own_model(self, reader: HFConfigReader, model: ModelConfig, moe: MoEConfig) -> ModelConfig:
+    def mixture(self, reader: HFConfigReader, model: ModelConfig, moe: MoEConfig) -> ModelConfig:
         """The model with what this family alone has. Raises UserError for what GPT lacks."""
         reader.one_of("attention_bias", False, False)
         return model
@@ -142,7 +141,7 @@ class Mixtral(LlamaExperts):
             Constraint("moe.every", moe.every, (1,)),
         ]
 
-    def own_model(self, reader: HFConfigReader, model: ModelConfig, moe: MoEConfig) -> ModelConfig:
+    def mixture(self, reader: HFConfigReader, model: ModelConfig, moe: MoEConfig) -> ModelConfig:
         """No window, and no noise in the router."""
         length = model.sequence_length
         if reader.number("sliding_window", length) < length:
@@ -178,10 +177,10 @@ class OLMoE(LlamaExperts):
         """Experts in every block."""
         return [Constraint("moe.every", moe.every, (1,))]
 
-    def own_model(self, reader: HFConfigReader, model: ModelConfig, moe: MoEConfig) -> ModelConfig:
+    def mixture(self, reader: HFConfigReader, model: ModelConfig, moe: MoEConfig) -> ModelConfig:
         """Queries and keys that are not clipped."""
         reader.one_of("clip_qkv", None, None)
-        return super().own_model(reader, model, moe)
+        return super().mixture(reader, model, moe)
 
 
 class Qwen3MoE(LlamaExperts):
@@ -214,11 +213,11 @@ class Qwen3MoE(LlamaExperts):
             "use_sliding_window": False,
         }
 
-    def own_model(self, reader: HFConfigReader, model: ModelConfig, moe: MoEConfig) -> ModelConfig:
+    def mixture(self, reader: HFConfigReader, model: ModelConfig, moe: MoEConfig) -> ModelConfig:
         """Experts in the last of every `decoder_sparse_step` blocks."""
         reader.one_of("mlp_only_layers", [], [])
         every = reader.number("decoder_sparse_step", 1)
-        return super().own_model(reader, replace(model, moe=replace(moe, every=every)), moe)
+        return super().mixture(reader, replace(model, moe=replace(moe, every=every)), moe)
 
 
 class Qwen2MoE(Qwen3MoE):
@@ -245,7 +244,7 @@ class Qwen2MoE(Qwen3MoE):
             "qkv_bias": config.has_qkv_bias,
         }
 
-    def own_model(self, reader: HFConfigReader, model: ModelConfig, moe: MoEConfig) -> ModelConfig:
+    def mixture(self, reader: HFConfigReader, model: ModelConfig, moe: MoEConfig) -> ModelConfig:
         """A shared width that is a multiple of an expert's."""
         shared = reader.number("shared_expert_intermediate_size", 5632)
         if shared % moe.ffn_hidden or not shared:
@@ -253,9 +252,7 @@ class Qwen2MoE(Qwen3MoE):
             raise reader.error("shared_expert_intermediate_size", shared, fits)
         count = shared // moe.ffn_hidden
         model = replace(model, qkv_bias=reader.flag("qkv_bias", True))
-        return super().own_model(
-            reader, model, replace(moe, shared_experts=count, shared_gate=True)
-        )
+        return super().mixture(reader, model, replace(moe, shared_experts=count, shared_gate=True))
 
     def mlp_mappings(self, config: ModelConfig, block: int) -> list[ParamMapping]:
         """Those of experts, and of the shared ones."""

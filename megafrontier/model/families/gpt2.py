@@ -7,10 +7,9 @@ from megafrontier.model.families.base import (
     Constraint,
     HFConfigReader,
     ParamMapping,
+    constraints_of,
     embedding_and_head,
     gelu_name,
-    plain_attention,
-    plain_heads,
     read_gelu,
     same,
     same_module,
@@ -30,14 +29,11 @@ class GPT2:
         return config.position == "learned" and config.moe is None
 
     def constraints(self, config: ModelConfig) -> list[Constraint]:
-        """Its norm, activations, residual order and heads."""
-        return [
-            Constraint("norm", config.norm, ("layernorm",)),
-            Constraint("activation", config.activation, ("gelu", "gelu_tanh")),
-            Constraint("parallel_residual", config.parallel_residual, (False,)),
-            *plain_heads(config),
-            *plain_attention(config),
-        ]
+        """Its activations. Missing biases are written as zeros."""
+        return constraints_of(
+            config,
+            {"activation": ("gelu", "gelu_tanh"), "rotary_fraction": None, "norm_bias": None},
+        )
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
         """GPT2Config's keys."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megafrontier.common.errors import UserError
 from megafrontier.common.files import work_folder
-from megafrontier.config import Config, ModelConfig, check
+from megafrontier.config import Config, MLPConfig, ModelConfig, check
 from megafrontier.data.tokenizers.base import Tokenizer
 from megafrontier.model.families import family_for, family_of
 from megafrontier.model.families.base import HEAD, Family, HFConfigReader, ParamMapping
@@ -114,7 +114,9 @@ def _exported(
     config: ModelConfig, family: Family, weights: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """The family's tensors and their names in files, one at a time."""
-    with_biases = parameter_shapes(replace(config, bias=True))
+    attention = replace(config.attention, out_bias=None)
+    biased = replace(config, bias=True, norm_bias=True, attention=attention, mlp=MLPConfig())
+    with_biases = parameter_shapes(biased)
     added = with_biases.keys() - parameter_shapes(config).keys()
     for mapping in family.mappings(config):
         is_added = mapping.name in added

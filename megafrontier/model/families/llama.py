@@ -1,29 +1,38 @@
-"""Llama: RMSNorm, SwiGLU, full rotary positions, grouped heads, one tensor per projection."""
+"""Llama, Mistral, SmolLM3: RMSNorm, SwiGLU, rotary positions, one tensor per projection."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from megafrontier.config import ModelConfig, RotaryScalingConfig
+from megafrontier.config import ModelConfig
 from megafrontier.model.families.base import (
+    LLAMA3,
     Constraint,
     HFConfigReader,
     ParamMapping,
+    Rope,
+    constraints_of,
     embedding_and_head,
-    plain_attention,
+    layer_types,
+    read_fraction,
     same,
     same_module,
+    written_scaling,
 )
 from megafrontier.model.flops import parameter_specs
 
-LLAMA3 = "llama3"
-"""rope_type of Llama 3.1 and 3.2."""
+SCALINGS = (LLAMA3, "yarn", "linear")
+"""Values of rope_type that GPT has, too."""
+
+
+Activation = Literal["gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh"]
 
 
 class Llama:
-    """`LlamaForCausalLM`."""
+    """`LlamaForCausalLM`. Other families with one tensor per projection extend it."""
 
     architecture = "LlamaForCausalLM"
     model_type = "llama"
@@ -40,29 +49,52 @@ class Llama:
         "rope_theta": 10000.0,
     }
     """Of config.json's numbers."""
+    allowed: ClassVar[dict[str, Sequence[Any] | None]] = {}
+    """Options that the family has and Llama lacks, as for `constraints_of`."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    eps_key = "rms_norm_eps"
+    activations: ClassVar[dict[Activation, tuple[str, ...]]] = {"swiglu": ("silu", "swish")}
+    """Names that transformers has for each of our activations."""
+    activation_key = "hidden_act"
+    is_tied = False
+    """Default of `tie_word_embeddings`."""
+    norms: ClassVar[dict[str, str]] = {
+        "norm1": "input_layernorm",
+        "norm2": "post_attention_layernorm",
+    }
+    """Our names of a block's norms, and the family's."""
 
     def matches(self, config: ModelConfig) -> bool:
         """Rotary positions, and one of its norm and its activation."""
-        gated = config.norm == "rmsnorm" or config.activation == "swiglu"
-        return config.position == "rotary" and gated and config.moe is None
+        gated = config.norm == "rmsnorm" or config.is_gated
+        is_llama = type(self) is Llama
+        return is_llama and config.position == "rotary" and gated and config.moe is None
 
     def constraints(self, config: ModelConfig) -> list[Constraint]:
-        """Its norm, activation and residual order, and heads in which every dimension rotates."""
-        return [*self._common_constraints(config), *plain_attention(config)]
+        """What all have in common, and what the family adds."""
+        return self._constraints(config, {})
 
-    def _common_constraints(self, config: ModelConfig) -> list[Constraint]:
-        size = config.head_dim
-        return [
-            Constraint("norm", config.norm, ("rmsnorm",)),
-            Constraint("activation", config.activation, ("swiglu",)),
-            Constraint("parallel_residual", config.parallel_residual, (False,)),
-            Constraint("rotary_fraction", config.rotary_dims / size, (1.0,)),
-        ]
+    def _constraints(
+        self, config: ModelConfig, more: dict[str, Sequence[Any] | None]
+    ) -> list[Constraint]:
+        common: dict[str, Sequence[Any] | None] = {
+            "norm": (self.norm,),
+            "activation": tuple(self.activations),
+            "position": ("rotary",),
+            "rotary_scaling": None,
+            "kv_heads": None,
+            "head_size": None,
+            "qkv_bias": (config.has_out_bias,),
+            "attention.out_bias": None,
+            "mlp.bias": None,
+        }
+        return constraints_of(config, {**common, **self.allowed, **more})
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
-        """LlamaConfig's keys. The rotary ones are written for transformers 4 and for 5."""
-        scaling = _write_scaling(config.rotary_scaling)
-        return {
+        """LlamaConfig's keys, and those of the family. The rotary ones are written for transformers
+        4 and for 5."""
+        scaling = written_scaling(config.rotary_scaling)
+        keys = {
             "num_hidden_layers": config.layers,
             "hidden_size": config.hidden,
             "num_attention_heads": config.heads,
@@ -70,10 +102,10 @@ class Llama:
             "head_dim": config.head_dim,
             "intermediate_size": config.mlp_hidden,
             "max_position_embeddings": config.sequence_length,
-            "hidden_act": "silu",
-            "rms_norm_eps": config.norm_eps,
-            "attention_bias": config.bias,
-            "mlp_bias": config.bias,
+            self.activation_key: self.activations[config.activation][0],
+            self.eps_key: config.norm_eps,
+            "attention_bias": config.has_out_bias,
+            "mlp_bias": config.has_mlp_bias,
             "attention_dropout": config.dropout,
             "initializer_range": config.init_std,
             "rope_theta": config.rotary_base,
@@ -84,27 +116,43 @@ class Llama:
                 "rope_theta": config.rotary_base,
             },
         }
+        return keys | self.own_keys(config)
+
+    def own_keys(self, config: ModelConfig) -> dict[str, Any]:
+        """Keys of this family alone."""
+        return {}
 
     def read_config(self, reader: HFConfigReader) -> ModelConfig:
-        """Read LlamaConfig's keys, with its defaults. Dropout is the attention's."""
+        """Read the keys, with the family's defaults. Dropout is the attention's."""
         bias = reader.flag("attention_bias", False)
-        reader.one_of("mlp_bias", False, bias)
-        return self._read_common(reader, bias)
+        mlp_bias = reader.flag("mlp_bias", False)
+        model = self._read_common(reader, bias)
+        model.mlp.bias = None if mlp_bias == bias else mlp_bias
+        return self.own_model(reader, model)
+
+    def own_model(self, reader: HFConfigReader, model: ModelConfig) -> ModelConfig:
+        """The model with what this family alone has. Raises UserError for what GPT lacks."""
+        return model
+
+    def rope(self, reader: HFConfigReader) -> Rope:
+        """The rotary settings. Raises UserError if only a part of each head rotates."""
+        base = self.defaults["rope_theta"]
+        found = reader.rope("rope_theta", "partial_rotary_factor", 1.0, *SCALINGS, base=base)
+        if found.fraction != 1.0:
+            raise reader.error("partial_rotary_factor", found.fraction, "need 1.0")
+        return found
 
     def _read_common(self, reader: HFConfigReader, bias: bool) -> ModelConfig:
-        reader.one_of("hidden_act", "silu", "silu", "swish")
+        names = {name: ours for ours, known in self.activations.items() for name in known}
+        activation = reader.one_of(self.activation_key, next(iter(names)), *names)
 
         def number(key: str) -> Any:
             return reader.number(key, self.defaults[key])
 
-        rope = reader.rope(
-            "rope_theta", "partial_rotary_factor", 1.0, LLAMA3, base=self.defaults["rope_theta"]
-        )
-        if rope.fraction != 1.0:
-            raise reader.error("partial_rotary_factor", rope.fraction, "need 1.0")
+        rope = self.rope(reader)
         hidden = number("hidden_size")
         heads = number("num_attention_heads")
-        size = reader.number("head_dim", hidden // heads)
+        size = reader.number("head_dim", self.defaults.get("head_dim", hidden // heads))
         return ModelConfig(
             layers=number("num_hidden_layers"),
             hidden=hidden,
@@ -116,13 +164,14 @@ class Llama:
             ffn_hidden=number("intermediate_size"),
             sequence_length=number("max_position_embeddings"),
             vocab_size=number("vocab_size"),
-            norm="rmsnorm",
-            norm_eps=number("rms_norm_eps"),
-            activation="swiglu",
+            norm=self.norm,
+            norm_eps=number(self.eps_key),
+            activation=names[activation],
             position="rotary",
+            rotary_fraction=read_fraction(rope.fraction, size),
             rotary_base=rope.base,
             rotary_scaling=rope.scaling,
-            tie_embeddings=reader.flag("tie_word_embeddings", False),
+            tie_embeddings=reader.flag("tie_word_embeddings", self.is_tied),
             bias=bias,
             dropout=float(reader.number("attention_dropout", 0.0)),
             init_std=reader.number("initializer_range", 0.02),
@@ -133,17 +182,98 @@ class Llama:
         found = embedding_and_head(config, "embed_tokens.weight")
         for i in range(config.layers):
             name, hf_name = f"blocks.{i}", f"layers.{i}"
-            found += _attention(config, f"{name}.attention", f"{hf_name}.self_attn")
+            found += self.attention_mappings(config, f"{name}.attention", f"{hf_name}.self_attn")
             found += self.mlp_mappings(config, i)
-            found.append(same(f"{name}.norm1.weight", f"{hf_name}.input_layernorm.weight"))
-            found.append(same(f"{name}.norm2.weight", f"{hf_name}.post_attention_layernorm.weight"))
-        found.append(same("head.norm.weight", "norm.weight"))
-        names = parameter_specs(config)
+            for ours, theirs in self.norms.items():
+                found += same_module(f"{name}.{ours}", f"{hf_name}.{theirs}")
+        found += same_module("head.norm", "norm")
+        names = parameter_specs(_with_norm_biases(config))
         return [mapping for mapping in found if mapping.name in names]
+
+    def attention_mappings(
+        self, config: ModelConfig, name: str, hf_name: str
+    ) -> list[ParamMapping]:
+        """Those of a block's attention."""
+        inner, kv_inner = (n * config.head_dim for n in (config.heads, config.num_kv_heads))
+        rows = {"q": inner, "k": kv_inner, "v": kv_inner}
+        return [
+            *packed(f"{name}.qkv", {f"{hf_name}.{p}_proj": count for p, count in rows.items()}),
+            *same_module(f"{name}.out", f"{hf_name}.o_proj"),
+            same(f"{name}.query_norm.weight", f"{hf_name}.q_norm.weight"),
+            same(f"{name}.key_norm.weight", f"{hf_name}.k_norm.weight"),
+        ]
 
     def mlp_mappings(self, config: ModelConfig, block: int) -> list[ParamMapping]:
         """Those of a block's MLP."""
         return gated_mlp(f"blocks.{block}.mlp", f"layers.{block}.mlp", config.mlp_hidden)
+
+
+class Mistral(Llama):
+    """`MistralForCausalLM`: a window in each block."""
+
+    architecture = "MistralForCausalLM"
+    model_type = "mistral"
+    defaults: ClassVar[dict[str, float]] = Llama.defaults | {
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+    }
+
+    def constraints(self, config: ModelConfig) -> list[Constraint]:
+        """A window, and no biases."""
+        no = (False,)
+        more: dict[str, Sequence[Any] | None] = {"qkv_bias": no, "attention.out_bias": no}
+        return self._constraints(config, {**more, "mlp.bias": no, "attention.window": None})
+
+    def own_keys(self, config: ModelConfig) -> dict[str, Any]:
+        """The window."""
+        return {"sliding_window": config.attention.window}
+
+    def own_model(self, reader: HFConfigReader, model: ModelConfig) -> ModelConfig:
+        """The window, 4096 by default, but not if it is null."""
+        reader.one_of("attention_bias", False, False)
+        model.attention.window = reader.optional("sliding_window", 4096)
+        return model
+
+
+class SmolLM3(Llama):
+    """`SmolLM3ForCausalLM`: blocks without rotary positions."""
+
+    architecture = "SmolLM3ForCausalLM"
+    model_type = "smollm3"
+    defaults: ClassVar[dict[str, float]] = {
+        "num_hidden_layers": 36,
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 32768,
+        "vocab_size": 128256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 2e6,
+    }
+    allowed: ClassVar[dict[str, Sequence[Any] | None]] = {"attention.no_rotary_every": None}
+    is_tied = True
+
+    def own_keys(self, config: ModelConfig) -> dict[str, Any]:
+        """Which blocks have rotary positions, as 1 and 0."""
+        return {
+            "no_rope_layers": [int(config.has_rotary(i)) for i in range(config.layers)],
+            "layer_types": layer_types(config),
+            "use_sliding_window": False,
+        }
+
+    def own_model(self, reader: HFConfigReader, model: ModelConfig) -> ModelConfig:
+        """The last of every n blocks has none."""
+        reader.one_of("use_sliding_window", False, False)
+        every = reader.number("no_rope_layer_interval", 4)
+        ours = [int((i + 1) % every != 0) for i in range(model.layers)]
+        rotates = reader.sequence("no_rope_layers", ours)
+        first = rotates.index(0) + 1 if 0 in rotates else None
+        model.attention.no_rotary_every = first
+        if rotates != [int(model.has_rotary(i)) for i in range(model.layers)]:
+            raise reader.error("no_rope_layers", rotates, "need 1, with 0 in the last of every n")
+        return model
 
 
 def gated_mlp(name: str, hf_name: str, width: int) -> list[ParamMapping]:
@@ -152,27 +282,9 @@ def gated_mlp(name: str, hf_name: str, width: int) -> list[ParamMapping]:
     return [*up, *same_module(f"{name}.down", f"{hf_name}.down_proj")]
 
 
-def _attention(config: ModelConfig, name: str, hf_name: str) -> list[ParamMapping]:
-    inner, kv_inner = (n * config.head_dim for n in (config.heads, config.num_kv_heads))
-    rows = {"q": inner, "k": kv_inner, "v": kv_inner}
-    return [
-        *packed(f"{name}.qkv", {f"{hf_name}.{p}_proj": count for p, count in rows.items()}),
-        *same_module(f"{name}.out", f"{hf_name}.o_proj"),
-        same(f"{name}.query_norm.weight", f"{hf_name}.q_norm.weight"),
-        same(f"{name}.key_norm.weight", f"{hf_name}.k_norm.weight"),
-    ]
-
-
-def _write_scaling(scaling: RotaryScalingConfig | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    return {
-        "rope_type": LLAMA3,
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_frequency,
-        "high_freq_factor": scaling.high_frequency,
-        "original_max_position_embeddings": scaling.original_length,
-    }
+def _with_norm_biases(config: ModelConfig) -> ModelConfig:
+    """A family with biases of norms writes zeros if the model has none."""
+    return replace(config, norm_bias=True)
 
 
 def packed(name: str, rows: dict[str, int]) -> list[ParamMapping]:

@@ -1,7 +1,7 @@
-"""GPT-NeoX: partial rotary positions, parallel or sequential blocks, heads interleaved."""
+"""GPT-NeoX and StableLM 2: layer norms and partial rotary positions."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -10,17 +10,21 @@ from megafrontier.model.families.base import (
     Constraint,
     HFConfigReader,
     ParamMapping,
+    Rope,
+    constraints_of,
     embedding_and_head,
     gelu_name,
-    plain_attention,
-    plain_heads,
+    read_fraction,
     read_gelu,
     same_module,
+    written_fraction,
+    written_scaling,
 )
+from megafrontier.model.families.llama import SCALINGS, Llama
 
 
 class NeoX:
-    """`GPTNeoXForCausalLM`."""
+    """`GPTNeoXForCausalLM`: parallel or sequential blocks, heads interleaved."""
 
     architecture = "GPTNeoXForCausalLM"
     model_type = "gpt_neox"
@@ -33,18 +37,21 @@ class NeoX:
         return config.position == "rotary" and not gated and config.moe is None
 
     def constraints(self, config: ModelConfig) -> list[Constraint]:
-        """Its norm, activations and heads."""
-        return [
-            Constraint("norm", config.norm, ("layernorm",)),
-            Constraint("activation", config.activation, ("gelu", "gelu_tanh")),
-            *plain_heads(config),
-            *plain_attention(config),
-            Constraint("rotary_scaling", config.rotary_scaling, (None,)),
-        ]
+        """Its activations and positions. Missing biases are written as zeros."""
+        return constraints_of(
+            config,
+            {
+                "activation": ("gelu", "gelu_tanh"),
+                "position": ("rotary",),
+                "rotary_fraction": None,
+                "parallel_residual": None,
+                "norm_bias": None,
+            },
+        )
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
         """GPTNeoXConfig's keys. The rotary ones are written for transformers 4 and for 5."""
-        fraction = _fraction(config)
+        fraction = written_fraction(config)
         return {
             "num_hidden_layers": config.layers,
             "hidden_size": config.hidden,
@@ -82,8 +89,7 @@ class NeoX:
             activation=read_gelu(reader, "hidden_act", "gelu"),
             norm_eps=reader.number("layer_norm_eps", 1e-5),
             position="rotary",
-            # transformers rounds the rotating dimensions down, ModelConfig to the nearest.
-            rotary_fraction=int(hidden // heads * rope.fraction) / (hidden // heads),
+            rotary_fraction=read_fraction(rope.fraction, hidden // heads),
             rotary_base=rope.base,
             parallel_residual=reader.flag("use_parallel_residual", True),
             tie_embeddings=reader.flag("tie_word_embeddings", False),
@@ -110,12 +116,57 @@ class NeoX:
         return [*found, *same_module("head.norm", "final_layer_norm")]
 
 
-def _fraction(config: ModelConfig) -> float:
-    """A fraction from which transformers, which rounds down, gets our `rotary_dims`."""
-    wanted, size = config.rotary_dims, config.head_dim
-    if int(size * config.rotary_fraction) == wanted:
-        return config.rotary_fraction
-    return (wanted + 0.5) / size
+class StableLM(Llama):
+    """`StableLmForCausalLM`, of StableLM 2 1.6B and 3B: Llama with layer norms and partial rotary
+    positions. The parallel blocks of 12B have one norm, which GPT lacks."""
+
+    architecture = "StableLmForCausalLM"
+    model_type = "stablelm"
+    defaults: ClassVar[dict[str, float]] = Llama.defaults | {
+        "hidden_size": 2560,
+        "intermediate_size": 6912,
+        "max_position_embeddings": 4096,
+        "vocab_size": 50304,
+        "layer_norm_eps": 1e-5,
+    }
+    norm = "layernorm"
+    eps_key = "layer_norm_eps"
+
+    def constraints(self, config: ModelConfig) -> list[Constraint]:
+        """Biases of queries, keys and values alone, and heads that together have the hidden
+        width. Missing biases of norms are written as zeros."""
+        own: dict[str, Sequence[Any] | None] = {
+            "qkv_bias": None,
+            "attention.out_bias": (False,),
+            "mlp.bias": (False,),
+            "rotary_fraction": None,
+            "head_size": (config.hidden / config.heads,),
+            "norm_bias": None,
+        }
+        return self._constraints(config, own)
+
+    def own_keys(self, config: ModelConfig) -> dict[str, Any]:
+        """Biases and the rotating fraction."""
+        fraction = written_fraction(config)
+        scaling = written_scaling(config.rotary_scaling) or {"rope_type": "default"}
+        own = {"rope_theta": config.rotary_base, "partial_rotary_factor": fraction}
+        return {
+            "use_qkv_bias": config.has_qkv_bias,
+            "partial_rotary_factor": fraction,
+            "rope_parameters": scaling | own,
+        }
+
+    def rope(self, reader: HFConfigReader) -> Rope:
+        """A quarter of each head rotates by default."""
+        return reader.rope("rope_theta", "partial_rotary_factor", 0.25, *SCALINGS)
+
+    def own_model(self, reader: HFConfigReader, model: ModelConfig) -> ModelConfig:
+        """Biases of queries, keys and values."""
+        for key in ("qk_layernorm", "use_parallel_residual"):
+            reader.one_of(key, False, False)
+        model.bias, model.mlp.bias = False, None
+        model.qkv_bias = reader.flag("use_qkv_bias", False)
+        return model
 
 
 def _by_head(config: ModelConfig, name: str, hf_name: str) -> ParamMapping:
