@@ -4,8 +4,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafrontier.config import DeviceConfig
 
@@ -34,14 +37,30 @@ def measure_copies(device: torch.device) -> float:
 
 
 def measure_launches(device: torch.device) -> float:
-    """Microseconds that the host needs to start an operation."""
-    small = torch.zeros(8, device=device)
+    """Microseconds that the host needs to start an operation, in forward and backward of a layer that
+    is too small to take any time itself."""
+    layer = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    layer.to(device)
+    small = torch.zeros(4, 16, device=device)
+    with _Counter() as counter:
+        layer(small).sum().backward()
     begin = time.perf_counter()
     for _ in range(LAUNCHES):
-        small.add_(1)
+        layer(small).sum().backward()
     seconds = time.perf_counter() - begin
     _settle(device)
-    return seconds / LAUNCHES * 1e6
+    return seconds / (LAUNCHES * counter.operations) * 1e6
+
+
+class _Counter(TorchDispatchMode):
+    """Counts operations that compute."""
+
+    operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func._schema.returns
+        self.operations += func._schema.is_mutable or not any(r.alias_info for r in returned)
+        return func(*args, **(kwargs or {}))
 
 
 def measure_device(

@@ -53,12 +53,6 @@ class Clock:
             self.exposed[level] += time - self.now
         self.timelines[self.timeline] = max(self.now, time)
 
-    def wait_for_all(self) -> None:
-        """All timelines wait for the last one."""
-        last = max(self.timelines.values(), default=0.0)
-        for timeline in self.timelines:
-            self.timelines[timeline] = last
-
     @contextmanager
     def on(self, timeline: str) -> Iterator[None]:
         """Work in the body is done on `timeline`, and begins when it is issued at the earliest."""

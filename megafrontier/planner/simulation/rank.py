@@ -23,7 +23,8 @@ from megafrontier.training.trainer import Trainer
 
 use_kernels("meta", codecs)
 STEPS = 2
-"""The first one begins without a publication, and allocates."""
+"""The first one begins without a publication, and allocates. What it publishes goes on under the
+second one."""
 
 
 @dataclass
@@ -68,8 +69,18 @@ class Simulated:
         return max(parts, key=lambda name: parts[name])
 
 
-def run_rank(config: Config, plan: RunPlan, rates: Rates, rank: int, most: int) -> "Counted":
-    """A step of `rank` with at most `most` micro-batches."""
+Prepare = Callable[[Trainer], object]
+
+
+def run_rank(
+    config: Config,
+    plan: RunPlan,
+    rates: Rates,
+    rank: int,
+    most: int,
+    prepare: Prepare | None = None,
+) -> "Counted":
+    """A step of `rank` with at most `most` micro-batches. `prepare`: changes its trainer before."""
     clock = Clock()
     memory = Memory(ROUNDING[plan.machine.device.is_accelerator])
     with ExitStack() as stack:
@@ -79,6 +90,8 @@ def run_rank(config: Config, plan: RunPlan, rates: Rates, rank: int, most: int) 
         stack.enter_context(meter)
         stack.enter_context(attention_kernel())
         trainer = dry_trainer(config, plan, mesh, meter, most)
+        if prepare is not None:
+            prepare(trainer)
         for _ in range(STEPS):
             counted = Counted(trainer, meter)
     return counted
@@ -94,7 +107,6 @@ class Counted:
     """
 
     def __init__(self, trainer: Trainer, meter: Meter) -> None:
-        meter.clock.wait_for_all()
         self.trainer, self._meter = trainer, meter
         meter.memory.peak = held = meter.memory.now
         self.marks = [self._mark()]

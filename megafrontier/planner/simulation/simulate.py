@@ -5,19 +5,28 @@ from functools import partial
 from megafrontier.common.errors import need
 from megafrontier.config import Config
 from megafrontier.planner.simulation.pipelines import ROUNDS, combine
-from megafrontier.planner.simulation.rank import Marks, Simulated, run_rank
+from megafrontier.planner.simulation.rank import Marks, Prepare, Simulated, run_rank
 from megafrontier.planner.simulation.rates import Rates
 from megafrontier.training.plan import RunPlan
 
 MICRO_BATCHES = 3
-"""Simulated in a step at most: a first one, a usual one and a last one. Each further one is as the
-usual one."""
+"""Simulated in a step by default: a first one, a usual one and a last one. Each further one is as
+the usual one."""
 
 
-def simulate(config: Config, plan: RunPlan, rates: Rates | None = None) -> Simulated:
+def simulate(
+    config: Config,
+    plan: RunPlan,
+    rates: Rates | None = None,
+    prepare: Prepare | None = None,
+    micro_batches: int | None = None,
+) -> Simulated:
     """One optimizer step, after one that was not counted, on the rank that holds the most.
 
     rates: default: those of the plan's machine file.
+    prepare: changes each trainer before its steps.
+    micro_batches: simulated one by one at most. Default: 3; of a pipeline, as many as fill it twice,
+    because fewer do not show its memory.
 
     Raises UserError for a machine file that lacks a rate, and for what one rank alone on the meta
     device does not show.
@@ -26,12 +35,13 @@ def simulate(config: Config, plan: RunPlan, rates: Rates | None = None) -> Simul
     rates = rates or Rates.of(plan.machine)
     division = plan.division
     if division.ranks == 1:
-        counted = run_rank(config, plan, rates, 0, MICRO_BATCHES)
+        counted = run_rank(config, plan, rates, 0, micro_batches or MICRO_BATCHES, prepare)
         more = counted.loader.all - counted.loader.micro_batches
         return counted.result(config, partial(_with_micro_batches, counted.marks, more))
     ranks = plan.shape.pipeline_ranks(0)
+    most = micro_batches or ROUNDS * division.stages
     steps = {
-        place: run_rank(config, plan, rates, ranks[place], ROUNDS * division.stages)
+        place: run_rank(config, plan, rates, ranks[place], most, prepare)
         for place in division.distinct_ranks()
     }
     return combine(config, plan, rates, steps, next(iter(steps.values())).loader.all)

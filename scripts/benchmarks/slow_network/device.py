@@ -15,16 +15,22 @@ import torch
 from megafrontier.model.gpt import GPT
 
 
-def occupy(model: GPT, block_seconds: float) -> None:
-    """Let each block's forward take that much longer, and its backward twice that; 0 is no time."""
+Wait = Callable[[float], object]
+
+
+def occupy(model: GPT, block_seconds: float, wait: Wait = time.sleep) -> None:
+    """Let each block's forward take that much longer, and its backward twice that; 0 is no time.
+    `wait` waits for some seconds."""
     for block in model.blocks if block_seconds else ():
         # The instance's own: hooks that shard a block stay outside.
-        block.forward = _taking(block.forward, block_seconds)
+        block.forward = _taking(block.forward, block_seconds, wait)
 
 
-def _taking(forward: Callable[..., torch.Tensor], seconds: float) -> Callable[..., torch.Tensor]:
+def _taking(
+    forward: Callable[..., torch.Tensor], seconds: float, wait: Wait
+) -> Callable[..., torch.Tensor]:
     def slow(*arguments: Any, **named: Any) -> torch.Tensor:
-        output: torch.Tensor = _Wait.apply(forward(*arguments, **named), seconds)
+        output: torch.Tensor = _Wait.apply(forward(*arguments, **named), seconds, wait)
         return output
 
     return slow
@@ -35,15 +41,15 @@ class _Wait(torch.autograd.Function):
     gradient is there before the device would have it."""
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
+    def forward(ctx: Any, output: torch.Tensor, seconds: float, wait: Wait) -> torch.Tensor:
+        ctx.seconds, ctx.wait = seconds, wait
+        wait(seconds)
         return output.clone()  # itself would be a view, which cannot be sharded at
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
-        time.sleep(2 * ctx.seconds)
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None, None]:
+        ctx.wait(2 * ctx.seconds)
+        return gradients[0], None, None
 
 
 _LIBRARY: list[torch.library.Library] = []

@@ -1,0 +1,189 @@
+"""Steps on the slow network beside those that the planner predicts from a probe of it.
+
+    sudo python -m scripts.benchmarks.planning.accuracy OUT --measure [--slower 1 16]
+        [--accumulation 1 4] [--rows NAME …] [--steps 2]
+    python -m scripts.benchmarks.planning.accuracy OUT
+
+4 nodes of 4 ranks share the machine's cores; a block waits as if a device computed 0.1 s for its
+forward and twice that for its backward (slow_network/device.py). `--measure` probes the links at each
+rate and adds rows to OUT/measured.json. Without it, the same machine is simulated, and a table of all
+rows is printed. Measuring needs root, and quiet cores.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megafrontier.config import load_config
+from megafrontier.planner.simulation.meter import running_meter
+from megafrontier.planner.simulation.simulate import simulate
+from megafrontier.training.plan import resolve_plan
+from megafrontier.training.trainer import Trainer
+from scripts.benchmarks.slow_network.__main__ import STRATEGIES, write_inputs
+from scripts.benchmarks.slow_network.cluster import Cluster, interrupted_by_signals
+from scripts.benchmarks.slow_network.device import occupy
+from scripts.benchmarks.slow_network.job import Answer, Job
+from scripts.benchmarks.slow_network.links import links
+
+NODES, PER_NODE = 4, 4
+FULL_RATE = 17.6e6
+"""Bytes a second of a NIC at which a pass of all weights takes 12 % of a micro-step's compute, as on
+Frontier (slow_network)."""
+BLOCK_SECONDS = 0.1
+SETTING = ("model.layers=8", "model.sequence_length=64", "train.micro_batch=1")
+FULL = "partition.overlap=full"
+ROWS: dict[str, tuple[str, ...]] = {
+    each.name: (*each.overrides, FULL) for each in STRATEGIES if each.kind == "ours"
+} | {
+    "topo exact, overlap none": ("partition.strategy=topo", "partition.overlap=none"),
+    "topo exact, overlap safe": ("partition.strategy=topo", "partition.overlap=safe"),
+    "topo, tensor pair": ("partition.strategy=topo", "parallel.tensor=pair", FULL),
+    "topo, context pair": ("partition.strategy=topo", "parallel.context=pair", FULL),
+    "zero1, pipeline 2": ("partition.strategy=zero1", "parallel.pipeline=2", FULL),
+    "zero1, pipeline 4": ("partition.strategy=zero1", "parallel.pipeline=4", FULL),
+}
+
+
+def overrides_of(name: str, accumulation: int) -> tuple[str, ...]:
+    """Of a row: as many sequences for each rank as micro-batches, whatever is split."""
+    batch = NODES * PER_NODE * accumulation
+    return (*SETTING, f"train.global_batch={batch}", *ROWS[name])
+
+
+class Measured:
+    """OUT/measured.json: a machine file for each rate, and steps."""
+
+    def __init__(self, out: Path) -> None:
+        self._path = out / "measured.json"
+        empty: dict[str, Any] = {"machines": {}, "rows": []}
+        self.found = json.loads(self._path.read_text()) if self._path.exists() else empty
+
+    def write(self) -> None:
+        """Write the file."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(self.found, indent=1))
+
+
+def measure(measured: Measured, settings: argparse.Namespace) -> None:
+    """Add the probe and the rows of each rate."""
+    with (
+        interrupted_by_signals(),
+        tempfile.TemporaryDirectory(prefix="accuracy-") as folder,
+        links(NODES) as made,
+        Cluster(made, PER_NODE, Path(folder)) as cluster,
+    ):
+        config = str(write_inputs(Path(folder)))
+
+        def job(overrides: tuple[str, ...], module: str) -> Job:
+            return Job("ours", config, overrides, 0, settings.steps, 1, "", 0, "", BLOCK_SECONDS,
+                       module=module)  # fmt: skip
+
+        for slower in settings.slower:
+            made.shape(FULL_RATE / slower)
+            probe = job(SETTING, "scripts.benchmarks.planning.probing")
+            answers = cluster.answers(probe, NODES, 240)
+            measured.found["machines"][f"{slower:g}"] = machine_of(answers)
+            for accumulation, name in product(settings.accumulation, settings.rows):
+                overrides = overrides_of(name, accumulation)
+                found = cluster.run(job(overrides, Job.module), NODES, 240)
+                seconds = median_step(found)
+                row = {"name": name, "slower": slower, "accumulation": accumulation}
+                known = measured.found["rows"]
+                known[:] = [r for r in known if {k: r[k] for k in row} != row]
+                known.append(row | {"seconds": seconds, "others_cores": others_cores(found)})
+                print(row, f"{seconds:.3f} s", flush=True)
+                measured.write()
+
+
+def machine_of(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The values of a machine file: the median of all ranks' links, and the first rank's device."""
+    sizes = {"pair": 2, "node": 2, "world": NODES}
+    levels = {
+        name: {"size": size}
+        | {
+            key: statistics.median(answer["levels"][name][key] for answer in answers)
+            for key in answers[0]["levels"][name]
+        }
+        for name, size in sizes.items()
+    }
+    return {"levels": levels, "device": {"name": "cpu"} | answers[0]["device"]}
+
+
+def median_step(answers: list[Answer]) -> float:
+    """Seconds from the first rank's begin of a step to the last one's end."""
+    steps = range(len(answers[0].begins))
+    begins = [min(answer.begins[step] for answer in answers) for step in steps]
+    ends = [max(answer.ends[step] for answer in answers) for step in steps]
+    return statistics.median(end - begin for begin, end in zip(begins, ends, strict=True))
+
+
+def others_cores(answers: list[Answer]) -> float:
+    """Cores that other processes kept busy meanwhile."""
+    first = answers[0]
+    span = first.ends[-1] - first.begins[0]
+    return (first.machine_cpu_seconds - sum(a.cpu_seconds for a in answers)) / span
+
+
+def waiting(trainer: Trainer) -> None:
+    """Let the blocks of a simulated rank wait as those of a real one."""
+    occupy(trainer.model, BLOCK_SECONDS, wait=lambda seconds: running_meter().compute(seconds))
+
+
+def predict(row: dict[str, Any], machine: dict[str, Any], folder: Path) -> float:
+    """Seconds of a row's step by the planner."""
+    overrides = overrides_of(row["name"], row["accumulation"])
+    config = load_config(write_inputs(folder), (*overrides, f"machine={json.dumps(machine)}"))
+    plan = resolve_plan(config, NODES * PER_NODE)
+    return simulate(config, plan, prepare=waiting, micro_batches=4).seconds
+
+
+def table(measured: Measured) -> str:
+    """All rows, and the mean and the worst error."""
+    lines = ["| row | links | micro-batches | measured, s | predicted, s | error |",
+             "|---|---:|---:|---:|---:|---:|"]  # fmt: skip
+    errors = []
+    with tempfile.TemporaryDirectory() as folder:
+        for row in measured.found["rows"]:
+            seconds = predict(row, measured.found["machines"][f"{row['slower']:g}"], Path(folder))
+            errors.append(seconds / row["seconds"] - 1)
+            lines.append(
+                f"| {row['name']} | {row['slower']:g} × | {row['accumulation']} | "
+                f"{row['seconds']:.2f} | {seconds:.2f} | {100 * errors[-1]:+.1f} % |"
+            )
+            print(lines[-1], flush=True)
+    mean = statistics.fmean(map(abs, errors))
+    lines.append(f"\nmean error {mean:.1%}, worst {max(map(abs, errors)):.1%}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, or predict and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--slower", type=float, nargs="+", default=[1.0, 16.0])
+    parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--steps", type=int, default=2)
+    settings = parser.parse_args()
+    torch.set_num_threads(1)
+    measured = Measured(settings.out)
+    if settings.measure:
+        measure(measured, settings)
+    else:
+        found = table(measured)
+        (settings.out / "table.md").write_text(found + "\n")
+        print(found.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Published training rates on MI250X beside the planner's.
+
+    python -m scripts.benchmarks.planning.published [NAME …]
+
+Every row states the layout that its source gives, and what had to be assumed. The machine file and
+its one matrix rate are the only calibration. TF/s are counted as the source counts them:
+Megatron-DeepSpeed counts the recomputation of checkpointed blocks, torchtitan whole attention.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megafrontier.config import Config, ModelConfig, load_config
+from megafrontier.planner.layers import simulate_blocks
+from megafrontier.planner.simulation.simulate import simulate
+from megafrontier.training.plan import resolve_plan
+
+CONFIG = """
+run: {name: published}
+tokenizer: bytes
+data: {train: [{path: none}]}
+train: {precision: bf16, activation_checkpointing: block}
+machine: frontier
+"""
+
+
+def megatron_flops(model: ModelConfig) -> float:
+    """Of a token as Megatron-DeepSpeed counts: with recomputed blocks and whole attention (Narayanan
+    et al. 2021, arXiv:2104.04473, section 3.5)."""
+    layers, hidden = model.layers, model.hidden
+    blocks = 96 * layers * hidden**2
+    attention, head = model.sequence_length / (6 * hidden), model.vocab_size / (16 * layers * hidden)
+    return blocks * (1 + attention + head)
+
+
+def torchtitan_flops(model: ModelConfig) -> float:
+    """Of a token of an 8B Llama 3 as torchtitan counts: 6 for each parameter outside of the embedding,
+    and whole attention."""
+    attention = 12 * model.layers * model.hidden * model.sequence_length
+    return 6 * (8.03e9 - model.vocab_size * model.hidden) + attention
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published rate."""
+
+    name: str
+    devices: int
+    published: float
+    """TF/s a GCD, as the source counts."""
+    overrides: tuple[str, ...]
+    assumed: str
+    flops: Callable[[ModelConfig], float] = megatron_flops
+
+    def predicted(self, folder: Path) -> tuple[float, str]:
+        """TF/s a GCD, and what takes the most time."""
+        path = folder / "published.yaml"
+        path.write_text(CONFIG)
+        config = load_config(path, self.overrides)
+        plan = resolve_plan(config, self.devices)
+        is_pipeline = plan.division.ranks > 1
+        step = simulate(config, plan, micro_batches=4) if is_pipeline else simulate_blocks(config, plan)
+        rate = step.tokens_per_second / self.devices * self.flops(config.model) / 1e12
+        return rate, f"{step.seconds:.1f} s a step, bubble {step.bubble:.0%}, limit {step.limit}"
+
+
+def gpt(layers: int, hidden: int, heads: int) -> tuple[str, ...]:
+    """A GPT of GPT-3's shape with sequences of 2,048."""
+    return (
+        f"model.layers={layers}",
+        f"model.hidden={hidden}",
+        f"model.heads={heads}",
+        "model.sequence_length=2048",
+        "model.vocab_size=51200",
+    )
+
+
+def pipeline(tensor: int, stages: int, micro_batch: int, batch: int) -> tuple[str, ...]:
+    """Megatron-DeepSpeed's layout: a 1F1B pipeline, no exchange that overlaps, ZeRO-1."""
+    return (
+        f"parallel.tensor={tensor}",
+        f"parallel.pipeline={stages}",
+        f"train.micro_batch={micro_batch}",
+        f"train.global_batch={batch}",
+        "partition.strategy=zero1",
+        "partition.overlap=none",
+    )
+
+
+LLAMA_8B = (
+    "model.layers=32",
+    "model.hidden=4096",
+    "model.heads=32",
+    "model.kv_heads=8",
+    "model.ffn_hidden=14336",
+    "model.sequence_length=8192",
+    "model.vocab_size=128256",
+    "model.tie_embeddings=false",
+    "model.norm=layernorm",
+    "model.activation=swiglu",
+    "model.position=rotary",
+    "model.bias=false",
+)
+GPT_175B = gpt(96, 12288, 96)
+LUMI_175B = gpt(70, 14336, 112)
+ROWS = (
+    Row(
+        "8B, FSDP2",
+        64,
+        77,
+        (*LLAMA_8B, "train.micro_batch=1", "train.global_batch=64", "partition.strategy=zero3",
+         "train.activation_checkpointing=selective"),
+        "1 sequence of 8,192 a GCD, selective checkpointing, not compiled",
+        torchtitan_flops,
+    ),
+    Row(
+        "8B, TP8 × FSDP32 × DDP20",
+        5120,
+        35,
+        (*LLAMA_8B, "parallel.tensor=8", "partition.overlap=none", "train.micro_batch=21", "train.global_batch=13440",
+         "machine.levels.world.size=32", "machine.levels.all={gigabytes_per_second: 12.5}",
+         "partition.weights=world", "partition.gradients=world", "partition.optimizer=world"),
+        "21 sequences of 8,192 for each 8 GCDs, blocks checkpointed",
+        torchtitan_flops,
+    ),
+    Row("22B, TP1 × PP8", 16, 73.5, (*gpt(48, 6144, 48), *pipeline(1, 8, 1, 640)),
+        "batch 640 on 2 nodes"),
+    Row("175B, TP4 × PP16", 128, 69.2, (*GPT_175B, *pipeline(4, 16, 1, 1280)),
+        "batch 1,280 on 16 nodes"),
+    Row("1T, TP8 × PP64", 1024, 61.2, (*gpt(128, 25600, 128), *pipeline(8, 64, 1, 3200)),
+        "batch 3,200 on 128 nodes"),
+    *(
+        Row(f"LUMI 175B, {nodes} nodes", 8 * nodes, rate,
+            (*LUMI_175B, *pipeline(8, 8, 2, 1024), "partition.strategy=ddp",
+             "partition.wires.reduce={pair: fp32, node: fp32, world: fp32}"),
+            "TP8 × PP8, batch 1,024, micro-batch 2, ZeRO-0, gradients sent in fp32")
+        for nodes, rate in ((16, 67.0), (32, 64.3), (64, 59.6), (128, 52.9), (256, 40.3))
+    ),
+)  # fmt: skip
+
+
+def main(names: Sequence[str]) -> None:
+    """Print the table."""
+    print("| published | GCDs | assumed | TF/s a GCD | predicted | error | |")
+    print("|---|---:|---|---:|---:|---:|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for row in ROWS:
+            if names and not any(name in row.name for name in names):
+                continue
+            rate, why = row.predicted(Path(folder))
+            error = f"{100 * (rate / row.published - 1):+.0f} %"
+            print(f"| {row.name} | {row.devices:,} | {row.assumed} | {row.published:g} | "
+                  f"{rate:.1f} | {error} | {why} |", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    main(parser.parse_args().names)
