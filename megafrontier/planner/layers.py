@@ -6,6 +6,7 @@ from typing import Any
 
 from megafrontier.config import Config, ModelConfig
 from megafrontier.planner.simulation.rank import Simulated
+from megafrontier.planner.simulation.rates import Rates
 from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.training.plan import RunPlan, resolve_plan
 
@@ -22,25 +23,25 @@ def shallow_layers(model: ModelConfig) -> tuple[int, int]:
     return fewer, fewer + max(period, SHALLOW[1] - SHALLOW[0])
 
 
-def simulate_blocks(config: Config, plan: RunPlan) -> Simulated:
+def simulate_blocks(config: Config, plan: RunPlan, rates: Rates | None = None) -> Simulated:
     """`simulate` of a rank, in a time that does not depend on the number of blocks, unless a
-    pipeline divides them.
+    pipeline divides them. `rates`: default: those of the plan's machine file.
 
     Raises UserError as `simulate`.
     """
     layers = config.model.layers
     counts = shallow_layers(config.model)
     if layers <= counts[1] or plan.division.ranks > 1:
-        return simulate(config, plan)
-    fewer, more = (_with_layers(config, count, plan.levels.ranks) for count in counts)
+        return simulate(config, plan, rates)
+    fewer, more = (_with_layers(config, count, plan.levels.ranks, rates) for count in counts)
     times = (layers - counts[0]) / (counts[1] - counts[0])
     found: Simulated = _between(fewer, more, times)
     return found
 
 
-def _with_layers(config: Config, layers: int, ranks: int) -> Simulated:
+def _with_layers(config: Config, layers: int, ranks: int, rates: Rates | None) -> Simulated:
     shallow = replace(config, model=replace(config.model, layers=layers))
-    return simulate(shallow, resolve_plan(shallow, ranks))
+    return simulate(shallow, resolve_plan(shallow, ranks), rates)
 
 
 def _between(fewer: Any, more: Any, times: float) -> Any:

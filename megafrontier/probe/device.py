@@ -37,8 +37,8 @@ def measure_copies(device: torch.device) -> float:
 
 
 def measure_launches(device: torch.device) -> float:
-    """Microseconds that the host needs to start an operation, in forward and backward of a layer that
-    is too small to take any time itself."""
+    """Microseconds that the host needs to start an operation, in forward and backward of a layer
+    that is too small to take any time itself."""
     layer = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     layer.to(device)
     small = torch.zeros(4, 16, device=device)

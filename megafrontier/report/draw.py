@@ -13,6 +13,7 @@ import numpy as np
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config
 from megafrontier.report.experts import expert_rows
+from megafrontier.report.predicted import predicted_rows
 from megafrontier.report.read import Run, all_levels, levels_of, read_runs, strategy_of
 
 KINDS = ("weights", "gradients", "activations", "tokens")
@@ -283,6 +284,7 @@ def _table(runs: Sequence[Run]) -> str:
             shown = [_shown_kind(run, level, kind) for run in runs]
             if any(shown):
                 rows[f"{level}: {kind}"] = shown
+    rows |= predicted_rows(runs, short)
     heads = "".join(f"<th>{html.escape(run.label)}</th>" for run in runs)
     body = ""
     for title, shown in rows.items():

@@ -58,6 +58,15 @@ class Run:
         values = [line[quantity] for line in lines if line]
         return median(values) if values else None
 
+    def waited(self, level: str) -> float | None:
+        """Median seconds of a step in which the computation waited for collectives over `level`."""
+        lines = [line["comm"].get(level) for line in self.steps if line.get("comm")]
+        kinds = [
+            [kind for kind in line.values() if isinstance(kind, dict)] for line in lines if line
+        ]
+        waits = [sum(kind["seconds"] - kind["hidden"] for kind in of) for of in kinds if of]
+        return median(waits) if waits else None
+
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
     """The runs in `directories`, each with a different label.

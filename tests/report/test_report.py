@@ -18,6 +18,7 @@ from megafrontier.report.draw import (
     smooth,
     write_report,
 )
+from megafrontier.report.predicted import predicted_rows
 from megafrontier.report.read import levels_of, read_runs, strategy_of
 from tests.runs import make_config_file
 from tests.runs import run as train
@@ -181,11 +182,24 @@ def test_what_is_no_run_is_refused_in_one_line(tmp_path, capsys, text, reason):
 
 def test_all_that_a_real_run_writes_is_read(tmp_path):
     config = make_config_file(tmp_path)
-    written = train(config, 2, "machine=laptop", "train.steps=2", "evaluate.every=1")
+    device = "{name: cpu, matrix_tflops: 0.05, memory_gigabytes_per_second: 5}"
+    machine = f"machine={{levels: {{world: {{gigabytes_per_second: 0.001}}}}, device: {device}}}"
+    written = train(config, 2, machine, "train.steps=3", "evaluate.every=1")
     (run,) = read_runs([tmp_path / "run"])
     assert run.steps == [line for line in written if "valid_loss" not in line]
-    assert len(run.evaluations) == 2
+    assert len(run.evaluations) == 3
     assert run.levels == ["world"]
+    # What plan predicts stands beside it. Bytes of the usual step are the same.
+    rows = predicted_rows([run], short)
+    assert list(rows) == [
+        "seconds per step, predicted (measured)",
+        "world: sent per step, predicted (measured)",
+        "world: waited per step, predicted (measured)",
+    ]
+    assert all(re.fullmatch(r"[\d.e-]+ [mµ]?s \([\d.e-]+ [mµ]?s\)", rows[name][0])
+               for name in rows if "sent" not in name)  # fmt: skip
+    predicted, measured = rows["world: sent per step, predicted (measured)"][0].split(" (")
+    assert f"{predicted})" == measured
 
 
 def test_a_missing_matplotlib_is_named_with_its_install_command(make_run, monkeypatch):

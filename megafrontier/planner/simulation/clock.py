@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from megafrontier.partition.comm.streams import STREAMS, Task, WorkHandle
 
 COMPUTE = "compute"
+Bar = tuple[str, float, float]
+"""The timeline of work, or the level of a collective; its begin and its length in seconds."""
 _current: ContextVar["Clock"] = ContextVar("clock")
 
 
@@ -30,6 +32,8 @@ class Clock:
     """Where work is done now."""
     level: str = ""
     """The level of the last collective."""
+    bars: list[Bar] | None = None
+    """All work and when it was done, if it is to be drawn."""
 
     @property
     def now(self) -> float:
@@ -37,6 +41,10 @@ class Clock:
 
     def advance(self, seconds: float) -> None:
         """Work on the present timeline."""
+        self._draw(self.timeline, seconds)
+        self._work(seconds)
+
+    def _work(self, seconds: float) -> None:
         self.timelines[self.timeline] += seconds
         self.busy[self.timeline] += seconds
 
@@ -45,7 +53,12 @@ class Clock:
         self.level = level
         if self.timeline == COMPUTE:
             self.exposed[level] += seconds
-        self.advance(seconds)
+        self._draw(level, seconds)
+        self._work(seconds)
+
+    def _draw(self, row: str, seconds: float) -> None:
+        if self.bars is not None:
+            self.bars.append((row, self.now, seconds))
 
     def wait_until(self, time: float, level: str) -> None:
         """The present timeline waits for a collective over `level` that is over at `time`."""

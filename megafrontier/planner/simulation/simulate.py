@@ -25,8 +25,8 @@ def simulate(
 
     rates: default: those of the plan's machine file.
     prepare: changes each trainer before its steps.
-    micro_batches: simulated one by one at most. Default: 3; of a pipeline, as many as fill it twice,
-    because fewer do not show its memory.
+    micro_batches: simulated one by one at most. Default: 3; of a pipeline, as many as fill it
+    twice, because fewer do not show its memory.
 
     Raises UserError for a machine file that lacks a rate, and for what one rank alone on the meta
     device does not show.

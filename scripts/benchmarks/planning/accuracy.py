@@ -4,17 +4,17 @@
         [--accumulation 1 4] [--rows NAME …] [--steps 2]
     python -m scripts.benchmarks.planning.accuracy OUT
 
-4 nodes of 4 ranks share the machine's cores; a block waits as if a device computed 0.1 s for its
-forward and twice that for its backward (slow_network/device.py). `--measure` probes the links at each
-rate and adds rows to OUT/measured.json. Without it, the same machine is simulated, and a table of all
-rows is printed. Measuring needs root, and quiet cores.
+4 nodes of 4 ranks share the machine's cores; a block waits as if a device computed 0.3 s for its
+forward and twice that for its backward (slow_network/device.py). `--measure` probes the node's
+links and one rank's device once, and the network at each rate, and adds rows to OUT/measured.json.
+Without it, the same machine is simulated, and a table of all rows is printed. Measuring needs root,
+and quiet cores.
 """
 
 import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,14 @@ from scripts.benchmarks.slow_network.job import Answer, Job
 from scripts.benchmarks.slow_network.links import links
 
 NODES, PER_NODE = 4, 4
-FULL_RATE = 17.6e6
-"""Bytes a second of a NIC at which a pass of all weights takes 12 % of a micro-step's compute, as on
-Frontier (slow_network)."""
-BLOCK_SECONDS = 0.1
+FAST, LONG = 1e9, 2**22
+"""Bytes a second and bytes of a message with which the links within a node are probed."""
+PROBE_SECONDS = 0.3
+"""Of a message over the network."""
+FULL_RATE = 5.9e6
+"""Bytes a second of a NIC at which a pass of all weights takes 12 % of a micro-step's compute, as
+on Frontier (slow_network)."""
+BLOCK_SECONDS = 0.3
 SETTING = ("model.layers=8", "model.sequence_length=64", "train.micro_batch=1")
 FULL = "partition.overlap=full"
 ROWS: dict[str, tuple[str, ...]] = {
@@ -81,38 +85,53 @@ def measure(measured: Measured, settings: argparse.Namespace) -> None:
     ):
         config = str(write_inputs(Path(folder)))
 
-        def job(overrides: tuple[str, ...], module: str) -> Job:
+        def job(overrides: tuple[str, ...], module: str = Job.module, **options: str) -> Job:
             return Job("ours", config, overrides, 0, settings.steps, 1, "", 0, "", BLOCK_SECONDS,
-                       module=module)  # fmt: skip
+                       options, module)  # fmt: skip
 
+        def probe(rate: float, size: float) -> list[dict[str, Any]]:
+            made.shape(rate)
+            module = "scripts.benchmarks.planning.probing"
+            return cluster.answers(job(SETTING, module, bytes=str(int(size))), NODES, 240)
+
+        if "local" not in measured.found:
+            measured.found["local"] = machine_of(probe(FAST, LONG))
+            measured.write()
         for slower in settings.slower:
-            made.shape(FULL_RATE / slower)
-            probe = job(SETTING, "scripts.benchmarks.planning.probing")
-            answers = cluster.answers(probe, NODES, 240)
-            measured.found["machines"][f"{slower:g}"] = machine_of(answers)
+            rate = FULL_RATE / slower
+            found = machine_of(probe(rate, rate / PER_NODE * PROBE_SECONDS))
+            local = measured.found["local"]
+            levels = local["levels"] | {"world": found["levels"]["world"]}
+            measured.found["machines"][f"{slower:g}"] = {**local, "levels": levels}
             for accumulation, name in product(settings.accumulation, settings.rows):
                 overrides = overrides_of(name, accumulation)
-                found = cluster.run(job(overrides, Job.module), NODES, 240)
-                seconds = median_step(found)
+                answers = cluster.run(job(overrides), NODES, 240)
+                seconds = median_step(answers)
                 row = {"name": name, "slower": slower, "accumulation": accumulation}
                 known = measured.found["rows"]
                 known[:] = [r for r in known if {k: r[k] for k in row} != row]
-                known.append(row | {"seconds": seconds, "others_cores": others_cores(found)})
+                known.append(row | {"seconds": seconds, "others_cores": others_cores(answers)})
                 print(row, f"{seconds:.3f} s", flush=True)
                 measured.write()
 
 
 def machine_of(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """The values of a machine file: the median of all ranks' links, and the first rank's device."""
-    sizes = {"pair": 2, "node": 2, "world": NODES}
-    levels = {
-        name: {"size": size}
-        | {
-            key: statistics.median(answer["levels"][name][key] for answer in answers)
-            for key in answers[0]["levels"][name]
+    """The values of a machine file: of each level the median of the kinds of exchanges, each the
+    median of all ranks, and the first rank's device."""
+    levels = {}
+    for name, size in {"pair": 2, "node": 2, "world": NODES}.items():
+        kinds = [
+            [
+                statistics.median(answer["levels"][name][kind][of] for answer in answers)
+                for of in (0, 1)
+            ]
+            for kind in answers[0]["levels"][name]
+        ]
+        levels[name] = {
+            "size": size,
+            "gigabytes_per_second": statistics.median(rate for rate, _ in kinds) / 1e9,
+            "latency_microseconds": statistics.median(latency for _, latency in kinds) * 1e6,
         }
-        for name, size in sizes.items()
-    }
     return {"levels": levels, "device": {"name": "cpu"} | answers[0]["device"]}
 
 

@@ -9,15 +9,12 @@ from megafrontier.probe.device import measure_device
 from megafrontier.probe.links import measure_collectives, measure_pairs
 from scripts.benchmarks.slow_network.job import Job
 
-MESSAGE_BYTES = 2**17
-"""Of the large messages: the links are so slow that longer ones would take minutes."""
-
 
 @dataclass
 class Probed:
-    """What one rank measured: the values of a machine file."""
+    """What one rank measured: bytes a second and seconds by level and kind, and its device."""
 
-    levels: dict[str, dict[str, float]]
+    levels: dict[str, dict[str, tuple[float, float]]]
     device: dict[str, Any]
 
 
@@ -26,23 +23,21 @@ def prepare(job: Job) -> None:
 
 
 def run(job: Job) -> Probed:
-    """Links with all ranks side by side. The device with all other ranks idle, because ranks that wait
-    for a device leave the cores to those that do not."""
+    """Links with all ranks side by side, by messages of `job.options["bytes"]`. The device with all
+    other ranks idle, because ranks that wait for a device leave the cores to those that do not."""
+    large = int(job.options["bytes"])
     config = load_config(job.config, job.overrides)
     with join_machine(config) as (plan, mesh):
         hierarchy, device = mesh.hierarchy(), {}
-        pairs = measure_pairs(hierarchy, MESSAGE_BYTES)
-        collectives = measure_collectives(hierarchy, MESSAGE_BYTES)
+        pairs = measure_pairs(hierarchy, large)
+        collectives = measure_collectives(hierarchy, large)
         if mesh.world.rank == 0:
             found, _ = measure_device(mesh.device, plan.machine.device)
             names = ("matrix_tflops", "memory_gigabytes_per_second", "launch_microseconds")
             device = {name: getattr(found, name) for name in names}
         mesh.world.all_true(True)
-        levels = {}
-        for name, pair, others in zip(plan.levels.names, pairs, collectives, strict=True):
-            rates = [link.bytes_per_second for link in (pair, *others.values())]
-            levels[name] = {
-                "gigabytes_per_second": max(rates) / 1e9,
-                "latency_microseconds": pair.latency_seconds * 1e6,
-            }
+    levels = {}
+    for name, pair, others in zip(plan.levels.names, pairs, collectives, strict=True):
+        kinds = {"pair": pair, **others}
+        levels[name] = {k: (v.bytes_per_second, v.latency_seconds) for k, v in kinds.items()}
     return Probed(levels, device)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megafrontier.config import Config, ModelConfig, load_config
+from megafrontier.config import ModelConfig, load_config
 from megafrontier.planner.layers import simulate_blocks
 from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.training.plan import resolve_plan
@@ -28,17 +28,20 @@ machine: frontier
 
 
 def megatron_flops(model: ModelConfig) -> float:
-    """Of a token as Megatron-DeepSpeed counts: with recomputed blocks and whole attention (Narayanan
-    et al. 2021, arXiv:2104.04473, section 3.5)."""
+    """Of a token as Megatron-DeepSpeed counts: with recomputed blocks and whole attention
+    (Narayanan et al. 2021, arXiv:2104.04473, section 3.5)."""
     layers, hidden = model.layers, model.hidden
     blocks = 96 * layers * hidden**2
-    attention, head = model.sequence_length / (6 * hidden), model.vocab_size / (16 * layers * hidden)
+    attention, head = (
+        model.sequence_length / (6 * hidden),
+        model.vocab_size / (16 * layers * hidden),
+    )
     return blocks * (1 + attention + head)
 
 
 def torchtitan_flops(model: ModelConfig) -> float:
-    """Of a token of an 8B Llama 3 as torchtitan counts: 6 for each parameter outside of the embedding,
-    and whole attention."""
+    """Of a token of an 8B Llama 3 as torchtitan counts: 6 for each parameter outside of the
+    embedding, and whole attention."""
     attention = 12 * model.layers * model.hidden * model.sequence_length
     return 6 * (8.03e9 - model.vocab_size * model.hidden) + attention
 
@@ -62,7 +65,11 @@ class Row:
         config = load_config(path, self.overrides)
         plan = resolve_plan(config, self.devices)
         is_pipeline = plan.division.ranks > 1
-        step = simulate(config, plan, micro_batches=4) if is_pipeline else simulate_blocks(config, plan)
+        step = (
+            simulate(config, plan, micro_batches=4)
+            if is_pipeline
+            else simulate_blocks(config, plan)
+        )
         rate = step.tokens_per_second / self.devices * self.flops(config.model) / 1e12
         return rate, f"{step.seconds:.1f} s a step, bubble {step.bubble:.0%}, limit {step.limit}"
 
@@ -104,6 +111,7 @@ LLAMA_8B = (
     "model.position=rotary",
     "model.bias=false",
 )
+LUMI_RATES = {16: 67.0, 32: 64.3, 64: 59.6, 128: 52.9, 256: 40.3}
 GPT_175B = gpt(96, 12288, 96)
 LUMI_175B = gpt(70, 14336, 112)
 ROWS = (
@@ -120,10 +128,12 @@ ROWS = (
         "8B, TP8 × FSDP32 × DDP20",
         5120,
         35,
-        (*LLAMA_8B, "parallel.tensor=8", "partition.overlap=none", "train.micro_batch=21", "train.global_batch=13440",
-         "machine.levels.world.size=32", "machine.levels.all={gigabytes_per_second: 12.5}",
+        (*LLAMA_8B, "parallel.tensor=8", "partition.overlap=none",
+         "train.micro_batch=21", "train.global_batch=13440",
+         "machine.levels.world.size=32", "machine.levels.world.gigabytes_per_second=3.125",
+         "machine.levels.all={gigabytes_per_second: 3.125}",
          "partition.weights=world", "partition.gradients=world", "partition.optimizer=world"),
-        "21 sequences of 8,192 for each 8 GCDs, blocks checkpointed",
+        "21 sequences of 8,192 for each 8 GCDs, blocks checkpointed, one NIC a node",
         torchtitan_flops,
     ),
     Row("22B, TP1 × PP8", 16, 73.5, (*gpt(48, 6144, 48), *pipeline(1, 8, 1, 640)),
@@ -137,7 +147,15 @@ ROWS = (
             (*LUMI_175B, *pipeline(8, 8, 2, 1024), "partition.strategy=ddp",
              "partition.wires.reduce={pair: fp32, node: fp32, world: fp32}"),
             "TP8 × PP8, batch 1,024, micro-batch 2, ZeRO-0, gradients sent in fp32")
-        for nodes, rate in ((16, 67.0), (32, 64.3), (64, 59.6), (128, 52.9), (256, 40.3))
+        for nodes, rate in LUMI_RATES.items()
+    ),
+    *(
+        Row(f"the same, {nodes} nodes", 8 * nodes, LUMI_RATES[nodes],
+            (*LUMI_175B, *pipeline(8, 8, 2, 1024), "partition.strategy=ddp",
+             "partition.wires.reduce={pair: fp32, node: fp32, world: fp32}",
+             "machine.levels.world.gigabytes_per_second=3.125"),
+            "and RCCL reaches a quarter of the NICs")
+        for nodes in (16, 128, 256)
     ),
 )  # fmt: skip
 

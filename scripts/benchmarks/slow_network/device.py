@@ -14,7 +14,6 @@ import torch
 
 from megafrontier.model.gpt import GPT
 
-
 Wait = Callable[[float], object]
 
 
