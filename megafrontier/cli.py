@@ -335,11 +335,21 @@ def _checkpoint(a: argparse.Namespace) -> int:
     _arg(
         "--out", "default: the directory of a single run, else ./report", type=Path, metavar="DIR"
     ),
+    _arg("--live", "serve the report, and draw it anew while runs go on", action="store_true"),
+    _arg("--port", "with --live; default: 8000", type=int, default=8000, metavar="N"),
+    _arg("--host", "with --live: address; default: this machine only", default="127.0.0.1"),
+    _arg("--seconds", "with --live, between drawings; default: 15", type=float, default=15.0),
 )
 def _report(a: argparse.Namespace) -> None:
     from megafrontier.report.draw import write_report
+    from megafrontier.report.live import serve_report
+    from megafrontier.report.throughput import throughput_table
 
+    if a.live:
+        serve_report(a.runs, a.host, a.port, a.seconds, partial(print, flush=True))
+        return
     print(write_report(a.runs, a.out))
+    print(throughput_table(a.runs))
 
 
 @_command(

@@ -149,6 +149,8 @@ class LogConfig:
     """Weights & Biases. online continues offline if the service cannot be reached."""
     tensorboard: bool = False
     """Write TensorBoard events into the run directory."""
+    mlflow: str = ""
+    """URI of an MLflow tracking server. Metrics are sent to it in the background. Empty: none."""
     trace: bool = False
     """Write a timeline of the first rank, with the first 200,000 events, to trace.json in the run
     directory (open it in ui.perfetto.dev). `train --trace` is short for it."""

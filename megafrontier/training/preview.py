@@ -61,7 +61,8 @@ def check_training(config: Config, ranks: int, parts: Sequence[Part] = PARTS) ->
 def _check_packages(config: Config) -> None:
     log = config.log
     wandb = "" if log.wandb == "disabled" else log.wandb
-    for package, value in {"wandb": wandb, "tensorboard": "true" * log.tensorboard}.items():
+    chosen = {"wandb": wandb, "tensorboard": "true" * log.tensorboard, "mlflow": log.mlflow}
+    for package, value in chosen.items():
         if value and find_spec(package) is None:
             need = f"needs a package: pip install megafrontier[{package}]"
             raise UserError(f"log.{package}: {value}, {need}")

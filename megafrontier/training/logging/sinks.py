@@ -1,11 +1,15 @@
-"""Where a run's metrics go: metrics.jsonl always, Weights & Biases and TensorBoard on request.
+"""Where a run's metrics go: metrics.jsonl always, W&B, TensorBoard and MLflow on request.
 
 Only the first rank opens sinks. One `write` is one optimizer step, or one evaluation.
 """
 
 import json
 import os
+import re
+import time
 import uuid
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,7 +108,7 @@ class WandbSink:
             wandb.init,
             project="megafrontier",
             name=config.run.name,
-            id=_wandb_id(directory / "wandb" / "id", resume_step),
+            id=_kept_id(directory / "wandb" / "id", resume_step, lambda: uuid.uuid4().hex[:12]),
             dir=str(directory),
             config=config_to_dict(config),
             settings=settings,
@@ -132,12 +136,12 @@ class WandbSink:
         self._run.finish()
 
 
-def _wandb_id(path: Path, resume_step: int) -> str:
-    """The id of the resumed run, or a new one, kept beside W&B's files."""
+def _kept_id(path: Path, resume_step: int, make: Callable[[], str]) -> str:
+    """The service's id of the resumed run, or a new one, kept in a file."""
     if resume_step > 0 and path.is_file():
         return path.read_text(encoding="utf-8").strip()
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = uuid.uuid4().hex[:12]
+    new = make()
     write_atomically(path, new + "\n")
     return new
 
@@ -164,6 +168,63 @@ class TensorboardSink:
         self._writer.close()
 
 
+class MlflowSink:
+    """A run of an MLflow server, in the experiment `megafrontier`. Nested metrics become
+    `comm/pair/bytes`."""
+
+    name = "mlflow"
+
+    def __init__(self, config: Config, directory: Path, resume_step: int) -> None:
+        """A resumed run goes on as the same run of MLflow. Raises UserError if the server cannot
+        be used."""
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        self._metric, self._pending = Metric, deque[Any](maxlen=1)
+        self._client: Any = MlflowClient(tracking_uri=config.log.mlflow)
+        try:
+            make = partial(self._make, config.run.name)
+            self._id = _kept_id(directory / "mlflow" / "id", resume_step, make)
+            if resume_step == 0:
+                values = _flat(config_to_dict(config))
+                params = [Param(key, str(value)[:500]) for key, value in values.items()]
+                for first in range(0, len(params), 100):  # the most that a request may have
+                    self._client.log_batch(self._id, params=params[first : first + 100])
+        except Exception as error:  # of the network, of the server, or of mlflow
+            line = f"log.mlflow: {config.log.mlflow}, mlflow does not start: {error}"
+            raise UserError(line) from error
+
+    def _make(self, name: str) -> str:
+        found = self._client.get_experiment_by_name("megafrontier")
+        place = found.experiment_id if found else self._client.create_experiment("megafrontier")
+        return str(self._client.create_run(place, run_name=name).info.run_id)
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Hand on the numbers of one step; a thread of mlflow sends them."""
+        now, step = round(time.time() * 1000), values["step"]
+        numbers = _flat_numbers(values).items()
+        metrics = [
+            self._metric(re.sub(r"[^\w\-. :/]", "_", name), float(number), now, step)
+            for name, number in numbers
+        ]
+        self._pending.append(self._client.log_batch(self._id, metrics=metrics, synchronous=False))
+
+    def close(self) -> None:
+        """Wait until all is sent, and end the run of MLflow."""
+        for operation in self._pending:
+            operation.wait()
+        self._client.set_terminated(self._id)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested options as `model.layers`."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        nested = isinstance(value, dict) and value
+        flat |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return flat
+
+
 def _flat_numbers(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
     """`{"comm": {"pair": {"bytes": 8}}}` as `{"comm/pair/bytes": 8}`, without what is no number."""
     flat: dict[str, float] = {}
@@ -175,18 +236,20 @@ def _flat_numbers(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
     return flat
 
 
-Sink = JsonLines | WandbSink | TensorboardSink
+Sink = JsonLines | WandbSink | TensorboardSink | MlflowSink
 
 
 def open_sinks(config: Config, directory: Path, resume_step: int) -> list[Sink]:
     """The sinks of `config.log`, in the run directory, continued after `resume_step` (0: new run).
 
-    Raises UserError if W&B does not start, OSError if the directory cannot be written.
+    Raises UserError if W&B or MLflow does not start, OSError if the directory cannot be written.
     """
     sinks: list[Sink] = []
     if config.log.wandb != "disabled":
         sinks.append(WandbSink(config, directory, resume_step))
     if config.log.tensorboard:
         sinks.append(TensorboardSink(directory, resume_step))
+    if config.log.mlflow:
+        sinks.append(MlflowSink(config, directory, resume_step))
     # The last one, because it drops lines for good.
     return [JsonLines(directory / "metrics.jsonl", resume_step), *sinks]

@@ -2,7 +2,8 @@
 
 import json
 import math
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from megafrontier.training.logging import run_log
 from megafrontier.training.logging.sinks import (
     FINISH_SECONDS,
     JsonLines,
+    MlflowSink,
     TensorboardSink,
     WandbSink,
 )
@@ -160,3 +162,72 @@ def test_tensorboard_has_nested_metrics_and_forgets_the_steps_that_a_resumed_run
     tags = {"loss", "skipped", "comm/pair/bytes", "comm/pair/seconds"}
     assert set(events.Tags()["scalars"]) == tags
     assert [(e.step, e.value) for e in events.Scalars("comm/pair/bytes")] == [(1, 4096.0)]
+
+
+@pytest.fixture
+def mlflow_calls(monkeypatch):
+    """A stand-in for MLflow's client. Gives what it was asked to do."""
+    calls = []
+
+    class Client:
+        def __init__(self, tracking_uri):
+            calls.append(("uri", tracking_uri))
+
+        def get_experiment_by_name(self, name):
+            return None
+
+        def create_experiment(self, name):
+            return name
+
+        def create_run(self, experiment, run_name):
+            return SimpleNamespace(info=SimpleNamespace(run_id=f"{experiment}/{run_name}"))
+
+        def log_batch(self, run, metrics=(), params=(), synchronous=True):
+            if metrics:
+                assert not synchronous
+                calls.append((run, {m.key: (m.value, m.step) for m in metrics}))
+            return SimpleNamespace(wait=lambda: calls.append("sent"))
+
+        def set_terminated(self, run):
+            calls.append("ended")
+
+    def entity(*names):
+        return lambda *values: SimpleNamespace(**dict(zip(names, values, strict=True)))
+
+    module, entities = ModuleType("mlflow"), ModuleType("mlflow.entities")
+    module.MlflowClient = Client
+    entities.Metric, entities.Param = entity("key", "value", "at", "step"), entity("key", "value")
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    return calls
+
+
+def test_mlflow_gets_every_number_by_its_path_and_a_resumed_run_is_the_same_run(
+    tmp_path, mlflow_calls
+):
+    config = Config()
+    config.run.name, config.log.mlflow = "mine", "http://host:5000"
+    tasks = {"arc": {"acc,strict": 0.5}}
+    for resume_step, line in ((0, STEP), (1, {"step": 2, "tasks": tasks})):
+        sink = MlflowSink(config, tmp_path, resume_step)
+        sink.write(line)
+        sink.close()
+        config.run.name = "renamed"
+    first, second = (call for call in mlflow_calls if call[0] == "megafrontier/mine")
+    assert first[1]["loss"] == (STEP["loss"], STEP["step"])
+    assert any(key.startswith("comm/") for key in first[1])
+    assert second[1] == {"tasks/arc/acc_strict": (0.5, 2)}
+    assert mlflow_calls[-2:] == ["sent", "ended"]
+
+
+def test_an_mlflow_server_that_cannot_be_used_is_named_in_one_line(
+    tmp_path, mlflow_calls, monkeypatch
+):
+    def refuse(*_, **__):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(sys.modules["mlflow"].MlflowClient, "create_run", refuse)
+    config = Config()
+    config.log.mlflow = "http://host:5000"
+    with pytest.raises(UserError, match=r"^log\.mlflow: http://host:5000, .* no route to host$"):
+        MlflowSink(config, tmp_path, 0)
