@@ -37,16 +37,41 @@ class LateWeights(nn.Module):
         raise NotImplementedError
 
 
+class OtherGradients:
+    """The gradients of all other parameters, summed over the backwards of inputs since the last
+    backward of weights.
+
+    A sum, because the matrix of an embedding or a head may be as large as a stage's blocks.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[Tensor, Tensor | None] = {}
+
+    def add(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Add a gradient. Sums are fp32."""
+        total = self._sums.get(parameter)
+        self._sums[parameter] = gradient if total is None else total.float() + gradient
+
+    def take(self) -> list[tuple[Tensor, Tensor]]:
+        """Each parameter that had a gradient in this step, and its sum, in the parameter's type."""
+        found = [
+            (parameter, parameter.new_zeros(()).expand(parameter.shape) if total is None else total)
+            for parameter, total in self._sums.items()
+        ]
+        self._sums = dict.fromkeys(self._sums)
+        return [(parameter, total.to(parameter.dtype)) for parameter, total in found]
+
+
 @dataclass
 class LateGradients:
     """What a backward of inputs leaves to the backward of weights."""
 
+    others: OtherGradients
+    """Of the same stage."""
     copies: bool
     """Whether kept tensors are copied. Compiled code reuses the memory of what it passes on."""
     products: list[tuple[int, list[Tensor]]] = field(default_factory=list)
     """Number of a layer, and what it keeps."""
-    others: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Other parameters and their gradients, which are there."""
 
 
 _keeping: list[LateGradients] = []

@@ -4,6 +4,7 @@ Every rank reads the whole micro-batches itself, because they are a pure functio
 only hidden states and their gradients cross a stage's border.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megafrontier.model.gpt import GPT
-from megafrontier.model.late_weights import LateGradients
+from megafrontier.model.late_weights import LateGradients, OtherGradients
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.partition.engine import Engine
 from megafrontier.partition.modules.gathers import Pass
@@ -149,7 +150,11 @@ class Pipeline:
         at = action.stage, action.micro_batch
         hidden, result = step.graphs.pop(at)
         gradient, step.late[at] = self._split.inputs(
-            result, self._needed(step, action), hidden, self._parameters(action.stage)
+            result,
+            self._needed(step, action),
+            hidden,
+            self._parameters(action.stage),
+            step.others[action.stage],
         )
         if gradient is not None:
             self._made(step, action, gradient)
@@ -212,3 +217,4 @@ class _Step:
         default_factory=dict
     )
     late: dict[tuple[int, int], LateGradients] = field(default_factory=dict)
+    others: dict[int, OtherGradients] = field(default_factory=lambda: defaultdict(OtherGradients))

@@ -2,7 +2,7 @@
 
 The first part leaves out one matrix product of each linear layer, which is half of its backward. It
 keeps the layer's input and the gradient of its output instead (`model/late_weights.py`). All other
-parameters (norms, biases, embeddings) get their gradients in the first part, and keep them until
+parameters (norms, biases, embeddings) get their gradients in the first part, which are kept until
 the second: so autograd's hooks on parameters see one backward per micro-batch, the second part.
 """
 
@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 from megafrontier.model.late_weights import (
     LateGradients,
     LateWeights,
+    OtherGradients,
     keep_for_weights,
     keeping,
 )
@@ -90,22 +91,22 @@ class SplitBackward:
         gradient: Tensor | None,
         hidden: Tensor | None,
         parameters: Iterable[Tensor],
+        others: OtherGradients,
     ) -> tuple[Tensor | None, LateGradients]:
         """Backward from `result`, with its `gradient`, to `hidden`.
 
         Returns the gradient of `hidden`, if there is one, and what is left to do for `parameters`.
+        others: is given the gradients of those that are not left. One for each stage and step.
         """
-        late = LateGradients(self._copies)
+        late = LateGradients(others, self._copies)
         matrices = {id(matrix) for layer in self._layers for matrix in layer.late_matrices}
-        others = [p for p in parameters if p.requires_grad and id(p) not in matrices]
-        ends = [*others, *self._numbers, *([] if hidden is None else [hidden])]
+        whole = [p for p in parameters if p.requires_grad and id(p) not in matrices]
+        ends = [*whole, *self._numbers, *([] if hidden is None else [hidden])]
         with keeping(late):
             found = torch.autograd.grad(result, ends, gradient, allow_unused=True)
-        late.others = [
-            (parameter, found_gradient)
-            for parameter, found_gradient in zip(others, found, strict=False)
-            if found_gradient is not None
-        ]
+        for parameter, found_gradient in zip(whole, found, strict=False):
+            if found_gradient is not None:
+                others.add(parameter, found_gradient)
         return None if hidden is None else found[-1], late
 
     def weights(self, late: LateGradients) -> None:
@@ -114,8 +115,8 @@ class SplitBackward:
             (self._layers[number].late_matrices, self._starter(number, kept))
             for number, kept in late.products
         ]
-        parts += [([parameter], partial(_given, made)) for parameter, made in late.others]
-        late.products, late.others = [], []
+        parts += [([parameter], partial(_given, made)) for parameter, made in late.others.take()]
+        late.products = []
         parts.sort(key=lambda part: self._places[id(part[0][0])])
         queue = _Queue([start for _, start in parts])
         # Autograd runs the newest first.

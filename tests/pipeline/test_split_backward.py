@@ -6,6 +6,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 
+from megafrontier.model.late_weights import OtherGradients
 from megafrontier.pipeline.split_backward import SplitBackward
 from tests.model.small_models import SHAPES, small_config
 
@@ -18,10 +19,10 @@ def gradients(model):
 
 def run(model, tokens, split):
     """Two micro-batches in flight: both backwards of inputs, then both of weights."""
-    late = []
+    late, others = [], OtherGradients()
     for rows in (tokens[:1], tokens[1:]):
         loss = model(rows, rows)
-        _, left = split.inputs(loss, None, None, model.parameters())
+        _, left = split.inputs(loss, None, None, model.parameters(), others)
         assert all(p.grad is None for p in model.parameters())
         late.append(left)
     for left in late:
@@ -69,7 +70,8 @@ def test_the_first_part_leaves_the_products_for_weights_to_the_second(make_model
     backward = flops(loss.backward)
     split = SplitBackward(model, model.blocks, copies=False)
     loss, late = model(tokens, tokens), []
-    first = flops(lambda: late.append(split.inputs(loss, None, None, model.parameters())[1]))
+    given = loss, None, None, model.parameters(), OtherGradients()
+    first = flops(lambda: late.append(split.inputs(*given)[1]))
     blocks = sum(m.weight.numel() for m in model.blocks.modules() if isinstance(m, nn.Linear))
     second = 2 * tokens.numel() * blocks
     assert first + second == backward

@@ -7,6 +7,7 @@ import torch
 
 from megafrontier.common.errors import UserError
 from megafrontier.config.model.moe import MoEConfig
+from megafrontier.model.late_weights import OtherGradients
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import Splits
 from megafrontier.partition.presets import work_wires
@@ -71,7 +72,7 @@ def _train_in_two_parts(model, engine, tokens):
     split = SplitBackward(model, model.blocks, copies=False)
     loss = model(tokens, tokens)
     with engine.stage(0, True, True, "inputs"):
-        _, late = split.inputs(loss, None, None, model.parameters())
+        _, late = split.inputs(loss, None, None, model.parameters(), OtherGradients())
     with engine.stage(0, True, True, "weights"):
         split.weights(late)
 
