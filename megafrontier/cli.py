@@ -353,7 +353,7 @@ def _report(a: argparse.Namespace) -> None:
 
 
 @_command(
-    "list the configs, machine files and Slurm files that come with the package, or copy one",
+    "list the configs, models, machine files and Slurm files of the package, or copy one",
     _arg("--copy", "copy it into the working directory", metavar="NAME"),
     _arg("--out", "with --copy: the file or folder to write", type=Path, metavar="PATH"),
 )

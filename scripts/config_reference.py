@@ -41,6 +41,11 @@ megafrontier train configs/quickstart.yaml --nproc 8 run.name=try train.steps=20
   optimizer: world}` works over a file that names a strategy.
 - **References.** `${run.name}` stands for another key's value, `${oc.env:SCRATCH}` for an
   environment variable.
+- **Models.** `model.preset=qwen3-8b`, in a file or on the command line, is the shape of a published
+  model: a name from `configs/models/` (in the current directory, then among the installed ones;
+  `megafrontier configs` lists them). It replaces all of `model` that came before. Keys beside it or
+  after it change it: `model: {preset: qwen3-8b, sequence_length: 4096}`. `model: qwen3-8b` is short
+  for it.
 - **Machines.** `machine` is a name from `configs/machines/` (in the current directory, then among
   the installed ones), the path of such a file, or its content inline. Only the outermost level
   may leave its `size` open. `machine.levels.world.size=16` changes one value of a named machine,

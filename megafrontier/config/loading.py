@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megafrontier.common.errors import UserError, as_fatal_error, need
 from megafrontier.common.files import search_folder_hint, write_atomically
 from megafrontier.config.machine import MachineConfig
+from megafrontier.config.model.gpt import ModelConfig
 from megafrontier.config.schema import Config, RunConfig
 from megafrontier.config.shipped import find_config, shipped_folder
 from megafrontier.config.validation import build, check, check_machine
@@ -134,9 +135,14 @@ def _resolved(values: dict[str, Any]) -> Any:
 
 def _merged(below: Any, above: Any, name: str = "") -> Any:
     """`above` over `below`, the value of `name`: mappings are merged, all else is replaced."""
+    if name == "model" and isinstance(above, str):
+        above = {"preset": above}
     if not isinstance(above, dict):
         is_short = name in _SHORT and isinstance(above, str)
         return {_SHORT[name]: above} if is_short else above
+    if name == "model" and "preset" in above:
+        above = dict(above)
+        below = _preset(above.pop("preset"))
     section = _section(below, name)
     merged = {key: _merged(section.get(key), value, key) for key, value in above.items()}
     # A mapping that names all levels of a machine also says their order.
@@ -152,6 +158,13 @@ def _section(value: Any, name: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def _preset(name: Any) -> dict[str, Any]:
+    """The section `model` of a published model, with defaults for all that it leaves open."""
+    path = _named_file("models", str(name), "model.preset")
+    found: dict[str, Any] = _merged(asdict(ModelConfig()), _read_yaml(path))
+    return found
+
+
 def _without_default_directory(values: dict[str, Any]) -> dict[str, Any]:
     """A run's config.yaml holds its directory, which is not that of a run with another name."""
     run = values.get("run")
@@ -163,13 +176,20 @@ def _without_default_directory(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _machine_file(name: str) -> Path:
-    folders = [Path("configs/machines"), shipped_folder() / "configs" / "machines"]
-    for path in (Path(name), *(folder / f"{name}.yaml" for folder in folders)):
+    path = Path(name)
+    return path if path.is_file() else _named_file("machines", name, "machine")
+
+
+def _named_file(kind: str, name: str, key: str) -> Path:
+    """The file of this name in configs/KIND, here or among those that come with the package."""
+    folders = [Path("configs") / kind, shipped_folder() / "configs" / kind]
+    for path in (folder / f"{name}.yaml" for folder in folders):
         if path.is_file():
             return path
     known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
     said = f": no such file{search_folder_hint(name)}" if name.endswith(".yaml") else ""
-    raise UserError(f"machine: {name}{said}, need the path of a machine file or one of {known}")
+    whole = "" if kind == "models" else "the path of a machine file or "
+    raise UserError(f"{key}: {name}{said}, need {whole}one of {known}")
 
 
 def _read_yaml(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -222,5 +242,7 @@ def _set(below: Any, parts: Sequence[str], value: Any, origin: str, name: str = 
         items = list(below)
         items[int(part)] = _set(items[int(part)], rest, value, origin, part)
         return items
+    if (name, part) == ("model", "preset"):
+        return _merged(below, {part: value}, name)
     section = _section(below, name)
     return section | {part: _set(section.get(part), rest, value, origin, part)}

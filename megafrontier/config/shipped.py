@@ -1,4 +1,4 @@
-"""Configs, machine files and Slurm files that come with the package, found from any folder."""
+"""Configs, models, machine files and Slurm files of the package, found from any folder."""
 
 import shutil
 from functools import cache
@@ -22,12 +22,13 @@ def shipped_folder() -> Path:
 
 
 def shipped_files() -> dict[str, Path]:
-    """Each config by its name, each machine file as `machines/NAME`, and the folder `slurm`."""
+    """Each config by its name, each published model as `models/NAME`, each machine file as
+    `machines/NAME`, and the folder `slurm`."""
     folder = shipped_folder()
-    configs = sorted((folder / "configs").glob("*.yaml"))
-    machines = sorted((folder / "configs" / "machines").glob("*.yaml"))
-    found = {path.stem: path for path in configs}
-    found |= {f"machines/{path.stem}": path for path in machines}
+    found = {path.stem: path for path in sorted((folder / "configs").glob("*.yaml"))}
+    for kind in ("models", "machines"):
+        paths = sorted((folder / "configs" / kind).glob("*.yaml"))
+        found |= {f"{kind}/{path.stem}": path for path in paths}
     return found | {"slurm": folder / "slurm"}
 
 

@@ -99,6 +99,25 @@ def test_a_short_form_replaces_the_section_below_it(write, wires):
     assert single == WiresConfig(preset="low", gather={"pair": "bf16"})
 
 
+def test_a_preset_replaces_the_model_before_it_and_is_changed_by_what_comes_after(write):
+    published = {"layers": 36, "hidden": 4096, "qk_norm": "head", "tie_embeddings": False}
+    beside = write("a.yaml", "model: {preset: qwen3-8b, sequence_length: 64}")
+    below = write("b.yaml", "defaults: a.yaml\nmodel: {dropout: 0.5, attention: {out_bias: true}}")
+    other = write("c.yaml", "model: {layers: 2, hidden: 64, activation: gelu, bias: true}")
+    for path, changes, expected in (
+        (beside, [], {"sequence_length": 64, "activation": "swiglu"}),
+        (below, ["model.dropout=0"], {"sequence_length": 64, "dropout": 0}),
+        (other, ["model=qwen3-8b", "model.heads=16"], {"heads": 16, "bias": False}),
+        (other, ["model.heads=16", "model.preset=qwen3-8b"], {"heads": 32, "kv_heads": 8}),
+    ):
+        model = load_config(path, changes).model
+        assert {key: getattr(model, key) for key in (*published, *expected)} == published | expected
+    assert load_config(below).model.attention.out_bias
+    assert refusal(load_config, beside, ["model=qwen-9"]).startswith(
+        "model.preset: qwen-9, need one of ['gemma-2-2b', "
+    )
+
+
 def test_a_split_is_a_number_or_a_levels_name_and_comes_back_as_it_was(write, tmp_path):
     path = write("a.yaml", "parallel: {tensor: pair, context: 2, layers: [2, 3]}")
     config = load_config(path, ["parallel.pipeline=0x2"])

@@ -1,5 +1,6 @@
 """Counts of parameters and FLOPs, and the sizes of the shipped configs."""
 
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 from megafrontier.config import AttentionConfig, ModelConfig, load_config, load_machine
+from megafrontier.model.families import family_for
 from megafrontier.model.flops import flops_per_token, parameter_count, parameter_shapes
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -21,6 +23,35 @@ PARAMETERS = {
     "llama-70b": 70.55e9,
     "llama-175b": 175.2e9,
 }
+
+
+PRESETS = {
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-3-1b": 999_885_952,
+    "gpt2": 124_439_808,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-7b": 6_738_415_616,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "olmo-2-7b": 7_298_617_344,
+    "olmoe-1b-7b": 6_919_161_856,
+    "phi-3-mini": 3_821_079_552,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-160m": 162_322_944,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-8b": 8_190_735_360,
+    "smollm3-3b": 3_075_098_624,
+    "stablelm-2-1.6b": 1_644_515_328,
+}
+"""Parameters in the published weights, tied matrices once."""
 
 
 def test_parameters_are_those_of_the_model(shape, make_model):
@@ -72,6 +103,18 @@ def test_a_shipped_model_is_what_its_name_says(name):
     levels = load_machine(config.machine).levels
     ranks_per_node = levels["pair"].size * levels["node"].size
     assert config.train.global_batch % (config.train.micro_batch * ranks_per_node) == 0
+
+
+def test_presets_have_the_published_number_of_parameters_and_a_family():
+    names = {path.stem for path in (CONFIGS / "models").glob("*.yaml")}
+    assert names == set(PRESETS)
+    for name, count in PRESETS.items():
+        changes = [f"model={name}", "model.vocab_multiple=1"]
+        model = load_config(CONFIGS / "quickstart.yaml", changes).model
+        # All blocks of these have equally many parameters.
+        one, two = (parameter_count(replace(model, layers=layers)) for layers in (1, 2))
+        assert one + (model.layers - 1) * (two - one) == count, name
+        assert family_for(model).architecture
 
 
 def test_7b_and_20b_are_the_published_shapes():

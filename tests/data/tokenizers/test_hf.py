@@ -12,7 +12,7 @@ from sentencepiece import SentencePieceProcessor
 from megafrontier.common.errors import UserError
 from megafrontier.data.tokenizers.fast import _fast_model
 from megafrontier.data.tokenizers.tokenizer import load_tokenizer
-from tests.data.tokenizers.models import END, save_digits, save_fast_bpe, train_model
+from tests.data.tokenizers.models import END, SOURCES, save_digits, save_fast_bpe, train_model
 
 TEXTS = [
     *("", " ", "  ", "word", " word", "  word", "word ", "word  ", "a b", "a  b", " a   b "),
@@ -128,3 +128,23 @@ def test_a_name_that_does_not_exist_is_refused_in_one_line() -> None:
     said = f"tokenizer 'my-tokenizr': no file or folder of that name in {os.getcwd()}, and none in"
     with pytest.raises(UserError, match=f"^{said} the hub: [^\n]+$"):
         load_tokenizer("my-tokenizr")
+
+
+@pytest.mark.parametrize("family", ["GPT2", "GPTNeoX", "Qwen2", "Llama", "Gemma", "T5"])
+def test_tokenizers_of_the_families_give_the_ids_of_their_own_class(
+    tmp_path: Path, family: str
+) -> None:
+    """Each has its own normalizer, splits and model: byte-level BPE, BPE with ▁, or unigram."""
+    import transformers
+
+    kind = getattr(transformers, f"{family}Tokenizer")
+    lines = [line for path in SOURCES for line in Path(path).read_text().splitlines()]
+    trained = kind().train_new_from_iterator([lines[:400]], 500, show_progress=False)
+    trained.save_pretrained(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    assert isinstance(theirs, kind)
+    ours, texts = load_tokenizer(str(tmp_path)), [*TEXTS, "é", "Ａ ﬁ 12345 don't"]
+    expected = theirs(texts, add_special_tokens=False)["input_ids"]
+    assert ours.encode_batch(texts) == expected
+    assert ours.eod == theirs.eos_token_id
+    assert [ours.decode(ids) for ids in expected] == [theirs.decode(ids) for ids in expected]
