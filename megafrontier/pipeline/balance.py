@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 from megafrontier.common.errors import need
 from megafrontier.config import ModelConfig
 from megafrontier.model.flops import attention_flops, parameter_specs
+from megafrontier.parallel.param_spec import ParamSpec
 from megafrontier.pipeline.schedule import make_table
 from megafrontier.pipeline.simulate import Costs, simulate
 
@@ -33,7 +34,7 @@ def stage_costs(config: ModelConfig, layers: Sequence[int]) -> list[Costs]:
     """The costs of each stage's actions in FLOPs per token, if stages have `layers` blocks.
 
     A backward costs two forwards. Its part for weights has the matrices that `split_backward`
-    leaves to it: those of blocks.
+    leaves to it: those of blocks, experts included.
     """
     sums = _sums(block_flops(config), embedding_flops(config), head_flops(config))
     late = [0.0, *accumulate(_late_flops(config))]
@@ -75,19 +76,24 @@ def block_flops(config: ModelConfig) -> list[float]:
     for name, spec in parameter_specs(config).items():
         if not name.startswith("blocks."):
             continue
-        share = 1.0 if spec.kind in ("matrix", "router") else 0.0
-        if spec.kind == "expert" and config.moe is not None:
-            share = config.moe.active / config.moe.experts
+        share = 1.0 if spec.kind == "router" else _share(config, spec)
         costs[int(name.split(".")[1])] += 6 * share * spec.valid_numel
     return costs
+
+
+def _share(config: ModelConfig, spec: ParamSpec) -> float:
+    """The share of a block's matrices that multiply a token; 0 for other parameters."""
+    if spec.kind == "expert" and config.moe is not None:
+        return config.moe.active / config.moe.experts
+    return 1.0 if spec.kind == "matrix" else 0.0
 
 
 def _late_flops(config: ModelConfig) -> list[float]:
     """FLOPs per token of the gradients of each block's matrices."""
     costs = [0.0] * config.layers
     for name, spec in parameter_specs(config).items():
-        if name.startswith("blocks.") and spec.kind == "matrix":
-            costs[int(name.split(".")[1])] += 2 * spec.valid_numel
+        if name.startswith("blocks."):
+            costs[int(name.split(".")[1])] += 2 * _share(config, spec) * spec.valid_numel
     return costs
 
 

@@ -8,6 +8,7 @@ from megafrontier.parallel.mesh import Splits
 from megafrontier.partition import Placement
 from megafrontier.partition.wires.wire import make_wire
 from megafrontier.pipeline.work import Work
+from tests.model.moe.shapes import mixture
 from tests.model.small_models import GEMMA, SHAPES
 from tests.ranks import run_mesh
 from tests.splits.matrix import (
@@ -68,6 +69,12 @@ CASES = [
         Splits(pipeline=2),
         "zero3",
         Case(GEMMA, accumulation=2, steps=2, parallel=ZB, documents=True),
+    ),
+    (
+        (2, 2),
+        Splits(expert=2, pipeline=2),
+        "topo",
+        Case(mixture(shared_experts=1) | FOUR, accumulation=2, steps=2, parallel=ZBV),
     ),
     ((2,), Splits(pipeline=2), "ddp", Case(LLAMA | FOUR, accumulation=4)),
     ((2, 2), Splits(pipeline=2), "zero3", Case(LLAMA | FOUR, accumulation=4)),

@@ -7,7 +7,10 @@ from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 
 from megafrontier.model.late_weights import OtherGradients
+from megafrontier.model.moe import experts
+from megafrontier.model.moe.products import grouped_product, loop_product, padded_product
 from megafrontier.pipeline.split_backward import SplitBackward
+from tests.model.moe.shapes import SHARED, mixture
 from tests.model.small_models import SHAPES, small_config
 
 
@@ -35,6 +38,7 @@ def run(model, tokens, split):
     [
         ("gpt2", "none", False),
         ("gpt2", "selective", False),
+        ("mixture", "selective", False),
         ("llama grouped, tied, longer texts", "block", False),
         ("gpt2", "selective", True),
         ("llama grouped, tied, longer texts", "none", True),
@@ -43,7 +47,7 @@ def run(model, tokens, split):
 def test_both_parts_give_the_gradients_of_one_backward(
     shape, mode, compiles, make_model, tokens, compiler
 ):
-    config = small_config(**{**SHAPES[shape], "layers": 3})
+    config = small_config(**{**(SHAPES | {"mixture": SHARED})[shape], "layers": 3})
     whole = make_model(config)
     whole(tokens, tokens).backward()
     expected = gradients(whole)
@@ -55,6 +59,26 @@ def test_both_parts_give_the_gradients_of_one_backward(
     if compiles:
         assert compiler.frame_count == 2  # the blocks, and the losses
         assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("counts", [[5] * 8, [0, 7, 0, 9, 4, 6, 8, 6]])
+@pytest.mark.parametrize("product", [loop_product, padded_product, grouped_product])
+def test_both_parts_give_the_gradients_of_experts(product, counts, monkeypatch):
+    monkeypatch.setattr(experts, "choose_product", lambda *_: product)
+    config = small_config(**mixture())
+    layer = experts.Experts(config, config.moe)
+    for matrices in layer.parameters():
+        nn.init.normal_(matrices, generator=torch.Generator().manual_seed(0))
+    tokens = torch.randn(sum(counts), config.hidden, requires_grad=True)
+    layer(tokens, torch.tensor(counts)).square().sum().backward()
+    expected = gradients(layer)
+    split = SplitBackward(layer, [layer], copies=False)
+    loss = layer(tokens, torch.tensor(counts)).square().sum()
+    by_tokens, late = split.inputs(loss, None, tokens, layer.parameters(), OtherGradients())
+    assert all(matrices.grad is None for matrices in layer.parameters())
+    split.weights(late)
+    torch.testing.assert_close(by_tokens, tokens.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gradients(layer), expected, rtol=1e-4, atol=1e-4)
 
 
 def flops(work):

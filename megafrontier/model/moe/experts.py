@@ -1,12 +1,21 @@
 """The experts of a block, and their matrix products over tokens sorted by expert."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig, MoEConfig
 from megafrontier.model.init import matrix_std
+from megafrontier.model.late_weights import LateWeights
 from megafrontier.model.mlp import up_rows
-from megafrontier.model.moe.products import choose_product, loop_product
+from megafrontier.model.moe.products import (
+    Product,
+    choose_product,
+    grouped_product,
+    loop_product,
+    matrix_gradients,
+)
 from megafrontier.parallel.param_spec import ParamSpec, set_spec
 
 EXPERT_AXES = ("tensor", "expert_data")
@@ -28,6 +37,7 @@ class Experts(nn.Module):
         up, down = matrix_std(config), matrix_std(config, to_residual=True)
         self.up = _make((moe.experts, up_rows(config, width), config.hidden), up)
         self.down = _make((moe.experts, config.hidden, width), down)
+        self.late_up, self.late_down = ExpertMatrices(self, "up"), ExpertMatrices(self, "down")
 
     @property
     def count(self) -> int:
@@ -39,11 +49,34 @@ class Experts(nn.Module):
 
         An expert without tokens gets a gradient of zeros.
         """
-        sizes = self.up.shape[1], *self.down.shape[1:]
-        product = choose_product(tokens.device, tokens.dtype, sizes)
+        product = self.product(tokens)
         if not len(tokens):  # a batched or grouped product may refuse it
             product = loop_product
-        return product(tokens, counts, self.up, self.down, self.activation)
+        numbers = self.late_up.number, self.late_down.number
+        return product(tokens, counts, self.up, self.down, self.activation, numbers)
+
+    def product(self, tokens: Tensor) -> Product:
+        """The product for tokens of this type on this device."""
+        sizes = self.up.shape[1], *self.down.shape[1:]
+        return choose_product(tokens.device, tokens.dtype, sizes)
+
+
+class ExpertMatrices(LateWeights):
+    """The up or the down matrices of experts, if their gradients come later. It has no parameters
+    of its own."""
+
+    def __init__(self, experts: Experts, name: str) -> None:
+        super().__init__()
+        self._of = experts, name  # in a tuple, so that torch does not take it for a child
+
+    @property
+    def late_matrices(self) -> list[Tensor]:
+        return [getattr(*self._of)]
+
+    def start_gradients(self, *kept: Tensor) -> Callable[[], Sequence[Tensor]]:
+        rows, counts, gradient = kept
+        is_grouped = self._of[0].product(rows) is grouped_product
+        return lambda: [matrix_gradients(rows, counts, gradient, is_grouped)]
 
 
 def _make(shape: tuple[int, ...], std: float) -> nn.Parameter:

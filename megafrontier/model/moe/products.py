@@ -9,16 +9,25 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megafrontier.model.late_weights import keep_for_weights
 from megafrontier.model.mlp import activate
 
-Product = Callable[[Tensor, Tensor, Tensor, Tensor, str], Tensor]
+Numbers = tuple[Tensor | None, Tensor | None]
+"""Of the two matrices of each expert, if their gradients come later (`late_weights`)."""
+Product = Callable[[Tensor, Tensor, Tensor, Tensor, str, Numbers], Tensor]
 """tokens [n, hidden], counts int64 [experts], up [experts, rows, hidden], down [experts, hidden,
-width] and the activation → [n, hidden]."""
+width], the activation and `Numbers` → [n, hidden]."""
+Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""rows [n, columns] or [experts, most, columns], counts int64 [experts] and matrices [experts,
+outputs, columns] → rows of outputs."""
+
+WHOLE: Numbers = (None, None)
 
 ALIGNMENT = 16
 """Bytes of which torch's grouped product needs a multiple in each row."""
@@ -26,34 +35,100 @@ PADDED_LIMIT = 2.0
 """The padded product may have this many times as many rows as there are tokens."""
 
 
-def loop_product(tokens: Tensor, counts: Tensor, up: Tensor, down: Tensor, kind: str) -> Tensor:
+def loop_product(
+    tokens: Tensor, counts: Tensor, up: Tensor, down: Tensor, kind: str, numbers: Numbers = WHOLE
+) -> Tensor:
     """One expert after another."""
-    # unbind, because its backward stacks the gradients once. That of up[i] would fill a tensor of
-    # the size of all experts.
-    parts = zip(tokens.split(counts.tolist()), up.unbind(), down.unbind(), strict=True)
-    found = [F.linear(activate(F.linear(part, one), kind), two) for part, one, two in parts]
-    return torch.cat(found)
+    raised = multiply_late(_loop, tokens, counts, up, numbers[0])
+    return multiply_late(_loop, activate(raised, kind), counts, down, numbers[1])
 
 
-def grouped_product(tokens: Tensor, counts: Tensor, up: Tensor, down: Tensor, kind: str) -> Tensor:
+def grouped_product(
+    tokens: Tensor, counts: Tensor, up: Tensor, down: Tensor, kind: str, numbers: Numbers = WHOLE
+) -> Tensor:
     """torch's grouped matrix product, which reads the counts on the device."""
-    stops = counts.cumsum(0).to(torch.int32)
-    raised = F.grouped_mm(tokens, up.transpose(1, 2), offs=stops)
-    return F.grouped_mm(activate(raised, kind), down.transpose(1, 2), offs=stops)
+    raised = multiply_late(_grouped, tokens, counts, up, numbers[0])
+    return multiply_late(_grouped, activate(raised, kind), counts, down, numbers[1])
 
 
-def padded_product(tokens: Tensor, counts: Tensor, up: Tensor, down: Tensor, kind: str) -> Tensor:
+def padded_product(
+    tokens: Tensor, counts: Tensor, up: Tensor, down: Tensor, kind: str, numbers: Numbers = WHOLE
+) -> Tensor:
     """A batched product of all experts, with the tokens of each padded to the most of any expert;
     `loop_product` if that would be more than `PADDED_LIMIT` times the tokens."""
     most = int(counts.max())
     if most * len(counts) > PADDED_LIMIT * len(tokens):
-        return loop_product(tokens, counts, up, down, kind)
+        return loop_product(tokens, counts, up, down, kind, numbers)
     experts = torch.repeat_interleave(counts, output_size=len(tokens))
     starts = counts.cumsum(0) - counts
     places = experts * most + torch.arange(len(tokens), device=tokens.device) - starts[experts]
     padded = tokens.new_zeros(len(counts) * most, tokens.shape[1]).index_copy(0, places, tokens)
-    raised = torch.bmm(padded.view(len(counts), most, -1), up.transpose(1, 2))
-    return torch.bmm(activate(raised, kind), down.transpose(1, 2)).flatten(0, 1)[places]
+    raised = multiply_late(_batched, padded.view(len(counts), most, -1), counts, up, numbers[0])
+    found = multiply_late(_batched, activate(raised, kind), counts, down, numbers[1])
+    return found.flatten(0, 1)[places]
+
+
+def _loop(rows: Tensor, counts: Tensor, matrices: Tensor) -> Tensor:
+    # unbind, because its backward stacks the gradients once. That of matrices[i] would fill a
+    # tensor of the size of all experts.
+    parts = zip(rows.split(counts.tolist()), matrices.unbind(), strict=True)
+    return torch.cat([F.linear(part, one) for part, one in parts])
+
+
+def _grouped(rows: Tensor, counts: Tensor, matrices: Tensor) -> Tensor:
+    return F.grouped_mm(rows, matrices.transpose(1, 2), offs=_stops(counts))
+
+
+def _batched(rows: Tensor, counts: Tensor, matrices: Tensor) -> Tensor:
+    return torch.bmm(rows, matrices.transpose(1, 2))
+
+
+def _stops(counts: Tensor) -> Tensor:
+    return counts.cumsum(0).to(torch.int32)
+
+
+def multiply_late(
+    multiply: Multiply, rows: Tensor, counts: Tensor, matrices: Tensor, number: Tensor | None
+) -> Tensor:
+    """The product; with a `number` its backward leaves the matrices out (`late_weights`), see
+    `matrix_gradients`."""
+    if number is None or not torch.is_grad_enabled():
+        return multiply(rows, counts, matrices)
+    out: Tensor = _WithoutMatrices.apply(multiply, rows, counts, matrices, number)
+    return out
+
+
+class _WithoutMatrices(torch.autograd.Function):
+    """A product whose backward keeps what the gradients of the matrices are made of."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, multiply: Multiply, rows: Tensor, counts: Tensor, matrices: Tensor, number: Tensor
+    ) -> Tensor:
+        ctx.multiply = multiply
+        ctx.save_for_backward(rows, counts, matrices, number)
+        return multiply(rows, counts, matrices)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        rows, counts, matrices, number = ctx.saved_tensors
+        gradient = grad_outputs[0].contiguous()
+        by_rows = ctx.multiply(gradient, counts, matrices.transpose(1, 2))
+        by_number = keep_for_weights([rows, counts, gradient], number)
+        return None, by_rows, None, None, by_number
+
+
+def matrix_gradients(rows: Tensor, counts: Tensor, gradient: Tensor, grouped: bool) -> Tensor:
+    """The gradients of matrices [experts, outputs, columns], of the gradient of a product.
+
+    grouped: whether the product was torch's grouped one.
+    """
+    if rows.dim() == 3:
+        return torch.bmm(gradient.transpose(1, 2), rows)
+    if grouped and len(rows):
+        return F.grouped_mm(gradient.t(), rows, offs=_stops(counts))
+    parts = (values.split(counts.tolist()) for values in (gradient, rows))
+    return torch.stack([by_outputs.t() @ part for by_outputs, part in zip(*parts, strict=True)])
 
 
 @cache
