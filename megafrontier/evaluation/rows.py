@@ -65,7 +65,8 @@ class RowScorer:
         self._runner, self._mesh = runner, mesh
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._heartbeat, self._stops = heartbeat, stops
-        self._is_computing = False
+        self.is_computing = False
+        """Whether all ranks are, so that what is raised here is raised by all."""
         config = runner.model.config
         self.sequence_length = config.sequence_length
         splits = mesh.splits
@@ -96,7 +97,7 @@ class RowScorer:
         try:
             return ask(), None
         except Exception as error:
-            if self._is_computing:  # all ranks are, and raise it, too
+            if self.is_computing:  # all ranks are, and raise it, too
                 raise
             return None, as_shared_error(error)
 
@@ -107,9 +108,9 @@ class RowScorer:
         for start in range(0, len(rows), self._global_batch):
             group = order[start : start + self._global_batch]
             sent = self._exchange([rows[i] for i in group])
-            self._is_computing = True
+            self.is_computing = True
             found |= zip(group, self._compute(sent), strict=True)
-            self._is_computing = False
+            self.is_computing = False
         return [found[i] for i in range(len(rows))]
 
     def _exchange(self, rows: Sequence[Row]) -> list[Row]:

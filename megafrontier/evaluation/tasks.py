@@ -5,11 +5,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megafrontier.common.errors import UserError, need
+from megafrontier.common.errors import FatalError, UserError, need
 from megafrontier.config import Config
 from megafrontier.data.tokenizers.base import Tokenizer
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
-from megafrontier.evaluation.rows import RowScorer
+from megafrontier.evaluation.rows import RowScorer, StopAsked
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.pipeline.work import Runner
 
@@ -41,14 +41,26 @@ def evaluate_tasks(
 ) -> Results | None:
     """The results of `evaluate.tasks`. All ranks call it; only rank 0 loads tasks and has results.
 
-    heartbeat, stops: as of `RowScorer`. None also if `stops` was true. Raises UserError for unknown
-    tasks.
+    heartbeat, stops: as of `RowScorer`. None also if `stops` was true. All ranks raise UserError
+    for tasks that are unknown, cannot be loaded, or fail.
     """
     train = config.train
     batches = train.global_batch, train.micro_batch
     scorer = RowScorer(runner, mesh, *batches, heartbeat, stops)
     tokenizer = cached_tokenizer(config.tokenizer)
-    return scorer.run(lambda: _run_harness(config, scorer, tokenizer))
+    return scorer.run(lambda: _results(config, scorer, tokenizer))
+
+
+def _results(config: Config, scorer: RowScorer, tokenizer: Tokenizer) -> Results:
+    try:
+        return _run_harness(config, scorer, tokenizer)
+    except (FatalError, StopAsked):
+        raise
+    except Exception as error:  # a task may need data, packages or anything else
+        if scorer.is_computing:
+            raise
+        names, why = ",".join(config.evaluate.tasks), f"{type(error).__name__}: {error}"
+        raise UserError(f"evaluate.tasks: {names}, need tasks that work here ({why})") from error
 
 
 def _run_harness(config: Config, scorer: RowScorer, tokenizer: Tokenizer) -> Results:
@@ -59,11 +71,7 @@ def _run_harness(config: Config, scorer: RowScorer, tokenizer: Tokenizer) -> Res
 
     chosen = config.evaluate
     names = list(chosen.tasks)
-    try:
-        tasks = get_task_dict(names, _manager(names, chosen.tasks_path, TaskManager))
-    except (ValueError, KeyError, OSError, ConnectionError) as error:
-        line = f"evaluate.tasks: {','.join(names)}, cannot be loaded: {error}"
-        raise UserError(line) from error
+    tasks = get_task_dict(names, _manager(names, chosen.tasks_path, TaskManager))
     model = ShardedModel(scorer, tokenizer)
     # No standard errors by resampling, which takes longer than a small model's forwards.
     found: Any = evaluate(model, tasks, limit=chosen.tasks_limit, bootstrap_iters=0)

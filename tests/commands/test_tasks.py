@@ -2,18 +2,21 @@
 
 import json
 import math
-import sys
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from megafrontier.checkpoint.folder import newest
 from megafrontier.cli import main
+from megafrontier.common.errors import UserError
+from megafrontier.config import Config
 from megafrontier.data.tokenizers.tokenizer import load_tokenizer
+from megafrontier.evaluation import tasks as tasks_module
+from megafrontier.evaluation.rows import StopAsked
 from tests import runs
 from tests.commands.helpers import run_command
-
-pytest.importorskip("lm_eval.evaluator")
 
 DOCUMENTS = [
     {"question": "a stitch in", "choices": [" time", " the Fluß"], "answer": 0},
@@ -37,6 +40,7 @@ TASKS = {
 @pytest.fixture(scope="module")
 def reference(life, tmp_path_factory):
     """transformers' model and tokenizer of the run."""
+    pytest.importorskip("lm_eval.evaluator")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     out = tmp_path_factory.mktemp("hf") / "model"
@@ -57,9 +61,11 @@ def log_probability(model, context, ids):
 @torch.no_grad()
 def write(model, tokenizer, ids):
     """A greedy continuation, up to an e, of 5 tokens at most."""
-    out = model.generate(torch.tensor([ids]), max_new_tokens=5, do_sample=False)
-    before = len(tokenizer.decode(ids))
-    return tokenizer.decode(out[0], skip_special_tokens=True)[before:].partition("e")[0]
+    out = list(ids)
+    while len(out) < len(ids) + 5:
+        out.append(model(torch.tensor([out])).logits[0, -1].argmax().item())
+    text = tokenizer.decode(out, skip_special_tokens=True)
+    return text[len(tokenizer.decode(ids)) :].partition("e")[0]
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +142,6 @@ def test_evaluate_gives_the_results_of_transformers_with_the_exported_model(life
 
 
 def test_without_the_package_one_line_names_the_extra(life, capfd, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setattr("megafrontier.evaluation.tasks.find_spec", lambda name: None)
     assert main(["evaluate", str(life / "run"), "--tasks", "arc_easy"]) == 2
     assert "pip install megafrontier[evaluate]" in capfd.readouterr().err
@@ -149,10 +154,27 @@ def test_a_run_evaluates_tasks_while_it_trains_at_any_split(life, tasks):
               f"run.directory={life}/split", f"checkpoint.resume={newest(life / 'run')}",
               "checkpoint.weights_only=true", "optimizer.lr=1e-30", "schedule.min_lr=0",
               "parallel.tensor=2", "parallel.pipeline=2", "evaluate.batches=0",
-              f"evaluate.tasks=[{','.join(TASKS)}]", f"evaluate.tasks_path={folder}",
+              "evaluate.tasks=[guess,write]", f"evaluate.tasks_path={folder}",
               "evaluate.tasks_every=1")  # fmt: skip
     runs.run(life / "config.yaml", 4, *chosen)
     found = list(results(life / "split"))
     assert [step for step, _ in found] == [1, 2]
     for _, values in found:
-        assert_close(values, expected)
+        assert_close(values, {task: expected[task] for task in ("guess", "write")})
+
+
+def test_unknown_and_failing_tasks_are_named_in_one_line(monkeypatch):
+    class Manager:
+        def __init__(self, include_path, include_defaults=True):
+            self.all_tasks = ["own", "arc"] if include_defaults else ["own"]
+
+    assert tasks_module._manager(["own"], "folder", Manager).all_tasks == ["own"]
+    assert tasks_module._manager(["own", "arc"], "folder", Manager).all_tasks == ["own", "arc"]
+    with pytest.raises(UserError, match=r"evaluate\.tasks: ark, need tasks of"):
+        tasks_module._manager(["own", "ark"], "folder", Manager)
+    config = Config()
+    config.evaluate.tasks = ["own"]
+    for error, raised in ((KeyError("text"), UserError), (StopAsked(), StopAsked)):
+        monkeypatch.setattr(tasks_module, "_run_harness", Mock(side_effect=error))
+        with pytest.raises(raised):
+            tasks_module._results(config, SimpleNamespace(is_computing=False), None)

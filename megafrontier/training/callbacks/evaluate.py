@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from megafrontier.common.errors import UserError, is_collective
 from megafrontier.data.sampling.loader import Loader
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.evaluation.tasks import evaluate_tasks
@@ -80,6 +81,7 @@ class Evaluate(Callback):
     def __init__(self, heartbeat: Callable[[], None] = lambda: None) -> None:
         self._heartbeat = heartbeat
         self._is_last = False
+        self._has_bad_tasks = False
 
     def needs_settled_state(self, trainer: Trainer, step: int) -> bool:
         chosen = trainer.config.evaluate
@@ -123,15 +125,25 @@ class Evaluate(Callback):
         trainer.run_logger.write({"step": trainer.step, **found, "tokens": trainer.tokens})
 
     def _run_tasks(self, trainer: Trainer) -> None:
-        """Evaluate the tasks. A request to stop breaks it off, except at the last step."""
+        """Evaluate the tasks. A request to stop breaks it off, except at the last step.
+
+        Tasks that cannot be loaded do not end a run: it goes on without them, after a warning.
+        """
         config = trainer.config
-        if not config.evaluate.tasks:
+        if not config.evaluate.tasks or self._has_bad_tasks:
             return
         trainer.engine.finish_publishing()
-        with trainer.engine.ledger.paused():
-            found = evaluate_tasks(
-                config, trainer.runner, trainer.mesh, self._heartbeat, self._stops(trainer)
-            )
+        try:
+            with trainer.engine.ledger.paused():
+                found = evaluate_tasks(
+                    config, trainer.runner, trainer.mesh, self._heartbeat, self._stops(trainer)
+                )
+        except UserError as error:
+            if not is_collective(error):
+                raise
+            trainer.run_logger.info(f"warning: {error}; the run goes on without tasks")
+            self._has_bad_tasks = True
+            return
         if found is not None:
             line = {"step": trainer.step, "tokens": trainer.tokens, "tasks": found}
             trainer.run_logger.write(line)

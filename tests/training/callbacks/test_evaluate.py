@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+from megafrontier.common.errors import UserError
 from megafrontier.training import loop
 from megafrontier.training.callbacks import evaluate as module
 from megafrontier.training.callbacks.base import Callback
@@ -69,6 +70,28 @@ def test_a_request_to_stop_breaks_off_an_evaluation_and_no_step_follows(config_f
         return trainer.step, len(read), len(lines), trainer.model.training
 
     assert run_mesh((1,), body) == [(2, 2, 0, True)]
+
+
+def test_a_run_goes_on_without_tasks_that_fail(config_file, monkeypatch):
+    config = runs.load(config_file, "machine=laptop", "evaluate.tasks=[gone]")
+    asked, lines = [], []
+
+    def fail(*_):
+        asked.append(1)
+        raise UserError("evaluate.tasks: gone, need tasks of the harness")
+
+    monkeypatch.setattr(module, "evaluate_tasks", fail)
+
+    def body(mesh):
+        with runs.open_trainer(config, mesh) as trainer:
+            trainer.run_logger = SimpleNamespace(info=lines.append)
+            callback = Evaluate()
+            callback._run_tasks(trainer)
+            callback._run_tasks(trainer)
+        return len(asked), lines
+
+    line = "warning: evaluate.tasks: gone, need tasks of the harness; the run goes on without tasks"
+    assert run_mesh((1,), body) == [(1, [line])]
 
 
 def test_corpora_with_a_name_are_also_evaluated_alone(config_file, tmp_path):
