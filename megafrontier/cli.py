@@ -259,11 +259,12 @@ def _evaluate(a: argparse.Namespace) -> int:
         choices=("any", "cpu"),
         default="any",
     ),
+    _WEIGHTS,
 )
 def _generate(a: argparse.Namespace) -> None:
     from megafrontier.commands.generate import generate_command
 
-    keys = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "device")
+    keys = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "device", "weights")
     chosen = {key: getattr(a, key) for key in keys}
     show = partial(print, end="", flush=True)
     note = generate_command(a.checkpoint, a.prompt, show, **chosen)

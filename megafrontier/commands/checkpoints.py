@@ -35,8 +35,9 @@ def saved_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def load_model(path: Path, config: Config, device: torch.device) -> GPT:
+def load_model(path: Path, config: Config, device: torch.device, state: str = "weight") -> GPT:
     """The model of a checkpoint on one device: fp32 on a CPU, bf16 on a GPU to save its memory.
+    `state`: as for `check_state`.
 
     Raises UserError if the checkpoint is not whole.
     """
@@ -48,7 +49,8 @@ def load_model(path: Path, config: Config, device: torch.device) -> GPT:
     layout = Layout.build("model", shapes.items(), 1)
     flat = torch.empty(layout.numel, dtype=dtype, device=device)
     checkpoint = open_checkpoint(path)
-    checkpoint.fill([layout], {"weight": [flat]}, 0, 1)
+    check_state(checkpoint, state)
+    checkpoint.fill([layout], {state: [flat]}, 0, 1)
     buffers = dict(model.named_buffers())
     buffers |= checkpoint.tensors(BUFFER, checkpoint.manifest.buffers)
     values = dict(zip(shapes, layout.views(flat), strict=True))

@@ -26,18 +26,20 @@ def generate_command(
     prompt: str,
     show: Callable[[str], Any],
     device: str = "any",
+    weights: str = "weight",
     **sampling: Any,
 ) -> str | None:
     """Continue `prompt` with the model of a checkpoint, and pass each piece of text to `show`.
 
     device: `cpu`, or `any` for a GPU if there is one and the model was not trained on the CPU.
+    weights: `weight`, or `ema` for their moving average.
     sampling: arguments of `generate`.
 
     Returns a note for the user if not all new tokens fit the model's context. Raises UserError for
     a bad checkpoint or value, and OutOfMemory.
     """
-    opened = of_newest(path, partial(_open, prompt=prompt, device=device, sampling=sampling))
-    model, tokenizer, tokens = opened
+    open_it = partial(_open, prompt=prompt, device=device, weights=weights, sampling=sampling)
+    model, tokenizer, tokens = of_newest(path, open_it)
     room = model.config.sequence_length - len(tokens)
     with _explain_out_of_memory(next(model.parameters()).device):
         show(prompt)
@@ -51,7 +53,7 @@ def generate_command(
 
 
 def _open(
-    checkpoint: Path, prompt: str, device: str, sampling: Mapping[str, Any]
+    checkpoint: Path, prompt: str, device: str, weights: str, sampling: Mapping[str, Any]
 ) -> tuple[GPT, Tokenizer, list[int]]:
     """Check the request, then load the model. Returns it with the tokens of the prompt."""
     config = saved_config(checkpoint)
@@ -67,7 +69,7 @@ def _open(
     name = device_name(config) if device == "any" else device
     where = torch.device("cuda" if uses_accelerator(name) else "cpu")
     with _explain_out_of_memory(where):
-        return load_model(checkpoint, config, where), tokenizer, tokens
+        return load_model(checkpoint, config, where, weights), tokenizer, tokens
 
 
 def check_request(

@@ -55,7 +55,7 @@ class OptimizerConfig:
     ema: float = bounded(0.0, at_least=0, below=1)
     """Also keep an exponential moving average of the weights, average = ema · average + (1 - ema) ·
     weights after each step, in fp32 and sharded as the optimizer's state. It is in the checkpoints:
-    `evaluate --weights ema`, `export --weights ema`. 0: none."""
+    the commands `evaluate`, `generate` and `export` take it with `--weights ema`. 0: none."""
     fused: Literal["torch", "apex", "none"] = "torch"
     """Fused AdamW: torch's, apex's (NVIDIA's or ROCm's, on an accelerator), or none."""
     groups: list[OptimizerGroupConfig] = field(default_factory=list)

@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 
 from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.cli import main
+from megafrontier.commands.checkpoints import load_model
 from megafrontier.config import load_config
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
@@ -113,7 +114,11 @@ def test_steps_are_those_of_plain_pytorch(folder, train, capfd):
     model.load_state_dict(average)
     with torch.no_grad():
         loss = model(valid.tokens, valid.targets, valid.documents) / (valid.targets >= 0).sum()
+    loaded = load_model(saved.path, config, torch.device("cpu"), "ema")
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=1e-4, atol=1e-6)
     words = [str(folder / "plain"), "--weights", "ema"]
+    sampling = ["--temperature", "0", "--max-new-tokens", "2"]
+    assert main(["generate", *words, "--prompt", "a", *sampling]) == 0
     assert main(["evaluate", *words, "evaluate.batches=1"]) == 0
     assert float(capfd.readouterr().out.split("loss ")[-1].split()[0]) == pytest.approx(
         loss.item(), abs=1e-4
