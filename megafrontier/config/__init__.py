@@ -35,4 +35,5 @@ from megafrontier.config.schema import EvaluateConfig as EvaluateConfig
 from megafrontier.config.schema import LogConfig as LogConfig
 from megafrontier.config.schema import RunConfig as RunConfig
 from megafrontier.config.schema import TrainConfig as TrainConfig
+from megafrontier.config.sites import SitesConfig as SitesConfig
 from megafrontier.config.validation import check as check

@@ -14,6 +14,7 @@ from megafrontier.config.fields import bounded, count
 from megafrontier.config.layout import ParallelConfig, PartitionConfig
 from megafrontier.config.model.gpt import ModelConfig
 from megafrontier.config.optimizer import OptimizerConfig, ScheduleConfig
+from megafrontier.config.sites import SitesConfig
 
 
 @dataclass
@@ -185,6 +186,8 @@ class Config:
     """A name from configs/machines, the path of a machine file, or levels and device inline."""
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    sites: SitesConfig | None = None
+    """Train one model at several sites, each of which is a job of its own. null: at one."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     preflight: PreflightConfig = field(default_factory=PreflightConfig)

@@ -20,6 +20,7 @@ from megafrontier.config.model.rotary import check_rotary_scaling
 from megafrontier.config.model.scaling import check_scaling
 from megafrontier.config.optimizer import OptimizerConfig
 from megafrontier.config.schema import BatchWarmupConfig, Config, TrainConfig
+from megafrontier.config.sites import check_sites
 
 
 def build(kind: Any, value: Any, key: str = "") -> Any:
@@ -157,6 +158,18 @@ def check(config: Config) -> None:
     _check_optimizer(config.optimizer)
     _check_wires(config.partition.wires, "partition.wires")
     _check_experts_partition(config)
+    if config.sites is not None:
+        check_sites(config.sites, config.train.global_batch, config.train.hang_seconds)
+        _check_data_of_sites(config)
+
+
+def _check_data_of_sites(config: Config) -> None:
+    """All sites count samples alike, so that no two read the same ones."""
+    fits = "need null, or one site (sites=null)"
+    need(config.train.batch_warmup is None, "train.batch_warmup", "given", fits)
+    for i, corpus in enumerate(config.data.train):
+        is_fixed = isinstance(corpus.weight, int | float)
+        need(is_fixed, f"data.train[{i}].weight", corpus.weight, "need a number, or one site")
 
 
 def check_machine(machine: MachineConfig, origin: str) -> None:

@@ -26,6 +26,7 @@ from megafrontier.launch.local import flush_output, fork_ranks, import_early, re
 from megafrontier.launch.rendezvous import refuse
 from megafrontier.parallel.env import Identity, identify
 from megafrontier.parallel.fault_injection import fault_point
+from megafrontier.sites.exchange import SiteExchange
 from megafrontier.training.callbacks.base import load_class
 from megafrontier.training.callbacks.evaluate import Evaluate
 from megafrontier.training.callbacks.guard import Guard
@@ -191,6 +192,8 @@ def _run(context: RunContext, start: StartRecord, chosen: Sequence[str]) -> int:
     trainer = build_trainer(config, plan, context.mesh, run_logger, has_values=False)
     guard, users = Guard(), {name: load_class(name)() for name in config.log.callbacks}
     trainer.stateful = {"guard": guard, **users}
+    if config.sites is not None:
+        trainer.stateful["sites"] = SiteExchange(trainer, config.sites)
     for line in (
         *chosen,
         *describe_run(config, plan, context.world.device),
@@ -212,7 +215,7 @@ def _run(context: RunContext, start: StartRecord, chosen: Sequence[str]) -> int:
         watchdog.begin(trainer.step, trainer.engine.ledger)
         garbage = GarbageCollection(config.train.gc_every)
         # Evaluation comes after the checkpoint, because it may be cut short.
-        callbacks = [Log(), guard, *users.values(), save, evaluate, trace, stragglers, garbage]
+        callbacks = [Log(), *trainer.stateful.values(), save, evaluate, trace, stragglers, garbage]
         save.listeners = callbacks
         run(trainer, callbacks, watchdog.beat)
         if trainer.step >= trainer.last_step:

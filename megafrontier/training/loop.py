@@ -143,6 +143,8 @@ def start_step(
         callback.before_optimizer(trainer, gradients)
     stats = finish_step(trainer, totals, gradients)
     trainer.optimizer.step(gradients, lr, stats.divisor, stats.skip)
+    for callback in callbacks:
+        callback.after_optimizer(trainer, stats)
     scale_change = trainer.loss_scale.update(stats.is_bad)
     engine.finish_step(stats.skip, scale_change)
     trainer.step += 1

@@ -238,11 +238,18 @@ def _state_gib(config: Config, plan: RunPlan, units: Sequence[UnitSize]) -> floa
             plan.shape.over(axes),
             itemsize,
             plan.of(axes).feedback_wires,
-            optimizer_itemsize(name, config.optimizer.ema),
+            master_itemsize(config, name),
         )
         for (axes, name), numel in numels.items()
     )
     return sum(sum(states.values()) for states in found) / GIB
+
+
+def master_itemsize(config: Config, optimizer: str) -> int:
+    """Bytes of a rank for each element that it updates: the fp32 master, and the states of the
+    optimizer and of the exchange between sites."""
+    sites = 0 if config.sites is None else config.sites.state_itemsize
+    return optimizer_itemsize(optimizer, config.optimizer.ema) + sites
 
 
 def buffer_gib(config: Config, plan: RunPlan) -> float:

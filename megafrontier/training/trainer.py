@@ -8,12 +8,13 @@ from typing import Any, Literal
 import torch
 
 from megafrontier.checkpoint.save import PendingSave
+from megafrontier.checkpoint.states import OptimizerStates
 from megafrontier.common.errors import RankError, UserError
 from megafrontier.common.signals import block_stop_requests
 from megafrontier.config import Config
 from megafrontier.data.sampling.batches import BatchSizes
 from megafrontier.data.sampling.loader import Loader
-from megafrontier.data.sampling.samples import Batch, open_samples
+from megafrontier.data.sampling.samples import Batch, SiteShare, open_samples
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initial_slice
@@ -67,6 +68,9 @@ class Trainer:
     balance: Balance | None = None
     """Of the routers, in a mixture of experts."""
     stateful: dict[str, Any] = field(default_factory=dict)
+    kept_states: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    """States that checkpoints keep beside those of the optimizer: by name, this rank's 1-D shard of
+    each trained unit."""
     step: int = 0
     tokens: int = 0
     named_loaders: dict[str, Loader] = field(default_factory=dict)
@@ -78,6 +82,11 @@ class Trainer:
     def last_step(self) -> int:
         """The step after which this process stops."""
         return self.config.train.stop_at or self.config.train.steps
+
+    @property
+    def unit_states(self) -> OptimizerStates:
+        """This rank's shards of the trained units, by state: the optimizer's and `kept_states`."""
+        return {**self.optimizer.states, **self.kept_states}
 
     @property
     def world(self) -> World:
@@ -252,6 +261,9 @@ def open_loader(
     skip = config.data.skip
     if part == "valid":
         sizes, skip = BatchSizes(sizes.full), []
+    elif config.sites is not None:
+        batches, number = config.sites.batches(sizes.full), config.sites.number
+        samples.share = SiteShare(sizes.full, sum(batches[:number]), sum(batches))
     return Loader(samples, sizes, config.train.micro_batch, data_rank, data_size, skip, device)
 
 

@@ -80,6 +80,19 @@ class Ledger:
         self._waits = _Waits()
         self._counts = self._zeros()
 
+    def add_level(self, name: str) -> int:
+        """Count one more level, whose messages are not collectives of the engine. Returns its
+        number."""
+        self.names = (*self.names, name)
+        self._newest.append(("none", 0.0, True))
+        self._counts.append({kind: Traffic() for kind in KINDS})
+        return len(self.names) - 1
+
+    def count(self, level: int, kind: Kind, sent: int) -> None:
+        """Count a message of `sent` bytes whose seconds are not measured."""
+        with self._lock:
+            self._counts[level][kind].bytes += sent
+
     def _zeros(self) -> list[dict[Kind, Traffic]]:
         return [{kind: Traffic() for kind in KINDS} for _ in self.names]
 

@@ -148,12 +148,14 @@ class Counted:
 
 def _memory(trainer: Trainer, memory: Memory, before: int) -> dict[str, float]:
     """`before`: bytes between two steps."""
-    engine, states = trainer.engine, trainer.optimizer.states
+    engine, states, sites = trainer.engine, trainer.optimizer.states, trainer.config.sites
+    elements = sum(unit.master.numel() for unit in engine.trained_units)
     held = {
         "weights": sum(unit.weights.nbytes for unit in engine.units),
         "gradients": sum(unit.gradient.nbytes for unit in engine.units),
         "optimizer": sum(u.master.nbytes for u in engine.units if not u.computes_with_masters)
-        + sum(_bytes(t for t in shards if t is not None) for shards in states.values()),
+        + sum(_bytes(t for t in shards if t is not None) for shards in states.values())
+        + (0 if sites is None else sites.state_itemsize * elements),
         "error_feedback": sum(_bytes(u.feedback.errors.values()) for u in engine.units),
         "buffers": engine.pool.held_bytes,
         "messages": engine.buffer_bytes - engine.pool.held_bytes,

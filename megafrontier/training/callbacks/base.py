@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megafrontier.common.errors import UserError
-from megafrontier.training.step import StepResult
+from megafrontier.training.step import StepResult, StepStats
 from megafrontier.training.trainer import Trainer
 
 
@@ -36,6 +36,10 @@ class Callback:
         `gradients` are this rank's 1-D fp32 shards, one for each of `trainer.engine.units`, summed
         over all ranks and tokens, times the loss scale. They may be changed in place.
         """
+
+    def after_optimizer(self, trainer: Trainer, stats: StepStats) -> None:
+        """The masters are updated, and are published to the weights of all ranks after this. They
+        may be changed in place."""
 
     def needs_settled_state(self, trainer: Trainer, step: int) -> bool:
         """Whether `after_step` of this step needs the trainer as the step left it. If so, the next

@@ -13,11 +13,10 @@ from megafrontier.checkpoint.states import States, engine_states, persistent_buf
 from megafrontier.common.errors import RunFailed, StorageFailed
 from megafrontier.config import Config, config_to_dict
 from megafrontier.data.tokenizers.tokenizer import save_cached_tokenizer
-from megafrontier.optim.groups import optimizer_itemsize
 from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.training.callbacks.base import Callback, is_due
 from megafrontier.training.logging.run_log import RunLogger
-from megafrontier.training.plan import RunPlan, optimizer_groups
+from megafrontier.training.plan import RunPlan, master_itemsize, optimizer_groups
 from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer
 
@@ -28,12 +27,13 @@ def checkpoint_root(config: Config) -> Path:
 
 
 def checkpoint_bytes(config: Config, plan: RunPlan) -> int:
-    """Bytes of one checkpoint: for each parameter the fp32 weight and the optimizer's states, the
-    published weight with delta wires, and the bf16 error with error feedback."""
+    """Bytes of one checkpoint: for each parameter the fp32 weight, the states of the optimizer and
+    of the exchange between sites, the published weight with delta wires, and the bf16 error with
+    error feedback."""
     published = DTYPES[config.train.precision].itemsize if plan.have_deltas else 0
     others = published + (2 if plan.error_feedback else 0)
     return sum(
-        prod(spec.shape) * (optimizer_itemsize(optimizer, config.optimizer.ema) + others)
+        prod(spec.shape) * (master_itemsize(config, optimizer) + others)
         for optimizer, specs in optimizer_groups(config).by_optimizer().items()
         for spec in specs
     )
@@ -41,7 +41,7 @@ def checkpoint_bytes(config: Config, plan: RunPlan) -> int:
 
 def shards(trainer: Trainer) -> States:
     """This rank's 1-D shard of each unit, by state."""
-    return engine_states(trainer.engine, trainer.optimizer.states)
+    return engine_states(trainer.engine, trainer.unit_states)
 
 
 def save_trainer(trainer: Trainer) -> Path:
@@ -57,7 +57,7 @@ def start_saving(trainer: Trainer) -> PendingSave:
     return start_save(
         checkpoint_root(config),
         trainer.engine,
-        trainer.optimizer.states,
+        trainer.unit_states,
         lambda folder: save_cached_tokenizer(config.tokenizer, folder / "tokenizer"),
         buffers=persistent_buffers(trainer.model),
         step=trainer.step,

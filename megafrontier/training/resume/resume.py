@@ -218,7 +218,7 @@ def _load_shards(trainer: Trainer, checkpoint: Checkpoint, is_start: bool = Fals
     checkpoint that turned out to be damaged may have left something in them."""
     for unit in trainer.engine.units:
         unit.feedback.clear()
-    for tensors in trainer.optimizer.states.values():
+    for tensors in trainer.unit_states.values():
         for tensor in tensors:
             if tensor is not None:
                 tensor.zero_()

@@ -1,0 +1,1 @@
+"""One model at several sites: the outermost level, crossed every some steps."""

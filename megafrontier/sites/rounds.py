@@ -1,0 +1,188 @@
+"""Which sites take part in an exchange: all sites must come to the same answer.
+
+Each site reports to the lowest-numbered site that answers, itself included. That one decides when
+every site that it has heard from has reported and holds the messages of all others, or when the
+deadline is over. No site is special: if the lowest one is gone, the next one decides. Two sites
+that do not reach each other may decide differently. Their weights then differ, which the checksums
+of the next exchange show, and the fewer of them take over the weights of the others.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megafrontier.sites.transport import Client, Header, SiteUnreachable
+
+RETRY_SECONDS = 5.0
+"""How long a site that did not answer is not asked again."""
+KEPT = 64
+"""Decisions that are remembered for sites that ask late."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a site says about an exchange."""
+
+    event: int
+    """The number of the exchange, from 0."""
+    site: int
+    step: int
+    """The optimizer step after which it sent the change of its weights."""
+    tokens: float
+    """Tokens that the change comes from. 0: the site sends nothing."""
+    checksum: int
+    """Of the weights that all sites agreed on before."""
+    holds: tuple[int, ...]
+    """The sites whose messages all ranks of this one hold, itself included."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Who takes part in an exchange."""
+
+    event: int
+    tokens: Mapping[int, float]
+    """Of the sites that take part, by their number."""
+    step: int
+    """The largest step of these sites."""
+    checksum: int
+    """Of the weights that they start from."""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Decision":
+        """From what JSON makes of the fields."""
+        tokens = {int(site): count for site, count in values["tokens"].items()}
+        return cls(values["event"], tokens, values["step"], values["checksum"])
+
+
+@dataclass
+class _Event:
+    began: float = field(default_factory=time.monotonic)
+    reports: dict[int, Report] = field(default_factory=dict)
+
+
+class Rounds:
+    """The decisions of one site. Its server's threads and its training use it.
+
+    clients: by number, the other sites.
+    """
+
+    def __init__(self, number: int, clients: Mapping[int, Client], deadline: float) -> None:
+        self.number, self._clients, self._deadline = number, clients, deadline
+        self._lock = threading.Lock()
+        self._events: dict[int, _Event] = {}
+        self._decisions: dict[int, Decision] = {}
+        self._heard = {number}
+        """Sites that have reported since they were last left out."""
+        self._silent_until: dict[int, float] = {}
+
+    def hear(self, site: int) -> None:
+        """Wait for this site in the next exchanges."""
+        with self._lock:
+            self._heard.add(site)
+
+    def resolve(self, report: Report) -> Decision | None:
+        """Report to the site that decides, or decide. None if it is too early. Call it again."""
+        with self._lock:
+            if (known := self._decisions.get(report.event)) is not None:
+                return known
+        for site in sorted(self._clients):
+            if site > self.number:
+                break
+            if (answer := self.ask(site, {"ask": "report", **asdict(report)})) is not None:
+                return self._remember(answer)
+        decision = self.receive(report)
+        if decision is None:
+            return None
+        # Another site may have decided before it became silent, and told some.
+        for site in sorted(self._clients):
+            answer = self.ask(site, {"ask": "decision", "event": report.event})
+            if answer is not None and (earlier := self._remember(answer)) is not None:
+                return earlier
+        with self._lock:
+            self._decisions[report.event] = decision
+            self._forget(decision)
+        return decision
+
+    def ask(self, site: int, header: Header) -> Header | None:
+        """The answer of another site; None if it gave none now or in the last seconds."""
+        if time.monotonic() < self._silent_until.get(site, 0.0):
+            return None
+        try:
+            answer, _ = self._clients[site].request(header)
+        except SiteUnreachable:
+            self._silent_until[site] = time.monotonic() + RETRY_SECONDS
+            return None
+        return answer
+
+    def answer(self, header: Header) -> Header:
+        """The answer to `ask` of another site: a decision, or nothing yet."""
+        event = int(header["event"])
+        with self._lock:
+            known = self._decisions.get(event)
+        if known is None and header["ask"] == "report":
+            fields = {key: value for key, value in header.items() if key != "ask"}
+            fields["holds"] = tuple(fields["holds"])
+            self.receive(Report(**fields))
+        return {} if known is None else asdict(known)
+
+    def receive(self, report: Report) -> Decision | None:
+        """Take a report. Returns the decision, if it can be taken."""
+        with self._lock:
+            event = self._events.setdefault(report.event, _Event())
+            event.reports[report.site] = report
+            self._heard.add(report.site)
+            is_late = time.monotonic() - event.began > self._deadline
+            reports = list(event.reports.values())
+            senders = {found.site for found in reports if found.tokens > 0}
+            is_complete = self._heard <= event.reports.keys() and all(
+                senders <= set(found.holds) for found in reports
+            )
+            return decide(reports) if is_complete or is_late else None
+
+    def _remember(self, answer: Header) -> Decision | None:
+        if not answer:
+            return None
+        decision = Decision.from_json(answer)
+        with self._lock:
+            self._decisions[decision.event] = decision
+            self._forget(decision)
+        return decision
+
+    def _forget(self, decision: Decision) -> None:
+        self._heard = {self.number, *decision.tokens}
+        for old in [event for event in self._events if event <= decision.event]:
+            del self._events[old]
+        for old in [event for event in self._decisions if event <= decision.event - KEPT]:
+            del self._decisions[old]
+
+
+def decide(reports: Sequence[Report]) -> Decision:
+    """Who takes part: sites that start from the same weights, send something, and hold each other's
+    messages. Of several sets of weights the one of most sites counts, then of the lowest number.
+    """
+    reports = sorted(reports, key=lambda report: report.site)
+    common = Counter(report.checksum for report in reports).most_common(1)[0][0]
+    found = {r.site: r for r in reports if r.checksum == common and r.tokens > 0}
+    while lacking := _least_held(found):
+        del found[lacking[0]]
+    step = max((report.step for report in found.values()), default=0)
+    tokens = {site: report.tokens for site, report in found.items()}
+    return Decision(reports[0].event, tokens, step, common)
+
+
+def _least_held(reports: Mapping[int, Report]) -> list[int]:
+    """The site, if any, whose message most others lack; of two alike the one with larger number."""
+    lacks = Counter[int]()
+    for report in reports.values():
+        lacks.update(set(reports) - set(report.holds))
+    return [max(lacks, key=lambda site: (lacks[site], site))] if lacks else []
+
+
+def describe_absent(decision: Decision, sites: int) -> str:
+    """One line about the sites that an exchange is without; empty if all take part."""
+    absent = [str(site) for site in range(sites) if site not in decision.tokens]
+    return f"exchange {decision.event} without site {', '.join(absent)}" if absent else ""

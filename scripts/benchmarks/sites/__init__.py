@@ -1,0 +1,1 @@
+"""What training at several sites costs in loss, and what it saves in bytes."""

@@ -1,0 +1,121 @@
+"""Train CONFIG at one site and at several, and compare validation losses and bytes between sites.
+
+    python -m scripts.benchmarks.sites CONFIG [--sites 2] [--every 30 100] [--ranks 1] [--out DIR]
+        [--lr 0.7 0.9] [--wire int4 topk] [key=value …]
+
+All sites are jobs on this host. They share the global batch of CONFIG, so that every run sees the
+same samples. Data parallelism would send fp32 gradients in each step: 4 bytes a parameter to each
+other site. A complete run is not run again.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from megafrontier.common.errors import exit_on_fatal_error
+from megafrontier.config import load_config
+from megafrontier.model.flops import parameter_count
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def free_port() -> int:
+    """A port of this host on which nobody listens."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port
+
+
+def train(config: str, ranks: int, jobs: Sequence[tuple[Path, list[str]]]) -> None:
+    """Run a job for each folder and overrides, side by side. Raises SystemExit if one fails."""
+    started = []
+    for folder, overrides in jobs:
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "megafrontier", "train", config, "--nproc", str(ranks)]
+        with (folder / "output.txt").open("a") as output:
+            started.append(
+                subprocess.Popen(
+                    [*command, f"run.directory={folder}", *overrides],
+                    stdout=output,
+                    stderr=output,
+                    env={**os.environ, "PYTHONPATH": str(ROOT)},
+                )
+            )
+    codes = [process.wait() for process in started]
+    if any(codes):
+        raise SystemExit(f"{jobs[0][0].parent}: exit codes {codes}; see output.txt there")
+
+
+def read(folder: Path, steps: int) -> dict[str, Any] | None:
+    """The last validation loss, and the bytes that a rank sent to other sites; None if the run is
+    not complete."""
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = [line["valid_loss"] for line in lines if "valid_loss" in line and line["step"] == steps]
+    sent = sum(line["comm"].get("site", {}).get("bytes", 0) for line in lines if "comm" in line)
+    return {"loss": found[-1], "bytes": sent} if found else None
+
+
+def main() -> None:
+    """Run what is missing, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--sites", type=int, default=2)
+    parser.add_argument("--every", type=int, nargs="+", default=[30])
+    parser.add_argument("--lr", type=float, nargs="+", default=[0.7])
+    parser.add_argument("--wire", nargs="+", default=["int4"])
+    parser.add_argument("--ranks", type=int, default=1, help="of each job")
+    parser.add_argument("--out", type=Path, default=Path("runs/sites"))
+    options = parser.parse_args()
+    with exit_on_fatal_error("sites"):
+        config = load_config(options.config, options.overrides)
+    steps, batch = config.train.steps, config.train.global_batch // options.sites
+    one = options.out / "one"
+    if read(one, steps) is None:
+        train(options.config, options.ranks, [(one, options.overrides)])
+    base = read(one, steps)
+    assert base is not None
+    full = 4 * parameter_count(config.model) * steps * (options.sites - 1)
+    print(f"one site: validation loss {base['loss']:.4f}", flush=True)
+    for every, lr, wire in product(options.every, options.lr, options.wire):
+        folder = options.out / f"{options.sites}-every-{every}-lr-{lr}-{wire}"
+        secret = options.out / "secret"
+        secret.write_text("a secret for this comparison\n")
+        if read(folder / "0", steps) is None:
+            addresses = ", ".join(f"127.0.0.1:{free_port()}" for _ in range(options.sites))
+            shared = f"addresses: [{addresses}], secret: {secret}, every: {every}, wire: {wire}"
+            more = "deadline_seconds: 500, optimizer: {lr: " + f"{lr}}}"
+            jobs = [
+                (
+                    folder / str(number),
+                    [
+                        *options.overrides,
+                        f"train.global_batch={batch}",
+                        f"sites={{{shared}, {more}, number: {number}}}",
+                    ],
+                )
+                for number in range(options.sites)
+            ]
+            train(options.config, options.ranks, jobs)
+        found = read(folder / "0", steps)
+        assert found is not None
+        change = 100 * (found["loss"] / base["loss"] - 1)
+        saved = full / (found["bytes"] * options.ranks)
+        print(
+            f"{options.sites} sites, every {every}, outer lr {lr}, {wire}: validation loss "
+            f"{found['loss']:.4f} ({change:+.2f} %), {saved:.0f} x fewer bytes than fp32 gradients",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
