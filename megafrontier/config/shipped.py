@@ -34,11 +34,11 @@ def shipped_files() -> dict[str, Path]:
 
 def find_config(path: str | Path) -> Path:
     """`path`, or the config that comes with the package if `path` is its name alone."""
-    name, given = str(path), Path(path)
-    if given.exists() or "/" in name or given.suffix:
+    given = Path(path)
+    if given.exists():
         return given
     try:
-        return shipped_files().get(name, given)
+        return shipped_files().get(str(path), given)
     except UserError:
         return given
 

@@ -34,7 +34,7 @@ def expected(config):
 @pytest.mark.parametrize(
     ("sizes", "overrides"),
     [
-        ((2, 2), ["parallel.tensor=2", "parallel.context=2", "train.micro_batch=2"]),
+        ((2, 2), ["parallel.tensor=2", "parallel.context=2", "model.logit_softcap=0.2"]),
         ((2, 2), ["parallel.pipeline=2", "model.tie_embeddings=true"]),
         ((2, 2), ["parallel.expert=2", "parallel.tensor=2", *MOE]),
         ((1,), ["data.document_mask=true", "train.micro_batch=8"]),

@@ -13,7 +13,7 @@ from megafrontier.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "import sys; from megafrontier.cli import main; sys.exit(main(sys.argv[1:]))"
-LOAD = "from megafrontier.config import *; print(load_machine(load_config('llama-7b').machine))"
+LOAD = "from megafrontier.config import *; print(load_machine(load_config('gpt-1.3b').machine))"
 
 
 @pytest.fixture(scope="module")
