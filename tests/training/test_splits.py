@@ -4,7 +4,10 @@ any other division."""
 import math
 
 import pytest
+import torch
 
+from megafrontier.checkpoint.folder import newest
+from megafrontier.checkpoint.load import open_checkpoint
 from tests import runs
 
 CHOSEN = (
@@ -61,7 +64,8 @@ def test_a_run_with_context_parallelism_has_the_losses_of_one_rank(config_file, 
     ],
 )
 def test_a_run_with_a_pipeline_has_the_losses_of_one_rank(schedule, config_file, tmp_path):
-    chosen = (*CHOSEN, "model.layers=4", "train.micro_batch=2")
+    growing = "train.batch_warmup={start: 8, step_by: 4, until: 5}"
+    chosen = (*CHOSEN, growing, "model.layers=4", "train.micro_batch=2")
     alone = runs.run(config_file, 1, *chosen, "machine=laptop", f"run.directory={tmp_path}/alone")
     split = runs.run(config_file, 4, *chosen, "parallel.pipeline=2", *schedule)
     keys = ("loss", "valid_loss", "grad_norm", "total_tokens", "z_loss")
@@ -92,7 +96,8 @@ def test_checkpoints_move_between_pipelines(config_file, tmp_path):
 def test_checkpoints_move_between_splits(config_file, tmp_path):
     """On 4 ranks with tensor 2, then on 1 rank, on 2 that share each sequence, and on 4 that share
     each matrix."""
-    alone = runs.run(config_file, 1, *CHOSEN, "machine=laptop", f"run.directory={tmp_path}/alone")
+    common = (*CHOSEN, "optimizer.ema=0.9")
+    alone = runs.run(config_file, 1, *common, "machine=laptop", f"run.directory={tmp_path}/alone")
     relay = (
         (4, "parallel.tensor=2", "train.stop_at=3"),
         (1, "parallel.tensor=1", "train.stop_at=5", "machine=laptop"),
@@ -101,8 +106,11 @@ def test_checkpoints_move_between_splits(config_file, tmp_path):
         (4, "parallel.tensor=4", "partition.strategy=zero1"),
     )
     for ranks, *chosen in relay:
-        lines = runs.run(config_file, ranks, *CHOSEN, *chosen)
+        lines = runs.run(config_file, ranks, *common, *chosen)
     assert numbers(lines, "loss") == pytest.approx(numbers(alone, "loss"), rel=1e-5)
+    averages = [open_checkpoint(newest(tmp_path / name)) for name in ("run", "alone")]
+    for name in averages[0].shapes:
+        torch.testing.assert_close(*(one.tensor("ema", name) for one in averages))
 
 
 def test_checkpoints_of_a_mixture_of_experts_move_between_splits(config_file, tmp_path):

@@ -204,6 +204,7 @@ def test_every_strategy_loads_every_other_strategys_checkpoint(config_file, tmp_
             build(
                 config_file, mesh, f"partition.strategy={strategy}", f"run.seed={seed}",
                 f"run.directory={tmp_path}/{strategy}", "train.global_batch=4",
+                "optimizer.ema=0.9",
             )
             for seed, strategy in enumerate(STRATEGIES)
         ]  # fmt: skip
