@@ -44,7 +44,10 @@ def combine(
     transfer = _transfer_seconds(config, plan, rates)
     overlaps = config.partition.overlap != "none"
     table = run_table(rows, costs, transfer_seconds=transfer, overlap=overlaps)
-    tail = max(each.marks[-1]["seconds"] - each.marks[-2]["seconds"] for each in counted.values())
+    tail = max(
+        each.marks[-1]["seconds"] - each.marks[-2]["seconds"] + _excess(actions[rank])
+        for rank, each in counted.items()
+    )
     steps = {}
     for rank, each in counted.items():
         more = micro_batches - each.loader.micro_batches
@@ -66,6 +69,13 @@ def _actions(counted: Counted) -> Actions:
 
 def _medians(changes: list[dict[str, float]]) -> dict[str, float]:
     return {name: median(each.get(name, 0.0) for each in changes) for name in changes[-1]}
+
+
+def _excess(actions: Actions) -> float:
+    """Seconds beyond those of usual actions: first ones wait for what the last step published, and
+    the last backward of a stage also sums its gradients over the replicas."""
+    seconds = [[each["seconds"] for each in of] for of in actions.values()]
+    return sum(sum(of) - len(of) * median(of) for of in seconds)
 
 
 def _extend(usual: list[dict[str, float]], more: int, total: dict[str, float]) -> dict[str, float]:
