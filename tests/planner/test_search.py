@@ -111,6 +111,18 @@ def test_overlap_hides_communication_and_none_of_it_is_lost() -> None:
     assert sum(steps["none"].exposed.values()) > sum(steps["safe"].exposed.values()) > 0
 
 
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_no_message_of_a_step_is_free(pipeline: int) -> None:
+    """Neither what the step before publishes under this one, nor a pipeline's last gradients."""
+    link = {"size": 2, "gigabytes_per_second": 0.001, "latency_microseconds": 0}
+    machine = {**MACHINE, "levels": {**MACHINE["levels"], "pair": link}}
+    chosen = {"parallel.pipeline": pipeline, "partition.strategy": "zero1"}
+    config = config_of({**chosen, "partition.overlap": "full", "train.global_batch": 16})
+    config = replace(config, machine=machine, model=replace(config.model, layers=2))
+    step = simulate(config, resolve_plan(config, 4))
+    assert step.seconds >= step.sent["pair"] / 1e6
+
+
 def test_a_border_costs_what_its_wire_sends() -> None:
     """A step over a link this slow is all border: 32 bits or 8 bits and the scales."""
     link = {"size": 2, "gigabytes_per_second": 0.001}

@@ -104,11 +104,11 @@ class Meter(TorchDispatchMode):
         outputs = _tensors(out)
         is_view = all(self.memory.has(o) for o in outputs) and not func._schema.is_mutable
         self.memory.add(outputs)
-        if is_view or func in _FREE:
+        flops = _flops(func, args, kwargs, out)
+        if (is_view and not flops) or func in _FREE:
             return
         inputs = [] if func.overloadpacket in _CREATE else _tensors((args, kwargs))
         moved = sum(_bytes(tensor) for tensor in (*inputs, *outputs))
-        flops = _flops(func, args, kwargs, out)
         if flops:
             seconds = self.device.product_seconds(flops, moved, inputs[0].itemsize)
         else:
@@ -130,6 +130,8 @@ class Meter(TorchDispatchMode):
 
     def compute(self, seconds: float) -> None:
         """An operation of the device, which begins when the host has started it."""
+        if self.device.is_host:
+            return self.clock.advance(self.device.launch_seconds + seconds)
         self._host = max(self._host, 0.0) + self.device.launch_seconds
         if self.clock.now < self._host:
             self.clock.wait_until(self._host, "")
@@ -200,7 +202,9 @@ def _is_plain(func: Any) -> bool:
     schema = func._schema
     aliases = any(r.alias_info is not None for r in schema.returns)
     is_single = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
-    return is_single and not aliases and not schema.is_mutable
+    # The schema of _unsafe_view does not say that its result shares the memory of its input.
+    is_view = aliases or func is aten._unsafe_view.default
+    return is_single and not is_view and not schema.is_mutable
 
 
 def _key(value: Any) -> Any:

@@ -22,6 +22,8 @@ class DeviceRates:
     memory_bytes: float
     launch_seconds: float
     fp32_share: float
+    is_host: bool = False
+    """A CPU that trains starts each operation itself. The host of an accelerator runs ahead."""
 
     @classmethod
     def of(cls, machine: MachineConfig) -> "DeviceRates":
@@ -38,6 +40,7 @@ class DeviceRates:
             device.memory_gigabytes_per_second * 1e9,
             device.launch_microseconds / 1e6,
             FP32_SHARE if device.is_accelerator else 1.0,
+            device.name == "cpu",
         )
 
     def product_seconds(self, flops: float, moved: int, itemsize: int) -> float:

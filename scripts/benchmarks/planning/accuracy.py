@@ -2,13 +2,13 @@
 
     sudo python -m scripts.benchmarks.planning.accuracy OUT --measure [--slower 1 16]
         [--accumulation 1 4] [--rows NAME …] [--steps 2]
-    python -m scripts.benchmarks.planning.accuracy OUT
+    python -m scripts.benchmarks.planning.accuracy OUT [--results slow_network/results.json]
 
 4 nodes of 4 ranks share the machine's cores; a block waits as if a device computed 0.3 s for its
 forward and twice that for its backward (slow_network/device.py). `--measure` probes the node's
 links and one rank's device once, and the network at each rate, and adds rows to OUT/measured.json.
-Without it, the same machine is simulated, and a table of all rows is printed. Measuring needs root,
-and quiet cores.
+Without it, the same machine is simulated, and a table of all rows is printed; with `--results`, of
+the rows that slow_network measured on all nodes. Measuring needs root, and quiet cores.
 """
 
 import argparse
@@ -150,27 +150,54 @@ def others_cores(answers: list[Answer]) -> float:
     return (first.machine_cpu_seconds - sum(a.cpu_seconds for a in answers)) / span
 
 
-def waiting(trainer: Trainer) -> None:
-    """Let the blocks of a simulated rank wait as those of a real one."""
-    occupy(trainer.model, BLOCK_SECONDS, wait=lambda seconds: running_meter().compute(seconds))
+def recorded(path: Path, local: dict[str, Any]) -> dict[str, Any]:
+    """The rows of slow_network's results.json in the form of OUT/measured.json: `local` is what was
+    probed there, and the network has the rate to which it was shaped."""
+    results = json.loads(path.read_text())
+    block, *setting = results["setting"]
+    names = {each.name: each.overrides for each in STRATEGIES if each.kind == "ours"}
+    found: dict[str, Any] = {"machines": {}, "rows": []}
+    for row in results["rows"]:
+        name, _, policy = row["strategy"].removesuffix(" overlap").partition(", ")
+        if name not in names or row["nodes"] != NODES or row["skipped"]:
+            continue
+        batch = f"train.global_batch={NODES * PER_NODE * row['accumulation']}"
+        overlap = f"partition.overlap={policy or 'none'}"
+        world = local["levels"]["world"] | {
+            "gigabytes_per_second": row["bytes_per_second"] / PER_NODE / 1e9
+        }
+        machine = {**local, "levels": local["levels"] | {"world": world}}
+        found["machines"][f"{row['slower']:g}"] = machine
+        found["rows"].append(
+            {key: row[key] for key in ("slower", "accumulation")}
+            | {"name": row["strategy"], "seconds": statistics.median(row["seconds"])}
+            | {"overrides": [*setting, batch, *names[name], overlap]}
+            | {"block_seconds": float(block.partition("=")[2])}
+        )
+    return found
 
 
 def predict(row: dict[str, Any], machine: dict[str, Any], folder: Path) -> float:
     """Seconds of a row's step by the planner."""
-    overrides = overrides_of(row["name"], row["accumulation"])
+    overrides = row.get("overrides") or overrides_of(row["name"], row["accumulation"])
     config = load_config(write_inputs(folder), (*overrides, f"machine={json.dumps(machine)}"))
     plan = resolve_plan(config, NODES * PER_NODE)
-    return simulate(config, plan, prepare=waiting, micro_batches=4).seconds
+    block_seconds = row.get("block_seconds", BLOCK_SECONDS)
+
+    def prepare(trainer: Trainer) -> None:
+        occupy(trainer.model, block_seconds, wait=lambda each: running_meter().compute(each))
+
+    return simulate(config, plan, prepare=prepare, micro_batches=4).seconds
 
 
-def table(measured: Measured) -> str:
+def table(measured: dict[str, Any]) -> str:
     """All rows, and the mean and the worst error."""
     lines = ["| row | links | micro-batches | measured, s | predicted, s | error |",
              "|---|---:|---:|---:|---:|---:|"]  # fmt: skip
     errors = []
     with tempfile.TemporaryDirectory() as folder:
-        for row in measured.found["rows"]:
-            seconds = predict(row, measured.found["machines"][f"{row['slower']:g}"], Path(folder))
+        for row in measured["rows"]:
+            seconds = predict(row, measured["machines"][f"{row['slower']:g}"], Path(folder))
             errors.append(seconds / row["seconds"] - 1)
             lines.append(
                 f"| {row['name']} | {row['slower']:g} × | {row['accumulation']} | "
@@ -192,6 +219,7 @@ def main() -> None:
     parser.add_argument("--slower", type=float, nargs="+", default=[1.0, 16.0])
     parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--results", type=Path)
     parser.add_argument("--steps", type=int, default=2)
     settings = parser.parse_args()
     torch.set_num_threads(1)
@@ -199,8 +227,10 @@ def main() -> None:
     if settings.measure:
         measure(measured, settings)
     else:
-        found = table(measured)
-        (settings.out / "table.md").write_text(found + "\n")
+        is_own = settings.results is None
+        local = measured.found["local"]
+        found = table(measured.found if is_own else recorded(settings.results, local))
+        (settings.out / ("table.md" if is_own else "recorded.md")).write_text(found + "\n")
         print(found.splitlines()[-1])
 
 
