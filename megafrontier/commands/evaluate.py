@@ -95,8 +95,10 @@ def evaluate_command(
         with open_context(config, Path(config.run.directory)) as context:
             with context.explain_out_of_memory(need):
                 checkpoint, runner = _load(path, context, show, state)
-                evaluate_it = _evaluate_tasks if with_tasks else _evaluate
-                lines = evaluate_it(checkpoint, runner, context)
+                if with_tasks:
+                    lines = _evaluate_tasks(checkpoint, runner, context, keep=state == "weight")
+                else:
+                    lines = _evaluate(checkpoint, runner, context)
             for line in lines if context.world.rank == 0 else ():
                 show(line)
         return 0
@@ -168,13 +170,16 @@ def _evaluate(checkpoint: Checkpoint, runner: Runner, context: RunContext) -> li
             one.close()
 
 
-def _evaluate_tasks(checkpoint: Checkpoint, runner: Runner, context: RunContext) -> list[str]:
-    """The results of tasks in lines, which rank 0 adds to the metrics of the checkpoint's run."""
+def _evaluate_tasks(
+    checkpoint: Checkpoint, runner: Runner, context: RunContext, keep: bool
+) -> list[str]:
+    """The results of tasks in lines. With `keep` rank 0 adds them to the metrics of the run, which
+    are of its weights and not of their average."""
     found = evaluate_tasks(context.config, runner, context.mesh, context.watchdog.beat)
     if found is None:
         return []
     metrics = checkpoint.path.absolute().parents[1] / "metrics.jsonl"
-    if metrics.is_file():
+    if keep and metrics.is_file():
         line = {"step": checkpoint.manifest.step, "tasks": found}
         with metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

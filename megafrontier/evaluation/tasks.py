@@ -1,6 +1,9 @@
 """Tasks of lm-evaluation-harness: on rank 0, with a model that all ranks hold."""
 
+import os
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ from megafrontier.evaluation.rows import RowScorer, StopAsked
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.pipeline.work import Runner
 
+RESAMPLES = 1000
+"""For standard errors without a formula, such as that of a perplexity."""
 Results = dict[str, dict[str, float]]
 """Metrics by their names, of each task by its name."""
 
@@ -73,8 +78,11 @@ def _run_harness(config: Config, scorer: RowScorer, tokenizer: Tokenizer) -> Res
     names = list(chosen.tasks)
     tasks = get_task_dict(names, _manager(names, chosen.tasks_path, TaskManager))
     model = ShardedModel(scorer, tokenizer)
-    # No standard errors by resampling, which takes longer than a small model's forwards.
-    found: Any = evaluate(model, tasks, limit=chosen.tasks_limit, bootstrap_iters=0)
+    # Without this variable it forks, which a process that holds communicators must not do.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    options = {"limit": chosen.tasks_limit, "bootstrap_iters": RESAMPLES}
+    with redirect_stdout(sys.stderr):  # it prints what it does; stdout is for results
+        found: Any = evaluate(model, tasks, **options)
     return {task: _numbers(results) for task, results in found["results"].items()}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -139,6 +140,8 @@ def test_evaluate_gives_the_results_of_transformers_with_the_exported_model(life
     assert step == 30
     assert_close(found, expected)
     assert f"{found['guess']['perplexity']:.4f}" in shown
+    error = (found["pick"]["acc"] * (1 - found["pick"]["acc"]) / (len(DOCUMENTS) - 1)) ** 0.5
+    assert re.search(rf"pick +acc +[\d.]+ ± {error:.4f}", shown)
 
 
 def test_without_the_package_one_line_names_the_extra(life, capfd, monkeypatch):
