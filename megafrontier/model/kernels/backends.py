@@ -5,7 +5,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from megafrontier.config import ModelConfig
-from megafrontier.model.kernels.varlen import has_document_kernel, returns_traced_shape
+from megafrontier.model.kernels.varlen import (
+    has_document_kernel,
+    has_window_kernel,
+    returns_traced_shape,
+)
 
 _NAMES = {
     SDPBackend.MATH: "math",
@@ -94,8 +98,8 @@ def _ruled_backend(
 ) -> str:
     has_kernel = has_document_kernel(device, dtype, *_head_sizes(config))
     has_window = config.attention.window is not None
-    # Flash for GPUs has a window, but not one that begins before a chunk.
-    is_plain = has_window and (chunks or device.type != "cuda")
+    # Flash for GPUs may have windows, but not those that begin before a chunk.
+    is_plain = has_window and (chunks or not has_window_kernel(device, dtype, *_head_sizes(config)))
     if (
         config.attention.softcap
         or not has_kernel

@@ -64,9 +64,40 @@ def _has_kernel(query: Tensor, key: Tensor) -> bool:
     return has_document_kernel(query.device, query.dtype, *heads)
 
 
+def _limits(window: int) -> dict[str, int]:
+    """The window as arguments of the GPU's kernel."""
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+
+
 def _pair_rule(key: Tensor, is_causal: bool, window: int, softcap: float) -> Rule:
     """Queries are those of the keys, or directly after them."""
     return Rule(0 if is_causal else key.shape[1], window, softcap)
+
+
+@cache
+def has_window_kernel(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int
+) -> bool:
+    """Whether the kernel of a GPU has windows. A trial tells, because ROCm's may refuse them."""
+    sizes = device, dtype, heads, kv_heads, head_size
+    if device.type != "cuda" or not has_document_kernel(*sizes):
+        return False
+    query, key = (torch.randn(64, n, head_size, device=device, dtype=dtype) for n in sizes[2:4])
+    documents, window = torch.tensor([0, 64], dtype=torch.int32, device=device), 8
+    lengths = documents, documents, 64, 64
+    try:
+        out, sums, *_ = _gpu_forward(query, key, key, *lengths, 0.0, True, False, **_limits(window))
+        unused = _no_dropout(device)
+        found = _gpu_backward(
+            *(query, query, key, key, out, sums, *lengths, 0.0, True, *unused), **_limits(window)
+        )
+    except RuntimeError:
+        return False
+    whole, one = Rule(0, window), (query[None], key[None], key[None])
+    expected, expected_sums = attend(*one, whole)
+    gradients = attend_backward(query[None], *one, expected, expected_sums, whole)
+    pairs = zip((out, *found[:3]), (expected, *gradients), strict=True)
+    return all(bool((a - b[0]).abs().max() < 0.1 * b.abs().max()) for a, b in pairs)
 
 
 def attend_pair(
@@ -153,21 +184,21 @@ def _document_rule(
     return Rule(0, min(window or longest, longest), softcap, numbers)
 
 
-def _limits(window: int) -> dict[str, int]:
-    """The window as arguments of the GPU's kernel."""
-    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
-
-
 def _on_gpu(query: Tensor) -> bool:
     """Whether kernels for GPUs run. On meta, where `plan` counts operations, they do."""
     return query.is_cuda or query.is_meta
 
 
-def _is_plain(query: Tensor, key: Tensor, window: int, softcap: float) -> bool:
+def _is_plain(query: Tensor, key: Tensor, window: int, softcap: float, has_sinks: bool) -> bool:
     """Whether no kernel attends within documents like this. The one for CPUs has no window."""
     if softcap or (window and not _on_gpu(query)):
         return True
-    return not query.is_meta and not _has_kernel(query, key)
+    if query.is_meta:
+        return False
+    sizes = query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2]
+    if not has_document_kernel(*sizes) or (window and not has_window_kernel(*sizes)):
+        return True
+    return has_sinks and not returns_traced_shape(*sizes)
 
 
 @torch.library.custom_op("megafrontier::document_attention", mutates_args=())
@@ -182,7 +213,7 @@ def attend_documents(
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The result, and the fp32 log-sum-exp [heads, t] of the scores, for backward."""
-    if _is_plain(query, key, window, softcap):
+    if _is_plain(query, key, window, softcap, sinks is not None):
         rule = _document_rule(query, documents, longest, window, softcap)
         pair = attend(query[None], key[None], value[None], rule)
         attended, sums = (found[0] for found in pair)
@@ -215,10 +246,11 @@ def attend_documents_backward(
     longest: int,
     window: int = 0,
     softcap: float = 0.0,
+    has_sinks: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
     tensors = grad_output, query, key, value, attended
-    if _is_plain(query, key, window, softcap):
+    if _is_plain(query, key, window, softcap, has_sinks):
         rule = _document_rule(query, documents, longest, window, softcap)
         grad, q, k, v, out = (tensor[None] for tensor in tensors)
         gradients = attend_backward(grad, q, k, v, out, sums[None], rule)
@@ -262,7 +294,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, grad_output: Tensor, _sums: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, attended, sums, documents, sinks = ctx.saved_tensors
     gradients = attend_documents_backward(
-        grad_output, *tensors, attended, sums, documents, ctx.longest, *ctx.rule
+        *(grad_output, *tensors, attended, sums, documents, ctx.longest),
+        *ctx.rule,
+        sinks is not None,
     )
     by_sinks = None if sinks is None else sinks_backward(grad_output, attended, sums, sinks)
     return *gradients, None, None, by_sinks, None, None

@@ -15,7 +15,7 @@ from megafrontier.model.recompute import compile
 from megafrontier.parallel.mesh import Splits
 from tests.model.moe.shapes import LOSS
 from tests.model.recompute.test_checkpointing import Counting
-from tests.model.small_models import SHAPES, small_config
+from tests.model.small_models import GEMMA, SHAPES, small_config
 from tests.model.test_gpt_sharded import losses_alone, losses_sharded
 from tests.ranks import run_mesh, run_ranks
 from tests.splits.matrix import Case, assert_equal, train_alone, train_split
@@ -63,6 +63,17 @@ def test_one_graph_serves_all_blocks_and_any_number_of_documents(
         inputs = (tokens, tokens, documents(starts))
         assert_near(gradients(model, *inputs), gradients(plain, *inputs))
     assert compiler.frame_count == 1 + LOSSES
+    assert not counters["graph_break"]
+
+
+def test_windows_have_a_graph_for_each_kind_of_block(compiler, make_model, tokens):
+    config = small_config(**{**GEMMA, "layers": 4})
+    plain = make_model(config)
+    model = make_model(config, checkpointing="selective", compile_blocks=True)
+    for starts in DOCUMENTS[:2]:
+        inputs = (tokens, tokens, documents(starts))
+        assert_near(gradients(model, *inputs), gradients(plain, *inputs))
+    assert compiler.frame_count == 2 + LOSSES
     assert not counters["graph_break"]
 
 
