@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megafrontier.common.errors import UserError, need
+from megafrontier.common.errors import UserError
 from megafrontier.config import ModelConfig
+from megafrontier.model.attention import Attention
 from megafrontier.model.block import Block
 from megafrontier.model.gpt import GPT, Embedding, FP32GradEmbedding, Head
 from megafrontier.model.late_weights import LateWeights
@@ -26,6 +27,7 @@ from megafrontier.model.scaling import scaled
 from megafrontier.model.scores import token_scores
 from megafrontier.parallel.mesh import DATA_PARALLEL
 from megafrontier.parallel.param_spec import set_spec, spec_of
+from megafrontier.splits.norms import DividedHeadsNorm
 from megafrontier.splits.tokens import (
     TokenGroup,
     gather_linear,
@@ -49,8 +51,6 @@ def check_tensor_split(config: ModelConfig, size: int, key: str = "parallel.tens
         if count % size:
             fits = ", ".join(str(n) for n in range(1, count + 1) if not count % n)
             raise UserError(f"{key}: {size}, does not divide {name} ({count}), need one of {fits}")
-    fits = "need none or head with parallel.tensor above 1, which cuts between heads"
-    need(size == 1 or config.qk_norm != "full", "model.qk_norm", config.qk_norm, fits)
     kv_heads = config.num_kv_heads
     if kv_heads % size and size % kv_heads:
         raise UserError(
@@ -209,6 +209,8 @@ def _split_block(block: Block, cutter: _Cutter) -> None:
     copies = max(1, size // attention.kv_heads)
     attention.add_module("qkv", QKVLinear(attention.qkv, attention.widths, copies, cutter))
     attention.add_module("out", RowLinear(attention.out, cutter))
+    if attention.query_norm is not None and attention.key_norm is not None:
+        _split_norms(attention, copies, cutter.group)
     if attention.sinks is not None:
         attention.sinks = cutter.cut(attention.sinks, 0, 0, attention.heads)
     attention.heads //= size
@@ -219,6 +221,21 @@ def _split_block(block: Block, cutter: _Cutter) -> None:
     mlp = block.mlp.shared if isinstance(block.mlp, MoE) else block.mlp
     if mlp is not None:
         _split_mlp(mlp, cutter)
+
+
+def _split_norms(attention: Attention, copies: int, group: TokenGroup) -> None:
+    """Divide norms of all queries and of all keys. Those of single heads are the same on each
+    rank."""
+    for name, heads, shared in (
+        ("query_norm", attention.heads, 1),
+        ("key_norm", attention.kv_heads, copies),
+    ):
+        norm, size = attention.get_submodule(name), attention.head_size
+        assert isinstance(norm, nn.RMSNorm)
+        if norm.normalized_shape[0] != size:
+            own = max(1, heads // group.size) * size
+            first = group.index // shared * own
+            attention.add_module(name, DividedHeadsNorm(norm, first, own, shared, group))
 
 
 def _split_mlp(mlp: MLP, cutter: _Cutter) -> None:

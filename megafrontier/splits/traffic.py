@@ -22,6 +22,8 @@ class _Move(NamedTuple):
     in_pieces: bool = False
     is_exact: bool = False
     """Sent in fp32."""
+    is_fp32: bool = False
+    """Sent in fp32 over levels without a wire."""
 
 
 def tensor_bytes(
@@ -53,7 +55,9 @@ def tensor_bytes(
     for move, times in _moves(config, size, tokens, chunk_tokens, checkpointing, late_weights):
         for rows in _rows(move, overlaps, any(wires)):
             for level, count in enumerate(levels.sizes):
-                codec = CastCodec(torch.float32) if move.is_exact else codecs[level]
+                has_wire = bool(wires) and wires[level] is not None
+                in_fp32 = move.is_exact or (move.is_fp32 and not has_wire)
+                codec = CastCodec(torch.float32) if in_fp32 else codecs[level]
                 shard = size * rows * move.width // prod(levels.sizes[: level + 1])
                 totals[level] += times * (count - 1) * codec.message_bytes(shard)
     return totals
@@ -79,6 +83,8 @@ def _moves(
     whole, pieces = _Move(rows, width), _Move(rows, width, in_pieces=True)
     copies = max(1, size // config.num_kv_heads)
     heads = [_Move(tokens, config.head_dim // copies)] * (2 if copies > 1 else 0)
+    if config.qk_norm == "full":  # sums of squares of queries, and of keys
+        heads += [_Move(tokens, 1, is_fp32=True)] * 2
     # A gather before and a sum after attention and MLP.
     forward = [pieces, *heads, pieces, pieces, pieces]
     # Of each sum a gather, and of each gather a sum; what it gave is gathered again for weights.

@@ -77,6 +77,8 @@ OLMO: dict[str, Any] = {
     "norm": "layernorm",
     "norm_position": "after",
     "norm_bias": False,
+    "kv_heads": 2,
+    "qk_norm": "full",
     "activation": "geglu",
     "bias": False,
     "rotary_scaling": RotaryScalingConfig(4.0, original_length=8, kind="yarn"),

@@ -9,7 +9,7 @@ import torch
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.mesh import Splits
 from megafrontier.splits.tensor import check_tensor_split
-from tests.model.small_models import GEMMA, SHAPES, small_config
+from tests.model.small_models import GEMMA, OLMO, SHAPES, small_config
 from tests.ranks import run_mesh
 from tests.splits.matrix import (
     Case,
@@ -38,6 +38,7 @@ CASES = [
     ((2, 2), 2, "mics", Case(SHAPES["llama one kv head, biases, wide heads, other base"] | EVEN)),
     ((2, 2, 2), 4, "hpz", Case(GPT2, options={"overlap": "none"})),
     ((2, 2), 4, "zero3", Case(GEMMA, documents=True, options={"overlap": "full"})),
+    ((2, 2), 4, "topo", Case(OLMO, accumulation=2)),
     ((2, 2, 2), 2, "topo", Case(GROUPED, accumulation=2, options={"check_order": True})),
 ]
 
@@ -122,7 +123,6 @@ def test_every_combination_on_8_ranks_gives_one_processs_losses_and_gradients(si
         ),
         ({"ffn_hidden": 33}, 2, r"does not divide model.ffn_hidden \(33\)"),
         ({"vocab_multiple": 1, "vocab_size": 51}, 2, r"the padded vocabulary"),
-        ({"qk_norm": "full"}, 2, r"model.qk_norm: full, need none or head"),
     ],
 )
 def test_a_model_that_does_not_divide_is_refused_with_what_fits(changes, size, message):

@@ -14,7 +14,7 @@ from megafrontier.partition.presets import work_wires
 from megafrontier.pipeline.split_backward import SplitBackward
 from megafrontier.splits.tokens import TokenGroup
 from megafrontier.splits.traffic import tensor_bytes
-from tests.model.small_models import SHAPES, small_config
+from tests.model.small_models import OLMO, SHAPES, small_config
 from tests.ranks import run_mesh
 from tests.splits.matrix import LENGTH, Case, split_model, train_alone, train_split
 
@@ -27,6 +27,7 @@ CASES = [
     ((2, 2), 2, Case(GPT2), {"pair": "int8"}, True),
     ((2, 2), 4, Case(GROUPED, options={"overlap": "none"}), {}, False),
     ((2, 2), 4, Case(GROUPED), {"pair": "bf16", "world": "int8"}, False),
+    ((2, 2), 4, Case(OLMO, built={"checkpointing": "selective"}), {"pair": "bf16"}, False),
     ((2,), 2, Case(GPT2, built={"checkpointing": "block"}), {"world": "int8"}, False),
     ((2,), 2, Case(LLAMA, built={"checkpointing": "selective"}), {"world": "int8"}, False),
 ]
