@@ -103,6 +103,10 @@ class ParallelConfig:
     """Ranks that share the experts of a block: the innermost of the context and data-parallel
     ranks. Must divide `model.moe.experts`. A token crosses each level once for each group of ranks
     beyond it that has some of its experts."""
+    token_pieces: int = count(1)
+    """`expert`: pieces in which the tokens of a micro-batch move to their experts and back. While
+    the experts process one piece, the next is on its way, and so are the results of the one
+    before. Only with `partition.overlap`."""
     pipeline: int | str = bounded(1, at_least=1)
     """Ranks that share the blocks: the outermost. A number fills the levels from outside; a level's
     name stands for all ranks from the outermost level down to it."""

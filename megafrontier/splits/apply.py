@@ -23,12 +23,14 @@ def apply_splits(
     mesh: Mesh,
     activations: Sequence[Wire | None] = (),
     tokens: Sequence[Wire | None] = (),
+    token_pieces: int = 1,
 ) -> Callable[[Engine], None]:
     """Divide a GPT, which may be on the meta device, as the splits of the mesh say.
 
     Call it before `shard`. The result connects the splits to the engine that `shard` returns; call
     it before the first forward. `activations`, `tokens`: their wires on each level of the mesh;
-    None, and by default, they keep their type. Raises UserError for a model that cannot be divided.
+    None, and by default, they keep their type. `token_pieces`: as in `parallel`. Raises UserError
+    for a model that cannot be divided.
     """
     groups: list[tuple[TokenGroup | ExpertGroup, Hierarchy]] = []
     for axis, split in _SPLITS:
@@ -41,8 +43,11 @@ def apply_splits(
 
     def connect(engine: Engine) -> None:
         for group, hierarchy in groups:
-            wires = tokens if isinstance(group, ExpertGroup) else activations
-            group.connect(engine, hierarchy, wires)
+            if isinstance(group, ExpertGroup):
+                group.pieces = token_pieces
+                group.connect(engine, hierarchy, tokens)
+            else:
+                group.connect(engine, hierarchy, activations)
 
     return connect
 

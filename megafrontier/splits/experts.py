@@ -67,6 +67,11 @@ def _cut(experts: Experts, index: int, size: int, names: dict[int, str]) -> None
 class ExpertGroup:
     """The ranks that share the experts of blocks."""
 
+    def __init__(self) -> None:
+        self.pieces = 1
+        """Pieces in which the tokens of a forward move. While the experts process one, the next is
+        on its way, and so are the results of the one before."""
+
     def connect(
         self, engine: Engine, hierarchy: Hierarchy, wires: Sequence[Wire | None] = ()
     ) -> None:
@@ -79,24 +84,31 @@ class ExpertGroup:
         self, hidden: Tensor, chosen: Tensor, weights: Tensor, experts: Experts
     ) -> Callable[[], Tensor]:
         """`model.moe.dispatch.Dispatch` over the ranks."""
-        chunks = self._exchange.chunks(chosen // experts.count)
-        if len(chunks) == 1:
-            return _Passage(self._exchange, experts, chunks[0][1]).start(hidden, chosen, weights)
-        return partial(self._in_chunks, chunks, hidden, chosen, weights, experts)
+        inputs = (values.tensor_split(self.pieces) for values in (hidden, chosen, weights))
+        pieces = list(zip(*inputs, strict=True))
+        # All counts first: those of a piece would wait for the tokens of the one before.
+        counted = [self._exchange.chunks(owners // experts.count) for _, owners, _ in pieces]
+        started = [
+            _Passage(self._exchange, experts, chunks[0][1]).start(*piece)
+            if len(chunks) == 1
+            else partial(self._in_chunks, chunks, experts, *piece)
+            for chunks, piece in zip(counted, pieces, strict=True)
+        ]
+        return partial(_finish, started)
 
     def _in_chunks(
         self,
         chunks: Sequence[tuple[Tensor, Counts]],
+        experts: Experts,
         hidden: Tensor,
         chosen: Tensor,
         weights: Tensor,
-        experts: Experts,
-    ) -> Tensor:
+    ) -> Callable[[], Tensor]:
         """Process one chunk after another. Backward moves the tokens of each again, so that only
         one chunk's are held at a time."""
 
         def run(rows: Tensor, counts: Counts, *inputs: Tensor) -> Tensor:
-            return _Passage(self._exchange, experts, counts).start(*inputs)()
+            return _Passage(self._exchange, experts, counts).start(*inputs)()()
 
         found = [
             checkpoint(
@@ -110,7 +122,13 @@ class ExpertGroup:
             for rows, counts in chunks
         ]
         order = torch.cat([rows for rows, _ in chunks]).argsort()
-        return torch.cat(found)[order]
+        return lambda: torch.cat(found)[order]
+
+
+def _finish(started: Sequence[Callable[[], Callable[[], Tensor]]]) -> Tensor:
+    """Let the experts process one piece after another, then wait for the results."""
+    found = [wait() for wait in [process() for process in started]]
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 # The way of some tokens, for autograd
@@ -132,18 +150,22 @@ class _Passage:
     move: Move | None = None
     """In flight."""
 
-    def start(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Callable[[], Tensor]:
-        """Start hidden [n, h] on their way. The result waits and returns the sums [n, h]."""
+    def start(
+        self, hidden: Tensor, chosen: Tensor, weights: Tensor
+    ) -> Callable[[], Callable[[], Tensor]]:
+        """Start hidden [n, h] on their way. The result waits for the rows that arrive, processes
+        them and starts the results on their way. What it returns waits and returns the sums
+        [n, h]."""
         started: Tensor = _StartDispatch.apply(hidden, chosen, weights, self)
-        return partial(self._finish, started)
+        return partial(self._process, started)
 
-    def _finish(self, started: Tensor) -> Tensor:
+    def _process(self, started: Tensor) -> Callable[[], Tensor]:
         rows, weights = _FinishDispatch.apply(started, self)
         outputs = run_experts(rows, self.routes.experts, weights, self.experts)
         # With `rows`, because without a row here the outputs may not depend on them. Backward has
         # to pass all ranks' operators.
-        found: Tensor = _Collect.apply(outputs, rows, self)
-        return found
+        started = _StartCollect.apply(outputs, rows, self)
+        return partial(_FinishCollect.apply, started, self)
 
 
 class _StartDispatch(torch.autograd.Function):
@@ -185,18 +207,39 @@ class _FinishDispatch(torch.autograd.Function):
         return by_rows.new_empty(0), None
 
 
-class _Collect(torch.autograd.Function):
-    """Outputs of rows [m, h] → their sums by token [n, h]."""
+class _StartCollect(torch.autograd.Function):
+    """Outputs of rows [m, h] → an empty tensor that `_FinishCollect` takes."""
 
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, rows: Tensor, passage: _Passage) -> Tensor:
         ctx.passage = passage
-        return passage.exchange.wait(passage.exchange.start_collect(outputs, passage.routes))[0]
+        passage.move = passage.exchange.start_collect(outputs, passage.routes)
+        return outputs.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        exchange, routes = ctx.passage.exchange, ctx.passage.routes
-        return exchange.wait(exchange.start_spread(grad_outputs[0], routes))[0], None, None
+    def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor, None, None]:
+        passage = ctx.passage
+        by_outputs, _ = passage.exchange.wait(passage.move)
+        passage.move = None
+        return by_outputs, None, None
+
+
+class _FinishCollect(torch.autograd.Function):
+    """The sums by token [n, h]."""
+
+    @staticmethod
+    def forward(ctx: Any, started: Tensor, passage: _Passage) -> Tensor:
+        ctx.passage = passage
+        assert passage.move is not None
+        found, _ = passage.exchange.wait(passage.move)
+        passage.move = None
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        passage = ctx.passage
+        passage.move = passage.exchange.start_spread(grad_outputs[0], passage.routes)
+        return grad_outputs[0].new_empty(0), None
 
 
 # The experts of one rank

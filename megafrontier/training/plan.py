@@ -151,6 +151,9 @@ def _check_splits(config: Config, splits: Splits) -> None:
     fits = "need 1, or a model with experts (model.moe)"
     is_possible = splits.expert == 1 or config.model.moe is not None
     need(is_possible, "parallel.expert", parallel.expert, fits)
+    moves = splits.expert > 1 and config.partition.overlap != "none"
+    fits = "need 1, or parallel.expert above 1 and partition.overlap: safe or full"
+    need(parallel.token_pieces == 1 or moves, "parallel.token_pieces", parallel.token_pieces, fits)
     check_tensor_split(config.model, tensor)
     check_context_split(config.model.sequence_length, context)
     tokens = config.train.micro_batch * config.model.sequence_length // context

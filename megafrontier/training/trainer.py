@@ -193,7 +193,8 @@ def build_model(
             z_loss=config.train.z_loss,
         )
     divide_model(model, plan.division, mesh)
-    connect = apply_splits(model, mesh, plan.activations, plan.tokens)
+    pieces = config.parallel.token_pieces
+    connect = apply_splits(model, mesh, plan.activations, plan.tokens, pieces)
     engine = shard(
         model,
         model.units(),

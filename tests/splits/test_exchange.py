@@ -9,6 +9,7 @@ from megafrontier.model.moe.experts import Experts
 from megafrontier.parallel.mesh import Splits
 from megafrontier.partition import Engine, Placement, Wires
 from megafrontier.partition.wires.wire import make_wire
+from megafrontier.splits import experts as experts_module
 from megafrontier.splits.exchange import PEAK, TokenExchange
 from megafrontier.splits.experts import ExpertGroup
 from tests.model.small_models import small_config
@@ -74,6 +75,32 @@ def test_experts_on_other_ranks_give_the_outputs_and_gradients_of_experts_on_one
         for parts, value in zip(zip(*found, strict=True), expected, strict=True):
             largest = value.abs().max().item()
             torch.testing.assert_close(torch.cat(parts), value, rtol=1e-5, atol=1e-5 * largest)
+
+
+def test_experts_process_one_piece_of_the_tokens_while_the_next_is_on_its_way(monkeypatch):
+    """Also in backward, and the results of all pieces go back before a rank waits for the first."""
+    events = []
+
+    def note(owner, name):
+        function = getattr(owner, name)
+        noted = lambda *args: events.append(name) or function(*args)  # noqa: E731
+        monkeypatch.setattr(owner, name, noted)
+
+    for name in ("start_dispatch", "finish_dispatch", "start_collect", "start_spread"):
+        note(TokenExchange, name)
+    note(experts_module, "run_experts")
+
+    def body(mesh):
+        group = ExpertGroup()
+        group.pieces = 2
+        group.connect(make_engine(mesh), mesh.hierarchy(("expert",)))
+        parts = [part[mesh.rank] for part in routing("even", 2)]
+        return outcome(group.dispatch, make_experts(mesh.rank, 2), *parts), list(events)
+
+    forward = ["finish_dispatch", "run_experts", "start_collect"]
+    backward = [*["start_spread"] * 2, *["start_collect"] * 2]
+    for _, found in run_mesh((2,), body, splits=Splits(expert=2)):
+        assert found == [*["start_dispatch"] * 2, *forward * 2, *backward]
 
 
 def test_no_rank_gets_more_rows_at_a_time_than_a_few_times_the_average():

@@ -29,7 +29,7 @@ SHARED = GPT2 | {
 CASES = [
     ((2, 2), Splits(expert=4), "zero3", Case(SHARED, "empty rows", accumulation=2)),
     ((2, 2), Splits(expert=2), "topo", Case(MIXTURE, options={"overlap": "full"})),
-    ((2, 2, 2), Splits(expert=8), "zero1", Case(MIXTURE, "one token", steps=2)),
+    ((2, 2, 2), Splits(expert=8), "zero1", Case(MIXTURE, "one token", steps=2, token_pieces=2)),
     (
         (2, 2, 2),
         Splits(tensor=2, context=2, expert=4),
@@ -46,7 +46,7 @@ CASES = [
         (2, 2),
         Splits(context=2, expert=4),
         "topo",
-        Case(SHARED, steps=2, built={"checkpointing": "block"}),
+        Case(SHARED, steps=2, built={"checkpointing": "block"}, token_pieces=3),
     ),
 ]
 
