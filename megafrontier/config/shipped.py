@@ -1,7 +1,9 @@
 """Configs, models, machine files and Slurm files of the package, found from any folder."""
 
+import re
 import shutil
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 from megafrontier.common.errors import UserError, need
@@ -49,9 +51,16 @@ def describe_shipped() -> list[str]:
     for name, path in shipped_files().items():
         about = "batch files for Slurm clusters, as a folder"
         if path.is_file():
-            about = path.read_text(encoding="utf-8").split("\n")[0].removeprefix("# ")
+            about = _first_sentence(path.read_text(encoding="utf-8"))
         lines.append(f"{name:28} {about}")
     return lines
+
+
+def _first_sentence(text: str) -> str:
+    """Of the comment at the head of a file, without its last period."""
+    lines = takewhile(lambda line: line.startswith("#"), text.splitlines())
+    comment = " ".join(line.lstrip("# ") for line in lines)
+    return re.split(r"(?<!al)\.(?: |$)", comment)[0]  # not after `et al.`
 
 
 def copy_shipped(name: str, out: Path | None = None) -> Path:

@@ -1,6 +1,7 @@
 """A wheel holds all that the commands need, and finds it from any folder."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -67,7 +68,7 @@ def test_an_installed_wheel_finds_its_files_from_any_folder(wheel, tmp_path):
         return subprocess.check_output(line, cwd=elsewhere, env=environment, text=True)
 
     listed = run(COMMAND, "configs")
-    assert "gpt-125m " in listed
+    assert re.search(r"^gpt-1.3b +GPT-3 XL: as gpt-125m, with 1M tokens a step$", listed, re.M)
     assert "machines/frontier " in listed
     assert run(COMMAND, "configs", "--copy", "slurm") == "slurm\n"
     assert (elsewhere / "slurm" / "env" / "frontier.sh").is_file()
