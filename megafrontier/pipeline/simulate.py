@@ -67,8 +67,9 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """The share of the ranks' time in which they do not compute, 0 to 1."""
-        return 1 - sum(self.busy) / (len(self.busy) * self.seconds)
+        """The share of the ranks' time in which they do not compute, 0 to 1; 0 if nothing takes
+        time."""
+        return 1 - sum(self.busy) / (len(self.busy) * self.seconds) if self.seconds else 0.0
 
 
 class Deadlock(RuntimeError):

@@ -136,12 +136,22 @@ def test_a_border_costs_what_its_wire_sends() -> None:
     assert seconds[1] / seconds[0] == pytest.approx(0.25, abs=0.02)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "line"),
+    [
+        ((), "= 4 ranks"),
+        (
+            ("parallel.tensor=2", "parallel.pipeline=2", "parallel.schedule=zero_bubble"),
+            "pipeline: 2 stages, zero_bubble, ",
+        ),
+    ],
+)
 def test_a_dry_run_says_what_a_rank_holds(
-    config_file: Path, capsys: pytest.CaptureFixture[str]
+    config_file: Path, capsys: pytest.CaptureFixture[str], chosen: tuple[str, ...], line: str
 ) -> None:
-    assert main(["train", str(config_file), "--nproc", "4", "--dry-run"]) == 0
+    assert main(["train", str(config_file), "--nproc", "4", "--dry-run", *chosen]) == 0
     said = capsys.readouterr().out
-    assert "= 4 ranks" in said
+    assert line in said
     assert "GiB of tensors at the peak" in said
 
 
