@@ -67,7 +67,7 @@ def split_sequences(model: GPT, index: int, size: int) -> TokenGroup:
         attention = block.attention
         attention.over_chunks = partial(
             chunk_attention,
-            exchange=split.number,
+            exchange=split.of_window(attention.window).number,
             size=size,
             keeps_keys=block.checkpointing in RECOMPUTES_BLOCK,
             window=attention.window,
@@ -79,9 +79,19 @@ def split_sequences(model: GPT, index: int, size: int) -> TokenGroup:
 class ContextSplit:
     """The ranks that share micro-batches, as an exchange of keys and values (`kernels.chunks`)."""
 
-    def __init__(self, group: TokenGroup) -> None:
-        self.group = group
+    def __init__(self, group: TokenGroup, window: int = 0) -> None:
+        """`window`: the tokens that a token attends to, 0: all before it."""
+        self.group, self.window = group, window
         self.number = register(self)
+        self._windows: dict[int, ContextSplit] = {}
+
+    def of_window(self, window: int) -> "ContextSplit":
+        """The same ranks, for blocks whose tokens attend to `window` tokens."""
+        if window == self.window:
+            return self
+        if window not in self._windows:
+            self._windows[window] = ContextSplit(self.group, window)
+        return self._windows[window]
 
     def part(self, values: Tensor, documents: Tensor) -> Tensor:
         """This rank's part [1, b · s / size, …] of values of all tokens [b, s, …]."""
@@ -120,7 +130,8 @@ class ContextSplit:
 
     def _ways(self, documents: Tensor) -> "_Ways":
         group = self.group
-        return _find_ways(tuple(documents.tolist()), group.levels, group.index, group.device)
+        ranks = group.levels, group.index, group.device
+        return _find_ways(tuple(documents.tolist()), *ranks, self.window)
 
 
 class _Way(NamedTuple):
@@ -196,11 +207,15 @@ class _Ways(NamedTuple):
     rows: int
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=32)
 def _find_ways(
-    documents: tuple[int, ...], sizes: tuple[int, ...], index: int, device: torch.device
+    documents: tuple[int, ...],
+    sizes: tuple[int, ...],
+    index: int,
+    device: torch.device,
+    window: int,
 ) -> _Ways:
-    own, pasts, past, hops, count = find_routes(documents, sizes, index)
+    own, pasts, past, hops, count = find_routes(documents, sizes, index, window)
     bounds = [*accumulate((part.stop - part.start for part in own), initial=0)]
     parts = [Part(slice(*at), past) for at, past in zip(pairwise(bounds), pasts, strict=True)]
     tokens = torch.cat([torch.arange(part.start, part.stop) for part in own])

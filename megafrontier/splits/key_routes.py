@@ -38,7 +38,7 @@ class Routes(NamedTuple):
     own: tuple[Part, ...]
     """The parts of its tokens, in order."""
     pasts: list[slice]
-    """For each part, where its document's earlier tokens are among those of `past`."""
+    """For each part, where the earlier tokens that it attends to are among those of `past`."""
     past: NDArray[np.int64]
     """The tokens that it needs, by their numbers, each document's in order."""
     hops: list[Hop]
@@ -47,15 +47,18 @@ class Routes(NamedTuple):
     """How many tokens it has in the end."""
 
 
-def find_routes(bounds: tuple[int, ...], sizes: tuple[int, ...], index: int) -> Routes:
+def find_routes(
+    bounds: tuple[int, ...], sizes: tuple[int, ...], index: int, window: int = 0
+) -> Routes:
     """The routes of the `index`-th rank of levels of these sizes, fastest first.
 
     The fastest level has the largest steps in `index`, as in `Hierarchy.shard_index`. `bounds`: as
-    in `assign`.
+    in `assign`. `window`: the tokens that a token attends to, itself included; 0: all before it.
     """
     parts = assign(bounds, prod(sizes)).parts
-    needed = _needed(parts, prod(sizes))
     owners = np.array([part.rank for part in parts])
+    firsts = _first_needed(parts, window)
+    needed = _needed(owners, firsts, prod(sizes))
     has = owners == np.arange(prod(sizes))[:, None]
     numbers = _Numbers(parts)
     numbers.add(has[index])
@@ -77,32 +80,40 @@ def find_routes(bounds: tuple[int, ...], sizes: tuple[int, ...], index: int) -> 
             hops.append(Hop(level, numbers.of(sent), counts, [numbers.add(x) for x in received]))
     own = tuple(part for part in parts if part.rank == index)
     past = numbers.of([needed[index]])
-    return Routes(own, _pasts(own, parts, needed[index]), past, hops, numbers.total)
+    return Routes(own, _pasts(index, parts, firsts, needed[index]), past, hops, numbers.total)
 
 
-def _needed(parts: Sequence[Part], size: int) -> Flags:
-    """[rank, part]: whether the part is before another one of the rank in its document."""
-    _, documents = np.unique([part.document for part in parts], return_inverse=True)
-    starts, owners = np.array([(part.start, part.rank) for part in parts]).T
-    last = np.full((size, documents.max() + 1), -1)
-    np.maximum.at(last, (owners, documents), starts)
-    found: Flags = starts < last[:, documents]
+def _first_needed(parts: Sequence[Part], window: int) -> NDArray[np.int64]:
+    """For each part, the number of the first part that it attends to; its own if to no other."""
+    starts, stops, documents = np.array([part[:3] for part in parts]).T
+    begins = np.searchsorted(starts, documents)
+    if window:
+        begins = np.maximum(begins, np.searchsorted(stops, starts - window + 1, "right"))
+    found: NDArray[np.int64] = np.minimum(begins, np.arange(len(parts)))
     return found
 
 
-def _pasts(own: Sequence[Part], parts: Sequence[Part], needed: Flags) -> list[slice]:
-    """For each own part, where its document's earlier tokens are among the needed ones."""
-    begins: dict[int, int] = {}
-    count = 0
-    for number in np.flatnonzero(needed):
-        part = parts[int(number)]
-        begins.setdefault(part.document, count)
-        count += part.stop - part.start
-    firsts = [begins.get(part.document, 0) for part in own]
-    return [
-        slice(first, first + part.start - part.document)
-        for first, part in zip(firsts, own, strict=True)
-    ]
+def _needed(owners: NDArray[np.int64], firsts: NDArray[np.int64], size: int) -> Flags:
+    """[rank, part]: whether a part of the rank attends to it, and lies after it."""
+    changes = np.zeros((size, len(owners) + 1), np.int64)
+    np.add.at(changes, (owners, firsts), 1)
+    np.add.at(changes, (owners, np.arange(len(owners))), -1)
+    found: Flags = changes.cumsum(1)[:, :-1] > 0
+    return found
+
+
+def _pasts(
+    index: int, parts: Sequence[Part], firsts: NDArray[np.int64], needed: Flags
+) -> list[slice]:
+    """For each part of a rank, where the parts that it attends to are among the needed ones."""
+    lengths = np.array([part.stop - part.start for part in parts]) * needed
+    places = lengths.cumsum() - lengths
+    own = [number for number, part in enumerate(parts) if part.rank == index]
+    found = []
+    for number in own:
+        first, length = int(firsts[number]), parts[number].start - parts[int(firsts[number])].start
+        found.append(slice(int(places[first]), int(places[first]) + length))
+    return found
 
 
 class _Numbers:

@@ -107,8 +107,11 @@ def test_activations_change_as_much_in_every_width_and_depth(pairs):
     assert exponents(None)[0] > 0.5
 
 
+OLMO = SHAPES["llama"] | {"norm_position": "after", "qk_norm": "full"}
+
+
 @pytest.mark.parametrize(
-    "changes", [*SHAPES.values(), mixture(balance="none") | {"qk_norm": "head"}]
+    "changes", [*SHAPES.values(), mixture(balance="none") | {"qk_norm": "head"}, OLMO]
 )
 def test_an_exported_model_has_the_constants_in_its_weights(changes, tokens, tmp_path):
     shape = small_config(**changes)

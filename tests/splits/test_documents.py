@@ -65,13 +65,13 @@ def test_a_sequence_without_documents_is_shared_zig_zag(size):
 
 
 @pytest.mark.parametrize("sizes", [(3,), (2, 2), (2, 1, 4), (2, 3, 2)])
-@pytest.mark.parametrize("documents", [1, 4, 20])
-def test_every_rank_gets_each_token_that_it_needs_once(sizes, documents):
+@pytest.mark.parametrize(("documents", "window"), [(1, 0), (4, 0), (20, 0), (1, 9), (4, 30)])
+def test_every_rank_gets_each_token_that_it_needs_once(sizes, documents, window):
     """Over the hops of all levels, done here by hand."""
     ranks, tokens = prod(sizes), prod(sizes) * 24
     starts = sorted(random.Random(documents).sample(range(1, tokens), documents - 1))
     bounds = (0, *starts, tokens)
-    routes = [find_routes(bounds, sizes, index) for index in range(ranks)]
+    routes = [find_routes(bounds, sizes, index, window) for index in range(ranks)]
     held = [[t for part in r.own for t in range(part.start, part.stop)] for r in routes]
     for number, hop in enumerate(routes[0].hops):
         step = prod(sizes[hop.level + 1 :])
@@ -92,10 +92,23 @@ def test_every_rank_gets_each_token_that_it_needs_once(sizes, documents):
         assert len(set(tokens_held)) == len(tokens_held) == route.tokens
         past = [tokens_held[i] for i in route.past]
         for part, before in zip(route.own, route.pasts, strict=True):
-            assert past[before] == [*range(part.document, part.start)]
+            found = past[before]
+            assert found == [*range(part.start - len(found), part.start)]
+            first = part.document if not window else max(part.document, part.start - window + 1)
+            assert part.document <= part.start - len(found) <= first
         if len(sizes) == 1:
             own = {t for part in route.own for t in range(part.start, part.stop)}
             assert set(tokens_held) - own == set(past) - own
+
+
+def test_with_a_window_a_part_needs_only_the_parts_that_it_reaches():
+    """Of 8 ranks with two parts of 24 tokens each, the first tokens need nobody."""
+    for window, parts in ((2, 1), (25, 1), (26, 2)):
+        for index in range(8):
+            route = find_routes((0, 16 * 24), (8,), index, window)
+            reached = [min(parts, part.start // 24) * 24 for part in route.own]
+            assert [past.stop - past.start for past in route.pasts] == reached
+            assert route.tokens <= 48 + sum(reached)
 
 
 def test_a_token_enters_a_node_once():
