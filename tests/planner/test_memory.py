@@ -106,7 +106,7 @@ CASES: list[tuple[dict[str, int], list[dict[str, Any]]]] = [
         ],
     ),
     ({"tensor": 2}, [TOPO, {"partition.strategy": "mics", **BLOCK}]),
-    ({"pipeline": 2}, [TOPO, {**TOPO, "parallel.schedule": "zero_bubble"}]),
+    ({"pipeline": 2}, [TOPO]),
     ({"tensor": 2, "pipeline": 2}, [{**TOPO, "parallel.schedule": "zero_bubble"}]),
 ]
 MORE = [
