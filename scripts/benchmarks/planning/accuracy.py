@@ -35,7 +35,7 @@ from scripts.benchmarks.slow_network.links import links
 NODES, PER_NODE = 4, 4
 FAST, LONG = 1e9, 2**22
 """Bytes a second and bytes of a message with which the links within a node are probed."""
-PROBE_SECONDS = 0.3
+PROBE_SECONDS = 1.5
 """Of a message over the network."""
 FULL_RATE = 5.9e6
 """Bytes a second of a NIC at which a pass of all weights takes 12 % of a micro-step's compute, as
