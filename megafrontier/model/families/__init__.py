@@ -1,6 +1,6 @@
 """The Hugging Face families that a GPT can be exported to and imported from.
 
-To add a family, write one file like `gpt2.py` and add it to FAMILIES.
+CONTRIBUTING.md says how to add a family.
 """
 
 from megafrontier.common.errors import UserError
