@@ -102,7 +102,8 @@ class ParallelConfig:
     expert: int | str = bounded(1, at_least=1)
     """Ranks that share the experts of a block: the innermost of the context and data-parallel
     ranks. Must divide `model.moe.experts`. A token crosses each level once for each group of ranks
-    beyond it that has some of its experts."""
+    beyond it that has some of its experts. `auto` as for `tensor`; `parallel: auto` chooses both,
+    unless a number of ranks above 1 is given here."""
     token_pieces: int = count(1)
     """`expert`: pieces in which the tokens of a micro-batch move to their experts and back. While
     the experts process one piece, the next is on its way, and so are the results of the one

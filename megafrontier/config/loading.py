@@ -74,10 +74,13 @@ def save_config(config: Config, path: Path) -> None:
 
 
 def load_machine(machine: Any) -> MachineConfig:
-    """The machine of `config.machine`: a name, a path, or levels and device inline.
+    """The machine of `config.machine`: a name, a path, levels and device inline, or one that is
+    loaded.
 
     Raises UserError if there is no such file or it does not describe levels and a device.
     """
+    if isinstance(machine, MachineConfig):
+        return machine
     if isinstance(machine, dict):
         origin, values = "machine", machine
     else:

@@ -196,4 +196,5 @@ class Config:
     @property
     def has_auto_layout(self) -> bool:
         """Whether the planner is to choose the placement or the splits."""
-        return "auto" in (self.partition.strategy, self.parallel.tensor)
+        parallel = self.parallel
+        return "auto" in (self.partition.strategy, parallel.tensor, parallel.expert)

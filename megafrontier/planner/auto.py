@@ -16,9 +16,11 @@ def choose_layout(config: Config, ranks: int, workers: int = WORKERS) -> tuple[C
     """
     if not config.has_auto_layout:
         return config, []
+    is_whole = config.parallel.tensor == "auto"
     free = Free(
         placement=config.partition.strategy == "auto",
-        tensor=config.parallel.tensor == "auto",
+        tensor=is_whole,
+        expert=config.parallel.expert == "auto" or (is_whole and config.parallel.expert == 1),
         wires=False,
         memory=False,
     )

@@ -63,8 +63,8 @@ def dry_run_command(path: str, overrides: Sequence[str], ranks: int | None) -> s
     if not layout.fits:
         memory = plan.machine.device.memory_gib
         raise UserError(
-            f"machine.device.memory_gib: {memory:g}, need {step.gib:.3g} on {plan.levels.ranks} "
-            f"ranks: {_parts(step)}; take {memory_advice(config)}"
+            f"machine.device.memory_gib: {memory:g}, need {step.worst_gib:.3g} on "
+            f"{plan.levels.ranks} ranks: {_parts(step)}; take {memory_advice(config)}"
         )
     return "\n".join([*lines, f"rank 0: {step.gib:.3g} GiB of tensors at the peak: {_parts(step)}"])
 
@@ -77,15 +77,17 @@ def predict(config: Config, plan: RunPlan) -> list[str]:
         return []
     found = (
         f"plan: {step.seconds:.3g} s a step, {step.tokens_per_second:,.0f} tokens/s, "
-        f"{step.tflops_per_device:.3g} TF/s a device, {step.gib:.3g} GiB of tensors; most time "
-        f"goes to {step.limit}"
+        f"{step.tflops_per_device:.3g} TF/s a device, {step.worst_gib:.3g} GiB of tensors; most "
+        f"time goes to {step.limit}"
     )
     return [found]
 
 
 def _parts(step: Simulated) -> str:
-    """GiB by category."""
-    parts = (f"{name.replace('_', ' ')} {gib:.3g}" for name, gib in step.memory.items() if gib)
+    """GiB by category, and all with the worst routing of tokens to experts."""
+    parts = [f"{name.replace('_', ' ')} {gib:.3g}" for name, gib in step.memory.items() if gib]
+    if step.worst_memory is not None:
+        parts.append(f"with the worst routing {step.worst_gib:.3g} in all")
     return ", ".join(parts)
 
 
@@ -99,7 +101,7 @@ def too_large(layout: Layout) -> str:
     """Why a layout does not fit, in one line."""
     memory = layout.plan.machine.device.memory_gib
     return (
-        f"needs {layout.step.gib:.3g} GiB of {memory:g} on {layout.plan.levels.ranks} ranks, "
+        f"needs {layout.step.worst_gib:.3g} GiB of {memory:g} on {layout.plan.levels.ranks} ranks, "
         "and no other layout fits; need more nodes"
     )
 
@@ -118,6 +120,7 @@ def as_dict(layout: Layout) -> dict[str, Any]:
         "fits": layout.fits,
         "gib": step.gib,
         "memory": step.memory,
+        **({} if step.worst_memory is None else {"worst_routing_gib": step.worst_gib}),
         "step_seconds": step.seconds,
         "tokens_per_second": step.tokens_per_second,
         "tflops_per_device": step.tflops_per_device,
@@ -132,14 +135,16 @@ def as_dict(layout: Layout) -> dict[str, Any]:
 def table(config: Config, layouts: Sequence[Layout], nodes: int, tokens: float | None) -> str:
     """One line for each layout, fastest first."""
     names = layouts[0].plan.levels.names
-    head = ["fits", "GiB", "step s", "tokens/s", "TF/s", "MFU %"]
+    has_experts = config.model.moe is not None
+    head = ["fits", "GiB", *["worst GiB"] * has_experts, "step s", "tokens/s", "TF/s", "MFU %"]
     head += [f"{name} GB" for name in names] + ["waits s", "bubble %", "limit"]
     if tokens is not None:
         head.append("node-hours")
     rows = [[*head, "overrides"]]
     for layout in layouts:
         step, share = layout.step, mfu(layout)
-        row = ["yes" if layout.fits else "no", f"{step.gib:.1f}", f"{step.seconds:.3f}"]
+        row = ["yes" if layout.fits else "no", f"{step.gib:.1f}"]
+        row += [f"{step.worst_gib:.1f}"] * has_experts + [f"{step.seconds:.3f}"]
         row += [f"{step.tokens_per_second:,.0f}", f"{step.tflops_per_device:.1f}"]
         row.append("-" if share is None else f"{100 * share:.1f}")
         row += [f"{step.sent[name] / 1e9:.2f}" for name in names]

@@ -47,7 +47,8 @@ def _with_layers(config: Config, layers: int, ranks: int, rates: Rates | None) -
 def _between(fewer: Any, more: Any, times: float) -> Any:
     """The value on the line through two, which may lie in a dataclass or a mapping."""
     if isinstance(fewer, Simulated):
-        names = ("seconds", "flops", "sent", "exposed", "computing", "memory")
+        names = ["seconds", "flops", "sent", "exposed", "computing", "memory"]
+        names += ["worst_memory"] * (more.worst_memory is not None)
         pairs = {name: (getattr(fewer, name), getattr(more, name)) for name in names}
         return replace(more, **{name: _between(*pair, times) for name, pair in pairs.items()})
     if isinstance(fewer, dict):

@@ -8,29 +8,32 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations_with_replacement, product, repeat
 from multiprocessing import get_context
 from operator import itemgetter
 from typing import Any, Literal, cast
 
 from megafrontier.common.errors import UserError
-from megafrontier.config import Config, WiresConfig, load_machine
+from megafrontier.config import Config, ExpertsPartitionConfig, WiresConfig, load_machine
 from megafrontier.data.sampling.batches import BatchSizes
 from megafrontier.model.flops import flops_per_token
-from megafrontier.model.recompute.checkpointing import Mode
+from megafrontier.model.recompute.checkpointing import RECOMPUTES_BLOCK, Mode
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition.placement import node_depth, traffic_bytes
 from megafrontier.planner.layers import simulate_blocks
 from megafrontier.planner.simulation.rank import Simulated
 from megafrontier.planner.simulation.rates import Rates
+from megafrontier.splits.exchange import PEAK
 from megafrontier.training.plan import (
     GIB,
     RunPlan,
+    StatePlan,
     buffer_gib,
     resolve_plan,
     state_gib,
     tensor_traffic,
+    token_traffic,
     unit_sizes,
 )
 
@@ -67,9 +70,10 @@ class Layout:
 
     @property
     def fits(self) -> bool:
-        """Whether all tensors fit into the device's memory, if the machine file says that."""
+        """Whether all tensors fit into the device's memory, if the machine file says that: in a
+        mixture of experts with any routing."""
         memory = self.plan.machine.device.memory_gib
-        return memory is None or self.step.gib <= memory
+        return memory is None or self.step.worst_gib <= memory
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class Free:
 
     placement: bool = True
     tensor: bool = True
+    expert: bool = True
     wires: bool = True
     memory: bool = True
     """The micro-batch and what is recomputed."""
@@ -97,7 +102,8 @@ def search(
 
     Raises UserError if no layout can be, with the reason of the configuration's own.
     """
-    free = free or Free()
+    free, given = free or Free(), config
+    config = replace(config, machine=load_machine(config.machine))  # once
     families = _families(config, ranks, free)
     candidates = [found for family in families for found in family.members(free.memory)]
     candidates.sort(key=lambda each: each.seconds)
@@ -110,24 +116,35 @@ def search(
             tried.insert(0, _Candidate((), config, 0.0))
         except UserError as error:
             problem = error
-    found = _simulate(tried, ranks, workers) if tried else []
+    found = _simulate(tried, ranks, workers, most) if tried else []
     own = [layout for layout in found if not layout.overrides]
     others = [layout for layout in found if layout.overrides and layout.fits][:most]
     if not own and not others:
         raise problem
-    return sorted([*own, *others], key=lambda layout: (not layout.fits, layout.step.seconds))
+    best = sorted([*own, *others], key=lambda layout: (not layout.fits, layout.step.seconds))
+    return [
+        replace(layout, config=replace(layout.config, machine=given.machine)) for layout in best
+    ]
 
 
-def _simulate(candidates: "Sequence[_Candidate]", ranks: int, workers: int) -> list[Layout]:
-    """Each of some layouts, in processes side by side."""
+def _simulate(
+    candidates: "Sequence[_Candidate]", ranks: int, workers: int, most: int
+) -> list[Layout]:
+    """Layouts in their order, in processes side by side, until `most` that fit are found."""
     first, *rest = candidates  # the processes need not import its modules again
     found = [Layout.of(first.overrides, first.config, ranks)]
     workers = min(os.cpu_count() or 1, len(rest), workers)
-    if workers < 2:
-        return found + [Layout.of(each.overrides, each.config, ranks) for each in rest]
-    overrides, configs = zip(*((c.overrides, c.config) for c in rest), strict=True)
-    with ProcessPoolExecutor(workers, get_context("fork")) as pool:
-        return found + list(pool.map(Layout.of, overrides, configs, repeat(ranks)))
+    pool = ProcessPoolExecutor(workers, get_context("fork")) if workers > 1 else None
+    try:
+        while rest and (missing := most - sum(layout.fits for layout in found)) > 0:
+            now, rest = rest[:missing], rest[missing:]
+            overrides, configs = zip(*((c.overrides, c.config) for c in now), strict=True)
+            run = map if pool is None else pool.map
+            found += run(Layout.of, overrides, configs, repeat(ranks))
+    finally:
+        if pool is not None:
+            pool.shutdown()
+    return found
 
 
 @dataclass(frozen=True)
@@ -159,9 +176,13 @@ class _Family:
     def kind(self) -> tuple[object, ...]:
         """The same for placements that, for most parameters, differ only at levels of a single
         rank."""
-        plan = self._plan
-        _, over = max(self._units, key=itemgetter(0))
-        return plan.placement.on(over), plan.shape.splits, plan.wires
+        plan, largest = self._plan, []
+        for state in dict.fromkeys((plan.of(()), plan.experts)):
+            units = [(numel, over) for numel, over, of in self._units if of == state]
+            if units:
+                _, over = max(units, key=itemgetter(0))
+                largest.append((state.placement.on(over), state.wires))
+        return plan.shape.splits, *largest
 
     def members(self, changes_memory: bool) -> Iterator[_Candidate]:
         """Those that may fit into memory. Without `changes_memory`, only that of the configuration
@@ -175,6 +196,7 @@ class _Family:
         for micro_batch, mode in choices:
             tokens = micro_batch * model.sequence_length / parts
             saved = SAVED_BYTES[mode] * tokens * model.hidden * model.layers
+            saved += tokens * self._expert_bytes(mode)
             number = train.global_batch // (micro_batch * data_size)
             if not sizes.divides(micro_batch * data_size) or saved > self._free:
                 continue
@@ -185,6 +207,19 @@ class _Family:
                 overrides += [f"train.activation_checkpointing={mode}"]
             yield _Candidate(tuple(overrides), config, self._estimate(config, number, tokens))
 
+    def _expert_bytes(self, mode: Mode) -> float:
+        """What experts save for the backward of a token, in 16 bits, if tokens come to this rank
+        that need the most."""
+        model, moe = self._config.model, self._config.model.moe
+        if moe is None:
+            return 0.0
+        ranks = self._plan.shape.splits.expert
+        there = min(moe.active, moe.experts // ranks)
+        most = min(PEAK, ranks * there / moe.active)
+        blocks = 1 if mode in RECOMPUTES_BLOCK else model.layers // moe.every
+        width = moe.ffn_hidden or model.mlp_hidden
+        return 2 * most * moe.active * (2 * model.hidden + 3 * width) * blocks
+
     def _estimate(self, config: Config, number: int, tokens: float) -> float:
         """Seconds of a step of `number` micro-batches of `tokens` tokens: computation, or the
         busiest level if that takes longer, and a part of the rest, which is seldom hidden
@@ -194,21 +229,23 @@ class _Family:
         flops = flops_per_token(config.model) * number * tokens * operations
         computing = flops / self._rates.device.matrix_flops
         sent = [number * count for count in tensor_traffic(config, plan)]
-        for numel, over in self._units:
-            here = plan.placement.on(over)
-            traffic = traffic_bytes(numel, here, over, plan.wires, number, 2 * number)
+        moved = token_traffic(config, plan)
+        sent = [a + number * b for a, b in zip(sent, moved, strict=True)]
+        for numel, over, state in self._units:
+            here = state.placement.on(over)
+            traffic = traffic_bytes(numel, here, over, state.wires, number, 2 * number)
             sent = [a + b for a, b in zip(sent, traffic, strict=True)]
         links = self._rates.links
         seconds = [links[name].seconds(count, 0) for name, count in zip(names, sent, strict=True)]
         return max(computing, *seconds) + 0.1 * sum(seconds)
 
 
-def _by_levels(config: Config, plan: RunPlan) -> list[tuple[int, Levels]]:
-    """Elements of all units with the same levels, and these."""
+def _by_levels(config: Config, plan: RunPlan) -> list[tuple[int, Levels, StatePlan]]:
+    """Elements of all units with the same levels, these, and how the units are sharded."""
     numels: Counter[tuple[str, ...]] = Counter()
     for unit in unit_sizes(config, plan.shape.splits):
         numels[unit.axes] += unit.numel
-    return [(numel, plan.shape.over(axes)) for axes, numel in numels.items()]
+    return [(numel, plan.shape.over(axes), plan.of(axes)) for axes, numel in numels.items()]
 
 
 def _families(config: Config, ranks: int, free: Free) -> Iterator[_Family]:
@@ -217,9 +254,16 @@ def _families(config: Config, ranks: int, free: Free) -> Iterator[_Family]:
     own = config.partition.wires.preset
     wires: list[Preset | None] = [None, *(name for name in WIRES if free.wires and name != own)]
     places = _placements(levels) if free.placement else [{}]
-    sizes = _tensor_sizes(levels) if free.tensor else [config.parallel.tensor]
-    for place, preset, tensor in product(places, wires, sizes):
+    sizes: list[int | str] = [config.parallel.tensor]
+    if free.tensor:
+        # Experts are not cut by tensor parallelism, which is then seldom worth much.
+        within = 1 if config.model.moe is not None else node_depth(levels)
+        sizes = [*_filling(levels.sizes[:within])]
+    experts = list(_expert_layouts(config, levels, free))
+    for place, preset, tensor, expert in product(places, wires, sizes, experts):
         changed, overrides = _changed(config, place, preset, tensor)
+        changed, more = _with_experts(changed, *expert)
+        overrides += more
         with suppress(UserError):
             family = _Family(changed, overrides, ranks)
             if family.kind not in seen:
@@ -245,6 +289,44 @@ def _changed(
     return replace(config, partition=partition, parallel=parallel), overrides
 
 
+def _expert_layouts(
+    config: Config, levels: Levels, free: Free
+) -> Iterator[tuple[int | str, ExpertsPartitionConfig | None]]:
+    """Expert splits, and placements of experts. None: that of the rest. With a split they may be
+    unsharded, so that they need not be gathered."""
+    moe, own = config.model.moe, config.partition.experts
+    sizes = [config.parallel.expert]
+    if free.expert:
+        most = 1 if moe is None else moe.experts
+        sizes = [size for size in _filling(levels.sizes) if not most % size]
+    for size in sizes:
+        yield size, None if free.placement else own
+        if free.placement and size != 1:
+            last = levels.names[-1]
+            for gradients in (last, "none"):
+                yield (
+                    size,
+                    ExpertsPartitionConfig(weights="none", gradients=gradients, optimizer=last),
+                )
+
+
+def _with_experts(
+    config: Config, size: int | str, place: ExpertsPartitionConfig | None
+) -> tuple[Config, list[str]]:
+    """A configuration with another expert split and placement of experts, and the overrides that
+    say so."""
+    overrides = []
+    if size != config.parallel.expert:
+        overrides = [f"parallel.expert={size}"]
+    if place != config.partition.experts:
+        given = {} if place is None else asdict(place)
+        overrides += [f"partition.experts.{k}={v}" for k, v in given.items() if v is not None]
+        overrides += ["partition.experts=null"] * (place is None)
+    parallel = replace(config.parallel, expert=size)
+    partition = replace(config.partition, experts=place)
+    return replace(config, parallel=parallel, partition=partition), overrides
+
+
 def _placements(levels: Levels) -> list[dict[str, str]]:
     """Every nesting of weights, gradients and optimizer state. Backward weights of an inner level
     are left out: the engine holds and gathers what it does with weights of that level."""
@@ -255,10 +337,10 @@ def _placements(levels: Levels) -> list[dict[str, str]]:
     ]
 
 
-def _tensor_sizes(levels: Levels) -> list[int]:
-    """Sizes that fill the levels within a node one after the other."""
+def _filling(levels: Sequence[int]) -> list[int]:
+    """Numbers of ranks that fill levels of these sizes one after the other."""
     sizes, total = [1], 1
-    for size in levels.sizes[: node_depth(levels)]:
+    for size in levels:
         sizes += [total * part for part in range(2, size + 1) if size % part == 0]
         total *= size
     return sizes

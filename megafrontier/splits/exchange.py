@@ -7,7 +7,7 @@ A message has the rows, in the level's wire format, and beside them what is smal
 experts and weights of each row, or the gradients of the weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megafrontier.parallel.groups import all_gather_stacked, all_to_all
-from megafrontier.parallel.hierarchy import Hierarchy
+from megafrontier.parallel.hierarchy import Hierarchy, Levels
 from megafrontier.partition.comm.streams import AsyncChain
 from megafrontier.partition.engine import Engine
 from megafrontier.partition.wires.registry import CastCodec, Codec
@@ -25,6 +25,10 @@ from megafrontier.splits.routes import ABSENT, Counts, Hop, is_inside, make_hop
 PEAK = 4.0
 """A chunk of tokens puts at most this many times as many pairs (token, expert) on a rank as a
 micro-batch puts on each rank on average. More are processed in several chunks."""
+
+READERS: dict[str, Callable[[Levels, int], Counts]] = {}
+"""What knows the counts of ranks with so many tokens each, by the type of device, if it is not what
+the device has counted. A simulation adds its own."""
 
 
 @dataclass
@@ -65,6 +69,11 @@ class TokenExchange:
         plain = Wires.plain(depth, torch.float32)
         self._collectives = engine.collectives(hierarchy, plain, "tokens")
 
+    @property
+    def rank(self) -> int:
+        """This rank's number among them."""
+        return self._hierarchy.rank
+
     def chunks(self, owners: Tensor) -> list[tuple[Tensor, Counts]]:
         """The tokens of each chunk, int64 [n], and their counts. owners int64 [tokens, k]: the
         ranks of their experts. The number of chunks is the same on all ranks."""
@@ -88,7 +97,11 @@ class TokenExchange:
         chain = AsyncChain(own[None], "count tokens", kind="tokens")
         for level in self._active:
             self._collectives.then(chain, level, partial(self._gather_counts, level, chain))
-        return Counts(self._hierarchy.levels, self.wait(Move(chain))[0].cpu())
+        table = self.wait(Move(chain))[0]
+        read = READERS.get(table.device.type)
+        if read is not None:
+            return read(self._hierarchy.levels, len(owners))
+        return Counts(self._hierarchy.levels, table.cpu())
 
     def _gather_counts(self, level: int, chain: AsyncChain, table: Tensor) -> Tensor:
         group = self._hierarchy.groups[level]

@@ -161,7 +161,8 @@ class _Passage:
 
     def _process(self, started: Tensor) -> Callable[[], Tensor]:
         rows, weights = _FinishDispatch.apply(started, self)
-        outputs = run_experts(rows, self.routes.experts, weights, self.experts)
+        pairs = self.counts.pairs(self.exchange.rank)
+        outputs = run_experts(rows, self.routes.experts, weights, self.experts, pairs)
         # With `rows`, because without a row here the outputs may not depend on them. Backward has
         # to pass all ranks' operators.
         started = _StartCollect.apply(outputs, rows, self)
@@ -198,7 +199,9 @@ class _FinishDispatch(torch.autograd.Function):
         assert passage.move is not None
         rows = passage.exchange.finish_dispatch(passage.move, passage.routes, passage.experts.count)
         passage.move = None
-        return rows, passage.routes.weights
+        # `passage` must not keep them: with their history they hold the passage.
+        weights, passage.routes.weights = passage.routes.weights, rows.new_empty(0)
+        return rows, weights
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
@@ -245,14 +248,16 @@ class _FinishCollect(torch.autograd.Function):
 # The experts of one rank
 
 
-def run_experts(rows: Tensor, chosen: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+def run_experts(
+    rows: Tensor, chosen: Tensor, weights: Tensor, experts: Experts, pairs: int
+) -> Tensor:
     """The weighted sums of the outputs of this rank's experts [m, h], for rows [m, h] with any
-    number of `experts` each: chosen int64 [m, k], or `ABSENT`, and weights fp32 [m, k]."""
+    number of `experts` each: chosen int64 [m, k], or `ABSENT`, in all `pairs` of them, and weights
+    fp32 [m, k]."""
     count, (size, active) = experts.count, chosen.shape
     keys, order = chosen.where(chosen != ABSENT, count).flatten().sort(stable=True)
     stops = torch.searchsorted(keys, torch.arange(count, device=keys.device), right=True)
     counts = stops.diff(prepend=stops.new_zeros(1))
-    pairs = int(stops[-1])
     order = order[:pairs]
     # Of each row, the places of its pairs first, then `pairs`.
     places = torch.full((size * active,), pairs, device=keys.device)

@@ -64,7 +64,8 @@ class Counts:
     def of(levels: Levels, owners: Tensor) -> Tensor:
         """This rank's counts int32 [n] of tokens whose experts lie on the ranks `owners` [tokens,
         k]: pairs for each rank, tokens for each group of ranks at each level, and all tokens."""
-        pairs = torch.bincount(owners.flatten(), minlength=levels.ranks)
+        ones = torch.ones_like(owners.flatten())
+        pairs = ones.new_zeros(levels.ranks).scatter_add_(0, owners.flatten(), ones)
         rows = [
             _distinct(owners // stride, levels.ranks // stride).sum(0) for stride in levels.strides
         ]
@@ -74,6 +75,10 @@ class Counts:
     def all_pairs(self) -> int:
         """Pairs on all ranks."""
         return int(self._pairs.sum())
+
+    def pairs(self, rank: int) -> int:
+        """Pairs that `rank` computes."""
+        return int(self._pairs[:, rank].sum())
 
     @property
     def most(self) -> int:

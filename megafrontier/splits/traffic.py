@@ -1,13 +1,13 @@
-"""The bytes that tensor parallelism sends, by formula."""
+"""The bytes that tensor and expert parallelism send, by formula."""
 
 from collections.abc import Iterator, Sequence
-from math import prod
+from math import comb, prod
 from typing import NamedTuple
 
 import torch
 
-from megafrontier.config import ModelConfig
-from megafrontier.model.recompute.checkpointing import Mode
+from megafrontier.config import ModelConfig, MoEConfig
+from megafrontier.model.recompute.checkpointing import RECOMPUTES_BLOCK, Mode
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition.wires.registry import CastCodec
 from megafrontier.partition.wires.wire import Wire
@@ -97,3 +97,49 @@ def _moves(
     yield whole, 4  # embedding and head
     for start in range(0, tokens, chunk_tokens):  # three numbers of each token, for its loss
         yield _Move(3, min(chunk_tokens, tokens - start), is_exact=True), 1
+
+
+def distinct_share(moe: MoEConfig, experts: int) -> float:
+    """The share of tokens that have any of `experts` neighbouring experts, if a router chooses
+    its groups, and experts in them, with equal probability."""
+    size, groups = moe.experts // moe.groups.number, moe.groups
+    whole, part = divmod(experts, size)
+    total, missed = size * groups.active, 0.0
+    for parts in range(min(1, part) + 1):
+        for wholes in range(groups.active - parts + 1):
+            rest = groups.number - whole - min(1, part)
+            ways = comb(whole, wholes) * comb(rest, groups.active - wholes - parts)
+            chance = ways / comb(groups.number, groups.active)
+            free = total - wholes * size - parts * part
+            missed += chance * comb(max(free, 0), moe.active) / comb(total, moe.active)
+    return 1 - missed
+
+
+def token_bytes(
+    config: ModelConfig,
+    levels: Levels,
+    tokens: int,
+    dtype: torch.dtype,
+    wires: Sequence[Wire | None] = (),
+    checkpointing: Mode = "none",
+) -> list[int]:
+    """Bytes that one rank sends over each level in forward and backward of a micro-batch, in the
+    mean, to ranks with other experts and back, if experts are chosen with equal probability.
+
+    levels: of the expert split. tokens: that a rank has. dtype: computing type. wires: of tokens.
+    Counts of tokens, which are small, come on top.
+    """
+    moe, found = config.moe, []
+    if moe is None or levels.ranks == 1:
+        return [0] * len(levels.sizes)
+    beside = 4 * moe.active  # an expert, a weight or its gradient
+    again = checkpointing in RECOMPUTES_BLOCK
+    for level, (stride, size) in enumerate(zip(levels.strides, levels.sizes, strict=True)):
+        groups = levels.ranks // stride
+        rows = tokens * groups * distinct_share(moe, moe.experts // groups) * (size - 1) / size
+        wire = wires[level] if wires else None
+        row = (wire.codec if wire else CastCodec(dtype)).message_bytes(config.hidden)
+        # There and back, and the gradients; those of weights go with the tokens'.
+        once = (4 + 2 * again) * row + (3 + 2 * again) * beside
+        found.append(round(config.layers // moe.every * rows * once))
+    return found

@@ -35,7 +35,7 @@ from megafrontier.pipeline.division import Division, keep_stages
 from megafrontier.splits.context import check_context_split
 from megafrontier.splits.experts import check_expert_split, split_experts
 from megafrontier.splits.tensor import check_tensor_split, split_tensors
-from megafrontier.splits.traffic import tensor_bytes
+from megafrontier.splits.traffic import tensor_bytes, token_bytes
 
 GIB = 2**30
 
@@ -185,6 +185,8 @@ def unit_sizes(
 ) -> list[UnitSize]:
     """The units of a rank's part of a model, those of the root first. `division`, `rank`: of a
     pipeline, and the rank's number in it."""
+    if division is not None and division.ranks == 1:
+        division = None
     # A start asks several times, and building a deep model takes tens of milliseconds. The key is a
     # string because a config may hold lists.
     key = repr((config.model, config.optimizer, splits, division, rank))
@@ -357,6 +359,20 @@ def tensor_traffic(config: Config, plan: RunPlan) -> list[int]:
         chunk_tokens=train.loss_chunk_tokens,
         checkpointing=train.activation_checkpointing,
         late_weights=plan.division.schedule == "zero_bubble",
+    )
+
+
+def token_traffic(config: Config, plan: RunPlan) -> list[int]:
+    """Bytes that a rank sends over each level in a micro-batch to the experts of other ranks, in
+    the mean."""
+    train, splits = config.train, plan.shape.splits
+    return token_bytes(
+        config.model,
+        plan.shape.over(("expert",)),
+        train.micro_batch * config.model.sequence_length // (splits.context * splits.tensor),
+        DTYPES[train.precision],
+        plan.tokens,
+        train.activation_checkpointing,
     )
 
 

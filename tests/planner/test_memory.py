@@ -1,21 +1,30 @@
 """The predicted memory and bytes of a step beside those of real ranks, which train on CPUs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megafrontier.config import Config, TrainConfig
+from megafrontier.config import Config, MoEConfig, TrainConfig
 from megafrontier.data.sampling.loader import Loader
 from megafrontier.data.sampling.samples import Batch
+from megafrontier.model.moe.router import Router
 from megafrontier.parallel.mesh import Mesh, Splits
+from megafrontier.planner.simulation import routing
 from megafrontier.planner.simulation.dry_run import DryLoader
 from megafrontier.planner.simulation.meter import ROUNDING, Memory
 from megafrontier.planner.simulation.rank import STEPS
+from megafrontier.planner.simulation.routing import Kind, worst_routing
 from megafrontier.planner.simulation.simulate import simulate
+from megafrontier.splits import exchange
+from megafrontier.splits.exchange import PEAK
 from megafrontier.training.loop import start_step
 from megafrontier.training.plan import GIB, resolve_plan
 from megafrontier.training.trainer import Trainer, build_model, make_trainer
@@ -115,6 +124,64 @@ MORE = [
     for mode, micro_batch in (({}, 4), (BLOCK, 1))
 ]
 """All placements."""
+
+
+MOE = {"model.moe": MoEConfig(experts=8, active=2, ffn_hidden=64, shared_experts=1)}
+ROUTED: list[tuple[dict[str, int], dict[str, Any], Kind, float]] = [
+    ({"expert": 4}, TOPO, "uniform", PEAK),
+    ({"expert": 4}, {**TOPO, **BLOCK}, "one", 2.0),
+    ({"expert": 4}, {"partition.strategy": "zero3"}, "full", 2.0),
+    ({}, {"partition.strategy": "zero2"}, "uniform", PEAK),
+]
+"""Splits, configuration, routing, and how many times the average a rank may have at once."""
+
+
+def choose(kind: Kind, peak: float, ranks: int, tokens: int) -> torch.Tensor:
+    """The experts of each token."""
+    pairs = torch.tensor([*combinations(range(8), 2)])
+    chosen = pairs[torch.arange(tokens) % len(pairs)]
+    if kind == "uniform":
+        return chosen
+    chosen = pairs[torch.arange(tokens) % 15 - 15]  # not of the first rank
+    chosen[: tokens if kind == "one" else int(min(peak / ranks, 1) * tokens)] = torch.arange(2)
+    return chosen
+
+
+def train_routed(config: Config, mesh: Mesh, decided: Callable[[int], torch.Tensor]) -> Measured:
+    """`train` with a router that chooses `decided` experts, by the number of tokens."""
+
+    def decide(self: Router, scores: torch.Tensor) -> torch.Tensor:
+        return decided(len(scores))
+
+    with patch.object(Router, "_choose", decide):
+        return train(config, mesh)
+
+
+@pytest.mark.parametrize(("splits", "case", "kind", "peak"), ROUTED)
+def test_a_mixture_has_the_predicted_memory_with_balanced_and_with_the_worst_routing(
+    splits: dict[str, int],
+    case: dict[str, Any],
+    kind: Kind,
+    peak: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exchange, "PEAK", peak)
+    monkeypatch.setattr(routing, "PEAK", peak)
+    config = config_of({**{f"parallel.{name}": n for name, n in splits.items()}, **MOE, **case})
+    config = replace(config, model=replace(config.model, layers=2))
+    predicted = simulate(config, resolve_plan(config, 4))
+    decided = partial(choose, kind, peak, splits.get("expert", 1))
+    ranks = run_mesh(
+        SIZES, lambda mesh: train_routed(config, mesh, decided), splits=Splits(**splits)
+    )
+    real = max(rank.gib for rank in ranks)
+    if kind == "uniform":
+        assert predicted.gib == pytest.approx(real, rel=WORST)
+        assert list(predicted.sent.values()) == pytest.approx(ranks[0].sent, rel=0.01)
+    else:
+        assert worst_routing(config) == kind
+        assert predicted.worst_gib == pytest.approx(real, rel=WORST)
+        assert predicted.worst_gib > 1.02 * predicted.gib
 
 
 def check(splits: dict[str, int], cases: list[dict[str, Any]]) -> None:

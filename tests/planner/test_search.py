@@ -1,18 +1,28 @@
 """Layouts ranked by `plan`, and the memory that a dry run states."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
 import yaml
 
 from megafrontier.cli import main
-from megafrontier.config import AttentionConfig, WiresConfig, config_to_dict, load_config
+from megafrontier.config import (
+    AttentionConfig,
+    Config,
+    MoEConfig,
+    WiresConfig,
+    config_to_dict,
+    load_config,
+)
 from megafrontier.planner.auto import choose_layout
 from megafrontier.planner.command import plan_command
 from megafrontier.planner.layers import simulate_blocks
+from megafrontier.planner.search import search
 from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.training.plan import resolve_plan
 from tests.planner.test_memory import MACHINE, config_of
@@ -185,6 +195,30 @@ def test_a_plan_that_cannot_be_is_one_line(
     captured = capsys.readouterr()
     assert captured.err.startswith(line)
     assert captured.err.count("\n") == 1
+
+
+def test_plans_of_a_mixture_state_both_routings_and_try_expert_splits() -> None:
+    config = config_of({"train.global_batch": 8, "model.moe": MoEConfig(ffn_hidden=64)})
+    config = replace(config, model=replace(config.model, layers=2))
+    found = search(config, 2 * NODES, workers=1)
+    splits = {layout.plan.shape.splits.expert for layout in found}
+    assert len(splits) > 1
+    for layout in found:
+        assert layout.step.worst_gib >= layout.step.gib
+        again = load_config_of(config, layout.overrides)
+        assert again.parallel == layout.config.parallel
+        assert again.partition == layout.config.partition
+    whole = replace(config.parallel, tensor="auto")
+    chosen, _ = choose_layout(replace(config, parallel=whole), 2 * NODES, workers=1)
+    assert not chosen.has_auto_layout
+
+
+def load_config_of(config: Config, overrides: Sequence[str]) -> Config:
+    """The configuration with overrides, as a user would give them."""
+    with NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(yaml.safe_dump(config_to_dict(config)))
+        file.flush()
+        return load_config(file.name, overrides)
 
 
 def test_auto_takes_the_fastest_layout_and_says_so(config_file: Path) -> None:

@@ -1,19 +1,20 @@
 """Bytes per level and kind are those of the formulas, and activations go in the chosen format."""
 
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import torch
 
 from megafrontier.common.errors import UserError
-from megafrontier.config.model.moe import MoEConfig
+from megafrontier.config.model.moe import ExpertGroupsConfig, MoEConfig
 from megafrontier.model.late_weights import OtherGradients
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import Splits
 from megafrontier.partition.presets import work_wires
 from megafrontier.pipeline.split_backward import SplitBackward
 from megafrontier.splits.tokens import TokenGroup
-from megafrontier.splits.traffic import tensor_bytes
+from megafrontier.splits.traffic import distinct_share, tensor_bytes, token_bytes
 from tests.model.small_models import OLMO, SHAPES, small_config
 from tests.ranks import run_mesh
 from tests.splits.matrix import LENGTH, Case, split_model, train_alone, train_split
@@ -167,3 +168,28 @@ def test_formats_that_do_not_fit_are_refused_with_what_fits(formats, precision, 
         work_wires("activations", formats, levels, precision)
     with pytest.raises(UserError, match="does not cross such a level; leave it out"):
         work_wires("tokens", formats, Levels(("pair", "node"), (1, 1)), precision)
+
+
+@pytest.mark.parametrize(("groups", "active_groups"), [(1, 1), (4, 2), (3, 2), (6, 1)])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+def test_the_share_of_tokens_that_reach_a_group_is_that_of_all_choices(groups, active_groups, size):
+    limited = ExpertGroupsConfig(groups, active_groups)
+    moe = MoEConfig(experts=12, active=2, groups=limited)
+    reached = total = 0.0
+    for chosen in combinations(range(groups), active_groups):
+        open_to = [e for e in range(12) if e // (12 // groups) in chosen]
+        choices = [*combinations(open_to, 2)]
+        reached += sum(min(choice) < size for choice in choices) / len(choices)
+        total += 1
+    assert distinct_share(moe, size) == pytest.approx(reached / total)
+
+
+def test_tokens_cross_a_level_as_often_as_the_mean_of_all_choices_says():
+    levels = Levels(("pair", "world"), (2, 2))
+    config = small_config(layers=3, moe=MoEConfig(experts=4, active=2, ffn_hidden=8))
+    pair, world = token_bytes(config, levels, 60, torch.float32)
+    row = 4 * 4 * config.hidden + 3 * 4 * 2
+    # Of two of four ranks, one each with an expert, 5 of 6 choices reach the other pair of ranks.
+    assert world == 3 * row * 60 * 5 // 6
+    # A rank's tokens and the other pair's lie with it: of either, half go to its neighbour.
+    assert pair == 3 * row * 60

@@ -54,11 +54,24 @@ def grouped_product(
 def padded_product(
     tokens: Tensor, counts: Tensor, up: Tensor, down: Tensor, kind: str, numbers: Numbers = WHOLE
 ) -> Tensor:
-    """A batched product of all experts, with the tokens of each padded to the most of any expert;
-    `loop_product` if that would be more than `PADDED_LIMIT` times the tokens."""
+    """`pad_product` to the most tokens of any expert; `loop_product` if that would be more than
+    `PADDED_LIMIT` times the tokens."""
     most = int(counts.max())
     if most * len(counts) > PADDED_LIMIT * len(tokens):
         return loop_product(tokens, counts, up, down, kind, numbers)
+    return pad_product(tokens, counts, up, down, kind, numbers, most)
+
+
+def pad_product(
+    tokens: Tensor,
+    counts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    kind: str,
+    numbers: Numbers,
+    most: int,
+) -> Tensor:
+    """A batched product of all experts, with the tokens of each padded to `most`."""
     experts = torch.repeat_interleave(counts, output_size=len(tokens))
     starts = counts.cumsum(0) - counts
     places = experts * most + torch.arange(len(tokens), device=tokens.device) - starts[experts]
@@ -131,12 +144,18 @@ def matrix_gradients(rows: Tensor, counts: Tensor, gradient: Tensor, grouped: bo
     return torch.stack([by_outputs.t() @ part for by_outputs, part in zip(*parts, strict=True)])
 
 
-@cache
+PRODUCTS: dict[str, Product] = {"cpu": loop_product}
+"""Products by the type of device, for types whose devices are alike. A simulation adds its own."""
+
+
 def choose_product(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> Product:
     """The product for tokens of this type on this device, found by a small trial. `sizes`: of
     rows, columns and activations of the experts."""
-    if device.type == "cpu":
-        return loop_product
+    return PRODUCTS.get(device.type) or _try_grouped(device, dtype, sizes)
+
+
+@cache
+def _try_grouped(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> Product:
     return grouped_product if _has_grouped(device, dtype, sizes) else padded_product
 
 

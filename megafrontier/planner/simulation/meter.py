@@ -8,9 +8,10 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar, Token
+from enum import Enum
 from functools import cache
 from math import prod
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -83,37 +84,37 @@ class Meter(TorchDispatchMode):
         self._levels: Groups = {}
         self._host = 0.0
         self._tokens: list[Token[Meter]] = []
-        self._shapes = ShapeCache()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper that skips it takes longer than most operations here
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "c10d":
+        way = _way_of(func)
+        if way is _Way.COMMUNICATES:
             return self._communicate(func, args, kwargs)
-        own = OPDEFS.get(func._schema.name)
-        if own is not None:  # its parts move and compute, which its shape function does not show
+        if way is _Way.CUSTOM:  # its parts move and compute, which its shape function does not show
             with self:
-                return own._init_fn(*args, **kwargs)
-        if _has_parts(func) and not _is_view(func):
+                return OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
+        if way is _Way.HAS_PARTS:
             with self:
                 return func.decompose(*args, **kwargs)
-        out = self._shapes.run(func, args, kwargs)
-        self._charge(func, args, kwargs, out)
+        out, cost = _known.run(func, way, args, kwargs)
+        outputs = _tensors(out)
+        is_view = way is _Way.OTHER and all(map(self.memory.has, outputs))
+        self.memory.add(outputs)
+        if func not in _FREE:
+            cost = cost or _cost_of(func, args, kwargs, out)
+            if cost.flops or not is_view:
+                self._charge(cost)
         return out
 
-    def _charge(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        outputs = _tensors(out)
-        is_view = all(self.memory.has(o) for o in outputs) and not func._schema.is_mutable
-        self.memory.add(outputs)
-        flops = _flops(func, args, kwargs, out)
-        if (is_view and not flops) or func in _FREE:
-            return
-        inputs = [] if func.overloadpacket in _CREATE else _tensors((args, kwargs))
-        moved = sum(_bytes(tensor) for tensor in (*inputs, *outputs))
-        if flops:
-            seconds = self.device.product_seconds(flops, moved, inputs[0].itemsize)
+    def _charge(self, cost: "_Cost") -> None:
+        if cost.flops:
+            self.compute(self.device.product_seconds(*cost))
         else:
-            seconds = moved / self.device.memory_bytes
-        self.compute(seconds)
+            self.move(cost.moved)
 
     def __enter__(self) -> Self:
         self._tokens.append(_running.set(self))
@@ -127,6 +128,10 @@ class Meter(TorchDispatchMode):
     def move(self, moved: int) -> None:
         """An operation that reads and writes `moved` bytes in all."""
         self.compute(moved / self.device.memory_bytes)
+
+    def synchronize(self) -> None:
+        """The host waits until the device has done what it was given."""
+        self._host = max(self._host, self.clock.now)
 
     def compute(self, seconds: float) -> None:
         """An operation of the device, which begins when the host has started it."""
@@ -153,26 +158,126 @@ class Meter(TorchDispatchMode):
         return out
 
 
-class ShapeCache:
-    """Results of operations on meta by the shapes of their inputs: torch finds the shape of a
-    result in Python, which takes longer than all else here."""
+class _Cost(NamedTuple):
+    """Operations of matrix products, bytes read and written, and bytes of an element."""
+
+    flops: float
+    moved: int
+    itemsize: int
+
+
+class _Way(Enum):
+    """How the meter treats an operation."""
+
+    COMMUNICATES = 1
+    CUSTOM = 2
+    HAS_PARTS = 3
+    """It is made of others, which are counted in its place."""
+    NEW = 4
+    """It returns new tensors."""
+    IN_PLACE = 5
+    """It returns what it changes."""
+    OTHER = 6
+
+
+class _KnownOperations:
+    """Results and costs of operations on meta, by the shapes of their inputs: torch finds the shape
+    of a result in Python, which takes longer than all else here."""
 
     def __init__(self) -> None:
-        self._found: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
+        self._found: dict[Any, tuple[Any, _Cost]] = {}
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What `func` returns."""
-        if not _is_plain(func):
-            return func(*args, **kwargs)
+    def run(self, func: Any, way: _Way, args: Any, kwargs: Any) -> tuple[Any, _Cost | None]:
+        """What `func` returns, and its cost if it is known."""
+        if way is _Way.OTHER:
+            return func(*args, **kwargs), None
         key = func, _key(args), _key(tuple(kwargs.items()))
-        if key not in self._found:
+        known = self._found.get(key)
+        if known is None:
             out = func(*args, **kwargs)
-            if not isinstance(out, torch.Tensor) or not out.is_meta:
-                return out
-            self._found[key] = out.shape, out.stride(), out.dtype
-            return out
-        shape, stride, dtype = self._found[key]
-        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            cost = _cost_of(func, args, kwargs, out)
+            if all(tensor.is_meta for tensor in _tensors((args, kwargs, out))):
+                self._found[key] = _shapes(out), cost
+            return out, cost
+        shapes, cost = known
+        out = _changed(func, args, kwargs) if way is _Way.IN_PLACE else _new(shapes)
+        return out, cost
+
+
+_known = _KnownOperations()
+
+
+class _Shape(NamedTuple):
+    """Of a tensor."""
+
+    sizes: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _shapes(out: Any) -> Any:
+    """What an operation returns, with shapes in place of tensors."""
+    if isinstance(out, torch.Tensor):
+        return _Shape(out.shape, out.stride(), out.dtype)
+    return [_shapes(each) for each in out] if isinstance(out, tuple | list) else out
+
+
+def _new(shapes: Any) -> Any:
+    """New tensors of the shapes."""
+    if isinstance(shapes, _Shape):
+        return torch.empty_strided(*shapes[:2], dtype=shapes.dtype, device="meta")
+    return tuple(map(_new, shapes)) if isinstance(shapes, list) else shapes
+
+
+def _changed(func: Any, args: Any, kwargs: Any) -> Any:
+    """The arguments that an operation in place returns."""
+    places = _returned(func)
+    found = [args[at] if at < len(args) else kwargs[name] for at, name in places]
+    return tuple(found) if len(found) > 1 else found[0] if found else None
+
+
+@cache
+def _returned(func: Any) -> list[tuple[int, str]]:
+    """The places and names of the arguments that an operation in place returns, in the order in
+    which it does."""
+    arguments = {
+        tuple(argument.alias_info.before_set): (at, argument.name)
+        for at, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None
+    }
+    return [arguments[tuple(r.alias_info.before_set)] for r in func._schema.returns]
+
+
+@cache
+def _way_of(func: Any) -> _Way:
+    schema = func._schema
+    if func.namespace == "c10d":
+        return _Way.COMMUNICATES
+    if schema.name in OPDEFS:
+        return _Way.CUSTOM
+    aliases = [r.alias_info for r in schema.returns]
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    has_parts = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+    if has_parts and not any(aliases):
+        return _Way.HAS_PARTS
+    if schema.is_mutable:
+        writes = all(alias is not None and alias.is_write for alias in aliases)
+        keeps = torch.Tag.inplace_view not in func.tags and func.overloadpacket not in _REPLACES
+        return _Way.IN_PLACE if writes and keeps else _Way.OTHER
+    if func is aten._unsafe_view.default:
+        return (
+            _Way.OTHER
+        )  # its result shares the memory of its input, which its schema does not say
+    has_lists = any("[]" in str(r.type) for r in schema.returns)
+    is_plain = schema.returns and not any(aliases) and not has_lists
+    return _Way.NEW if is_plain else _Way.OTHER
+
+
+def _cost_of(func: Any, args: Any, kwargs: Any, out: Any) -> _Cost:
+    inputs = [] if func.overloadpacket in _CREATE else _tensors((args, kwargs))
+    moved = sum(_bytes(tensor) for tensor in (*inputs, *_tensors(out)))
+    flops = _flops(func, args, kwargs, out) or 0.0
+    return _Cost(flops, moved, inputs[0].itemsize if inputs else 0)
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float | None:
@@ -180,31 +285,10 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float | None:
     attention = attention_flops(func, args, kwargs)
     if attention is not None:
         return attention
+    if func.overloadpacket is aten._grouped_mm:
+        return 2.0 * args[0].numel() * args[1].shape[-1]
     counted = flop_registry.get(func.overloadpacket)
     return None if counted is None else counted(*args, **kwargs, out_val=out)
-
-
-@cache
-def _has_parts(func: Any) -> bool:
-    """Whether an operation is made of others, which are counted in its place."""
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
-
-
-@cache
-def _is_view(func: Any) -> bool:
-    return any(r.alias_info is not None for r in func._schema.returns)
-
-
-@cache
-def _is_plain(func: Any) -> bool:
-    """Whether an operation returns one new tensor."""
-    schema = func._schema
-    aliases = any(r.alias_info is not None for r in schema.returns)
-    is_single = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
-    # The schema of _unsafe_view does not say that its result shares the memory of its input.
-    is_view = aliases or func is aten._unsafe_view.default
-    return is_single and not is_view and not schema.is_mutable
 
 
 def _key(value: Any) -> Any:
@@ -237,6 +321,8 @@ def _group(script: Any) -> Any:
 
 aten = torch.ops.aten
 _CREATE = {aten.empty_like, aten.zeros_like, aten.ones_like, aten.new_empty, aten.new_full}
+_REPLACES = {aten.set_}
+"""Operations that give a tensor another storage."""
 _FREE = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}
 
 

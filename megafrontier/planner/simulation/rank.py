@@ -17,6 +17,8 @@ from megafrontier.planner.simulation.clock import COMPUTE, Clock
 from megafrontier.planner.simulation.dry_run import DryLoader, dry_mesh, dry_trainer
 from megafrontier.planner.simulation.meter import ROUNDING, Memory, Meter
 from megafrontier.planner.simulation.rates import Rates
+from megafrontier.planner.simulation.routing import Kind as RoutingKind
+from megafrontier.planner.simulation.routing import Routing
 from megafrontier.training.loop import start_step
 from megafrontier.training.plan import GIB, RunPlan
 from megafrontier.training.trainer import Trainer
@@ -45,6 +47,8 @@ class Simulated:
     """Seconds of operations on the compute timeline."""
     memory: dict[str, float]
     """GiB by category, at the peak."""
+    worst_memory: dict[str, float] | None = None
+    """`memory` if the tokens of a mixture of experts go where they need the most."""
     bubble: float = 0.0
     """Share of the step in which ranks of a pipeline wait for others, 0 to 1."""
 
@@ -52,6 +56,11 @@ class Simulated:
     def gib(self) -> float:
         """Bytes of all tensors at the peak, in GiB."""
         return sum(self.memory.values())
+
+    @property
+    def worst_gib(self) -> float:
+        """The same with the worst routing of tokens."""
+        return max(self.gib, sum((self.worst_memory or {}).values()))
 
     @property
     def tokens_per_second(self) -> float:
@@ -79,8 +88,10 @@ def run_rank(
     rank: int,
     most: int,
     prepare: Prepare | None = None,
+    routing: RoutingKind = "uniform",
 ) -> "Counted":
-    """A step of `rank` with at most `most` micro-batches. `prepare`: changes its trainer before."""
+    """A step of `rank` with at most `most` micro-batches. `prepare`: changes its trainer before.
+    `routing`: of tokens to experts."""
     clock = Clock()
     memory = Memory(ROUNDING[plan.machine.device.is_accelerator])
     with ExitStack() as stack:
@@ -89,6 +100,9 @@ def run_rank(
         stack.enter_context(clock.running())
         stack.enter_context(meter)
         stack.enter_context(attention_kernel())
+        if config.model.moe is not None:
+            routed = Routing(routing, config.model.moe, plan.machine.device)
+            stack.enter_context(routed.running())
         trainer = dry_trainer(config, plan, mesh, meter, most)
         if prepare is not None:
             prepare(trainer)

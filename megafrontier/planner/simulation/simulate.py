@@ -1,12 +1,13 @@
 """A training step on the clock: of the whole run, from one rank or from some of a pipeline's."""
 
+from dataclasses import replace
 from functools import partial
 
-from megafrontier.common.errors import need
 from megafrontier.config import Config
 from megafrontier.planner.simulation.pipelines import ROUNDS, combine
 from megafrontier.planner.simulation.rank import Marks, Prepare, Simulated, run_rank
-from megafrontier.planner.simulation.rates import Rates
+from megafrontier.planner.simulation.rates import UNKNOWN, Rates
+from megafrontier.planner.simulation.routing import Kind, worst_routing
 from megafrontier.training.plan import RunPlan
 
 MICRO_BATCHES = 3
@@ -28,20 +29,36 @@ def simulate(
     micro_batches: simulated one by one at most. Default: 3; of a pipeline, as many as fill it
     twice, because fewer do not show its memory.
 
-    Raises UserError for a machine file that lacks a rate, and for what one rank alone on the meta
-    device does not show.
+    Of a mixture of experts: with uniform routing, and the memory with the worst routing too.
+
+    Raises UserError for a machine file that lacks a rate.
     """
-    need(config.model.moe is None, "model.moe", "set", "need none: experts are not planned yet")
     rates = rates or Rates.of(plan.machine)
+    step = _simulate(config, plan, rates, prepare, micro_batches, "uniform")
+    if config.model.moe is None:
+        return step
+    worst = _simulate(config, plan, UNKNOWN, prepare, micro_batches, worst_routing(config))
+    return replace(step, worst_memory=worst.memory)
+
+
+def _simulate(
+    config: Config,
+    plan: RunPlan,
+    rates: Rates,
+    prepare: Prepare | None,
+    micro_batches: int | None,
+    routing: Kind,
+) -> Simulated:
     division = plan.division
     if division.ranks == 1:
-        counted = run_rank(config, plan, rates, 0, micro_batches or MICRO_BATCHES, prepare)
+        most = micro_batches or MICRO_BATCHES
+        counted = run_rank(config, plan, rates, 0, most, prepare, routing)
         more = counted.loader.all - counted.loader.micro_batches
         return counted.result(config, partial(_with_micro_batches, counted.marks, more))
     ranks = plan.shape.pipeline_ranks(0)
     most = micro_batches or ROUNDS * division.stages
     steps = {
-        place: run_rank(config, plan, rates, ranks[place], most, prepare)
+        place: run_rank(config, plan, rates, ranks[place], most, prepare, routing)
         for place in division.distinct_ranks()
     }
     return combine(config, plan, rates, steps, next(iter(steps.values())).loader.all)
