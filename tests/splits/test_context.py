@@ -55,8 +55,13 @@ CASES = [
         "zero3",
         Case(NEOX, "one token", built={"checkpointing": "block"}, options={"check_order": True}),
     ),
-    ((2, 2), Splits(context=4), "ddp", Case(GEMMA, built={"checkpointing": "block"})),
-    ((2, 2), Splits(2, 2), "zero3", Case(OLMO, "empty rows", documents=True)),
+    ((2,), Splits(context=2), "ddp", Case(OLMO, "empty rows", steps=2)),
+    (
+        (2, 2),
+        Splits(2, 2),
+        "zero3",
+        Case(GEMMA, steps=2, documents=True, built={"checkpointing": "block"}),
+    ),
     ((2, 2), Splits(2, 2), "topo", Case(GROUPED | SCALED)),
     ((2, 2, 2), Splits(2, 2), "hpz", Case(GROUPED, "one token", accumulation=2, documents=True)),
 ]
