@@ -120,15 +120,19 @@ def main() -> None:
     """Print a line for each model and split, or raise the first error."""
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     checker = Checker(init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ranks",)))
-    operators = {
+    in_tensor = {
         "gather_tokens": checker.gather,
         "reduce_tokens": checker.reduce,
-        "gather_linear": checker.gather_linear,
-        "linear_reduce": checker.linear_reduce,
         "linear_cross_entropy": checker.tensor_loss,
     }
+    layers = {
+        "gather_tokens": checker.gather,
+        "gather_linear": checker.gather_linear,
+        "linear_reduce": checker.linear_reduce,
+    }
     with (
-        patch.multiple("megafrontier.splits.tensor", **operators),
+        patch.multiple("megafrontier.splits.tensor", **in_tensor),
+        patch.multiple("megafrontier.splits.layers", **layers),
         patch("megafrontier.model.gpt.linear_cross_entropy", checker.context_loss),
     ):
         for axis in ("tensor", "context"):

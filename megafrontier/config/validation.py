@@ -13,7 +13,7 @@ from megafrontier.common.errors import UserError, need
 from megafrontier.config.data import CorpusConfig
 from megafrontier.config.layout import WireFormat, WiresConfig
 from megafrontier.config.machine import MachineConfig
-from megafrontier.config.model.blocks import check_attention
+from megafrontier.config.model.blocks import LatentConfig, check_attention
 from megafrontier.config.model.gpt import ModelConfig
 from megafrontier.config.model.moe import check_moe
 from megafrontier.config.model.rotary import check_rotary_scaling
@@ -195,8 +195,30 @@ def _check_folders(config: Config) -> None:
     need(not directory.startswith("~"), "run.directory", directory, "need it without ~, as $HOME")
 
 
+def _check_latent(model: ModelConfig, latent: LatentConfig) -> None:
+    key, sizes = "model.attention.latent", latent.rope_size % 2 == 0
+    need(sizes, f"{key}.rope_size", latent.rope_size, "need an even number")
+    fits = f"need at most {key}.rope_size + nope_size ({latent.head_size})"
+    need(latent.value_size <= latent.head_size, f"{key}.value_size", latent.value_size, fits)
+    for name, value, only in (
+        ("position", model.position, "rotary"),
+        ("rotary_fraction", model.rotary_fraction, 1.0),
+        ("kv_heads", model.num_kv_heads, model.heads),
+        ("head_size", model.head_size, None),
+        ("qk_norm", model.qk_norm, "none"),
+        ("qkv_bias", model.has_qkv_bias, False),
+        ("scaling", model.scaling and "given", None),
+    ):
+        fits = f"need {'null' if only is None else str(only).lower()} with {key}"
+        need(value == only, f"model.{name}", value, fits)
+
+
 def _check_model(model: ModelConfig) -> None:
-    divides = model.head_size is not None or model.hidden % model.heads == 0
+    latent = model.attention.latent
+    if latent is not None:
+        _check_latent(model, latent)
+    has_size = model.head_size is not None or latent is not None
+    divides = has_size or model.hidden % model.heads == 0
     need(divides, "model.heads", model.heads, f"must divide model.hidden ({model.hidden})")
     kv_heads, heads = model.num_kv_heads, model.heads
     need(heads % kv_heads == 0, "model.kv_heads", kv_heads, f"must divide model.heads ({heads})")

@@ -1,4 +1,5 @@
-"""Causal self-attention with grouped keys and values, rotary positions and an optional cache."""
+"""Causal self-attention with grouped or latent keys and values, rotary positions and an optional
+cache."""
 
 from collections.abc import Callable
 from math import sqrt
@@ -67,7 +68,7 @@ class Attention(nn.Module):
         """`number`: of the block, from 0."""
         super().__init__()
         self.heads, self.kv_heads = config.heads, config.num_kv_heads
-        self.head_size = config.head_dim
+        self.head_size, self.value_size = config.head_dim, config.value_dim
         self.dropout = config.dropout
         # Kernels divide scores by the root of the head size.
         own = (
@@ -80,27 +81,31 @@ class Attention(nn.Module):
         self.softcap = config.attention.softcap or 0.0
         self.over_chunks: OverChunks | None = None
         """Attends in place of this module, if it gets parts of documents."""
-        inner, kv_inner = self.heads * self.head_size, self.kv_heads * self.head_size
-        self.widths = [inner, kv_inner, kv_inner]
-        qkv = nn.Linear(config.hidden, sum(self.widths), bias=config.has_qkv_bias)
+        self._add_projections(config)
+        inner = self.heads * self.value_size
         out = nn.Linear(inner, config.hidden, bias=config.has_out_bias)
-        self.qkv = with_specs(qkv, "matrix", matrix_std(config), head_rows=self.head_size)
         self.out = with_specs(out, "matrix", matrix_std(config, to_residual=True))
         self.query_norm = self.key_norm = None
         if config.qk_norm != "none":
             is_full = config.qk_norm == "full"
-            sizes = (inner, kv_inner) if is_full else (self.head_size, self.head_size)
-            self.query_norm, self.key_norm = (make_rms_norm(config, size) for size in sizes)
+            counts = (self.heads, self.kv_heads) if is_full else (1, 1)
+            self.query_norm, self.key_norm = (
+                make_rms_norm(config, count * self.head_size) for count in counts
+            )
         self.sinks: nn.Parameter | None = None
         if config.attention.sinks:
             self.sinks = nn.Parameter(torch.empty(self.heads))
             set_spec(self.sinks, ParamSpec("", (self.heads,), "bias"))
 
-    def forward(
-        self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None
-    ) -> Tensor:
-        """hidden [b, s, hidden] → [b, s, hidden]."""
-        rotary, mask, documents, (batch, length) = context
+    def _add_projections(self, config: ModelConfig) -> None:
+        kv_inner = self.kv_heads * self.head_size
+        self.widths = [self.heads * self.head_size, kv_inner, kv_inner]
+        qkv = nn.Linear(config.hidden, sum(self.widths), bias=config.has_qkv_bias)
+        self.qkv = with_specs(qkv, "matrix", matrix_std(config), head_rows=self.head_size)
+
+    def _project(self, hidden: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden [b, s, hidden] → queries, keys and values [b, s, heads, head_size], rotated."""
+        rotary, _, _, (batch, length) = context
         # With tensor parallelism `hidden` has some of the tokens, and the projection all of them.
         projected = self.qkv(hidden).view(batch, length, -1)
         query, key, value = (
@@ -110,16 +115,24 @@ class Attention(nn.Module):
             query, key = _normalised(self.query_norm, query), _normalised(self.key_norm, key)
         if rotary is not None:
             query, key = rotate(query, rotary), rotate(key, rotary)
+        return query, key, value
+
+    def forward(
+        self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None
+    ) -> Tensor:
+        """hidden [b, s, hidden] → [b, s, hidden]."""
+        _, mask, documents, (_, length) = context
+        query, key, value = self._project(hidden, context)
         query = scaled(query, self.multiplier)
         dropout = self.dropout if self.training else 0.0
         if self.over_chunks is not None:
             attended = self.over_chunks(query, key, value, documents, dropout, self.sinks)
-            return self.out(attended.flatten(2))
+            return self._merge(attended, context)
         if documents is not None:
             query, key, value = (heads.flatten(0, 1) for heads in (query, key, value))
             rule = self.sinks, self.window, self.softcap
             attended = document_attention(query, key, value, documents, length, *rule)
-            return self.out(attended.reshape(batch, length, -1))
+            return self._merge(attended, context)
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
         if cache is not None:
             key, value = cache.extend(key, value)
@@ -127,7 +140,14 @@ class Attention(nn.Module):
             attended = self._attend_cached(query, key, value)
         else:
             attended = self._attend(query, key, value, mask)
-        return self.out(attended.transpose(1, 2).flatten(2))
+        return self._merge(attended.transpose(1, 2), context)
+
+    def _merge(self, attended: Tensor, context: AttentionContext) -> Tensor:
+        """The results of all heads [.., heads, head_size] → [b, s, hidden]."""
+        if self.value_size < self.head_size:
+            attended = attended[..., : self.value_size]
+        found: Tensor = self.out(attended.reshape(*context.shape, -1))
+        return found
 
     def _attend_cached(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of the last tokens to all cached ones, [b, heads, s, d] → the same shape."""
@@ -153,6 +173,61 @@ class Attention(nn.Module):
             is_causal=mask is None and query.shape[2] > 1,
             enable_gqa=grouped,
         )
+
+
+class LatentAttention(Attention):
+    """Multi-head latent attention: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.
+
+    Keys and values are expanded for all heads. Heads of queries and keys begin with their rotary
+    part. Kernels need values as wide as keys, so zeros are appended to values.
+    """
+
+    def _add_projections(self, config: ModelConfig) -> None:
+        latent = config.attention.latent
+        assert latent is not None
+        self.latent = latent
+
+        def linear(inputs: int, outputs: int, head_rows: int = 0) -> nn.Linear:
+            made = nn.Linear(inputs, outputs, bias=False)
+            return with_specs(made, "matrix", matrix_std(config), head_rows=head_rows)
+
+        self.query_down: nn.Linear | None = None
+        self.query_latent_norm: nn.RMSNorm | None = None
+        if latent.query is not None:
+            self.query_down = linear(config.hidden, latent.query)
+            self.query_latent_norm = make_rms_norm(config, latent.query)
+        inputs = latent.query or config.hidden
+        self.query_up = linear(inputs, self.heads * self.head_size, self.head_size)
+        self.key_value_down = linear(config.hidden, latent.key_value + latent.rope_size)
+        self.key_value_norm = make_rms_norm(config, latent.key_value)
+        rows = latent.nope_size + latent.value_size
+        self.key_value_up = linear(latent.key_value, self.heads * rows, rows)
+        self.gather: nn.Module = nn.Identity()
+        """With tensor parallelism: gets latents of some tokens, and returns those of all."""
+
+    def _project(self, hidden: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor, Tensor]:
+        latent, rotary = self.latent, context.rotary
+        down, shared = self.key_value_down(hidden).split([latent.key_value, latent.rope_size], -1)
+        found = [self.key_value_norm(down), shared]
+        if self.query_down is not None and self.query_latent_norm is not None:
+            found.append(self.query_latent_norm(self.query_down(hidden)))
+        widths = [part.shape[-1] for part in found]
+        gathered = self.gather(torch.cat(found, -1)).view(*context.shape, -1)
+        down, shared, *own = gathered.split(widths, -1)
+        query = self.query_up(own[0] if own else hidden).view(*context.shape, -1, self.head_size)
+        raised = self.key_value_up(down).unflatten(-1, (-1, latent.nope_size + latent.value_size))
+        key, value = raised.split([latent.nope_size, latent.value_size], -1)
+        shared = shared[:, :, None]
+        if rotary is not None:
+            query, shared = rotate(query, rotary), rotate(shared, rotary)
+        key = torch.cat([shared.expand(-1, -1, key.shape[2], -1), key], -1)
+        return query, key, F.pad(value, (0, self.head_size - self.value_size))
+
+
+def make_attention(config: ModelConfig, number: int) -> Attention:
+    """The attention of the block of this number."""
+    kind = Attention if config.attention.latent is None else LatentAttention
+    return kind(config, number)
 
 
 def _normalised(norm: nn.RMSNorm, heads: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
-from megafrontier.model.attention import Attention, LayerCache
+from megafrontier.model.attention import LayerCache, make_attention
 from megafrontier.model.mlp import MLP
 from megafrontier.model.moe.layer import MoE, has_experts
 from megafrontier.model.norms import make_norm
@@ -49,7 +49,7 @@ class Block(nn.Module):
         self._attend = attend or Block.attend
         before, after = (config.norm_position in (place, "both") for place in ("before", "after"))
         self.norm1 = make_norm(config) if before else None
-        self.attention = Attention(config, number)
+        self.attention = make_attention(config, number)
         self.post_norm1 = make_norm(config) if after else None
         self.norm2 = make_norm(config) if before else None
         moe = config.moe if has_experts(config, number) else None

@@ -35,11 +35,12 @@ def parameter_count(config: ModelConfig) -> int:
 
 def attention_flops(config: ModelConfig, block: int) -> float:
     """Floating-point operations that training spends on one token in attention of a block: 12 ·
-    heads · head_size for each token that it attends to, on average over a full sequence."""
+    heads · head_size for each token that it attends to, on average over a full sequence. head_size
+    is the mean of those of keys and of values."""
     length = config.sequence_length
     window = min(config.window_of(block) or length, length)
     attended = window - window * window / (2 * length)
-    return 12.0 * config.heads * config.head_dim * attended
+    return 6.0 * config.heads * (config.head_dim + config.value_dim) * attended
 
 
 def flops_per_token(config: ModelConfig) -> float:

@@ -7,7 +7,7 @@ arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198). Norms, biases afte
 positions are whole on each rank, which sees some of their tokens.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import ModelConfig
-from megafrontier.model.attention import Attention
+from megafrontier.model.attention import Attention, LatentAttention
 from megafrontier.model.block import Block
 from megafrontier.model.gpt import GPT, Embedding, FP32GradEmbedding, Head
-from megafrontier.model.late_weights import LateWeights
 from megafrontier.model.loss import IGNORE_INDEX, ChunkLosses, linear_cross_entropy
 from megafrontier.model.mlp import MLP
 from megafrontier.model.moe.layer import MoE
@@ -27,16 +26,16 @@ from megafrontier.model.scaling import scaled
 from megafrontier.model.scores import token_scores
 from megafrontier.parallel.mesh import DATA_PARALLEL
 from megafrontier.parallel.param_spec import set_spec, spec_of
-from megafrontier.splits.norms import DividedHeadsNorm
-from megafrontier.splits.tokens import (
-    TokenGroup,
-    gather_linear,
-    gather_linear_weights,
-    gather_tokens,
-    linear_reduce,
-    linear_reduce_weight,
-    reduce_tokens,
+from megafrontier.splits.layers import (
+    ColumnLinear,
+    Cutter,
+    DividedHeadsNorm,
+    GatherTokens,
+    QKVLinear,
+    RowLinear,
+    cut_rows,
 )
+from megafrontier.splits.tokens import TokenGroup, gather_tokens, reduce_tokens
 
 
 def check_tensor_split(config: ModelConfig, size: int, key: str = "parallel.tensor") -> None:
@@ -80,7 +79,7 @@ def split_tensors(model: GPT, index: int, size: int) -> TokenGroup:
     check_tensor_split(model.config, size)
     group = TokenGroup(index, size)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    cutter = _Cutter(group, names)
+    cutter = Cutter(group, names)
     if hasattr(model, "embedding"):
         model.add_module("embedding", SplitEmbedding(model.embedding, cutter))
     for block in model.blocks:
@@ -102,112 +101,13 @@ def _move_to_root(parameters: Iterable[nn.Parameter]) -> None:
             set_spec(parameter, replace(spec, in_root=True))
 
 
-class _Cutter:
-    """Makes this rank's parts of parameters, with their specs."""
-
-    def __init__(self, group: TokenGroup, names: dict[int, str]) -> None:
-        self.group = group
-        self._names = names
-
-    def cut(self, parameter: Tensor, dim: int, start: int, count: int) -> nn.Parameter:
-        """This rank's equal part of [start, start + count) of dimension `dim`."""
-        size = count // self.group.size
-        first = start + self.group.index * size
-        name = self._names[id(parameter)]
-        assert isinstance(parameter, nn.Parameter)
-        spec = spec_of(name, parameter)
-        box = [(0, length) for length in spec.shape]
-        box[dim] = (first, first + size)
-        part = nn.Parameter(parameter.detach().narrow(dim, first, size).clone())
-        axes = tuple(axis for axis in spec.axes if axis != "tensor")
-        set_spec(part, replace(spec, box=tuple(box), axes=axes))
-        return part
-
-
-class ColumnLinear(LateWeights):
-    """A linear layer cut by its outputs: tokens [1, n / size, h] → [1, n, outputs / size].
-
-    Its matrix may be several ones below each other, such as query, key and value. Each is cut.
-    """
-
-    def __init__(self, whole: nn.Linear, rows: Sequence[int], cutter: _Cutter) -> None:
-        """`rows`: of each matrix."""
-        super().__init__()
-        self.group = cutter.group.number
-        # Operators know the group by its number. A stage without embedding and head keeps it here.
-        self.ranks = cutter.group
-        starts = [sum(rows[:i]) for i in range(len(rows))]
-        self.weights = nn.ParameterList(
-            cutter.cut(whole.weight, 0, start, count)
-            for start, count in zip(starts, rows, strict=True)
-        )
-        self.biases = nn.ParameterList(
-            cutter.cut(whole.bias, 0, start, count)
-            for start, count in zip(starts, rows, strict=True)
-            if whole.bias is not None
-        )
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        tokens, weights, biases = hidden.flatten(0, -2), list(self.weights), list(self.biases)
-        return gather_linear(tokens, weights, biases, self.group, self.number)[None]
-
-    @property
-    def late_matrices(self) -> list[Tensor]:
-        return list(self.weights)
-
-    def start_gradients(self, *kept: Tensor) -> Callable[[], Sequence[Tensor]]:
-        part, gradient = kept
-        return gather_linear_weights(part, gradient, self.late_matrices, self.group)
-
-
-class QKVLinear(ColumnLinear):
-    """`ColumnLinear` of queries, keys and values. If there are more ranks than key and value heads,
-    each rank projects a part of a head, and `copies` ranks exchange their parts of the same one."""
-
-    def __init__(self, whole: nn.Linear, rows: Sequence[int], copies: int, cutter: _Cutter) -> None:
-        super().__init__(whole, rows, cutter)
-        self.copies = copies
-        self.first = cutter.group.index // copies * copies
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        projected = super().forward(hidden)
-        if self.copies == 1:
-            return projected
-        query, key, value = projected[0].split([len(weight) for weight in self.weights], -1)
-        return torch.cat([query, self._whole_head(key), self._whole_head(value)], -1)[None]
-
-    def _whole_head(self, part: Tensor) -> Tensor:
-        """[n, head_size / copies] → [n, head_size]."""
-        parts = gather_tokens(part.contiguous(), self.group).view(-1, *part.shape)
-        return parts[self.first : self.first + self.copies].transpose(0, 1).flatten(1)
-
-
-class RowLinear(LateWeights):
-    """A linear layer cut by its inputs: tokens [.., inputs / size] → [1, n / size, h]."""
-
-    def __init__(self, whole: nn.Linear, cutter: _Cutter) -> None:
-        super().__init__()
-        self.group = cutter.group.number
-        self.weight = cutter.cut(whole.weight, 1, 0, whole.in_features)
-        self.bias = whole.bias
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = linear_reduce(inputs.flatten(0, -2), self.weight, self.group, self.number)
-        return (hidden if self.bias is None else hidden + self.bias)[None]
-
-    @property
-    def late_matrices(self) -> list[Tensor]:
-        return [self.weight]
-
-    def start_gradients(self, *kept: Tensor) -> Callable[[], Sequence[Tensor]]:
-        inputs, gradient = kept
-        return linear_reduce_weight(inputs, gradient, self.group)
-
-
-def _split_block(block: Block, cutter: _Cutter) -> None:
+def _split_block(block: Block, cutter: Cutter) -> None:
     attention, size = block.attention, cutter.group.size
     copies = max(1, size // attention.kv_heads)
-    attention.add_module("qkv", QKVLinear(attention.qkv, attention.widths, copies, cutter))
+    if isinstance(attention, LatentAttention):
+        _split_latents(attention, cutter)
+    else:
+        attention.add_module("qkv", QKVLinear(attention.qkv, attention.widths, copies, cutter))
     attention.add_module("out", RowLinear(attention.out, cutter))
     if attention.query_norm is not None and attention.key_norm is not None:
         _split_norms(attention, copies, cutter.group)
@@ -215,12 +115,27 @@ def _split_block(block: Block, cutter: _Cutter) -> None:
         attention.sinks = cutter.cut(attention.sinks, 0, 0, attention.heads)
     attention.heads //= size
     attention.kv_heads = max(1, attention.kv_heads // size)
-    kv_width = attention.kv_heads * attention.head_size
-    attention.widths = [attention.heads * attention.head_size, kv_width, kv_width]
+    if not isinstance(attention, LatentAttention):
+        kv_width = attention.kv_heads * attention.head_size
+        attention.widths = [attention.heads * attention.head_size, kv_width, kv_width]
     # Experts stay whole: each rank routes the tokens that it has between the matrices.
     mlp = block.mlp.shared if isinstance(block.mlp, MoE) else block.mlp
     if mlp is not None:
         _split_mlp(mlp, cutter)
+
+
+def _split_latents(attention: LatentAttention, cutter: Cutter) -> None:
+    """Cut what expands the latents by heads. A rank makes the latents of the tokens that it has,
+    and the ranks exchange these, because they are narrow."""
+    attention.add_module("gather", GatherTokens(cutter))
+    attention.add_module("key_value_up", cut_rows(attention.key_value_up, cutter))
+    query_up = attention.query_up
+    own = (
+        ColumnLinear(query_up, [query_up.out_features], cutter)
+        if attention.query_down is None
+        else cut_rows(query_up, cutter)
+    )
+    attention.add_module("query_up", own)
 
 
 def _split_norms(attention: Attention, copies: int, group: TokenGroup) -> None:
@@ -238,7 +153,7 @@ def _split_norms(attention: Attention, copies: int, group: TokenGroup) -> None:
             attention.add_module(name, DividedHeadsNorm(norm, first, own, shared, group))
 
 
-def _split_mlp(mlp: MLP, cutter: _Cutter) -> None:
+def _split_mlp(mlp: MLP, cutter: Cutter) -> None:
     width = mlp.down.in_features
     parts = mlp.up.out_features // width  # with a gate, it and up
     mlp.add_module("up", ColumnLinear(mlp.up, [width] * parts, cutter))
@@ -248,7 +163,7 @@ def _split_mlp(mlp: MLP, cutter: _Cutter) -> None:
 class SplitEmbedding(nn.Module):
     """An embedding whose rows are cut: tokens [b, s] → this rank's part [1, b · s / size, h]."""
 
-    def __init__(self, whole: Embedding, cutter: _Cutter) -> None:
+    def __init__(self, whole: Embedding, cutter: Cutter) -> None:
         super().__init__()
         self.group, self.dropout, self.multiplier = cutter.group, whole.dropout, whole.multiplier
         self.tokens = _cut_rows(whole.tokens, cutter)
@@ -266,7 +181,7 @@ class SplitEmbedding(nn.Module):
         return F.dropout(scaled(hidden, self.multiplier), self.dropout, self.training)[None]
 
 
-def _cut_rows(whole: nn.Embedding, cutter: _Cutter) -> FP32GradEmbedding:
+def _cut_rows(whole: nn.Embedding, cutter: Cutter) -> FP32GradEmbedding:
     rows, width = whole.weight.shape
     part = FP32GradEmbedding(rows // cutter.group.size, width, device="meta")
     part.weight = cutter.cut(whole.weight, 0, 0, rows)
@@ -276,7 +191,7 @@ def _cut_rows(whole: nn.Embedding, cutter: _Cutter) -> FP32GradEmbedding:
 class SplitHead(nn.Module):
     """A head whose rows are cut: the loss needs no logits of the whole vocabulary."""
 
-    def __init__(self, whole: Head, cutter: _Cutter) -> None:
+    def __init__(self, whole: Head, cutter: Cutter) -> None:
         super().__init__()
         self.group = cutter.group
         self.vocab_size, self.loss_chunk_tokens = whole.vocab_size, whole.loss_chunk_tokens

@@ -82,13 +82,20 @@ def _moves(
     rows, width = tokens // size, config.hidden
     whole, pieces = _Move(rows, width), _Move(rows, width, in_pieces=True)
     copies = max(1, size // config.num_kv_heads)
+    latent = config.attention.latent
+    # A latent of queries is gathered in place of the hidden state.
+    queries = [pieces] if latent is None or latent.query is None else []
     heads = [_Move(tokens, config.head_dim // copies)] * (2 if copies > 1 else 0)
     if config.qk_norm == "full":  # sums of squares of queries, and of keys
         heads += [_Move(tokens, 1, is_fp32=True)] * 2
+    if latent is not None:
+        width = (latent.query or 0) + latent.key_value + latent.rope_size
+        heads.append(_Move(rows, width))
     # A gather before and a sum after attention and MLP.
-    forward = [pieces, *heads, pieces, pieces, pieces]
+    forward = [*queries, *heads, pieces, pieces, pieces]
     # Of each sum a gather, and of each gather a sum; what it gave is gathered again for weights.
-    backward = [pieces, pieces, whole, pieces, pieces, *heads, whole]
+    backward = [pieces, pieces, whole, pieces, *heads]
+    backward += [pieces, whole] if queries else []
     if late_weights:  # what the sums gathered, too
         backward += [whole, whole]
     repeated = {"none": [], "selective": heads}.get(checkpointing, forward)

@@ -16,14 +16,22 @@ from megafrontier.data.tokenizers.tokenizer import ByteTokenizer, SentencePieceT
 from megafrontier.model.attention import KVCache
 from megafrontier.model.families.hf_io import export_model
 from tests.commands.helpers import run_command
+from tests.model.small_models import LATENT_QUERIES, small_config
 
 PROMPT = [3, 1, 4, 1, 5]
 
 
 @pytest.mark.parametrize("pieces", [[24], [1] * 24, [5, 1, 1, 7, 10]])
 def test_cached_logits_are_the_uncached_ones(shape, pieces, make_model, tokens):
-    model = make_model(shape)
-    cache = KVCache(shape, batch=2)
+    assert_cached(shape, pieces, make_model, tokens)
+
+
+def test_latent_attention_expands_cached_keys_and_values_once(make_model, tokens):
+    assert_cached(small_config(**LATENT_QUERIES), [5, 1, 1, 17], make_model, tokens)
+
+
+def assert_cached(config, pieces, make_model, tokens):
+    model, cache = make_model(config), KVCache(config, batch=2)
     with torch.no_grad():
         logits = torch.cat([model(part, cache=cache) for part in tokens.split(pieces, 1)], 1)
         torch.testing.assert_close(logits, model(tokens), rtol=1e-5, atol=1e-5)

@@ -89,6 +89,21 @@ REFUSED = [
         ["model.attention.sinks=true", "model.dropout=0.1"],
         "model.dropout: 0.1, need 0 with model.attention.sinks",
     ),
+    *[
+        (["model.position=rotary", "model.bias=false", *changes], said)
+        for changes, said in (
+            (["model.attention.latent={value_size: 200}"], "value_size: 200, need at most"),
+            (["model.attention.latent={rope_size: 3}"], "rope_size: 3, need an even number"),
+            (
+                ["model.attention.latent={}", "model.kv_heads=1"],
+                "model.kv_heads: 1, need 4 with model.attention.latent",
+            ),
+            (
+                ["model.attention.latent={}", "model.qkv_bias=true"],
+                "model.qkv_bias: True, need false with model.attention.latent",
+            ),
+        )
+    ],
     (["model.norm_unit_offset=true"], "need false, or model.norm=rmsnorm"),
     (["model.norm=rmsnorm", "model.norm_bias=false"], "need true, or model.norm=layernorm"),
     (

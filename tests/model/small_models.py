@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from megafrontier.config import AttentionConfig, MLPConfig, ModelConfig, RotaryScalingConfig
+from megafrontier.config import (
+    AttentionConfig,
+    LatentConfig,
+    MLPConfig,
+    ModelConfig,
+    RotaryScalingConfig,
+)
 from megafrontier.model.gpt import GPT
 
 SMALL = {
@@ -86,6 +92,15 @@ OLMO: dict[str, Any] = {
     "mlp": MLPConfig(bias=True),
 }
 """Norms after attention and MLP as in OLMo-2, layers without rotary positions, and YaRN."""
+
+LATENT: dict[str, Any] = SHAPES["llama"] | {
+    "attention": AttentionConfig(latent=LatentConfig(None, 12, 4, 6, 8))
+}
+"""Multi-head latent attention as in DeepSeek-V2-Lite."""
+LATENT_QUERIES: dict[str, Any] = SHAPES["llama"] | {
+    "attention": AttentionConfig(latent=LatentConfig(16, 12, 4, 6, 8))
+}
+"""The same as in DeepSeek-V2 and V3."""
 
 
 def small_config(**changes: Any) -> ModelConfig:

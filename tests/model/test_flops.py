@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megafrontier.config import AttentionConfig, ModelConfig, load_config, load_machine
 from megafrontier.model.families import family_for
 from megafrontier.model.flops import flops_per_token, parameter_count, parameter_shapes
+from tests.model.small_models import LATENT_QUERIES, small_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 PARAMETERS = {
@@ -77,6 +78,16 @@ def test_flops_are_those_torch_counts(shape, make_model, tokens):
     width = shape.heads * (shape.head_size or shape.hidden // shape.heads)
     attention = 6 * shape.layers * width * shape.sequence_length
     assert products / tokens.numel() == pytest.approx(flops_per_token(shape) - attention)
+
+
+def test_latent_attention_by_hand():
+    config = small_config(**LATENT_QUERIES, ffn_hidden=40, vocab_multiple=1)
+    latents = 32 * 16 + 16 * 4 * (4 + 6) + 32 * (12 + 4) + 12 * 4 * (6 + 8) + 4 * 8 * 32
+    products = 2 * (latents + 3 * 32 * 40) + 50 * 32
+    norms = 2 * (16 + 12 + 2 * 32) + 32
+    assert parameter_count(config) == products + norms + 50 * 32
+    attention = 2 * (4 * 10 + 4 * 8) * 24 / 2
+    assert flops_per_token(config) == 6 * (products + attention)
 
 
 def test_a_window_costs_the_pairs_that_it_has():

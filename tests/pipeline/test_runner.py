@@ -9,7 +9,7 @@ from megafrontier.partition import Placement
 from megafrontier.partition.wires.wire import make_wire
 from megafrontier.pipeline.work import Work
 from tests.model.moe.shapes import mixture
-from tests.model.small_models import GEMMA, SHAPES
+from tests.model.small_models import GEMMA, LATENT_QUERIES, SHAPES
 from tests.ranks import run_mesh
 from tests.splits.matrix import (
     Case,
@@ -75,6 +75,12 @@ CASES = [
         Splits(expert=2, pipeline=2),
         "topo",
         Case(mixture(shared_experts=1) | FOUR, accumulation=2, steps=2, parallel=ZBV),
+    ),
+    (
+        (2, 2),
+        Splits(tensor=2, pipeline=2),
+        "ddp",
+        Case(LATENT_QUERIES, accumulation=2, steps=2, parallel=ZB),
     ),
     ((2,), Splits(pipeline=2), "ddp", Case(LLAMA | FOUR, accumulation=4)),
     ((2, 2), Splits(pipeline=2), "zero3", Case(LLAMA | FOUR, accumulation=4)),

@@ -16,7 +16,7 @@ from megafrontier.partition.wires.wire import make_wire
 from megafrontier.splits.apply import apply_splits
 from megafrontier.splits.context import check_context_split
 from megafrontier.splits.documents import assign
-from tests.model.small_models import GEMMA, OLMO, SHAPES, small_config
+from tests.model.small_models import GEMMA, LATENT_QUERIES, OLMO, SHAPES, small_config
 from tests.ranks import run_mesh
 from tests.splits.matrix import Case, assert_equal, saved_bytes, sweep, train_alone, train_split
 from tests.splits.test_documents import needed_tokens
@@ -63,6 +63,12 @@ CASES = [
         Case(GEMMA, steps=2, documents=True, built={"checkpointing": "block"}),
     ),
     ((2, 2), Splits(2, 2), "topo", Case(GROUPED | SCALED)),
+    (
+        (2, 2),
+        Splits(2, 2),
+        "topo",
+        Case(LATENT_QUERIES, documents=True, steps=2, built={"checkpointing": "block"}),
+    ),
     ((2, 2, 2), Splits(2, 2), "hpz", Case(GROUPED, "one token", accumulation=2, documents=True)),
 ]
 

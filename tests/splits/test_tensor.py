@@ -9,7 +9,7 @@ import torch
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.mesh import Splits
 from megafrontier.splits.tensor import check_tensor_split
-from tests.model.small_models import OLMO, SHAPES, small_config
+from tests.model.small_models import LATENT, OLMO, SHAPES, small_config
 from tests.ranks import run_mesh
 from tests.splits.matrix import (
     Case,
@@ -39,6 +39,12 @@ CASES = [
     ((2, 2, 2), 4, "hpz", Case(GPT2, options={"overlap": "none"})),
     ((2, 2), 4, "topo", Case(OLMO, accumulation=2, steps=2)),
     ((2, 2, 2), 2, "topo", Case(GROUPED, accumulation=2, options={"check_order": True})),
+    (
+        (2, 2),
+        2,
+        "zero3",
+        Case(LATENT, documents=True, steps=2, built={"checkpointing": "selective"}),
+    ),
 ]
 
 

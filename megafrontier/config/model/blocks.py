@@ -7,6 +7,29 @@ from megafrontier.config.fields import bounded, count
 
 
 @dataclass
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434): keys and values of all
+    heads come from one narrow latent of the token, and queries may, too. Latents have RMS norms.
+    Heads of queries and keys have a rotary part, which all heads of keys share, and another one."""
+
+    query: int | None = count(None)
+    """Width of the latent of queries (q_lora_rank). null: none, they come from the hidden state."""
+    key_value: int = count(512)
+    """Width of the latent of keys and values (kv_lora_rank)."""
+    rope_size: int = count(64)
+    """Dimensions of a head of queries and keys that rotate (qk_rope_head_dim)."""
+    nope_size: int = count(128)
+    """Dimensions that do not rotate (qk_nope_head_dim)."""
+    value_size: int = count(128)
+    """Width of a head of values (v_head_dim). At most `rope_size` + `nope_size`."""
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head of queries and keys."""
+        return self.rope_size + self.nope_size
+
+
+@dataclass
 class AttentionConfig:
     """Which tokens attend to which, and how their scores are computed."""
 
@@ -30,6 +53,8 @@ class AttentionConfig:
     """A learned logit for each head that takes part in the softmax and has no value (gpt-oss)."""
     out_bias: bool | None = None
     """Bias in the output projection. Default: `model.bias`."""
+    latent: LatentConfig | None = None
+    """Multi-head latent attention. The size of heads is then given here."""
 
     @property
     def has_rule(self) -> bool:

@@ -87,8 +87,16 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """`head_size`, or its default."""
+        """Width of a head of queries and keys: `head_size`, or its default."""
+        if self.attention.latent is not None:
+            return self.attention.latent.head_size
         return self.head_size or self.hidden // self.heads
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head of values."""
+        latent = self.attention.latent
+        return self.head_dim if latent is None else latent.value_size
 
     @property
     def num_kv_heads(self) -> int:
@@ -128,6 +136,8 @@ class ModelConfig:
     @property
     def rotary_dims(self) -> int:
         """Number of rotating dimensions in a head; 0 with learned positions."""
+        if self.attention.latent is not None:
+            return self.attention.latent.rope_size
         return 0 if self.position == "learned" else round(self.head_dim * self.rotary_fraction)
 
     @property
