@@ -124,7 +124,8 @@ def _padded(
     running_meter().synchronize()
     most = -(-len(tokens) // len(counts))
     if _current.get().kind != "uniform":
-        most = max(most, int(PADDED_LIMIT * len(tokens) / len(counts)))
+        padded = int(PADDED_LIMIT * len(tokens) / len(counts))
+        most = max(most, min(padded, len(tokens)))  # an expert has no more than all tokens
     return pad_product(tokens, counts, up, down, kind, numbers, most)
 
 
