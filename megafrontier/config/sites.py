@@ -47,6 +47,9 @@ class SitesConfig:
     4,096 elements, in 2 bits each."""
     optimizer: OuterOptimizerConfig = field(default_factory=OuterOptimizerConfig)
     """Optimizer of the weights that all sites agree on."""
+    gigabytes_per_second: float | None = bounded(None, above=0)
+    """Bandwidth of one rank towards all other sites, for `plan`. null: an exchange takes no time
+    there."""
     deadline_seconds: float = bounded(60.0, above=0)
     """A site that is this much later than the first one is left out of an exchange. After half of
     it, a slow site sends what it has."""

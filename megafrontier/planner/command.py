@@ -134,7 +134,7 @@ def as_dict(layout: Layout) -> dict[str, Any]:
 
 def table(config: Config, layouts: Sequence[Layout], nodes: int, tokens: float | None) -> str:
     """One line for each layout, fastest first."""
-    names = layouts[0].plan.levels.names
+    names = list(layouts[0].step.sent)
     has_experts = config.model.moe is not None
     head = ["fits", "GiB", *["worst GiB"] * has_experts, "step s", "tokens/s", "TF/s", "MFU %"]
     head += [f"{name} GB" for name in names] + ["waits s", "bubble %", "limit"]

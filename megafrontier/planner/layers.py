@@ -8,6 +8,7 @@ from megafrontier.config import Config, ModelConfig
 from megafrontier.planner.simulation.rank import Simulated
 from megafrontier.planner.simulation.rates import Rates
 from megafrontier.planner.simulation.simulate import simulate
+from megafrontier.planner.sites import add_sites
 from megafrontier.training.plan import RunPlan, resolve_plan
 
 SHALLOW = 4, 6
@@ -32,11 +33,10 @@ def simulate_blocks(config: Config, plan: RunPlan, rates: Rates | None = None) -
     layers = config.model.layers
     counts = shallow_layers(config.model)
     if layers <= counts[1] or plan.division.ranks > 1:
-        return simulate(config, plan, rates)
+        return add_sites(config, plan, simulate(config, plan, rates))
     fewer, more = (_with_layers(config, count, plan.levels.ranks, rates) for count in counts)
     times = (layers - counts[0]) / (counts[1] - counts[0])
-    found: Simulated = _between(fewer, more, times)
-    return found
+    return add_sites(config, plan, _between(fewer, more, times))
 
 
 def _with_layers(config: Config, layers: int, ranks: int, rates: Rates | None) -> Simulated:

@@ -17,7 +17,7 @@ from megafrontier.sites.directory import (
     range_of,
 )
 from megafrontier.sites.fetch import Fetcher, Part, Site
-from megafrontier.sites.outer import Outer, common_rows
+from megafrontier.sites.outer import Outer, common_rows, message_bytes
 from megafrontier.sites.rounds import Rounds
 from megafrontier.sites.transport import Client, Header, Server, SiteUnreachable, read_secret
 
@@ -139,7 +139,7 @@ class Endpoint:
         if theirs is None:
             return message[:0]
         start, stop = (at - unit.range[0] for at in common_rows(unit.range, range_of(unit, theirs)))
-        size = self._outer.message_bytes
+        size = partial(message_bytes, self._outer.codec)
         return message[size(start) : size(stop)]
 
     def _answer_state(self, fragment: int) -> tuple[Header, bytes]:

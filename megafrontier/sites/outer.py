@@ -105,7 +105,7 @@ class Outer:
         return [self._encode(index, self.sent[index], None) for index in self.fragments[fragment]]
 
     def _encode(self, index: int, change: Tensor, error: Tensor | None) -> Tensor:
-        message = torch.empty(self.message_bytes(change.numel()), dtype=torch.uint8)
+        message = torch.empty(message_bytes(self.codec, change.numel()), dtype=torch.uint8)
         for values, at in self._rows(change.numel()):
             rows, sent = (t[values].view(at.rows, -1) for t in (change, self.sent[index]))
             encoded = rows.new_empty(at.rows, at.length, dtype=self.codec.dtype)
@@ -124,12 +124,6 @@ class Outer:
             self.codec.decode(rows, found[values].view(at.rows, -1))
         return found
 
-    def message_bytes(self, count: int) -> int:
-        """Bytes of a message about `count` elements."""
-        whole, rest = divmod(count, ROW)
-        size = self.codec.message_bytes
-        return whole * size(ROW) + (size(rest) if rest else 0)
-
     def _rows(self, count: int) -> Iterator[tuple[slice, "_Rows"]]:
         """The elements that are encoded together: the whole rows, and the rest."""
         whole = count // ROW
@@ -138,7 +132,7 @@ class Outer:
             yield slice(split), _Rows(whole, self.codec.message_length(ROW), slice(at))
         if split < count:
             length = self.codec.message_length(count - split)
-            yield slice(split, count), _Rows(1, length, slice(at, self.message_bytes(count)))
+            yield slice(split, count), _Rows(1, length, slice(at, message_bytes(self.codec, count)))
 
     def update(self, index: int, gradient: Tensor) -> None:
         """Move the weights by the mean change of all sites, as torch's SGD does, and bring this
@@ -175,6 +169,12 @@ def mean_change(changes: Mapping[int, Tensor], tokens: Mapping[int, float]) -> T
     for site in sorted(changes):
         total.add_(changes[site], alpha=tokens[site] / whole)
     return total
+
+
+def message_bytes(codec: Codec, count: int) -> int:
+    """Bytes of a message about `count` elements."""
+    whole, rest = divmod(count, ROW)
+    return whole * codec.message_bytes(ROW) + (codec.message_bytes(rest) if rest else 0)
 
 
 def common_rows(own: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:

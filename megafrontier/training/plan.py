@@ -231,6 +231,11 @@ def _distinct(config: Config, plan: RunPlan) -> list[list[UnitSize]]:
     return [unit_sizes(config, splits, division, rank) for rank in division.distinct_ranks()]
 
 
+def held_units(config: Config, plan: RunPlan) -> list[UnitSize]:
+    """The units of the first rank."""
+    return _distinct(config, plan)[0]
+
+
 def _state_gib(config: Config, plan: RunPlan, units: Sequence[UnitSize]) -> float:
     itemsize = DTYPES[config.train.precision].itemsize
     numels: Counter[tuple[tuple[str, ...], str]] = Counter()

@@ -1,7 +1,8 @@
 """Train CONFIG at one site and at several, and compare validation losses and bytes between sites.
 
     python -m scripts.benchmarks.sites CONFIG [--sites 2] [--every 30 100] [--ranks 1] [--out DIR]
-        [--lr 0.7 0.9] [--wire int4 topk] [key=value …]
+        [--lr 0.7 1] [--momentum 0.9 0.5] [--wire int4 topk]
+        [key=value …]
 
 All sites are jobs on this host. They share the global batch of CONFIG, so that every run sees the
 same samples. Data parallelism would send fp32 gradients in each step: 4 bytes a parameter to each
@@ -72,6 +73,7 @@ def main() -> None:
     parser.add_argument("--sites", type=int, default=2)
     parser.add_argument("--every", type=int, nargs="+", default=[30])
     parser.add_argument("--lr", type=float, nargs="+", default=[0.7])
+    parser.add_argument("--momentum", type=float, nargs="+", default=[0.9])
     parser.add_argument("--wire", nargs="+", default=["int4"])
     parser.add_argument("--ranks", type=int, default=1, help="of each job")
     parser.add_argument("--out", type=Path, default=Path("runs/sites"))
@@ -86,14 +88,15 @@ def main() -> None:
     assert base is not None
     full = 4 * parameter_count(config.model) * steps * (options.sites - 1)
     print(f"one site: validation loss {base['loss']:.4f}", flush=True)
-    for every, lr, wire in product(options.every, options.lr, options.wire):
-        folder = options.out / f"{options.sites}-every-{every}-lr-{lr}-{wire}"
+    variants = product(options.every, options.lr, options.momentum, options.wire)
+    for every, lr, momentum, wire in variants:
+        folder = options.out / f"{options.sites}-every-{every}-lr-{lr}-momentum-{momentum}-{wire}"
         secret = options.out / "secret"
         secret.write_text("a secret for this comparison\n")
         if read(folder / "0", steps) is None:
             addresses = ", ".join(f"127.0.0.1:{free_port()}" for _ in range(options.sites))
             shared = f"addresses: [{addresses}], secret: {secret}, every: {every}, wire: {wire}"
-            more = "deadline_seconds: 500, optimizer: {lr: " + f"{lr}}}"
+            more = f"deadline_seconds: 500, optimizer: {{lr: {lr}, momentum: {momentum}}}"
             jobs = [
                 (
                     folder / str(number),
@@ -111,8 +114,9 @@ def main() -> None:
         change = 100 * (found["loss"] / base["loss"] - 1)
         saved = full / (found["bytes"] * options.ranks)
         print(
-            f"{options.sites} sites, every {every}, outer lr {lr}, {wire}: validation loss "
-            f"{found['loss']:.4f} ({change:+.2f} %), {saved:.0f} x fewer bytes than fp32 gradients",
+            f"{options.sites} sites, every {every}, outer lr {lr}, momentum {momentum}, {wire}: "
+            f"validation loss {found['loss']:.4f} ({change:+.2f} %), "
+            f"{saved:.0f} x fewer bytes than fp32 gradients",
             flush=True,
         )
 
