@@ -1,6 +1,6 @@
 """The states of an engine and its optimizer that checkpoints hold, as this rank's shards."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,8 @@ def start_save(
     with engine.ledger.paused():
         engine.fold_errors()
     own = _own_shards(engine, engine_states(engine, optimizer_states))
-    own += _own_buffers(engine, buffers)
+    over = engine.hierarchy
+    own += buffers_shard(buffers, over.outside, over.device, is_writer=over.rank == 0)
     return PendingSave(root, Manifest(**about), own, engine.hierarchy.world, attach)
 
 
@@ -120,8 +121,15 @@ def _stored(unit: Unit, number: int, states: States) -> StoredUnit:
     return StoredUnit(with_boxes(unit.layout, unit.specs), types)
 
 
-def _own_buffers(engine: Engine, buffers: Buffers) -> list[OwnShard]:
-    """The set of all buffers, with one unit for each type."""
+def buffers_shard(
+    buffers: Buffers,
+    outside: Iterable[tuple[str, int]] = (),
+    device: torch.device | str = "cpu",
+    *,
+    is_writer: bool = True,
+) -> list[OwnShard]:
+    """The set of all buffers, with one unit for each type; none without buffers. `outside`: names
+    of axes and this rank's indices, if other ranks have other buffers."""
     by_type: dict[torch.dtype, list[str]] = {}
     for name, buffer in buffers.items():
         by_type.setdefault(buffer.dtype, []).append(name)
@@ -129,15 +137,15 @@ def _own_buffers(engine: Engine, buffers: Buffers) -> list[OwnShard]:
     for dtype, names in by_type.items():
         shapes = [(name, tuple(buffers[name].shape)) for name in names]
         layout = Layout.build(f"buffers {dtype}".replace("torch.", ""), shapes, 1)
-        values = torch.zeros(layout.numel, dtype=dtype, device=engine.hierarchy.device)
+        values = torch.zeros(layout.numel, dtype=dtype, device=device)
         for name, view in zip(names, layout.views(values), strict=True):
             view.copy_(buffers[name])
         units.append(StoredUnit.of(layout, {BUFFER: dtype}))
         flat.append(values)
     if not units:
         return []
-    name = "-".join(["buffers", *(f"{axis}{i}" for axis, i in engine.hierarchy.outside)])
-    return [OwnShard(ShardSet(name, 1, units), 0, engine.hierarchy.rank == 0, {BUFFER: flat})]
+    name = "-".join(["buffers", *(f"{axis}{i}" for axis, i in outside)])
+    return [OwnShard(ShardSet(name, 1, units), 0, is_writer, {BUFFER: flat})]
 
 
 def fill_shards(

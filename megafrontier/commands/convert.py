@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from megafrontier.checkpoint.folder import candidates, of_newest, step_folder, step_of
-from megafrontier.checkpoint.format import Manifest
+from megafrontier.checkpoint.format import BUFFER, Manifest
 from megafrontier.checkpoint.load import Checkpoint, open_checkpoint
 from megafrontier.checkpoint.save import OwnShard, save
+from megafrontier.checkpoint.states import buffers_shard
 from megafrontier.commands.checkpoints import check_state, saved_config
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config, ModelConfig, config_to_dict
@@ -53,6 +54,8 @@ class _Weights(dict[str, torch.Tensor]):
         }
 
     def __missing__(self, name: str) -> torch.Tensor:
+        if name not in self._sizes:
+            return self._checkpoint.tensors(BUFFER, [name])[name]
         self.clear()  # free the last read before the next
         order = list(self._sizes)
         following = order[order.index(name) :]
@@ -116,4 +119,5 @@ def import_command(folder: Path, out: Path, tokenizer: str | None = None) -> Pat
     def attach(checkpoint: Path) -> None:
         save_cached_tokenizer(spec, checkpoint / "tokenizer")
 
-    return save(out, manifest, [OwnShard.of([layout], {"weight": [flat]})], World.single(), attach)
+    own = [OwnShard.of([layout], {"weight": [flat]}), *buffers_shard(tensors)]
+    return save(out, manifest, own, World.single(), attach)

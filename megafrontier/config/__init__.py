@@ -23,6 +23,7 @@ from megafrontier.config.model.blocks import AttentionConfig as AttentionConfig
 from megafrontier.config.model.blocks import LatentConfig as LatentConfig
 from megafrontier.config.model.blocks import MLPConfig as MLPConfig
 from megafrontier.config.model.gpt import ModelConfig as ModelConfig
+from megafrontier.config.model.moe import ExpertGroupsConfig as ExpertGroupsConfig
 from megafrontier.config.model.moe import MoEConfig as MoEConfig
 from megafrontier.config.model.rotary import RotaryScalingConfig as RotaryScalingConfig
 from megafrontier.config.model.scaling import ScalingConfig as ScalingConfig

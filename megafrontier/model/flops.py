@@ -28,6 +28,13 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: spec.shape for name, spec in parameter_specs(config).items()}
 
 
+def buffer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every buffer."""
+    with torch.device("meta"):
+        model = GPT(config)
+    return {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
+
+
 def parameter_count(config: ModelConfig) -> int:
     """Number of parameters, with a tied matrix counted once, and with padded rows."""
     return sum(prod(shape) for shape in parameter_shapes(config).values())

@@ -216,7 +216,7 @@ class _Family:
         ranks = self._plan.shape.splits.expert
         there = min(moe.active, moe.experts // ranks)
         most = min(PEAK, ranks * there / moe.active)
-        blocks = 1 if mode in RECOMPUTES_BLOCK else model.layers // moe.every
+        blocks = 1 if mode in RECOMPUTES_BLOCK else moe.blocks(model.layers)
         width = moe.ffn_hidden or model.mlp_hidden
         return 2 * most * moe.active * (2 * model.hidden + 3 * width) * blocks
 

@@ -60,7 +60,7 @@ def check_tensor_split(config: ModelConfig, size: int, key: str = "parallel.tens
 def _mlp_widths(config: ModelConfig) -> dict[str, int]:
     """The widths of MLPs that are cut. Experts are not."""
     moe, found = config.moe, {}
-    if moe is None or moe.every > 1:
+    if moe is None or moe.every > 1 or moe.first:
         found["model.ffn_hidden"] = config.mlp_hidden
     if moe is not None and moe.shared_experts:
         width = moe.ffn_hidden or config.mlp_hidden

@@ -148,5 +148,5 @@ def token_bytes(
         row = (wire.codec if wire else CastCodec(dtype)).message_bytes(config.hidden)
         # There and back, and the gradients; those of weights go with the tokens'.
         once = (4 + 2 * again) * row + (3 + 2 * again) * beside
-        found.append(round(config.layers // moe.every * rows * once))
+        found.append(round(moe.blocks(config.layers) * rows * once))
     return found

@@ -15,6 +15,7 @@ from megafrontier.config.validation import build
             "model.moe.active: 5, need at most model.moe.experts (4)",
         ),
         ({"every": 13}, "model.moe.every: 13, need at most model.layers (12)"),
+        ({"first": 12}, "model.moe.first: 12, need at most model.layers - model.moe.every (11)"),
         (
             {"experts": 8, "groups": {"number": 3}},
             "model.moe.groups.number: 3, does not divide model.moe.experts (8), need one of "

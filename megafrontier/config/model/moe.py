@@ -16,8 +16,10 @@ class ExpertGroupsConfig:
     """Groups of equally many experts, in the order of their numbers. Must divide
     `model.moe.experts`."""
     active: int = count(1)
-    """Groups that the experts of a token come from: those with the largest sum of their two best
+    """Groups that the experts of a token come from: those with the largest sum of their `best`
     scores."""
+    best: int = count(2)
+    """Scores of a group that are summed: its best 2 (DeepSeek-V3) or 1 (DeepSeek-V2)."""
 
 
 @dataclass
@@ -33,6 +35,9 @@ class MoEConfig:
     every: int = count(1)
     """Every how many blocks one has experts, the last of so many: 2 means blocks 1, 3, 5, …
     counted from 0. The others keep the MLP."""
+    first: int = bounded(0, at_least=0)
+    """Blocks at the beginning that keep the MLP (DeepSeek's first_k_dense_replace). `every` counts
+    from there."""
     shared_experts: int = bounded(0, at_least=0)
     """Experts that process every token: one MLP of this many times `ffn_hidden`."""
     shared_gate: bool = False
@@ -59,13 +64,20 @@ class MoEConfig:
     """Factor of the router's z-loss, the mean square of the log of the sum of the exponentials of
     its logits (Zoph et al. 2022, arXiv:2202.08906). 0: none."""
 
+    def blocks(self, layers: int) -> int:
+        """How many of the first `layers` blocks have experts."""
+        return max(0, layers - self.first) // self.every
+
 
 def check_moe(moe: MoEConfig, layers: int) -> None:
     """Check how the values fit each other. Raises UserError with key, value and fix."""
     experts, active, groups = moe.experts, moe.active, moe.groups
     fits = f"need at most model.moe.experts ({experts})"
     need(active <= experts, "model.moe.active", active, fits)
-    need(moe.every <= layers, "model.moe.every", moe.every, f"need at most model.layers ({layers})")
+    rest, fits = layers - moe.every, f"need at most model.layers ({layers})"
+    need(moe.every <= layers, "model.moe.every", moe.every, fits)
+    fits = f"need at most model.layers - model.moe.every ({rest})"
+    need(moe.first <= rest, "model.moe.first", moe.first, fits)
     divisors = ", ".join(str(n) for n in range(1, experts + 1) if not experts % n)
     fits = f"does not divide model.moe.experts ({experts}), need one of {divisors}"
     need(experts % groups.number == 0, "model.moe.groups.number", groups.number, fits)

@@ -6,6 +6,7 @@ CONTRIBUTING.md says how to add a family.
 from megafrontier.common.errors import UserError
 from megafrontier.config import ModelConfig
 from megafrontier.model.families.base import Constraint, Family, HFConfigReader
+from megafrontier.model.families.deepseek import DeepseekV2, DeepseekV3
 from megafrontier.model.families.experts import Mixtral, OLMoE, Qwen2MoE, Qwen3MoE
 from megafrontier.model.families.gemma import Gemma2, Gemma3
 from megafrontier.model.families.gpt2 import GPT2
@@ -16,10 +17,21 @@ from megafrontier.model.families.phi import Phi3
 from megafrontier.model.families.qwen import Qwen2, Qwen3
 
 _DENSE = (
-    *(GPT2(), Llama(), NeoX(), Qwen2(), Qwen3(), Mistral(), Gemma2(), Gemma3(), OLMo2()),
+    *(
+        DeepseekV3(),
+        GPT2(),
+        Llama(),
+        NeoX(),
+        Qwen2(),
+        Qwen3(),
+        Mistral(),
+        Gemma2(),
+        Gemma3(),
+        OLMo2(),
+    ),
     *(SmolLM3(), StableLM(), Phi3()),
 )
-_MIXTURES = (OLMoE(), Qwen3MoE(), Qwen2MoE(), Mixtral())
+_MIXTURES = (DeepseekV2(), DeepseekV3(), OLMoE(), Qwen3MoE(), Qwen2MoE(), Mixtral())
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_DENSE, *_MIXTURES)}
 """By `model_type`. A model that several families can express is exported as the first of them."""
 

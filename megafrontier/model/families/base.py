@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import log
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -52,8 +53,8 @@ class Family(Protocol):
     """Name of the output matrix in files."""
 
     def matches(self, config: ModelConfig) -> bool:
-        """Whether this is the family that a model is nearest to that no family can express. At most
-        one family matches."""
+        """Whether this is the family that a model is nearest to that no family can express. The
+        first that matches counts."""
 
     def constraints(self, config: ModelConfig) -> list[Constraint]:
         """What must hold for the family to express a model that it matches."""
@@ -134,7 +135,9 @@ class HFConfigReader:
         theta = nested.number("rope_theta", self.number(theta_key, base))
         outer_fraction = self.number(fraction_key, default_fraction)
         fraction = nested.number("partial_rotary_factor", outer_fraction)
-        return Rope(float(theta), float(fraction), nested._scaling(types, self))
+        scaling = nested._scaling(types, self)
+        share = 1.0 if scaling is None else nested._mscale("mscale_all_dim", scaling.factor)
+        return Rope(float(theta), float(fraction), scaling, share * share)
 
     def windows(self, layers: int, window: int | None, *default: str) -> dict[str, Any]:
         """The keys `window` and `global_every` of `AttentionConfig`.
@@ -176,17 +179,24 @@ class HFConfigReader:
             low = float(self.number("low_freq_factor"))
             return RotaryScalingConfig(factor, low, float(self.number("high_freq_factor")), length)
         self.one_of("truncate", True, True)
-        for name in ("mscale", "mscale_all_dim"):
-            self.one_of(name, None, None)
-        attention = self._get("attention_factor", None)
+        attention = self.optional("attention_factor", None)
+        if attention is None and self.number("mscale", 0) and self.number("mscale_all_dim", 0):
+            names = ("mscale", "mscale_all_dim")
+            above, below = (self._mscale(name, factor) for name in names)
+            attention = above / below
         return RotaryScalingConfig(
             factor,
             float(self.number("beta_slow", 1)),
             float(self.number("beta_fast", 32)),
             length,
             "yarn",
-            None if attention is None else float(self.number("attention_factor")),
+            None if attention is None else float(attention),
         )
+
+    def _mscale(self, key: str, factor: float) -> float:
+        """A factor of YaRN with another coefficient than 0.1 (DeepSeek-V2), 1 without the key."""
+        found: float = 0.1 * self.number(key, 0) * log(factor) + 1
+        return found
 
 
 class Rope(NamedTuple):
@@ -195,6 +205,8 @@ class Rope(NamedTuple):
     base: float
     fraction: float
     scaling: RotaryScalingConfig | None
+    score_factor: float = 1.0
+    """Of scores, in models with latent attention."""
 
 
 def same(name: str, hf_name: str) -> ParamMapping:
@@ -272,6 +284,7 @@ def _options(config: ModelConfig) -> dict[str, tuple[Any, Any]]:
         "attention.scale": (None if scale is None or abs(scale - 1) < 1e-6 else scale, None),
         "attention.softcap": (attention.softcap, None),
         "attention.sinks": (attention.sinks, False),
+        "attention.latent": (None if attention.latent is None else "given", None),
         "scale_embedding": (config.scale_embedding, False),
         "logit_softcap": (config.logit_softcap, None),
         "moe": (None if config.moe is None else "given", None),

@@ -53,6 +53,7 @@ class LlamaExperts(Llama):
             Constraint("moe.balance", moe.balance, ("loss", "none")),
             Constraint("moe.scale", moe.scale, (1.0,)),
             Constraint("moe.groups.active", moe.groups.active, (moe.groups.number,)),
+            Constraint("moe.first", moe.first, (0,)),
             Constraint("moe.shared_experts", moe.shared_experts > 0, (self.has_shared,)),
             Constraint("moe.shared_gate", moe.shared_gate, (self.has_shared,)),
             *self.own_constraints(moe),
@@ -67,7 +68,7 @@ class LlamaExperts(Llama):
         moe, keys = _experts(config), super().write_config(config)
         del keys["mlp_bias"]
         return keys | {
-            self.width_key: _width(config),
+            self.width_key: expert_width(config),
             self.count_key: moe.experts,
             "num_experts_per_tok": moe.active,
             "norm_topk_prob": moe.normalise,
@@ -238,7 +239,7 @@ class Qwen2MoE(Qwen3MoE):
 
     def own_keys(self, config: ModelConfig) -> dict[str, Any]:
         """The width of the shared experts, and biases."""
-        width = _experts(config).shared_experts * _width(config)
+        width = _experts(config).shared_experts * expert_width(config)
         return super().own_keys(config) | {
             "shared_expert_intermediate_size": width,
             "qkv_bias": config.has_qkv_bias,
@@ -259,7 +260,7 @@ class Qwen2MoE(Qwen3MoE):
         found = super().mlp_mappings(config, block)
         if has_experts(config, block):
             name, hf_name = f"blocks.{block}.mlp", f"layers.{block}.mlp"
-            width = _experts(config).shared_experts * _width(config)
+            width = _experts(config).shared_experts * expert_width(config)
             found += gated_mlp(f"{name}.shared", f"{hf_name}.shared_expert", width)
             found.append(same(f"{name}.shared_gate", f"{hf_name}.shared_expert_gate.weight"))
         return found
@@ -270,7 +271,8 @@ def _experts(config: ModelConfig) -> MoEConfig:
     return config.moe
 
 
-def _width(config: ModelConfig) -> int:
+def expert_width(config: ModelConfig) -> int:
+    """The width inside an expert."""
     return _experts(config).ffn_hidden or config.mlp_hidden
 
 

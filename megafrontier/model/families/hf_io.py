@@ -21,7 +21,7 @@ from megafrontier.config import Config, MLPConfig, ModelConfig, check
 from megafrontier.data.tokenizers.base import Tokenizer
 from megafrontier.model.families import family_for, family_of
 from megafrontier.model.families.base import HEAD, Family, HFConfigReader, ParamMapping
-from megafrontier.model.flops import parameter_shapes
+from megafrontier.model.flops import buffer_shapes, parameter_shapes
 from megafrontier.model.scaling import folded
 
 SHARD_BYTES = 4 * 1024**3
@@ -41,10 +41,10 @@ def export_model(
 ) -> str:
     """Write config.json, safetensors and the tokenizer's files. Returns the architecture's name.
 
-    `weights` holds GPT's parameters by name. They are read one at a time, so it may load them
-    lazily. The folder appears complete or not at all. Padded token ids are dropped. A model without
-    biases gets zero biases if its family always has them. The constants of `model.scaling` are
-    multiplied into the weights.
+    `weights` holds GPT's parameters and buffers by name. They are read one at a time, so it may
+    load them lazily. The folder appears complete or not at all. Padded token ids are dropped. A
+    model without biases gets zero biases if its family always has them. The constants of
+    `model.scaling` are multiplied into the weights.
 
     Raises UserError if no family can express the model, or if `out` is not empty or cannot be
     written.
@@ -61,7 +61,8 @@ def export_model(
 
 
 def import_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """The model in a Hugging Face folder: its config, and GPT's parameters by name.
+    """The model in a Hugging Face folder: its config, and GPT's parameters by name, then the
+    buffers that the family has.
 
     Tensors have the type that they are stored in. Rows of padded token ids are zero. Raises
     UserError for anything missing, damaged, or not supported by GPT.
@@ -73,10 +74,12 @@ def import_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
         files.refuse_other_head(weights["embedding.tokens.weight"])
     files.refuse_unread()
     shapes = parameter_shapes(config)
+    if weights.keys() - shapes.keys():
+        shapes |= buffer_shapes(config)
     for name, tensor in weights.items():
         if tuple(tensor.shape) != shapes[name]:
             raise UserError(f"{folder}: {name}: shape {list(tensor.shape)}, need {shapes[name]}")
-    return config, {name: weights[name] for name in shapes}
+    return config, {name: weights[name] for name in shapes if name in weights}
 
 
 def described_model(folder: Path) -> tuple[Family, ModelConfig]:
@@ -117,14 +120,17 @@ def _exported(
     attention = replace(config.attention, out_bias=None)
     biased = replace(config, bias=True, norm_bias=True, attention=attention, mlp=MLPConfig())
     with_biases = parameter_shapes(biased)
-    added = with_biases.keys() - parameter_shapes(config).keys()
+    own = parameter_shapes(config)
+    added = with_biases.keys() - own.keys()
     for mapping in family.mappings(config):
         is_added = mapping.name in added
         weight = torch.zeros(with_biases[mapping.name]) if is_added else weights[mapping.name]
         for hf_name, tensor in zip(mapping.hf_names, mapping.export(weight), strict=True):
             name = family.head if hf_name == HEAD else family.prefix + hf_name
             # Copy, because safetensors refuses tensors that share memory.
-            yield name, tensor.detach().to("cpu", dtype, copy=True).contiguous()
+            # Biases of routers move in steps that 16 bits would round away.
+            kept = dtype if mapping.name in own or is_added else torch.float32
+            yield name, tensor.detach().to("cpu", kept, copy=True).contiguous()
 
 
 def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:

@@ -16,9 +16,9 @@ class Balance:
 
     def __init__(self, model: nn.Module, moe: MoEConfig, layers: int, ranks: int = 1) -> None:
         """layers: blocks of the whole model. ranks: that share the experts of a block."""
-        self._moe, self._layers, self._ranks = moe, layers // moe.every, ranks
+        self._moe, self._layers, self._ranks = moe, moe.blocks(layers), ranks
         self._modules = {
-            module.number // moe.every: module
+            moe.blocks(module.number): module
             for module in model.modules()
             if isinstance(module, MoE)
         }

@@ -14,7 +14,8 @@ from megafrontier.parallel.param_spec import ParamSpec, set_spec
 
 def has_experts(config: ModelConfig, block: int) -> bool:
     """Whether the block of this number has experts."""
-    return config.moe is not None and (block + 1) % config.moe.every == 0
+    moe = config.moe
+    return moe is not None and moe.blocks(block + 1) > moe.blocks(block)
 
 
 class MoE(nn.Module):

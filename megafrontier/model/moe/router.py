@@ -96,7 +96,7 @@ class Router(nn.Module):
             scores = scores + self.bias
         if moe.groups.active < moe.groups.number:
             grouped = scores.unflatten(-1, (moe.groups.number, -1))
-            best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+            best = grouped.topk(min(moe.groups.best, grouped.shape[-1]), dim=-1).values.sum(-1)
             chosen = best.topk(moe.groups.active, dim=-1).indices
             is_open = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, chosen, True)
             scores = grouped.masked_fill(~is_open[..., None], -torch.inf).flatten(-2)

@@ -150,4 +150,5 @@ def test_no_family_ignores_an_option(make_config, tmp_path):
 def test_every_family_has_a_test():
     tested = {config.model_type for config in FOREIGN.values()}
     others = {"gpt2", "llama", "gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"}
+    others |= {"deepseek_v2", "deepseek_v3"}
     assert tested | others == set(FAMILIES)

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
+from megafrontier.commands.convert import export_command, import_command
 from megafrontier.common.errors import UserError
 from megafrontier.config import MoEConfig
 from megafrontier.model.families.hf_io import export_model, import_model
@@ -17,11 +19,35 @@ from tests.model.families.conftest import (
     loaded,
 )
 from tests.model.families.test_families import ROTARY, SMALL_LLAMA
+from tests.model.small_models import LATENT_QUERIES, filled, small_config
 
 SMALL = SMALL_LLAMA | {
     "num_key_value_heads": 2,
     "num_experts_per_tok": 2,
     "rope_parameters": ROTARY,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 3.0,
+    "original_max_position_embeddings": 12,
+    "mscale_all_dim": 0.9,
+}
+LATENT = SMALL_LLAMA | {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "rms_norm_eps": 1e-6,
 }
 FOREIGN = {
     "MixtralForCausalLM": transformers.MixtralConfig(
@@ -37,6 +63,16 @@ FOREIGN = {
     "Qwen3MoeForCausalLM": transformers.Qwen3MoeConfig(
         **SMALL, num_experts=6, moe_intermediate_size=16, norm_topk_prob=True, head_dim=16
     ),
+    "DeepseekV2ForCausalLM": transformers.DeepseekV2Config(
+        **LATENT,
+        rope_parameters=ROTARY | YARN,
+        q_lora_rank=None,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=4.0,
+    ),
+    "DeepseekV3ForCausalLM": transformers.DeepseekV3Config(
+        **LATENT, rope_parameters=ROTARY | YARN | {"mscale": 0.7}, q_lora_rank=16
+    ),
     "OlmoeForCausalLM": transformers.OlmoeConfig(**SMALL, num_experts=6, router_aux_loss_coef=0.0),
 }
 
@@ -47,6 +83,9 @@ def test_mixtures_have_the_logits_of_transformers_both_ways(architecture, tokens
     theirs = transformers.AutoModelForCausalLM.from_config(FOREIGN[architecture]).eval()
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, 0.1, 0.2)
+    for name, buffer in theirs.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.2)
     theirs.save_pretrained(tmp_path / "theirs")
     config, weights = import_model(tmp_path / "theirs")
     ours = loaded(config, dict(GPT(config).named_buffers()) | weights)
@@ -56,6 +95,24 @@ def test_mixtures_have_the_logits_of_transformers_both_ways(architecture, tokens
     again, same = import_model(tmp_path / "back")
     assert again == config
     assert all(torch.equal(same[name], weights[name]) for name in weights)
+
+
+def test_latent_attention_without_experts_is_a_deepseek_v3(tokens, tmp_path):
+    config = small_config(**LATENT_QUERIES, norm_eps=1e-6, vocab_multiple=1)
+    ours = filled(config)
+    assert export_model(config, ours.state_dict(), tmp_path) == "DeepseekV3ForCausalLM"
+    assert_same_logits(ours, load_reference(tmp_path), tokens)
+
+
+def test_biases_of_routers_come_with_an_import_and_leave_with_an_export(tmp_path):
+    theirs = transformers.AutoModelForCausalLM.from_config(FOREIGN["DeepseekV3ForCausalLM"])
+    bias = theirs.model.layers[1].mlp.gate.e_score_correction_bias.normal_()
+    theirs.save_pretrained(tmp_path / "theirs")
+    run = import_command(tmp_path / "theirs", tmp_path / "run", "none")
+    export_command(run, tmp_path / "back", "bf16")
+    found = load_file(tmp_path / "back" / "model.safetensors")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(found[name], bias)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +142,8 @@ def test_a_mixture_of_no_family_is_refused_by_key(change, message, make_config, 
             {"shared_expert_intermediate_size": 24},
             r"shared_expert_intermediate_size: 24, need a multiple of moe_intermediate_size \(16\)",
         ),
+        ("DeepseekV3ForCausalLM", {"rope_interleave": False}, "rope_interleave: False, need True"),
+        ("DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "norm_topk_prob: True, need False"),
         ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0]}, r"mlp_only_layers: \[0\], need \[\]"),
     ],
 )

@@ -188,7 +188,10 @@ def test_a_model_of_no_family_is_refused_by_key(changes, message, make_config, t
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "bert"}, "model_type: 'bert', need 'gemma2' or .*'gpt2' or 'gpt_neox'"),
+        (
+            {"model_type": "bert"},
+            "model_type: 'bert', need 'deepseek_v2' or .*'gpt2' or 'gpt_neox'",
+        ),
         ({"n_embd": "wide"}, "n_embd: 'wide', need a number"),
         ({"n_head": 5}, "model.heads: 5"),
         ({"n_layer": 3}, "transformer.h.2.ln_1.weight: missing"),

@@ -130,6 +130,10 @@ def test_tokens_that_backward_recomputes_are_counted_once(mode):
 def test_only_the_last_of_every_so_many_blocks_has_experts():
     model = GPT(replace(small_config(**SHARED), layers=4))
     assert [isinstance(block.mlp, MoE) for block in model.blocks] == [False, True, False, True]
+    later = replace(SHARED["moe"], first=1)
+    model = GPT(replace(small_config(**SHARED | {"moe": later}), layers=5))
+    assert [isinstance(b.mlp, MoE) for b in model.blocks] == [False, False, True, False, True]
+    assert later.blocks(5) == 2
 
 
 def test_flops_count_the_active_experts():
