@@ -118,16 +118,18 @@ def train_ranks(folder, sizes, *chosen, steps=STEPS, **splits):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_20_steps_on_every_placement_are_those_of_plain_pytorch(folder, plain, strategy):
-    for losses in train_ranks(folder, (2, 2, 1), f"partition.strategy={strategy}"):
-        assert losses == pytest.approx(plain, rel=1e-5)
+def test_steps_on_every_placement_are_those_of_plain_pytorch(folder, plain, strategy):
+    """20 on one, 6 on the others."""
+    steps = STEPS if strategy == "topo" else 6
+    for losses in train_ranks(folder, (2, 2, 1), f"partition.strategy={strategy}", steps=steps):
+        assert losses == pytest.approx(plain[:steps], rel=1e-5)
     assert plain[-1] < plain[0] - 0.5
 
 
 @pytest.mark.parametrize(
     ("sizes", "splits", "strategy", "steps"),
     [
-        ((2, 2), {"tensor": 2}, "zero1, partition.check_order=true", 20),
+        ((2, 2), {"tensor": 2}, "zero1, partition.check_order=true", 6),
         ((2, 2), {"tensor": 4}, "zero3", 6),  # more ranks than heads of keys
         ((2, 2), {"context": 2}, "zero1", 6),
         ((2, 2, 2), {"tensor": 2, "context": 2}, "topo, partition.overlap=full", 6),
@@ -145,10 +147,10 @@ def test_steps_of_matrices_that_ranks_share_are_those_of_plain_pytorch(
 def test_heads_of_attention_may_be_orthogonalized_one_by_one(folder, plain):
     """As Muon of PyTorch with a parameter for each head of queries, keys and values."""
     groups = GROUPS.replace("momentum: 0.9", "momentum: 0.9, split_heads: true")
-    expected = train_plain(folder, head_rows=6)
-    assert expected != pytest.approx(plain, rel=1e-5)
+    expected = train_plain(folder, head_rows=6)[:6]
+    assert expected != pytest.approx(plain[:6], rel=1e-5)
     for sizes, splits in (((1,), {}), ((2, 1), {"tensor": 2})):
-        for losses in train_ranks(folder, sizes, groups, **splits):
+        for losses in train_ranks(folder, sizes, groups, steps=6, **splits):
             assert losses == pytest.approx(expected, rel=1e-5)
 
 
@@ -295,19 +297,19 @@ def test_checkpoints_go_between_placements_with_each_groups_own_states(folder, p
 
     def train(name, ranks, *chosen):
         directory = f"run.directory={folder}/{name}"
-        always = (*CHOSEN, "evaluate.batches=0", "train.stop_at=8", directory)
+        always = (*CHOSEN, "evaluate.batches=0", "train.stop_at=4", directory)
         return runs.losses(runs.run(folder / "config.yaml", ranks, *always, *chosen))
 
-    train("saved", 4, "train.stop_at=4", "partition.strategy=topo")
-    path = folder / "saved/checkpoints/step-00000004"
+    train("saved", 4, "train.stop_at=2", "partition.strategy=topo")
+    path = folder / "saved/checkpoints/step-00000002"
     resumed = f"checkpoint.resume={path}"
     again = train("again", 4, resumed, "partition.strategy=topo")
-    assert again == train("whole", 4, "partition.strategy=topo")[4:]
-    assert train("one", 1, resumed, "machine=laptop") == pytest.approx(plain[4:8], rel=1e-5)
+    assert again == train("whole", 4, "partition.strategy=topo")[2:]
+    assert train("one", 1, resumed, "machine=laptop") == pytest.approx(plain[2:4], rel=1e-5)
     other = train("zero3", 4, resumed, "partition.strategy=zero3")
-    assert other == pytest.approx(plain[4:8], rel=1e-5)
+    assert other == pytest.approx(plain[2:4], rel=1e-5)
     split = train("split", 4, resumed, "partition.strategy=topo", "parallel.tensor=2")
-    assert split == pytest.approx(plain[4:8], rel=1e-5)
+    assert split == pytest.approx(plain[2:4], rel=1e-5)
     stored = open_checkpoint(path).manifest.tensors
     states = {name: set(boxes[0].unit.states) - {"weight"} for name, boxes in stored.items()}
     assert states["head.output.weight"] == {"exp_avg", "exp_avg_sq"}
