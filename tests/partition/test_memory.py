@@ -21,6 +21,19 @@ from tests.ranks import run_ranks
 PRECISION = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
+@pytest.fixture
+def some(pytestconfig):
+    """Every other strategy, in turn the one half and the other from case to case; all of them with
+    --exhaustive."""
+    if pytestconfig.getoption("--exhaustive"):
+        return lambda strategies, case: strategies
+    return lambda strategies, case: list(strategies)[case % 2 :: 2]
+
+
+def numbered(cases):
+    return [(number, *case) for number, case in enumerate(cases)]
+
+
 def train(hierarchy, strategy, dtype=torch.bfloat16, **options):
     """An engine after a step of two micro-batches and a step of one, which publishes."""
     model, engine = place(hierarchy, strategy, dtype, **options)
@@ -30,18 +43,22 @@ def train(hierarchy, strategy, dtype=torch.bfloat16, **options):
     return engine
 
 
-@pytest.mark.parametrize("kind", ["no root", "tied", "rest_is_root"])
 @pytest.mark.parametrize(
-    ("overlap", "prefetch"), [("none", 1), ("safe", 0), ("safe", 1), ("full", 2), ("full", 9)]
+    ("case", "kind", "overlap", "prefetch"),
+    numbered(
+        (kind, *ahead)
+        for kind in ("no root", "tied", "rest_is_root")
+        for ahead in (("none", 1), ("safe", 0), ("safe", 1), ("full", 2), ("full", 9))
+    ),
 )
-def test_unit_buffers_are_those_of_the_formula(kind, overlap, prefetch):
+def test_unit_buffers_are_those_of_the_formula(case, kind, overlap, prefetch, some):
     """A root of all but the blocks has gradients from the beginning to the end of backward."""
     chosen = {} if kind == "no root" else {kind: True}
     ahead = None if overlap == "none" else prefetch
 
     def body(hierarchy):
         found = []
-        for strategy in ("topo", "zero2"):
+        for strategy in some(("topo", "zero2"), case):
             engine = train(hierarchy, strategy, overlap=overlap, prefetch=prefetch, **chosen)
             found.append((engine.pool.held_bytes, pool_formula(engine, ahead)))
         return found
@@ -51,21 +68,23 @@ def test_unit_buffers_are_those_of_the_formula(kind, overlap, prefetch):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "overlap", "prefetch"),
-    [
-        ("exact", torch.bfloat16, "none", 0),
-        ("exact", torch.bfloat16, "full", 1),
-        ("zero++", torch.bfloat16, "full", 1),
-        ("low", torch.bfloat16, "none", 0),
-        ("low", torch.bfloat16, "safe", 1),
-        ("low", torch.bfloat16, "full", 1),
-        ("low", torch.float32, "full", 1),
-    ],
+    ("case", "name", "dtype", "overlap", "prefetch"),
+    numbered(
+        [
+            ("exact", torch.bfloat16, "none", 0),
+            ("exact", torch.bfloat16, "full", 1),
+            ("zero++", torch.bfloat16, "full", 1),
+            ("low", torch.bfloat16, "none", 0),
+            ("low", torch.bfloat16, "safe", 1),
+            ("low", torch.bfloat16, "full", 1),
+            ("low", torch.float32, "full", 1),
+        ]
+    ),
 )
-def test_message_buffers_are_those_of_the_formula(name, dtype, overlap, prefetch):
+def test_message_buffers_are_those_of_the_formula(case, name, dtype, overlap, prefetch, some):
     def body(hierarchy):
         found = []
-        for strategy in STRATEGIES:
+        for strategy in some(STRATEGIES, case):
             wires = preset(name, strategy, LEVELS, PRECISION[dtype])
             messages = messages_held_and_by_formula(
                 hierarchy, strategy, wires, dtype, overlap, prefetch
@@ -101,11 +120,11 @@ def test_message_buffers_are_those_of_the_formula_for_different_delta_formats(fo
     assert all(held == expected > 0 for held, expected in found)
 
 
-@pytest.mark.parametrize("sizes", [(3, 2), (2, 1, 3), (1, 2, 2)])
-def test_message_buffers_are_those_of_the_formula_on_other_machines(sizes):
+@pytest.mark.parametrize(("case", "sizes"), enumerate([(3, 2), (2, 1, 3), (1, 2, 2)]))
+def test_message_buffers_are_those_of_the_formula_on_other_machines(case, sizes, some):
     def body(hierarchy):
         found = []
-        for strategy in STRATEGIES:
+        for strategy in some(STRATEGIES, case):
             wires = preset("low", strategy, hierarchy.levels, "bf16")
             found.append((strategy, *messages_held_and_by_formula(hierarchy, strategy, wires)))
         return found
@@ -116,17 +135,19 @@ def test_message_buffers_are_those_of_the_formula_on_other_machines(sizes):
 
 
 @pytest.mark.parametrize(
-    ("name", "overlap"),
-    [
-        ("exact", "safe"),
-        ("zero++", "none"),
-        ("low", "none"),
-        ("low", "safe"),
-        ("low", "full"),
-        ("int4 in the pair", "full"),
-    ],
+    ("case", "name", "overlap"),
+    numbered(
+        [
+            ("exact", "safe"),
+            ("zero++", "none"),
+            ("low", "none"),
+            ("low", "safe"),
+            ("low", "full"),
+            ("int4 in the pair", "full"),
+        ]
+    ),
 )
-def test_messages_lie_in_the_same_memory_step_after_step(name, overlap, monkeypatch):
+def test_messages_lie_in_the_same_memory_step_after_step(case, name, overlap, some, monkeypatch):
     """The second step uses the storages of the first. All are held, so that no new storage can have
     the address of a freed one."""
 
@@ -159,7 +180,7 @@ def test_messages_lie_in_the_same_memory_step_after_step(name, overlap, monkeypa
         monkeypatch.setattr(Wire, "reduce", reduce)
         inside = {"reduce": {"pair": "int4"}} if name == "int4 in the pair" else {}
         found = []
-        for strategy in ("zero1", "zero3", "mics", "topo"):
+        for strategy in some(("zero1", "mics", "zero3", "topo"), case):
             wires = preset("low" if inside else name, strategy, LEVELS, "bf16", **inside)
             chosen = {"wires": wires, "overlap": overlap, "error_feedback": True}
             model, engine = place(hierarchy, strategy, torch.bfloat16, **chosen)
