@@ -137,10 +137,10 @@ def _yaml(value: object) -> str:
 
 def write_reference(sections: Sections) -> str:
     """The page, one table per section, in the order of `Config`."""
-    top = [option for option in sections["Config"] if option.kind not in sections]
-    nested = [option for option in sections["Config"] if option.kind in sections]
+    options = [(option, _inner(option.kind, sections)) for option in sections["Config"]]
+    top = [option for option, inner in options if option.kind != inner]
     pages = [HEAD, _table("Top level", "", top, sections)]
-    pages += [_section(option.name, option.kind, sections) for option in nested]
+    pages += [_section(option.name, inner, sections) for option, inner in options if inner]
     pages.append(_section("machine", "MachineConfig", sections))
     return "\n".join(pages)
 
@@ -204,6 +204,7 @@ _WORDS = {
     "float": "number",
     "bool": "`true`, `false`",
     "Any": "text or section below",
+    "list[str]": "list of texts",
     "list[int]": "list of integers",
     "list[float]": "list of numbers",
     "list[list[int]]": "list of [from, to]",

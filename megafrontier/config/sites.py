@@ -29,7 +29,7 @@ class SitesConfig:
     number: int = bounded(0, at_least=0)
     """Which of `addresses` this job is."""
     global_batches: list[int] = field(default_factory=list)
-    """`train.global_batch` of each site. Default: that of this one."""
+    """The `train.global_batch` of each site. Default: that of this one."""
     secret: str = ""
     """File with the secret that all sites share, at least 16 bytes. Messages are authenticated with
     it, and not encrypted."""
