@@ -136,7 +136,10 @@ def _simulate(
     workers = min(os.cpu_count() or 1, len(rest), workers)
     pool = ProcessPoolExecutor(workers, get_context("fork")) if workers > 1 else None
     try:
-        while rest and (missing := most - sum(layout.fits for layout in found)) > 0:
+        while (
+            rest
+            and (missing := most - sum(bool(each.overrides) and each.fits for each in found)) > 0
+        ):
             now, rest = rest[:missing], rest[missing:]
             overrides, configs = zip(*((c.overrides, c.config) for c in now), strict=True)
             run = map if pool is None else pool.map
