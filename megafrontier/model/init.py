@@ -5,8 +5,12 @@ slice overlaps, and gets the same numbers however the parameter is sharded.
 """
 
 import hashlib
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from math import prod, sqrt
+from operator import itemgetter
 from typing import TypeVar
 
 import torch
@@ -14,6 +18,7 @@ from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
 from megafrontier.model.scaling import base_size
+from megafrontier.parallel.env import own_cores
 from megafrontier.parallel.param_spec import Kind, ParamSpec, global_ranges, set_spec, spec_of
 
 CHUNK = 2**18
@@ -92,20 +97,44 @@ def initialise(model: nn.Module, seed: int) -> None:
 def _normal(stream: str, numel: int, ranges: Sequence[tuple[int, int]], count: int) -> Tensor:
     """The `count` elements in ascending ranges of `numel` standard normal numbers."""
     values = torch.empty(count)
-    at, number, drawn = 0, -1, values
+    parts = list(_chunk_parts(ranges))
+
+    def draw(number: int) -> Tensor:
+        # Always a whole chunk, because the numbers of randn depend on how many are drawn.
+        length = min(CHUNK, numel - number * CHUNK)
+        return torch.randn(length, generator=_generator(f"{stream}/{number}"))
+
+    def fill(part: tuple[int, list[tuple[int, int, int]]]) -> None:
+        number, pieces = part
+        drawn = draw(number)
+        for first, last, at in pieces:
+            values[at : at + last - first] = drawn[first:last]
+
+    threads = min(own_cores(os.environ), len(parts))
+    if threads < 2:
+        for part in parts:
+            fill(part)
+    else:  # torch draws without Python's lock
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(fill, parts))
+    return values
+
+
+def _chunk_parts(
+    ranges: Sequence[tuple[int, int]],
+) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
+    """For each chunk that ascending ranges overlap, its number, and its pieces: [first, last) in
+    the chunk, and their place among all elements of the ranges."""
+    pieces: list[tuple[int, int, int, int]] = []
+    at = 0
     for start, stop in ranges:
         while start < stop:
-            if number != start // CHUNK:
-                number = start // CHUNK
-                # Always draw a whole chunk, because the numbers of randn depend on how many are
-                # drawn.
-                length = min(CHUNK, numel - number * CHUNK)
-                drawn = torch.randn(length, generator=_generator(f"{stream}/{number}"))
-            first = start - number * CHUNK
-            part = drawn[first : first + stop - start]
-            values[at : at + len(part)] = part
-            at, start = at + len(part), start + len(part)
-    return values
+            number = start // CHUNK
+            last = min(stop, (number + 1) * CHUNK)
+            pieces.append((number, start - number * CHUNK, last - number * CHUNK, at))
+            at, start = at + last - start, last
+    for number, group in groupby(pieces, key=itemgetter(0)):
+        yield number, [piece[1:] for piece in group]
 
 
 def _generator(key: str) -> torch.Generator:

@@ -1,6 +1,7 @@
 """This process's rank and host, from the environment that Slurm, torchrun or our parent sets."""
 
 import hashlib
+import os
 import re
 import socket
 import subprocess
@@ -149,6 +150,16 @@ def _slurm_start(environment: Mapping[str, str]) -> str:
     job = environment.get("SLURM_HET_JOB_ID") or environment.get("SLURM_JOB_ID", "")
     start = environment.get("SLURM_RESTART_COUNT", "0")
     return f"job {job}.{environment['SLURM_STEP_ID']}, start {start}"
+
+
+def own_cores(environment: Mapping[str, str]) -> int:
+    """Cores that this rank may keep busy: those that the launcher has bound it to, or its part of
+    the host's if ranks share them."""
+    local = environment.get("MEGAFRONTIER_LOCAL", "/1").rpartition("/")[2]
+    sharing = int(environment.get("LOCAL_WORLD_SIZE", local))
+    cores = len(os.sched_getaffinity(0))
+    is_bound = cores < (os.cpu_count() or cores)
+    return cores if is_bound else max(1, cores // sharing)
 
 
 def planned_hosts(environment: Mapping[str, str], size: int) -> list[str]:

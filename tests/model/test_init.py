@@ -48,6 +48,16 @@ def test_a_box_has_the_elements_of_the_global_tensor(dim, make_config, monkeypat
             assert torch.equal(middle, values.flatten()[numel // 3 : numel - 1]), name
 
 
+def test_several_cores_draw_the_same_values(make_config, monkeypatch):
+    config = make_config(hidden=128)
+    monkeypatch.setattr(module, "CHUNK", 1000)
+    found = []
+    for cores in (1, 4):
+        monkeypatch.setattr(module, "own_cores", lambda environment, cores=cores: cores)
+        found.append(whole(config, UP))
+    assert torch.equal(*found)
+
+
 def test_a_slice_draws_only_the_chunks_it_overlaps(make_config, monkeypatch):
     monkeypatch.setattr(module, "CHUNK", 1000)
     drawn, randn = [], torch.randn

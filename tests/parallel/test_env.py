@@ -1,5 +1,6 @@
 """A rank's identity comes from Slurm, torchrun or the local parent."""
 
+import os
 import socket
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import torch
 
 from megafrontier.common.errors import UserError
 from megafrontier.parallel import env as identity
-from megafrontier.parallel.env import Identity, identify
+from megafrontier.parallel.env import Identity, identify, own_cores
 
 SLURM = {
     "SLURM_PROCID": "11",
@@ -194,3 +195,14 @@ def test_hosts_are_unknown_if_slurm_does_not_place_ranks_in_blocks(
     monkeypatch.setattr(identity.subprocess, "run", lambda *_, **__: said)
     environment = {"SLURM_STEP_NODELIST": "n[1-2]"} | changed
     assert identity.planned_hosts(environment, size) == hosts
+
+
+def test_ranks_share_the_cores_of_a_host_unless_the_launcher_has_bound_them(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    assert own_cores({}) == 16
+    assert own_cores({"LOCAL_WORLD_SIZE": "8"}) == 2
+    assert own_cores({"MEGAFRONTIER_LOCAL": "3/4"}) == 4
+    assert own_cores({"LOCAL_WORLD_SIZE": "64"}) == 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {4, 5, 6})
+    assert own_cores({"LOCAL_WORLD_SIZE": "8"}) == 3
