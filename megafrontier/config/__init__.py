@@ -22,6 +22,7 @@ from megafrontier.config.machine import MachineConfig as MachineConfig
 from megafrontier.config.model.blocks import AttentionConfig as AttentionConfig
 from megafrontier.config.model.blocks import LatentConfig as LatentConfig
 from megafrontier.config.model.blocks import MLPConfig as MLPConfig
+from megafrontier.config.model.blocks import PredictionConfig as PredictionConfig
 from megafrontier.config.model.gpt import ModelConfig as ModelConfig
 from megafrontier.config.model.moe import ExpertGroupsConfig as ExpertGroupsConfig
 from megafrontier.config.model.moe import MoEConfig as MoEConfig

@@ -247,6 +247,10 @@ def _check_model(model: ModelConfig) -> None:
     )
     if model.moe is not None:
         check_moe(model.moe, model.layers)
+    if model.prediction is not None:
+        fits = "need {} with model.prediction"
+        need(is_rotary, "model.position", model.position, fits.format("rotary"))
+        need(model.scaling is None, "model.scaling", "given", fits.format("null"))
     if model.scaling is not None:
         check_scaling(model.scaling)
         for key in ("scale_embedding", "norm_unit_offset"):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
 from megafrontier.model.attention import LayerCache, make_attention
+from megafrontier.model.init import matrix_std, with_specs
 from megafrontier.model.mlp import MLP
 from megafrontier.model.moe.layer import MoE, has_experts
 from megafrontier.model.norms import make_norm
@@ -90,6 +92,27 @@ class Block(nn.Module):
     def _add(self, hidden: Tensor, branch: Tensor) -> Tensor:
         dropped = F.dropout(branch, self.dropout, self.training)
         return torch.add(hidden, dropped, alpha=self.multiplier)
+
+
+class Prediction(nn.Module):
+    """A block that predicts the token after the next one: DeepSeek-AI 2024, arXiv:2412.19437,
+    section 2.2, with a depth of 1."""
+
+    def __init__(self, config: ModelConfig, **options: Any) -> None:
+        """`options`: of the block."""
+        super().__init__()
+        self.hidden_norm, self.token_norm = make_norm(config), make_norm(config)
+        projection = nn.Linear(2 * config.hidden, config.hidden, bias=False)
+        self.projection = with_specs(projection, "matrix", matrix_std(config))
+        self.block = Block(config, config.layers, **options)
+        self.norm = make_norm(config)
+
+    def forward(self, hidden: Tensor, following: Tensor, context: AttentionContext) -> Tensor:
+        """The last hidden state and the embedding of the next tokens, each [b, s, hidden] → the
+        input of the head's matrix [b, s, hidden]."""
+        both = torch.cat([self.hidden_norm(hidden), self.token_norm(following)], -1)
+        found: Tensor = self.norm(self.block(self.projection(both), context))
+        return found
 
 
 def _normalised(norm: nn.Module | None, hidden: Tensor) -> Tensor:

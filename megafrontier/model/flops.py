@@ -68,4 +68,6 @@ def flops_per_token(config: ModelConfig) -> float:
         products += experts * config.moe.active / config.moe.experts
     if config.tie_embeddings:  # the head multiplies by the embedding
         products += config.vocab_size * config.hidden
-    return 6 * products + sum(attention_flops(config, i) for i in range(config.layers))
+    if config.prediction is not None:  # the head multiplies by its matrix twice
+        products += config.vocab_size * config.hidden
+    return 6 * products + sum(attention_flops(config, i) for i in range(config.trained_layers))

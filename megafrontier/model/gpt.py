@@ -15,10 +15,18 @@ from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
 from megafrontier.model.attention import KVCache
-from megafrontier.model.block import Block
+from megafrontier.model.block import Block, Prediction
 from megafrontier.model.init import matrix_std, with_specs
 from megafrontier.model.kernels.backends import supports_varlen
-from megafrontier.model.loss import Losses, ZLoss, capped, chunk_losses, linear_cross_entropy
+from megafrontier.model.loss import (
+    Losses,
+    PredictionLoss,
+    ZLoss,
+    capped,
+    chunk_losses,
+    later_targets,
+    linear_cross_entropy,
+)
 from megafrontier.model.moe.layer import has_experts
 from megafrontier.model.norms import make_norm
 from megafrontier.model.positions import (
@@ -88,12 +96,18 @@ class Embedding(nn.Module):
             positions = FP32GradEmbedding(config.sequence_length, config.hidden)
             self.positions = with_specs(positions, "embedding", config.init_std)
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """tokens [b, s], positions [b or 1, s] → [b, s, hidden]."""
+    def forward(
+        self, tokens: Tensor, positions: Tensor, with_next: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """tokens [b, s], positions [b or 1, s] → [b, s, hidden]; `with_next` also that of the next
+        token of each, and of the first one for the last."""
         hidden = self.tokens(tokens)
         if hasattr(self, "positions"):
             hidden = hidden + self.positions(positions)
-        return F.dropout(scaled(hidden, self.multiplier), self.dropout, self.training)
+        hidden = F.dropout(scaled(hidden, self.multiplier), self.dropout, self.training)
+        if not with_next:
+            return hidden
+        return hidden, hidden.flatten(0, 1).roll(-1, 0).view_as(hidden)
 
 
 class Head(nn.Module):
@@ -116,6 +130,8 @@ class Head(nn.Module):
         self.norm = make_norm(config)
         self.multiplier = multipliers(config).output
         self.softcap = config.logit_softcap or 0.0
+        given = config.prediction
+        self.prediction = None if given is None else PredictionLoss(given.coefficient)
         if not config.tie_embeddings:
             output = nn.Linear(config.hidden, config.padded_vocab_size, bias=False)
             self.output = with_specs(output, "matrix", matrix_std(config), config.vocab_size)
@@ -126,10 +142,12 @@ class Head(nn.Module):
         targets: Tensor | None = None,
         tied: Tensor | None = None,
         scores: bool = False,
+        later: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """hidden [b, s, hidden] → logits [b, s, vocab_size], or with targets [b, s] the fp32 sum of
         their cross-entropies, or with `scores`, too, `token_scores` [b · s, 2]. `tied`
-        [rows, hidden] is the output matrix of tied embeddings."""
+        [rows, hidden] is the output matrix of tied embeddings. `later`: the result of `Prediction`
+        and its targets."""
         weight = self.output.weight if tied is None else tied
         hidden = scaled(self.norm(hidden), self.multiplier)
         if targets is None:
@@ -143,6 +161,15 @@ class Head(nn.Module):
                 chunk_tokens=self.loss_chunk_tokens,
                 softcap=self.softcap,
             )
+        loss = self._loss(hidden, weight, targets, self.z_loss)
+        if later is None or self.prediction is None:
+            return loss
+        found = self._loss(later[0], weight, later[1], None)
+        return self.prediction.add(loss, found, later[1])
+
+    def _loss(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: ZLoss | None
+    ) -> Tensor:
         return linear_cross_entropy(
             hidden.flatten(0, 1),
             weight,
@@ -150,7 +177,7 @@ class Head(nn.Module):
             vocab_size=self.vocab_size,
             chunk_tokens=self.loss_chunk_tokens,
             losses=self._losses,
-            z_loss=self.z_loss,
+            z_loss=z_loss,
             softcap=self.softcap,
         )
 
@@ -179,16 +206,15 @@ class GPT(nn.Module):
         run = compiled(Block.forward_recomputed) if compile_blocks else None
         # The numbers of tokens of experts are known only when they run, so these are not compiled.
         attend = compiled(Block.attend) if compile_blocks and config.moe is not None else None
-        self.blocks = nn.ModuleList(
-            Block(
-                config,
-                i,
-                checkpointing=checkpointing,
-                offload=offload,
-                **({"attend": attend} if has_experts(config, i) else {"run": run}),
-            )
-            for i in range(config.layers)
-        )
+        options: list[dict[str, Any]] = [
+            {"checkpointing": checkpointing, "offload": offload}
+            | ({"attend": attend} if has_experts(config, i) else {"run": run})
+            for i in range(config.trained_layers)
+        ]
+        self.blocks = nn.ModuleList(Block(config, i, **options[i]) for i in range(config.layers))
+        self.prediction: Prediction | None = None
+        if config.prediction is not None:
+            self.prediction = Prediction(config, **options[-1])
         losses = compiled(chunk_losses) if compile_blocks else chunk_losses
         self.head = Head(config, loss_chunk_tokens, losses, z_loss)
         scale_specs(config, self.blocks, self.embedding, self.head)
@@ -203,6 +229,11 @@ class GPT(nn.Module):
             return values
         return self.part(values, _on_host(documents, values))
 
+    def trained_blocks(self) -> list[Block]:
+        """The blocks, and that of `prediction`."""
+        blocks = [block for block in self.blocks if isinstance(block, Block)]
+        return blocks if self.prediction is None else [*blocks, self.prediction.block]
+
     def units(self) -> list[tuple[str, nn.Module]]:
         """The modules that the engine unshards one at a time, in forward order.
 
@@ -210,6 +241,8 @@ class GPT(nn.Module):
         head do, too.
         """
         blocks = [(f"blocks.{name}", block) for name, block in self.blocks.named_children()]
+        if self.prediction is not None:
+            blocks.append(("prediction", self.prediction))
         ends = {n: getattr(self, n) for n in ("embedding", "head") if hasattr(self, n)}
         if self.config.tie_embeddings and len(ends) == 2:
             return blocks
@@ -261,8 +294,15 @@ class GPT(nn.Module):
             documents = _on_host(given, tokens)
             tokens, positions = (self.own_part(v, documents) for v in (tokens, positions))
             targets = None if targets is None else self.own_part(targets, documents)
-        rotaries = self._rotaries(positions, blocks)
-        hidden = self.embedding(tokens, positions) if hidden is None else hidden
+        predicts = self.prediction is not None and self.training and torch.is_grad_enabled()
+        predicts = predicts and targets is not None and not scores
+        numbers = range(blocks.start, blocks.stop + predicts)
+        rotaries = self._rotaries(positions, numbers)
+        following: Tensor | None = None
+        if predicts:
+            hidden, following = self.embedding(tokens, positions, with_next=True)
+        elif hidden is None:
+            hidden = self.embedding(tokens, positions)
         batch, length = tokens.shape
         context = AttentionContext(
             None, *self._mask_or_documents(hidden, tokens, cache, documents), (batch, length)
@@ -277,7 +317,11 @@ class GPT(nn.Module):
             return hidden
         is_tied = self.config.tie_embeddings and hasattr(self, "embedding")
         tied = self.embedding.tokens.weight if is_tied else None
-        return self.head(hidden[:, -1:] if last_only else hidden, targets, tied, scores)
+        later = None
+        if self.prediction is not None and following is not None and targets is not None:
+            context = context._replace(rotary=rotaries[self._rotary_kind(blocks.stop)])
+            later = self.prediction(hidden, following, context), later_targets(targets, documents)
+        return self.head(hidden[:, -1:] if last_only else hidden, targets, tied, scores, later)
 
     def _rotary_kind(self, block: int) -> RotaryKind:
         """The base and scaling of a block's rotary positions, or None if it has none."""

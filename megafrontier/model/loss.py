@@ -64,6 +64,52 @@ class ZLoss:
         return total.double() * self.coefficient
 
 
+class PredictionLoss:
+    """The cross-entropies of predicted tokens after the next ones, which enter through their
+    gradient, as the z-loss does."""
+
+    def __init__(self, coefficient: float) -> None:
+        self.coefficient = coefficient
+        self._totals: Tensor | None = None
+
+    def add(self, loss: Tensor, found: Tensor, targets: Tensor) -> Tensor:
+        """`loss`, with the gradient of `found`, the sum of the cross-entropies of `targets`."""
+        count = (targets != IGNORE_INDEX).sum()
+        totals = torch.stack([found.detach().double(), count.double()])
+        self._totals = totals if self._totals is None else self._totals + totals
+        attached = _WithGradient.apply(loss, found, self.coefficient)
+        assert isinstance(attached, Tensor)
+        return attached
+
+    def take(self) -> Tensor | None:
+        """The sum since the last call, and the number of targets, float64 [2]; None without any."""
+        totals, self._totals = self._totals, None
+        return totals
+
+
+class _WithGradient(torch.autograd.Function):
+    """Returns `loss`. Backward also gives `other` its gradient times `factor`."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, other: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad_outputs[0], grad_outputs[0] * ctx.factor, None
+
+
+def later_targets(targets: Tensor, documents: Tensor | None) -> Tensor:
+    """The targets [b, s] of the tokens after the next ones. The last token of a row or a document
+    has none."""
+    later = targets.roll(-1, 1)
+    later[:, -1] = IGNORE_INDEX
+    if documents is not None:
+        later.view(-1)[documents[1:].long() - 1] = IGNORE_INDEX
+    return later
+
+
 def chunk_losses(
     logits: Tensor,
     targets: Tensor,

@@ -165,7 +165,7 @@ def block_names(model: GPT, division: Division, rank: int) -> list[list[str]]:
             for name in (
                 *(["embedding"] if stage == 0 else []),
                 *(f"blocks.{number}" for number in division.blocks(stage)),
-                *(["head"] if stage == division.stages - 1 else []),
+                *(["prediction", "head"] if stage == division.stages - 1 else []),
             )
             if name in known
         ]

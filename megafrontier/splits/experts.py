@@ -45,7 +45,7 @@ def split_experts(model: GPT, index: int, size: int) -> "ExpertGroup":
     """
     group = ExpertGroup()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for block in model.blocks:
+    for block in model.trained_blocks():
         if isinstance(block.mlp, MoE):
             _cut(block.mlp.experts, index, size, names)
             block.mlp.dispatch = group.dispatch

@@ -19,7 +19,7 @@ from megafrontier.config import ModelConfig
 from megafrontier.model.attention import Attention, LatentAttention
 from megafrontier.model.block import Block
 from megafrontier.model.gpt import GPT, Embedding, FP32GradEmbedding, Head
-from megafrontier.model.loss import IGNORE_INDEX, ChunkLosses, linear_cross_entropy
+from megafrontier.model.loss import IGNORE_INDEX, ChunkLosses, ZLoss, linear_cross_entropy
 from megafrontier.model.mlp import MLP
 from megafrontier.model.moe.layer import MoE
 from megafrontier.model.scaling import scaled
@@ -82,8 +82,7 @@ def split_tensors(model: GPT, index: int, size: int) -> TokenGroup:
     cutter = Cutter(group, names)
     if hasattr(model, "embedding"):
         model.add_module("embedding", SplitEmbedding(model.embedding, cutter))
-    for block in model.blocks:
-        assert isinstance(block, Block)
+    for block in model.trained_blocks():
         _split_block(block, cutter)
     if hasattr(model, "head"):
         model.add_module("head", SplitHead(model.head, cutter))
@@ -171,10 +170,18 @@ class SplitEmbedding(nn.Module):
         if hasattr(whole, "positions"):
             self.positions = whole.positions
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, with_next: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
         ids = tokens.flatten() - self.start
         is_here = (ids >= 0) & (ids < self.tokens.num_embeddings)
         found = self.tokens(ids.where(is_here, 0)) * is_here[:, None]
+        hidden = self._of_tokens(found, positions, tokens)
+        if not with_next:
+            return hidden
+        return hidden, self._of_tokens(found.roll(-1, 0), positions, tokens)
+
+    def _of_tokens(self, found: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
         hidden = reduce_tokens(found, self.group.number)
         if hasattr(self, "positions"):
             hidden = hidden + self.positions(self.group.part(positions.expand_as(tokens).flatten()))
@@ -196,7 +203,7 @@ class SplitHead(nn.Module):
         self.group = cutter.group
         self.vocab_size, self.loss_chunk_tokens = whole.vocab_size, whole.loss_chunk_tokens
         self.norm, self.multiplier, self.softcap = whole.norm, whole.multiplier, whole.softcap
-        self.z_loss = whole.z_loss
+        self.z_loss, self.prediction = whole.z_loss, whole.prediction
         if hasattr(whole, "output"):
             rows, width = whole.output.weight.shape
             self.output = nn.Linear(width, rows // self.group.size, bias=False, device="meta")
@@ -208,6 +215,7 @@ class SplitHead(nn.Module):
         targets: Tensor | None = None,
         tied: Tensor | None = None,
         scores: bool = False,
+        later: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """hidden [1, b · s / size, h] and targets [b, s] → the fp32 sum of their cross-entropies,
         or with `scores` `token_scores`, the same on each rank. Raises RuntimeError without
@@ -227,6 +235,16 @@ class SplitHead(nn.Module):
                 softcap=self.softcap,
                 scores=self._chunk_scores,
             )
+        loss = self._loss(tokens, weight, targets, self.z_loss)
+        if later is None or self.prediction is None:
+            return loss
+        tokens = gather_tokens(later[0].flatten(0, -2), self.group.number)
+        found = self._loss(tokens, weight, later[1], None)
+        return self.prediction.add(loss, found, later[1])
+
+    def _loss(
+        self, tokens: Tensor, weight: Tensor, targets: Tensor, z_loss: ZLoss | None
+    ) -> Tensor:
         return linear_cross_entropy(
             tokens,
             weight,
@@ -234,7 +252,7 @@ class SplitHead(nn.Module):
             vocab_size=self.vocab_size,
             chunk_tokens=self.loss_chunk_tokens,
             losses=self._chunk_losses,
-            z_loss=self.z_loss,
+            z_loss=z_loss,
             softcap=self.softcap,
         )
 

@@ -100,10 +100,11 @@ def _moves(
         backward += [whole, whole]
     repeated = {"none": [], "selective": heads}.get(checkpointing, forward)
     for move in (*forward, *repeated, *backward):
-        yield move, config.layers
-    yield whole, 4  # embedding and head
+        yield move, config.trained_layers
+    losses = 1 if config.prediction is None else 2
+    yield whole, 4 * losses  # embedding and head
     for start in range(0, tokens, chunk_tokens):  # three numbers of each token, for its loss
-        yield _Move(3, min(chunk_tokens, tokens - start), is_exact=True), 1
+        yield _Move(3, min(chunk_tokens, tokens - start), is_exact=True), losses
 
 
 def distinct_share(moe: MoEConfig, experts: int) -> float:

@@ -154,6 +154,10 @@ def _check_splits(config: Config, splits: Splits) -> None:
     moves = splits.expert > 1 and config.partition.overlap != "none"
     fits = "need 1, or parallel.expert above 1 and partition.overlap: safe or full"
     need(parallel.token_pieces == 1 or moves, "parallel.token_pieces", parallel.token_pieces, fits)
+    if config.model.prediction is not None:
+        for axis in ("context", "pipeline"):
+            size = getattr(splits, axis)
+            need(size == 1, f"parallel.{axis}", size, "need 1 with model.prediction")
     check_tensor_split(config.model, tensor)
     check_context_split(config.model.sequence_length, context)
     tokens = config.train.micro_batch * config.model.sequence_length // context

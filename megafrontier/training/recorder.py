@@ -21,7 +21,7 @@ STEP_FIELDS = frozenset(
         "spike", "valid_loss", "stops", "saving", "waiting_seconds", "comm_bytes", "comm_seconds",
         "comm_hidden",
         "expert_tokens", "expert_imbalance", "expert_rank_imbalance", "router_entropy",
-        "dropped_tokens", "context_imbalance", "z_loss", "tasks",
+        "dropped_tokens", "context_imbalance", "z_loss", "prediction_loss", "tasks",
     }
 )  # fmt: skip
 

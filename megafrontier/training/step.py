@@ -64,6 +64,8 @@ def finish_step(
     metrics.add("memory_gib", peak_memory_gib(mesh.device), "max")
     if trainer.config.train.z_loss:
         metrics.add("z_loss", _z_loss(trainer), "sum")
+    if trainer.config.model.prediction is not None:
+        metrics.add("prediction_loss", _prediction_loss(trainer), "sum")
     if trainer.balance is not None:
         metrics.add("expert_tokens", trainer.balance.take(mesh.device), "sum")
     with engine.ledger.waiting("loss and norm"):
@@ -85,6 +87,9 @@ def finish_step(
     }
     if "z_loss" in reduced:
         results["z_loss"] = reduced["z_loss"] / count
+    if "prediction_loss" in reduced:
+        total, number = reduced["prediction_loss"]
+        results["prediction_loss"] = total / number.clamp(min=1)
     if trainer.balance is not None:
         results |= trainer.balance.update(reduced["expert_tokens"], skip)
     divisor = divisor / clip_factor(norm, trainer.config.train.clip_grad_norm)
@@ -97,6 +102,15 @@ def _z_loss(trainer: Trainer) -> torch.Tensor:
     device, head = trainer.mesh.device, getattr(trainer.model, "head", None)
     found: torch.Tensor = (head.z_loss if head else ZLoss(0.0)).take(device)
     return found * trainer.mesh.counts_loss
+
+
+def _prediction_loss(trainer: Trainer) -> torch.Tensor:
+    """This rank's sum of the cross-entropies of tokens after the next ones, and their number,
+    which count on the same ranks as the loss."""
+    prediction = trainer.model.head.prediction
+    found = None if prediction is None else prediction.take()
+    none = torch.zeros(2, dtype=torch.float64, device=trainer.mesh.device)
+    return none if found is None else found * trainer.mesh.counts_loss
 
 
 def peak_memory_gib(device: torch.device) -> float:

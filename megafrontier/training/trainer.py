@@ -170,7 +170,9 @@ def make_trainer(
         SpikeRule(config.train, device),
         MetricRecorder(device),
         run_logger or RunLogger(None),
-        None if moe is None else Balance(model, moe, config.model.layers, mesh.splits.expert),
+        None
+        if moe is None
+        else Balance(model, moe, config.model.trained_layers, mesh.splits.expert),
     )
 
 

@@ -104,6 +104,7 @@ REFUSED = [
             ),
         )
     ],
+    (["model.prediction={}"], "model.position: learned, need rotary with model.prediction"),
     (["model.norm_unit_offset=true"], "need false, or model.norm=rmsnorm"),
     (["model.norm=rmsnorm", "model.norm_bias=false"], "need true, or model.norm=layernorm"),
     (

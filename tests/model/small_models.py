@@ -11,6 +11,7 @@ from megafrontier.config import (
     LatentConfig,
     MLPConfig,
     ModelConfig,
+    PredictionConfig,
     RotaryScalingConfig,
 )
 from megafrontier.model.gpt import GPT
@@ -101,6 +102,8 @@ LATENT_QUERIES: dict[str, Any] = SHAPES["llama"] | {
     "attention": AttentionConfig(latent=LatentConfig(16, 12, 4, 6, 8))
 }
 """The same as in DeepSeek-V2 and V3."""
+
+PREDICTION: dict[str, Any] = {"prediction": PredictionConfig(0.5)}
 
 
 def small_config(**changes: Any) -> ModelConfig:

@@ -8,6 +8,7 @@ from megafrontier.model import attention
 from megafrontier.model.flops import parameter_shapes
 from megafrontier.model.gpt import GPT, Embedding
 from megafrontier.model.norms import make_norm
+from tests.model.small_models import PREDICTION, SHAPES, small_config
 
 
 def gradients(model, loss):
@@ -190,6 +191,31 @@ def test_the_gradient_of_a_frequent_id_is_summed_in_fp32(part, dtype, make_confi
     grad = getattr(embedding, part).weight.grad
     assert grad.dtype == dtype
     torch.testing.assert_close(grad[:4].double().mean(1), expected, rtol=0.005, atol=0)
+
+
+def test_prediction_adds_the_loss_of_the_tokens_after_the_next_ones(make_model, tokens):
+    """By hand, on two documents and one row without any target."""
+    model = make_model(small_config(**SHAPES["llama"], **PREDICTION)).train()
+    documents = torch.tensor([0, 9, 24, 48], dtype=torch.int32)
+    targets = tokens.roll(-1, 1)
+    targets[1] = -100
+    seen = []
+    hooked = model.blocks[-1].register_forward_hook(lambda _, *found: seen.append(found))
+    loss = model(tokens, targets, documents)
+    hooked.remove()
+    expected = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    model.eval()
+    plain, module = model(tokens, targets, documents), model.prediction
+    assert loss.item() == plain.item()
+    (_, context, *_), hidden = seen[0]
+    following = model.embedding.tokens(tokens.roll(-1, 1))
+    both = torch.cat([module.hidden_norm(hidden), module.token_norm(following)], -1)
+    logits = model.head.output(module.norm(module.block(module.projection(both), context)))
+    places = [*range(8), *range(9, 23)]  # not the last of a document
+    found = [F.cross_entropy(logits[0, i, :50], tokens[0, (i + 2) % 24]) for i in places]
+    assert model.head.prediction.take().tolist() == pytest.approx([sum(found).item(), 22])
+    (plain + 0.5 * sum(found)).backward()
+    assert_same([p.grad for p in model.parameters()], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_more_tokens_than_the_sequence_length_are_refused(make_config, make_model):

@@ -6,7 +6,7 @@ import torch
 from megafrontier.config.model.moe import ExpertGroupsConfig, MoEConfig
 from megafrontier.model.moe.router import Router
 from megafrontier.parallel.mesh import Splits
-from tests.model.small_models import SHAPES
+from tests.model.small_models import PREDICTION, SHAPES
 from tests.ranks import run_mesh
 from tests.splits.matrix import Case, assert_equal, train_alone, train_split
 
@@ -28,7 +28,7 @@ SHARED = GPT2 | {
 
 CASES = [
     ((2, 2), Splits(expert=4), "zero3", Case(SHARED, "empty rows", accumulation=2)),
-    ((2, 2), Splits(expert=2), "topo", Case(MIXTURE, options={"overlap": "full"})),
+    ((2, 2), Splits(expert=2), "topo", Case(MIXTURE | PREDICTION, options={"overlap": "full"})),
     ((2, 2, 2), Splits(expert=8), "zero1", Case(MIXTURE, "one token", steps=2, token_pieces=2)),
     (
         (2, 2, 2),

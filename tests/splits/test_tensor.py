@@ -9,7 +9,7 @@ import torch
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.mesh import Splits
 from megafrontier.splits.tensor import check_tensor_split
-from tests.model.small_models import LATENT, OLMO, SHAPES, small_config
+from tests.model.small_models import LATENT, OLMO, PREDICTION, SHAPES, small_config
 from tests.ranks import run_mesh
 from tests.splits.matrix import (
     Case,
@@ -43,7 +43,7 @@ CASES = [
         (2, 2),
         2,
         "zero3",
-        Case(LATENT, documents=True, steps=2, built={"checkpointing": "selective"}),
+        Case(LATENT | PREDICTION, documents=True, steps=2, built={"checkpointing": "selective"}),
     ),
 ]
 

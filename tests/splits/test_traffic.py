@@ -15,7 +15,7 @@ from megafrontier.partition.presets import work_wires
 from megafrontier.pipeline.split_backward import SplitBackward
 from megafrontier.splits.tokens import TokenGroup
 from megafrontier.splits.traffic import distinct_share, tensor_bytes, token_bytes
-from tests.model.small_models import LATENT, LATENT_QUERIES, OLMO, SHAPES, small_config
+from tests.model.small_models import LATENT, LATENT_QUERIES, OLMO, PREDICTION, SHAPES, small_config
 from tests.ranks import run_mesh
 from tests.splits.matrix import LENGTH, Case, split_model, train_alone, train_split
 
@@ -31,7 +31,7 @@ CASES = [
     ((2, 2), 4, Case(OLMO, built={"checkpointing": "selective"}), {"pair": "bf16"}, False),
     ((2,), 2, Case(GPT2, built={"checkpointing": "block"}), {"world": "int8"}, False),
     ((2,), 2, Case(LLAMA, built={"checkpointing": "selective"}), {"world": "int8"}, False),
-    ((2,), 2, Case(LATENT, built={"checkpointing": "selective"}), {"world": "int8"}, False),
+    ((2,), 2, Case(LATENT | PREDICTION, built={"checkpointing": "selective"}), {}, False),
     ((2,), 2, Case(LATENT_QUERIES), {}, True),
 ]
 

@@ -140,6 +140,15 @@ def test_evaluation_does_not_disturb_training_and_has_no_dropout(train):
     assert len({*still}) == 1
 
 
+def test_the_loss_of_later_tokens_is_reported_beside_the_loss(train):
+    chosen = ("model.position=rotary", "model.prediction={}", "train.steps=2")
+    steps = [line for line in train("prediction", 1, *ONE_RANK, *chosen) if "loss" in line]
+    assert [line["prediction_loss"] for line in steps] == pytest.approx(
+        [line["loss"] for line in steps], abs=0.1
+    )
+    assert all(line["prediction_loss"] != line["loss"] for line in steps)
+
+
 def test_skipped_batches_are_left_out_and_later_steps_move_up(train):
     """At a rate of 0 a step's loss depends on its batch alone."""
     still = ("optimizer.lr=0", "evaluate.batches=0", "train.micro_batch=4")

@@ -70,6 +70,17 @@ class MLPConfig:
     """Biases in its linear layers. Default: `model.bias`."""
 
 
+@dataclass
+class PredictionConfig:
+    """Multi-token prediction (DeepSeek-AI 2024, arXiv:2412.19437, section 2.2): in training, one
+    more block predicts the token after the next one, from the last hidden state and the embedding
+    of the next token, with the same head. Evaluation, generation and exports do without it."""
+
+    coefficient: float = bounded(0.3, above=0)
+    """Factor of its cross-entropies. They are added to those of the next tokens in the gradient;
+    `loss` in the metrics does not have them, and `prediction_loss` is their mean."""
+
+
 def check_attention(attention: AttentionConfig, layers: int, rotary: bool, dropout: float) -> None:
     """Check how the values fit each other. Raises UserError with key, value and fix.
 

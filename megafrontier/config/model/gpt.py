@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megafrontier.config.fields import bounded, count
-from megafrontier.config.model.blocks import AttentionConfig, MLPConfig
+from megafrontier.config.model.blocks import AttentionConfig, MLPConfig, PredictionConfig
 from megafrontier.config.model.moe import MoEConfig
 from megafrontier.config.model.rotary import RotaryScalingConfig
 from megafrontier.config.model.scaling import ScalingConfig
@@ -80,6 +80,8 @@ class ModelConfig:
     """Standard deviation of `init: gpt2`, and of learned positions with either."""
     moe: MoEConfig | None = None
     """A mixture of experts in place of the MLP."""
+    prediction: PredictionConfig | None = None
+    """Also predict the token after the next one in training, with one more block."""
     scaling: ScalingConfig | None = None
     """Scale initial values, the forward pass and values of the optimizer with the model's size, so
     that a learning rate tuned on a small base model is good for a large one. `init_std` and the
@@ -117,6 +119,11 @@ class ModelConfig:
     def has_mlp_bias(self) -> bool:
         """`mlp.bias`, or its default."""
         return self.bias if self.mlp.bias is None else self.mlp.bias
+
+    @property
+    def trained_layers(self) -> int:
+        """`layers`, and the block of `prediction`."""
+        return self.layers + (self.prediction is not None)
 
     @property
     def is_gated(self) -> bool:

@@ -19,7 +19,7 @@ from tests.model.families.conftest import (
     loaded,
 )
 from tests.model.families.test_families import ROTARY, SMALL_LLAMA
-from tests.model.small_models import LATENT_QUERIES, filled, small_config
+from tests.model.small_models import LATENT_QUERIES, PREDICTION, filled, small_config
 
 SMALL = SMALL_LLAMA | {
     "num_key_value_heads": 2,
@@ -98,7 +98,8 @@ def test_mixtures_have_the_logits_of_transformers_both_ways(architecture, tokens
 
 
 def test_latent_attention_without_experts_is_a_deepseek_v3(tokens, tmp_path):
-    config = small_config(**LATENT_QUERIES, norm_eps=1e-6, vocab_multiple=1)
+    """Its prediction of later tokens is not part of the file."""
+    config = small_config(**LATENT_QUERIES | PREDICTION, norm_eps=1e-6, vocab_multiple=1)
     ours = filled(config)
     assert export_model(config, ours.state_dict(), tmp_path) == "DeepseekV3ForCausalLM"
     assert_same_logits(ours, load_reference(tmp_path), tokens)
