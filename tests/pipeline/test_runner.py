@@ -32,7 +32,12 @@ CASES = [
     ((2,), Splits(pipeline=2), "ddp", Case(LLAMA | FOUR, accumulation=4, parallel=ZB)),
     ((2, 2), Splits(pipeline=2), "topo", Case(GPT2 | FOUR, accumulation=4, parallel=ZB)),
     ((2, 2), Splits(pipeline=2), "zero3", Case(NEOX | FOUR, accumulation=4, parallel=ZBV)),
-    ((2, 2, 2), Splits(pipeline=2), "topo", Case(GROUPED | FOUR, accumulation=4, parallel=ZBV)),
+    (
+        (2, 2, 2),
+        Splits(pipeline=2),
+        "topo",
+        Case(GROUPED | FOUR, accumulation=4, steps=4, parallel=ZBV),
+    ),
     (
         (2, 2),
         Splits(tensor=2, pipeline=2),
@@ -89,7 +94,7 @@ CASES = [
         (2, 2, 2),
         Splits(pipeline=2),
         "topo",
-        Case(LLAMA | FOUR, accumulation=2, documents=True, options={"overlap": "full"}),
+        Case(LLAMA | FOUR, accumulation=2, steps=4, documents=True, options={"overlap": "full"}),
     ),
     (
         (2, 2),
@@ -188,6 +193,6 @@ def test_every_combination_on_8_ranks_gives_one_processs_losses_and_gradients(
 ):
     """512 combinations, a few seconds each."""
     size = 8 // (splits.tensor * splits.context * splits.pipeline)
-    case = Case(shape | {"layers": 9}, masks, 8 // size, parallel=parallel)
+    case = Case(shape | {"layers": 9}, masks, 8 // size, steps=4, parallel=parallel)
     found = run_mesh(sizes, lambda mesh: train_split(case, strategy, mesh), splits=splits)
     assert_equal(found, train_alone(case))

@@ -40,7 +40,7 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     masks: str = "none"
     accumulation: int = 1
-    steps: int = 4
+    steps: int = 2
     options: dict[str, Any] = field(default_factory=dict)
     """Of `shard`."""
     built: dict[str, Any] = field(default_factory=dict)

@@ -42,7 +42,12 @@ LAYOUTS = [
 
 CASES = [
     ((2,), Splits(context=2), "zero3", Case(LLAMA, accumulation=2)),
-    ((2, 2), Splits(context=4), "topo", Case(GROUPED, documents=True, options={"overlap": "full"})),
+    (
+        (2, 2),
+        Splits(context=4),
+        "topo",
+        Case(GROUPED, documents=True, steps=4, options={"overlap": "full"}),
+    ),
     (
         (2, 2),
         Splits(context=2),

@@ -28,7 +28,12 @@ SHARED = GPT2 | {
 
 CASES = [
     ((2, 2), Splits(expert=4), "zero3", Case(SHARED, "empty rows", accumulation=2)),
-    ((2, 2), Splits(expert=2), "topo", Case(MIXTURE | PREDICTION, options={"overlap": "full"})),
+    (
+        (2, 2),
+        Splits(expert=2),
+        "topo",
+        Case(MIXTURE | PREDICTION, steps=4, options={"overlap": "full"}),
+    ),
     ((2, 2, 2), Splits(expert=8), "zero1", Case(MIXTURE, "one token", steps=2, token_pieces=2)),
     (
         (2, 2, 2),

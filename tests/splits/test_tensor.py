@@ -32,13 +32,13 @@ CASES = [
     ((2,), 2, "zero3", Case(LLAMA)),
     ((2, 2), 2, "topo", Case(GPT2, accumulation=2)),
     ((2, 2), 2, "ddp", Case(NEOX, masks="empty rows")),
-    ((2, 2), 2, "zero3", Case(GROUPED, masks="one token", options={"overlap": "full"})),
+    ((2, 2), 2, "zero3", Case(GROUPED, masks="one token", steps=4, options={"overlap": "full"})),
     ((2, 2), 4, "zero1", Case(LLAMA, masks="empty rows", z_loss=0.1)),
     ((2, 2), 4, "zero3", Case(GROUPED, accumulation=2)),
     ((2, 2), 2, "mics", Case(SHAPES["llama one kv head, biases, wide heads, other base"] | EVEN)),
     ((2, 2, 2), 4, "hpz", Case(GPT2, options={"overlap": "none"})),
     ((2, 2), 4, "topo", Case(OLMO, accumulation=2, steps=2)),
-    ((2, 2, 2), 2, "topo", Case(GROUPED, accumulation=2, options={"check_order": True})),
+    ((2, 2, 2), 2, "topo", Case(GROUPED, accumulation=2, steps=4, options={"check_order": True})),
     (
         (2, 2),
         2,
@@ -59,7 +59,7 @@ def test_tensor_parallelism_gives_one_processs_losses_and_gradients(sizes, tenso
 @pytest.mark.parametrize("overlap", ["none", "safe"])
 def test_weights_in_16_bits_that_no_other_rank_has_follow_their_masters(overlap):
     """Without other samples, what a tensor rank has of a block is sent to nobody."""
-    case = Case(LLAMA, options={"overlap": overlap, "dtype": torch.bfloat16})
+    case = Case(LLAMA, steps=4, options={"overlap": overlap, "dtype": torch.bfloat16})
     exact = train_alone(case)
     for found in run_mesh(
         (2,), lambda mesh: train_split(case, "zero3", mesh), splits=Splits(tensor=2)

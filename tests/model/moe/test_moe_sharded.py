@@ -90,5 +90,5 @@ def test_every_placement_and_split_gives_one_processs_losses_gradients_and_count
     splits, strategy, changes, accumulation
 ):
     """168 combinations, a few seconds each."""
-    case = Case(changes, "empty rows", accumulation)
+    case = Case(changes, "empty rows", accumulation, steps=4)
     test_a_mixture_gives_one_processs_losses_gradients_and_counts((2, 2), splits, strategy, case)
