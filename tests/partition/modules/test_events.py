@@ -1,6 +1,7 @@
 """Backward as events: whoever starts it, in which order, and for which part of the graph."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ SHARDED, HALF, PERSISTENT = Placement(1, 1, 1, 1), Placement(0, 0, 0, 1), Placem
 PLACEMENTS = pytest.mark.parametrize(
     "placement", [SHARDED, HALF, PERSISTENT, Placement(2, 1, 2, 2)]
 )
-OVERLAPS = pytest.mark.parametrize("overlap", ["none", "safe", "full"])
+OVERLAPS = ("none", "safe", "full")
 SIZES = (2, 2)
 
 
@@ -46,14 +47,13 @@ ORDERS = {
 }
 
 
-@OVERLAPS
 @PLACEMENTS
-def test_micro_batches_in_flight_equal_plain_accumulation(placement, overlap):
+def test_micro_batches_in_flight_equal_plain_accumulation(placement):
     """1F1B's order of one stage, and others, give the gradients of one forward and backward after
     the other; twice, because the first step leaves its state to the second."""
 
     def body(hierarchy):
-        for order in ORDERS.values():
+        for overlap, order in product(OVERLAPS, ORDERS.values()):
             steps = [(step[0], int(step[1])) for step in order]
             # Sums are added in the order of the backwards.
             plain = [(kind, i) for done, i in steps if done == "B" for kind in "FB"]
@@ -61,7 +61,7 @@ def test_micro_batches_in_flight_equal_plain_accumulation(placement, overlap):
             for _ in range(2):
                 expected = accumulated(model, engine, hierarchy.rank, plain)
                 found = accumulated(model, engine, hierarchy.rank, steps)
-                assert all(torch.equal(found[name], expected[name]) for name in expected)
+                assert all(torch.equal(found[name], expected[name]) for name in expected), overlap
         return True
 
     assert all(run_ranks(SIZES, body))
@@ -81,12 +81,11 @@ def test_micro_batches_in_flight_keep_no_more_memory_than_one_after_the_other(pl
         assert in_flight == plain
 
 
-@OVERLAPS
 @PLACEMENTS
-def test_a_gradient_of_a_part_reduces_nothing(placement, overlap):
+def test_a_gradient_of_a_part_reduces_nothing(placement):
     """A penalty on the gradient of the inputs, for example, whose weights get no gradient."""
 
-    def body(hierarchy):
+    def slope_of(hierarchy, overlap):
         model, engine = sharded_stack(hierarchy, placement, overlap=overlap)
         x = stack_input(hierarchy.rank)
         model(x).backward()
@@ -96,14 +95,18 @@ def test_a_gradient_of_a_part_reduces_nothing(placement, overlap):
         assert slope.abs().sum() > 0
         model(x).backward()
         found = gradients_of(engine)
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert all(torch.equal(found[name], expected[name]) for name in expected), overlap
         return slope
 
+    def body(hierarchy):
+        return [slope_of(hierarchy, overlap) for overlap in OVERLAPS]
+
     alone = Stack()
-    for rank, slope in enumerate(run_ranks(SIZES, body)):
+    for rank, slopes in enumerate(run_ranks(SIZES, body)):
         probe = stack_input(rank).requires_grad_()
         (expected,) = torch.autograd.grad(alone(probe), probe)
-        torch.testing.assert_close(slope, expected)
+        for slope in slopes:
+            torch.testing.assert_close(slope, expected)
 
 
 def test_two_losses_of_one_step_may_have_a_backward_each():
