@@ -17,7 +17,7 @@ from tests.slurm.cluster import FAST, ROOT, Cluster, wait_until
 STEP_BYTES = 1.2e5
 """What a node sends in one step of the tiny model, about."""
 OVERRIDES = ("train.steps=24", "checkpoint.every=4", "preflight.enabled=false")
-CONFIGS = {1: "one.yaml", 2: "two.yaml", 4: "config.yaml"}
+CONFIGS = {1: "one.yaml", 2: "two.yaml"}
 """By ranks of a node."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 SRUN_WAIT_SECONDS = "15"
@@ -131,7 +131,7 @@ class SubmittedRuns:
     ranks_per_node: int = 1
 
     def with_ranks(self, per_node: int) -> "SubmittedRuns":
-        """The same with 1, 2 or 4 on each node, and as many levels as that."""
+        """The same with 1 or 2 on each node, and as many levels as that."""
         config = self.config.with_name(CONFIGS[per_node])
         return replace(self, config=config, ranks_per_node=per_node)
 
