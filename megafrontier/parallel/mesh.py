@@ -143,27 +143,17 @@ class MeshShape:
         `axes`, in the order of these. `rank` is one of them."""
         found, stride = [], 1
         for level, size in enumerate(self.levels.sizes):
-            own = rank // stride % size
-            fixed = self._others(level, own, axes)
+            own, step, steps = rank // stride % size, 1, [0]
             first = rank - own * stride
-            found.append(
-                tuple(
-                    first + other * stride
-                    for other in range(size)
-                    if self._others(level, other, axes) == fixed
-                )
-            )
+            for axis in _basis(axes):
+                count = self.sizes[axis][level]
+                own, here = divmod(own, count)
+                taken = range(count) if axis in axes else (here,)
+                steps = [inner + step * other for other in taken for inner in steps]
+                step *= count
+            found.append(tuple(first + other * stride for other in steps))
             stride *= size
         return tuple(found)
-
-    def _others(self, level: int, coordinate: int, axes: Sequence[str]) -> list[int]:
-        """The coordinates within a level that are not of `axes`."""
-        found = []
-        for axis in _basis(axes):
-            coordinate, own = divmod(coordinate, self.sizes[axis][level])
-            if axis not in axes:
-                found.append(own)
-        return found
 
     def index(self, rank: int, axes: Sequence[str]) -> int:
         """The number of `rank` among the ranks that differ from it only in `axes`, innermost level

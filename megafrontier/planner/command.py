@@ -15,7 +15,6 @@ from megafrontier.planner.layers import simulate_blocks
 from megafrontier.planner.search import Layout, search
 from megafrontier.planner.simulation.rank import Simulated
 from megafrontier.planner.simulation.rates import UNKNOWN
-from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.training.plan import RunPlan, memory_advice, resolve_plan
 from megafrontier.training.preview import describe_run
 
@@ -48,7 +47,8 @@ def plan_command(
 
 
 def dry_run_command(path: str, overrides: Sequence[str], ranks: int | None) -> str:
-    """What a run will say about its ranks, and the memory of rank 0, which is built.
+    """What a run will say about its ranks, and the memory of rank 0, which is built: of a deep
+    model without a pipeline, two shallow ones, as `simulate_blocks` does.
 
     `ranks`: default: those of the launcher, or 1. Raises UserError for a config that cannot run,
     and if the tensors do not fit into the device's memory.
@@ -58,7 +58,7 @@ def dry_run_command(path: str, overrides: Sequence[str], ranks: int | None) -> s
     config, lines = choose_layout(config, ranks)
     plan = resolve_plan(config, ranks)
     lines += describe_run(config, plan)
-    step = simulate(config, plan, UNKNOWN)
+    step = simulate_blocks(config, plan, UNKNOWN)
     layout = Layout((), config, plan, step)
     if not layout.fits:
         memory = plan.machine.device.memory_gib

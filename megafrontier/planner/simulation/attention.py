@@ -44,7 +44,7 @@ def attention_flops(func: Any, args: Any, kwargs: Any) -> float | None:
     Forward has two matrix products, and backward five, because it computes the matrix again (Dao et
     al. 2022, arXiv:2205.14135). Causal attention needs half of them.
     """
-    products = _PRODUCTS.get(func.overloadpacket)
+    products = PRODUCTS.get(func.overloadpacket)
     if products is None:
         return None
     is_forward, within = products == 2, func.overloadpacket in _WITHIN_DOCUMENTS
@@ -60,7 +60,7 @@ def attention_flops(func: Any, args: Any, kwargs: Any) -> float | None:
 
 
 _WITHIN_DOCUMENTS = {aten._flash_attention_forward, aten._flash_attention_backward}
-_PRODUCTS = {
+PRODUCTS = {
     aten._scaled_dot_product_flash_attention: 2,
     aten._scaled_dot_product_flash_attention_backward: 5,
     aten._flash_attention_forward: 2,

@@ -19,7 +19,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from megafrontier.planner.simulation.attention import attention_flops
+from megafrontier.planner.simulation.attention import PRODUCTS, attention_flops
 from megafrontier.planner.simulation.clock import Clock
 from megafrontier.planner.simulation.rates import DeviceRates, LinkRates
 
@@ -91,7 +91,8 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        way = _way_of(func)
+        operation = _operation(func)
+        way = operation.way
         if way is _Way.COMMUNICATES:
             return self._communicate(func, args, kwargs)
         if way is _Way.CUSTOM:  # its parts move and compute, which its shape function does not show
@@ -100,14 +101,14 @@ class Meter(TorchDispatchMode):
         if way is _Way.HAS_PARTS:
             with self:
                 return func.decompose(*args, **kwargs)
-        out, cost = _known.run(func, way, args, kwargs)
+        out, cost = operation.run(args, kwargs)
         outputs = _tensors(out)
         is_view = way is _Way.OTHER and all(map(self.memory.has, outputs))
+        if is_view and not operation.multiplies:
+            return out
         self.memory.add(outputs)
-        if func not in _FREE:
-            cost = cost or _cost_of(func, args, kwargs, out)
-            if cost.flops or not is_view:
-                self._charge(cost)
+        if not operation.is_free:
+            self._charge(cost or _cost_of(func, args, kwargs, out))
         return out
 
     def _charge(self, cost: "_Cost") -> None:
@@ -180,18 +181,23 @@ class _Way(Enum):
     OTHER = 6
 
 
-class _KnownOperations:
-    """Results and costs of operations on meta, by the shapes of their inputs: torch finds the shape
-    of a result in Python, which takes longer than all else here."""
+class _Operation:
+    """How an operation on meta is treated, and its results and costs by the shapes of its inputs:
+    torch finds the shape of a result in Python, which takes longer than all else here."""
 
-    def __init__(self) -> None:
+    def __init__(self, func: Any) -> None:
+        self._func = func
+        self.way = _way_of(func)
+        self.is_free = func in _FREE
+        self.multiplies = func.overloadpacket in {aten._grouped_mm, *PRODUCTS, *flop_registry}
         self._found: dict[Any, tuple[Any, _Cost]] = {}
 
-    def run(self, func: Any, way: _Way, args: Any, kwargs: Any) -> tuple[Any, _Cost | None]:
-        """What `func` returns, and its cost if it is known."""
-        if way is _Way.OTHER:
+    def run(self, args: Any, kwargs: Any) -> tuple[Any, _Cost | None]:
+        """What the operation returns, and its cost if it is known."""
+        func = self._func
+        if self.way is _Way.OTHER:
             return func(*args, **kwargs), None
-        key = func, _key(args), _key(tuple(kwargs.items()))
+        key = _key(args), _key(tuple(kwargs.items()))
         known = self._found.get(key)
         if known is None:
             out = func(*args, **kwargs)
@@ -200,11 +206,11 @@ class _KnownOperations:
                 self._found[key] = _shapes(out), cost
             return out, cost
         shapes, cost = known
-        out = _changed(func, args, kwargs) if way is _Way.IN_PLACE else _new(shapes)
+        out = _changed(func, args, kwargs) if self.way is _Way.IN_PLACE else _new(shapes)
         return out, cost
 
 
-_known = _KnownOperations()
+_operation = cache(_Operation)
 
 
 class _Shape(NamedTuple):
@@ -248,7 +254,6 @@ def _returned(func: Any) -> list[tuple[int, str]]:
     return [arguments[tuple(r.alias_info.before_set)] for r in func._schema.returns]
 
 
-@cache
 def _way_of(func: Any) -> _Way:
     schema = func._schema
     if func.namespace == "c10d":
@@ -294,8 +299,8 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float | None:
 def _key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.device
-    if isinstance(value, list | tuple):
-        return tuple(map(_key, value))
+    if isinstance(value, _SEQUENCES):
+        return tuple([_key(each) for each in value])
     return value
 
 
@@ -305,9 +310,15 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
         return [tree]
     if isinstance(tree, dict):
         tree = tuple(tree.values())
-    if isinstance(tree, list | tuple):
-        return [tensor for item in tree for tensor in _tensors(item)]
-    return []
+    if not isinstance(tree, _SEQUENCES):
+        return []
+    found = []
+    for item in tree:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, _NESTED):
+            found += _tensors(item)
+    return found
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -320,6 +331,8 @@ def _group(script: Any) -> Any:
 
 
 aten = torch.ops.aten
+_SEQUENCES = list, tuple
+_NESTED = list, tuple, dict
 _CREATE = {aten.empty_like, aten.zeros_like, aten.ones_like, aten.new_empty, aten.new_full}
 _REPLACES = {aten.set_}
 """Operations that give a tensor another storage."""
