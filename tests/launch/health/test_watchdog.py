@@ -22,6 +22,7 @@ from megafrontier.launch.health.watchdog import Watchdog
 from megafrontier.launch.rendezvous import ALL_PEERS
 from megafrontier.parallel.env import Identity
 from megafrontier.parallel.fault_injection import VARIABLE
+from megafrontier.parallel.world import RankStatus
 from tests import processes, runs
 from tests.launch.test_launchers import slurm, start
 from tests.processes import COMMAND
@@ -241,6 +242,7 @@ class FakeLiveness:
         self.wait_for_alarm = lambda: alarm
         self.answer = lambda hang: answers
         self.clone = lambda: self
+        self.status = RankStatus()
 
 
 @pytest.fixture
