@@ -1,5 +1,6 @@
 """A training step on the clock: its seconds, bytes and memory on one rank."""
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -104,6 +105,7 @@ def run_rank(
             routed = Routing(routing, config.model.moe, plan.machine.device)
             stack.enter_context(routed.running())
         trainer = dry_trainer(config, plan, mesh, meter, most)
+        gc.collect()  # what it took to build the model, which reference cycles keep alive
         if prepare is not None:
             prepare(trainer)
         for _ in range(STEPS):
