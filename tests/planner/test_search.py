@@ -1,5 +1,6 @@
 """Layouts ranked by `plan`, and the memory that a dry run states."""
 
+import gc
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -211,6 +212,19 @@ def test_plans_of_a_mixture_state_both_routings_and_try_expert_splits() -> None:
     whole = replace(config.parallel, tensor="auto")
     chosen, _ = choose_layout(replace(config, parallel=whole), 2 * NODES, workers=1)
     assert not chosen.has_auto_layout
+
+
+def test_memory_does_not_depend_on_when_python_collects_garbage() -> None:
+    config = config_of({"train.global_batch": 8, "model.moe": MoEConfig(ffn_hidden=64)})
+    plan = resolve_plan(config, 4)
+    gc.collect()
+    gc.disable()
+    try:
+        without = simulate(config, plan)
+    finally:
+        gc.enable()
+    assert without.memory["other"] * 2**30 < 1e6
+    assert without.gib == pytest.approx(simulate(config, plan).gib, rel=1e-3)
 
 
 def load_config_of(config: Config, overrides: Sequence[str]) -> Config:
