@@ -200,9 +200,9 @@ def test_generate_keeps_to_the_processors_where_the_machine_says_so(life, capfd,
     load_model, saved_config = generate_module.load_model, generate_module.saved_config
     devices = []
 
-    def load(path, config, device):
+    def load(path, config, device, weights):
         devices.append(device.type)
-        return load_model(path, config, torch.device("cpu"))
+        return load_model(path, config, torch.device("cpu"), weights)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(generate_module, "load_model", load)

@@ -31,9 +31,10 @@ def ports(count: int) -> list[int]:
 
 
 class Hold(Callback):
-    """Waits at step 20 while a file `hold` is beside the run directory."""
+    """Waits before step N while a file `hold-N` is beside the run directory."""
 
     def before_step(self, trainer: Trainer) -> None:
-        file = Path(trainer.config.run.directory).parent / "hold"
-        while trainer.step >= 20 and file.exists():
+        folder = Path(trainer.config.run.directory).parent
+        files = [(path, int(path.name.removeprefix("hold-"))) for path in folder.glob("hold-*")]
+        while any(trainer.step >= step and path.exists() for path, step in files):
             time.sleep(0.02)

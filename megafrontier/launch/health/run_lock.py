@@ -63,8 +63,15 @@ class Holder:
         return self.job != "" and self.job == me.job and self.restart != me.restart
 
     def is_gone(self, me: "Holder") -> bool:
-        """Whether no process of `me`'s host has this process's number."""
-        return self.host == me.host and not Path(f"/proc/{self.pid}").exists()
+        """Whether no process of `me`'s host has this process's number, or one that has ended and
+        that its parent has not waited for, as in containers without an init process."""
+        if self.host != me.host:
+            return False
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        return state in ("Z", "X")
 
 
 class RunLock:

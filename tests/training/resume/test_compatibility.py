@@ -15,6 +15,7 @@ from megafrontier.config import (
     AttentionConfig,
     MLPConfig,
     MoEConfig,
+    PredictionConfig,
     RotaryScalingConfig,
     ScalingConfig,
     config_to_dict,
@@ -63,6 +64,7 @@ OTHER_MODEL = {
     "mlp": MLPConfig(bias=True),
     "moe": MoEConfig(),
     "scaling": ScalingConfig(base_hidden=24, base_layers=1),
+    "prediction": PredictionConfig(),
 }
 ALLOWED = {
     "vocab_multiple": 8,
