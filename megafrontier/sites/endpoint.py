@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from megafrontier.config.sites import SitesConfig
@@ -54,7 +55,6 @@ class Endpoint:
         self._level = ledger.add_level(LEVEL)
         self._sent: dict[int, Sequence[Tensor]] = {}
         self._kept = 2 * config.fragments
-        self._directory: list[RankEntry] = []
         self.lock = threading.Lock()
         others = [number for number in range(len(addresses)) if number != own]
         connect = partial(Client, secret=secret, timeout=TIMEOUT_SECONDS)
@@ -66,10 +66,14 @@ class Endpoint:
         host = own_host(addresses[others[0]]) if others else "127.0.0.1"
         row = RankEntry(host, self._server.port, tuple(counted)).as_row().to(world.device)
         self._directory = [RankEntry.from_row(found) for found in world.gather(row).tolist()]
+        held_by = [(rank, held) for rank, e in enumerate(self._directory) for held in e.holdings]
+        self._shards = {held.key: held.shards for _, held in held_by}
+        self._holders = {(held.key, held.index): rank for rank, held in held_by}
         self._sites = {
             n: Site(connect(addresses[n]), counted, secret, TIMEOUT_SECONDS) for n in others
         }
         self.fetcher = Fetcher(self._sites)
+        self._server.start()
 
     @property
     def others(self) -> list[int]:
@@ -106,14 +110,11 @@ class Endpoint:
         if ask == "state":
             return self._answer_state(int(header["fragment"]))
         if ask == "shards":
-            found = {h.key: h.shards for entry in self._directory for h in entry.holdings}
-            return {"shards": [found[key] for key in header["keys"]]}, b""
+            return {"shards": [self._shards[key] for key in header["keys"]]}, b""
         if ask == "ranks":
-            wanted = {(key, index) for key, index in header["holdings"]}
-            met = (
-                e for e in self._directory if any((h.key, h.index) in wanted for h in e.holdings)
-            )
-            return {}, b"".join(entry.as_row().numpy().tobytes() for entry in met)
+            met = {self._holders[key, index] for key, index in header["holdings"]}
+            rows = (self._directory[rank].as_row() for rank in sorted(met))
+            return {}, b"".join(row.numpy().tobytes() for row in rows)
         if ask == "hello":
             return self._place(), b""
         return self.rounds.answer(header), b""
@@ -125,7 +126,7 @@ class Endpoint:
         if messages is None:
             return {}, b""
         theirs = {key: Holding(key, index, shards) for key, index, shards in holdings}
-        members = self._outer.fragments[event % len(self._outer.fragments)]
+        members = self._outer.fragments[self._outer.fragment_of(event)]
         rows = [
             self._rows(index, message, theirs.get(self.keys[index]))
             for index, message in zip(members, messages, strict=True)
@@ -145,15 +146,11 @@ class Endpoint:
     def _answer_state(self, fragment: int) -> tuple[Header, bytes]:
         with self.lock:
             outer, version = self._outer, self._place()["versions"][fragment]
-            messages = [
-                tensor.cpu().numpy().tobytes()
+            states = [
+                torch.cat([outer.weights[index], outer.momentum[index]]).cpu().numpy().tobytes()
                 for index in outer.fragments[fragment]
-                for tensor in (outer.weights[index], outer.momentum[index])
             ]
-        pairs = [
-            first + second for first, second in zip(messages[::2], messages[1::2], strict=True)
-        ]
-        return {"sizes": [len(pair) for pair in pairs], "version": version}, b"".join(pairs)
+        return {"sizes": [len(state) for state in states], "version": version}, b"".join(states)
 
 
 def split_address(text: str) -> tuple[str, int]:

@@ -8,8 +8,8 @@ All ranks of a site do the same in the same step.
 import hashlib
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,24 @@ class Offer:
     """That the change comes from; 0: this site sends nothing."""
 
 
+@dataclass
+class Progress:
+    """Where a site is among the exchanges. A site that comes back takes it from another one."""
+
+    next_event: int
+    last_step: int
+    """The step after which the newest exchange began."""
+    versions: list[int]
+    """Exchanges of each fragment that are over."""
+    exchanged_at: list[int]
+    """The step of the last one of each fragment, the same at all sites."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "Progress":
+        """From `asdict`, among other values."""
+        return cls(**{field.name: values[field.name] for field in fields(cls)})
+
+
 class SiteExchange(Callback):
     """See the module. Made before the run resumes, because checkpoints keep its state."""
 
@@ -56,38 +74,25 @@ class SiteExchange(Callback):
         self.outer = Outer(trainer.engine.trained_units, config)
         trainer.kept_states |= self.outer.states
         fragments = config.fragments
-        self._next_event = 0
-        self._last_step = 0
-        """The step after which the newest exchange began."""
+        self._progress = Progress(0, 0, [0] * fragments, [0] * fragments)
         self._offers: list[Offer] = []
         """Exchanges in progress, oldest first."""
         self._tokens = [0.0] * fragments
         """Tokens since the last exchange of each fragment."""
         self._fresh_tokens = torch.zeros((), dtype=torch.float64, device=trainer.world.device)
         """Tokens since `_tokens` was brought up to date."""
-        self._versions = [0] * fragments
-        """Exchanges of each fragment that are over."""
-        self._exchanged_at = [0] * fragments
-        """The step of the last one, the same at all sites."""
         self._has_begun = self._is_waited_for = False
         self._fingerprint = fingerprint(trainer.config, self.outer.units)
 
     def state_dict(self) -> dict[str, Any]:
         self._read_tokens()
-        return {
-            "next_event": self._next_event,
-            "last_step": self._last_step,
-            "offers": [asdict(offer) for offer in self._offers],
-            "tokens": self._tokens,
-            "versions": self._versions,
-            "exchanged_at": self._exchanged_at,
-        }
+        offers = [asdict(offer) for offer in self._offers]
+        return {**asdict(self._progress), "offers": offers, "tokens": self._tokens}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._has_begun = True
         self._offers = [Offer(**offer) for offer in state_dict["offers"]]
-        for name in ("next_event", "last_step", "tokens", "versions", "exchanged_at"):
-            setattr(self, f"_{name}", state_dict[name])
+        self._tokens, self._progress = state_dict["tokens"], Progress.of(state_dict)
 
     # Start and end
 
@@ -100,7 +105,8 @@ class SiteExchange(Callback):
         )
         self._want()
         for offer in self._offers:
-            self._endpoint.publish(offer.event, self.outer.encode_again(self._fragment(offer)))
+            fragment = self.outer.fragment_of(offer.event)
+            self._endpoint.publish(offer.event, self.outer.encode_again(fragment))
         source = int(self._world.broadcast_from_rank_0(self._meet))
         if source >= 0:
             self._adopt(trainer, source)
@@ -119,10 +125,7 @@ class SiteExchange(Callback):
         """What this site trains, and where it is."""
         offers = [offer.step for offer in self._offers]
         own = {"fingerprint": self._fingerprint, "step": self._step, "offers": offers}
-        return own | {
-            name: getattr(self, f"_{name}")
-            for name in ("next_event", "last_step", "versions", "exchanged_at")
-        }
+        return own | asdict(self._progress)
 
     def _meet(self) -> str:
         """Wait for the other sites to answer, at most until the deadline. Returns the one that has
@@ -142,7 +145,7 @@ class SiteExchange(Callback):
                     rounds.hear(site)
             time.sleep(PAUSE_SECONDS)
         newest = max(seen, key=lambda site: (seen[site], -site), default=-1)
-        return str(newest if seen.get(newest, 0) > sum(self._versions) else -1)
+        return str(newest if seen.get(newest, 0) > sum(self._progress.versions) else -1)
 
     def _wait_for_others(self) -> None:
         """Answer until every other site that answers is at the end too, or the deadline."""
@@ -151,7 +154,7 @@ class SiteExchange(Callback):
         while waiting and time.monotonic() < late:
             for site in sorted(waiting):
                 answer = self._endpoint.rounds.ask(site, {"ask": "hello"})
-                if not answer or answer["versions"] >= self._versions:
+                if not answer or answer["versions"] >= self._progress.versions:
                     waiting.discard(site)
             time.sleep(PAUSE_SECONDS)
 
@@ -159,7 +162,7 @@ class SiteExchange(Callback):
 
     def before_optimizer(self, trainer: Trainer, gradients: Sequence[Tensor]) -> None:
         late = self._config.deadline_seconds / 2
-        waits = self._endpoint.fetcher.waiting_seconds(self._next_event) > late
+        waits = self._endpoint.fetcher.waiting_seconds(self._progress.next_event) > late
         trainer.metrics.record(WAITS, float(waits), "max")
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
@@ -168,7 +171,7 @@ class SiteExchange(Callback):
     def after_optimizer(self, trainer: Trainer, stats: StepStats) -> None:
         self._fresh_tokens += stats.results["tokens"]
         spacing, step = self._config.spacing, trainer.step + 1
-        is_due = spacing > 0 and step // spacing > self._last_step // spacing
+        is_due = spacing > 0 and step // spacing > self._progress.last_step // spacing
         if is_due or (spacing > 0 and self._is_waited_for):
             self._offer(trainer, step)
         while self._offers and self._offers[0].step + self._config.delay <= trainer.step + 1:
@@ -182,12 +185,13 @@ class SiteExchange(Callback):
         while self._offers:
             self._finish(trainer)
         end = trainer.config.train.steps
-        while self._exchanged_at[self._next_event % self._config.fragments] < end:
+        while self._progress.exchanged_at[self._next_fragment] < end:
             self._offer(trainer, end)
             self._finish(trainer)
 
-    def _fragment(self, offer: Offer) -> int:
-        return offer.event % self._config.fragments
+    @property
+    def _next_fragment(self) -> int:
+        return self.outer.fragment_of(self._progress.next_event)
 
     def _read_tokens(self) -> None:
         fresh = float(self._fresh_tokens.item())
@@ -196,13 +200,14 @@ class SiteExchange(Callback):
 
     def _offer(self, trainer: Trainer, step: int) -> None:
         """Begin the next exchange. A fragment is in one exchange at a time."""
-        fragment = self._next_event % self._config.fragments
-        while any(self._fragment(offer) == fragment for offer in self._offers):
-            self._finish(trainer)
+        fragment_of = self.outer.fragment_of
+        while any(fragment_of(offer.event) == self._next_fragment for offer in self._offers):
+            self._finish(trainer)  # which may replace the progress by another site's
+        progress, fragment = self._progress, self._next_fragment
         self._read_tokens()
-        offer = Offer(self._next_event, step, self._tokens[fragment])
+        offer = Offer(progress.next_event, step, self._tokens[fragment])
         self._tokens[fragment], self._is_waited_for = 0.0, False
-        self._next_event, self._last_step = self._next_event + 1, step
+        progress.next_event, progress.last_step = offer.event + 1, step
         self._offers.append(offer)
         self._endpoint.publish(offer.event, self.outer.encode(fragment))
         self._want()
@@ -210,12 +215,13 @@ class SiteExchange(Callback):
     def _want(self) -> None:
         """Fetch what is needed now, and the next messages, which say whether others wait."""
         events = {offer.event for offer in self._offers}
-        self._endpoint.fetcher.want(events | {self._next_event})
+        self._endpoint.fetcher.want(events | {self._progress.next_event})
 
     def _finish(self, trainer: Trainer) -> None:
         """Wait for the decision about the oldest exchange, and follow it."""
         offer, own = self._offers[0], self._config.number
-        checksum = int(self._world.total(self.outer.checksum(self._fragment(offer))).item())
+        fragment = self.outer.fragment_of(offer.event)
+        checksum = int(self._world.total(self.outer.checksum(fragment)).item())
         with trainer.engine.ledger.waiting("sites"):
             decision = self._decide(offer, checksum)
         if absent := describe_absent(decision, len(self._config.addresses)):
@@ -228,8 +234,8 @@ class SiteExchange(Callback):
         with self._endpoint.lock:
             if decision.tokens:
                 self._apply(offer, decision)
-            self._versions[self._fragment(offer)] += 1
-            self._exchanged_at[self._fragment(offer)] = max(decision.step, offer.step)
+            self._progress.versions[fragment] += 1
+            self._progress.exchanged_at[fragment] = max(decision.step, offer.step)
             self._offers.pop(0)
         self._want()
         # A slow site took fewer steps, and goes on at the step of the others.
@@ -262,7 +268,7 @@ class SiteExchange(Callback):
         """Move the weights by the mean of the changes."""
         fetcher, own = self._endpoint.fetcher, self._config.number
         parts = {n: fetcher.parts(offer.event, n) for n in decision.tokens if n != own}
-        for place, index in enumerate(self.outer.fragments[self._fragment(offer)]):
+        for place, index in enumerate(self.outer.fragments[self.outer.fragment_of(offer.event)]):
             unit = self.outer.units[index]
             changes = {n: self._assemble(index, place, found) for n, found in parts.items()}
             if own in decision.tokens:
@@ -305,9 +311,8 @@ class SiteExchange(Callback):
             if not self._world.all_true(time.monotonic() < late):
                 raise RunFailed(f"sites: site {source} does not send its weights")
             time.sleep(PAUSE_SECONDS)
-        for name in ("next_event", "last_step", "versions", "exchanged_at"):
-            setattr(self, f"_{name}", place[name])
-        first = self._next_event - len(place["offers"])
+        self._progress = Progress.of(place)
+        first = self._progress.next_event - len(place["offers"])
         self._offers = [Offer(first + i, step, 0.0) for i, step in enumerate(place["offers"])]
         self._tokens = [0.0] * self._config.fragments
         self._fresh_tokens.zero_()

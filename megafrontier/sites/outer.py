@@ -71,6 +71,10 @@ class Outer:
         }
         return {**found, "outer_error": self.errors} if self.errors else found
 
+    def fragment_of(self, event: int) -> int:
+        """The fragment of an exchange."""
+        return event % len(self.fragments)
+
     def begin(self) -> None:
         """All sites start from the present weights."""
         for index, unit in enumerate(self.units):

@@ -109,17 +109,20 @@ class Channel:
 
 
 class Server:
-    """Answers requests in threads, one for each connection."""
+    """Answers requests in threads, one for each connection, after `start`."""
 
     def __init__(self, secret: bytes, handler: Handler, port: int = 0) -> None:
         """Listen on `port` (0: any free one) of all interfaces. Raises UserError if it is taken."""
         self._secret, self._handler = secret, handler
         self._channels: set[Channel] = set()
         try:
-            self._socket = socket.create_server(("", port), backlog=64, reuse_port=False)
+            self._socket = socket.create_server(("", port), backlog=64)
         except OSError as error:
             raise UserError(f"sites.addresses: port {port}: {error.strerror}") from error
         self.port: int = self._socket.getsockname()[1]
+
+    def start(self) -> None:
+        """Begin to answer, also those who have connected before."""
         threading.Thread(target=self._accept, daemon=True, name="sites").start()
 
     def close(self) -> None:

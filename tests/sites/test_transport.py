@@ -26,6 +26,7 @@ def server():
         return {"got": header["ask"]}, payload * 2
 
     made = Server(SECRET, answer)
+    made.start()
     yield made
     made.close()
 
