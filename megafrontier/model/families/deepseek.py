@@ -122,7 +122,6 @@ class DeepseekV3(LlamaExperts):
             "norm_topk_prob": moe.normalise,
             "n_group": moe.groups.number,
             "topk_group": moe.groups.active,
-            **self.own_keys(config),
         }
 
     def read_config(self, reader: HFConfigReader) -> ModelConfig:

@@ -74,7 +74,6 @@ class LlamaExperts(Llama):
             "norm_topk_prob": moe.normalise,
             "router_aux_loss_coef": moe.loss_coefficient if moe.balance == "loss" else 0.0,
             "sliding_window": None,
-            **self.own_keys(config),
         }
 
     def read_config(self, reader: HFConfigReader) -> ModelConfig:

@@ -89,7 +89,6 @@ class Gemma2(Llama):
         reader.one_of("use_bidirectional_attention", False, False)
         reader.one_of("mlp_bias", False, False)
         model.norm_position, model.norm_unit_offset, model.scale_embedding = "both", True, True
-        model.mlp.bias = False if model.bias else None
         attention, own = model.attention, self.defaults
         scale = reader.number("query_pre_attn_scalar", own["query_pre_attn_scalar"]) ** -0.5
         if not isclose(scale, model.head_dim**-0.5):

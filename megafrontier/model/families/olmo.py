@@ -31,5 +31,4 @@ class OLMo2(Llama):
         """Its norms."""
         reader.one_of("mlp_bias", False, False)
         model.norm_position, model.qk_norm = "after", "full"
-        model.mlp.bias = False if model.bias else None
         return model

@@ -72,5 +72,4 @@ class Qwen3(Qwen2):
     def own_model(self, reader: HFConfigReader, model: ModelConfig) -> ModelConfig:
         """The windows and norms."""
         model.qk_norm = "head"
-        model.mlp.bias = False if model.bias else None
         return self._with_windows(reader, model)
