@@ -16,22 +16,29 @@ from megafrontier.model.families.olmo import OLMo2
 from megafrontier.model.families.phi import Phi3
 from megafrontier.model.families.qwen import Qwen2, Qwen3
 
-_DENSE = (
-    *(
-        DeepseekV3(),
-        GPT2(),
-        Llama(),
-        NeoX(),
-        Qwen2(),
-        Qwen3(),
-        Mistral(),
-        Gemma2(),
-        Gemma3(),
-        OLMo2(),
-    ),
-    *(SmolLM3(), StableLM(), Phi3()),
+_DENSE: tuple[Family, ...] = (
+    DeepseekV3(),
+    GPT2(),
+    Llama(),
+    NeoX(),
+    Qwen2(),
+    Qwen3(),
+    Mistral(),
+    Gemma2(),
+    Gemma3(),
+    OLMo2(),
+    SmolLM3(),
+    StableLM(),
+    Phi3(),
 )
-_MIXTURES = (DeepseekV2(), DeepseekV3(), OLMoE(), Qwen3MoE(), Qwen2MoE(), Mixtral())
+_MIXTURES: tuple[Family, ...] = (
+    DeepseekV2(),
+    DeepseekV3(),
+    OLMoE(),
+    Qwen3MoE(),
+    Qwen2MoE(),
+    Mixtral(),
+)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_DENSE, *_MIXTURES)}
 """By `model_type`. A model that several families can express is exported as the first of them."""
 
@@ -41,7 +48,7 @@ def family_for(config: ModelConfig) -> Family:
 
     Raises UserError naming the key and value that the nearest family cannot express.
     """
-    families: tuple[Family, ...] = _DENSE if config.moe is None else _MIXTURES
+    families = _DENSE if config.moe is None else _MIXTURES
     found = next((family for family in families if not _violated(family, config)), None)
     if found is not None:
         return found

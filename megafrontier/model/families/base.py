@@ -139,22 +139,23 @@ class HFConfigReader:
         share = 1.0 if scaling is None else nested._mscale("mscale_all_dim", scaling.factor)
         return Rope(float(theta), float(fraction), scaling, share * share)
 
-    def windows(self, layers: int, window: int | None, *default: str) -> dict[str, Any]:
-        """The keys `window` and `global_every` of `AttentionConfig`.
+    def set_windows(self, model: ModelConfig, window: int | None, *default: str) -> None:
+        """Set the keys `window` and `global_every` of a model's attention.
 
-        layers: how many there are. window: of those that have one. default: the types of the
-        layers if `layer_types` is not given. Raises UserError for types that are in no period.
+        window: of the layers that have one. default: the types of the layers if `layer_types` is
+        not given. Raises UserError for types that are in no period.
         """
+        layers, attention = model.layers, model.attention
         types = self.sequence("layer_types", default)
         full = [i + 1 for i, kind in enumerate(types) if kind == FULL]
         if window is None or len(full) == layers:
-            return {}
+            return
         every = full[0] if full else None
         expected = [SLIDING if every is None or (i + 1) % every else FULL for i in range(layers)]
         if types != expected:
             fits = f"need {SLIDING}, with {FULL} in the last of every n layers"
             raise self.error("layer_types", types, fits)
-        return {"window": window, "global_every": every}
+        attention.window, attention.global_every = window, every
 
     def error(self, key: str, value: Any, fits: str) -> UserError:
         """The error for one value."""
@@ -308,6 +309,14 @@ def read_fraction(fraction: float, size: int) -> float:
     """Our rotating fraction of a head of `size`: transformers rounds dimensions down, ModelConfig
     to the nearest."""
     return fraction if fraction == 1 else int(size * fraction) / size
+
+
+def written_rope(config: ModelConfig, fraction: float | None = None) -> dict[str, Any]:
+    """`rope_parameters` of config.json, for transformers 5. `fraction`: the rotating one, in
+    families that have it."""
+    scaling = written_scaling(config.rotary_scaling) or {}
+    found = {"rope_type": "default", **scaling, "rope_theta": config.rotary_base}
+    return found if fraction is None else found | {"partial_rotary_factor": fraction}
 
 
 def written_scaling(scaling: RotaryScalingConfig | None) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import log, sqrt
 from typing import Any, ClassVar, Literal
 
@@ -135,9 +136,9 @@ class DeepseekV3(LlamaExperts):
         reader.one_of("num_key_value_heads", model.heads, model.heads)
         sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
         rank = reader.optional("q_lora_rank", self.defaults["q_lora_rank"])
-        latent = LatentConfig(rank, *(reader.number(key, self.defaults[key]) for key in sizes))
+        latent = LatentConfig(rank, *(self.number(reader, key) for key in sizes))
         scale = None if factor == 1 else latent.head_size**-0.5 * factor
-        first = reader.number("first_k_dense_replace", self.defaults["first_k_dense_replace"])
+        first = self.number(reader, "first_k_dense_replace")
         moe = None if first >= model.layers else replace(self.experts(reader), first=first)
         attention = AttentionConfig(latent=latent, scale=scale)
         return replace(model, head_size=None, attention=attention, moe=moe)
@@ -153,9 +154,7 @@ class DeepseekV3(LlamaExperts):
         )
 
     def _experts(self, reader: HFConfigReader) -> MoEConfig:
-        def number(key: str) -> Any:
-            return reader.number(key, self.defaults[key])
-
+        number = partial(self.number, reader)
         return MoEConfig(
             experts=number("n_routed_experts"),
             active=number("num_experts_per_tok"),
@@ -165,7 +164,7 @@ class DeepseekV3(LlamaExperts):
         )
 
     def _groups(self, reader: HFConfigReader) -> ExpertGroupsConfig:
-        number, active = (reader.number(k, self.defaults[k]) for k in ("n_group", "topk_group"))
+        number, active = (self.number(reader, key) for key in ("n_group", "topk_group"))
         return ExpertGroupsConfig(number, active, self.best)
 
     def mappings(self, config: ModelConfig) -> list[ParamMapping]:

@@ -81,12 +81,12 @@ class LlamaExperts(Llama):
         reader.one_of("use_sliding_window", False, False)
         model = self._read_common(reader, bias=False)
         own = self.defaults
-        coefficient = reader.number("router_aux_loss_coef", own["router_aux_loss_coef"])
+        coefficient = self.number(reader, "router_aux_loss_coef")
         moe = MoEConfig(
             experts=reader.number(
                 self.count_key, reader.number("num_local_experts", own["experts"])
             ),
-            active=reader.number("num_experts_per_tok", own["num_experts_per_tok"]),
+            active=self.number(reader, "num_experts_per_tok"),
             ffn_hidden=reader.number(self.width_key, own.get(self.width_key)),
             normalise=reader.flag("norm_topk_prob", False),
             balance="loss" if coefficient else "none",

@@ -12,7 +12,7 @@ from megafrontier.model.families.base import (
     HFConfigReader,
     Rope,
     layer_types,
-    written_scaling,
+    written_rope,
 )
 from megafrontier.model.families.llama import SCALINGS, Activation, Llama
 
@@ -90,7 +90,7 @@ class Gemma2(Llama):
         reader.one_of("mlp_bias", False, False)
         model.norm_position, model.norm_unit_offset, model.scale_embedding = "both", True, True
         attention, own = model.attention, self.defaults
-        scale = reader.number("query_pre_attn_scalar", own["query_pre_attn_scalar"]) ** -0.5
+        scale = self.number(reader, "query_pre_attn_scalar") ** -0.5
         if not isclose(scale, model.head_dim**-0.5):
             attention.scale = scale
         attention.softcap = reader.optional(
@@ -102,8 +102,7 @@ class Gemma2(Llama):
         period = reader.number("sliding_window_pattern", self.period)
         default = [SLIDING if (i + 1) % period else FULL for i in range(model.layers)]
         window = reader.optional("sliding_window", own["sliding_window"])
-        for key, value in reader.windows(model.layers, window, *default).items():
-            setattr(attention, key, value)
+        reader.set_windows(model, window, *default)
         return model
 
 
@@ -129,9 +128,7 @@ class Gemma3(Gemma2):
         """Also the rotary settings of both types of layers."""
         keys = super().own_keys(config)
         del keys["attn_logit_softcapping"]
-        base, scaling = config.attention.window_rotary_base, config.rotary_scaling
-        full = {"rope_theta": config.rotary_base, "rope_type": "default"}
-        full |= written_scaling(scaling) or {}
+        base, full = config.attention.window_rotary_base, written_rope(config)
         local = full if base is None else {"rope_theta": base, "rope_type": "default"}
         own = {} if base is None else {"rope_local_base_freq": base}
         return keys | own | {"rope_parameters": {FULL: full, SLIDING: local}}

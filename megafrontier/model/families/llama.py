@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,6 +21,7 @@ from megafrontier.model.families.base import (
     read_fraction,
     same,
     same_module,
+    written_rope,
     written_scaling,
 )
 from megafrontier.model.flops import parameter_specs
@@ -93,7 +95,6 @@ class Llama:
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
         """LlamaConfig's keys, and those of the family. The rotary ones are written for transformers
         4 and for 5."""
-        scaling = written_scaling(config.rotary_scaling)
         keys = {
             "num_hidden_layers": config.layers,
             "hidden_size": config.hidden,
@@ -109,12 +110,8 @@ class Llama:
             "attention_dropout": config.dropout,
             "initializer_range": config.init_std,
             "rope_theta": config.rotary_base,
-            "rope_scaling": scaling,
-            "rope_parameters": {
-                "rope_type": "default",
-                **(scaling or {}),
-                "rope_theta": config.rotary_base,
-            },
+            "rope_scaling": written_scaling(config.rotary_scaling),
+            "rope_parameters": written_rope(config),
         }
         return keys | self.own_keys(config)
 
@@ -134,6 +131,10 @@ class Llama:
         """The model with what this family alone has. Raises UserError for what GPT lacks."""
         return model
 
+    def number(self, reader: HFConfigReader, key: str) -> Any:
+        """A number of config.json, or its default."""
+        return reader.number(key, self.defaults[key])
+
     def rope(self, reader: HFConfigReader) -> Rope:
         """The rotary settings. Raises UserError if only a part of each head rotates."""
         base = self.defaults["rope_theta"]
@@ -145,11 +146,7 @@ class Llama:
     def _read_common(self, reader: HFConfigReader, bias: bool) -> ModelConfig:
         names = {name: ours for ours, known in self.activations.items() for name in known}
         activation = reader.one_of(self.activation_key, next(iter(names)), *names)
-
-        def number(key: str) -> Any:
-            return reader.number(key, self.defaults[key])
-
-        rope = self.rope(reader)
+        number, rope = partial(self.number, reader), self.rope(reader)
         hidden = number("hidden_size")
         heads = number("num_attention_heads")
         size = reader.number("head_dim", self.defaults.get("head_dim", hidden // heads))

@@ -18,7 +18,7 @@ from megafrontier.model.families.base import (
     read_gelu,
     same_module,
     written_fraction,
-    written_scaling,
+    written_rope,
 )
 from megafrontier.model.families.llama import SCALINGS, Llama
 
@@ -66,11 +66,7 @@ class NeoX:
             "use_parallel_residual": config.parallel_residual,
             "rotary_pct": fraction,
             "rotary_emb_base": config.rotary_base,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": config.rotary_base,
-                "partial_rotary_factor": fraction,
-            },
+            "rope_parameters": written_rope(config, fraction),
         }
 
     def read_config(self, reader: HFConfigReader) -> ModelConfig:
@@ -148,12 +144,10 @@ class StableLM(Llama):
     def own_keys(self, config: ModelConfig) -> dict[str, Any]:
         """Biases and the rotating fraction."""
         fraction = written_fraction(config)
-        scaling = written_scaling(config.rotary_scaling) or {"rope_type": "default"}
-        own = {"rope_theta": config.rotary_base, "partial_rotary_factor": fraction}
         return {
             "use_qkv_bias": config.has_qkv_bias,
             "partial_rotary_factor": fraction,
-            "rope_parameters": scaling | own,
+            "rope_parameters": written_rope(config, fraction),
         }
 
     def rope(self, reader: HFConfigReader) -> Rope:

@@ -11,6 +11,7 @@ from megafrontier.model.families.base import (
     Rope,
     same,
     written_fraction,
+    written_rope,
 )
 from megafrontier.model.families.llama import Llama
 
@@ -51,11 +52,7 @@ class Phi3(Llama):
             "resid_pdrop": config.dropout,
             "embd_pdrop": config.dropout,
             "partial_rotary_factor": fraction,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": config.rotary_base,
-                "partial_rotary_factor": fraction,
-            },
+            "rope_parameters": written_rope(config, fraction),
         }
 
     def rope(self, reader: HFConfigReader) -> Rope:

@@ -52,8 +52,7 @@ class Qwen2(Llama):
             first = reader.number("max_window_layers", 28)
             default = [SLIDING if i >= first else FULL for i in range(model.layers)]
             window = reader.optional("sliding_window", 4096)
-            for key, value in reader.windows(model.layers, window, *default).items():
-                setattr(model.attention, key, value)
+            reader.set_windows(model, window, *default)
         return model
 
 
