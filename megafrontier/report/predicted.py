@@ -42,7 +42,9 @@ def _predict(run: Run) -> dict[tuple[str | None, str], Pair]:
     from megafrontier.planner.simulation.rates import UNKNOWN, Rates
     from megafrontier.training.plan import resolve_plan
 
-    if run.config is None or (ranks := _ranks(run)) is None:
+    newest = run.steps[-1]
+    ranks = run.ranks(newest.get("tokens_per_second"), newest.get("tflops_per_device"))
+    if run.config is None or ranks is None:
         return {}
     try:
         plan = resolve_plan(run.config, ranks)
@@ -61,15 +63,3 @@ def _predict(run: Run) -> dict[tuple[str | None, str], Pair]:
         if rates is not UNKNOWN:
             found[level, "waited per step"] = step.exposed[level], run.waited(level), "s"
     return found
-
-
-def _ranks(run: Run) -> int | None:
-    """Of the newest step, as its rates say; None if they are unknown."""
-    from megafrontier.model.flops import flops_per_token  # imports torch
-
-    assert run.config is not None
-    newest = run.steps[-1]
-    a_device, tokens = newest.get("tflops_per_device"), newest.get("tokens_per_second")
-    if not a_device or not tokens:
-        return None
-    return max(round(flops_per_token(run.config.model) * tokens / (a_device * 1e12)), 1)

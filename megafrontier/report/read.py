@@ -67,6 +67,16 @@ class Run:
         waits = [sum(kind["seconds"] - kind["hidden"] for kind in of) for of in kinds if of]
         return median(waits) if waits else None
 
+    def ranks(self, tokens_per_second: float | None, tflops: float | None) -> int | None:
+        """The number of ranks at these tokens per second and TF/s per device, because metrics do
+        not have it. None if a rate or the config is missing."""
+        if self.config is None or not tokens_per_second or not tflops:
+            return None
+        from megafrontier.model.flops import flops_per_token  # imports torch
+
+        whole = flops_per_token(self.config.model) * tokens_per_second
+        return max(round(whole / (tflops * 1e12)), 1)
+
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
     """The runs in `directories`, each with a different label.

@@ -25,11 +25,12 @@ def throughput_table(directories: Sequence[Path]) -> str:
 def _cells(run: Run) -> list[str]:
     config = run.config
     speed, flops, mfu = map(run.median, ("tokens_per_second", "tflops_per_device", "mfu"))
+    ranks = run.ranks(speed, flops)
     return [
         run.label.replace("|", "/"),
         "" if config is None else _model(config),
         "" if config is None else _machine(config),
-        _ranks(config, speed, flops),
+        "" if ranks is None else str(ranks),
         "" if speed is None else f"{speed:,.0f}",
         "" if flops is None else f"{flops:.3g}",
         "" if mfu is None else f"{mfu:.1%}",
@@ -55,12 +56,3 @@ def _machine(config: Config) -> str:
         device = ""
     name = config.machine if isinstance(config.machine, str) else ""
     return ", ".join(part for part in (Path(name).stem, device) if part)
-
-
-def _ranks(config: Config | None, speed: float | None, flops: float | None) -> str:
-    """From the two speeds, because metrics have no number of ranks."""
-    if config is None or not speed or not flops:
-        return ""
-    from megafrontier.model.flops import flops_per_token  # imports torch
-
-    return f"{speed * flops_per_token(config.model) / (flops * 1e12):.0f}"
