@@ -1,5 +1,6 @@
 """The options of corpora and samples."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,6 +16,16 @@ class CorpusConfig:
     name: str = ""
     """In `data.valid`: also evaluate the corpora of this name alone, over as many batches, as the
     metric `valid_loss/NAME`."""
+
+    @property
+    def weights(self) -> list[list[float]]:
+        """`weight` as a curriculum, also a number."""
+        return self.weight if isinstance(self.weight, list) else [[0, self.weight]]
+
+
+def weight_at(step: int, curriculum: Sequence[Sequence[float]]) -> float:
+    """The weight of a data step in [[step, weight], …]."""
+    return [weight for start, weight in curriculum if start <= step][-1]
 
 
 @dataclass

@@ -10,7 +10,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from megafrontier.common.errors import UserError, need
-from megafrontier.config.data import CorpusConfig
+from megafrontier.config.data import CorpusConfig, weight_at
 from megafrontier.config.layout import WireFormat, WiresConfig
 from megafrontier.config.machine import MachineConfig
 from megafrontier.config.model.blocks import LatentConfig, check_attention
@@ -291,12 +291,10 @@ def _check_weight(key: str, weight: float | list[list[float]], may_change: bool)
 
 def _check_curriculum(key: str, corpora: Sequence[CorpusConfig]) -> None:
     """Refuse a step at which no corpus has a weight."""
-    schedules = [c.weight for c in corpora if isinstance(c.weight, list)]
-    if len(schedules) < len(corpora) or not corpora:
-        return
-    for step in {part[0] for schedule in schedules for part in schedule}:
-        total = sum([w for start, w in s if start <= step][-1] for s in schedules)
-        need(total > 0, f"{key}: weights of step", int(step), "need one above 0")
+    curricula = [corpus.weights for corpus in corpora]
+    for step in {int(start) for curriculum in curricula for start, _ in curriculum}:
+        total = sum(weight_at(step, curriculum) for curriculum in curricula)
+        need(total > 0, f"{key}: weights of step", step, "need one above 0")
 
 
 def _check_steps(config: Config) -> None:

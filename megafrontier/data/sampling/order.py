@@ -14,6 +14,8 @@ from math import lcm
 import numpy as np
 from numpy.typing import NDArray
 
+from megafrontier.config import weight_at
+
 Uint64 = NDArray[np.uint64]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -76,20 +78,15 @@ class Curriculum:
 
 
 def make_blend(
-    weights: Sequence[float | Sequence[Sequence[float]]], samples_before: Callable[[int], int]
+    curricula: Sequence[Sequence[Sequence[float]]], samples_before: Callable[[int], int]
 ) -> Blend | Curriculum:
-    """The blend of corpora by their `weight` in the configuration: a number, or [step, weight] from
-    each of these data steps on. `samples_before`: the samples of all data steps before one."""
-    schedules = [[(0, w)] if isinstance(w, int | float) else list(w) for w in weights]
-    steps = sorted({int(step) for schedule in schedules for step, _ in schedule})
-    phases = [[_weight_at(step, schedule) for schedule in schedules] for step in steps]
+    """The blend of corpora by their `CorpusConfig.weights`: [step, weight] from each of these data
+    steps on. `samples_before`: the samples of all data steps before one."""
+    steps = sorted({int(step) for curriculum in curricula for step, _ in curriculum})
+    phases = [[weight_at(step, curriculum) for curriculum in curricula] for step in steps]
     if len(steps) == 1:
         return Blend(phases[0])
     return Curriculum([samples_before(step) for step in steps], phases)
-
-
-def _weight_at(step: int, schedule: Sequence[Sequence[float]]) -> float:
-    return [weight for start, weight in schedule if start <= step][-1]
 
 
 def _share(count: int, weight: int, total: int) -> int:

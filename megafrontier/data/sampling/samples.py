@@ -240,15 +240,15 @@ def open_samples(
     split = [Fraction(1), Fraction(0)] if data.valid else [Fraction(str(x)) for x in data.split]
     open_one = _open_windows if data.packing == "none" else _open_packed
     opened = [open_one(c, sequence_length, split, subset, bool(data.valid)) for c in corpora]
-    used = [(r, c.weight) for r, c in zip(opened, corpora, strict=True) if r.windows]
+    used = [(r, c.weights) for r, c in zip(opened, corpora, strict=True) if r.windows]
     if not used:
         return None
-    ranges, weights = zip(*used, strict=True)
+    ranges, curricula = zip(*used, strict=True)
     if subset == "valid":
         # The same samples whenever they are read: those of the last weights.
-        weights = tuple(w if isinstance(w, int | float) else w[-1][1] for w in weights)
+        curricula = tuple([[0, weights[-1][1]]] for weights in curricula)
     order = seed if subset == "train" else None
-    blend = make_blend(weights, samples_before)
+    blend = make_blend(curricula, samples_before)
     return Samples(ranges, blend, sequence_length, vocab_size, order, data.document_mask)
 
 

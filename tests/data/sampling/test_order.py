@@ -65,7 +65,7 @@ def test_shares_are_exact_at_any_distance() -> None:
 
 
 def test_a_curriculum_changes_the_blend_and_each_corpus_counts_on() -> None:
-    schedule = [1.0, [[0, 1], [10, 0], [25, 3]], [[0, 0], [10, 2]]]
+    schedule = [[[0, 1.0]], [[0, 1], [10, 0], [25, 3]], [[0, 0], [10, 2]]]
     blend = make_blend(schedule, lambda step: 4 * step)
     located = [blend.locate(sample) for sample in range(200)]
     shares = {(0, 40): (20, 20, 0), (40, 100): (20, 0, 40), (100, 200): (17, 50, 33)}
@@ -75,5 +75,5 @@ def test_a_curriculum_changes_the_blend_and_each_corpus_counts_on() -> None:
     for corpus in range(3):
         numbers = [number for c, number in located if c == corpus]
         assert numbers == list(range(len(numbers)))
-    constant = make_blend([0.7, 0.3], int)
+    constant = make_blend([[[0, 0.7]], [[0, 0.3]]], int)
     assert isinstance(constant, Blend)
