@@ -5,7 +5,6 @@ import gc
 import importlib
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,14 +17,6 @@ from typing import TextIO
 
 COMMAND = "import sys\nfrom megafrontier import cli\nsys.exit(cli.main(sys.argv[1:]))"
 _FORKING = multiprocessing.get_context("fork")
-
-
-def free_port() -> int:
-    """A port of this host on which nobody listens."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-        return port
 
 
 class Forked:

@@ -15,8 +15,8 @@ from megafrontier.common.errors import UserError
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import Mesh, MeshShape, Splits
 from megafrontier.parallel.world import World
+from scripts.benchmarks.shared.measuring import free_port
 from tests.api.modules import Regression, batch, machine, run_script
-from tests.processes import free_port
 
 CPU = torch.device("cpu")
 ONE = Levels(("pair", "world"), (1, 1))

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from megafrontier.common.errors import BAD_INPUT, BAD_NODE, LOST
 from megafrontier.parallel.fault_injection import VARIABLE
+from scripts.benchmarks.shared.measuring import free_port
 from tests import runs
-from tests.processes import COMMAND, Forked, free_port
+from tests.processes import COMMAND, Forked
 
 RANKS = 2
 MACHINE = ("machine=laptop", "machine.device.ranks_per_host=2")

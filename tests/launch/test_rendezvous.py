@@ -18,7 +18,7 @@ from megafrontier.launch.local import fork_ranks
 from megafrontier.launch.rendezvous import join
 from megafrontier.parallel.env import Identity, identify
 from megafrontier.parallel.mesh import MeshShape
-from tests.launch.test_launchers import free_port
+from scripts.benchmarks.shared.measuring import free_port
 from tests.processes import in_child
 from tests.ranks import make_levels
 

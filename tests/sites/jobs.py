@@ -6,7 +6,8 @@ from pathlib import Path
 
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.trainer import Trainer
-from tests.processes import COMMAND, Forked, free_port
+from scripts.benchmarks.shared.measuring import free_port
+from tests.processes import COMMAND, Forked
 
 
 def site_options(folder: Path, ports: Sequence[int], number: int, *more: str) -> list[str]:

@@ -1,9 +1,10 @@
-"""What benchmarks, and the tests of memory, ask the system and the process they run in."""
+"""What benchmarks and tests ask the system and the process they run in."""
 
 import argparse
 import gc
 import os
 import platform
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,14 @@ import torch
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = "MEGAFRONTIER_BENCHMARK_PACKAGES"
 """Environment variable: a folder with other frameworks, made by `pip install --target`."""
+
+
+def free_port() -> int:
+    """A port of this host on which nobody listens."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port
 
 
 def use_packages() -> None:

@@ -12,7 +12,6 @@ other site. A complete run is not run again.
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,16 +22,7 @@ from typing import Any
 from megafrontier.common.errors import exit_on_fatal_error
 from megafrontier.config import load_config
 from megafrontier.model.flops import parameter_count
-
-ROOT = Path(__file__).resolve().parents[3]
-
-
-def free_port() -> int:
-    """A port of this host on which nobody listens."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-        return port
+from scripts.benchmarks.shared.measuring import ROOT, free_port
 
 
 def train(config: str, ranks: int, jobs: Sequence[tuple[Path, list[str]]]) -> None:

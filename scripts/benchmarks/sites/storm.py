@@ -21,7 +21,8 @@ from pathlib import Path
 
 from megafrontier.common.errors import exit_on_fatal_error
 from megafrontier.config import load_config
-from scripts.benchmarks.sites.__main__ import ROOT, read
+from scripts.benchmarks.shared.measuring import ROOT
+from scripts.benchmarks.sites.__main__ import read
 from scripts.benchmarks.slow_network.links import NIC, Links, Unable, links
 
 PORT = 7001
