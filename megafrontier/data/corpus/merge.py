@@ -22,10 +22,10 @@ def merge(prefixes: Sequence[str], out: str | Path, workers: int | None = None) 
     """Join corpora in the given order into OUT.bin and OUT.idx. Returns the number of documents.
 
     The result is what `prepare` makes of all their inputs at once, with a mask if one of them has
-    one. `workers` is the number of
-    threads that copy (default: two per core). Raises UserError for a corpus that cannot be read,
-    for token types that differ, and for an `out` that is one of the inputs. The inputs may be
-    deleted afterwards, so the whole index of each is checked, and damage refused.
+    one. `workers` is the number of threads that copy (default: two per core). Raises UserError for
+    a corpus that cannot be read, for token types that differ, and for an `out` that is one of the
+    inputs. The inputs may be deleted afterwards, so the whole index of each is checked, and damage
+    refused.
     """
     workers = workers if workers is not None else 2 * len(os.sched_getaffinity(0))
     if workers < 1:
