@@ -346,15 +346,14 @@ def _check_experts_partition(config: Config) -> None:
 
 
 def _check_wires(wires: WiresConfig, prefix: str) -> None:
-    known = get_args(WireFormat)
-    for move, formats in (("gather", wires.gather), ("reduce", wires.reduce)):
-        allowed = [wire for wire in known if move == "gather" or not wire.startswith("delta")]
+    known, of_work = get_args(WireFormat), ("fp32", "bf16", "fp16", "int8")
+    activations = {} if isinstance(wires.activations, str) else wires.activations
+    for move, formats, allowed in (
+        ("gather", wires.gather, known),
+        ("reduce", wires.reduce, [wire for wire in known if not wire.startswith("delta")]),
+        ("activations", activations, of_work),
+        ("tokens", wires.tokens, of_work),
+    ):
         for level, wire in formats.items():
             key = f"{prefix}.{move}.{level}"
-            need(wire in allowed, key, wire, f"need one of {', '.join(allowed)}")
-    activations = {} if isinstance(wires.activations, str) else wires.activations
-    for move, formats in (("activations", activations), ("tokens", wires.tokens)):
-        allowed = ["fp32", "bf16", "fp16", "int8"]
-        for level, wire in formats.items():
-            key = f"partition.wires.{move}.{level}"
             need(wire in allowed, key, wire, f"need one of {', '.join(allowed)}")
