@@ -42,7 +42,7 @@ from megafrontier.model.recompute.checkpointing import Mode
 from megafrontier.model.recompute.compile import compiled, let_length_vary
 from megafrontier.model.recompute.offload import Offload
 from megafrontier.model.scaling import multipliers, scale_specs, scaled
-from megafrontier.model.scores import token_scores
+from megafrontier.model.scores import Scores, chunk_scores, token_scores
 
 RotaryKind = tuple[float, bool] | None
 """The base of rotary frequencies, and whether `rotary_scaling` holds. None: no rotary positions."""
@@ -123,7 +123,11 @@ class Head(nn.Module):
         """`losses` is called in place of `chunk_losses`, for example a compiled version of it.
         `z_loss`: the coefficient of the z-loss."""
         super().__init__()
-        self._losses = losses
+        self.chunk_losses: Losses = losses
+        self.chunk_scores: Scores = chunk_scores
+        self.gather: nn.Module | None = None
+        """With tensor parallelism: gets hidden states of some tokens, and returns those of all. The
+        losses and scores are then of some columns of the logits."""
         self.z_loss = ZLoss(z_loss) if z_loss else None
         self.vocab_size = config.vocab_size
         self.loss_chunk_tokens = loss_chunk_tokens
@@ -147,19 +151,22 @@ class Head(nn.Module):
         """hidden [b, s, hidden] → logits [b, s, vocab_size], or with targets [b, s] the fp32 sum of
         their cross-entropies, or with `scores`, too, `token_scores` [b · s, 2]. `tied`
         [rows, hidden] is the output matrix of tied embeddings. `later`: the result of `Prediction`
-        and its targets."""
+        and its targets. Raises RuntimeError with `gather` and without targets."""
+        if targets is None and self.gather is not None:
+            raise RuntimeError("logits of a split head, need a model on one rank")
         weight = self.output.weight if tied is None else tied
         hidden = scaled(self.norm(hidden), self.multiplier)
         if targets is None:
             return capped(F.linear(hidden, weight)[..., : self.vocab_size], self.softcap)
         if scores:
             return token_scores(
-                hidden.flatten(0, 1),
+                self._all_tokens(hidden),
                 weight,
                 targets.flatten(),
                 vocab_size=self.vocab_size,
                 chunk_tokens=self.loss_chunk_tokens,
                 softcap=self.softcap,
+                scores=self.chunk_scores,
             )
         loss = self._loss(hidden, weight, targets, self.z_loss)
         if later is None or self.prediction is None:
@@ -171,15 +178,19 @@ class Head(nn.Module):
         self, hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: ZLoss | None
     ) -> Tensor:
         return linear_cross_entropy(
-            hidden.flatten(0, 1),
+            self._all_tokens(hidden),
             weight,
             targets.flatten(),
             vocab_size=self.vocab_size,
             chunk_tokens=self.loss_chunk_tokens,
-            losses=self._losses,
+            losses=self.chunk_losses,
             z_loss=z_loss,
             softcap=self.softcap,
         )
+
+    def _all_tokens(self, hidden: Tensor) -> Tensor:
+        gathered = hidden if self.gather is None else self.gather(hidden)
+        return gathered.flatten(0, 1)
 
 
 class GPT(nn.Module):

@@ -9,6 +9,7 @@ positions are whole on each rank, which sees some of their tokens.
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +20,10 @@ from megafrontier.config import ModelConfig
 from megafrontier.model.attention import Attention, LatentAttention
 from megafrontier.model.block import Block
 from megafrontier.model.gpt import GPT, Embedding, FP32GradEmbedding, Head
-from megafrontier.model.loss import IGNORE_INDEX, ChunkLosses, ZLoss, linear_cross_entropy
+from megafrontier.model.loss import IGNORE_INDEX, ChunkLosses
 from megafrontier.model.mlp import MLP
 from megafrontier.model.moe.layer import MoE
 from megafrontier.model.scaling import scaled
-from megafrontier.model.scores import token_scores
 from megafrontier.parallel.mesh import DATA_PARALLEL
 from megafrontier.parallel.param_spec import set_spec, spec_of
 from megafrontier.splits.layers import (
@@ -35,7 +35,7 @@ from megafrontier.splits.layers import (
     RowLinear,
     cut_rows,
 )
-from megafrontier.splits.tokens import TokenGroup, gather_tokens, reduce_tokens
+from megafrontier.splits.tokens import TokenGroup, reduce_tokens
 
 
 def check_tensor_split(config: ModelConfig, size: int, key: str = "parallel.tensor") -> None:
@@ -85,7 +85,7 @@ def split_tensors(model: GPT, index: int, size: int) -> TokenGroup:
     for block in model.trained_blocks():
         _split_block(block, cutter)
     if hasattr(model, "head"):
-        model.add_module("head", SplitHead(model.head, cutter))
+        _split_head(model.head, cutter)
     _move_to_root(model.parameters())
     return group
 
@@ -195,114 +195,63 @@ def _cut_rows(whole: nn.Embedding, cutter: Cutter) -> FP32GradEmbedding:
     return part
 
 
-class SplitHead(nn.Module):
-    """A head whose rows are cut: the loss needs no logits of the whole vocabulary."""
+def _split_head(head: Head, cutter: Cutter) -> None:
+    """Cut the rows of a head: the loss needs no logits of the whole vocabulary."""
+    head.gather = GatherTokens(cutter)
+    head.chunk_losses = partial(_chunk_losses, cutter.group)
+    head.chunk_scores = partial(_chunk_scores, cutter.group)
+    if hasattr(head, "output"):
+        head.output = cut_rows(head.output, cutter)
 
-    def __init__(self, whole: Head, cutter: Cutter) -> None:
-        super().__init__()
-        self.group = cutter.group
-        self.vocab_size, self.loss_chunk_tokens = whole.vocab_size, whole.loss_chunk_tokens
-        self.norm, self.multiplier, self.softcap = whole.norm, whole.multiplier, whole.softcap
-        self.z_loss, self.prediction = whole.z_loss, whole.prediction
-        if hasattr(whole, "output"):
-            rows, width = whole.output.weight.shape
-            self.output = nn.Linear(width, rows // self.group.size, bias=False, device="meta")
-            self.output.weight = cutter.cut(whole.output.weight, 0, 0, rows)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        targets: Tensor | None = None,
-        tied: Tensor | None = None,
-        scores: bool = False,
-        later: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """hidden [1, b · s / size, h] and targets [b, s] → the fp32 sum of their cross-entropies,
-        or with `scores` `token_scores`, the same on each rank. Raises RuntimeError without
-        targets."""
-        if targets is None:
-            raise RuntimeError("logits of a split head, need a model on one rank")
-        weight = self.output.weight if tied is None else tied
-        hidden = scaled(self.norm(hidden), self.multiplier)
-        tokens = gather_tokens(hidden.flatten(0, -2), self.group.number)
-        if scores:
-            return token_scores(
-                tokens,
-                weight,
-                targets.flatten(),
-                vocab_size=self.vocab_size,
-                chunk_tokens=self.loss_chunk_tokens,
-                softcap=self.softcap,
-                scores=self._chunk_scores,
-            )
-        loss = self._loss(tokens, weight, targets, self.z_loss)
-        if later is None or self.prediction is None:
-            return loss
-        tokens = gather_tokens(later[0].flatten(0, -2), self.group.number)
-        found = self._loss(tokens, weight, later[1], None)
-        return self.prediction.add(loss, found, later[1])
+def _chunk_losses(
+    group: TokenGroup,
+    logits: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    scale: float,
+    with_gradient: bool,
+    z_loss: float,
+) -> ChunkLosses:
+    """`loss.chunk_losses` of logits [c, rows] of which this rank has some columns: the loss over
+    all columns, and the gradient of these."""
+    start = group.index * logits.shape[1]
+    values = logits.float()
+    values[:, max(0, vocab_size - start) :] = -torch.inf
+    ids = targets - start
+    is_here = (ids >= 0) & (ids < logits.shape[1])
+    ids = ids.where(is_here, 0)[:, None]
+    most = values.amax(1).clamp(min=torch.finfo(torch.float32).min)  # all may be padding
+    total = (values - most[:, None]).exp().sum(1)
+    target = values.gather(1, ids)[:, 0].where(is_here, 0.0)
+    numbers = torch.stack([most, total, target])
+    maxima, totals, found = group.gather(numbers[None], is_exact=True).unbind(1)
+    most = maxima.amax(0)
+    total = (totals * (maxima - most).exp()).sum(0)
+    log_z, has_loss = total.log() + most, targets != IGNORE_INDEX
+    loss = (log_z - found.sum(0)).where(has_loss, 0.0).sum()
+    if not with_gradient:
+        return ChunkLosses(loss, None, None)
+    gradient = (values - most[:, None]).exp_() / total[:, None]
+    squares = None
+    if z_loss:
+        gradient *= (1 + 2 * z_loss * log_z)[:, None]
+        squares = log_z.where(has_loss, 0.0).square().sum()
+    gradient.scatter_add_(1, ids, -is_here[:, None].float())
+    gradient = (gradient if scale == 1 else gradient.mul_(scale)).to(logits.dtype)
+    return ChunkLosses(loss, gradient, squares)
 
-    def _loss(
-        self, tokens: Tensor, weight: Tensor, targets: Tensor, z_loss: ZLoss | None
-    ) -> Tensor:
-        return linear_cross_entropy(
-            tokens,
-            weight,
-            targets.flatten(),
-            vocab_size=self.vocab_size,
-            chunk_tokens=self.loss_chunk_tokens,
-            losses=self._chunk_losses,
-            z_loss=z_loss,
-            softcap=self.softcap,
-        )
 
-    def _chunk_losses(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        vocab_size: int,
-        scale: float,
-        with_gradient: bool,
-        z_loss: float,
-    ) -> ChunkLosses:
-        """`loss.chunk_losses` of logits [c, rows] of which this rank has some columns: the loss
-        over all columns, and the gradient of these."""
-        start = self.group.index * logits.shape[1]
-        values = logits.float()
-        values[:, max(0, vocab_size - start) :] = -torch.inf
-        ids = targets - start
-        is_here = (ids >= 0) & (ids < logits.shape[1])
-        ids = ids.where(is_here, 0)[:, None]
-        most = values.amax(1).clamp(min=torch.finfo(torch.float32).min)  # all may be padding
-        total = (values - most[:, None]).exp().sum(1)
-        target = values.gather(1, ids)[:, 0].where(is_here, 0.0)
-        numbers = torch.stack([most, total, target])
-        maxima, totals, found = self.group.gather(numbers[None], is_exact=True).unbind(1)
-        most = maxima.amax(0)
-        total = (totals * (maxima - most).exp()).sum(0)
-        log_z, has_loss = total.log() + most, targets != IGNORE_INDEX
-        loss = (log_z - found.sum(0)).where(has_loss, 0.0).sum()
-        if not with_gradient:
-            return ChunkLosses(loss, None, None)
-        gradient = (values - most[:, None]).exp_() / total[:, None]
-        squares = None
-        if z_loss:
-            gradient *= (1 + 2 * z_loss * log_z)[:, None]
-            squares = log_z.where(has_loss, 0.0).square().sum()
-        gradient.scatter_add_(1, ids, -is_here[:, None].float())
-        gradient = (gradient if scale == 1 else gradient.mul_(scale)).to(logits.dtype)
-        return ChunkLosses(loss, gradient, squares)
-
-    def _chunk_scores(self, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-        """`scores.chunk_scores` of logits [c, rows] of which this rank has some columns."""
-        start = self.group.index * logits.shape[1]
-        values = logits.float()
-        values[:, max(0, vocab_size - start) :] = torch.finfo(torch.float32).min
-        ids = targets - start
-        is_here = (ids >= 0) & (ids < logits.shape[1])
-        target = values.gather(1, ids.where(is_here, 0)[:, None])[:, 0].where(is_here, 0.0)
-        most, best = values.max(1)
-        numbers = torch.stack([most, values.logsumexp(1), target, (best + start).float()])
-        maxima, sums, found, ids = self.group.gather(numbers[None], is_exact=True).unbind(1)
-        likeliest = ids.gather(0, maxima.argmax(0, keepdim=True))[0]
-        return torch.stack([found.sum(0) - sums.logsumexp(0), likeliest], 1).double()
+def _chunk_scores(group: TokenGroup, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """`scores.chunk_scores` of logits [c, rows] of which this rank has some columns."""
+    start = group.index * logits.shape[1]
+    values = logits.float()
+    values[:, max(0, vocab_size - start) :] = torch.finfo(torch.float32).min
+    ids = targets - start
+    is_here = (ids >= 0) & (ids < logits.shape[1])
+    target = values.gather(1, ids.where(is_here, 0)[:, None])[:, 0].where(is_here, 0.0)
+    most, best = values.max(1)
+    numbers = torch.stack([most, values.logsumexp(1), target, (best + start).float()])
+    maxima, sums, found, ids = group.gather(numbers[None], is_exact=True).unbind(1)
+    likeliest = ids.gather(0, maxima.argmax(0, keepdim=True))[0]
+    return torch.stack([found.sum(0) - sums.logsumexp(0), likeliest], 1).double()
