@@ -24,6 +24,7 @@ from megafrontier.model.kernels.varlen import (
     attend_pair,
     attend_pair_backward,
     has_document_kernel,
+    kernel_sizes,
     returns_traced_shape,
 )
 
@@ -59,8 +60,12 @@ def chunk_attention(
     query, key, value = (heads[0] for heads in (query, key, value))
     is_compiling = torch.compiler.is_compiling()
     # A block is compiled only where there is a kernel (`uncompilable_attention`).
-    has_kernel = (is_compiling or window > 0 or softcap > 0 or sinks is not None) or (
-        has_document_kernel(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2])
+    has_kernel = (
+        is_compiling
+        or window > 0
+        or softcap > 0
+        or sinks is not None
+        or has_document_kernel(*kernel_sizes(query, key))
     )
     if dropout == 0 and has_kernel:
         # The compiler needs to know how many tokens are kept: at most those of the whole batch.
@@ -167,8 +172,7 @@ def _attend_selves(
 
 def _has_one_kernel(query: Tensor, key: Tensor) -> bool:
     """Whether one kernel attends within all parts and gives log-sums that can be merged."""
-    heads = query.shape[1], key.shape[1], query.shape[2]
-    return returns_traced_shape(query.device, query.dtype, *heads)
+    return returns_traced_shape(*kernel_sizes(query, key))
 
 
 def _merge_(attended: Tensor, sums: Tensor, other: Tensor, other_sums: Tensor) -> None:

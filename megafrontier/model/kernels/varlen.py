@@ -58,10 +58,10 @@ def returns_traced_shape(
     return attend_documents(query, key, key, documents, 12)[1].shape == (heads, 16)
 
 
-def _has_kernel(query: Tensor, key: Tensor) -> bool:
-    """Whether a fused kernel supports queries [.., heads, d] and keys [.., kv_heads, d]."""
-    heads = query.shape[-2], key.shape[-2], query.shape[-1]
-    return has_document_kernel(query.device, query.dtype, *heads)
+def kernel_sizes(query: Tensor, key: Tensor) -> tuple[torch.device, torch.dtype, int, int, int]:
+    """What `has_document_kernel` and its like ask for, of queries [.., heads, d] and keys
+    [.., kv_heads, d]."""
+    return query.device, query.dtype, query.shape[-2], key.shape[-2], query.shape[-1]
 
 
 def _limits(window: int) -> dict[str, int]:
@@ -113,7 +113,7 @@ def attend_pair(
     """Attention [b, q, heads, d] of queries [b, q, heads, d] to keys and values [b, k, kv_heads,
     d], and the fp32 log-sum-exp [b, heads, q] of the scores. Not for autograd. The queries are the
     keys' own if `is_causal`, else directly after them. `window`, `softcap`: as for `Rule`."""
-    if window or softcap or not _has_kernel(query, key):
+    if window or softcap or not has_document_kernel(*kernel_sizes(query, key)):
         return attend(query, key, value, _pair_rule(key, is_causal, window, softcap))
     if query.is_cuda:
         lengths = None, None, query.shape[1], key.shape[1]
@@ -139,7 +139,7 @@ def attend_pair_backward(
     more keys; the gradients are then what these keys contribute."""
     tensors = grad_output, query, key, value, attended
     sums = sums.contiguous()
-    if window or softcap or not _has_kernel(query, key):
+    if window or softcap or not has_document_kernel(*kernel_sizes(query, key)):
         return attend_backward(*tensors, sums, _pair_rule(key, is_causal, window, softcap))
     if query.is_cuda:
         lengths = None, None, query.shape[1], key.shape[1]
@@ -197,7 +197,7 @@ def _is_plain(query: Tensor, key: Tensor, window: int, softcap: float, has_sinks
         return True
     if query.is_meta:
         return False
-    sizes = query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2]
+    sizes = kernel_sizes(query, key)
     if not has_document_kernel(*sizes) or (window and not has_window_kernel(*sizes)):
         return True
     return has_sinks and not returns_traced_shape(*sizes)
