@@ -295,20 +295,12 @@ class GPT(nn.Module):
             raise ValueError(f"{past + tokens.shape[1]} tokens, the model has room for {room}")
         blocks = range(self.config.layers) if blocks is None else blocks
         has_head = blocks.stop == self.config.layers
-        given = documents
-        if documents is not None:
-            documents = documents.to(tokens.device, non_blocking=True)
-        positions = self._positions(tokens, past, documents)
-        if self.part is not None:
-            if targets is None and has_head:
-                raise RuntimeError("logits of divided sequences, need a model on one rank")
-            documents = _on_host(given, tokens)
-            tokens, positions = (self.own_part(v, documents) for v in (tokens, positions))
-            targets = None if targets is None else self.own_part(targets, documents)
+        if self.part is not None and targets is None and has_head:
+            raise RuntimeError("logits of divided sequences, need a model on one rank")
+        tokens, targets, positions, documents = self._own_inputs(tokens, targets, documents, past)
         predicts = self.prediction is not None and self.training and torch.is_grad_enabled()
         predicts = predicts and targets is not None and not scores
-        numbers = range(blocks.start, blocks.stop + predicts)
-        rotaries = self._rotaries(positions, numbers)
+        rotaries = self._rotaries(positions, range(blocks.start, blocks.stop + predicts))
         following: Tensor | None = None
         if predicts:
             hidden, following = self.embedding(tokens, positions, with_next=True)
@@ -320,7 +312,7 @@ class GPT(nn.Module):
         )
         for i in blocks:
             block = self.blocks.get_submodule(str(i))
-            of_block = context._replace(rotary=rotaries[self._rotary_kind(i)])
+            of_block = context._replace(rotary=rotaries[i])
             hidden = block(hidden, of_block, None if cache is None else cache.layers[i])
         if cache is not None:
             cache.length += tokens.shape[1]
@@ -330,9 +322,24 @@ class GPT(nn.Module):
         tied = self.embedding.tokens.weight if is_tied else None
         later = None
         if self.prediction is not None and following is not None and targets is not None:
-            context = context._replace(rotary=rotaries[self._rotary_kind(blocks.stop)])
+            context = context._replace(rotary=rotaries[blocks.stop])
             later = self.prediction(hidden, following, context), later_targets(targets, documents)
         return self.head(hidden[:, -1:] if last_only else hidden, targets, tied, scores, later)
+
+    def _own_inputs(
+        self, tokens: Tensor, targets: Tensor | None, documents: Tensor | None, past: int
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """The tokens, targets and positions of `own_part`, and the documents: with `part` on the
+        host, else on the device."""
+        given = documents
+        if documents is not None:
+            documents = documents.to(tokens.device, non_blocking=True)
+        positions = self._positions(tokens, past, documents)
+        if self.part is not None:
+            documents = _on_host(given, tokens)
+            tokens, positions = (self.own_part(v, documents) for v in (tokens, positions))
+            targets = None if targets is None else self.own_part(targets, documents)
+        return tokens, targets, positions, documents
 
     def _rotary_kind(self, block: int) -> RotaryKind:
         """The base and scaling of a block's rotary positions, or None if it has none."""
@@ -343,17 +350,18 @@ class GPT(nn.Module):
             return base, False
         return config.rotary_base, True
 
-    def _rotaries(self, positions: Tensor, blocks: range) -> dict[RotaryKind, Rotary | None]:
-        """The rotary tables of some blocks."""
-        config, found = self.config, dict[RotaryKind, Rotary | None]()
-        for kind in dict.fromkeys(self._rotary_kind(i) for i in blocks):
-            if kind is None:
-                found[kind] = None
-                continue
-            base, is_scaled = kind
-            scaling = config.rotary_scaling if is_scaled else None
-            found[kind] = rotary_tables(positions, config.rotary_dims, base, scaling)
-        return found
+    def _rotaries(self, positions: Tensor, blocks: range) -> dict[int, Rotary | None]:
+        """The rotary tables of each of some blocks. Blocks of one kind share them."""
+        kinds = {i: self._rotary_kind(i) for i in blocks}
+        tables = {kind: self._tables(positions, kind) for kind in dict.fromkeys(kinds.values())}
+        return {i: tables[kind] for i, kind in kinds.items()}
+
+    def _tables(self, positions: Tensor, kind: RotaryKind) -> Rotary | None:
+        if kind is None:
+            return None
+        base, is_scaled = kind
+        scaling = self.config.rotary_scaling if is_scaled else None
+        return rotary_tables(positions, self.config.rotary_dims, base, scaling)
 
     def _mask_or_documents(
         self, hidden: Tensor, tokens: Tensor, cache: KVCache | None, documents: Tensor | None
