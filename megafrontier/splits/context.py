@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megafrontier.common.async_copy import copy_async
 from megafrontier.common.errors import UserError
-from megafrontier.model.block import Block
 from megafrontier.model.gpt import GPT
 from megafrontier.model.kernels.chunks import chunk_attention
 from megafrontier.model.kernels.exchanges import Part, register
@@ -62,8 +61,7 @@ def split_sequences(model: GPT, index: int, size: int) -> TokenGroup:
     check_context_split(model.config.sequence_length, size)
     split = ContextSplit(TokenGroup(index, size))
     model.part = split.part
-    for block in model.blocks:
-        assert isinstance(block, Block)
+    for block in model.trained_blocks():
         attention = block.attention
         attention.over_chunks = partial(
             chunk_attention,
