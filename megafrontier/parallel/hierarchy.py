@@ -68,6 +68,11 @@ class Levels:
             rank = rank * size + coordinate
         return rank
 
+    def level_between(self, rank: int, other: int) -> int:
+        """The outermost level whose links lead from a rank to another one."""
+        pairs = zip(self.coordinates(rank), self.coordinates(other), strict=True)
+        return max((level for level, (a, b) in enumerate(pairs) if a != b), default=0)
+
     def depth(self, name: str, key: str = "level") -> int:
         """The number of levels up to and including `name`; 0 for `none`. Raises UserError."""
         if name == "none":

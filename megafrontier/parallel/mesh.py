@@ -172,11 +172,6 @@ class MeshShape:
             for number in range(over.ranks)
         )
 
-    def level_between(self, rank: int, other: int) -> int:
-        """The outermost level whose links lead from a rank to another one."""
-        pairs = zip(self.levels.coordinates(rank), self.levels.coordinates(other), strict=True)
-        return max((level for level, (a, b) in enumerate(pairs) if a != b), default=0)
-
 
 def _basis(axes: Sequence[str]) -> tuple[str, ...]:
     """All axes among which `axes` are. Raises ValueError if they are not of one such set."""
@@ -284,7 +279,7 @@ class Mesh:
             inner = self.hierarchy(axes[:-1])
             ends = self.shape.pipeline_ranks(self.rank)
             ends = (ends[0], ends[-1])
-            crossed = self.shape.level_between(*ends)
+            crossed = self.levels.level_between(*ends)
             self._hierarchies[axes] = inner.extended(ENDS, ends, self.group(ends), crossed)
         return self._hierarchies[axes]
 
@@ -300,7 +295,7 @@ class Mesh:
         whether it is one of the control plane."""
         names = self.levels.names
         found: dict[str, tuple[str, bool]] = {
-            group.group_name: (names[self.shape.level_between(ranks[0], ranks[-1])], False)
+            group.group_name: (names[self.levels.level_between(ranks[0], ranks[-1])], False)
             for ranks, group in self._groups.items()
             if group is not None
         }

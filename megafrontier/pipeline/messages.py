@@ -60,7 +60,7 @@ class Messenger:
 
     def _parcel(self, transfer: Transfer, tensor: Tensor) -> "_Parcel":
         peer = self._ranks[transfer.peer]
-        level = self._mesh.shape.level_between(self._mesh.rank, peer)
+        level = self._mesh.levels.level_between(self._mesh.rank, peer)
         wire = self._wires[level]
         codec = None if wire is None else wire.codec
         return _Parcel(transfer.kind.is_send, tensor, peer, level, codec)

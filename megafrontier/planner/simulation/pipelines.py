@@ -121,7 +121,7 @@ def _scaled(costs: Costs, share: float) -> Costs:
 def _transfer_seconds(config: Config, plan: RunPlan, rates: Rates) -> float:
     """Of a hidden state over the slowest border between two stages."""
     ranks = plan.shape.pipeline_ranks(0)
-    levels = {plan.shape.level_between(*pair) for pair in pairwise(ranks)}
+    levels = {plan.levels.level_between(*pair) for pair in pairwise(ranks)}
     splits = plan.shape.splits
     elements = config.train.micro_batch * config.model.sequence_length * config.model.hidden
     elements //= splits.tensor * splits.context

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from megafrontier.parallel.hierarchy import Levels
+
 NIC, SUBNET = "hsn0", "10.77.0.0/24"
 MTU = 9000
 HEADER_BYTES = 66
@@ -67,13 +69,14 @@ class Links:
         sizes: of the levels, the innermost first; their product is the number of nodes. rates: of
         the levels, in bytes a second.
         """
+        levels = Levels(("",) * len(sizes), tuple(sizes))
         for node, name in enumerate(self.namespaces):
             _run("tc", "-n", name, *f"qdisc replace dev {NIC} root handle 1: htb".split())
             for level, rate in enumerate(rates, 1):
                 _shape_class(name, level, rate)
             for peer in range(len(self.namespaces)):
                 if peer != node:
-                    level = 1 + _level_between(node, peer, sizes)
+                    level = 1 + levels.level_between(node, peer)
                     match = f"u32 match ip dst {self.address(peer)}/32 flowid 1:{level}"
                     where = f"filter add dev {NIC} parent 1: protocol ip {match}"
                     _run("tc", "-n", name, *where.split())
@@ -131,17 +134,6 @@ def _run(*command: str) -> str:
     if done.returncode:
         raise Unable(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
-
-
-def _level_between(node: int, peer: int, sizes: Sequence[int]) -> int:
-    """The innermost level whose groups hold both nodes."""
-    level = 0
-    for size in sizes:
-        node, peer = node // size, peer // size
-        if node == peer:
-            break
-        level += 1
-    return level
 
 
 def _shape_class(namespace: str, level: int, bytes_per_second: float) -> None:
