@@ -16,6 +16,12 @@ SHARD_ALIGNMENT = 128
 """Elements: every shard is a multiple of 256 bytes in a 2-byte type (RCCL is slow below)."""
 
 
+def padded(numel: int, shards: int) -> int:
+    """`numel` elements and the padding with which they divide into `shards` aligned shards."""
+    multiple = shards * SHARD_ALIGNMENT
+    return -(-numel // multiple) * multiple
+
+
 @dataclass(frozen=True)
 class Entry:
     """One parameter: elements [offset, offset + numel) of the flat buffer, row-major."""
@@ -45,8 +51,7 @@ class Layout:
         for parameter, shape in shapes:
             entries.append(Entry(parameter, tuple(shape), offset))
             offset += prod(shape)
-        multiple = shards * SHARD_ALIGNMENT
-        return cls(name, tuple(entries), -(-offset // multiple) * multiple)
+        return cls(name, tuple(entries), padded(offset, shards))
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of the buffer `flat` [numel], one for each parameter, in its shape."""

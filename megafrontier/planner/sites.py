@@ -4,10 +4,11 @@ from dataclasses import replace
 from math import prod
 
 from megafrontier.config import Config
+from megafrontier.partition.layout import padded
 from megafrontier.planner.simulation.rank import Simulated
 from megafrontier.sites.endpoint import LEVEL
 from megafrontier.sites.outer import codec_of, message_bytes
-from megafrontier.training.plan import RunPlan, held_units
+from megafrontier.training.plan import RunPlan, unit_sizes
 
 
 def add_sites(config: Config, plan: RunPlan, step: Simulated) -> Simulated:
@@ -35,8 +36,8 @@ def add_sites(config: Config, plan: RunPlan, step: Simulated) -> Simulated:
 def shard_elements(config: Config, plan: RunPlan) -> list[int]:
     """Elements of the first rank's shard of each unit."""
     found = []
-    for unit in held_units(config, plan):
+    for unit in unit_sizes(config, plan.shape.splits, plan.division):
         placement, levels = plan.of(unit.axes).placement, plan.shape.over(unit.axes)
         shards = prod(levels.sizes[: placement.on(levels).optimizer])
-        found.append(-(-unit.numel // shards))
+        found.append(padded(unit.numel, levels.ranks) // shards)
     return found

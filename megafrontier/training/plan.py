@@ -205,7 +205,7 @@ def _measure_units(
     groups = optimizer_groups(config)
     with torch.device("meta"):
         model = GPT(config.model)
-    if division is not None and division.ranks > 1:
+    if division is not None:
         keep_stages(model, division, rank)
     if splits.tensor > 1:
         split_tensors(model, 0, splits.tensor)
@@ -233,11 +233,6 @@ def _distinct(config: Config, plan: RunPlan) -> list[list[UnitSize]]:
     """The units of each rank of a pipeline that may hold most."""
     splits, division = plan.shape.splits, plan.division
     return [unit_sizes(config, splits, division, rank) for rank in division.distinct_ranks()]
-
-
-def held_units(config: Config, plan: RunPlan) -> list[UnitSize]:
-    """The units of the first rank."""
-    return _distinct(config, plan)[0]
 
 
 def _state_gib(config: Config, plan: RunPlan, units: Sequence[UnitSize]) -> float:

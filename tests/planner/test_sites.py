@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from megafrontier.config import Config, SitesConfig
-from megafrontier.planner.simulation.rank import Simulated
-from megafrontier.planner.sites import add_sites
+from megafrontier.config import Config, MoEConfig, SitesConfig
+from megafrontier.planner.simulation.rank import Simulated, run_rank
+from megafrontier.planner.simulation.rates import UNKNOWN
+from megafrontier.planner.sites import add_sites, shard_elements
 from megafrontier.training.plan import resolve_plan
 from tests import runs
 
@@ -25,6 +26,18 @@ def test_a_rank_sends_its_shard_to_each_other_site_once_in_so_many_steps(config)
     elements = found.sent["site"] * SITES.every / 4 / 2
     assert 22_968 / 2 <= elements <= 22_968 / 2 * 1.05
     assert found.seconds == STEP.seconds, "no bandwidth is given"
+
+
+def test_the_counted_shards_are_those_of_a_rank(config) -> None:
+    moe, parallel = MoEConfig(experts=4, active=2), replace(config.parallel, expert=2)
+    config = replace(config, model=replace(config.model, moe=moe), parallel=parallel)
+    plan, shards = resolve_plan(config, 4), []
+
+    def measure(trainer) -> None:
+        shards.extend(unit.master.numel() for unit in trainer.engine.trained_units)
+
+    run_rank(config, plan, UNKNOWN, 0, 1, measure)
+    assert sorted(shard_elements(config, plan)) == sorted(shards)
 
 
 def test_steps_of_the_delay_hide_an_exchange(config) -> None:
