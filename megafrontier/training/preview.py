@@ -30,7 +30,7 @@ from megafrontier.training.plan import (
     state_gib,
     tensor_traffic,
 )
-from megafrontier.training.trainer import PARTS, Part, open_loader, open_named_loaders
+from megafrontier.training.trainer import PARTS, Part, open_loader
 
 MANY_PEERS = 512
 RCCL_DEVICES = ("MI250X", "AMD")
@@ -46,13 +46,10 @@ def check_training(config: Config, ranks: int, parts: Sequence[Part] = PARTS) ->
     plan = resolve_plan(config, ranks)
     check_vocabulary(config)
     optimizer_groups(config)  # refuses groups that do not fit
-    data_ranks = plan.shape.over(("data",)).ranks
     for part in parts:
-        loader = open_loader(config, part, 0, data_ranks)
+        loader = open_loader(config, part, 0, plan.shape.over(("data",)).ranks)
         if loader is not None:
             loader.samples.batch(0, 1)  # one sample shows most wrong tokenizers
-    if "valid" in parts:
-        open_named_loaders(config, 0, data_ranks)
     if "train" in parts:
         _check_packages(config)
     return plan
