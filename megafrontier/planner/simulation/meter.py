@@ -270,9 +270,8 @@ def _way_of(func: Any) -> _Way:
         keeps = torch.Tag.inplace_view not in func.tags and func.overloadpacket not in _REPLACES
         return _Way.IN_PLACE if writes and keeps else _Way.OTHER
     if func is aten._unsafe_view.default:
-        return (
-            _Way.OTHER
-        )  # its result shares the memory of its input, which its schema does not say
+        # Its result shares the memory of its input, which its schema does not say.
+        return _Way.OTHER
     has_lists = any("[]" in str(r.type) for r in schema.returns)
     is_plain = schema.returns and not any(aliases) and not has_lists
     return _Way.NEW if is_plain else _Way.OTHER
