@@ -81,10 +81,10 @@ class PredictionLoss:
         assert isinstance(attached, Tensor)
         return attached
 
-    def take(self) -> Tensor | None:
-        """The sum since the last call, and the number of targets, float64 [2]; None without any."""
+    def take(self, device: torch.device) -> Tensor:
+        """The sum since the last call, and the number of targets, float64 [2] on `device`."""
         totals, self._totals = self._totals, None
-        return totals
+        return torch.zeros(2, dtype=torch.float64, device=device) if totals is None else totals
 
 
 class _WithGradient(torch.autograd.Function):

@@ -107,10 +107,9 @@ def _z_loss(trainer: Trainer) -> torch.Tensor:
 def _prediction_loss(trainer: Trainer) -> torch.Tensor:
     """This rank's sum of the cross-entropies of tokens after the next ones, and their number,
     which count on the same ranks as the loss."""
-    prediction = trainer.model.head.prediction
-    found = None if prediction is None else prediction.take()
-    none = torch.zeros(2, dtype=torch.float64, device=trainer.mesh.device)
-    return none if found is None else found * trainer.mesh.counts_loss
+    prediction, mesh = trainer.model.head.prediction, trainer.mesh
+    assert prediction is not None
+    return prediction.take(mesh.device) * mesh.counts_loss
 
 
 def peak_memory_gib(device: torch.device) -> float:
