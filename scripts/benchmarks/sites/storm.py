@@ -65,21 +65,20 @@ class Job:
 def strike(made: Links, job: Job, number: int, rng: random.Random) -> str:
     """Do one blow to a site, and undo it. Returns what it was."""
     kind, seconds = rng.choice(("kill", "stop", "cut")), rng.uniform(1.0, LONGEST_BLOW)
-    outer = f"{made.bridge}v{number}"
     if kind == "kill":
         job.signal(signal.SIGKILL)
         job.wait()
     elif kind == "stop":
         job.signal(signal.SIGSTOP)
     else:
-        subprocess.run(["ip", "link", "set", outer, "down"], check=True)
+        made.cut(number)
     time.sleep(seconds)
     if kind == "kill":
         job.start()
     elif kind == "stop":
         job.signal(signal.SIGCONT)
     else:
-        subprocess.run(["ip", "link", "set", outer, "up"], check=True)
+        made.mend(number)
     return f"{kind} site {number} for {seconds:.1f} s"
 
 

@@ -81,6 +81,14 @@ class Links:
                     where = f"filter add dev {NIC} parent 1: protocol ip {match}"
                     _run("tc", "-n", name, *where.split())
 
+    def cut(self, node: int) -> None:
+        """Let nothing through the node's NIC."""
+        _run("ip", "link", "set", _outer(self.namespaces[node]), "down")
+
+    def mend(self, node: int) -> None:
+        """Undo `cut`."""
+        _run("ip", "link", "set", _outer(self.namespaces[node]), "up")
+
     def _up(self) -> None:
         _run("ip", "link", "add", self.bridge, "mtu", str(MTU), "type", "bridge")
         _run("ip", "link", "set", self.bridge, "up")
