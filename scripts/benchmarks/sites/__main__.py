@@ -10,7 +10,6 @@ other site. A complete run is not run again.
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -22,7 +21,9 @@ from typing import Any
 from megafrontier.common.errors import exit_on_fatal_error
 from megafrontier.config import load_config
 from megafrontier.model.flops import parameter_count
+from megafrontier.report.read import read_runs
 from scripts.benchmarks.shared.measuring import ROOT, free_port
+from scripts.benchmarks.wire_quality.__main__ import is_complete
 
 
 def train(config: str, ranks: int, jobs: Sequence[tuple[Path, list[str]]]) -> None:
@@ -48,11 +49,11 @@ def train(config: str, ranks: int, jobs: Sequence[tuple[Path, list[str]]]) -> No
 def read(folder: Path, steps: int) -> dict[str, Any] | None:
     """The last validation loss, and the bytes that a rank sent to other sites; None if the run is
     not complete."""
-    path = folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    found = [line["valid_loss"] for line in lines if "valid_loss" in line and line["step"] == steps]
-    sent = sum(line["comm"].get("site", {}).get("bytes", 0) for line in lines if "comm" in line)
-    return {"loss": found[-1], "bytes": sent} if found else None
+    if not is_complete(folder, steps):
+        return None
+    (run,) = read_runs([folder])
+    sent = sum(line["comm"].get("site", {}).get("bytes", 0) for line in run.steps)
+    return {"loss": dict(run.evaluations)[steps], "bytes": sent}
 
 
 def main() -> None:
