@@ -20,7 +20,6 @@ Needs root and Debian's iproute2; removes its namespaces and processes when it e
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -34,7 +33,7 @@ from megafrontier.pipeline.simulate import simulate
 from scripts.benchmarks.shared.measuring import at_least, code_version, cpu_name
 from scripts.benchmarks.slow_network.__main__ import write_inputs
 from scripts.benchmarks.slow_network.cluster import Cluster, JobFailed, interrupted_by_signals
-from scripts.benchmarks.slow_network.job import Answer, Job
+from scripts.benchmarks.slow_network.job import Answer, Job, median_step
 from scripts.benchmarks.slow_network.links import Unable, links
 
 TIMEOUT_SECONDS = 900.0
@@ -173,9 +172,7 @@ class Bench:
         formula: tuple[float, float] | None,
         slower: float | None = None,
     ) -> Row:
-        begins = map(min, zip(*(answer.begins for answer in answers), strict=True))
-        ends = map(max, zip(*(answer.ends for answer in answers), strict=True))
-        seconds = statistics.median(b - a for a, b in zip(begins, ends, strict=True))
+        seconds = median_step(answers)
         busy = 3 * micro_batches * self._settings.tick
         return Row(
             name,

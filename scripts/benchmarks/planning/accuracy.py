@@ -29,7 +29,7 @@ from megafrontier.training.trainer import Trainer
 from scripts.benchmarks.slow_network.__main__ import STRATEGIES, write_inputs
 from scripts.benchmarks.slow_network.cluster import Cluster, interrupted_by_signals
 from scripts.benchmarks.slow_network.device import occupy
-from scripts.benchmarks.slow_network.job import Answer, Job
+from scripts.benchmarks.slow_network.job import Answer, Job, median_step
 from scripts.benchmarks.slow_network.links import links
 
 NODES, PER_NODE = 4, 4
@@ -133,14 +133,6 @@ def machine_of(answers: list[dict[str, Any]]) -> dict[str, Any]:
             "latency_microseconds": statistics.median(latency for _, latency in kinds) * 1e6,
         }
     return {"levels": levels, "device": {"name": "cpu"} | answers[0]["device"]}
-
-
-def median_step(answers: list[Answer]) -> float:
-    """Seconds from the first rank's begin of a step to the last one's end."""
-    steps = range(len(answers[0].begins))
-    begins = [min(answer.begins[step] for answer in answers) for step in steps]
-    ends = [max(answer.ends[step] for answer in answers) for step in steps]
-    return statistics.median(end - begin for begin, end in zip(begins, ends, strict=True))
 
 
 def others_cores(answers: list[Answer]) -> float:

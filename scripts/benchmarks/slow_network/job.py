@@ -1,6 +1,8 @@
 """What is asked of the ranks, and what one of them answers: both travel as JSON."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 
 @dataclass(frozen=True)
@@ -59,3 +61,10 @@ class Answer:
     loss: float
     kinds: dict[str, dict[str, float]] = field(default_factory=dict)
     """Bytes, seconds and hidden seconds of a step by kind, over all levels."""
+
+
+def median_step(answers: Sequence[Answer]) -> float:
+    """Seconds from the first rank's begin of a step to the last one's end, of the usual step."""
+    begins = map(min, zip(*(answer.begins for answer in answers), strict=True))
+    ends = map(max, zip(*(answer.ends for answer in answers), strict=True))
+    return median(end - begin for begin, end in zip(begins, ends, strict=True))
