@@ -56,10 +56,14 @@ class AsyncHostCopy:
             self._flat = flat
         self.ready = DeviceTimer(flat.device)
 
+    def wait(self) -> torch.Tensor:
+        """The values, one after another, in host memory."""
+        self.ready.wait()
+        return self._flat
+
     def read(self) -> dict[str, float | list[float]]:
         """The values by name: a number for a tensor [], a list for [n]."""
-        self.ready.wait()
-        numbers = iter(self._flat.tolist())
+        numbers = iter(self.wait().tolist())
         return {
             name: [next(numbers) for _ in range(shape[0])] if shape else next(numbers)
             for name, shape in self._shapes.items()

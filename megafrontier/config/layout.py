@@ -57,6 +57,14 @@ class ExpertsPartitionConfig:
 
 
 @dataclass
+class OffloadConfig:
+    optimizer: Literal["none", "cpu"] = "none"
+    """cpu: masters and the states of the optimizer are in host memory, where AdamW or SGD runs on
+    the rank's cores. A gradient shard crosses to the host while backward goes on; new weights, in
+    `train.precision`, cross to the device under the next forward. The numbers are the same."""
+
+
+@dataclass
 class PartitionConfig:
     strategy: Literal["auto", "ddp", "zero1", "zero2", "zero3", "mics", "hpz", "topo"] | None = None
     """A named placement. topo if neither this nor a placement is given. auto: the placement that
@@ -73,6 +81,8 @@ class PartitionConfig:
     """Wire formats."""
     experts: ExpertsPartitionConfig | None = None
     """Placement and wires of the experts of `model.moe`. Default: as the other parameters."""
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    """States in host memory instead of the device's."""
     error_feedback: bool | None = None
     """Add the quantization error of a gradient message to the next one, on the levels between
     `gradients` and `optimizer`. If the two are the same level: on the levels within it, in every

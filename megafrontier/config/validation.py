@@ -158,6 +158,8 @@ def check(config: Config) -> None:
     _check_optimizer(config.optimizer)
     _check_wires(config.partition.wires, "partition.wires")
     _check_experts_partition(config)
+    if config.partition.offload.optimizer != "none":
+        _check_offload(config)
     if config.sites is not None:
         check_sites(config.sites, config.train.global_batch, config.train.hang_seconds)
         _check_data_of_sites(config)
@@ -343,6 +345,16 @@ def _check_experts_partition(config: Config) -> None:
         need(config.model.moe is not None, "partition.experts", "given", fits)
         if experts.wires is not None:
             _check_wires(experts.wires, "partition.experts.wires")
+
+
+def _check_offload(config: Config) -> None:
+    optimizer, where = config.optimizer, "with partition.offload.optimizer"
+    names: dict[str, str | None] = {"optimizer.name": optimizer.name}
+    names |= {f"optimizer.groups[{i}].name": g.name for i, g in enumerate(optimizer.groups)}
+    for key, name in names.items():
+        need(name != "muon", key, name, f"need adamw or sgd {where}")
+    need(optimizer.fused != "apex", "optimizer.fused", "apex", f"need torch or none {where}")
+    need(config.sites is None, "sites", "given", f"need null {where}")
 
 
 def _check_wires(wires: WiresConfig, prefix: str) -> None:

@@ -1,10 +1,12 @@
 """The optimizers of an engine's units, by the configuration's groups."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from megafrontier.common.async_copy import AsyncHostCopy
 from megafrontier.config import OptimizerConfig
 from megafrontier.optim.adamw import ShardedAdamW
 from megafrontier.optim.groups import EMA, STATES, OptimizerGroups
@@ -12,6 +14,8 @@ from megafrontier.optim.muon import ShardedMuon
 from megafrontier.optim.sgd import ShardedSGD
 from megafrontier.optim.sharded import Slice, merge_slices
 from megafrontier.partition.comm.collectives import LevelCollectives
+from megafrontier.partition.comm.streams import DONE, Stream, make_stream
+from megafrontier.partition.offload import HostShard
 from megafrontier.partition.unit import Unit
 
 States = dict[str, list[torch.Tensor | None]]
@@ -44,6 +48,8 @@ Elementwise = Callable[[str, Sequence[torch.Tensor]], UnitOptimizer]
 class UnitOptimizers:
     """The optimizers of an engine's trained units.
 
+    Offloaded units are updated one by one in a thread (Note [An offloaded step]).
+
     states: by torch's names, for each unit this rank's 1-D shard, or None if the unit's optimizer
         has no such state. `ema` is the average of the weights.
     """
@@ -60,8 +66,11 @@ class UnitOptimizers:
         takes the place of AdamW and SGD."""
         self._parts: list[tuple[UnitOptimizer, list[int]]] = []
         self.states: States = {}
-        for name in dict.fromkeys(unit.optimizer for unit in units):
-            indices = [i for i, unit in enumerate(units) if unit.optimizer == name]
+        self._hosts = [unit.host for unit in units if unit.host is not None]
+        self._thread: Stream | None = None
+        if self._hosts:
+            self._thread = make_stream("update", self._hosts[0].memory)
+        for name, indices in _divided(units, bool(self._hosts)):
             own = [units[i] for i in indices]
             if elementwise is not None and name != "muon":
                 optimizer = elementwise(name, [unit.master for unit in own])
@@ -93,12 +102,50 @@ class UnitOptimizers:
             for average, master in zip(self._average, self._masters, strict=False):
                 average.copy_(master)
             self._is_averaging = True
+        if self._thread is not None:
+            self._start_updates(self._thread, gradients, lr, divisor, skip)
+            return
         for optimizer, indices in self._parts:
             optimizer.step([gradients[i] for i in indices], lr, divisor, skip)
+            self._update_averages(indices, skip)
+
+    def _update_averages(self, indices: Iterable[int], skip: torch.Tensor) -> None:
         if self._average:
             share = ((1 - self._ema_decay) * (1 - skip)).float()
-            for average, master in zip(self._average, self._masters, strict=True):
-                average.lerp_(master, share)
+            for i in indices:
+                self._average[i].lerp_(self._masters[i], share)
+
+    def _start_updates(
+        self,
+        thread: Stream,
+        gradients: Sequence[torch.Tensor],
+        lr: float,
+        divisor: torch.Tensor,
+        skip: torch.Tensor,
+    ) -> None:
+        """Hand the updates of all units to the thread, first unit first."""
+        pairs = zip(self._hosts, gradients, strict=True)
+        received = [host.received(gradient) for host, gradient in pairs]
+        # It is on the host after the gradients.
+        numbers = AsyncHostCopy({"divisor": divisor.double(), "skip": skip.double()})
+        for optimizer, (i,) in self._parts:
+            host, gradient = self._hosts[i], received[i]
+            task = partial(self._update_on_host, optimizer, i, host, gradient, lr, numbers)
+            host.update = thread.run(task, DONE)
+
+    def _update_on_host(
+        self,
+        optimizer: UnitOptimizer,
+        index: int,
+        host: HostShard,
+        gradient: torch.Tensor,
+        lr: float,
+        numbers: AsyncHostCopy,
+    ) -> None:
+        divisor, skip = numbers.wait()
+        optimizer.step([gradient], lr, divisor, skip)
+        self._update_averages([index], skip)
+        host.round()
 
     @property
     def _adamw(self) -> list[ShardedAdamW]:
@@ -107,7 +154,9 @@ class UnitOptimizers:
     @property
     def steps(self) -> int:
         """Number of AdamW's updates, which its bias correction needs; 0 without AdamW. Waits for
-        the device."""
+        the device, and for updates on the host."""
+        for host in self._hosts:
+            host.update.wait()
         return max((adamw.steps for adamw in self._adamw), default=0)
 
     def restore(self, steps: int, has_average: bool = False) -> None:
@@ -116,6 +165,14 @@ class UnitOptimizers:
         self._is_averaging = has_average
         for adamw in self._adamw:
             adamw.restore(steps)
+
+
+def _divided(units: Sequence[Unit], into_units: bool) -> list[tuple[str, list[int]]]:
+    """The units by the name of their optimizer, or each by itself."""
+    if into_units:
+        return [(unit.optimizer, [i]) for i, unit in enumerate(units)]
+    names = dict.fromkeys(unit.optimizer for unit in units)
+    return [(name, [i for i, u in enumerate(units) if u.optimizer == name]) for name in names]
 
 
 def group_slices(units: Sequence[Unit], groups: OptimizerGroups) -> list[tuple[int, list[Slice]]]:

@@ -199,7 +199,10 @@ class Hierarchy:
         `depth`."""
         self.arbiter.drain()
         for tensor in tensors:
+            sent = tensor.to(self.device)  # an offloaded one lies on the host
             # Outermost level first: every source must have the tensor when its level's turn comes.
             for level in reversed(range(depth, len(self.levels.sizes))):
                 if (group := self.groups[level]) is not None:
-                    dist.broadcast(tensor, self.peers[level][0], group=group)
+                    dist.broadcast(sent, self.peers[level][0], group=group)
+            if sent is not tensor:
+                tensor.copy_(sent)

@@ -63,6 +63,7 @@ def shard(
     initial: InitialSlice | None = None,
     groups: GroupOf = lambda spec: ("", 0),
     stages: Sequence[Sequence[str]] = (),
+    is_offloaded: bool = False,
 ) -> "Engine":
     """Shard a model's state over a mesh. The model keeps its class and is called as before.
 
@@ -94,8 +95,8 @@ def shard(
         on every rank.
     groups: (optimizer, group) of a parameter, by its spec. Parameters of a unit have the same
         optimizer, and those of a group lie side by side, in the order of the groups.
-    stages: the names of the blocks of each part of the model that is called by itself, inside of
-        `Engine.stage`. Default: one of all blocks.
+    stages: names of the blocks of each part that is called by itself, inside of `Engine.stage`.
+    is_offloaded: masters are in host memory, where `UnitOptimizers` updates them.
 
     Raises UserError for complex parameters; for blocks that are not part of the model, share a
     name, are called root, or use parameters of a block inside them; for a model that is sharded
@@ -110,10 +111,10 @@ def shard(
     def common(spec: ParamSpec) -> UnitRules:
         over = mesh.hierarchy(spec.axes) if isinstance(mesh, Mesh) else mesh
         sent = wires if over.crossed is None else wires.extended(over.crossed)
-        return UnitRules(over, placement, sent, dtype, error_feedback)
+        return UnitRules(over, placement, sent, dtype, error_feedback, is_offloaded)
 
     hierarchy = mesh.hierarchy() if isinstance(mesh, Mesh) else mesh
-    engine = Engine(placement, hierarchy, wires, overlap, prefetch, check_order)
+    engine = Engine(placement, hierarchy, wires, overlap, prefetch, check_order, is_offloaded)
     engine.init_units(model, divide(model, blocks), initial, groups, rules or common, stages)
     return engine
 
@@ -133,20 +134,20 @@ class Engine:
         overlap: Policy,
         prefetch: int,
         check_order: bool,
+        is_offloaded: bool,
     ) -> None:
         self.placement = placement.on(hierarchy.levels)
         self.hierarchy = hierarchy
         self.wires = wires
         self.ledger = Ledger(hierarchy.levels.names, hierarchy.device)
         self.units: list[Unit] = []
-        # A single rank has no collectives, and a thread would only cost time.
-        is_alone = max(hierarchy.size, hierarchy.world.size) == 1
+        # A single rank may have nothing to send, and a thread would only cost time.
+        is_alone = max(hierarchy.size, hierarchy.world.size) == 1 and not is_offloaded
         self._policy: Policy = "none" if is_alone else overlap
         self._prefetch = 0 if self._policy == "none" else prefetch
-        stream_policy = "safe" if check_order and self._policy == "full" else self._policy
-        self._streams = CommStreams(
-            stream_policy, len(hierarchy.levels.sizes), hierarchy.device, hierarchy.arbiter
-        )
+        policy: Policy = "safe" if check_order and self._policy == "full" else self._policy
+        levels = len(hierarchy.levels.sizes)
+        self._streams = CommStreams(policy, levels, hierarchy.device, hierarchy.arbiter)
         self._check_order = check_order
         self._collectives: dict[tuple[Hierarchy, Wires, Kind | None], LevelCollectives] = {}
 
@@ -217,6 +218,7 @@ class Engine:
                 self.pool.gradients,
                 rule.feedback_levels,
                 is_frozen=not is_trained,
+                is_offloaded=rule.is_offloaded,
             )
             units.append(unit)
         return units
@@ -297,8 +299,7 @@ class Engine:
             yield
 
     def issue(self, level: int, task: Task) -> WorkHandle:
-        """Run a message to another rank on the comm stream of a level, after the collectives that
-        were issued before."""
+        """Run a message to another rank on a level's stream, after what was issued before."""
         return self._streams.run(self._streams.index(level), task, DONE)
 
     @property
@@ -353,7 +354,7 @@ class Engine:
         """
         for unit in self.trained_units:
             unit.mark_stale()
-            if unit.hierarchy.size == 1:  # nothing to send, and its block may have no hooks
+            if unit.has_no_messages:  # its block may have no hooks
                 unit.finish_publishing()
         if self._policy == "none":
             self.finish_publishing()
@@ -375,8 +376,7 @@ class Engine:
         if has_published or self.have_deltas:
             self._broadcast_weights(self.units, from_masters=not has_published)
         else:  # these wires give the same weights from the same masters
-            frozen = [unit for unit in self.units if unit.is_frozen]
-            self._broadcast_weights(frozen, from_masters=True)
+            self._broadcast_weights([u for u in self.units if u.is_frozen], from_masters=True)
             self.publish()
             self.finish_publishing()
 

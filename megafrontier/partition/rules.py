@@ -23,6 +23,8 @@ class UnitRules:
     wires: Wires
     dtype: torch.dtype
     error_feedback: bool = False
+    is_offloaded: bool = False
+    """Whether the optimizer's state lies on the host."""
 
     @property
     def feedback_levels(self) -> list[int]:

@@ -16,6 +16,7 @@ from megafrontier.partition.error_feedback import ErrorFeedback
 from megafrontier.partition.flat_buffers import FlatGradient, UnitParameters
 from megafrontier.partition.layout import Layout
 from megafrontier.partition.memory import UnitBuffer
+from megafrontier.partition.offload import HostShard
 from megafrontier.partition.placement import Placement
 from megafrontier.partition.wires.wire import Wires
 
@@ -54,11 +55,12 @@ class Unit:
         gradient_buffers: BufferPool,
         feedback_levels: Sequence[int],
         is_frozen: bool = False,
+        is_offloaded: bool = False,
     ) -> None:
         """`parameters`: in the order of the flat buffer. `optimizer`: the name of the one that
         updates them. `buffer`: memory of the unsharded weights, in the computing type; while they
         are resharded, another unit may have it. `feedback_levels`: the levels with error feedback.
-        `is_frozen`: the parameters get no gradient."""
+        `is_frozen`: the parameters get no gradient. `is_offloaded`: the master is on the host."""
         size = collectives.hierarchy.size
         self.name = name
         self.optimizer = optimizer
@@ -78,7 +80,7 @@ class Unit:
         self.is_finishing = False
         """Whether the reduction to the optimizer level has begun. A gradient that comes later would
         be added to a sum over all ranks."""
-        self._allocate(feedback_levels)
+        self._allocate(feedback_levels, is_offloaded)
         self._publishing = AsyncChain(self.weights, f"publish {name}")
         self._gathering = AsyncChain(self.weights, f"gather {name}")
         self._reducing = AsyncChain(self.gradient, f"reduce {name}")
@@ -87,7 +89,7 @@ class Unit:
         self._parameters = UnitParameters(self.layout, buffer.dtype, buffer.device)
         self._parameters.reshard()
 
-    def _allocate(self, feedback_levels: Sequence[int]) -> None:
+    def _allocate(self, feedback_levels: Sequence[int], is_offloaded: bool) -> None:
         place, dtype = self.placement, self.buffer.dtype
         self.weights = (
             self.full if self.is_persistent else self._empty(place.backward_weights, dtype)
@@ -95,11 +97,20 @@ class Unit:
         self.gradient = torch.zeros(0, device=self.buffer.device)
         if not self.is_frozen:
             self.gradient = self._empty(place.gradients, torch.float32).zero_()
+        self.host: HostShard | None = None
+        """Of an offloaded unit."""
         # If every rank updates all weights and computes in fp32, the weights are the masters.
-        self.computes_with_masters = place.optimizer == 0 and dtype is torch.float32
-        self.master = (
-            self.full if self.computes_with_masters else self._empty(place.optimizer, torch.float32)
-        ).zero_()
+        is_same = place.optimizer == 0 and dtype is torch.float32
+        self.computes_with_masters = is_same and not is_offloaded
+        if is_offloaded:
+            start, stop = self.range
+            self.host = HostShard(stop - start, dtype, self.buffer.device)
+            self.master = self.host.master
+        elif self.computes_with_masters:
+            self.master = self.full
+        else:
+            self.master = self._empty(place.optimizer, torch.float32)
+        self.master.zero_()
         levels = () if self.is_frozen else feedback_levels
         errors = {level: self._empty(level, torch.bfloat16).zero_() for level in levels}
         self.feedback = ErrorFeedback(self.layout, self._collectives, place.optimizer, errors)
@@ -127,6 +138,11 @@ class Unit:
     def collectives(self) -> LevelCollectives:
         """The collectives over the levels of `hierarchy`."""
         return self._collectives
+
+    @property
+    def has_no_messages(self) -> bool:
+        """Whether no state of the unit comes from another rank or from the host."""
+        return self.hierarchy.size == 1 and self.host is None
 
     @property
     def counts(self) -> bool:
@@ -172,8 +188,14 @@ class Unit:
         if self.computes_with_masters:
             return
         place, label = self.placement, self._publishing.label
+        source = self.master if self.host is None else self.host.take_weights()
         self._publishing = self._collectives.publish(
-            self.master, self.weights, place.optimizer, place.backward_weights, label
+            source,
+            self.weights,
+            place.optimizer,
+            place.backward_weights,
+            label,
+            self.host is not None,
         )
 
     def finish_publishing(self) -> None:
@@ -202,7 +224,7 @@ class Unit:
     def gather_master(self) -> torch.Tensor:
         """The unsharded masters, fp32 [numel], in new memory. All ranks call it."""
         depth = self.placement.optimizer
-        full = torch.empty(self.layout.numel, device=self.master.device)
+        full = torch.empty(self.layout.numel, device=self.buffer.device)
         self._collectives.local_slice(full, 0, depth).copy_(self.master)
         return self._collectives.gather_exact(full, depth, 0, f"masters {self.name}").wait()
 
@@ -313,6 +335,8 @@ class Unit:
     def start_finishing(self) -> None:
         """Begin to reduce the gradient shard to the optimizer level, and over replicas."""
         self.is_finishing = True
+        if self.host is not None and self.is_stale:  # its weights lie where the gradient goes
+            self.start_publishing()
         place = self.placement
         if place.gradients == 0:
             self._flat.complete()
@@ -326,7 +350,13 @@ class Unit:
             self.feedback.errors,
             self._reducing.work,
         )
-        self._collectives.sum_over_replicas(self._finished, place.optimizer)
+        to_host = self._receive if self.host is not None else None
+        self._collectives.sum_over_replicas(self._finished, place.optimizer, to_host)
+
+    def _receive(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Copy the optimizer shard of the gradient to the host."""
+        assert self.host is not None
+        return self.host.receive(self._clear_unused(gradient))
 
     def finish_gradient(self) -> torch.Tensor:
         """Wait for `start_finishing`. Returns this rank's optimizer shard of the gradient, fp32,
@@ -339,6 +369,11 @@ class Unit:
         gradient = self._finished.wait()
         self._finished = None
         self.finish_reducing()  # over already
+        return gradient if self.host is not None else self._clear_unused(gradient)
+
+    def _clear_unused(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Set this rank's optimizer shard of the gradient to zero where it belongs to no parameter
+        that is trained."""
         # Quantisation, and rotation above all, leaves values in padding and in frozen parameters.
         gradient[self.layout.padding_within(*self.range)].zero_()
         pairs = zip(self.layout.entries, self.parameters, strict=True)

@@ -71,6 +71,8 @@ class RunPlan:
     """The wires of activations (`presets.work_wires`)."""
     tokens: tuple[Wire | None, ...] = ()
     """The wires of tokens of an expert split."""
+    is_offloaded: bool = False
+    """Whether masters and the optimizer's states are in host memory."""
 
     @property
     def levels(self) -> Levels:
@@ -118,7 +120,8 @@ def resolve_plan(config: Config, ranks: int) -> RunPlan:
     error_feedback = has_error_feedback(config.partition, wires, placement, levels)
     rest = StatePlan(placement, wires, error_feedback)
     experts = rest if config.model.moe is None else _plan_experts(config, shape, placement)
-    return RunPlan(machine, shape, *rest, experts, division, activations, tokens)
+    is_offloaded = config.partition.offload.optimizer == "cpu"
+    return RunPlan(machine, shape, *rest, experts, division, activations, tokens, is_offloaded)
 
 
 def _border_rates(machine: MachineConfig, shape: MeshShape) -> dict[str, float | None]:

@@ -19,7 +19,7 @@ from megafrontier.parallel.mesh import DATA_PARALLEL
 from megafrontier.partition.placement import Placement, error_levels
 from megafrontier.partition.wires.wire import Wire
 from megafrontier.pipeline.balance import describe_pipeline, stage_costs
-from megafrontier.training.callbacks.base import load_class
+from megafrontier.training.callbacks.base import Callback, load_class
 from megafrontier.training.plan import (
     RunPlan,
     StatePlan,
@@ -67,7 +67,11 @@ def _check_packages(config: Config) -> None:
     if config.optimizer.fused == "apex":
         find_apex()
     for name in log.callbacks:
-        load_class(name)
+        changes = load_class(name).after_optimizer is not Callback.after_optimizer
+        is_offloaded = config.partition.offload.optimizer != "none"
+        if changes and is_offloaded:
+            fits = "may change masters after a step, need partition.offload.optimizer=none"
+            raise UserError(f"log.callbacks: {name}, {fits}")
 
 
 def check_vocabulary(config: Config) -> None:

@@ -212,6 +212,7 @@ def build_model(
         initial=initial_values(config) if has_values else partial(_zeros, mesh.device),
         groups=optimizer_groups(config).of,
         stages=block_names(model, plan.division, mesh.pipeline_rank),
+        is_offloaded=plan.is_offloaded,
     )
     connect(engine)
     return model, engine
@@ -221,7 +222,8 @@ def _unit_rules(plan: RunPlan, mesh: Mesh, dtype: torch.dtype, spec: ParamSpec) 
     state = plan.of(spec.axes)
     over, wires = mesh.hierarchy(spec.axes), state.wires
     wires = wires if over.crossed is None else wires.extended(over.crossed)
-    return UnitRules(over, state.placement, wires, dtype, state.error_feedback)
+    offloads = plan.is_offloaded
+    return UnitRules(over, state.placement, wires, dtype, state.error_feedback, offloads)
 
 
 def make_runner(config: Config, plan: RunPlan, mesh: Mesh, model: GPT, engine: Engine) -> Runner:

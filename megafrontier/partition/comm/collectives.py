@@ -22,6 +22,7 @@ from megafrontier.partition.comm.delta import WeightDelta, delta_levels
 from megafrontier.partition.comm.ledger import Kind, Ledger
 from megafrontier.partition.comm.streams import (
     DONE,
+    HOST,
     AsyncChain,
     CommStreams,
     Op,
@@ -99,9 +100,16 @@ class LevelCollectives:
         return chain
 
     def publish(
-        self, master: torch.Tensor, weights: torch.Tensor, start: int, stop: int, label: str
+        self,
+        master: torch.Tensor,
+        weights: torch.Tensor,
+        start: int,
+        stop: int,
+        label: str,
+        is_on_host: bool = False,
     ) -> AsyncChain:
-        """Bring fp32 `master`, a slice at depth `start`, to all copies `weights` at depth `stop`.
+        """Bring `master`, a slice at depth `start`, to all copies `weights` at depth `stop`. It is
+        fp32, or rounded to the type of the copies. `is_on_host`: it lies in the host's memory.
 
         Over the outermost levels with delta wires, only the change since the last publication is
         sent. It is computed from the published weights, so the error of one message is part of the
@@ -111,11 +119,25 @@ class LevelCollectives:
         chain = AsyncChain(self.local_slice(weights, stop, start), label, kind=self._gathered)
         depth = levels[0] if levels else start
         if levels:
+            if is_on_host:
+                master = self._copy_from_host(chain, master)
             self._publish_delta(chain, master, self.local_slice(weights, stop, depth), levels)
         else:
-            self.then(chain, start - 1, lambda published: published.copy_(master))
+            copy = lambda published: published.copy_(master, non_blocking=True)  # noqa: E731
+            self.then(chain, HOST if is_on_host else start - 1, copy)
         self._gather(self._wires.gather, chain, AsyncChain(weights, label), depth, stop)
         return chain
+
+    def _copy_from_host(self, chain: AsyncChain, master: torch.Tensor) -> torch.Tensor:
+        """A buffer of the device, which holds `master` when the chain has got here."""
+        buffer = chain.acquire(self._streams.buffers, master.numel(), master.dtype)
+
+        def copy(value: torch.Tensor) -> torch.Tensor:
+            buffer.copy_(master, non_blocking=True)
+            return value
+
+        self.then(chain, HOST, copy)
+        return buffer
 
     def _publish_delta(
         self, chain: AsyncChain, master: torch.Tensor, base: torch.Tensor, levels: list[int]
@@ -174,15 +196,26 @@ class LevelCollectives:
         self._reduce(self._wires.reduce, chain, start, stop, errors)
         return chain
 
-    def sum_over_replicas(self, chain: AsyncChain, depth: int) -> None:
+    def sum_over_replicas(
+        self,
+        chain: AsyncChain,
+        depth: int,
+        to_host: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         """Sum the chain's fp32 slice at `depth` in place over all levels beyond it.
 
         One owner adds up each shard and gathers give it back, so all replicas hold the same bits,
         and slow levels carry only a shard of the slice. The gathers over the inner levels are
         deferred until `CommStreams.issue_deferred` or the next sum: its reduction uses these levels
-        first, and would wait there until the slow level is done.
+        first, and would wait there until the slow level is done. `to_host`: copies the sum.
         """
-        self._streams.defer(self._sum_over_replicas(self._wires.reduce, chain, depth))
+        rest = self._sum_over_replicas(self._wires.reduce, chain, depth)
+        last = [] if to_host is None else [Op(chain, HOST, to_host)]
+        if rest:
+            self._streams.defer([*rest, *last])
+        else:
+            self._streams.issue_deferred()
+            self._streams.issue_all(last)
 
     def reduce_exact(self, full: torch.Tensor, start: int, stop: int, label: str) -> AsyncChain:
         """Sum `full`, which is overwritten, over levels start … stop - 1 and over all replicas, in

@@ -26,9 +26,10 @@ def delta_levels(wires: Wires, sizes: Sequence[int], start: int, stop: int) -> l
 class WeightDelta:
     """The change of a unit's weights since their last publication, as one level sends it.
 
-    `master`: the fp32 shard that this rank owns [n]. `base`: this rank's copy of the weights of all
-    owners reached so far [owners · n], in the order of their messages. `previous_wire`: the wire of
-    the slower level before this one, None for the first level.
+    `master`: the shard that this rank owns [n], fp32 or in the type of the copies. `base`: this
+    rank's copy of the weights of all owners reached so far [owners · n], in the order of their
+    messages. `previous_wire`: the wire of the slower level before this one, None for the first
+    level.
     """
 
     master: torch.Tensor

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby, zip_longest
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -30,6 +31,8 @@ from megafrontier.partition.comm.ledger import Kind
 
 Policy = Literal["none", "safe", "full"]
 Task = Callable[[], object]
+HOST = -2
+"""In place of a level: copies between the device and host memory, on a stream of their own."""
 
 
 class WorkHandle(Protocol):
@@ -48,7 +51,9 @@ DONE = _Done()
 """The handle of a task that has run."""
 
 
-class _Stream(Protocol):
+class Stream(Protocol):
+    """Runs tasks one after another."""
+
     def run(self, task: Task, after: WorkHandle) -> WorkHandle:
         """Issue `task`. It runs after `after` and after all earlier tasks of this stream."""
 
@@ -160,10 +165,15 @@ class CommStreams:
         self.buffers = BufferPool(device)
         """Buffers of messages that are passed from one level to the next."""
         if policy == "full":
-            self._streams = [_make_stream(f"level-{i}", device) for i in range(levels)]
+            self._streams = [make_stream(f"level-{i}", device) for i in range(levels)]
         else:
-            self._streams = [InlineStream() if policy == "none" else _make_stream("levels", device)]
+            self._streams = [InlineStream() if policy == "none" else make_stream("levels", device)]
         self._workspaces = [Workspace(device) for _ in self._streams]
+        self._policy, self._device = policy, device
+
+    @cached_property
+    def _host(self) -> Stream:
+        return self._streams[0] if self._policy == "none" else make_stream("host", self._device)
 
     @property
     def held_bytes(self) -> int:
@@ -175,13 +185,14 @@ class CommStreams:
         return self._workspaces[self.index(level)]
 
     def index(self, level: int) -> int:
-        """The index of a level's stream."""
-        return min(level, len(self._streams) - 1)
+        """The index of a level's stream; `HOST` has its own."""
+        return level if level == HOST else min(max(level, 0), len(self._streams) - 1)
 
     def run(self, index: int, task: Task, after: WorkHandle) -> WorkHandle:
         """Issue `task` on a stream, to run after `after`."""
         self._arbiter.acquire(self)
-        self._newest[index] = work = self._streams[index].run(task, after)
+        stream = self._host if index == HOST else self._streams[index]
+        self._newest[index] = work = stream.run(task, after)
         return work
 
     def issue(self, op: "Op") -> None:
@@ -193,7 +204,7 @@ class CommStreams:
         def task() -> None:
             op.chain.value = op.function(op.chain.value)
 
-        op.chain.work = self.run(self.index(max(op.level, 0)), task, op.chain.work)
+        op.chain.work = self.run(self.index(op.level), task, op.chain.work)
 
     def issue_all(self, ops: Iterable["Op"]) -> None:
         """Issue operations in this order."""
@@ -239,14 +250,15 @@ class CommStreams:
             work.wait()
 
 
-STREAMS: dict[str, Callable[[str, torch.device], _Stream]] = {
+STREAMS: dict[str, Callable[[str, torch.device], Stream]] = {
     "cpu": lambda name, device: ThreadStream(name),
     "cuda": lambda name, device: DeviceStream(device),
 }
 """What makes a stream of a name, by the type of device. A simulation adds its own."""
 
 
-def _make_stream(name: str, device: torch.device) -> _Stream:
+def make_stream(name: str, device: torch.device) -> Stream:
+    """A stream of a device: of the CPU, a thread."""
     return STREAMS[device.type](name, device)
 
 

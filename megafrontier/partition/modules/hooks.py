@@ -125,7 +125,7 @@ class ModuleHooks:
 
     def _attach(self, point: HookPoint) -> None:
         # A single rank with persistent weights has nothing to gather and no order to keep.
-        if not point.is_persistent or any(unit.hierarchy.size > 1 for unit in point.units):
+        if not (point.is_persistent and all(unit.has_no_messages for unit in point.units)):
 
             def before(_module: nn.Module, *arguments: Any) -> None:
                 self._before_forward(point, arguments)

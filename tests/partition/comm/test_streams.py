@@ -129,7 +129,7 @@ def test_device_streams_are_drained_before_an_engines_memory_is_freed(monkeypatc
         def __del__(self):
             seen.append("memory")
 
-    monkeypatch.setattr(streams_module, "_make_stream", Stream)
+    monkeypatch.setattr(streams_module, "make_stream", Stream)
 
     def body(hierarchy):
         model, engine = place(hierarchy, "zero1", overlap="full")

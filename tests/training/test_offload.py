@@ -1,0 +1,143 @@
+"""Masters and optimizer states in host memory: the same numbers, under the next forward."""
+
+import threading
+
+import pytest
+import torch
+
+from megafrontier.common.errors import UserError
+from megafrontier.parallel.mesh import Splits
+from megafrontier.training.callbacks.base import Callback
+from megafrontier.training.callbacks.save import save_trainer
+from megafrontier.training.logging.run_log import RunLogger
+from megafrontier.training.loop import start_step, train_step
+from megafrontier.training.preview import check_training
+from megafrontier.training.resume.resume import resume
+from tests import runs
+from tests.ranks import run_mesh
+
+OFFLOAD = "partition.offload.optimizer=cpu"
+SMALL = ("train.global_batch=8", "train.loss_scale=8")
+NONE = "partition.overlap=none"
+PLAIN = [
+    ("train.precision=bf16", "partition.wires=low", "partition.overlap=full"),
+    ("train.precision=fp32", "partition.strategy=ddp", "optimizer.ema=0.9"),
+    ("train.precision=fp16", "partition.strategy=zero3", "optimizer.name=sgd", NONE),
+]
+SPLIT = [("parallel.pipeline=2", "optimizer.fused=none", "machine=laptop")]
+ALONE = [("train.precision=bf16", "machine=laptop")]
+
+
+class Halve(Callback):
+    """Changes gradients in place, as a callback may."""
+
+    def before_optimizer(self, trainer, gradients):
+        for gradient in gradients:
+            gradient.mul_(0.5)
+
+
+class MoveMasters(Callback):
+    def after_optimizer(self, trainer, stats):
+        trainer.engine.units[0].master.zero_()
+
+
+def steps(trainer, count=3):
+    """Losses and norms of some steps, the last but one of which is skipped."""
+    found = []
+    for step in range(count):
+        is_spike = float(step == count - 2)
+        trainer.spikes.detect = lambda *_, is_spike=is_spike: torch.tensor(
+            is_spike, dtype=torch.float64
+        )
+        result = start_step(trainer, [Halve()] if step == 0 else []).read()
+        found.append((result.loss, result.grad_norm))
+    return found
+
+
+def states(trainer):
+    trainer.engine.finish_publishing()
+    shards = [shard for found in trainer.optimizer.states.values() for shard in found]
+    tensors = [*(unit.master for unit in trainer.engine.units), *shards]
+    return [tensor.clone() for tensor in tensors]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "splits", "cases"),
+    [
+        ((2, 2, 1), Splits(), PLAIN),
+        ((2,), Splits(pipeline=2), SPLIT),
+        ((1,), Splits(), ALONE),
+    ],
+)
+def test_losses_norms_and_states_are_those_without_offload_to_the_bit(folder, sizes, splits, cases):
+    def train(mesh, *chosen):
+        with runs.open_trainer(runs.load(folder / "config.yaml", *SMALL, *chosen), mesh) as trainer:
+            return steps(trainer), trainer.optimizer.steps, states(trainer)
+
+    def body(mesh):
+        differing = []
+        for chosen in cases:
+            *numbers, tensors = train(mesh, *chosen)
+            *others, offloaded = train(mesh, *chosen, OFFLOAD)
+            if numbers != others or not all(map(torch.equal, tensors, offloaded)):
+                differing.append((chosen, numbers, others))
+        return differing
+
+    assert not any(run_mesh(sizes, body, splits=splits))
+
+
+def test_a_checkpoint_of_either_kind_goes_on_as_the_other_to_the_bit(folder):
+    always = (*SMALL, "machine=laptop", "train.precision=bf16")
+
+    def body(mesh, first, second):
+        name = f"run.directory={folder}/{mesh.levels.ranks}{len(first)}"
+        config = runs.load(folder / "config.yaml", *always, name, *first)
+        with runs.open_trainer(config, mesh) as trainer:
+            train_step(trainer)
+            save_trainer(trainer)
+            expected = [train_step(trainer).loss for _ in range(2)]
+        config = runs.load(folder / "config.yaml", *always, name, *second)
+        with runs.open_trainer(config, mesh) as trainer:
+            resume(trainer, RunLogger(None))
+            return expected, [train_step(trainer).loss for _ in range(2)]
+
+    for first, second in (((OFFLOAD,), ()), ((), (OFFLOAD,))):
+        for expected, found in run_mesh((2,), lambda mesh, a=first, b=second: body(mesh, a, b)):
+            assert found == expected
+
+
+def test_a_forward_waits_only_for_the_updates_of_its_units_and_those_prefetched(folder):
+    def body(mesh):
+        config = runs.load(folder / "config.yaml", OFFLOAD, "machine=laptop")
+        with runs.open_trainer(config, mesh) as trainer:
+            begun, update = threading.Event(), trainer.optimizer._update_on_host
+            waited = []
+
+            def slow(optimizer, index, *rest):
+                if index == len(trainer.engine.units) - 1:
+                    waited.append(begun.wait(20))
+                update(optimizer, index, *rest)
+
+            trainer.optimizer._update_on_host = slow
+            train_step(trainer)
+            handle = trainer.model.embedding.register_forward_hook(lambda *_: begun.set())
+            train_step(trainer)
+            handle.remove()
+            trainer.engine.finish_publishing()
+            return waited
+
+    assert run_mesh((1,), body) == [[True, True]]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "line"),
+    [
+        ("optimizer.name=muon", "optimizer.name: muon, need adamw or sgd"),
+        ("optimizer.groups=[{match: matrix, name: muon}]", "groups.0..name: muon, need adamw"),
+        ("optimizer.fused=apex", "optimizer.fused: apex, need torch or none"),
+        ("log.callbacks=[tests.training.test_offload.MoveMasters]", "may change masters"),
+    ],
+)
+def test_what_cannot_be_offloaded_is_refused_in_one_line(folder, chosen, line):
+    with pytest.raises(UserError, match=line):
+        check_training(runs.load(folder / "config.yaml", OFFLOAD, chosen), 4)
