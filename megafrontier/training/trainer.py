@@ -12,9 +12,9 @@ from megafrontier.checkpoint.states import OptimizerStates
 from megafrontier.common.errors import RankError, UserError
 from megafrontier.common.signals import block_stop_requests
 from megafrontier.config import Config
-from megafrontier.data.sampling.batches import BatchSizes
+from megafrontier.data.sampling.batches import BatchSizes, SiteShare
 from megafrontier.data.sampling.loader import Loader
-from megafrontier.data.sampling.samples import Batch, SiteShare, open_samples
+from megafrontier.data.sampling.samples import Batch, open_samples
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initial_slice
@@ -263,13 +263,14 @@ def open_loader(
     samples = open_samples(config.data, length, seed, ids, part, sizes.before)
     if samples is None:
         return None
-    skip = config.data.skip
+    skip, share = config.data.skip, None
     if part == "valid":
         sizes, skip = BatchSizes(sizes.full), []
     elif config.sites is not None:
         batches, number = config.sites.batches(sizes.full), config.sites.number
-        samples.share = SiteShare(sizes.full, sum(batches[:number]), sum(batches))
-    return Loader(samples, sizes, config.train.micro_batch, data_rank, data_size, skip, device)
+        share = SiteShare(sum(batches[:number]), sum(batches))
+    micro_batch = config.train.micro_batch
+    return Loader(samples, sizes, micro_batch, data_rank, data_size, skip, device, share)
 
 
 def open_named_loaders(

@@ -7,6 +7,15 @@ from megafrontier.config import BatchWarmupConfig, TrainConfig
 
 
 @dataclass(frozen=True)
+class SiteShare:
+    """Which samples one of several sites reads: of the `of_all` samples that all sites read in a
+    step, its own from number `first` on."""
+
+    first: int
+    of_all: int
+
+
+@dataclass(frozen=True)
 class BatchSizes:
     """The global batch of each data step: `full`, or during the warm-up a smaller one."""
 

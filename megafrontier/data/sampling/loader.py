@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from megafrontier.data.sampling.batches import BatchSizes
+from megafrontier.data.sampling.batches import BatchSizes, SiteShare
 from megafrontier.data.sampling.samples import Batch, Samples
 
 
@@ -45,10 +45,14 @@ class Loader:
         dp_size: int = 1,
         skip: Sequence[Sequence[int]] = (),
         device: torch.device | str = "cpu",
+        share: SiteShare | None = None,
     ) -> None:
+        """sizes: of this run's batches. share: of one of several sites; default: all samples."""
         self.samples = samples
         sizes.check(micro_batch, dp_size)
-        self._sizes, self._micro_batch = sizes, micro_batch
+        self._own_sizes, self._micro_batch = sizes, micro_batch
+        self._sizes = sizes if share is None else BatchSizes(share.of_all)
+        self._first = 0 if share is None else share.first
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._skip = [list(pair) for pair in skip]
         self._origin = 0, 0, 0
@@ -59,7 +63,8 @@ class Loader:
         self._prefetched: dict[int, Future[list[Batch]]] = {}
 
     def position(self, step: int) -> tuple[int, int]:
-        """Return (data step, global number of its first sample) of optimizer step `step`."""
+        """Return (data step, global number of its first sample at any site) of optimizer step
+        `step`."""
         origin, first_step, first_sample = self._origin
         current = data_step(step - origin, self._skip, first_step)
         return current, first_sample + self._sizes.before(current) - self._sizes.before(first_step)
@@ -67,7 +72,8 @@ class Loader:
     def sample_range(self, step: int) -> tuple[int, int]:
         """Return the range of global sample numbers [from, to) of optimizer step `step`."""
         current, first = self.position(step)
-        return first, first + self._sizes.size(current)
+        first += self._first
+        return first, first + self._own_sizes.size(current)
 
     def resume_at(self, step: int, position: tuple[int, int]) -> None:
         """Make `position` the position of optimizer step `step`, and count on from there.

@@ -70,21 +70,6 @@ class WindowRange:
         return [Piece(window * self.length, self.length)]
 
 
-@dataclass(frozen=True)
-class SiteShare:
-    """Which samples one of several sites reads: of the `of_all` samples that all sites read in a
-    step, the `own` ones from number `first` on."""
-
-    own: int
-    first: int
-    of_all: int
-
-    def number(self, sample: int) -> int:
-        """The number among the samples of all sites of sample number `sample` of this site."""
-        step, at = divmod(sample, self.own)
-        return step * self.of_all + self.first + at
-
-
 @dataclass
 class Samples:
     """The endless sequence of samples for training, or for validation; see `open_samples`."""
@@ -96,8 +81,6 @@ class Samples:
     seed: int | None
     """None reads the windows in the order of the corpus in every epoch."""
     document_mask: bool
-    share: SiteShare | None = None
-    """Default: this run reads all samples."""
 
     @property
     def windows(self) -> list[int]:
@@ -137,8 +120,6 @@ class Samples:
 
         Raises UserError for an id that is not in the vocabulary.
         """
-        if self.share is not None:
-            first = self.share.number(first)
         rows = [self._row(*located) for located in self.locate(first, count)]
         parts = zip(*rows, strict=True)
         tokens, targets, numbers = (torch.from_numpy(np.stack(part)) for part in parts)
