@@ -9,20 +9,20 @@ from torch import Tensor
 from megafrontier.config.sites import SitesConfig
 from megafrontier.partition.unit import Unit
 from megafrontier.partition.wires.registry import FORMATS, Codec
-from megafrontier.partition.wires.topk import TOPK
 
 ROW = 4096
 """Elements of a message that can be read by themselves. Sites of different sizes cut a unit at
 different places, and a rank sends another one the rows that it needs."""
 DECAY = 0.95
-"""Of top-k's errors, most of which are old when they are sent (SparseLoCo, arXiv:2603.08163)."""
+"""Of the errors of a sparse format, most of which are old when they are sent (SparseLoCo,
+arXiv:2603.08163)."""
 _WORD = 0x9E3779B97F4A7C15 - 2**64
 """A multiplier of checksums, as a signed number."""
 
 
 def codec_of(wire: str) -> Codec:
     """The codec of `sites.wire`."""
-    return TOPK if wire == TOPK.name else FORMATS[wire][0]
+    return FORMATS[wire][0]
 
 
 def fragments_of(units: Sequence[Unit], count: int) -> list[list[int]]:
@@ -99,7 +99,7 @@ class Outer:
         for index in self.fragments[fragment]:
             change = self.weights[index] - self.units[index].master
             error = self.errors[index] if self.errors else None
-            if error is not None and self.codec is TOPK:
+            if error is not None and self.codec.is_sparse:
                 error.mul_(DECAY)
             messages.append(self._encode(index, change, error))
         return messages

@@ -27,6 +27,8 @@ class Codec(ABC):
     is_quantized: bool = False
     """Whether elements are sent as integer codes. Then `encode` takes `errors`, and a reduction
     does not round what stays on the rank. If not, elements are sent as a float type."""
+    is_sparse: bool = False
+    """Whether only some elements are sent. Only the exchange between sites has such a format."""
     rotates: bool = False
     """Whether `encode` rotates the elements first (see `BlockCodec`)."""
 

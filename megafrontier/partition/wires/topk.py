@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megafrontier.partition.wires.registry import Codec, store
+from megafrontier.partition.wires.registry import Codec, register, store
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class TopKCodec(Codec):
     chunk: int = 4096
     kept: int = 64
 
-    is_quantized = True
+    is_quantized = is_sparse = True
     dtype = torch.uint8
 
     @property
@@ -68,4 +68,4 @@ class TopKCodec(Codec):
             self.decode(message[None], out[None], accumulate or row > 0)
 
 
-TOPK = TopKCodec()
+TOPK = register(TopKCodec())

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megafrontier.common.buffers import Workspace
 from megafrontier.parallel.groups import all_gather, all_to_all
-from megafrontier.partition.wires import block  # noqa: F401  # registers its formats
+from megafrontier.partition.wires import block, topk  # noqa: F401  # register their formats
 from megafrontier.partition.wires.registry import FORMATS, CastCodec, Codec
 
 
