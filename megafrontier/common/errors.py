@@ -117,7 +117,7 @@ class RunFailed(FatalError):
 
 
 class PeersLost(FatalError):
-    """Other ranks cannot be reached any more. A script may start the run again."""
+    """Other ranks, or sites, cannot be reached any more. A script may start the run again."""
 
     code = LOST
 

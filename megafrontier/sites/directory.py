@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megafrontier.partition.layout import Layout
 from megafrontier.partition.unit import Unit
@@ -97,6 +98,16 @@ def met_by(unit: Unit, own: Holding, shards: int) -> range:
 def _layout(unit: Unit, shards: int) -> Layout:
     shapes = ((entry.name, entry.shape) for entry in unit.layout.entries)
     return Layout.build(unit.name, shapes, shards)
+
+
+def copy_overlap(target: Tensor, target_start: int, source: Tensor, source_start: int) -> None:
+    """Copy what two ranges of one buffer have in common. Both tensors are [..., n], from their
+    starts on."""
+    start = max(target_start, source_start)
+    stop = min(target_start + target.shape[-1], source_start + source.shape[-1])
+    if start < stop:
+        into = slice(start - target_start, stop - target_start)
+        target[..., into] = source[..., start - source_start : stop - source_start]
 
 
 def own_host(towards: tuple[str, int]) -> str:

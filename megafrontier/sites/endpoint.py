@@ -1,7 +1,7 @@
 """What a rank has to do with other sites: its server, and its connections."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -31,7 +31,8 @@ class Endpoint:
     """A rank's messages to and from the ranks of other sites that hold the same parameters.
 
     rounds: decides with the other sites; only the first rank's is used. fetcher: has the messages
-    of other sites. lock: held while the state of `outer` changes.
+    of other sites. outer: what is exchanged. lock: held while the state of `outer` and this site's
+    place change, so that other sites see both whole.
     """
 
     def __init__(
@@ -42,8 +43,8 @@ class Endpoint:
         outer: Outer,
         place: Callable[[], Header],
     ) -> None:
-        """place: tells other sites what this one trains, and where it is. All ranks call it. Raises
-        UserError on all ranks for a secret that cannot be read, and for a port in use."""
+        """All ranks make one. place: what this site trains, and where it is. Raises UserError on
+        all ranks for a secret that cannot be read, and for a port in use."""
         secret = world.run_on_all(partial(read_secret, config.secret))
         own, addresses = config.number, [split_address(text) for text in config.addresses]
         held = own_holdings(outer.units)
@@ -51,7 +52,7 @@ class Endpoint:
         """By the index of a unit, which units and which part of a split."""
         units = {holding: [outer.units[i] for i in held[holding]] for holding in held}
         counted = {holding: of for holding, of in units.items() if of[0].counts}
-        self._outer, self._place, self._ledger = outer, place, ledger
+        self.outer, self._place, self._ledger = outer, place, ledger
         self._level = ledger.add_level(LEVEL)
         self._sent: dict[int, Sequence[Tensor]] = {}
         self._kept = 2 * config.fragments
@@ -95,6 +96,14 @@ class Endpoint:
         except SiteUnreachable:
             return None
 
+    def covering(self, index: int, parts: Sequence[Part]) -> Iterator[tuple[Part, tuple[int, int]]]:
+        """The parts that are about a unit, and the range of each."""
+        unit, key = self.outer.units[index], self.keys[index]
+        for part in parts:
+            for holding in part.holdings:
+                if holding.key == key:
+                    yield part, range_of(unit, holding)
+
     def close(self) -> None:
         """End all threads and connections."""
         self.fetcher.close()
@@ -115,9 +124,11 @@ class Endpoint:
             met = {self._holders[key, index] for key, index in header["holdings"]}
             rows = (self._directory[rank].as_row() for rank in sorted(met))
             return {}, b"".join(row.numpy().tobytes() for row in rows)
-        if ask == "hello":
-            return self._place(), b""
-        return self.rounds.answer(header), b""
+        with self.lock:
+            place = self._place()
+        return (
+            place if ask == "hello" else self.rounds.answer(header, sum(place["versions"]))
+        ), b""
 
     def _answer_offer(self, event: int, holdings: list[list[int]]) -> tuple[Header, bytes]:
         """The rows of this rank's messages that a rank with these holdings needs."""
@@ -126,7 +137,7 @@ class Endpoint:
         if messages is None:
             return {}, b""
         theirs = {key: Holding(key, index, shards) for key, index, shards in holdings}
-        members = self._outer.fragments[self._outer.fragment_of(event)]
+        members = self.outer.fragments[self.outer.fragment_of(event)]
         rows = [
             self._rows(index, message, theirs.get(self.keys[index]))
             for index, message in zip(members, messages, strict=True)
@@ -136,16 +147,16 @@ class Endpoint:
         return {"sizes": [row.numel() for row in rows]}, payload
 
     def _rows(self, index: int, message: Tensor, theirs: Holding | None) -> Tensor:
-        unit = self._outer.units[index]
+        unit = self.outer.units[index]
         if theirs is None:
             return message[:0]
         start, stop = (at - unit.range[0] for at in common_rows(unit.range, range_of(unit, theirs)))
-        size = partial(message_bytes, self._outer.codec)
+        size = partial(message_bytes, self.outer.codec)
         return message[size(start) : size(stop)]
 
     def _answer_state(self, fragment: int) -> tuple[Header, bytes]:
         with self.lock:
-            outer, version = self._outer, self._place()["versions"][fragment]
+            outer, version = self.outer, self._place()["versions"][fragment]
             states = [
                 torch.cat([outer.weights[index], outer.momentum[index]]).cpu().numpy().tobytes()
                 for index in outer.fragments[fragment]

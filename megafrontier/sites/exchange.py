@@ -6,9 +6,10 @@ All ranks of a site do the same in the same step.
 """
 
 import hashlib
+import itertools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any
@@ -16,23 +17,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafrontier.common.errors import RunFailed, UserError
+from megafrontier.common.errors import PeersLost, need
 from megafrontier.config import Config
 from megafrontier.config.sites import SitesConfig
 from megafrontier.partition.unit import Unit
-from megafrontier.sites.directory import range_of
+from megafrontier.sites.copying import SiteCopy
+from megafrontier.sites.directory import copy_overlap
 from megafrontier.sites.endpoint import Endpoint
 from megafrontier.sites.fetch import Part
+from megafrontier.sites.meeting import PAUSE_SECONDS, meet, wait_for_others
 from megafrontier.sites.outer import Outer, common_rows, mean_change
-from megafrontier.sites.rounds import Decision, Report, describe_absent
+from megafrontier.sites.rounds import Decision, Report, common_checksum, describe_absent
 from megafrontier.sites.transport import Header
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.step import StepResult, StepStats
 from megafrontier.training.trainer import Trainer
 
+STOP_SECONDS = 5.0
+"""How long a site that is asked to stop waits for the others at most."""
+DIFFERS = "the common weights differ"
 WAITS = "site_waits"
 """Metric: 1 if another site has waited for this one for long, else 0."""
-PAUSE_SECONDS = 0.02
 
 
 @dataclass
@@ -82,6 +87,8 @@ class SiteExchange(Callback):
         self._fresh_tokens = torch.zeros((), dtype=torch.float64, device=trainer.world.device)
         """Tokens since `_tokens` was brought up to date."""
         self._has_begun = self._is_waited_for = False
+        self._final: int | None = None
+        """After the last step, the checksum of all weights that the sites agreed on."""
         self._fingerprint = fingerprint(trainer.config, self.outer.units)
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,6 +97,8 @@ class SiteExchange(Callback):
         return {**asdict(self._progress), "offers": offers, "tokens": self._tokens}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        was, now = len(state_dict["versions"]), self._config.fragments
+        need(was == now, "sites.fragments", now, f"need {was}, as in the checkpoint")
         self._has_begun = True
         self._offers = [Offer(**offer) for offer in state_dict["offers"]]
         self._tokens, self._progress = state_dict["tokens"], Progress.of(state_dict)
@@ -97,24 +106,25 @@ class SiteExchange(Callback):
     # Start and end
 
     def at_start(self, trainer: Trainer) -> None:
-        self._step = trainer.step
+        self._step, self._loader = trainer.step, trainer.loader
         if not self._has_begun:
             self.outer.begin()
         self._endpoint = Endpoint(
             self._config, self._world, trainer.engine.ledger, self.outer, self._place
         )
+        if trainer.step >= trainer.last_step:
+            return
         self._want()
         for offer in self._offers:
             fragment = self.outer.fragment_of(offer.event)
             self._endpoint.publish(offer.event, self.outer.encode_again(fragment))
-        source = int(self._world.broadcast_from_rank_0(self._meet))
+        source = int(self._world.broadcast_from_rank_0(lambda: self._meet(trainer.run_logger.info)))
         if source >= 0:
-            self._adopt(trainer, source)
+            self._adopt(trainer, [source], "other sites have gone on")
             trainer.engine.restore(has_published=False)
 
     def at_end(self, trainer: Trainer) -> None:
-        if trainer.step >= trainer.config.train.steps:  # others may need the last messages
-            self._world.run_on_all(self._wait_for_others)
+        self._world.run_on_all(self._wait_for_others)
         self._endpoint.close()
 
     def on_error(self, trainer: Trainer, error: Exception) -> None:
@@ -125,38 +135,26 @@ class SiteExchange(Callback):
         """What this site trains, and where it is."""
         offers = [offer.step for offer in self._offers]
         own = {"fingerprint": self._fingerprint, "step": self._step, "offers": offers}
-        return own | asdict(self._progress)
+        own["final"] = self._final
+        return own | asdict(self._progress) | {"data": self._loader.position(self._step)}
 
-    def _meet(self) -> str:
-        """Wait for the other sites to answer, at most until the deadline. Returns the one that has
-        seen most exchanges, if those are more than here, else -1."""
-        rounds, late = self._endpoint.rounds, time.monotonic() + self._config.deadline_seconds
-        seen: dict[int, int] = {}
-        while len(seen) < len(self._endpoint.others) and time.monotonic() < late:
-            for site in self._endpoint.others:
-                answer = rounds.ask(site, {"ask": "hello"})
-                if answer and answer["fingerprint"] != self._fingerprint:
-                    raise UserError(
-                        f"sites: site {site} trains another model, or exchanges it in another way, "
-                        "need the same model, parallel, optimizer, precision and sites everywhere"
-                    )
-                if answer:
-                    seen[site] = sum(answer["versions"])
-                    rounds.hear(site)
-            time.sleep(PAUSE_SECONDS)
+    def _meet(self, info: Callable[[str], None]) -> str:
+        """The site that has seen most exchanges, if those are more than here, else -1."""
+        seen = meet(self._endpoint.rounds, self._fingerprint, self._config.deadline_seconds, info)
         newest = max(seen, key=lambda site: (seen[site], -site), default=-1)
         return str(newest if seen.get(newest, 0) > sum(self._progress.versions) else -1)
 
     def _wait_for_others(self) -> None:
-        """Answer until every other site that answers is at the end too, or the deadline."""
-        late = time.monotonic() + self._config.deadline_seconds
-        waiting = set(self._endpoint.others) if self._world.rank == 0 else set()
-        while waiting and time.monotonic() < late:
-            for site in sorted(waiting):
-                answer = self._endpoint.rounds.ask(site, {"ask": "hello"})
-                if not answer or answer["versions"] >= self._progress.versions:
-                    waiting.discard(site)
-            time.sleep(PAUSE_SECONDS)
+        """Others may need the last decisions and, at the end of the run, messages and weights."""
+        rounds, seconds = self._endpoint.rounds, self._config.deadline_seconds
+        final, over = self._final, sum(self._progress.versions)
+        if self._world.rank != 0:
+            return
+        if final is not None:
+            wait_for_others(rounds, seconds, lambda place: place["final"] == final)
+        else:
+            seconds = min(seconds, STOP_SECONDS)
+            wait_for_others(rounds, seconds, lambda place: sum(place["versions"]) >= over)
 
     # Steps
 
@@ -188,6 +186,28 @@ class SiteExchange(Callback):
         while self._progress.exchanged_at[self._next_fragment] < end:
             self._offer(trainer, end)
             self._finish(trainer)
+        self._agree(trainer)
+
+    def _agree(self, trainer: Trainer) -> None:
+        """Compare the weights with those of other sites once more: no exchange would do it."""
+        own = self._final = self._checksum(range(self._config.fragments))
+        text = self._world.broadcast_from_rank_0(self._ask_finals)
+        found = {int(site): checksum for site, checksum in json.loads(text).items()}
+        common = common_checksum({**found, self._config.number: own})
+        if own != common:
+            sources = [site for site, checksum in found.items() if checksum == common]
+            self._adopt(trainer, sorted(sources), DIFFERS)
+            self._final = common
+
+    def _ask_finals(self) -> str:
+        rounds, seconds = self._endpoint.rounds, self._config.deadline_seconds
+        found = wait_for_others(rounds, seconds, lambda place: place["final"] is not None)
+        return json.dumps({site: place["final"] for site, place in found.items()})
+
+    def _checksum(self, fragments: Iterable[int]) -> int:
+        """Of the weights of these fragments on all ranks."""
+        own = sum((self.outer.checksum(fragment) for fragment in fragments), torch.tensor(0))
+        return int(self._world.total(own).item())
 
     @property
     def _next_fragment(self) -> int:
@@ -207,8 +227,9 @@ class SiteExchange(Callback):
         self._read_tokens()
         offer = Offer(progress.next_event, step, self._tokens[fragment])
         self._tokens[fragment], self._is_waited_for = 0.0, False
-        progress.next_event, progress.last_step = offer.event + 1, step
-        self._offers.append(offer)
+        with self._endpoint.lock:
+            progress.next_event, progress.last_step = offer.event + 1, step
+            self._offers.append(offer)
         self._endpoint.publish(offer.event, self.outer.encode(fragment))
         self._want()
 
@@ -221,7 +242,7 @@ class SiteExchange(Callback):
         """Wait for the decision about the oldest exchange, and follow it."""
         offer, own = self._offers[0], self._config.number
         fragment = self.outer.fragment_of(offer.event)
-        checksum = int(self._world.total(self.outer.checksum(fragment)).item())
+        checksum = self._checksum([fragment])
         with trainer.engine.ledger.waiting("sites"):
             decision = self._decide(offer, checksum)
         if absent := describe_absent(decision, len(self._config.addresses)):
@@ -229,7 +250,9 @@ class SiteExchange(Callback):
         others = set(decision.tokens) - {own}
         is_behind = decision.checksum != checksum or not others <= self._held(offer.event)
         if is_behind and others:
-            self._adopt(trainer, min(others))
+            differs = decision.checksum != checksum
+            why = DIFFERS if differs else "messages of others are missing"
+            self._adopt(trainer, sorted(others), why)
             return
         with self._endpoint.lock:
             if decision.tokens:
@@ -281,83 +304,52 @@ class SiteExchange(Callback):
         """Another site's change of this rank's shard of a unit, the `place`th of its fragment."""
         unit = self.outer.units[index]
         found = torch.zeros_like(self.outer.weights[index])
-        for part, theirs in self._covering(unit, index, parts):
+        for part, theirs in self._endpoint.covering(index, parts):
             start, stop = common_rows(theirs, unit.range)
             if start < stop:
                 change = self.outer.decode(part.messages[place], stop - start)
                 copy_overlap(found, unit.range[0], change, start)
         return found
 
-    def _covering(
-        self, unit: Unit, index: int, parts: Sequence[Part]
-    ) -> list[tuple[Part, tuple[int, int]]]:
-        """The parts that are about a unit, and the range of each."""
-        key = self._endpoint.keys[index]
-        return [(p, range_of(unit, h)) for p in parts for h in p.holdings if h.key == key]
-
     # Coming back
 
-    def _adopt(self, trainer: Trainer, source: int) -> None:
-        """Go on with the weights of another site, at its place in the run. What this site has not
-        sent is lost. Raises RunFailed."""
-        trainer.run_logger.info(f"sites: going on with the weights of site {source}")
-        late = time.monotonic() + self._config.deadline_seconds
-        while True:
-            versions = self._copy_state(source)
-            text = self._world.broadcast_from_rank_0(lambda: self._ask_place(source))
-            place = json.loads(text) if text else {}
-            if versions is not None and place.get("versions") == versions:
-                break
-            if not self._world.all_true(time.monotonic() < late):
-                raise RunFailed(f"sites: site {source} does not send its weights")
-            time.sleep(PAUSE_SECONDS)
-        self._progress = Progress.of(place)
-        first = self._progress.next_event - len(place["offers"])
-        self._offers = [Offer(first + i, step, 0.0) for i, step in enumerate(place["offers"])]
+    def _adopt(self, trainer: Trainer, sources: Sequence[int], why: str) -> None:
+        """Go on with the weights of one of other sites, at its place in the run. What this site has
+        not sent is lost. Raises PeersLost."""
+        copied = self._copy_one(sources)
+        place = copied.place
+        with self._endpoint.lock:
+            for index, state in copied.states.items():
+                self.outer.adopt(index, *state.to(self.outer.weights[index].device))
+            self._progress = Progress.of(place)
+            first = self._progress.next_event - len(place["offers"])
+            self._offers = [Offer(first + i, step, 0.0) for i, step in enumerate(place["offers"])]
+        self._endpoint.rounds.forget_from(first)
         self._tokens = [0.0] * self._config.fragments
         self._fresh_tokens.zero_()
+        trainer.loader.resume_at(place["step"], tuple(place["data"]))
         trainer.step = min(max(trainer.step, place["step"]), trainer.last_step - 1)
         self._want()
+        trainer.run_logger.info(
+            f"sites: step {trainer.step}: {why}, going on with the weights of site {copied.source}"
+        )
 
-    def _ask_place(self, source: int) -> str:
-        answer = self._endpoint.rounds.ask(source, {"ask": "hello"})
-        return json.dumps(answer) if answer else ""
-
-    def _copy_state(self, source: int) -> list[int] | None:
-        """Copy the state of another site. Returns the versions of its fragments, or None if it does
-        not answer, or went on in between."""
-        found = []
-        for fragment, members in enumerate(self.outer.fragments):
-            parts = self._endpoint.fetch_state(source, fragment)
-            versions = [part.version for part in parts or ()]
-            bounds = [max(versions, default=-1), -min(versions, default=2**31)]
-            own = torch.tensor([*bounds, float(parts is None)], dtype=torch.float64)
-            newest, oldest, fails = self._world.maximum(own.to(self._world.device)).tolist()
-            if fails or newest != -oldest:
-                return None
-            found.append(int(newest))
-            for place, index in enumerate(members):
-                self._copy_unit(index, place, parts or [])
-        return found
-
-    def _copy_unit(self, index: int, place: int, parts: Sequence[Part]) -> None:
-        unit, weights = self.outer.units[index], self.outer.weights[index]
-        state = torch.zeros(2, len(weights), device=weights.device)
-        for part, (start, _) in self._covering(unit, index, parts):
-            values = part.messages[place].view(torch.float32).view(2, -1).to(weights.device)
-            copy_overlap(state, unit.range[0], values, start)
-        unit.hierarchy.broadcast_to_replicas([state], unit.placement.optimizer)
-        self.outer.adopt(index, *state)
-
-
-def copy_overlap(target: Tensor, target_start: int, source: Tensor, source_start: int) -> None:
-    """Copy what two ranges of one buffer have in common. Both tensors are [..., n], from their
-    starts on."""
-    start = max(target_start, source_start)
-    stop = min(target_start + target.shape[-1], source_start + source.shape[-1])
-    if start < stop:
-        into = slice(start - target_start, stop - target_start)
-        target[..., into] = source[..., start - source_start : stop - source_start]
+    def _copy_one(self, sources: Sequence[int]) -> SiteCopy:
+        """A whole copy of one of these sites. Raises PeersLost after the deadline without any
+        progress."""
+        seconds = self._config.deadline_seconds
+        late = time.monotonic() + seconds
+        copies = [SiteCopy(self._world, self._endpoint, source) for source in sources]
+        for copied in itertools.cycle(copies):
+            if copied.update():
+                late = time.monotonic() + seconds
+            if copied.is_whole:
+                return copied
+            if not self._world.all_true(time.monotonic() < late):
+                break
+            time.sleep(PAUSE_SECONDS)
+        names = ", ".join(map(str, sources))
+        raise PeersLost(f"sites: no weights from site {names}, start again")
 
 
 def fingerprint(config: Config, units: Sequence[Unit]) -> str:

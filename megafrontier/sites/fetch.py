@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,10 +11,9 @@ from torch import Tensor
 
 from megafrontier.partition.unit import Unit
 from megafrontier.sites.directory import Holding, RankEntry, entries_of, met_by
-from megafrontier.sites.transport import Client, SiteUnreachable
+from megafrontier.sites.transport import Client, Patience, SiteUnreachable
 
 PAUSE_SECONDS = 0.02
-RETRY_SECONDS = 1.0
 
 
 class Part(NamedTuple):
@@ -87,7 +87,7 @@ class Fetcher:
         self._wanted: set[int] = set()
         self._found: dict[tuple[int, int], list[Part]] = {}
         self._first_seen: dict[int, float] = {}
-        self._silent_until: dict[int, float] = {}
+        self._patience = {site: Patience() for site in sites}
         self._is_closed = threading.Event()
         threading.Thread(target=self._run, daemon=True, name="sites").start()
 
@@ -133,14 +133,8 @@ class Fetcher:
                 self._try(event, site)
 
     def _try(self, event: int, site: int) -> None:
-        if time.monotonic() < self._silent_until.get(site, 0.0):
-            return
-        try:
-            parts = self._sites[site].fetch({"ask": "offer", "event": event})
-        except SiteUnreachable:
-            self._silent_until[site] = time.monotonic() + RETRY_SECONDS
-            return
-        if parts is None:
+        fetch = partial(self._sites[site].fetch, {"ask": "offer", "event": event})
+        if (parts := self._patience[site].ask(fetch)) is None:
             return
         with self._lock:
             if event in self._wanted:

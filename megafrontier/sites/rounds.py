@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megafrontier.sites.transport import Client, Header, SiteUnreachable
+from megafrontier.sites.transport import Client, Header, Patience
 
-RETRY_SECONDS = 5.0
-"""How long a site that did not answer is not asked again."""
+NO_CHECKSUM = -1
+"""Differs from that of any weights."""
 KEPT = 64
 """Decisions that are remembered for sites that ask late."""
 
@@ -77,7 +77,14 @@ class Rounds:
         self._decisions: dict[int, Decision] = {}
         self._heard = {number}
         """Sites that have reported since they were last left out."""
-        self._silent_until: dict[int, float] = {}
+        self._patience = {site: Patience() for site in clients}
+        self._reached = -1
+        """The newest exchange that this site has come to."""
+
+    @property
+    def others(self) -> list[int]:
+        """The numbers of the other sites."""
+        return sorted(self._clients)
 
     def hear(self, site: int) -> None:
         """Wait for this site in the next exchanges."""
@@ -87,6 +94,8 @@ class Rounds:
     def resolve(self, report: Report) -> Decision | None:
         """Report to the site that decides, or decide. None if it is too early. Call it again."""
         with self._lock:
+            self._reached = report.event
+            self._heard.add(self.number)
             if (known := self._decisions.get(report.event)) is not None:
                 return known
         for site in sorted(self._clients):
@@ -94,39 +103,51 @@ class Rounds:
                 break
             if (answer := self.ask(site, {"ask": "report", **asdict(report)})) is not None:
                 return self._remember(answer)
-        decision = self.receive(report)
+        return self._conclude(self.receive(report))
+
+    def _conclude(self, decision: Decision | None) -> Decision | None:
+        """The decision that counts, if one can be taken: another site may have decided before it
+        became silent, and told some."""
         if decision is None:
             return None
-        # Another site may have decided before it became silent, and told some.
         for site in sorted(self._clients):
-            answer = self.ask(site, {"ask": "decision", "event": report.event})
+            answer = self.ask(site, {"ask": "decision", "event": decision.event})
             if answer is not None and (earlier := self._remember(answer)) is not None:
                 return earlier
+        return self._remember(asdict(decision))
+
+    def forget_from(self, event: int) -> None:
+        """Forget the decisions about this exchange and later ones: this site goes on with the
+        weights of another one, for which they do not hold."""
         with self._lock:
-            self._decisions[report.event] = decision
-            self._forget(decision)
-        return decision
+            for taken in [found for found in self._decisions if found >= event]:
+                del self._decisions[taken]
 
     def ask(self, site: int, header: Header) -> Header | None:
         """The answer of another site; None if it gave none now or in the last seconds."""
-        if time.monotonic() < self._silent_until.get(site, 0.0):
-            return None
-        try:
-            answer, _ = self._clients[site].request(header)
-        except SiteUnreachable:
-            self._silent_until[site] = time.monotonic() + RETRY_SECONDS
-            return None
-        return answer
+        return self._patience[site].ask(lambda: self._clients[site].request(header)[0])
 
-    def answer(self, header: Header) -> Header:
-        """The answer to `ask` of another site: a decision, or nothing yet."""
+    def why_silent(self, site: int) -> str:
+        """Why a site did not answer the last time."""
+        return self._patience[site].reason
+
+    def answer(self, header: Header, first_open: int) -> Header:
+        """The answer to `ask` of another site: a decision, or nothing yet. first_open: the oldest
+        exchange that is not over here."""
         event = int(header["event"])
         with self._lock:
-            known = self._decisions.get(event)
-        if known is None and header["ask"] == "report":
+            known, is_late_here = self._decisions.get(event), self._reached < event
+        if header["ask"] == "report":
+            self.hear(header["site"])
+        if known is None and event < first_open:
+            # Over and forgotten: the other site needs the weights of this one.
+            known = Decision(event, {self.number: 0.0}, 0, NO_CHECKSUM)
+        elif known is None and header["ask"] == "report":
             fields = {key: value for key, value in header.items() if key != "ask"}
             fields["holds"] = tuple(fields["holds"])
-            self.receive(Report(**fields))
+            decision = self.receive(Report(**fields))
+            # This site has not come to the exchange by the deadline: the others go on without it.
+            known = self._conclude(decision) if is_late_here else None
         return {} if known is None else asdict(known)
 
     def receive(self, report: Report) -> Decision | None:
@@ -148,12 +169,15 @@ class Rounds:
             return None
         decision = Decision.from_json(answer)
         with self._lock:
-            self._decisions[decision.event] = decision
+            # The first one counts, whichever thread it comes from.
+            decision = self._decisions.setdefault(decision.event, decision)
             self._forget(decision)
         return decision
 
     def _forget(self, decision: Decision) -> None:
-        self._heard = {self.number, *decision.tokens}
+        event = self._events.get(decision.event, _Event())
+        joined = {found.site for found in event.reports.values() if found.tokens == 0}
+        self._heard = joined.union(decision.tokens)
         for old in [event for event in self._events if event <= decision.event]:
             del self._events[old]
         for old in [event for event in self._decisions if event <= decision.event - KEPT]:
@@ -165,13 +189,18 @@ def decide(reports: Sequence[Report]) -> Decision:
     messages. Of several sets of weights the one of most sites counts, then of the lowest number.
     """
     reports = sorted(reports, key=lambda report: report.site)
-    common = Counter(report.checksum for report in reports).most_common(1)[0][0]
+    common = common_checksum({report.site: report.checksum for report in reports})
     found = {r.site: r for r in reports if r.checksum == common and r.tokens > 0}
     while lacking := _least_held(found):
         del found[lacking[0]]
     step = max((report.step for report in found.values()), default=0)
     tokens = {site: report.tokens for site, report in found.items()}
     return Decision(reports[0].event, tokens, step, common)
+
+
+def common_checksum(checksums: Mapping[int, int]) -> int:
+    """That of most sites; of several the one of the lowest number."""
+    return Counter(checksums[site] for site in sorted(checksums)).most_common(1)[0][0]
 
 
 def _least_held(reports: Mapping[int, Report]) -> list[int]:

@@ -12,9 +12,10 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from megafrontier.common.errors import UserError
 
@@ -27,6 +28,9 @@ _LENGTHS = struct.Struct("<IQ")
 LARGEST_REQUEST = 1 << 20
 """Bytes of a header, and of the payload of a request, whose sender may not have the key."""
 SHORTEST_SECRET = 16
+SHORTEST_SILENCE = 0.5
+
+T = TypeVar("T")
 
 
 class SiteUnreachable(Exception):
@@ -52,13 +56,13 @@ class Channel:
         """Exchange nonces. Raises OSError."""
         self._socket, self._is_client = sock, is_client
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sent = self._received = 0
         own = os.urandom(NONCE)
         sock.sendall(own)
         other = self._read(NONCE)
         nonces = own + other if is_client else other + own
         keys = [hmac.digest(secret, way + nonces, "sha256") for way in (b"request", b"answer")]
         self._send_key, self._receive_key = keys if is_client else reversed(keys)
-        self._sent = self._received = 0
 
     def send(self, header: Header, payload: bytes = b"") -> None:
         """Send a frame. Raises OSError."""
@@ -103,7 +107,8 @@ class Channel:
         while view:
             count = self._socket.recv_into(view)
             if count == 0:
-                raise ConnectionError("closed by the other side")
+                why = "" if self._received else ", is sites.secret the same there?"
+                raise ConnectionError(f"closed by the other side{why}")
             view = view[count:]
         return bytes(data)
 
@@ -184,3 +189,25 @@ class Client:
         if self._channel is not None:
             self._channel.close()
         self._channel = None
+
+
+class Patience:
+    """When a site that did not answer is asked again: after as long as it took not to answer, so
+    that it costs others at most half of their time."""
+
+    def __init__(self) -> None:
+        self._silent_until = 0.0
+        self.reason = ""
+        """Why the site did not answer the last time."""
+
+    def ask(self, request: Callable[[], T]) -> T | None:
+        """What `request` returns; None if the site is unreachable, or has been just now."""
+        began = time.monotonic()
+        if began < self._silent_until:
+            return None
+        try:
+            return request()
+        except SiteUnreachable as error:
+            now, self.reason = time.monotonic(), str(error)
+            self._silent_until = now + max(SHORTEST_SILENCE, now - began)
+            return None

@@ -10,8 +10,14 @@ from tests.sites.jobs import ports, site_options, start_site
 from tests.slurm.cluster import wait_until
 
 SGD = ("optimizer={name: sgd, lr: 0.5, weight_decay: 0}", "train.clip_grad_norm=0", *runs.ONE)
+NINE = "train.steps=9"
 PARAMETERS = 22_968
 AVERAGE = "optimizer: {name: sgd, lr: 1, momentum: 0}"
+EXPERTS = (
+    *SGD,
+    "model.moe={experts: 4, active: 2, ffn_hidden: 16, balance: none}",
+    "train.stop_at=4",
+)
 STREAMING = ("every: 4", "fragments: 2", "delay: 1", "mixing: 0.5", "wire: int4")
 
 
@@ -27,6 +33,12 @@ def jobs():
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     return runs.make_config_file(tmp_path_factory.mktemp("sites"))
+
+
+@pytest.fixture(scope="module")
+def alone_with_experts(config, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    return runs.losses(runs.run(config, 1, *EXPERTS, f"run.directory={folder}"))
 
 
 def train(jobs, config: Path, folder: Path, sizes, batches, sites, options=()):
@@ -50,19 +62,51 @@ def train(jobs, config: Path, folder: Path, sizes, batches, sites, options=()):
     return [runs.metrics(folder / f"site{number}") for number in range(len(sizes))]
 
 
+def mean_losses(found, batches) -> list[float]:
+    """Of each step, the mean over all sites' tokens."""
+    losses = zip(*map(runs.losses, found), strict=True)
+    return [
+        sum(b * x for b, x in zip(batches, step, strict=True)) / sum(batches) for step in losses
+    ]
+
+
 def test_averaging_after_each_step_is_data_parallelism_over_sites_of_other_sizes(
     jobs, config, tmp_path
 ):
-    """Each brings as many tokens as it has, and each element crosses once to each other site."""
-    alone = runs.run(config, 1, *SGD, f"run.directory={tmp_path}/alone")
+    """Each brings as many tokens as it has, and each element crosses once to each other site. Each
+    site's checkpoint is whole: a job without `sites` goes on from it."""
+    alone = runs.run(config, 1, *SGD, NINE, f"run.directory={tmp_path}/alone")
     sites = ("every: 1", "wire: fp32", AVERAGE)
-    found = train(jobs, config, tmp_path, (2, 1), (12, 4), sites, SGD)
-    large, small = map(runs.losses, found)
-    mean = [(12 * a + 4 * b) / 16 for a, b in zip(large, small, strict=True)]
-    assert mean == pytest.approx(runs.losses(alone), rel=1e-5)
+    found = train(jobs, config, tmp_path, (2, 1), (12, 4), sites, (*SGD, NINE, "train.stop_at=8"))
+    assert mean_losses(found, (12, 4)) == pytest.approx(runs.losses(alone)[:8], rel=1e-5)
     # Means over two ranks; the last exchange comes after the last line.
     sent = 2 * sum(line["comm"]["site"]["bytes"] for line in found[0] if "comm" in line)
     assert 7 <= sent / (4 * PARAMETERS) < 8.2
+    one = (f"run.directory={tmp_path}/one", f"checkpoint.resume={tmp_path}/site1")
+    (last,) = runs.losses(runs.run(config, 1, *SGD, NINE, *one))
+    assert last == pytest.approx(runs.losses(alone)[-1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "split", ["tensor", "expert", pytest.param("pipeline", marks=pytest.mark.exhaustive)]
+)
+def test_sites_with_splits_inside_are_data_parallel(
+    jobs, config, alone_with_experts, tmp_path, split
+):
+    sites = ("every: 1", "fragments: 1", "wire: fp32", AVERAGE)
+    options = (*EXPERTS, f"parallel.{split}=2")
+    found = train(jobs, config, tmp_path, (2, 2), (8, 8), sites, options)
+    assert mean_losses(found, (8, 8)) == pytest.approx(alone_with_experts, rel=1e-5)
+
+
+def test_a_run_goes_on_at_another_number_of_sites_with_the_outer_momentum(jobs, config, tmp_path):
+    """As one site of all samples does, whose outer optimizer has the same momentum."""
+    sites = ("every: 1", "wire: fp32", "optimizer: {lr: 0.8, momentum: 0.6}")
+    whole = (*SGD, "checkpoint.every=4")
+    (alone,) = train(jobs, config, tmp_path / "alone", (1,), (16,), sites, whole)
+    resume = f"checkpoint.resume={tmp_path}/alone/site0/checkpoints/step-00000004"
+    found = train(jobs, config, tmp_path, (1, 1), (12, 4), sites, (*SGD, resume))
+    assert mean_losses(found, (12, 4)) == pytest.approx(runs.losses(alone)[4:], rel=1e-5)
 
 
 def test_a_stopped_run_of_sites_goes_on_to_the_bit_with_exchanges_in_progress(

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megafrontier.sites.rounds import Decision, Report, Rounds, decide
+from megafrontier.sites.rounds import NO_CHECKSUM, Decision, Report, Rounds, decide
 
 
 def report(site: int, holds=(0, 1, 2), checksum: int = 5, tokens: float = 10.0, step: int = 30):
@@ -39,12 +39,12 @@ def test_the_lowest_site_decides_when_all_have_reported_and_not_before() -> None
     own, other = report(0, (0, 1)), report(1, (0, 1))
     assert rounds.resolve(own) is None
     header = {"ask": "report", **vars(other)}
-    assert rounds.answer({**header, "holds": [1]}) == {}
+    assert rounds.answer({**header, "holds": [1]}, 4) == {}
     assert rounds.resolve(own) is None, "site 1 does not hold the message of site 0"
-    assert rounds.answer({**header, "holds": [0, 1]}) == {}
+    assert rounds.answer({**header, "holds": [0, 1]}, 4) == {}
     decision = rounds.resolve(own)
     assert decision == Decision(4, {0: 10.0, 1: 10.0}, 30, 5)
-    assert rounds.answer({"ask": "decision", "event": 4})["tokens"] == {0: 10.0, 1: 10.0}
+    assert rounds.answer({"ask": "decision", "event": 4}, 5)["tokens"] == {0: 10.0, 1: 10.0}
 
 
 def test_after_the_deadline_a_late_site_is_not_waited_for_any_more() -> None:
@@ -53,3 +53,27 @@ def test_after_the_deadline_a_late_site_is_not_waited_for_any_more() -> None:
     assert rounds.resolve(report(0, (0,))) == Decision(4, {0: 10.0}, 30, 5)
     patient = Rounds(0, {}, deadline=100.0)
     assert patient.resolve(replace(report(0, (0,)), event=5)) is not None, "nobody else is heard of"
+
+
+def test_others_go_on_without_a_site_that_answers_but_does_not_come_to_the_exchange() -> None:
+    """Such as one that evaluates for long, also if it is the one that decides."""
+    header = {"ask": "report", **vars(report(1, (1,)))}
+    patient = Rounds(0, {}, deadline=100.0)
+    assert patient.answer(header, 4) == {}
+    rounds = Rounds(0, {}, deadline=0.0)
+    assert rounds.answer(header, 4)["tokens"] == {1: 10.0}
+    assert rounds.resolve(report(0)) == Decision(4, {1: 10.0}, 30, 5), "what it told the other"
+
+
+def test_a_late_report_is_heard_and_the_next_exchange_waits_for_its_site() -> None:
+    rounds = Rounds(0, {}, deadline=100.0)
+    assert rounds.resolve(report(0, (0,))) is not None
+    assert rounds.answer({"ask": "report", **vars(report(1))}, 5)["tokens"] == {0: 10.0}
+    assert rounds.resolve(replace(report(0, (0,)), event=5)) is None
+
+
+def test_a_site_that_asks_about_a_forgotten_exchange_is_told_to_take_the_weights() -> None:
+    answer = Rounds(0, {}, deadline=100.0).answer({"ask": "decision", "event": 4}, 5)
+    found = Decision.from_json(answer)
+    assert found.checksum == NO_CHECKSUM
+    assert list(found.tokens) == [0]

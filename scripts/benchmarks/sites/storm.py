@@ -1,137 +1,123 @@
 """Train CONFIG at several sites while they are killed, stopped and cut off, and beside it in quiet.
 
-    python -m scripts.benchmarks.sites.storm CONFIG [--sites 3] [--blows 10] [--pause 8] [--out DIR]
-        [key=value …]
+    python -m scripts.benchmarks.sites.storm CONFIG [--sites 3] [--blows 12] [--pause 6] [--out DIR]
+        [--half-speed 2] [key=value …]
 
-Each site is a job in a network namespace of its own. A blow is, by a seeded draw, a kill of a job
-(which is started again after some seconds), a stop of some seconds, or a cut of a site's link.
-Needs root and Debian's iproute2. Prints the blows, how many exchanges each site was left out of,
-and the last validation losses of the sites, which must be the same, beside those without blows.
+Each site is a job in a network namespace of its own. A blow is, in turn and at a drawn site, a kill
+of a job (which is started again after some seconds), a stop of some seconds, a cut of a site's
+link, or a link so slow that messages take seconds. In the storm one site runs half of the time.
+Needs root and Debian's iproute2. Prints the blows, what the logs of the sites say about exchanges,
+and the last validation losses beside those without blows. Ends with 1 if a job hangs or fails, if
+the common weights of two sites differ at the end, or if the loss is more than 0.5 % higher.
 """
 
 import argparse
-import os
 import random
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
+from megafrontier.checkpoint.folder import list_checkpoints
+from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.common.errors import exit_on_fatal_error
 from megafrontier.config import load_config
-from scripts.benchmarks.shared.measuring import ROOT
 from scripts.benchmarks.sites.__main__ import read
-from scripts.benchmarks.slow_network.links import NIC, Links, Unable, links
+from scripts.benchmarks.sites.job import PORT, Job
+from scripts.benchmarks.slow_network.links import Links, Unable, links
 
-PORT = 7001
+KINDS = ("kill", "stop", "cut", "slow")
 LONGEST_BLOW = 6.0
+FAST, SLOW = 1e9, 5e4
+"""Bytes a second of a link, and of one whose messages take seconds."""
+MOST_WORSE = 0.005
+LINES = ("without site", "have gone on", "are missing", "weights differ")
 
 
-class Job:
-    """The job of a site, in its namespace."""
-
-    def __init__(self, made: Links, number: int, arguments: Sequence[str], folder: Path) -> None:
-        self._command = [*made.inside(number), sys.executable, "-m", "megafrontier", *arguments]
-        self._output = folder / f"output-{number}.txt"
-        self.start()
-
-    def start(self) -> None:
-        """Start it, also again."""
-        with self._output.open("a") as output:
-            self._process = subprocess.Popen(
-                self._command,
-                stdout=output,
-                stderr=output,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": NIC},
-                start_new_session=True,
-            )
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether no process of it is left."""
-        return self._process.poll() is not None
-
-    def signal(self, number: int) -> None:
-        """Send a signal to all its processes."""
-        os.killpg(self._process.pid, number)
-
-    def wait(self) -> int:
-        """The exit code, when it has ended."""
-        return self._process.wait()
-
-
-def strike(made: Links, job: Job, number: int, rng: random.Random) -> str:
-    """Do one blow to a site, and undo it. Returns what it was."""
-    kind, seconds = rng.choice(("kill", "stop", "cut")), rng.uniform(1.0, LONGEST_BLOW)
+def strike(made: Links, job: Job, number: int, kind: str, seconds: float) -> None:
+    """Do one blow to a site, and undo it."""
     if kind == "kill":
-        job.signal(signal.SIGKILL)
-        job.wait()
-    elif kind == "stop":
-        job.signal(signal.SIGSTOP)
-    else:
-        made.cut(number)
-    time.sleep(seconds)
-    if kind == "kill":
+        job.kill()
+        time.sleep(seconds)
         job.start()
     elif kind == "stop":
-        job.signal(signal.SIGCONT)
-    else:
+        with job.stopped():
+            time.sleep(seconds)
+    elif kind == "cut":
+        made.cut(number)
+        time.sleep(seconds)
         made.mend(number)
-    return f"{kind} site {number} for {seconds:.1f} s"
+    else:
+        made.shape(SLOW, [number])
+        time.sleep(seconds)
+        made.shape(FAST, [number])
 
 
-def run(
-    made: Links, options: argparse.Namespace, folder: Path, blows: int, batch: int
-) -> list[Path]:
-    """Train all sites to the end. Returns their folders. Raises SystemExit if one fails."""
+def run(made: Links, options: argparse.Namespace, name: str, batch: int) -> list[Path]:
+    """Train all sites to the end; `name` says whether in the storm. Returns their folders. Raises
+    SystemExit if one fails or hangs."""
+    folder, is_storm = options.out / name, name == "storm"
     folder.mkdir(parents=True, exist_ok=True)
     secret = folder / "secret"
     secret.write_text("a secret for this storm\n")
     addresses = ", ".join(f"{made.address(n)}:{PORT}" for n in range(options.sites))
     shared = f"addresses: [{addresses}], secret: {secret}, {options.keys}"
     folders = [folder / str(number) for number in range(options.sites)]
-    jobs = [
-        Job(
-            made,
-            number,
-            [
-                *("train", options.config, "--nproc", "1", f"run.directory={where}"),
-                *(f"train.global_batch={batch}", f"sites={{{shared}, number: {number}}}"),
-                *options.overrides,
-            ],
-            folder,
-        )
-        for number, where in enumerate(folders)
-    ]
-    rng = random.Random(options.seed)
-    time.sleep(options.pause if blows else 0)
-    for _ in range(blows):
-        alive = [number for number, job in enumerate(jobs) if not job.has_ended]
-        if not alive:
-            break
-        number = rng.choice(alive)
-        print(strike(made, jobs[number], number, rng), flush=True)
-        time.sleep(options.pause)
-    codes = [job.wait() for job in jobs]
-    if any(codes):
-        raise SystemExit(f"{folder}: exit codes {codes}; see output-N.txt there")
+    jobs = []
+    for number, where in enumerate(folders):
+        arguments = ["train", options.config, "--nproc", "1", f"run.directory={where}"]
+        arguments += [f"train.global_batch={batch}", f"sites={{{shared}, number: {number}}}"]
+        share = 0.5 if is_storm and number == options.half_speed else 1.0
+        jobs.append(Job(made, number, [*arguments, *options.overrides], folder, share))
+    if is_storm:
+        blow(made, jobs, options)
+    codes = [job.wait(options.patience) for job in jobs]
+    if any(code != 0 for code in codes):
+        for job in jobs:
+            job.kill()
+        raise SystemExit(f"{folder}: exit codes {codes} (None: hangs); see output-N.txt there")
     return folders
 
 
-def describe(folders: Sequence[Path], steps: int) -> str:
-    """Losses of the sites, and exchanges that each was left out of."""
+def blow(made: Links, jobs: Sequence[Job], options: argparse.Namespace) -> None:
+    """All blows, one after the other, while jobs run."""
+    rng = random.Random(options.seed)
+    for turn in range(options.blows):
+        time.sleep(options.pause)
+        alive = [number for number, job in enumerate(jobs) if not job.has_ended]
+        if not alive:
+            print(f"all sites are at the end after {turn} blows")
+            return
+        number, seconds = rng.choice(alive), rng.uniform(1.0, LONGEST_BLOW)
+        kind = KINDS[turn % len(KINDS)]
+        strike(made, jobs[number], number, kind, seconds)
+        print(f"{kind} site {number} for {seconds:.1f} s", flush=True)
+
+
+def describe(folders: Sequence[Path], losses: Sequence[float]) -> str:
+    """Losses of the sites, and what their logs say, by number of lines."""
+    logs = [(folder / "log.txt").read_text() for folder in folders]
+    counts = [f"{line!r} {[log.count(line) for log in logs]}" for line in LINES]
+    return f"validation losses {', '.join(f'{x:.4f}' for x in losses)}; lines {', '.join(counts)}"
+
+
+def have_same_weights(folders: Sequence[Path]) -> bool:
+    """Whether all bits of the common weights and momentum are the same at the end."""
+    found = [open_checkpoint(list_checkpoints(folder / "checkpoints")[-1]) for folder in folders]
+    names = list(found[0].manifest.tensors)
+    for state in ("outer_weight", "outer_momentum"):
+        first, *others = (each.tensors(state, names) for each in found)
+        if not all(torch.equal(first[name], o[name]) for o in others for name in names):
+            return False
+    return True
+
+
+def last_losses(folders: Sequence[Path], steps: int) -> list[float]:
+    """The validation loss of each site after the last step."""
     found = [read(folder, steps) for folder in folders]
-    losses = [f"{each['loss']:.4f}" if each else "none" for each in found]
-    text = (folders[0] / "log.txt").read_text()
-    absent = [
-        sum(f" {number}" in line.partition("without site")[2] for line in text.splitlines())
-        for number in range(len(folders))
-    ]
-    return (
-        f"validation losses {', '.join(losses)}; left out of {absent} exchanges (by site 0's log)"
-    )
+    return [each["loss"] if each else float("nan") for each in found]
 
 
 def main() -> None:
@@ -140,8 +126,10 @@ def main() -> None:
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--sites", type=int, default=3)
-    parser.add_argument("--blows", type=int, default=10)
-    parser.add_argument("--pause", type=float, default=8.0, help="seconds between blows")
+    parser.add_argument("--blows", type=int, default=12)
+    parser.add_argument("--pause", type=float, default=6.0, help="seconds between blows")
+    parser.add_argument("--half-speed", type=int, default=2, help="site that runs half of the time")
+    parser.add_argument("--patience", type=float, default=900.0, help="seconds for the rest")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keys", default="every: 10, deadline_seconds: 3", help="of `sites`")
     parser.add_argument("--out", type=Path, default=Path("runs/sites-storm"))
@@ -149,13 +137,22 @@ def main() -> None:
     with exit_on_fatal_error("storm"):
         config = load_config(options.config, options.overrides)
     steps, batch = config.train.steps, config.train.global_batch // options.sites
+    ends = {}
     try:
         with links(options.sites) as made:
-            for name, blows in (("quiet", 0), ("storm", options.blows)):
-                folders = run(made, options, options.out / name, blows, batch)
-                print(f"{name}: {describe(folders, steps)}", flush=True)
+            made.shape(FAST)
+            for name in ("quiet", "storm"):
+                folders = run(made, options, name, batch)
+                ends[name] = last_losses(folders, steps)
+                same = have_same_weights(folders)
+                print(f"{name}: {describe(folders, ends[name])}; same weights: {same}", flush=True)
+                if not same:
+                    sys.exit(1)
     except Unable as reason:
         raise SystemExit(f"storm: {reason}") from reason
+    worse = max(ends["storm"]) / min(ends["quiet"]) - 1
+    print(f"loss in the storm: {100 * worse:+.2f} %")
+    sys.exit(0 if worse <= MOST_WORSE else 1)
 
 
 if __name__ == "__main__":

@@ -57,9 +57,10 @@ class Links:
         script = 'hostname "$0" && exec "$@"'
         return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", script, name]
 
-    def shape(self, bytes_per_second: float) -> None:
-        """Set the rate of every NIC, out of the node and into it."""
-        for name in self.namespaces:
+    def shape(self, bytes_per_second: float, nodes: Sequence[int] | None = None) -> None:
+        """Set the rate of the NICs of `nodes` (default: all), out of the node and into it."""
+        for node in range(len(self.namespaces)) if nodes is None else nodes:
+            name = self.namespaces[node]
             _shape(["-n", name], NIC, bytes_per_second)
             _shape([], _outer(name), bytes_per_second)
 

@@ -1,0 +1,90 @@
+"""The job of a site in a network namespace of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from scripts.benchmarks.shared.measuring import ROOT
+from scripts.benchmarks.slow_network.links import NIC, Links
+
+PORT = 7001
+PERIOD_SECONDS = 0.2
+"""Of a site that is stopped for a share of the time."""
+
+
+class Job:
+    """The job of site `number`, which may be stopped, killed and started again."""
+
+    def __init__(
+        self,
+        made: Links,
+        number: int,
+        arguments: Sequence[str],
+        folder: Path,
+        share: float = 1.0,
+        before: Sequence[str] = (),
+    ) -> None:
+        """arguments: of megafrontier. share: of the time in which it runs; the rest it is stopped.
+        before: commands before Python's, such as taskset."""
+        python = [*before, sys.executable, "-m", "megafrontier", *arguments]
+        self._command = [*made.inside(number), *python]
+        self._output, self._share = folder / f"output-{number}.txt", share
+        self._lock = threading.Lock()
+        self.start()
+        if share < 1:
+            threading.Thread(target=self._throttle, daemon=True).start()
+
+    def start(self) -> None:
+        """Start it, also again."""
+        with self._output.open("a") as output:
+            self._process = subprocess.Popen(
+                self._command,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": NIC},
+                start_new_session=True,
+            )
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process is gone."""
+        return self._process.poll() is not None
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """It stands still inside."""
+        with self._lock:
+            self._signal(signal.SIGSTOP)
+            try:
+                yield
+            finally:
+                self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kill all its processes."""
+        with self._lock:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+
+    def wait(self, seconds: float) -> int | None:
+        """The exit code, or None if it has not ended in so many seconds."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def _signal(self, number: int) -> None:
+        if not self.has_ended:
+            os.killpg(self._process.pid, number)
+
+    def _throttle(self) -> None:
+        while True:
+            with self.stopped():
+                time.sleep(PERIOD_SECONDS * (1 - self._share))
+            time.sleep(PERIOD_SECONDS * self._share)

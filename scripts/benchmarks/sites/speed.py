@@ -1,0 +1,85 @@
+"""Step times of two sites over a slow link, beside two single sites that train apart.
+
+    python -m scripts.benchmarks.sites.speed CONFIG [--node-rate 1e9] [--slower 256] [--out DIR]
+        [--keys "every: 30, …"] [key=value …]
+
+Each site is one rank on one core, in a network namespace whose link has the rate of a node's link
+(bytes a second) divided by `--slower`. Both runs load both cores alike. Needs root, Debian's
+iproute2 and two cores. Prints the median of the step times, and their mean over whole periods of
+`every`, which has all that an exchange costs. Periods before `--warm` steps do not count.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, median
+
+from megafrontier.common.errors import exit_on_fatal_error
+from megafrontier.config import load_config
+from megafrontier.report.read import read_runs
+from scripts.benchmarks.sites.job import PORT, Job
+from scripts.benchmarks.slow_network.links import Links, Unable, links
+
+SITES = 2
+PATIENCE_SECONDS = 600.0
+
+
+def run(made: Links, options: argparse.Namespace, name: str, keys: str) -> list[Path]:
+    """Train at both sites, with these keys of `sites` if any. Returns their folders."""
+    folder = options.out / name
+    folder.mkdir(parents=True)
+    secret = folder / "secret"
+    secret.write_text("a secret for this comparison\n")
+    addresses = ", ".join(f"{made.address(n)}:{PORT}" for n in range(SITES))
+    folders, jobs = [folder / str(number) for number in range(SITES)], []
+    for number, where in enumerate(folders):
+        own = f"{{addresses: [{addresses}], secret: {secret}, number: {number}, {keys}}}"
+        arguments = ["train", options.config, "--nproc", "1", f"run.directory={where}"]
+        arguments += [
+            f"sites={own if keys else 'null'}",
+            "evaluate.batches=0",
+            "checkpoint.every=0",
+        ]
+        pinned = ("taskset", "-c", str(number))
+        jobs.append(Job(made, number, [*arguments, *options.overrides], folder, before=pinned))
+    if any(job.wait(PATIENCE_SECONDS) != 0 for job in jobs):
+        raise SystemExit(f"{folder}: see output-N.txt there")
+    return folders
+
+
+def step_seconds(folders: Sequence[Path], warm: int, steps: int) -> list[float]:
+    """Of all sites, the seconds of the steps after `warm`, up to `steps`."""
+    lines = [line for run in read_runs(folders) for line in run.steps]
+    return [line["step_seconds"] for line in lines if warm < line["step"] <= steps]
+
+
+def main() -> None:
+    """Run both, and print the times."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--node-rate", type=float, default=1e9)
+    parser.add_argument("--slower", type=float, default=256.0)
+    parser.add_argument("--warm", type=int, default=30)
+    parser.add_argument("--keys", default="every: 30, fragments: 3, delay: 5, wire: int4")
+    parser.add_argument("--out", type=Path, default=Path("runs/sites-speed"))
+    options = parser.parse_args()
+    with exit_on_fatal_error("speed"):
+        config = load_config(options.config, options.overrides)
+    means = {}
+    try:
+        with links(SITES) as made:
+            made.shape(options.node_rate / options.slower)
+            for name, keys in (("single", ""), ("sites", options.keys)):
+                folders = run(made, options, name, keys)
+                # The last step exchanges all fragments at once, and has no steps to hide in.
+                found = step_seconds(folders, options.warm, config.train.steps - 1)
+                means[name] = fmean(found)
+                print(f"{name}: median {median(found):.4f} s, mean {means[name]:.4f} s", flush=True)
+    except Unable as reason:
+        raise SystemExit(f"speed: {reason}") from reason
+    print(f"speed of sites: {means['single'] / means['sites']:.3f} of a single site's")
+
+
+if __name__ == "__main__":
+    main()
