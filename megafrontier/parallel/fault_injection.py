@@ -6,7 +6,8 @@ must report to match (`rank` and others, such as `step` or `peer`), and what hap
     [{"at": "step", "rank": 1, "step": 3, "do": "kill"}]
 
 `kill` and `freeze` send SIGKILL and SIGSTOP to this process, `hang` sleeps for good, `sleep` for
-`seconds`, and `raise` raises `error` with `message`.
+`seconds`, `wait` waits until `message` is in the file `path`, and `raise` raises `error` with
+`message`.
 """
 
 import builtins
@@ -14,6 +15,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from megafrontier.common import errors
 from megafrontier.parallel.env import identify
 
 VARIABLE = "MEGAFRONTIER_FAULTS"
-_NOT_COMPARED = {"at", "do", "error", "message", "seconds"}
+_NOT_COMPARED = {"at", "do", "error", "message", "path", "seconds"}
 
 
 def fault_point(name: str, **state: object) -> None:
@@ -35,11 +37,16 @@ def fault_point(name: str, **state: object) -> None:
                 _act(**fault)
 
 
-def _act(do: str, seconds: float = 1e9, error: str = "", message: str = "", **_: Any) -> None:
+def _act(
+    do: str, seconds: float = 1e9, error: str = "", message: str = "", path: str = "", **_: Any
+) -> None:
     if do == "raise":
         kinds = (vars(kind) for kind in (errors, builtins, torch))
         raise next(kind[error] for kind in kinds if error in kind)(message)
     if do in ("hang", "sleep"):
         time.sleep(seconds)
+    elif do == "wait":
+        while message not in Path(path).read_text():
+            time.sleep(0.02)
     else:
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}[do])

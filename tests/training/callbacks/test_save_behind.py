@@ -44,10 +44,10 @@ def test_the_bytes_are_those_of_a_checkpoint_that_training_waits_for(config_file
 def test_steps_go_on_behind_a_save_and_the_next_that_is_due_waits_for_it(
     config_file, tmp_path, fault
 ):
-    fault(do="sleep", seconds=2.0)
+    late = "the checkpoint of step 3 is still being written: waiting for it, because the next one"
+    fault(do="wait", path=str(tmp_path / "run" / "log.txt"), message=late)
     runs.run(config_file, 2, *CHOSEN)
     log = runs.log(tmp_path / "run")
-    late = "the checkpoint of step 3 is still being written: waiting for it, because the next one"
     assert log.count(late) == 1
     saved = [int(step) for step in re.findall(r"checkpoint \S+/step-(\d+)", log)]
     assert saved == [3, 6, 7]
