@@ -26,8 +26,9 @@ class DeviceConfig:
     """Memory of one device. The preflight refuses a host with less than 90 % of it free (on a CPU:
     installed). A run is refused if the state, buffers and block inputs of a rank exceed it."""
     peak_tflops: float | None = bounded(None, above=0)
-    """Dense peak of one device in 16 bits, for MFU. There is no MFU without it, for fp32 training
-    on an accelerator, and if a CPU stands in for an accelerator."""
+    """Dense peak of one device in 16 bits, for MFU, also with `train.linear_precision`. There is no
+    MFU without it, for fp32 training on an accelerator, and if a CPU stands in for an
+    accelerator."""
     matrix_tflops: float | None = bounded(None, above=0)
     """Dense rate that large matrix products reach in 16 bits (on a CPU: in fp32). For `plan`;
     default: 65 % of `peak_tflops`."""

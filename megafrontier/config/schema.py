@@ -55,6 +55,10 @@ class TrainConfig:
     """Sequences that one rank processes at a time. The rest is gradient accumulation."""
     precision: Literal["bf16", "fp32", "fp16"] = "bf16"
     """Type of weights and activations. Master weights, sums and optimizer state are fp32."""
+    linear_precision: Literal["fp8"] | None = None
+    """fp8: in training, the linear layers of blocks multiply in float8, forward and backward, on
+    devices that have it (see performance.md#training-in-float8). Experts, routers and the head keep
+    `precision`, which must be bf16. null: they all keep it."""
     clip_grad_norm: float = bounded(1.0, at_least=0)
     """Maximum global gradient norm; 0: no clipping."""
     compile: bool = False

@@ -309,6 +309,9 @@ def _check_steps(config: Config) -> None:
     need(batch % micro == 0, "train.global_batch", batch, fits)
     if train.batch_warmup is not None:
         _check_batch_warmup(train, train.batch_warmup)
+    fits = "need null, or train.precision=bf16"
+    is_plain = train.linear_precision is None or train.precision == "bf16"
+    need(is_plain, "train.linear_precision", train.linear_precision, fits)
     warmup, steps, stop = schedule.warmup_steps, train.steps, train.stop_at
     need(warmup <= steps, "schedule.warmup_steps", warmup, f"need at most train.steps ({steps})")
     fits = f"need at most optimizer.lr ({lr})"

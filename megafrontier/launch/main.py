@@ -197,7 +197,7 @@ def _run(context: RunContext, start: StartRecord, chosen: Sequence[str]) -> int:
     for line in (
         *chosen,
         *describe_run(config, plan, context.world.device),
-        *describe_kernels(config, context.world, plan),
+        *describe_kernels(config, context.world, plan, trainer.model),
         *([context.mesh.describe_groups()] if context.world.size > 1 else []),
     ):
         run_logger.info(line)

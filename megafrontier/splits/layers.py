@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megafrontier.model.late_weights import LateWeights
+from megafrontier.model.kernels.float8 import Float8Layer
 from megafrontier.model.norms import OffsetRMSNorm
 from megafrontier.parallel.param_spec import set_spec, spec_of
 from megafrontier.splits.tokens import (
@@ -41,7 +41,7 @@ class Cutter:
         return part
 
 
-class ColumnLinear(LateWeights):
+class ColumnLinear(Float8Layer):
     """A linear layer cut by its outputs: tokens [1, n / size, h] → [1, n, outputs / size].
 
     Its matrix may be several ones below each other, such as query, key and value. Each is cut.
@@ -66,7 +66,8 @@ class ColumnLinear(LateWeights):
 
     def forward(self, hidden: Tensor) -> Tensor:
         tokens, weights, biases = hidden.flatten(0, -2), list(self.weights), list(self.biases)
-        return gather_linear(tokens, weights, biases, self.group, self.number)[None]
+        options = self.group, self.number, self.trained_float8
+        return gather_linear(tokens, weights, biases, *options)[None]
 
     @property
     def late_matrices(self) -> list[Tensor]:
@@ -74,7 +75,7 @@ class ColumnLinear(LateWeights):
 
     def start_gradients(self, *kept: Tensor) -> Callable[[], Sequence[Tensor]]:
         part, gradient = kept
-        return gather_linear_weights(part, gradient, self.late_matrices, self.group)
+        return gather_linear_weights(part, gradient, self.late_matrices, self.group, self.float8)
 
 
 class QKVLinear(ColumnLinear):
@@ -99,7 +100,7 @@ class QKVLinear(ColumnLinear):
         return parts[self.first : self.first + self.copies].transpose(0, 1).flatten(1)
 
 
-class RowLinear(LateWeights):
+class RowLinear(Float8Layer):
     """A linear layer cut by its inputs: tokens [.., inputs / size] → [1, n / size, h]."""
 
     def __init__(self, whole: nn.Linear, cutter: Cutter) -> None:
@@ -109,7 +110,8 @@ class RowLinear(LateWeights):
         self.bias = whole.bias
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = linear_reduce(inputs.flatten(0, -2), self.weight, self.group, self.number)
+        options = self.group, self.number, self.trained_float8
+        hidden = linear_reduce(inputs.flatten(0, -2), self.weight, *options)
         return (hidden if self.bias is None else hidden + self.bias)[None]
 
     @property
@@ -118,7 +120,7 @@ class RowLinear(LateWeights):
 
     def start_gradients(self, *kept: Tensor) -> Callable[[], Sequence[Tensor]]:
         inputs, gradient = kept
-        return linear_reduce_weight(inputs, gradient, self.group)
+        return linear_reduce_weight(inputs, gradient, self.group, self.float8)
 
 
 class GatherTokens(nn.Module):

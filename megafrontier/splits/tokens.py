@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from megafrontier.model.kernels.float8 import formats, product, quantized, weight_gradient
 from megafrontier.model.late_weights import keep_for_weights
 from megafrontier.model.recompute.checkpointing import save_results_of
 from megafrontier.parallel.hierarchy import Hierarchy
@@ -165,16 +166,20 @@ def gather_linear(
     biases: Sequence[Tensor],
     group: int,
     number: Tensor | None,
+    float8: int | None,
 ) -> Tensor:
     """Linear layers side by side of all ranks' tokens: `part` [m, h], weights [w, h] each, and
     biases [w] each or none → [size · m, sum of w]. Saves the part alone for backward. With a
-    `number` backward leaves the weights out (`late_weights`), see `gather_linear_weights`."""
-    ranks = _groups[group]
+    `number` backward leaves the weights out (`late_weights`), see `gather_linear_weights`.
+    `float8`: the number of the formats to multiply in; each piece of tokens has its own scale."""
+    ranks, used = _groups[group], formats(float8)
+    matrices = [quantized(weight, used.values) for weight in weights]
     out = part.new_empty(ranks.size * part.shape[0], sum(len(weight) for weight in weights))
     for piece, tokens in ranks.gathered_pieces(part):
         columns = ranks.rows_of(out, piece).split([len(weight) for weight in weights], -1)
-        for i, (weight, target) in enumerate(zip(weights, columns, strict=True)):
-            found = tokens @ weight.t()
+        rows = quantized(tokens, used.values)
+        for i, (matrix, target) in enumerate(zip(matrices, columns, strict=True)):
+            found = product(rows, matrix)
             found = found + biases[i] if biases else found
             target.copy_(found.view(target.shape))
     return out
@@ -188,17 +193,22 @@ def _gather_linear_backward(
     has_bias: bool,
     group: int,
     has_weights: bool,
+    float8: int | None,
 ) -> list[Tensor]:
     """The gradients of part, weights (if `has_weights`) and biases."""
-    ranks = _groups[group]
-    finish = gather_linear_weights(part, gradient, weights, group) if has_weights else None
+    ranks, used = _groups[group], formats(float8)
+    finish = gather_linear_weights(part, gradient, weights, group, float8) if has_weights else None
+    matrices = [quantized(weight, used.values).t() for weight in weights]
     widths = [len(weight) for weight in weights]
     by_part, reducing = torch.empty_like(part), []
     for piece in ranks.pieces(*part.shape):
         rows = ranks.rows_of(gradient, piece).flatten(0, 1).split(widths, -1)
-        partial = rows[0] @ weights[0]
-        for row, weight in zip(rows[1:], weights[1:], strict=True):
-            partial.addmm_(row, weight)
+        partial = product(quantized(rows[0], used.gradients), matrices[0])
+        for row, matrix in zip(rows[1:], matrices[1:], strict=True):
+            if isinstance(matrix, Tensor):
+                partial.addmm_(row, matrix.t())
+            else:
+                partial += product(quantized(row, used.gradients), matrix)
         reducing.append((piece, ranks.start_reduce(partial)))
     by_weights = finish() if finish else []
     by_biases = [columns.sum(0) for columns in gradient.split(widths, -1)] if has_bias else []
@@ -208,30 +218,36 @@ def _gather_linear_backward(
 
 
 def gather_linear_weights(
-    part: Tensor, gradient: Tensor, weights: Sequence[Tensor], group: int
+    part: Tensor, gradient: Tensor, weights: Sequence[Tensor], group: int, float8: int | None
 ) -> Callable[[], list[Tensor]]:
     """Begin to gather the part again. The result gives the gradients of the weights."""
-    ranks = _groups[group]
+    ranks, used = _groups[group], formats(float8)
     chain, tokens = ranks.start_gather(part)
 
     def finish() -> list[Tensor]:
         ranks.wait(chain)
         widths = [len(weight) for weight in weights]
-        return [columns.t() @ tokens for columns in gradient.split(widths, -1)]
+        rows = quantized(tokens, used.values).t()
+        parts = (quantized(columns, used.gradients) for columns in gradient.split(widths, -1))
+        return [product(columns.t(), rows) for columns in parts]
 
     return finish
 
 
 @torch.library.custom_op("megafrontier::linear_reduce", mutates_args=())
-def linear_reduce(inputs: Tensor, weight: Tensor, group: int, number: Tensor | None) -> Tensor:
+def linear_reduce(
+    inputs: Tensor, weight: Tensor, group: int, number: Tensor | None, float8: int | None
+) -> Tensor:
     """A linear layer cut by its inputs: [n, w] and weight [h, w] → this rank's tokens [n / size, h]
     of the sum over ranks. With a `number` backward leaves the weight out, see
-    `linear_reduce_weight`."""
-    ranks = _groups[group]
+    `linear_reduce_weight`. `float8`: as of `gather_linear`."""
+    ranks, used = _groups[group], formats(float8)
+    matrix = quantized(weight, used.values)
     out = inputs.new_empty(inputs.shape[0] // ranks.size, len(weight))
     reducing = []
     for piece in ranks.pieces(*out.shape):
-        partial = ranks.rows_of(inputs, piece).flatten(0, 1) @ weight.t()
+        rows = quantized(ranks.rows_of(inputs, piece).flatten(0, 1), used.values)
+        partial = product(rows, matrix)
         reducing.append((piece, ranks.start_reduce(partial)))
     for piece, chain in reducing:
         out[piece] = ranks.wait(chain).view(out[piece].shape)
@@ -240,23 +256,28 @@ def linear_reduce(inputs: Tensor, weight: Tensor, group: int, number: Tensor | N
 
 @torch.library.custom_op("megafrontier::linear_reduce_backward", mutates_args=())
 def _linear_reduce_backward(
-    gradient: Tensor, inputs: Tensor, weight: Tensor, group: int, has_weight: bool
+    gradient: Tensor,
+    inputs: Tensor,
+    weight: Tensor,
+    group: int,
+    has_weight: bool,
+    float8: int | None,
 ) -> list[Tensor]:
     """The gradients of inputs and weight (if `has_weight`), of those of this rank's tokens
     [n / size, h]."""
-    ranks = _groups[group]
-    by_inputs = torch.empty_like(inputs)
+    ranks, used = _groups[group], formats(float8)
+    by_inputs, matrix = torch.empty_like(inputs), quantized(weight, used.values).t()
     whole = gradient.new_empty(len(inputs) if has_weight else 0, len(weight))
     for piece, tokens in ranks.gathered_pieces(gradient):
         if has_weight:
             ranks.rows_of(whole, piece).copy_(tokens.view(ranks.size, -1, len(weight)))
         target = ranks.rows_of(by_inputs, piece)
-        target.copy_((tokens @ weight).view(target.shape))
-    return [by_inputs, whole.t() @ inputs] if has_weight else [by_inputs]
+        target.copy_(product(quantized(tokens, used.gradients), matrix).view(target.shape))
+    return [by_inputs, weight_gradient(whole, inputs, float8)] if has_weight else [by_inputs]
 
 
 def linear_reduce_weight(
-    inputs: Tensor, gradient: Tensor, group: int
+    inputs: Tensor, gradient: Tensor, group: int, float8: int | None
 ) -> Callable[[], list[Tensor]]:
     """Begin to gather the gradient of this rank's tokens [n / size, h] again. The result gives the
     gradient of the weight."""
@@ -265,7 +286,7 @@ def linear_reduce_weight(
 
     def finish() -> list[Tensor]:
         ranks.wait(chain)
-        return [whole.t() @ inputs]
+        return [weight_gradient(whole, inputs, float8)]
 
     return finish
 
@@ -282,11 +303,7 @@ def _(tokens: Tensor, group: int) -> Tensor:
 
 @gather_linear.register_fake
 def _(
-    part: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    group: int,
-    number: Tensor | None,
+    part: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], group: int, *_: Any
 ) -> Tensor:
     width = sum(len(weight) for weight in weights)
     return part.new_empty(_groups[group].size * part.shape[0], width)
@@ -300,6 +317,7 @@ def _(
     has_bias: bool,
     group: int,
     has_weights: bool,
+    *_: Any,
 ) -> list[Tensor]:
     biases = [weight.new_empty(len(weight)) for weight in weights] if has_bias else []
     found = [part, *weights] if has_weights else [part]
@@ -307,13 +325,13 @@ def _(
 
 
 @linear_reduce.register_fake
-def _(inputs: Tensor, weight: Tensor, group: int, number: Tensor | None) -> Tensor:
+def _(inputs: Tensor, weight: Tensor, group: int, *_: Any) -> Tensor:
     return inputs.new_empty(inputs.shape[0] // _groups[group].size, len(weight))
 
 
 @_linear_reduce_backward.register_fake
 def _(
-    gradient: Tensor, inputs: Tensor, weight: Tensor, group: int, has_weight: bool
+    gradient: Tensor, inputs: Tensor, weight: Tensor, group: int, has_weight: bool, *_: Any
 ) -> list[Tensor]:
     return [torch.empty_like(t) for t in ([inputs, weight] if has_weight else [inputs])]
 
@@ -323,13 +341,13 @@ def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _keep_gather_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    part, weights, biases, ctx.group, number = inputs
+    part, weights, biases, ctx.group, number, ctx.float8 = inputs
     ctx.count, ctx.has_bias = len(weights), bool(biases)
     ctx.save_for_backward(number, part, *weights)
 
 
 def _keep_linear_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    values, weight, ctx.group, number = inputs
+    values, weight, ctx.group, number, ctx.float8 = inputs
     ctx.save_for_backward(number, values, weight)
 
 
@@ -337,19 +355,19 @@ def _back_gather_linear(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     number, part, *weights = ctx.saved_tensors
     gradient, count = gradient.contiguous(), 0 if number is not None else ctx.count
     by_part, *rest = _gather_linear_backward(
-        gradient, part, weights, ctx.has_bias, ctx.group, number is None
+        gradient, part, weights, ctx.has_bias, ctx.group, number is None, ctx.float8
     )
     by_weights = rest[:count] or [None] * ctx.count
-    return by_part, by_weights, rest[count:], None, _keep(number, part, gradient)
+    return by_part, by_weights, rest[count:], None, _keep(number, part, gradient), None
 
 
 def _back_linear_reduce(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     number, inputs, weight = ctx.saved_tensors
     gradient = gradient.contiguous()
     by_inputs, *by_weight = _linear_reduce_backward(
-        gradient, inputs, weight, ctx.group, number is None
+        gradient, inputs, weight, ctx.group, number is None, ctx.float8
     )
-    return by_inputs, *(by_weight or [None]), None, _keep(number, inputs, gradient)
+    return by_inputs, *(by_weight or [None]), None, _keep(number, inputs, gradient), None
 
 
 def _keep(number: Tensor | None, *kept: Tensor) -> Tensor | None:

@@ -7,7 +7,9 @@ import torch
 
 from megafrontier.common.errors import RunFailed
 from megafrontier.config import Config
+from megafrontier.model.gpt import GPT
 from megafrontier.model.kernels.backends import attention_backend, uncompilable_attention
+from megafrontier.model.kernels.float8 import MULTIPLE, linear_layers, missing_float8
 from megafrontier.model.moe.experts import expert_sizes
 from megafrontier.model.moe.products import describe_product
 from megafrontier.model.recompute.compile import missing_compiler
@@ -33,8 +35,15 @@ def reason_not_compiled(config: Config, world: World) -> str | None:
     return world.first_error(reason)
 
 
-def describe_kernels(config: Config, world: World, plan: RunPlan) -> Iterator[str]:
-    """One line about the kernels, after warnings if they are not the requested ones."""
+def reason_not_float8(world: World) -> str | None:
+    """What the first rank whose device cannot multiply in float8 lacks, the same on every rank;
+    None if all can."""
+    return world.first_error(missing_float8(world.device))
+
+
+def describe_kernels(config: Config, world: World, plan: RunPlan, model: GPT) -> Iterator[str]:
+    """One line about the kernels, after warnings if they are not the requested ones. `model`: this
+    rank's part."""
     wires = (plan.wires, plan.experts.wires)
     codecs = {wire.codec for own in wires for wire in (*own.gather, *own.reduce)}
     missing = world.first_error(missing_kernels(world.device.type, codecs))
@@ -48,9 +57,21 @@ def describe_kernels(config: Config, world: World, plan: RunPlan) -> Iterator[st
     attention = attention_backend(config.model, world.device, dtype, documents, is_cut)
     is_compiled = config.train.compile and reason is None
     yield f"attention: {attention}; blocks: {'compiled' if is_compiled else 'not compiled'}"
+    if config.train.linear_precision is not None:
+        yield _describe_float8(reason_not_float8(world), model)
     if config.model.moe is not None:
         sizes = expert_sizes(config.model, config.model.moe)
         yield f"experts: {describe_product(world.device, dtype, sizes)}"
+
+
+def _describe_float8(reason: str | None, model: GPT) -> str:
+    if reason is not None:
+        return f"warning: train.linear_precision: fp8: {reason}; linear layers multiply in bf16"
+    layers = linear_layers(model.trained_blocks())
+    used = [layer for layer in layers if getattr(layer, "float8", None) is not None]
+    others = len(layers) - len(used)
+    rest = f" ({others} in bf16, with sizes that are no multiples of {MULTIPLE})" if others else ""
+    return f"linear layers: {len(used)} in fp8{rest}; MFU is of the 16-bit peak"
 
 
 class OutOfMemory(RunFailed):

@@ -13,6 +13,7 @@ from megafrontier.config import Config, ExpertsPartitionConfig, MachineConfig, l
 from megafrontier.data.sampling.batches import BatchSizes
 from megafrontier.model.flops import parameter_specs
 from megafrontier.model.gpt import GPT
+from megafrontier.model.kernels.float8 import MULTIPLE
 from megafrontier.model.moe.experts import EXPERT_AXES
 from megafrontier.optim.groups import OptimizerGroups, optimizer_itemsize
 from megafrontier.parallel.hierarchy import Levels
@@ -167,6 +168,9 @@ def _check_splits(config: Config, splits: Splits) -> None:
     where = "a micro-batch" if context == 1 else "a context rank's part of a micro-batch"
     fits = f"need a number that divides the {tokens} tokens of {where}"
     need(tokens % tensor == 0, "parallel.tensor", parallel.tensor, fits)
+    precision, own = config.train.linear_precision, tokens // tensor
+    fits = f"need null, or a multiple of {MULTIPLE} tokens a rank of a micro-batch ({own})"
+    need(precision is None or own % MULTIPLE == 0, "train.linear_precision", precision, fits)
 
 
 class UnitSize(NamedTuple):

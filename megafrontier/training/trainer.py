@@ -18,6 +18,7 @@ from megafrontier.data.sampling.samples import Batch, open_samples
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initial_slice
+from megafrontier.model.kernels.float8 import float8_of, use_float8
 from megafrontier.model.moe.balance import Balance
 from megafrontier.model.recompute.compile import start_workers
 from megafrontier.optim.gradients import LossScale
@@ -34,7 +35,7 @@ from megafrontier.pipeline.division import block_names, divide_model
 from megafrontier.pipeline.runner import Pipeline
 from megafrontier.pipeline.work import Runner, WholeModel
 from megafrontier.splits.apply import apply_splits, tensor_collectives
-from megafrontier.training.device import reason_not_compiled
+from megafrontier.training.device import reason_not_compiled, reason_not_float8
 from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.plan import RunPlan, optimizer_groups
 from megafrontier.training.recorder import MetricRecorder
@@ -197,6 +198,8 @@ def build_model(
     divide_model(model, plan.division, mesh)
     pieces = config.parallel.token_pieces
     connect = apply_splits(model, mesh, plan.activations, plan.tokens, pieces)
+    if config.train.linear_precision is not None and reason_not_float8(mesh.world) is None:
+        use_float8(model.trained_blocks(), float8_of(mesh.device))
     engine = shard(
         model,
         model.units(),

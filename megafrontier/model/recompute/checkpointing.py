@@ -27,6 +27,7 @@ _PRODUCTS: list[Any] = [
     _aten.mm.default,
     _aten.addmm.default,
     _aten._grouped_mm.default,
+    _aten._scaled_mm.default,
     varlen.operator,
     chunks.operator,
 ]

@@ -62,7 +62,7 @@ def dry_mesh(plan: RunPlan, rank: int = 0) -> Iterator[Mesh]:
 
 def dry_trainer(config: Config, plan: RunPlan, mesh: Mesh, meter: Meter, most: int) -> Trainer:
     """A trainer that reads at most `most` micro-batches a step. They have no values."""
-    config = replace(config, train=replace(config.train, compile=False))
+    config = replace(config, train=replace(config.train, compile=False, linear_precision=None))
     built = build_model(config, plan, mesh, has_values=False)
     loader = cast(Loader, DryLoader(config, plan, most))
     fused = partial(_Elementwise, meter)

@@ -6,9 +6,15 @@
 The same GPT in Llama's style, batch, sequence length and precision for each contender, on the same
 random ids; each in a process of its own, in turns. Without options: 1.3B at 2048 tokens in bf16 on
 a GPU, 10M in fp32 and bf16 on a CPU; 1M is for trying the script. MFU is against the rate of a
-large matrix product of the same type, measured in each round beside the others. With --minutes a
-long comparison ends early, and the same command goes on. accelerate (which transformers' Trainer
-needs), litgpt and torchtitan are looked for in DIR, made without another torch by
+large matrix product of the same type, measured in each round beside the others; that of the row in
+fp8 is against the one in bf16. What fp8 saves, on a GPU that has it:
+
+    python -m scripts.benchmarks.one_device OUT --presets 1.3B 7B-block \\
+        --variants "ours, compiled" product
+
+With --minutes a long comparison ends early, and the same command goes on. accelerate (which
+transformers' Trainer needs), litgpt and torchtitan are looked for in DIR, made without another
+torch by
 
     pip install --no-deps --target DIR -r scripts/benchmarks/one_device/packages.txt
 """
@@ -39,6 +45,10 @@ FOLDER = "scripts.benchmarks.one_device"
 RATE = "matrix product"
 CONTENDERS = {
     "ours, compiled": (f"{FOLDER}.ours:ours", {"compiled": True}),
+    "ours, compiled, fp8": (
+        f"{FOLDER}.ours:ours",
+        {"compiled": True, "linear_precision": "fp8"},
+    ),
     "ours, eager": (f"{FOLDER}.ours:ours", {"compiled": False}),
     "plain PyTorch, compiled": (
         f"{FOLDER}.trainer_contender:plain",
@@ -79,7 +89,8 @@ def tasks_of(setting: Setting) -> list[Task]:
         )
     ]
     for name, (function, options) in CONTENDERS.items():
-        if "no masters" not in name or setting.mixed:
+        is_mixed = "no masters" in name or "fp8" in name
+        if setting.mixed or not is_mixed:
             tasks.append(Task(group, name, function, {"setting": asdict(setting), **options}))
     return tasks
 

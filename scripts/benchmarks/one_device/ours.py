@@ -2,7 +2,7 @@
 
 import time
 from contextlib import closing, suppress
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,13 +16,14 @@ from megafrontier.config import (
     check,
 )
 from megafrontier.launch.context import join_machine
+from megafrontier.model.kernels.float8 import missing_float8
 from megafrontier.model.recompute.checkpointing import Mode
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.loop import run
 from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer, build_trainer
 from scripts.benchmarks.one_device.setting import BETAS, CLIP, LR, WEIGHT_DECAY, Setting
-from scripts.benchmarks.shared.child import Clock, Finished, device, synchronise
+from scripts.benchmarks.shared.child import Clock, Finished, Unable, device, synchronise
 
 
 def matrix_rate(precision: str) -> dict[str, float]:
@@ -40,10 +41,19 @@ def matrix_rate(precision: str) -> dict[str, float]:
     return {"flops_per_second": 2.0 * size**3 * count / (time.perf_counter() - begin)}
 
 
-def ours(setting: dict[str, Any], compiled: bool, checkpointing: Mode = "none") -> dict[str, float]:
+def ours(
+    setting: dict[str, Any],
+    compiled: bool,
+    checkpointing: Mode = "none",
+    linear_precision: Literal["fp8"] | None = None,
+) -> dict[str, float]:
     """The framework's own loop, on one rank."""
     chosen = Setting(**setting)
     config = our_config(chosen, compiled, checkpointing)
+    config.train.linear_precision = linear_precision
+    missing = missing_float8(device()) if linear_precision else None
+    if missing is not None:
+        raise Unable(missing)
     with join_machine(config) as (plan, mesh):
         clock = Clock(chosen.warm_up, chosen.steps)
         trainer = build_trainer(config, plan, mesh)
