@@ -1,6 +1,5 @@
 """The command `evaluate`: the loss of a finished checkpoint on its validation data, or tasks."""
 
-import json
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from megafrontier.launch.main import launch, load_or_refuse
 from megafrontier.parallel.env import identify
 from megafrontier.pipeline.work import Runner
 from megafrontier.training.callbacks.evaluate import Evaluation, evaluate
+from megafrontier.training.logging.sinks import add_line
 from megafrontier.training.preview import check_training
 from megafrontier.training.resume.compatibility import check_model, rotary_changes
 from megafrontier.training.trainer import (
@@ -74,7 +74,7 @@ def evaluate_command(
     state: str = "weight",
 ) -> int:
     """Loss, perplexity and bits per byte on the validation data, over one or more ranks; or, with
-    `with_tasks`, the results of `evaluate.tasks`, which also go to the run's metrics.jsonl.
+    `with_tasks`, the results of `evaluate.tasks`, which also go to the sinks of the run.
 
     Local ranks form one level, and all states are sharded over it: the result does not depend on
     the placement, and the machine file of the training may be missing here. Only its
@@ -86,6 +86,7 @@ def evaluate_command(
     unused += [] if path.is_file() else ["run.name", "run.directory"]
     path, config = load_or_refuse(lambda: _find_target(path, overrides, unused, with_tasks), nproc)
     config.train.compile = False  # compiling takes longer than a few batches
+    config.train.linear_precision = None  # which is for training
     if is_local:
         config.machine = {"levels": {"world": {}}, "device": {"name": device_name(config)}}
         config.parallel, config.partition = ParallelConfig(), PartitionConfig(strategy="zero3")
@@ -174,15 +175,13 @@ def _evaluate_tasks(
     checkpoint: Checkpoint, runner: Runner, context: RunContext, keep: bool
 ) -> list[str]:
     """The results of tasks in lines. With `keep` rank 0 adds them to the metrics of the run, which
-    are of its weights and not of their average."""
+    are of its weights and not of their average, and to the other sinks of the run."""
     found = evaluate_tasks(context.config, runner, context.mesh, context.watchdog.beat)
     if found is None:
         return []
-    metrics = checkpoint.path.absolute().parents[1] / "metrics.jsonl"
-    if keep and metrics.is_file():
-        line = {"step": checkpoint.manifest.step, "tasks": found}
-        with metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+    run = checkpoint.path.absolute().parents[1]
+    if keep and (run / "metrics.jsonl").is_file():
+        add_line(run, {"step": checkpoint.manifest.step, "tasks": found}, context.config.log)
     return [f"{checkpoint.path}:", *describe_tasks(found)]
 
 

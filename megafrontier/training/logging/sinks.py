@@ -10,6 +10,8 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ from typing import Any
 from megafrontier.common.errors import UserError, print_error
 from megafrontier.common.files import write_atomically
 from megafrontier.common.signals import block_stop_requests
-from megafrontier.config import Config, config_to_dict
+from megafrontier.config import Config, LogConfig, config_to_dict, load_config
 
+LAST_STEP = 2**40
+"""As the step of a checkpoint: all that a run has written is kept."""
 FINISH_SECONDS = 120.0
 """How long W&B may take to send the rest at the end. Its files stay, for `wandb sync`."""
 
@@ -244,12 +248,33 @@ def open_sinks(config: Config, directory: Path, resume_step: int) -> list[Sink]:
 
     Raises UserError if W&B or MLflow does not start, OSError if the directory cannot be written.
     """
-    sinks: list[Sink] = []
-    if config.log.wandb != "disabled":
-        sinks.append(WandbSink(config, directory, resume_step))
-    if config.log.tensorboard:
-        sinks.append(TensorboardSink(directory, resume_step))
-    if config.log.mlflow:
-        sinks.append(MlflowSink(config, directory, resume_step))
+    sinks = [make() for make in _requested(config, directory, resume_step)]
     # The last one, because it drops lines for good.
     return [JsonLines(directory / "metrics.jsonl", resume_step), *sinks]
+
+
+def _requested(config: Config, directory: Path, resume_step: int) -> list[Callable[[], Sink]]:
+    """What opens each sink that was asked for."""
+    log, found = config.log, list[Callable[[], Sink]]()
+    if log.wandb != "disabled":
+        found.append(partial(WandbSink, config, directory, resume_step))
+    if log.tensorboard:
+        found.append(partial(TensorboardSink, directory, resume_step))
+    if log.mlflow:
+        found.append(partial(MlflowSink, config, directory, resume_step))
+    return found
+
+
+def add_line(directory: Path, values: dict[str, Any], log: LogConfig) -> None:
+    """Add one line to the metrics of a run in `directory`, which may be over, and to the sinks of
+    `log`. A sink that fails costs its line: a warning says so."""
+    # A run that is still going has this file open, so nothing is moved out of it.
+    with (directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(values) + "\n")
+    config = replace(load_config(directory / "config.yaml"), log=log)
+    for make in _requested(config, directory, LAST_STEP):
+        try:
+            with closing(make()) as sink:
+                sink.write(values)
+        except Exception as error:  # of other packages, or because one is not installed here
+            print_error(f"warning: step {values['step']} is not written: {error}")

@@ -3,12 +3,13 @@
 import json
 import math
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from megafrontier.common.errors import UserError
-from megafrontier.config import Config
+from megafrontier.config import Config, save_config
 from megafrontier.training.logging import run_log
 from megafrontier.training.logging.sinks import (
     FINISH_SECONDS,
@@ -16,6 +17,8 @@ from megafrontier.training.logging.sinks import (
     MlflowSink,
     TensorboardSink,
     WandbSink,
+    add_line,
+    open_sinks,
 )
 
 STEP = {
@@ -162,6 +165,33 @@ def test_tensorboard_has_nested_metrics_and_forgets_the_steps_that_a_resumed_run
     tags = {"loss", "skipped", "comm/pair/bytes", "comm/pair/seconds"}
     assert set(events.Tags()["scalars"]) == tags
     assert [(e.step, e.value) for e in events.Scalars("comm/pair/bytes")] == [(1, 4096.0)]
+
+
+def test_what_comes_after_a_run_is_added_to_its_sinks_and_a_sink_that_fails_costs_a_warning(
+    tmp_path, monkeypatch, capsys, mlflow_calls
+):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = Config()
+    config.log.tensorboard, config.log.mlflow = True, "http://host"
+    save_config(config, tmp_path / "config.yaml")
+    for sink in reversed(open_sinks(config, tmp_path, 0)):
+        write_steps(sink, 1, 3)
+        sink.close()
+    kept = lines(tmp_path / "metrics.jsonl")
+    mlflow_calls.clear()
+    tasks = {"step": 2, "tasks": {"arc": {"acc": 0.5}}}
+    log = replace(config.log, wandb="online")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    add_line(tmp_path, tasks, log)
+    assert lines(tmp_path / "metrics.jsonl") == [*kept, tasks]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("tasks/arc/acc")] == [(2, 0.5)]
+    assert [e.step for e in events.Scalars("loss")] == [1, 2, 3]
+    run = "megafrontier/run"
+    assert [call for call in mlflow_calls if call[0] == run] == [(run, {"tasks/arc/acc": (0.5, 2)})]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: step 2 is not written: import of wandb")
 
 
 @pytest.fixture
