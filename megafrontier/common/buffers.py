@@ -9,12 +9,13 @@ import torch
 class BufferPool:
     """Buffers by type and size. A new one is made only if all of that kind are in use."""
 
-    def __init__(self, device: torch.device, pinned: bool = False) -> None:
-        """`pinned`: page-locked host memory, for copies that run beside the computation."""
-        self._device, self._pinned = device, pinned
+    def __init__(self, device: torch.device, pinned: bool = False, keeps: bool = True) -> None:
+        """`pinned`: page-locked host memory, for copies that run beside the computation. `keeps`:
+        a released buffer is kept for the next use; otherwise it is freed."""
+        self._device, self._pinned, self.keeps = device, pinned, keeps
         self._free: defaultdict[tuple[torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
         self.held_bytes = 0
-        """Bytes of all buffers made so far."""
+        """Bytes of all buffers made so far and not freed."""
 
     def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A buffer [numel] with undefined contents."""
@@ -26,7 +27,10 @@ class BufferPool:
 
     def release(self, buffer: torch.Tensor) -> None:
         """Return a buffer [numel]. The next user must run after everything that still reads it."""
-        self._free[buffer.dtype, buffer.numel()].append(buffer)
+        if self.keeps:
+            self._free[buffer.dtype, buffer.numel()].append(buffer)
+        else:
+            self.held_bytes -= buffer.nbytes
 
 
 class Workspace:

@@ -77,6 +77,11 @@ class PartitionConfig:
     """Level through which gradients are sharded, or `none`."""
     optimizer: str | None = None
     """Level through which master weights and optimizer state are sharded, or `none`."""
+    weights_copy: bool = True
+    """Keep a copy of the weights in `train.precision` beside the fp32 masters. With false, the
+    weights of a block are cast from the masters whenever it runs, and are released afterwards. That
+    takes 2 bytes an element less, and a cast in each forward and backward. It needs `weights` (and
+    `backward_weights`) and `optimizer` sharded through the same levels, or a single device."""
     wires: WiresConfig = field(default_factory=WiresConfig)
     """Wire formats."""
     experts: ExpertsPartitionConfig | None = None

@@ -358,6 +358,7 @@ def _check_offload(config: Config) -> None:
         need(name != "muon", key, name, f"need adamw or sgd {where}")
     need(optimizer.fused != "apex", "optimizer.fused", "apex", f"need torch or none {where}")
     need(config.sites is None, "sites", "given", f"need null {where}")
+    need(config.partition.weights_copy, "partition.weights_copy", "false", f"need true {where}")
 
 
 def _check_wires(wires: WiresConfig, prefix: str) -> None:

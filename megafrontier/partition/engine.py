@@ -215,7 +215,7 @@ class Engine:
                 placement,
                 self.collectives(rule.hierarchy, rule.wires),
                 self._choose_buffer(block, slot, rule.dtype, placement),
-                self.pool.gradients,
+                self.pool,
                 rule.feedback_levels,
                 is_frozen=not is_trained,
                 is_offloaded=rule.is_offloaded,
@@ -226,7 +226,7 @@ class Engine:
     def _choose_buffer(
         self, block: Block, slot: int, dtype: torch.dtype, placement: Placement
     ) -> UnitBuffer:
-        if placement.backward_weights == 0:  # part of the unit's state, not of the pool
+        if placement.is_persistent:  # part of the unit's state, not of the pool
             return UnitBuffer(dtype, self.hierarchy.device)
         if block.name == ROOT:
             return self.pool.own_buffer(dtype)
@@ -385,9 +385,7 @@ class Engine:
         without rounding."""
         for unit in units:
             unit.mark_stale()
-            if from_masters:
-                unit.published.copy_(unit.master)
-            unit.broadcast_weights()
+            unit.broadcast_weights(from_masters)
 
     def scale_errors(self, factor: torch.Tensor | float) -> None:
         """Multiply the errors of gradient messages by `factor` []."""

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from megafrontier.partition.layout import Layout
+from megafrontier.partition.memory import UnitBufferPool
 
 GROUPED_BYTES = 1 << 25
 """Bytes of gradients that are written in one call. On a GPU this takes half the device time and a
@@ -102,6 +103,11 @@ class FlatGradient:
         self.buffer, self._targets = buffer, self._views[address]
         self._missing = set(range(len(self._layout.entries)))
 
+    def forget(self) -> None:
+        """Drop the buffer and all views, because the memory is about to be freed."""
+        self.buffer, self._targets = None, []
+        self._views.clear()
+
     def put(self, index: int, gradient: torch.Tensor) -> None:
         """Take the gradient of parameter `index`. It must not change until it is written."""
         if index in self._waiting:
@@ -130,3 +136,48 @@ class FlatGradient:
         for index in (*self._missing, -1):  # -1 is the padding
             self._targets[index].zero_()
         return buffer
+
+
+class GradientBuffers:
+    """The memory of a unit's gradients.
+
+    flat: writes the full gradient of a micro-batch: into the shard, if that is the full gradient.
+    shard: fp32 [numel / number of shards], from the unit's first backward in a step to its update.
+        Otherwise empty, unless `pool.shards` keeps buffers.
+    """
+
+    def __init__(
+        self, layout: Layout, shards: int, dtype: torch.dtype, pool: UnitBufferPool
+    ) -> None:
+        """`shards`: into how many parts the full gradient, of type `dtype`, is cut."""
+        self.flat = FlatGradient(layout)
+        self.shard = torch.empty(0, device=pool.device)
+        self._numel, self._shards, self._dtype, self._pool = layout.numel, shards, dtype, pool
+
+    def allocate_shard(self) -> torch.Tensor:
+        """The shard, whose contents are undefined if there was none."""
+        if self.shard.numel() == 0:
+            self.shard = self._pool.shards.acquire(self._numel // self._shards, torch.float32)
+        return self.shard
+
+    def start_full(self) -> None:
+        """Begin to write a full gradient, unless it has begun."""
+        if self.flat.buffer is None and self._shards == 1:
+            self.flat.start(self.allocate_shard())
+        elif self.flat.buffer is None:
+            self.flat.start(self._pool.gradients.acquire(self._numel, self._dtype))
+
+    def release_full(self, buffer: torch.Tensor) -> None:
+        """Return the buffer of a full gradient that is not the shard."""
+        self._pool.gradients.release(buffer)
+
+    def clear(self) -> None:
+        """Free the shard. The computation has waited for its last use on other streams."""
+        if self._shards == 1:
+            self.flat.buffer = None
+        if self.shard.numel() == 0 or self._pool.shards.keeps:
+            return
+        self._pool.shards.release(self.shard)
+        self.shard = self.shard.new_empty(0)
+        if self._shards == 1:
+            self.flat.forget()

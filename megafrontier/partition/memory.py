@@ -65,13 +65,18 @@ class UnitBufferPool:
         """`count`: how many successive units are unsharded at the same time."""
         self.device = device
         self.gradients = BufferPool(device)
+        """Full gradients."""
+        # The allocator of an accelerator hands the memory of freed shards to activations. A CPU's
+        # system would clear every page of new memory.
+        self.shards = BufferPool(device, keeps=device.type == "cpu")
+        """Gradient shards, from a unit's first backward in a step to its update."""
         self._count = count
         self._buffers: list[UnitBuffer] = []
         self._rings: dict[Hashable, Iterator[UnitBuffer]] = {}
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all buffers for weights, and of the gradient buffers made so far."""
+        """Bytes of all buffers for weights, and of the buffers for full gradients made so far."""
         weights = sum(buffer.numel * buffer.dtype.itemsize for buffer in self._buffers)
         return weights + self.gradients.held_bytes
 
@@ -103,7 +108,7 @@ def unit_buffer_bytes(
     """
     ahead = min(prefetch or 0, max(len(numels) + bool(root) - 1, 0))
     weights = gradients = 0
-    if placement.backward_weights:
+    if not placement.is_persistent:
         buffers = range(min(ahead + 1, len(numels)))
         weights = root + sum(max(numels[first :: ahead + 1]) for first in buffers)
     if placement.gradients:

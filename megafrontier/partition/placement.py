@@ -3,7 +3,7 @@
 The named strategies are placements. Any other combination of levels that nest is one too.
 """
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 
@@ -37,6 +37,10 @@ class Placement:
     backward_weights: int
     gradients: int
     optimizer: int
+    has_copy: bool = field(default=True, kw_only=True)
+    """Whether a copy of the weights in the computing type is kept beside the fp32 masters. Without
+    it, every gather casts this rank's masters and sends the result. `on` makes it true if the two
+    are sharded through different levels, because the masters have to be published then."""
 
     def __post_init__(self) -> None:
         if not self.backward_weights <= self.weights <= self.gradients <= self.optimizer:
@@ -86,7 +90,7 @@ class Placement:
         depths = {k: levels.depth(v, f"{prefix}.{k}") for k, v in given.items()}
         depths.setdefault("backward_weights", depths["weights"])
         _check_nesting(given, depths, prefix)
-        return cls(**depths)
+        return cls(*(depths[state] for state in chosen))
 
     @property
     def error_feedback_levels(self) -> range:
@@ -106,7 +110,14 @@ class Placement:
                 depth -= 1
             return depth
 
-        return Placement(*(tight(depth) for depth in astuple(self)))
+        depths = (self.weights, self.backward_weights, self.gradients, self.optimizer)
+        here = [tight(depth) for depth in depths]
+        return Placement(*here, has_copy=self.has_copy or here[1] != here[3])
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether the weights stay unsharded from step to step."""
+        return self.backward_weights == 0 and self.has_copy
 
 
 def _depth(name: str, levels: Levels) -> int:
@@ -154,15 +165,18 @@ def state_bytes(
     Weights have the computing type, of `itemsize` bytes; gradients are fp32; the optimizer keeps
     `optimizer_itemsize` bytes for an element (AdamW: an fp32 master and two moments). If the
     masters are unsharded and weights fp32, the weights are the masters. With error feedback
-    (`feedback_wires`), errors are bf16.
+    (`feedback_wires`), errors are bf16. On an accelerator, gradients are held from a unit's first
+    backward in a step to its update.
     """
-    are_masters = itemsize == 4 and placement.on(levels).optimizer == 0
+    here = placement.on(levels)
+    are_masters = itemsize == 4 and here.optimizer == 0
+    has_weights = here.has_copy and not are_masters
 
     def shard(depth: int) -> int:
         return numel // prod(levels.sizes[:depth])
 
     return {
-        "weights": 0 if are_masters else shard(placement.backward_weights) * itemsize,
+        "weights": shard(placement.backward_weights) * itemsize if has_weights else 0,
         "gradients": shard(placement.gradients) * 4,
         "optimizer": shard(placement.optimizer) * optimizer_itemsize,
         "errors": sum(

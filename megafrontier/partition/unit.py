@@ -7,15 +7,14 @@ from functools import cached_property, partial
 import torch
 from torch import nn
 
-from megafrontier.common.buffers import BufferPool
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.parallel.param_spec import ParamSpec, spec_of
 from megafrontier.partition.comm.collectives import LevelCollectives
 from megafrontier.partition.comm.streams import AsyncChain
 from megafrontier.partition.error_feedback import ErrorFeedback
-from megafrontier.partition.flat_buffers import FlatGradient, UnitParameters
+from megafrontier.partition.flat_buffers import GradientBuffers, UnitParameters
 from megafrontier.partition.layout import Layout
-from megafrontier.partition.memory import UnitBuffer
+from megafrontier.partition.memory import UnitBuffer, UnitBufferPool
 from megafrontier.partition.offload import HostShard
 from megafrontier.partition.placement import Placement
 from megafrontier.partition.wires.wire import Wires
@@ -39,8 +38,8 @@ class Unit:
     """The flat buffers of one block. Each tensor is a 1-D contiguous slice of the same layout.
 
     master: this rank's optimizer shard of the weights, fp32. The weights of record.
-    weights: the slice of the weights that gathers read from, in the computing type.
-    gradient: the gradient shard, fp32.
+    weights: the slice of the weights that gathers read from, in the computing type; empty if they
+        read the masters (`Placement.has_copy`).
     feedback: the quantisation errors of the unit's gradient messages.
     """
 
@@ -52,15 +51,16 @@ class Unit:
         placement: Placement,
         collectives: LevelCollectives,
         buffer: UnitBuffer,
-        gradient_buffers: BufferPool,
+        pool: UnitBufferPool,
         feedback_levels: Sequence[int],
         is_frozen: bool = False,
         is_offloaded: bool = False,
     ) -> None:
         """`parameters`: in the order of the flat buffer. `optimizer`: the name of the one that
         updates them. `buffer`: memory of the unsharded weights, in the computing type; while they
-        are resharded, another unit may have it. `feedback_levels`: the levels with error feedback.
-        `is_frozen`: the parameters get no gradient. `is_offloaded`: the master is on the host."""
+        are resharded, another unit may have it. `pool`: memory of the gradients.
+        `feedback_levels`: the levels with error feedback. `is_frozen`: the parameters get no
+        gradient. `is_offloaded`: the master is on the host."""
         size = collectives.hierarchy.size
         self.name = name
         self.optimizer = optimizer
@@ -69,8 +69,7 @@ class Unit:
         self.specs = {n: spec_of(n, p) for n, p in parameters}
         self.is_frozen = is_frozen
         self._collectives = collectives
-        self._gradient_buffers = gradient_buffers
-        self.is_persistent = placement.backward_weights == 0
+        self.is_persistent = placement.is_persistent
         self.buffer = buffer
         self.buffer.reserve(self.layout.numel)
         self.phase = Phase.RESHARDED
@@ -80,28 +79,27 @@ class Unit:
         self.is_finishing = False
         """Whether the reduction to the optimizer level has begun. A gradient that comes later would
         be added to a sum over all ranks."""
+        _, shards = self.hierarchy.shard_index(placement.gradients)
+        self._gradients = GradientBuffers(self.layout, shards, buffer.dtype, pool)
         self._allocate(feedback_levels, is_offloaded)
         self._publishing = AsyncChain(self.weights, f"publish {name}")
         self._gathering = AsyncChain(self.weights, f"gather {name}")
         self._reducing = AsyncChain(self.gradient, f"reduce {name}")
-        self._flat = FlatGradient(self.layout)
         self.clear_gradient()
         self._parameters = UnitParameters(self.layout, buffer.dtype, buffer.device)
         self._parameters.reshard()
 
     def _allocate(self, feedback_levels: Sequence[int], is_offloaded: bool) -> None:
         place, dtype = self.placement, self.buffer.dtype
-        self.weights = (
-            self.full if self.is_persistent else self._empty(place.backward_weights, dtype)
-        )
-        self.gradient = torch.zeros(0, device=self.buffer.device)
-        if not self.is_frozen:
-            self.gradient = self._empty(place.gradients, torch.float32).zero_()
+        self.weights = torch.empty(0, dtype=dtype, device=self.buffer.device)
+        if place.has_copy:
+            depth = place.backward_weights
+            self.weights = self.full if self.is_persistent else self._empty(depth, dtype)
         self.host: HostShard | None = None
         """Of an offloaded unit."""
         # If every rank updates all weights and computes in fp32, the weights are the masters.
         is_same = place.optimizer == 0 and dtype is torch.float32
-        self.computes_with_masters = is_same and not is_offloaded
+        self.computes_with_masters = is_same and self.is_persistent and not is_offloaded
         if is_offloaded:
             start, stop = self.range
             self.host = HostShard(stop - start, dtype, self.buffer.device)
@@ -123,6 +121,11 @@ class Unit:
     def full(self) -> torch.Tensor:
         """The unsharded weights [numel]; while resharded, the memory may hold another unit's."""
         return self.buffer.memory[: self.layout.numel]
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The gradient shard, fp32 [n]; empty before a step's first backward, if it is not kept."""
+        return self._gradients.shard
 
     @property
     def hierarchy(self) -> Hierarchy:
@@ -185,7 +188,7 @@ class Unit:
     def start_publishing(self) -> None:
         """Begin to bring the masters to every copy of the weights that gathers read from."""
         self.is_stale = False
-        if self.computes_with_masters:
+        if self.computes_with_masters or not self.placement.has_copy:
             return
         place, label = self.placement, self._publishing.label
         source = self.master if self.host is None else self.host.take_weights()
@@ -203,6 +206,8 @@ class Unit:
         if self.is_stale:
             self.start_publishing()
         self._publishing.wait()
+        if not self.placement.has_copy:
+            self._gathering.wait()  # it reads the masters
         self._show_if_persistent()
 
     def _show_if_persistent(self) -> None:
@@ -210,9 +215,14 @@ class Unit:
         if self.is_persistent:
             self._parameters.unshard(self.full)
 
-    def broadcast_weights(self) -> None:
-        """Copy each owner's `published` shard to all ranks without rounding, to begin or resume."""
+    def broadcast_weights(self, from_masters: bool) -> None:
+        """Copy each owner's `published` shard, or with `from_masters` its master, to all ranks
+        without rounding, to begin or resume."""
         self.is_stale = False
+        if not self.placement.has_copy:
+            return
+        if from_masters:
+            self.published.copy_(self.master)
         self._collectives.gather_exact(
             self.weights,
             self.placement.optimizer,
@@ -237,15 +247,14 @@ class Unit:
             self.start_publishing()
         if not self.is_persistent:
             self.buffer.acquire(self)
-            self._gathering = self._collectives.gather(
-                self.weights,
-                self.full,
-                self.placement.backward_weights,
-                0,
-                self._gathering.label,
-                self._publishing.work,
-            )
+            self._gathering = self._start_gather(self.placement, self._gathering.label)
         self._parameters.unshard(self.full)
+
+    def _start_gather(self, place: Placement, label: str) -> AsyncChain:
+        if not place.has_copy:
+            return self._collectives.publish(self.master, self.full, place.optimizer, 0, label)
+        depth, published = place.backward_weights, self._publishing.work
+        return self._collectives.gather(self.weights, self.full, depth, 0, label, published)
 
     @property
     def is_resident(self) -> bool:
@@ -283,8 +292,8 @@ class Unit:
         self.finish_reducing()
         self._is_fresh = True
         self.is_finishing = False
-        if self.placement.gradients == 0 and not self.is_frozen:
-            self._flat.start(self.gradient)
+        self._gradients.clear()
+        self._reducing.value = self.gradient
 
     def collect_gradient(self, index: int, parameter: nn.Parameter) -> None:
         """Move the new gradient of parameter `index` into the flat gradient."""
@@ -293,14 +302,13 @@ class Unit:
         fresh = fresh.detach()  # with create_graph=True it has a graph
         if fresh.layout is not torch.strided:  # nn.Embedding(sparse=True)
             fresh = fresh.to_dense()
-        if self._flat.buffer is None:
-            self._start_gradient()
-        self._flat.put(index, fresh)
+        self._start_gradient()
+        self._gradients.flat.put(index, fresh)
 
     def _start_gradient(self) -> None:
-        self.finish_reducing()  # a unit has at most one full gradient
-        buffer = self._gradient_buffers.acquire(self.layout.numel, self.buffer.dtype)
-        self._flat.start(buffer)
+        if self._gradients.flat.buffer is None:
+            self.finish_reducing()  # a unit has at most one full gradient
+            self._gradients.start_full()
 
     def start_reducing(self) -> None:
         """Begin to reduce a micro-batch's gradient to the gradient level and add it to the shard.
@@ -309,11 +317,11 @@ class Unit:
         """
         depth = self.placement.gradients
         if depth == 0:
-            self._flat.write()
+            self._gradients.flat.write()
             return
-        if self._flat.buffer is None:
-            self._start_gradient()
-        self._full_gradient = self._flat.complete()
+        self._start_gradient()
+        self._gradients.allocate_shard()
+        self._full_gradient = self._gradients.flat.complete()
         label, errors = self._reducing.label, self.feedback.errors
         self._reducing = self._collectives.reduce(self._full_gradient, 0, depth, label, errors)
         accumulate = partial(self._accumulate, self._is_fresh)
@@ -329,7 +337,7 @@ class Unit:
         if self._full_gradient is None:
             return
         self._reducing.wait()
-        self._gradient_buffers.release(self._full_gradient)
+        self._gradients.release_full(self._full_gradient)
         self._full_gradient = None
 
     def start_finishing(self) -> None:
@@ -339,9 +347,10 @@ class Unit:
             self.start_publishing()
         place = self.placement
         if place.gradients == 0:
-            self._flat.complete()
+            self._start_gradient()  # if no backward gave one
+            self._gradients.flat.complete()
         elif self._is_fresh:
-            self.gradient.zero_()
+            self._gradients.allocate_shard().zero_()
         self._finished = self._collectives.reduce(
             self.gradient,
             place.gradients,

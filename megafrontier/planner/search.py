@@ -32,10 +32,9 @@ from megafrontier.training.plan import (
     buffer_gib,
     resolve_plan,
     state_gib,
-    tensor_traffic,
-    token_traffic,
     unit_sizes,
 )
+from megafrontier.training.traffic import tensor_traffic, token_traffic
 
 Preset = Literal["exact", "zero++", "low"]
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -120,11 +119,27 @@ def search(
     own = [layout for layout in found if not layout.overrides]
     others = [layout for layout in found if layout.overrides and layout.fits][:most]
     if not own and not others:
-        raise problem
+        if not (free.placement and config.partition.weights_copy):
+            raise problem
+        return _search_without_copies(given, ranks, most, free, workers, problem)
     best = sorted([*own, *others], key=lambda layout: (not layout.fits, layout.step.seconds))
     return [
         replace(layout, config=replace(layout.config, machine=given.machine)) for layout in best
     ]
+
+
+def _search_without_copies(
+    config: Config, ranks: int, most: int, free: Free, workers: int, problem: UserError
+) -> list[Layout]:
+    """`search` with `partition.weights_copy=false`, because no layout fits with a copy of the
+    weights. Raises `problem` if none fits without it."""
+    partition = replace(config.partition, weights_copy=False)
+    try:
+        found = search(replace(config, partition=partition), ranks, most, free, workers)
+    except UserError:
+        raise problem from None
+    chosen = ("partition.weights_copy=false",)
+    return [replace(layout, overrides=(*layout.overrides, *chosen)) for layout in found]
 
 
 def _simulate(
@@ -170,9 +185,11 @@ class _Family:
         plan = self._plan = resolve_plan(replace(config, train=least), ranks)
         self._rates = Rates.of(plan.machine)
         memory = plan.machine.device.memory_gib
-        self._free = float("inf")
+        self._free = [float("inf")] * 2
         if memory is not None:
-            self._free = (memory - state_gib(config, plan) - buffer_gib(config, plan)) * GIB
+            buffers = buffer_gib(config, plan)
+            states = [state_gib(config, plan, is_first) for is_first in (False, True)]
+            self._free = [(memory - state - buffers) * GIB for state in states]
         self._units = _by_levels(config, plan)
 
     @property
@@ -201,7 +218,7 @@ class _Family:
             saved = SAVED_BYTES[mode] * tokens * model.hidden * model.layers
             saved += tokens * self._expert_bytes(mode)
             number = train.global_batch // (micro_batch * data_size)
-            if not sizes.divides(micro_batch * data_size) or saved > self._free:
+            if not sizes.divides(micro_batch * data_size) or saved > self._free[number == 1]:
                 continue
             chosen = replace(train, micro_batch=micro_batch, activation_checkpointing=mode)
             config, overrides = replace(self._config, train=chosen), list(self._overrides)

@@ -36,7 +36,6 @@ from megafrontier.pipeline.division import Division, keep_stages
 from megafrontier.splits.context import check_context_split
 from megafrontier.splits.experts import check_expert_split, split_experts
 from megafrontier.splits.tensor import check_tensor_split, split_tensors
-from megafrontier.splits.traffic import tensor_bytes, token_bytes
 
 GIB = 2**30
 
@@ -117,12 +116,28 @@ def resolve_plan(config: Config, ranks: int) -> RunPlan:
     tokens = work_wires("tokens", moved.tokens, shape.over(("expert",)), precision)
     levels = shape.over(DATA_PARALLEL)
     placement = Placement.from_config(config.partition, levels)
+    placement = replace(placement, has_copy=config.partition.weights_copy)
     wires = choose_wires(config.partition.wires, placement, levels, precision)
     error_feedback = has_error_feedback(config.partition, wires, placement, levels)
     rest = StatePlan(placement, wires, error_feedback)
     experts = rest if config.model.moe is None else _plan_experts(config, shape, placement)
     is_offloaded = config.partition.offload.optimizer == "cpu"
-    return RunPlan(machine, shape, *rest, experts, division, activations, tokens, is_offloaded)
+    plan = RunPlan(machine, shape, *rest, experts, division, activations, tokens, is_offloaded)
+    _check_copy(plan, precision)
+    return plan
+
+
+def _check_copy(plan: RunPlan, precision: str) -> None:
+    """Raises UserError if `partition.weights_copy` is false and would save nothing."""
+    if plan.placement.has_copy:
+        return
+    states = (plan.of(()), DATA_PARALLEL), (plan.experts, EXPERT_AXES)
+    here = [state.placement.on(plan.shape.over(axes)) for state, axes in states]
+    # Unsharded fp32 weights are the masters.
+    is_possible = any(not p.has_copy and (p.optimizer or precision != "fp32") for p in here)
+    fits = "need weights and optimizer sharded through the same levels, of fp32 at least one"
+    need(is_possible, "partition.weights_copy", "false", fits)
+    need(not plan.have_deltas, "partition.weights_copy", "false", "need wires without deltas")
 
 
 def _border_rates(machine: MachineConfig, shape: MeshShape) -> dict[str, float | None]:
@@ -137,6 +152,7 @@ def _plan_experts(config: Config, shape: MeshShape, default: Placement) -> State
     given, key = config.partition.experts or ExpertsPartitionConfig(), "partition.experts"
     levels, common = shape.over(EXPERT_AXES), config.partition
     placement = Placement.from_config(given, levels, key, default)
+    placement = replace(placement, has_copy=common.weights_copy)
     chosen, prefix = (common.wires, "partition") if given.wires is None else (given.wires, key)
     if given.wires is not None:
         for move, value in (("activations", chosen.activations), ("tokens", chosen.tokens)):
@@ -227,13 +243,16 @@ def _measure_units(
     return [UnitSize(block, n, axes, name) for (block, axes, name), n in numels.items()]
 
 
-def state_gib(config: Config, plan: RunPlan) -> float:
-    """GiB that each rank holds from step to step, by formula: weights, gradients, optimizer state
-    and quantization errors. Of a pipeline: the rank that holds most.
+def state_gib(config: Config, plan: RunPlan, in_first_forward: bool = False) -> float:
+    """GiB of state that each rank holds, by formula: weights, gradients, optimizer state and
+    quantization errors. Of a pipeline: the rank that holds most.
+
+    in_first_forward: what a step's first forward needs: an accelerator holds no gradients yet.
 
     Buffers (`buffer_gib`), activations and the allocator's overhead come on top.
     """
-    return max(_state_gib(config, plan, units) for units in _distinct(config, plan))
+    has_gradients = not (in_first_forward and plan.machine.device.is_accelerator)
+    return max(_state_gib(config, plan, units, has_gradients) for units in _distinct(config, plan))
 
 
 def _distinct(config: Config, plan: RunPlan) -> list[list[UnitSize]]:
@@ -242,7 +261,9 @@ def _distinct(config: Config, plan: RunPlan) -> list[list[UnitSize]]:
     return [unit_sizes(config, splits, division, rank) for rank in division.distinct_ranks()]
 
 
-def _state_gib(config: Config, plan: RunPlan, units: Sequence[UnitSize]) -> float:
+def _state_gib(
+    config: Config, plan: RunPlan, units: Sequence[UnitSize], has_gradients: bool
+) -> float:
     itemsize = DTYPES[config.train.precision].itemsize
     numels: Counter[tuple[tuple[str, ...], str]] = Counter()
     for unit in units:
@@ -258,7 +279,8 @@ def _state_gib(config: Config, plan: RunPlan, units: Sequence[UnitSize]) -> floa
         )
         for (axes, name), numel in numels.items()
     )
-    return sum(sum(states.values()) for states in found) / GIB
+    kept = (states | ({} if has_gradients else {"gradients": 0}) for states in found)
+    return sum(sum(states.values()) for states in kept) / GIB
 
 
 def master_itemsize(config: Config, optimizer: str) -> int:
@@ -332,12 +354,16 @@ def check_memory(config: Config, plan: RunPlan) -> None:
     memory = plan.machine.device.memory_gib
     train, model = config.train, config.model
     # Backward needs the inputs of all blocks whatever else is recomputed.
-    blocks = plan.division.blocks_in_flight(micro_batches_of(config, plan))
+    number = micro_batches_of(config, plan)
+    blocks = plan.division.blocks_in_flight(number)
     elements = blocks * train.micro_batch * model.sequence_length * model.hidden
     elements //= plan.shape.splits.tensor * plan.shape.splits.context
     is_offloaded = train.activation_checkpointing == "offload"
     inputs = 0.0 if is_offloaded else elements * DTYPES[train.precision].itemsize / GIB
-    state, buffers = state_gib(config, plan), buffer_gib(config, plan)
+    # The last forward of a step, and the end of its backward.
+    forward = state_gib(config, plan, in_first_forward=number == 1), inputs
+    state, inputs = max(forward, (state_gib(config, plan), 0.0), key=sum)
+    buffers = buffer_gib(config, plan)
     required = state + buffers + inputs
     if memory is not None and required > memory:
         raise UserError(
@@ -355,36 +381,6 @@ def micro_batches_of(config: Config, plan: RunPlan) -> int:
     train, size = config.train, plan.shape.over(("data",)).ranks
     BatchSizes.of(train).check(train.micro_batch, size)
     return train.global_batch // (train.micro_batch * size)
-
-
-def tensor_traffic(config: Config, plan: RunPlan) -> list[int]:
-    """Bytes that a rank sends over each level in a micro-batch to those that share its matrices."""
-    train = config.train
-    return tensor_bytes(
-        config.model,
-        plan.shape.over(("tensor",)),
-        train.micro_batch * config.model.sequence_length // plan.shape.splits.context,
-        DTYPES[train.precision],
-        plan.activations,
-        overlaps=config.partition.overlap != "none",
-        chunk_tokens=train.loss_chunk_tokens,
-        checkpointing=train.activation_checkpointing,
-        late_weights=plan.division.schedule == "zero_bubble",
-    )
-
-
-def token_traffic(config: Config, plan: RunPlan) -> list[int]:
-    """Bytes that a rank sends over each level in a micro-batch to the experts of other ranks, in
-    the mean."""
-    train, splits = config.train, plan.shape.splits
-    return token_bytes(
-        config.model,
-        plan.shape.over(("expert",)),
-        train.micro_batch * config.model.sequence_length // (splits.context * splits.tensor),
-        DTYPES[train.precision],
-        plan.tokens,
-        train.activation_checkpointing,
-    )
 
 
 def memory_advice(config: Config) -> str:

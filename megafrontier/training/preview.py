@@ -28,8 +28,8 @@ from megafrontier.training.plan import (
     optimizer_groups,
     resolve_plan,
     state_gib,
-    tensor_traffic,
 )
+from megafrontier.training.traffic import tensor_traffic
 from megafrontier.training.trainer import PARTS, Part, open_loader
 
 MANY_PEERS = 512
@@ -171,6 +171,8 @@ def _describe_placement(placement: Placement, levels: Levels) -> str:
     shards = f"weights {names[placement.weights]}"
     if placement.backward_weights != placement.weights:
         shards += f" (in backward {names[placement.backward_weights]})"
+    if not placement.on(levels).has_copy:
+        shards += " (cast from the masters)"
     return (
         f"{shards}, gradients {names[placement.gradients]}, optimizer {names[placement.optimizer]}"
     )

@@ -1,13 +1,15 @@
 """With fp32 wires every placement gives the losses of one process."""
 
+from weakref import ref
+
 import pytest
 import torch
 
 from megafrontier.config import WiresConfig
 from megafrontier.parallel.mesh import Mesh
-from megafrontier.partition import STRATEGIES, Placement
+from megafrontier.partition import STRATEGIES, Placement, Wires
 from megafrontier.partition.presets import choose_wires
-from tests.partition.tiny import train_alone, train_sharded
+from tests.partition.tiny import bits, build, engine_step, train_alone, train_sharded
 from tests.ranks import make_levels, run_ranks
 
 STEPS = 20
@@ -62,6 +64,50 @@ def test_one_rank_needs_no_process_group(alone):
     hierarchy = Mesh.single(make_levels((1, 1, 1)), torch.device("cpu")).hierarchy()
     losses = train_sharded(hierarchy, Placement(1, 1, 2, 3), True, STEPS, 2)
     assert_equal_losses(losses, alone[True])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "depths", "overlap"),
+    [
+        ((1, 1), (2, 2, 2, 2), "none"),
+        ((2, 2), (2, 2, 2, 2), "full"),
+        ((2, 2), (1, 1, 1, 1), "safe"),
+    ],
+)
+def test_weights_without_a_copy_and_gradients_that_are_freed_change_no_bit(sizes, depths, overlap):
+    """As on an accelerator, where nothing of a gradient is left after the update."""
+
+    def train(hierarchy, saves_memory):
+        placement = Placement(*depths, has_copy=not saves_memory)
+        model, engine, optimizer = build(
+            hierarchy, Wires.plain(2, torch.bfloat16), placement, dtype=torch.bfloat16
+        )
+        shards, noted = engine.pool.shards, []
+        shards.keeps = not saves_memory
+        acquire = shards.acquire
+
+        def note(numel, dtype):
+            shard = acquire(numel, dtype)
+            noted.append(ref(shard.untyped_storage()))
+            return shard
+
+        shards.acquire = note
+        losses = []
+        for step in range(3):
+            losses.append(engine_step(engine, model, optimizer, step, 2))
+            assert len(noted) == len(engine.units) * (step + 1 if saves_memory else 1)
+            assert all(shard() is None for shard in noted) == saves_memory
+        assert (shards.held_bytes == 0) == saves_memory
+        assert all((unit.weights.numel() == 0) == saves_memory for unit in engine.units)
+        return losses, [bits(unit.master) for unit in engine.units]
+
+    def body(hierarchy):
+        return train(hierarchy, saves_memory=True) == train(hierarchy, saves_memory=False)
+
+    if sizes == (1, 1):
+        assert body(Mesh.single(make_levels(sizes), torch.device("cpu")).hierarchy())
+    else:
+        assert all(run_ranks(sizes, body))
 
 
 def test_bf16_wires_stay_near_and_equal_on_every_rank(alone):

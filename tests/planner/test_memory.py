@@ -33,12 +33,13 @@ from tests.ranks import run_mesh
 
 SIZES = 2, 2
 WORST = 0.015
+DEVICE = {"matrix_tflops": 0.1, "memory_gigabytes_per_second": 10}
 MACHINE = {
     "levels": {
         "pair": {"size": 2, "gigabytes_per_second": 10},
         "world": {"size": 2, "gigabytes_per_second": 1},
     },
-    "device": {"matrix_tflops": 0.1, "memory_gigabytes_per_second": 10},
+    "device": DEVICE,
 }
 
 
@@ -50,6 +51,9 @@ def config_of(changes: dict[str, Any]) -> Config:
     )
     for key, value in {"train.precision": "fp32", "partition.overlap": "none", **changes}.items():
         section, name = key.split(".")
+        if section == "machine":
+            config = replace(config, machine={**MACHINE, "device": {**DEVICE, name: value}})
+            continue
         config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
     return config
 
@@ -100,17 +104,20 @@ def train(config: Config, mesh: Mesh) -> Measured:
 def build_trainer(config: Config, mesh: Mesh) -> Trainer:
     plan = resolve_plan(config, mesh.world.size)
     built = build_model(config, plan, mesh)
+    built[1].pool.shards.keeps = not plan.machine.device.is_accelerator
     return make_trainer(config, plan, mesh, built, cast(Loader, RealLoader(config, plan, 100)))
 
 
+GPU = {"machine.name": "GPU", "train.micro_batch": 4}
+"""An accelerator frees gradients after the update. One micro-batch of a rank in a step."""
 TOPO, BLOCK = {"partition.strategy": "topo"}, {"train.activation_checkpointing": "block"}
 CASES: list[tuple[dict[str, int], list[dict[str, Any]]]] = [
     (
         {},
         [
             {**TOPO, "train.micro_batch": 1},
-            {"partition.strategy": "zero3", **BLOCK},
-            {"partition.strategy": "ddp", "train.activation_checkpointing": "selective"},
+            {"partition.strategy": "zero3", "partition.weights_copy": False, **BLOCK},
+            {"partition.strategy": "ddp", "train.activation_checkpointing": "selective", **GPU},
             {"partition.strategy": "zero2", "train.micro_batch": 4, "optimizer.ema": 0.99},
         ],
     ),

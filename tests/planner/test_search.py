@@ -246,3 +246,15 @@ def test_auto_takes_the_fastest_layout_and_says_so(config_file: Path) -> None:
         other = load_config(config_file, [f"partition.strategy={strategy}"])
         assert step.seconds <= simulate(other, resolve_plan(other, 2 * NODES)).seconds
     assert choose_layout(other, 2 * NODES) == (other, [])
+
+
+def test_auto_drops_the_copy_of_the_weights_if_no_layout_fits_with_it(config_file: Path) -> None:
+    zero3 = load_config(config_file, ["partition.strategy=zero3"])
+    least = simulate(zero3, resolve_plan(zero3, 2 * NODES)).gib
+    short = [
+        "partition.strategy=auto",
+        f"machine.device.memory_gib={0.999 * least}",
+    ]
+    chosen, (line,) = choose_layout(load_config(config_file, short), 2 * NODES)
+    assert not chosen.partition.weights_copy
+    assert "partition.weights_copy=false; predicted" in line

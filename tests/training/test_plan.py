@@ -19,6 +19,7 @@ from megafrontier.training.plan import (
 
 GIB = 2**30
 LAYERS = "model.layers=43"
+ONE = ("machine=laptop",)
 
 
 def refusal(ranks, *chosen):
@@ -131,3 +132,36 @@ def test_the_stated_memory_counts_whatever_the_device_is_called(name):
 def test_a_device_without_stated_memory_refuses_nothing():
     config = load_config("configs/gpt-20b.yaml", ["machine=laptop", "train.global_batch=8"])
     check_memory(config, resolve_plan(config, 1))
+
+
+@pytest.mark.parametrize(("name", "freed"), [("MI250X", 4), ("cpu", 0)])
+def test_a_rank_has_no_copy_of_the_weights_if_asked_and_an_accelerator_no_gradients_in_forward(
+    name, freed
+):
+    def held(in_forward, *chosen):
+        config = load_config(
+            "configs/gpt-125m.yaml", [*ONE, f"machine.device.name={name}", *chosen]
+        )
+        return state_gib(config, resolve_plan(config, 1), in_forward) * GIB
+
+    numel = parameter_count(load_config("configs/gpt-125m.yaml").model)
+    assert held(False) == 18 * numel
+    assert held(False, "partition.weights_copy=false") == 16 * numel
+    assert held(True, "partition.weights_copy=false") == (16 - freed) * numel
+
+
+def test_backward_may_need_more_than_forward_and_the_gradients_come_in_backward():
+    """Both in one step with one micro-batch on an accelerator: state without gradients and inputs
+    of blocks, or state with gradients."""
+    for tokens, names_inputs in ((1024, False), (2**22, True)):
+        chosen = [
+            *ONE, "machine.device={name: GPU, memory_gib: 0.1}", "train.global_batch=1",
+            "train.micro_batch=1", f"model.sequence_length={tokens}",
+        ]  # fmt: skip
+        config = load_config("configs/gpt-125m.yaml", chosen)
+        plan = resolve_plan(config, 1)
+        with pytest.raises(UserError) as caught:
+            check_memory(config, plan)
+        state = state_gib(config, plan, in_first_forward=names_inputs)
+        assert f"state {state:.3g}, buffers" in str(caught.value)
+        assert ("blocks 0;" in str(caught.value)) != names_inputs

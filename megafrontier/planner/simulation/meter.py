@@ -39,6 +39,9 @@ class Memory:
 
     def __init__(self, rounding: int) -> None:
         self.now = self.peak = 0
+        self.gradients: Callable[[], int] = lambda: 0
+        """Bytes of the gradient shards that are held now."""
+        self.gradients_at_peak = 0
         self._rounding = rounding
         self._alive: set[int] = set()
 
@@ -51,7 +54,12 @@ class Memory:
                 size = -(-storage.nbytes() // self._rounding) * self._rounding
                 weakref.finalize(storage, self._free, storage._cdata, size).atexit = False
                 self.now += size
-                self.peak = max(self.peak, self.now)
+                if self.now > self.peak:
+                    self.begin_peak()
+
+    def begin_peak(self) -> None:
+        """Take what is held now as the peak."""
+        self.peak, self.gradients_at_peak = self.now, self.gradients()
 
     def _free(self, key: int, size: int) -> None:
         self._alive.discard(key)

@@ -124,7 +124,10 @@ class Counted:
 
     def __init__(self, trainer: Trainer, meter: Meter) -> None:
         self.trainer, self._meter = trainer, meter
-        meter.memory.peak = held = meter.memory.now
+        held, shards = meter.memory.now, trainer.engine.pool.shards
+        held -= shards.held_bytes
+        meter.memory.gradients = lambda: shards.held_bytes
+        meter.memory.begin_peak()
         self.marks = [self._mark()]
         start_step(trainer, heartbeat=lambda step: self.marks.append(self._mark()))
         self.marks.append(self._mark())
@@ -163,12 +166,12 @@ class Counted:
 
 
 def _memory(trainer: Trainer, memory: Memory, before: int) -> dict[str, float]:
-    """`before`: bytes between two steps."""
+    """`before`: bytes between two steps without gradients, which an accelerator does not keep."""
     engine, states, sites = trainer.engine, trainer.optimizer.states, trainer.config.sites
     elements = sum(unit.master.numel() for unit in engine.trained_units)
     held = {
         "weights": sum(unit.weights.nbytes for unit in engine.units),
-        "gradients": sum(unit.gradient.nbytes for unit in engine.units),
+        "gradients": memory.gradients_at_peak,
         "optimizer": sum(u.master.nbytes for u in engine.units if not u.computes_with_masters)
         + sum(_bytes(t for t in shards if t is not None) for shards in states.values())
         + (0 if sites is None else sites.state_itemsize * elements),
@@ -176,6 +179,7 @@ def _memory(trainer: Trainer, memory: Memory, before: int) -> dict[str, float]:
         "buffers": engine.pool.held_bytes,
         "messages": engine.buffer_bytes - engine.pool.held_bytes,
     }
+    before += memory.gradients_at_peak
     known = sum(held.values())
     held["activations"] = memory.peak - max(before, known)
     held["other"] = max(before - known, 0)

@@ -110,6 +110,19 @@ def test_initial_values_are_drawn_only_for_a_run_that_begins(
     assert bool(drawn) == is_new
 
 
+def test_a_run_without_a_copy_of_the_weights_resumes_and_is_identical_to_one_with_it(
+    config_file, tmp_path
+):
+    chosen = ("machine=laptop", "train.precision=bf16", "train.steps=3")
+    expected = runs.run(config_file, None, *chosen, f"run.directory={tmp_path}/copy")
+    leaner = (*chosen, "partition.weights_copy=false")
+    runs.run(config_file, None, *leaner, "train.stop_at=2")
+    found = runs.run(config_file, None, *leaner)
+    assert runs.losses(found) == runs.losses(expected)
+    assert runs.valid_losses(found)[-1:] == runs.valid_losses(expected)[-1:] != []
+    assert "weights world (cast from the masters)" in runs.log(tmp_path / "run")
+
+
 def test_resume_with_low_bit_wires_and_error_feedback_is_identical_too(config_file, tmp_path):
     """Published weights and errors are state. A save folds the errors in either run."""
     chosen = (*FOUR, "partition.wires=low", "train.steps=6", "checkpoint.every=3")
