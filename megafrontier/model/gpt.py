@@ -18,6 +18,7 @@ from megafrontier.model.attention import KVCache
 from megafrontier.model.block import Block, Prediction
 from megafrontier.model.init import matrix_std, with_specs
 from megafrontier.model.kernels.backends import supports_varlen
+from megafrontier.model.kernels.lookup import FP32GradEmbedding
 from megafrontier.model.loss import (
     Losses,
     PredictionLoss,
@@ -48,40 +49,6 @@ RotaryKind = tuple[float, bool] | None
 """The base of rotary frequencies, and whether `rotary_scaling` holds. None: no rotary positions."""
 
 
-class _FP32GradLookup(torch.autograd.Function):
-    """An embedding whose gradient is summed in fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.rows = weight.shape[0]
-        return F.embedding(ids, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        (ids,) = ctx.saved_tensors
-        (grad_output,) = grad_outputs
-        grad = torch.ops.aten.embedding_dense_backward(
-            grad_output.float(), ids, ctx.rows, -1, False
-        )
-        return grad.to(grad_output.dtype), None
-
-
-class FP32GradEmbedding(nn.Embedding):
-    """nn.Embedding that also sums its gradient in fp32 if a 16-bit weight is on a CPU.
-
-    There torch adds up the gradients of a row in the weight's type, so that those of frequent ids
-    soon add nothing.
-    """
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids [b, s] → [b, s, hidden]."""
-        if self.weight.device.type == "cpu" and self.weight.dtype != torch.float32:
-            found: Tensor = _FP32GradLookup.apply(self.weight, ids)
-            return found
-        return super().forward(ids)
-
-
 class Embedding(nn.Module):
     """Token embeddings, plus those of learned positions."""
 
@@ -97,10 +64,15 @@ class Embedding(nn.Module):
             self.positions = with_specs(positions, "embedding", config.init_std)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, with_next: bool = False
+        self, tokens: Tensor, positions: Tensor, with_next: bool | Tensor = False
     ) -> Tensor | tuple[Tensor, Tensor]:
         """tokens [b, s], positions [b or 1, s] → [b, s, hidden]; `with_next` also that of the next
-        token of each, and of the first one for the last."""
+        token of each, and of the first one for the last, or of the tokens that it gives."""
+        if isinstance(with_next, Tensor):
+            places = torch.cat([positions, positions], 1)
+            both = self.forward(torch.cat([tokens, with_next], 1), places)
+            assert isinstance(both, Tensor)
+            return both[:, : tokens.shape[1]], both[:, tokens.shape[1] :]
         hidden = self.tokens(tokens)
         if hasattr(self, "positions"):
             hidden = hidden + self.positions(positions)
@@ -297,13 +269,14 @@ class GPT(nn.Module):
         has_head = blocks.stop == self.config.layers
         if self.part is not None and targets is None and has_head:
             raise RuntimeError("logits of divided sequences, need a model on one rank")
-        tokens, targets, positions, documents = self._own_inputs(tokens, targets, documents, past)
         predicts = self.prediction is not None and self.training and torch.is_grad_enabled()
         predicts = predicts and targets is not None and not scores
+        with_next, later = self._after(tokens, targets, documents) if predicts else (False, None)
+        tokens, targets, positions, documents = self._own_inputs(tokens, targets, documents, past)
         rotaries = self._rotaries(positions, range(blocks.start, blocks.stop + predicts))
         following: Tensor | None = None
         if predicts:
-            hidden, following = self.embedding(tokens, positions, with_next=True)
+            hidden, following = self.embedding(tokens, positions, with_next)
         elif hidden is None:
             hidden = self.embedding(tokens, positions)
         batch, length = tokens.shape
@@ -320,11 +293,24 @@ class GPT(nn.Module):
             return hidden
         is_tied = self.config.tie_embeddings and hasattr(self, "embedding")
         tied = self.embedding.tokens.weight if is_tied else None
-        later = None
-        if self.prediction is not None and following is not None and targets is not None:
+        predicted = None
+        if self.prediction is not None and following is not None and later is not None:
             context = context._replace(rotary=rotaries[blocks.stop])
-            later = self.prediction(hidden, following, context), later_targets(targets, documents)
-        return self.head(hidden[:, -1:] if last_only else hidden, targets, tied, scores, later)
+            predicted = self.prediction(hidden, following, context), later
+        return self.head(hidden[:, -1:] if last_only else hidden, targets, tied, scores, predicted)
+
+    def _after(
+        self, tokens: Tensor, targets: Tensor | None, documents: Tensor | None
+    ) -> tuple[bool | Tensor, Tensor | None]:
+        """What `Embedding` needs for the next tokens, and the targets of the tokens after them."""
+        assert targets is not None
+        starts = None if documents is None else documents.to(tokens.device, non_blocking=True)
+        later = later_targets(targets, starts)
+        if self.part is None:
+            return True, later
+        # The next token of this process's may be another's.
+        following = tokens.flatten().roll(-1).view_as(tokens)
+        return self.own_part(following, documents), self.own_part(later, documents)
 
     def _own_inputs(
         self, tokens: Tensor, targets: Tensor | None, documents: Tensor | None, past: int

@@ -19,7 +19,8 @@ from megafrontier.common.errors import UserError
 from megafrontier.config import ModelConfig
 from megafrontier.model.attention import Attention, LatentAttention
 from megafrontier.model.block import Block
-from megafrontier.model.gpt import GPT, Embedding, FP32GradEmbedding, Head
+from megafrontier.model.gpt import GPT, Embedding, Head
+from megafrontier.model.kernels.lookup import FP32GradEmbedding
 from megafrontier.model.loss import IGNORE_INDEX, ChunkLosses
 from megafrontier.model.mlp import MLP
 from megafrontier.model.moe.layer import MoE
@@ -171,15 +172,17 @@ class SplitEmbedding(nn.Module):
             self.positions = whole.positions
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, with_next: bool = False
+        self, tokens: Tensor, positions: Tensor, with_next: bool | Tensor = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        ids = tokens.flatten() - self.start
+        given = [with_next] if isinstance(with_next, Tensor) else []
+        ids = torch.cat([tokens, *given], 1).flatten() - self.start
         is_here = (ids >= 0) & (ids < self.tokens.num_embeddings)
         found = self.tokens(ids.where(is_here, 0)) * is_here[:, None]
-        hidden = self._of_tokens(found, positions, tokens)
-        if not with_next:
-            return hidden
-        return hidden, self._of_tokens(found.roll(-1, 0), positions, tokens)
+        if with_next is False:
+            return self._of_tokens(found, positions, tokens)
+        own, following = found.chunk(2) if given else (found, found.roll(-1, 0))
+        hidden = self._of_tokens(own, positions, tokens)
+        return hidden, self._of_tokens(following, positions, tokens)
 
     def _of_tokens(self, found: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
         hidden = reduce_tokens(found, self.group.number)

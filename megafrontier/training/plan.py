@@ -175,9 +175,8 @@ def _check_splits(config: Config, splits: Splits) -> None:
     fits = "need 1, or parallel.expert above 1 and partition.overlap: safe or full"
     need(parallel.token_pieces == 1 or moves, "parallel.token_pieces", parallel.token_pieces, fits)
     if config.model.prediction is not None:
-        for axis in ("context", "pipeline"):
-            size = getattr(splits, axis)
-            need(size == 1, f"parallel.{axis}", size, "need 1 with model.prediction")
+        fits = "need 1 with model.prediction"
+        need(splits.pipeline == 1, "parallel.pipeline", splits.pipeline, fits)
     check_tensor_split(config.model, tensor)
     check_context_split(config.model.sequence_length, context)
     tokens = config.train.micro_batch * config.model.sequence_length // context

@@ -16,7 +16,7 @@ from megafrontier.partition.wires.wire import make_wire
 from megafrontier.splits.apply import apply_splits
 from megafrontier.splits.context import check_context_split
 from megafrontier.splits.documents import assign
-from tests.model.small_models import GEMMA, LATENT_QUERIES, OLMO, SHAPES, small_config
+from tests.model.small_models import GEMMA, LATENT_QUERIES, OLMO, PREDICTION, SHAPES, small_config
 from tests.ranks import run_mesh
 from tests.splits.matrix import Case, assert_equal, saved_bytes, sweep, train_alone, train_split
 from tests.splits.test_documents import needed_tokens
@@ -41,7 +41,7 @@ LAYOUTS = [
 ]
 
 CASES = [
-    ((2,), Splits(context=2), "zero3", Case(LLAMA, accumulation=2)),
+    ((2,), Splits(context=2), "zero3", Case(LLAMA | PREDICTION, accumulation=2)),
     (
         (2, 2),
         Splits(context=4),
@@ -72,7 +72,9 @@ CASES = [
         (2, 2),
         Splits(2, 2),
         "topo",
-        Case(LATENT_QUERIES, documents=True, steps=2, built={"checkpointing": "block"}),
+        Case(
+            LATENT_QUERIES | PREDICTION, documents=True, steps=2, built={"checkpointing": "block"}
+        ),
     ),
     ((2, 2, 2), Splits(2, 2), "hpz", Case(GROUPED, "one token", accumulation=2, documents=True)),
 ]
