@@ -40,6 +40,8 @@ class ParamMapping:
     hf_names: tuple[str, ...]
     export: Callable[[Tensor], Sequence[Tensor]]
     load: Callable[[Sequence[Tensor]], Tensor]
+    copies: tuple[str, ...] = ()
+    """Names under which files may have the tensor once more."""
 
 
 class Family(Protocol):
@@ -66,7 +68,8 @@ class Family(Protocol):
         """The model that a config.json describes. Raises UserError if GPT cannot express it."""
 
     def mappings(self, config: ModelConfig) -> list[ParamMapping]:
-        """Every parameter, biases included."""
+        """Every parameter, biases included. Those of `prediction` only in families whose files may
+        have it; an export leaves it out."""
 
 
 class HFConfigReader:

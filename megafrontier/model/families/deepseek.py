@@ -15,6 +15,7 @@ from megafrontier.config import (
     LatentConfig,
     ModelConfig,
     MoEConfig,
+    PredictionConfig,
 )
 from megafrontier.model.families.base import Constraint, HFConfigReader, ParamMapping, same
 from megafrontier.model.families.experts import LlamaExperts, expert_width
@@ -37,6 +38,8 @@ class DeepseekV3(LlamaExperts):
     normalises: tuple[bool, ...] = (True, False)
     best = 2
     """Scores of a group of experts that are summed."""
+    has_prediction = True
+    """Whether files may have a block that predicts the token after the next one."""
     defaults: ClassVar[dict[str, float]] = {
         "num_hidden_layers": 61,
         "hidden_size": 7168,
@@ -141,7 +144,9 @@ class DeepseekV3(LlamaExperts):
         first = self.number(reader, "first_k_dense_replace")
         moe = None if first >= model.layers else replace(self.experts(reader), first=first)
         attention = AttentionConfig(latent=latent, scale=scale)
-        return replace(model, head_size=None, attention=attention, moe=moe)
+        predicts = self.has_prediction and reader.number("num_nextn_predict_layers", 0) == 1
+        prediction = PredictionConfig() if predicts else None
+        return replace(model, head_size=None, attention=attention, moe=moe, prediction=prediction)
 
     def experts(self, reader: HFConfigReader) -> MoEConfig:
         """The experts."""
@@ -169,12 +174,45 @@ class DeepseekV3(LlamaExperts):
 
     def mappings(self, config: ModelConfig) -> list[ParamMapping]:
         """Those of parameters, and the biases of routers."""
+        if config.prediction is not None and self.has_prediction:
+            return self._with_prediction(config)
         biases = [
             same(f"blocks.{i}.mlp.router.bias", f"layers.{i}.mlp.gate.e_score_correction_bias")
             for i in range(config.layers)
             if has_experts(config, i) and "bias" in self.balances
         ]
         return [*super().mappings(config), *biases]
+
+    def _with_prediction(self, config: ModelConfig) -> list[ParamMapping]:
+        """The block of `prediction` comes after the others in files, with copies of the embedding
+        and of the head. Its first matrix has the columns of the next token's embedding first."""
+        last, hf_name = f"blocks.{config.layers}.", f"layers.{config.layers}"
+        copies = {
+            "embedding.tokens.weight": (f"{hf_name}.embed_tokens.weight",),
+            "head.output.weight": (f"{hf_name}.shared_head.head.weight",),
+        }
+        deeper = replace(config, layers=config.layers + 1, prediction=None)
+        found = [
+            replace(
+                mapping,
+                name=mapping.name.replace(last, "prediction.block."),
+                copies=copies.get(mapping.name, ()),
+            )
+            for mapping in self.mappings(deeper)
+        ]
+        names = {"token_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head.norm"}
+        found += [
+            same(f"prediction.{ours}.weight", f"{hf_name}.{theirs}.weight")
+            for ours, theirs in names.items()
+        ]
+        projection = f"{hf_name}.eh_proj.weight"
+
+        def swap(tensor: Tensor) -> Tensor:
+            return tensor.roll(config.hidden, 1)
+
+        name = "prediction.projection.weight"
+        load = ParamMapping(name, (projection,), lambda t: (swap(t),), lambda ts: swap(ts[0]))
+        return [*found, load]
 
     def attention_mappings(
         self, config: ModelConfig, name: str, hf_name: str
@@ -219,6 +257,7 @@ class DeepseekV2(DeepseekV3):
     balances: tuple[str, ...] = ("loss", "none")
     normalises: tuple[bool, ...] = (False,)
     best = 1
+    has_prediction = False
     defaults: ClassVar[dict[str, float]] = DeepseekV3.defaults | {
         "num_hidden_layers": 32,
         "hidden_size": 4096,

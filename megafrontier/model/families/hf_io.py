@@ -49,6 +49,7 @@ def export_model(
     Raises UserError if no family can express the model, or if `out` is not empty or cannot be
     written.
     """
+    config = replace(config, prediction=None)  # which only training needs
     family = family_for(config)
     config, weights = folded(config, weights)
     with _new_folder(out) as folder:
@@ -88,11 +89,20 @@ def described_model(folder: Path) -> tuple[Family, ModelConfig]:
     reader = HFConfigReader(path, _read_json(path))
     family = family_of(reader)
     config = family.read_config(reader)
+    if config.prediction is not None and not _has_prediction(folder, family, config):
+        config = replace(config, prediction=None)
     try:
         check(Config(model=config))
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     return family, config
+
+
+def _has_prediction(folder: Path, family: Family, config: ModelConfig) -> bool:
+    """Whether the files have the tensors of `prediction`, which transformers does not save."""
+    files = _TensorFiles(folder, family)
+    own = [m for m in family.mappings(config) if m.name.startswith("prediction.")]
+    return any(files.has(name) for mapping in own for name in mapping.hf_names)
 
 
 def _config_json(
@@ -196,6 +206,10 @@ class _TensorFiles:
                     known = self._canonical(name)
                     self._names[known], self._files[known] = name, path
 
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        return name in self._files
+
     def get(self, name: str) -> Tensor:
         """One tensor. Raises UserError if it is missing, damaged, or not floating point."""
         if name not in self._files:
@@ -220,6 +234,14 @@ class _TensorFiles:
                 "though config.json has tie_word_embeddings; need that false"
             )
 
+    def refuse_other_copy(self, name: str, tensor: Tensor) -> None:
+        """Raise UserError for a copy with other values."""
+        if self.has(name) and not torch.equal(self.get(name), tensor):
+            found = (
+                f"{self._files[name]}: tensor {self._names[name]}: not the values of the model's"
+            )
+            raise UserError(f"{found}, need the same")
+
     def refuse_unread(self) -> None:
         """Raise UserError for an unused tensor, because then this is another model."""
         for name in sorted(self._files.keys() - self._read):
@@ -240,6 +262,8 @@ class _TensorFiles:
 
 def _load(mapping: ParamMapping, files: _TensorFiles) -> Tensor:
     tensors = [files.get(name) for name in mapping.hf_names]
+    for name in mapping.copies:
+        files.refuse_other_copy(name, tensors[0])
     try:
         return mapping.load(tensors).contiguous()
     except (RuntimeError, ValueError, IndexError) as error:

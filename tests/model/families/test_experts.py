@@ -9,12 +9,13 @@ from safetensors.torch import load_file
 
 from megafrontier.commands.convert import export_command, import_command
 from megafrontier.common.errors import UserError
-from megafrontier.config import MoEConfig
+from megafrontier.config import MoEConfig, PredictionConfig
 from megafrontier.model.families.hf_io import export_model, import_model
 from megafrontier.model.gpt import GPT
 from tests.model.families.conftest import (
     assert_same_logits,
     change_config,
+    change_tensors,
     load_reference,
     loaded,
 )
@@ -103,6 +104,58 @@ def test_latent_attention_without_experts_is_a_deepseek_v3(tokens, tmp_path):
     ours = filled(config)
     assert export_model(config, ours.state_dict(), tmp_path) == "DeepseekV3ForCausalLM"
     assert_same_logits(ours, load_reference(tmp_path), tokens)
+
+
+def test_the_block_that_predicts_later_tokens_comes_with_an_import(tokens, tmp_path):
+    """The files of DeepSeek have it as one more layer, which transformers ignores."""
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(FOREIGN["DeepseekV3ForCausalLM"]).eval()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, 0.1, 0.2)
+    theirs.save_pretrained(tmp_path)
+    layer, size = "model.layers.2", theirs.config.hidden_size
+    enorm, hnorm, norm = torch.randn(3, size)
+    projection, head = torch.randn(size, 2 * size), theirs.lm_head.weight.detach()
+    change_tensors(
+        tmp_path,
+        **{
+            f"{layer}.enorm.weight": enorm,
+            f"{layer}.hnorm.weight": hnorm,
+            f"{layer}.eh_proj.weight": projection,
+            f"{layer}.shared_head.norm.weight": norm,
+            f"{layer}.embed_tokens.weight": theirs.model.embed_tokens.weight.detach().clone(),
+            f"{layer}.shared_head.head.weight": head.clone(),
+        },
+    )
+    change_config(tmp_path, num_hidden_layers=2, num_nextn_predict_layers=1)
+    config, weights = import_model(tmp_path)
+    assert (config.layers, config.prediction) == (2, PredictionConfig())
+    ours = loaded(config, dict(GPT(config).named_buffers()) | weights).train()
+    ours(tokens, tokens)
+
+    def normed(values, weight):
+        return torch.nn.functional.rms_norm(values, (size,), weight, 1e-6)
+
+    with torch.no_grad():
+        hidden = theirs(tokens, output_hidden_states=True).hidden_states[2]
+        following = theirs.model.embed_tokens(tokens.roll(-1, 1))
+        both = torch.cat([normed(following, enorm), normed(hidden, hnorm)], -1)
+        places = torch.arange(tokens.shape[1])[None]
+        rotary = theirs.model.rotary_emb(both, places)
+        made = theirs.model.layers[2](both @ projection.t(), position_embeddings=rotary)
+        logits = normed(made, norm) @ head.t()
+        expected = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
+        )
+    found, count = ours.head.prediction.take(torch.device("cpu")).tolist()
+    assert count == tokens[:, 1:].numel()
+    assert found == pytest.approx(expected.item(), rel=1e-5)
+    change_tensors(tmp_path, **{f"{layer}.shared_head.head.weight": head + 1})
+    with pytest.raises(UserError, match=r"shared_head\.head\.weight: not the values of"):
+        import_model(tmp_path)
+    theirs.save_pretrained(tmp_path / "without")
+    change_config(tmp_path / "without", num_nextn_predict_layers=1)
+    assert import_model(tmp_path / "without")[0].prediction is None
 
 
 def test_biases_of_routers_come_with_an_import_and_leave_with_an_export(tmp_path):
