@@ -188,10 +188,12 @@ def _kind(kind: str, inner: str, bounds: str) -> str:
     elif kind in _WORDS:
         words = _WORDS[kind] + bounds
     elif "Literal" in kind:
-        choices = ast.literal_eval(f"({kind[kind.index('Literal[') + 8 :].rstrip(']')},)")
+        single, _, listed = kind.partition(" | list[")
+        choices = ast.literal_eval(f"({single[single.index('Literal[') + 8 :].rstrip(']')},)")
         words = ("list of " if kind.startswith("list") else "") + ", ".join(
             f"`{choice}`" for choice in choices
         )
+        words += ", or a list" if listed else ""
     else:
         words = kind + bounds
     return f"{words} or `null`" if optional else words

@@ -34,6 +34,7 @@ from megafrontier.config.optimizer import OptimizerGroupConfig as OptimizerGroup
 from megafrontier.config.optimizer import ScheduleConfig as ScheduleConfig
 from megafrontier.config.schema import BatchWarmupConfig as BatchWarmupConfig
 from megafrontier.config.schema import CheckpointConfig as CheckpointConfig
+from megafrontier.config.schema import CheckpointingMode as CheckpointingMode
 from megafrontier.config.schema import Config as Config
 from megafrontier.config.schema import EvaluateConfig as EvaluateConfig
 from megafrontier.config.schema import LogConfig as LogConfig

@@ -16,6 +16,8 @@ from megafrontier.config.model.gpt import ModelConfig
 from megafrontier.config.optimizer import OptimizerConfig, ScheduleConfig
 from megafrontier.config.sites import SitesConfig
 
+CheckpointingMode = Literal["none", "block", "selective", "offload"]
+
 
 @dataclass
 class RunConfig:
@@ -63,10 +65,17 @@ class TrainConfig:
     """Maximum global gradient norm; 0: no clipping."""
     compile: bool = False
     """Compile the blocks with torch.compile. Without a working compiler the run only warns."""
-    activation_checkpointing: Literal["none", "block", "selective", "offload"] = "none"
+    activation_checkpointing: (
+        Literal["none", "block", "selective", "offload", "auto"] | list[CheckpointingMode]
+    ) = "none"
     """block: save only each block's input and recompute the block in backward. selective: save the
     results of matrix products and attention, recompute the rest. offload: as block, with the inputs
-    in pinned host memory (on a CPU the same as block)."""
+    in pinned host memory (on a CPU the same as block). auto: none, selective or block for each
+    block, so that a rank needs `memory_gib` at most and recomputes as little as possible. A list
+    has the mode of each block."""
+    memory_gib: float | None = bounded(None, above=0)
+    """With `activation_checkpointing: auto`: the most memory that all tensors of a rank may need.
+    Default: 90 % of `machine.device.memory_gib`."""
     loss_chunk_tokens: int = count(1024)
     """Number of tokens whose logits exist at the same time in the loss."""
     z_loss: float = bounded(0.0, at_least=0)
@@ -196,6 +205,20 @@ class Config:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def checkpointing(self) -> list[CheckpointingMode]:
+        """The mode of activation checkpointing of each trained block. With `auto`, before the
+        planner has chosen: `block`."""
+        given = self.train.activation_checkpointing
+        if isinstance(given, list):
+            return given
+        return ["block" if given == "auto" else given] * self.model.trained_layers
+
+    @property
+    def needs_planner(self) -> bool:
+        """Whether the planner is to choose anything before the ranks start."""
+        return self.has_auto_layout or self.train.activation_checkpointing == "auto"
 
     @property
     def has_auto_layout(self) -> bool:

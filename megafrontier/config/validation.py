@@ -304,6 +304,7 @@ def _check_steps(config: Config) -> None:
     spikes = {"train.spike_loss": train.spike_loss, "train.spike_grad_norm": train.spike_grad_norm}
     for key, factor in spikes.items():
         need(factor == 0 or factor > 1, key, factor, "need more than 1, or 0 for never")
+    _check_checkpointing(config)
     batch, micro = train.global_batch, train.micro_batch
     fits = f"must be a multiple of train.micro_batch ({micro})"
     need(batch % micro == 0, "train.global_batch", batch, fits)
@@ -318,6 +319,15 @@ def _check_steps(config: Config) -> None:
     need(schedule.min_lr <= lr, "schedule.min_lr", schedule.min_lr, fits)
     is_inside = stop is None or 1 <= stop <= steps
     need(is_inside, "train.stop_at", stop, f"need 1 to train.steps ({steps})")
+
+
+def _check_checkpointing(config: Config) -> None:
+    given, memory = config.train.activation_checkpointing, config.train.memory_gib
+    blocks, key = config.model.trained_layers, "train.activation_checkpointing"
+    fits = f"need {blocks} modes, one for each block"
+    need(isinstance(given, str) or len(given) == blocks, key, _shown(given), fits)
+    fits = f"need null, or {key}=auto"
+    need(memory is None or given == "auto", "train.memory_gib", memory, fits)
 
 
 def _check_batch_warmup(train: TrainConfig, warmup: BatchWarmupConfig) -> None:

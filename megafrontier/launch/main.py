@@ -67,7 +67,7 @@ def train(config: Config, nproc: int | None) -> int:
 def _choose_layout(
     config: Config, nproc: int | None, identity: Identity | None
 ) -> tuple[Config, list[str]]:
-    if not config.has_auto_layout:
+    if not config.needs_planner:
         return config, []
     from megafrontier.planner.auto import choose_layout  # imports parts of torch for seconds
 

@@ -39,7 +39,7 @@ from megafrontier.model.positions import (
     rotary_tables,
     row_documents,
 )
-from megafrontier.model.recompute.checkpointing import Mode
+from megafrontier.model.recompute.checkpointing import Modes, modes_of
 from megafrontier.model.recompute.compile import compiled, let_length_vary
 from megafrontier.model.recompute.offload import Offload
 from megafrontier.model.scaling import multipliers, scale_specs, scaled
@@ -177,7 +177,7 @@ class GPT(nn.Module):
         config: ModelConfig,
         *,
         loss_chunk_tokens: int = 1024,
-        checkpointing: Mode = "none",
+        checkpointing: Modes = "none",
         compile_blocks: bool = False,
         z_loss: float = 0.0,
     ) -> None:
@@ -185,12 +185,12 @@ class GPT(nn.Module):
         self.config = config
         self.is_compiled = compile_blocks
         self.embedding = Embedding(config)
-        offload = Offload() if checkpointing == "offload" else None
+        modes, offload = modes_of(checkpointing, config.trained_layers), Offload()
         run = compiled(Block.forward_recomputed) if compile_blocks else None
         # The numbers of tokens of experts are known only when they run, so these are not compiled.
         attend = compiled(Block.attend) if compile_blocks and config.moe is not None else None
         options: list[dict[str, Any]] = [
-            {"checkpointing": checkpointing, "offload": offload}
+            {"checkpointing": modes[i], "offload": offload if modes[i] == "offload" else None}
             | ({"attend": attend} if has_experts(config, i) else {"run": run})
             for i in range(config.trained_layers)
         ]

@@ -26,13 +26,15 @@ def shallow_layers(model: ModelConfig) -> tuple[int, int]:
 
 def simulate_blocks(config: Config, plan: RunPlan, rates: Rates | None = None) -> Simulated:
     """`simulate` of a rank, in a time that does not depend on the number of blocks, unless a
-    pipeline divides them. `rates`: default: those of the plan's machine file.
+    pipeline divides them or their modes of activation checkpointing differ. `rates`: default: those
+    of the plan's machine file.
 
     Raises UserError as `simulate`.
     """
     layers = config.model.layers
     counts = shallow_layers(config.model)
-    if layers <= counts[1] or plan.division.ranks > 1:
+    differ = len(set(config.checkpointing)) > 1
+    if layers <= counts[1] or plan.division.ranks > 1 or differ:
         return add_sites(config, plan, simulate(config, plan, rates))
     fewer, more = (_with_layers(config, count, plan.levels.ranks, rates) for count in counts)
     times = (layers - counts[0]) / (counts[1] - counts[0])

@@ -18,9 +18,15 @@ from megafrontier.common.errors import UserError
 from megafrontier.config import Config, ExpertsPartitionConfig, WiresConfig, load_machine
 from megafrontier.data.sampling.batches import BatchSizes
 from megafrontier.model.flops import flops_per_token
-from megafrontier.model.recompute.checkpointing import RECOMPUTES_BLOCK, Mode
+from megafrontier.model.recompute.checkpointing import RECOMPUTES_BLOCK, Mode, Modes, modes_of
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition.placement import node_depth, traffic_bytes
+from megafrontier.planner.checkpointing import (
+    cheapest,
+    fill_memory,
+    memory_budget,
+    operations,
+)
 from megafrontier.planner.layers import simulate_blocks
 from megafrontier.planner.simulation.rank import Simulated
 from megafrontier.planner.simulation.rates import Rates
@@ -36,12 +42,11 @@ from megafrontier.training.plan import (
 )
 from megafrontier.training.traffic import tensor_traffic, token_traffic
 
+Auto = Literal["auto"]
 Preset = Literal["exact", "zero++", "low"]
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 CHECKPOINTING: tuple[Mode, ...] = ("none", "selective", "block")
 WIRES: tuple[Preset, ...] = ("exact", "low")
-OPERATIONS = {"none": 1.0, "selective": 1.1, "block": 4 / 3, "offload": 4 / 3}
-"""Of a step by checkpointing mode, as a multiple of those without, for the estimate."""
 SAVED_BYTES = {"none": 34.0, "selective": 20.0, "block": 2.0, "offload": 0.0}
 """For backward by checkpointing mode, for each token, block and hidden element, in 16 bits without
 the attention matrix (Korthikanti et al. 2022, arXiv:2205.05198), for the estimate."""
@@ -65,6 +70,8 @@ class Layout:
     def of(cls, overrides: tuple[str, ...], config: Config, ranks: int) -> "Layout":
         """Simulate a layout. Raises UserError for one that cannot be."""
         plan = resolve_plan(config, ranks)
+        if config.train.activation_checkpointing == "auto":
+            config, _ = fill_memory(config, plan, memory_budget(config)[1])
         return cls(overrides, config, plan, simulate_blocks(config, plan))
 
     @property
@@ -103,6 +110,8 @@ def search(
     """
     free, given = free or Free(), config
     config = replace(config, machine=load_machine(config.machine))  # once
+    if config.train.activation_checkpointing == "auto":
+        memory_budget(config)  # or all layouts would be left out without it
     families = _families(config, ranks, free)
     candidates = [found for family in families for found in family.members(free.memory)]
     candidates.sort(key=lambda each: each.seconds)
@@ -184,7 +193,10 @@ class _Family:
         least = replace(config.train, micro_batch=1, activation_checkpointing="offload")
         plan = self._plan = resolve_plan(replace(config, train=least), ranks)
         self._rates = Rates.of(plan.machine)
+        self._is_auto = config.train.activation_checkpointing == "auto"
         memory = plan.machine.device.memory_gib
+        if self._is_auto:
+            _, memory = memory_budget(config)
         self._free = [float("inf")] * 2
         if memory is not None:
             buffers = buffer_gib(config, plan)
@@ -210,24 +222,45 @@ class _Family:
         train, model, splits = self._config.train, self._config.model, self._plan.shape.splits
         data_size = self._plan.shape.over(("data",)).ranks
         parts, sizes = splits.tensor * splits.context, BatchSizes.of(train)
-        choices = [(train.micro_batch, train.activation_checkpointing)]
+        choices: list[tuple[int, Auto | Mode | list[Mode]]] = [
+            (train.micro_batch, train.activation_checkpointing)
+        ]
         if changes_memory:
-            choices = list(product(MICRO_BATCHES, CHECKPOINTING))
+            given: tuple[Auto | Mode, ...] = ("auto",) if self._is_auto else CHECKPOINTING
+            choices = list(product(MICRO_BATCHES, given))
         for micro_batch, mode in choices:
             tokens = micro_batch * model.sequence_length / parts
-            saved = SAVED_BYTES[mode] * tokens * model.hidden * model.layers
-            saved += tokens * self._expert_bytes(mode)
             number = train.global_batch // (micro_batch * data_size)
-            if not sizes.divides(micro_batch * data_size) or saved > self._free[number == 1]:
+            free = self._free[number == 1]
+            estimated = self._modes(mode, tokens, free)
+            saved = self._saved_bytes(estimated, tokens)
+            if not sizes.divides(micro_batch * data_size) or saved > free:
                 continue
             chosen = replace(train, micro_batch=micro_batch, activation_checkpointing=mode)
             config, overrides = replace(self._config, train=chosen), list(self._overrides)
             if changes_memory:
                 overrides += [f"train.micro_batch={micro_batch}"]
                 overrides += [f"train.activation_checkpointing={mode}"]
-            yield _Candidate(tuple(overrides), config, self._estimate(config, number, tokens))
+            known = replace(chosen, activation_checkpointing=estimated)
+            seconds = self._estimate(replace(config, train=known), number, tokens)
+            yield _Candidate(tuple(overrides), config, seconds)
 
-    def _expert_bytes(self, mode: Mode) -> float:
+    def _modes(self, given: Auto | Modes, tokens: float, free: float) -> list[Mode]:
+        """The modes of blocks; with `auto` an estimate, in eighths of the blocks."""
+        blocks = self._config.model.trained_layers
+        if given != "auto":
+            return modes_of(given, blocks)
+        parts = cheapest(8, lambda modes: self._saved_bytes(modes, tokens) <= free)
+        return [parts[8 * block // blocks] for block in range(blocks)]
+
+    def _saved_bytes(self, modes: Sequence[Mode], tokens: float) -> float:
+        """For the backward of a micro-batch of so many tokens on this rank. `modes`: of equal parts
+        of the blocks."""
+        model = self._config.model
+        mean = sum(SAVED_BYTES[mode] for mode in modes) / len(modes)
+        return tokens * (mean * model.hidden * model.layers + self._expert_bytes(modes))
+
+    def _expert_bytes(self, modes: Sequence[Mode]) -> float:
         """What experts save for the backward of a token, in 16 bits, if tokens come to this rank
         that need the most."""
         model, moe = self._config.model, self._config.model.moe
@@ -236,7 +269,8 @@ class _Family:
         ranks = self._plan.shape.splits.expert
         there = min(moe.active, moe.experts // ranks)
         most = min(PEAK, ranks * there / moe.active)
-        blocks = 1 if mode in RECOMPUTES_BLOCK else moe.blocks(model.layers)
+        kept = sum(mode not in RECOMPUTES_BLOCK for mode in modes)
+        blocks = max(1, moe.blocks(model.layers) * kept / len(modes))
         width = moe.ffn_hidden or model.mlp_hidden
         return 2 * most * moe.active * (2 * model.hidden + 3 * width) * blocks
 
@@ -245,8 +279,8 @@ class _Family:
         busiest level if that takes longer, and a part of the rest, which is seldom hidden
         wholly."""
         plan, names = self._plan, self._plan.levels.names
-        operations = OPERATIONS[config.train.activation_checkpointing]
-        flops = flops_per_token(config.model) * number * tokens * operations
+        flops = flops_per_token(config.model) * number * tokens
+        flops *= operations(config.checkpointing)
         computing = flops / self._rates.device.matrix_flops
         sent = [number * count for count in tensor_traffic(config, plan)]
         moved = token_traffic(config, plan)

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 
 from megafrontier.config import ModelConfig, MoEConfig
-from megafrontier.model.recompute.checkpointing import RECOMPUTES_BLOCK, Mode
+from megafrontier.model.moe.layer import has_experts
+from megafrontier.model.recompute.checkpointing import RECOMPUTES_BLOCK, Modes, modes_of
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition.wires.registry import CastCodec
 from megafrontier.partition.wires.wire import Wire
@@ -35,7 +36,7 @@ def tensor_bytes(
     *,
     overlaps: bool,
     chunk_tokens: int,
-    checkpointing: Mode = "none",
+    checkpointing: Modes = "none",
     late_weights: bool = False,
 ) -> list[int]:
     """Bytes that one rank sends over each level in forward and backward of a micro-batch.
@@ -75,7 +76,7 @@ def _moves(
     size: int,
     tokens: int,
     chunk_tokens: int,
-    checkpointing: Mode,
+    checkpointing: Modes,
     late_weights: bool,
 ) -> Iterator[tuple[_Move, int]]:
     """Each move, and how often it takes place."""
@@ -98,9 +99,11 @@ def _moves(
     backward += [pieces, whole] if queries else []
     if late_weights:  # what the sums gathered, too
         backward += [whole, whole]
-    repeated = {"none": [], "selective": heads}.get(checkpointing, forward)
-    for move in (*forward, *repeated, *backward):
+    for move in (*forward, *backward):
         yield move, config.trained_layers
+    for mode in modes_of(checkpointing, config.trained_layers):
+        for move in {"none": [], "selective": heads}.get(mode, forward):
+            yield move, 1
     losses = 1 if config.prediction is None else 2
     yield whole, 4 * losses  # embedding and head
     for start in range(0, tokens, chunk_tokens):  # three numbers of each token, for its loss
@@ -129,7 +132,7 @@ def token_bytes(
     tokens: int,
     dtype: torch.dtype,
     wires: Sequence[Wire | None] = (),
-    checkpointing: Mode = "none",
+    checkpointing: Modes = "none",
 ) -> list[int]:
     """Bytes that one rank sends over each level in forward and backward of a micro-batch, in the
     mean, to ranks with other experts and back, if experts are chosen with equal probability.
@@ -141,13 +144,15 @@ def token_bytes(
     if moe is None or levels.ranks == 1:
         return [0] * len(levels.sizes)
     beside = 4 * moe.active  # an expert, a weight or its gradient
-    again = checkpointing in RECOMPUTES_BLOCK
+    modes = modes_of(checkpointing, config.layers)[: config.layers]
+    blocks = moe.blocks(config.layers)
+    again = sum(m in RECOMPUTES_BLOCK and has_experts(config, i) for i, m in enumerate(modes))
     for level, (stride, size) in enumerate(zip(levels.strides, levels.sizes, strict=True)):
         groups = levels.ranks // stride
         rows = tokens * groups * distinct_share(moe, moe.experts // groups) * (size - 1) / size
         wire = wires[level] if wires else None
         row = (wire.codec if wire else CastCodec(dtype)).message_bytes(config.hidden)
         # There and back, and the gradients; those of weights go with the tokens'.
-        once = (4 + 2 * again) * row + (3 + 2 * again) * beside
-        found.append(round(moe.blocks(config.layers) * rows * once))
+        each = (4 * blocks + 2 * again) * row + (3 * blocks + 2 * again) * beside
+        found.append(round(rows * each))
     return found

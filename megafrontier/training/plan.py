@@ -242,22 +242,26 @@ def _measure_units(
     return [UnitSize(block, n, axes, name) for (block, axes, name), n in numels.items()]
 
 
-def state_gib(config: Config, plan: RunPlan, in_first_forward: bool = False) -> float:
+def state_gib(
+    config: Config, plan: RunPlan, in_first_forward: bool = False, rank: int | None = None
+) -> float:
     """GiB of state that each rank holds, by formula: weights, gradients, optimizer state and
-    quantization errors. Of a pipeline: the rank that holds most.
+    quantization errors. Of a pipeline: its rank `rank`, or the one that holds most.
 
     in_first_forward: what a step's first forward needs: an accelerator holds no gradients yet.
 
     Buffers (`buffer_gib`), activations and the allocator's overhead come on top.
     """
     has_gradients = not (in_first_forward and plan.machine.device.is_accelerator)
-    return max(_state_gib(config, plan, units, has_gradients) for units in _distinct(config, plan))
+    units = _units(config, plan, rank)
+    return max(_state_gib(config, plan, each, has_gradients) for each in units)
 
 
-def _distinct(config: Config, plan: RunPlan) -> list[list[UnitSize]]:
-    """The units of each rank of a pipeline that may hold most."""
+def _units(config: Config, plan: RunPlan, rank: int | None) -> list[list[UnitSize]]:
+    """The units of a rank of a pipeline, or of each one that may hold most."""
     splits, division = plan.shape.splits, plan.division
-    return [unit_sizes(config, splits, division, rank) for rank in division.distinct_ranks()]
+    ranks = division.distinct_ranks() if rank is None else [rank]
+    return [unit_sizes(config, splits, division, each) for each in ranks]
 
 
 def _state_gib(
@@ -289,12 +293,12 @@ def master_itemsize(config: Config, optimizer: str) -> int:
     return optimizer_itemsize(optimizer, config.optimizer.ema) + sites
 
 
-def buffer_gib(config: Config, plan: RunPlan) -> float:
+def buffer_gib(config: Config, plan: RunPlan, rank: int | None = None) -> float:
     """GiB of the buffers that a rank's units share, by formula: unsharded weights, unreduced
     gradients, messages, and Muon's: the matrix at hand, the next one, and what the iterations need
-    (two matrices, and two products of rows that are at most as large). Of a pipeline: the rank that
-    has most."""
-    return max(_buffer_gib(config, plan, units) for units in _distinct(config, plan))
+    (two matrices, and two products of rows that are at most as large). Of a pipeline: its rank
+    `rank`, or the one that has most."""
+    return max(_buffer_gib(config, plan, units) for units in _units(config, plan, rank))
 
 
 def _buffer_gib(config: Config, plan: RunPlan, units: Sequence[UnitSize]) -> float:
@@ -357,7 +361,7 @@ def check_memory(config: Config, plan: RunPlan) -> None:
     blocks = plan.division.blocks_in_flight(number)
     elements = blocks * train.micro_batch * model.sequence_length * model.hidden
     elements //= plan.shape.splits.tensor * plan.shape.splits.context
-    is_offloaded = train.activation_checkpointing == "offload"
+    is_offloaded = "offload" in config.checkpointing
     inputs = 0.0 if is_offloaded else elements * DTYPES[train.precision].itemsize / GIB
     # The last forward of a step, and the end of its backward.
     forward = state_gib(config, plan, in_first_forward=number == 1), inputs
@@ -384,9 +388,9 @@ def micro_batches_of(config: Config, plan: RunPlan) -> int:
 
 def memory_advice(config: Config) -> str:
     """What to change if a training step needs more memory than there is."""
-    train = config.train
+    train, modes = config.train, " and ".join(dict.fromkeys(config.checkpointing))
     return (
         f"a smaller train.micro_batch ({train.micro_batch}), more "
-        f"train.activation_checkpointing ({train.activation_checkpointing}), weights and gradients "
+        f"train.activation_checkpointing ({modes}), weights and gradients "
         "sharded further (partition.weights, partition.gradients), or more ranks"
     )

@@ -17,7 +17,7 @@ def tensor_traffic(config: Config, plan: RunPlan) -> list[int]:
         plan.activations,
         overlaps=config.partition.overlap != "none",
         chunk_tokens=train.loss_chunk_tokens,
-        checkpointing=train.activation_checkpointing,
+        checkpointing=config.checkpointing,
         late_weights=plan.division.schedule == "zero_bubble",
     )
 
@@ -32,5 +32,5 @@ def token_traffic(config: Config, plan: RunPlan) -> list[int]:
         train.micro_batch * config.model.sequence_length // (splits.context * splits.tensor),
         DTYPES[train.precision],
         plan.tokens,
-        train.activation_checkpointing,
+        config.checkpointing,
     )

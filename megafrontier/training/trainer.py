@@ -191,7 +191,7 @@ def build_model(
         model = GPT(
             config.model,
             loss_chunk_tokens=config.train.loss_chunk_tokens,
-            checkpointing=config.train.activation_checkpointing,
+            checkpointing=config.checkpointing,
             compile_blocks=compiles,
             z_loss=config.train.z_loss,
         )

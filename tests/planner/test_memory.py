@@ -119,6 +119,7 @@ CASES: list[tuple[dict[str, int], list[dict[str, Any]]]] = [
             {"partition.strategy": "zero3", "partition.weights_copy": False, **BLOCK},
             {"partition.strategy": "ddp", "train.activation_checkpointing": "selective", **GPU},
             {"partition.strategy": "zero2", "train.micro_batch": 4, "optimizer.ema": 0.99},
+            {**TOPO, "train.activation_checkpointing": ["block", "selective", "none", "none"]},
         ],
     ),
     ({"tensor": 2}, [TOPO, {"partition.strategy": "mics", **BLOCK}]),

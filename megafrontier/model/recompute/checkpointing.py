@@ -8,18 +8,22 @@
 | offload | the block's input, in host memory (`offload.py`) | the block |
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from megafrontier.config import CheckpointingMode
 from megafrontier.model.kernels import chunks, varlen
 
-Mode = Literal["none", "block", "selective", "offload"]
+Mode = CheckpointingMode
 RECOMPUTES_BLOCK: tuple[Mode, ...] = ("block", "offload")
+
+Modes = Mode | Sequence[Mode]
+"""Of all blocks, or of each block in turn."""
 
 _aten = torch.ops.aten
 # No bmm: it belongs to attention without a fused kernel, whose scores are too large to save.
@@ -37,6 +41,11 @@ _ATTENTION = [
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 ]
+
+
+def modes_of(given: Modes, blocks: int) -> list[Mode]:
+    """The mode of each of `blocks` blocks."""
+    return [given] * blocks if isinstance(given, str) else [*given]
 
 
 def _saving(saved: list[Any]) -> Callable[[], Any]:

@@ -99,7 +99,7 @@ class Routing:
 def worst_routing(config: Config) -> Kind:
     """The routing that needs the most memory. Chunks are computed again in backward, so that many
     tokens in one chunk need more than several chunks, unless blocks are computed again anyway."""
-    again = config.train.activation_checkpointing in RECOMPUTES_BLOCK
+    again = all(mode in RECOMPUTES_BLOCK for mode in config.checkpointing)
     return "one" if again else "full"
 
 

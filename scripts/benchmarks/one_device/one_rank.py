@@ -43,7 +43,7 @@ class Plain:
         self._model = GPT(
             config.model,
             loss_chunk_tokens=config.train.loss_chunk_tokens,
-            checkpointing=config.train.activation_checkpointing,
+            checkpointing=config.checkpointing,
             compile_blocks=trainer.model.is_compiled,
         )
         initialise(self._model, config.run.seed)

@@ -66,6 +66,16 @@ def test_one_graph_serves_all_blocks_and_any_number_of_documents(
     assert not counters["graph_break"]
 
 
+def test_blocks_of_each_mode_share_a_graph(compiler, make_model, tokens):
+    config = small_config(**{**LLAMA, "layers": 4})
+    modes = ["block", "selective", "selective", "none"]
+    plain, model = make_model(config), make_model(config, checkpointing=modes, compile_blocks=True)
+    inputs = (tokens, tokens, documents(DOCUMENTS[0]))
+    assert_near(gradients(model, *inputs), gradients(plain, *inputs))
+    assert compiler.frame_count == 3 + LOSSES
+    assert not counters["graph_break"]
+
+
 def test_windows_have_a_graph_for_each_kind_of_block(compiler, make_model, tokens):
     config = small_config(**GEMMA)
     plain, model = make_model(config), make_model(config, compile_blocks=True)
@@ -123,10 +133,11 @@ def test_activation_checkpointing_changes_no_bit_of_the_losses():
     config = small_config(**LLAMA)
 
     def body(hierarchy):
-        return [losses_sharded(config, "zero3", hierarchy, checkpointing=m) for m in MODES]
+        return [losses_sharded(config, "zero3", hierarchy, checkpointing=m) for m in modes]
 
+    modes = (*MODES, ["block", "none"])
     for rank in run_ranks((2, 2), body):
-        assert rank == [rank[0]] * len(MODES)
+        assert rank == [rank[0]] * len(modes)
 
 
 @inductor.patch("cpp.vec_isa_ok", True)  # or it compiles and runs something for each set first
