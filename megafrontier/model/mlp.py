@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
 from megafrontier.model.init import matrix_std, with_specs
+from megafrontier.model.kernels.gates import gated
 
 
 def up_rows(config: ModelConfig, width: int) -> int:
@@ -20,12 +21,10 @@ def activate(raised: Tensor, activation: str) -> Tensor:
     SwiGLU and GEGLU: Shazeer 2020, arXiv:2002.05202.
     """
     if activation == "swiglu":
-        gate, up = raised.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return gated(raised, "silu")
     approximate = "tanh" if activation.endswith("_tanh") else "none"
     if activation.startswith("geglu"):
-        gate, up = raised.chunk(2, dim=-1)
-        return F.gelu(gate, approximate=approximate) * up
+        return gated(raised, f"gelu {approximate}")
     return F.gelu(raised, approximate=approximate)
 
 

@@ -138,9 +138,11 @@ def rotate(heads: Tensor, rotary: Rotary) -> Tensor:
     Dimension i is paired with i + rotary_size / 2, the convention of GPT-NeoX and of Llama in
     `transformers`. Dimensions from rotary_size on stay. The result has the type of `heads`.
     """
-    cos, sin = (table[:, :, None] for table in rotary)
+    cos, sin = (table[:, :, None, None] for table in rotary)
     half = cos.shape[-1]
-    first, second = heads[..., :half], heads[..., half : 2 * half]
-    turned = [first * cos - second * sin, second * cos + first * sin]
+    # No slices of the two halves: their backward would fill and add tensors of the whole size.
+    pairs = heads[..., : 2 * half].unflatten(-1, (2, half))
+    signs = torch.arange(-1, 2, 2, device=sin.device)[:, None]
+    turned = (pairs * cos + pairs.flip(-2) * (sin * signs)).to(heads.dtype).flatten(-2)
     rest = heads[..., 2 * half :]
-    return torch.cat([part.to(heads.dtype) for part in (*turned, rest)], dim=-1)
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned

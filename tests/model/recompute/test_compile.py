@@ -7,6 +7,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config as inductor
+from torch._inductor.lowering import lowerings
 
 from megafrontier.commands.generate import generate
 from megafrontier.model.gpt import GPT
@@ -178,13 +179,16 @@ def test_a_missing_compiler_is_found():
 
 
 def test_the_compiled_backward_recomputes_no_product_with_selective(monkeypatch, make_model):
-    """A block has 4 products in forward and 8 in backward. Mode block recomputes 3 of the first."""
-    seen = []
+    """A block has 4 products in forward and 8 in backward. Mode block recomputes 3 of the first.
+    Backward joins the gradients of gate and up, which the compiler computes where they belong."""
+    seen, joined = [], []
+    join = torch.ops.megafrontier.join_halves.default
 
     def compile_graph(graph, _inputs):
         targets = [node.target for node in graph.graph.nodes]
         if torch.ops.aten.mm.default in targets:  # otherwise it is the loss
             seen.append(targets.count(torch.ops.aten.mm.default))
+            joined.append(targets.count(join))
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(
@@ -197,3 +201,5 @@ def test_the_compiled_backward_recomputes_no_product_with_selective(monkeypatch,
         model = make_model(small_config(**LLAMA), checkpointing=mode, compile_blocks=True)
         model(tokens, tokens).backward()
     assert seen == [4, 8, 4, 11]
+    assert joined == [0, 1, 0, 1]
+    assert join in lowerings
