@@ -8,6 +8,7 @@ from megafrontier.config.data import CorpusConfig as CorpusConfig
 from megafrontier.config.data import DataConfig as DataConfig
 from megafrontier.config.data import weight_at as weight_at
 from megafrontier.config.layout import ExpertsPartitionConfig as ExpertsPartitionConfig
+from megafrontier.config.layout import OffloadConfig as OffloadConfig
 from megafrontier.config.layout import ParallelConfig as ParallelConfig
 from megafrontier.config.layout import PartitionConfig as PartitionConfig
 from megafrontier.config.layout import WireFormat as WireFormat

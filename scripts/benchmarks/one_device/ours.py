@@ -10,7 +10,9 @@ from megafrontier.config import (
     Config,
     CorpusConfig,
     DataConfig,
+    OffloadConfig,
     OptimizerConfig,
+    PartitionConfig,
     ScheduleConfig,
     TrainConfig,
     check,
@@ -46,10 +48,11 @@ def ours(
     compiled: bool,
     checkpointing: Mode = "none",
     linear_precision: Literal["fp8"] | None = None,
+    offloaded: bool = False,
 ) -> dict[str, float]:
     """The framework's own loop, on one rank."""
     chosen = Setting(**setting)
-    config = our_config(chosen, compiled, checkpointing)
+    config = our_config(chosen, compiled, checkpointing, offloaded)
     config.train.linear_precision = linear_precision
     missing = missing_float8(device()) if linear_precision else None
     if missing is not None:
@@ -77,8 +80,11 @@ class Tick(Callback):
             raise Finished
 
 
-def our_config(setting: Setting, compiled: bool, checkpointing: Mode = "none") -> Config:
-    """The framework's configuration of a setting."""
+def our_config(
+    setting: Setting, compiled: bool, checkpointing: Mode = "none", offloaded: bool = False
+) -> Config:
+    """The framework's configuration of a setting. `offloaded`: the optimizer's state is on the
+    host."""
     train = TrainConfig(
         steps=10_000,
         global_batch=setting.batch,
@@ -98,6 +104,7 @@ def our_config(setting: Setting, compiled: bool, checkpointing: Mode = "none") -
         train=train,
         optimizer=optimizer,
         schedule=schedule,
+        partition=PartitionConfig(offload=OffloadConfig("cpu" if offloaded else "none")),
     )
     check(config)
     return config
