@@ -25,6 +25,9 @@ class DeviceConfig:
     memory_gib: float | None = bounded(None, above=0)
     """Memory of one device. The preflight refuses a host with less than 90 % of it free (on a CPU:
     installed). A run is refused if the state, buffers and block inputs of a rank exceed it."""
+    host_memory_gib: float | None = bounded(None, above=0)
+    """Memory of the host for each rank. A run is refused if the state that `partition.offload`
+    keeps there exceeds it. Default: what this host has, divided by the ranks on it."""
     peak_tflops: float | None = bounded(None, above=0)
     """Dense peak of one device in 16 bits, for MFU, also with `train.linear_precision`. There is no
     MFU without it, for fp32 training on an accelerator, and if a CPU stands in for an
@@ -34,6 +37,11 @@ class DeviceConfig:
     default: 65 % of `peak_tflops`."""
     memory_gigabytes_per_second: float | None = bounded(None, above=0)
     """Bytes that elementwise operations read and write. For `plan`."""
+    host_link_gigabytes_per_second: float = bounded(25.0, above=0)
+    """Bandwidth between a device and its host, in one direction. For `plan` with
+    `partition.offload`."""
+    host_memory_gigabytes_per_second: float = bounded(50.0, above=0)
+    """Bytes that a rank's cores read and write while they update offloaded masters. For `plan`."""
     launch_microseconds: float = bounded(5.0, at_least=0)
     """What the host needs to start one operation. For `plan`."""
     ranks_per_host: int | None = bounded(None, above=0)

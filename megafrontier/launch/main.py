@@ -34,6 +34,7 @@ from megafrontier.training.callbacks.log import Log, TraceWriter
 from megafrontier.training.callbacks.save import Save
 from megafrontier.training.callbacks.stragglers import GarbageCollection, Stragglers
 from megafrontier.training.device import describe_kernels
+from megafrontier.training.host_memory import check_host_memory
 from megafrontier.training.logging.run_log import RunLogger, check_directory, open_run_logger
 from megafrontier.training.loop import run
 from megafrontier.training.plan import check_memory, memory_advice
@@ -82,7 +83,10 @@ def _check(config: Config, identity: Identity | None, ranks: int) -> None:
     fault_point("check")
     if identity is not None:  # a parent may not touch the devices of the ranks that it forks
         check_rank(load_machine(config.machine).device, identity, config.preflight.enabled)
-    check_memory(config, check_training(config, ranks))
+    plan = check_training(config, ranks)
+    check_memory(config, plan)
+    here = ranks if identity is None else plan.machine.device.ranks_per_host or 1
+    check_host_memory(config, plan, here)
     if identity is None or identity.local_rank == 0:
         check_resume(config)
         check_directory(config)  # last, because it creates the directory

@@ -159,6 +159,7 @@ def state_bytes(
     itemsize: int,
     feedback_wires: Wires | None = None,
     optimizer_itemsize: int = 12,
+    is_offloaded: bool = False,
 ) -> dict[str, int]:
     """Bytes that one rank holds for a unit of `numel` padded elements, by state.
 
@@ -167,9 +168,11 @@ def state_bytes(
     masters are unsharded and weights fp32, the weights are the masters. With error feedback
     (`feedback_wires`), errors are bf16. On an accelerator, gradients are held from a unit's first
     backward in a step to its update.
+
+    With `is_offloaded`, the optimizer's bytes, and 4 an element for what crosses, are in `host`.
     """
     here = placement.on(levels)
-    are_masters = itemsize == 4 and here.optimizer == 0
+    are_masters = itemsize == 4 and here.optimizer == 0 and not is_offloaded
     has_weights = here.has_copy and not are_masters
 
     def shard(depth: int) -> int:
@@ -178,7 +181,8 @@ def state_bytes(
     return {
         "weights": shard(placement.backward_weights) * itemsize if has_weights else 0,
         "gradients": shard(placement.gradients) * 4,
-        "optimizer": shard(placement.optimizer) * optimizer_itemsize,
+        "optimizer": 0 if is_offloaded else shard(placement.optimizer) * optimizer_itemsize,
+        "host": shard(placement.optimizer) * (optimizer_itemsize + 4) if is_offloaded else 0,
         "errors": sum(
             shard(level) * 2
             for level in (error_levels(placement, levels, feedback_wires) if feedback_wires else ())

@@ -15,6 +15,7 @@ from megafrontier.planner.layers import simulate_blocks
 from megafrontier.planner.search import Layout, search
 from megafrontier.planner.simulation.rank import Simulated
 from megafrontier.planner.simulation.rates import UNKNOWN
+from megafrontier.training.host_memory import host_gib
 from megafrontier.training.plan import RunPlan, memory_advice, resolve_plan
 from megafrontier.training.preview import describe_run
 
@@ -120,6 +121,7 @@ def as_dict(layout: Layout) -> dict[str, Any]:
         "fits": layout.fits,
         "gib": step.gib,
         "memory": step.memory,
+        "host_gib": host_gib(layout.config, layout.plan),
         **({} if step.worst_memory is None else {"worst_routing_gib": step.worst_gib}),
         "step_seconds": step.seconds,
         "tokens_per_second": step.tokens_per_second,

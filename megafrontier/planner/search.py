@@ -31,6 +31,7 @@ from megafrontier.planner.layers import simulate_blocks
 from megafrontier.planner.simulation.rank import Simulated
 from megafrontier.planner.simulation.rates import Rates
 from megafrontier.splits.exchange import PEAK
+from megafrontier.training.host_memory import fits_host
 from megafrontier.training.plan import (
     GIB,
     RunPlan,
@@ -76,10 +77,9 @@ class Layout:
 
     @property
     def fits(self) -> bool:
-        """Whether all tensors fit into the device's memory, if the machine file says that: in a
-        mixture of experts with any routing."""
-        memory = self.plan.machine.device.memory_gib
-        return memory is None or self.step.worst_gib <= memory
+        """Whether device and host have the memory, if it is stated; of experts, any routing."""
+        memory = self.plan.machine.device.memory_gib or float("inf")
+        return self.step.worst_gib <= memory and fits_host(self.config, self.plan)
 
 
 @dataclass(frozen=True)

@@ -252,38 +252,37 @@ def state_gib(
 
     Buffers (`buffer_gib`), activations and the allocator's overhead come on top.
     """
-    has_gradients = not (in_first_forward and plan.machine.device.is_accelerator)
-    units = _units(config, plan, rank)
-    return max(_state_gib(config, plan, each, has_gradients) for each in units)
+    left_out = {"host"}
+    if in_first_forward and plan.machine.device.is_accelerator:
+        left_out.add("gradients")
+
+    def kept(units: Sequence[UnitSize]) -> int:
+        states = rank_state_bytes(config, plan, units)
+        return sum(size for state, size in states.items() if state not in left_out)
+
+    return max(map(kept, rank_units(config, plan, rank))) / GIB
 
 
-def _units(config: Config, plan: RunPlan, rank: int | None) -> list[list[UnitSize]]:
+def rank_units(config: Config, plan: RunPlan, rank: int | None = None) -> list[list[UnitSize]]:
     """The units of a rank of a pipeline, or of each one that may hold most."""
     splits, division = plan.shape.splits, plan.division
     ranks = division.distinct_ranks() if rank is None else [rank]
     return [unit_sizes(config, splits, division, each) for each in ranks]
 
 
-def _state_gib(
-    config: Config, plan: RunPlan, units: Sequence[UnitSize], has_gradients: bool
-) -> float:
+def rank_state_bytes(config: Config, plan: RunPlan, units: Sequence[UnitSize]) -> Counter[str]:
+    """Bytes of a rank's state by kind (`placement.state_bytes`), for these units of its own."""
     itemsize = DTYPES[config.train.precision].itemsize
     numels: Counter[tuple[tuple[str, ...], str]] = Counter()
     for unit in units:
         numels[unit.axes, unit.optimizer] += unit.numel
-    found = (
-        state_bytes(
-            numel,
-            plan.of(axes).placement,
-            plan.shape.over(axes),
-            itemsize,
-            plan.of(axes).feedback_wires,
-            master_itemsize(config, name),
-        )
-        for (axes, name), numel in numels.items()
-    )
-    kept = (states | ({} if has_gradients else {"gradients": 0}) for states in found)
-    return sum(sum(states.values()) for states in kept) / GIB
+    total: Counter[str] = Counter()
+    for (axes, name), numel in numels.items():
+        placement, wires = plan.of(axes).placement, plan.of(axes).feedback_wires
+        levels, kept = plan.shape.over(axes), master_itemsize(config, name)
+        is_away = plan.is_offloaded
+        total.update(state_bytes(numel, placement, levels, itemsize, wires, kept, is_away))
+    return total
 
 
 def master_itemsize(config: Config, optimizer: str) -> int:
@@ -298,7 +297,7 @@ def buffer_gib(config: Config, plan: RunPlan, rank: int | None = None) -> float:
     gradients, messages, and Muon's: the matrix at hand, the next one, and what the iterations need
     (two matrices, and two products of rows that are at most as large). Of a pipeline: its rank
     `rank`, or the one that has most."""
-    return max(_buffer_gib(config, plan, units) for units in _units(config, plan, rank))
+    return max(_buffer_gib(config, plan, units) for units in rank_units(config, plan, rank))
 
 
 def _buffer_gib(config: Config, plan: RunPlan, units: Sequence[UnitSize]) -> float:

@@ -20,6 +20,7 @@ from megafrontier.partition.placement import Placement, error_levels
 from megafrontier.partition.wires.wire import Wire
 from megafrontier.pipeline.balance import describe_pipeline, stage_costs
 from megafrontier.training.callbacks.base import Callback, load_class
+from megafrontier.training.host_memory import host_gib
 from megafrontier.training.plan import (
     RunPlan,
     StatePlan,
@@ -158,9 +159,10 @@ def _summarize(config: Config, plan: RunPlan) -> str:
     splits = (f"{name} {size}" for name, size in asdict(plan.shape.splits).items() if size > 1)
     shards = ", ".join([*splits, shards])
     number = micro_batches_of(config, plan)
+    host = f"{host_gib(config, plan):.3g} in host memory, " if plan.is_offloaded else ""
     return (
         f"{sizes} = {levels.ranks} ranks; {shards}; per rank: "
-        f"{state_gib(config, plan):.3g} GiB of state, "
+        f"{state_gib(config, plan):.3g} GiB of state, {host}"
         f"{buffer_gib(config, plan):.3g} of buffers, {number} micro-batches of "
         f"{config.train.micro_batch} sequences"
     )

@@ -19,7 +19,7 @@ from megafrontier.model.moe.router import Router
 from megafrontier.parallel.mesh import Mesh, Splits
 from megafrontier.planner.simulation import routing
 from megafrontier.planner.simulation.dry_run import DryLoader
-from megafrontier.planner.simulation.meter import ROUNDING, Memory
+from megafrontier.planner.simulation.memory import ROUNDING, Memory
 from megafrontier.planner.simulation.rank import STEPS
 from megafrontier.planner.simulation.routing import Kind, worst_routing
 from megafrontier.planner.simulation.simulate import simulate

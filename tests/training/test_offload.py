@@ -1,16 +1,21 @@
 """Masters and optimizer states in host memory: the same numbers, under the next forward."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.mesh import Splits
+from megafrontier.planner.simulation.rates import UNKNOWN
+from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.callbacks.save import save_trainer
+from megafrontier.training.host_memory import check_host_memory, host_gib
 from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.loop import start_step, train_step
+from megafrontier.training.plan import resolve_plan, state_gib
 from megafrontier.training.preview import check_training
 from megafrontier.training.resume.resume import resume
 from tests import runs
@@ -141,3 +146,24 @@ def test_a_forward_waits_only_for_the_updates_of_its_units_and_those_prefetched(
 def test_what_cannot_be_offloaded_is_refused_in_one_line(folder, chosen, line):
     with pytest.raises(UserError, match=line):
         check_training(runs.load(folder / "config.yaml", OFFLOAD, chosen), 4)
+
+
+def test_a_plan_counts_the_optimizers_state_on_the_host_alone(folder):
+    machine = "machine={levels: {world: {}}, device: {name: any GPU, host_memory_gib: 1}}"
+
+    def of(offload):
+        config = runs.load(folder / "config.yaml", machine, "train.precision=bf16", offload)
+        return config, resolve_plan(config, 2)
+
+    (config, plan), (other, plain) = of(OFFLOAD), of("partition.offload.optimizer=none")
+    state = state_gib(other, plain) - state_gib(config, plan)
+    assert host_gib(config, plan) == pytest.approx(state * 16 / 12)
+    assert host_gib(other, plain) == 0
+    step, usual = simulate(config, plan, UNKNOWN), simulate(other, plain, UNKNOWN)
+    assert step.memory["optimizer"] == 0
+    assert step.gib == pytest.approx(usual.gib - usual.memory["optimizer"], rel=0.01)
+    check_host_memory(config, plan, 1)
+    less = replace(plan.machine.device, host_memory_gib=host_gib(config, plan) * 0.9)
+    too_small = replace(plan, machine=replace(plan.machine, device=less))
+    with pytest.raises(UserError, match=r"host_memory_gib: .* for each rank, need"):
+        check_host_memory(config, too_small, 1)

@@ -67,7 +67,13 @@ def dry_trainer(config: Config, plan: RunPlan, mesh: Mesh, meter: Meter, most: i
     built[1].pool.shards.keeps = not plan.machine.device.is_accelerator
     loader = cast(Loader, DryLoader(config, plan, most))
     fused = partial(_Elementwise, meter)
-    return make_trainer(config, plan, mesh, built, loader, elementwise=fused)
+    trainer = make_trainer(config, plan, mesh, built, loader, elementwise=fused)
+    states = (shard for found in trainer.optimizer.states.values() for shard in found)
+    hosts = (unit.host for unit in built[1].units if unit.host is not None)
+    if plan.is_offloaded:
+        meter.memory.move_to_host(shard for shard in states if shard is not None)
+        meter.memory.move_to_host(t for host in hosts for t in (host.master, host.staging))
+    return trainer
 
 
 class DryLoader:
@@ -109,4 +115,7 @@ class _Elementwise:
         skip: torch.Tensor,
     ) -> None:
         """As `UnitOptimizer.step`."""
-        self._meter.move(self._moved)
+        if self._meter.memory.is_on_host(gradients[0]):
+            self._meter.move_on_host(self._moved)
+        else:
+            self._meter.move(self._moved)

@@ -4,9 +4,8 @@ The meter sees every operation that the training code dispatches, in forward, ba
 streams. So there is no second description of a step. Collectives run on torch's `fake` backend.
 """
 
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar, Token
 from enum import Enum
 from functools import cache
@@ -21,10 +20,9 @@ from torch.utils.flop_counter import flop_registry
 
 from megafrontier.planner.simulation.attention import PRODUCTS, attention_flops
 from megafrontier.planner.simulation.clock import Clock
+from megafrontier.planner.simulation.memory import Memory
 from megafrontier.planner.simulation.rates import DeviceRates, LinkRates
 
-ROUNDING = {True: 512, False: 64}
-"""Bytes to which torch rounds the size of a block up, on an accelerator and on a CPU."""
 Groups = Mapping[str, tuple[str, bool]]
 _running: ContextVar["Meter"] = ContextVar("meter")
 
@@ -32,42 +30,6 @@ _running: ContextVar["Meter"] = ContextVar("meter")
 def running_meter() -> "Meter":
     """The meter that counts operations now."""
     return _running.get()
-
-
-class Memory:
-    """Bytes of the tensors that are alive, and their peak."""
-
-    def __init__(self, rounding: int) -> None:
-        self.now = self.peak = 0
-        self.gradients: Callable[[], int] = lambda: 0
-        """Bytes of the gradient shards that are held now."""
-        self.gradients_at_peak = 0
-        self._rounding = rounding
-        self._alive: set[int] = set()
-
-    def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count the storages of `tensors` that are new."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._alive:
-                self._alive.add(storage._cdata)
-                size = -(-storage.nbytes() // self._rounding) * self._rounding
-                weakref.finalize(storage, self._free, storage._cdata, size).atexit = False
-                self.now += size
-                if self.now > self.peak:
-                    self.begin_peak()
-
-    def begin_peak(self) -> None:
-        """Take what is held now as the peak."""
-        self.peak, self.gradients_at_peak = self.now, self.gradients()
-
-    def _free(self, key: int, size: int) -> None:
-        self._alive.discard(key)
-        self.now -= size
-
-    def has(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's storage is counted already."""
-        return tensor.untyped_storage()._cdata in self._alive
 
 
 class Meter(TorchDispatchMode):
@@ -116,8 +78,26 @@ class Meter(TorchDispatchMode):
             return out
         self.memory.add(outputs)
         if not operation.is_free:
-            self._charge(cost or _cost_of(func, args, kwargs, out))
+            cost = cost or _cost_of(func, args, kwargs, out)
+            if self.memory.has_host_tensors and self._charge_to_host(_tensors((args, out)), cost):
+                return out
+            self._charge(cost)
         return out
+
+    def _charge_to_host(self, tensors: Sequence[torch.Tensor], cost: "_Cost") -> bool:
+        """Whether an operation moves data in, from or to host memory, which then has its time."""
+        on_host = [self.memory.is_on_host(tensor) for tensor in tensors]
+        if not any(on_host):
+            return False
+        if all(on_host):
+            self.move_on_host(cost.moved)
+        else:  # a copy, of as many bytes as the smaller side has
+            self.clock.advance(min(t.nbytes for t in tensors) / self.device.host_link_bytes)
+        return True
+
+    def move_on_host(self, moved: int) -> None:
+        """The host reads and writes `moved` bytes of its memory."""
+        self.clock.advance(moved / self.device.host_memory_bytes)
 
     def _charge(self, cost: "_Cost") -> None:
         if cost.flops:

@@ -16,7 +16,8 @@ from megafrontier.planner.simulation import codecs
 from megafrontier.planner.simulation.attention import attention_kernel
 from megafrontier.planner.simulation.clock import COMPUTE, Clock
 from megafrontier.planner.simulation.dry_run import DryLoader, dry_mesh, dry_trainer
-from megafrontier.planner.simulation.meter import ROUNDING, Memory, Meter
+from megafrontier.planner.simulation.memory import ROUNDING, Memory
+from megafrontier.planner.simulation.meter import Meter
 from megafrontier.planner.simulation.rates import Rates
 from megafrontier.planner.simulation.routing import Kind as RoutingKind
 from megafrontier.planner.simulation.routing import Routing
@@ -172,7 +173,9 @@ def _memory(trainer: Trainer, memory: Memory, before: int) -> dict[str, float]:
     held = {
         "weights": sum(unit.weights.nbytes for unit in engine.units),
         "gradients": memory.gradients_at_peak,
-        "optimizer": sum(u.master.nbytes for u in engine.units if not u.computes_with_masters)
+        "optimizer": 0
+        if trainer.plan.is_offloaded
+        else sum(u.master.nbytes for u in engine.units if not u.computes_with_masters)
         + sum(_bytes(t for t in shards if t is not None) for shards in states.values())
         + (0 if sites is None else sites.state_itemsize * elements),
         "error_feedback": sum(_bytes(u.feedback.errors.values()) for u in engine.units),

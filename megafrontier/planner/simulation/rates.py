@@ -24,6 +24,10 @@ class DeviceRates:
     fp32_share: float
     is_host: bool = False
     """A CPU that trains starts each operation itself. The host of an accelerator runs ahead."""
+    host_link_bytes: float = inf
+    """A second, between the device and its host's memory."""
+    host_memory_bytes: float = inf
+    """A second, read and written by the host."""
 
     @classmethod
     def of(cls, machine: MachineConfig) -> "DeviceRates":
@@ -41,6 +45,8 @@ class DeviceRates:
             device.launch_microseconds / 1e6,
             FP32_SHARE if device.is_accelerator else 1.0,
             device.name == "cpu",
+            device.host_link_gigabytes_per_second * 1e9,
+            device.host_memory_gigabytes_per_second * 1e9,
         )
 
     def product_seconds(self, flops: float, moved: int, itemsize: int) -> float:
